@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from commands import cheem
 from PIL import Image
 
 import cheem_jax
@@ -225,36 +226,24 @@ def test_a_cache_of_programs_that_cannot_be_written_is_no_reason_to_stop(capsys,
     assert done == ["settings"] and "JAX_COMPILATION_CACHE_DIR" in capsys.readouterr().err
 
 
-def cheem(capsys, monkeypatch, *arguments):
-    """Status, standard output and standard error of the command in this process."""
-    monkeypatch.setattr("sys.argv", ["cheem", *arguments])
-    try:
-        cli_main()
-        status = 0
-    except SystemExit as stop:
-        status = stop.code
-    said = capsys.readouterr()
-    return status, said.out, said.err
-
-
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
-def test_every_command_tells_its_options_and_what_the_table_says_of_it(capsys, monkeypatch, command):
+def test_every_command_tells_its_options_and_what_the_table_says_of_it(capsys, command):
     kind, function = command.load()
     assert (kind.__doc__ or "").splitlines()[0] == command.help and callable(function)
-    status, shown, _ = cheem(capsys, monkeypatch, *command.name.split(), "--help")
+    status, shown, _ = cheem(capsys, *command.name.split(), "--help")
     assert status == 0 and shown.startswith(f"usage: cheem {command.name} ")
     assert command.help in " ".join(shown.split())
 
 
-def test_help_lists_all_commands_under_their_headings(capsys, monkeypatch):
-    status, shown, _ = cheem(capsys, monkeypatch)
-    assert status == 0 and shown == cheem(capsys, monkeypatch, "--help")[1]
+def test_help_lists_all_commands_under_their_headings(capsys):
+    status, shown, _ = cheem(capsys)
+    assert status == 0 and shown == cheem(capsys, "--help")[1]
     assert str(cheem_jax.__doc__).splitlines()[0] in " ".join(shown.split())
     names = [line[2:].split("  ")[0] for line in shown.splitlines() if re.match("  [a-z]", line)]
     assert names == list(COMMANDS)
     headings = [line[:-1] for line in shown.splitlines() if line.endswith(":")]
     assert headings == list(GROUPS)
-    _, below, _ = cheem(capsys, monkeypatch, "data")
+    _, below, _ = cheem(capsys, "data")
     assert [name for name in names if f"  {name} " in below] == [name for name in names if name.startswith("data ")]
 
 
@@ -262,10 +251,10 @@ def test_help_lists_all_commands_under_their_headings(capsys, monkeypatch):
 def test_help_fits_the_terminal_and_shows_advanced_options_only_where_asked(capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     for words in ([], ["learn"], ["predict"], ["info"]):
-        status, shown, _ = cheem(capsys, monkeypatch, *words, "--help")
+        status, shown, _ = cheem(capsys, *words, "--help")
         assert status == 0 and max(map(len, shown.splitlines())) <= width
         assert "None" not in shown and "False" not in shown and "(default: )" not in shown
-    shown, everything = (cheem(capsys, monkeypatch, "learn", option)[1] for option in ("--help", "--help-all"))
+    shown, everything = (cheem(capsys, "learn", option)[1] for option in ("--help", "--help-all"))
     assert "--engine" not in shown and shown.endswith("`--help-all` also shows advanced options.\n")
     assert "--engine.executor {auto,stages,whole,scan}" in everything and "--help-all" not in everything
     assert "usage: cheem learn [-h] [OPTIONS] MEMORY DATA\n" in shown and "  --backbone TEXT" in shown
@@ -273,17 +262,17 @@ def test_help_fits_the_terminal_and_shows_advanced_options_only_where_asked(caps
     assert learned.engine.executor == "scan"  # options that are not shown are taken all the same
 
 
-def test_the_version_is_told(capsys, monkeypatch):
-    assert cheem(capsys, monkeypatch, "--version") == (0, f"cheem_jax {cheem_jax.__version__}\n", "")
+def test_the_version_is_told(capsys):
+    assert cheem(capsys, "--version") == (0, f"cheem_jax {cheem_jax.__version__}\n", "")
 
 
 @pytest.mark.parametrize(
     ("words", "nearest"), [(["predct"], "predict"), (["lst"], "data list"), (["data", "prepar"], "data prepare")]
 )
-def test_an_unknown_command_is_answered_with_the_nearest(capsys, monkeypatch, words, nearest):
-    status, _, error = cheem(capsys, monkeypatch, *words)
+def test_an_unknown_command_is_answered_with_the_nearest(capsys, words, nearest):
+    status, _, error = cheem(capsys, *words)
     assert status == 2 and f"nearest: {nearest}; expected one of" in error and error.count("\n") == 1
-    assert "nearest" not in cheem(capsys, monkeypatch, "xyzzy")[2]
+    assert "nearest" not in cheem(capsys, "xyzzy")[2]
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["demmo"], ["doctor", "--json", "--timeout", "0.01"]])

@@ -1,36 +1,26 @@
 """`cheem data` as a user types it."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 
+import commands
 import numpy as np
 import official
 import pytest
 from PIL import Image
 from test_data_cache import pictures
 
-from cheem_jax.cli import main as cli
 from cheem_jax.data import ImagesConfig, load_tasks, plan_task
 from cheem_jax.data.benchmarks.prepare import manual_dir
 from cheem_jax.data.benchmarks.table import BY_NAME, Counts
 
 
 @pytest.fixture
-def cheem(monkeypatch, capsys):
+def cheem(capsys):
     """Runs a command line; gives status, output and errors."""
-
-    def run(*words):
-        monkeypatch.setattr("sys.argv", ["cheem", *map(str, words)])
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as stop:
-            status = stop.code
-        output = capsys.readouterr()
-        return status, output.out, output.err
-
-    return run
+    return functools.partial(commands.cheem, capsys)
 
 
 def picture(file):

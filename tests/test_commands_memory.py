@@ -12,6 +12,7 @@ import zlib
 import numpy as np
 import pytest
 import small
+from commands import cheem
 from PIL import Image
 from rich.console import Console
 
@@ -39,19 +40,6 @@ def write_task(folder, task, num=8):
 def one_executor():
     with small.shared_executors():
         yield
-
-
-def cheem(capsys, *words):
-    """Status, standard output and standard error of `cheem`."""
-    status = 0
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "argv", ["cheem", *map(str, words)])
-        try:
-            main()
-        except SystemExit as stop:
-            status = stop.code or 0
-    told = capsys.readouterr()
-    return status, told.out, told.err
 
 
 @pytest.fixture(scope="module")

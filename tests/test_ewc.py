@@ -16,6 +16,7 @@ from cheem_jax.backbone.config import config_of
 from cheem_jax.baselines.ewc import Ewc, EwcConfig, squared_gradients
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.keys import Phase
+from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.method import Undisturbed
 
 CONFIG = EwcConfig(
@@ -36,10 +37,6 @@ def ewc_with(**changed) -> Ewc:
     ewc.config = dataclasses.replace(CONFIG, **changed)
     ewc.penalty = ewc.config.penalties[0] if len(ewc.config.penalties) == 1 else None
     return ewc
-
-
-def quiet(num_images: int, note: str = "", /) -> None:
-    pass
 
 
 @pytest.mark.full
@@ -101,7 +98,7 @@ def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images(kind,
     ewc, task = fresh(begun(kind)), small.task("colours", 0, num=num)
     fitting = ewc.fitter.begun(ewc.start(task))
     leaves, head = fitting.learned
-    found = ewc.add_fisher(ewc.known.fisher, fitting, task, quiet)
+    found = ewc.add_fisher(ewc.known.fisher, fitting, task, unwatched)
 
     values, gradient = spelled_out()
     labels = task.train.labels

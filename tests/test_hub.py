@@ -7,7 +7,6 @@ import hashlib
 import http.server
 import json
 import shutil
-import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -15,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import small
+from commands import cheem
 from test_memory import STREAM, begin, dying
 
 import cheem_jax
-from cheem_jax.cli.main import main
 from cheem_jax.memory.opened import OpenMemory
 
 REPO = "someone/pets"
@@ -132,20 +131,8 @@ def memory(learned, tmp_path) -> Path:
     return directory
 
 
-def cheem(capsys, monkeypatch, *words):
-    """Status, standard output and standard error of `cheem`."""
-    monkeypatch.setattr(sys, "argv", ["cheem", *map(str, words)])
-    try:
-        main()
-        status = 0
-    except SystemExit as stop:
-        status = stop.code
-    told = capsys.readouterr()
-    return status, told.out, told.err
-
-
-def test_a_pushed_memory_contains_no_image_and_answers_the_same_once_pulled(capsys, monkeypatch, hub, memory, tmp_path):
-    status, out, _ = cheem(capsys, monkeypatch, "push", memory, REPO, "--license", "apache-2.0")
+def test_a_pushed_memory_contains_no_image_and_answers_the_same_once_pulled(capsys, hub, memory, tmp_path):
+    status, out, _ = cheem(capsys, "push", memory, REPO, "--license", "apache-2.0")
     assert status == 0 and "files, and no image" in out and hub.private == [True]
     sent = hub.repositories[REPO]
     card = sent["README.md"].decode()
@@ -158,12 +145,12 @@ def test_a_pushed_memory_contains_no_image_and_answers_the_same_once_pulled(caps
     assert sent.keys() == expected and not any(b"an image" in content for content in sent.values())
 
     sent["../outside.txt"] = sent["base/../../outside.txt"] = b"elsewhere"
-    status, out, _ = cheem(capsys, monkeypatch, "pull", REPO, tmp_path / "new")
+    status, out, _ = cheem(capsys, "pull", REPO, tmp_path / "new")
     assert status == 0 and "contains task0, task1; cheem predict" in out
     assert not list(tmp_path.rglob("outside.txt")) and not (tmp_path / "new" / ".cache").exists()
     images = STREAM.tasks[1].test.images
     assert cheem_jax.open(tmp_path / "new").predict(images) == cheem_jax.open(memory).predict(images)
-    status, _, err = cheem(capsys, monkeypatch, "pull", REPO, tmp_path / "new")
+    status, _, err = cheem(capsys, "pull", REPO, tmp_path / "new")
     assert status == 2 and "exists and is not empty" in err
 
 
@@ -200,18 +187,16 @@ def test_a_hub_that_fails_is_told_in_one_line(capsys, monkeypatch, hub, memory, 
         setattr(hub, name, value)
     monkeypatch.setattr("cheem_jax.memory.hub.TIMEOUT", 0.3)
     words = (memory, REPO) if command == "push" else (REPO, tmp_path / "new")
-    status, _, err = cheem(capsys, monkeypatch, command, *words)
+    status, _, err = cheem(capsys, command, *words)
     assert status == 2 and err.count("\n") == 1 and said in err and repr(REPO) in err
     assert not hub.repositories[REPO] and [file.name for file in tmp_path.iterdir()] == ["pets"]
 
 
-def test_a_repository_that_is_missing_corrupted_or_another_model_leaves_nothing(
-    capsys, monkeypatch, hub, memory, tmp_path
-):
+def test_a_repository_that_is_missing_corrupted_or_another_model_leaves_nothing(capsys, hub, memory, tmp_path):
     from cheem_jax.memory.hub import push
 
     def refused(name=REPO):
-        status, _, err = cheem(capsys, monkeypatch, "pull", name, tmp_path / "new")
+        status, _, err = cheem(capsys, "pull", name, tmp_path / "new")
         assert status == 2 and err.count("\n") == 1 and not (tmp_path / "new").exists()
         return err
 
@@ -228,5 +213,5 @@ def test_a_repository_that_is_missing_corrupted_or_another_model_leaves_nothing(
     config = json.loads((memory / "config.json").read_text())
     config["learning"] = {"name": "cats", "number": 2, "data_sha256": "0"}
     (memory / "config.json").write_text(json.dumps(config))
-    status, _, err = cheem(capsys, monkeypatch, "push", memory, REPO)
+    status, _, err = cheem(capsys, "push", memory, REPO)
     assert status == 2 and "task 'cats' is interrupted; finish it, or forget it" in err

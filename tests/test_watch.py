@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from page_runs import entries
 from rich.console import Console
+from test_report_progress import Clock
 
 from cheem_jax.cli import report as watch
 from cheem_jax.cli.report import Watch, watch_run
@@ -24,16 +25,6 @@ from cheem_jax.run.directory import hold
 from cheem_jax.run.record import Record
 
 NAMES = ["digits", "letters", "textures"]
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def unseen(num_images: int, note: str = "") -> None:

@@ -43,7 +43,7 @@ from cheem_jax.core.routing import Metric, NearestCentroid, RouterConfig, TaskSt
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.compilation import compilations
-from cheem_jax.engine.passes import Advance
+from cheem_jax.engine.passes import Advance, unwatched
 from cheem_jax.engine.stages import Stages
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.checkpoint import saved_tasks
@@ -117,7 +117,7 @@ class Watched(Undisturbed):
     def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> Iterator[Advance]:
         """See `Running.phase`."""
         with self.seconds(name):
-            yield measure.ignore_advance
+            yield unwatched
 
 
 def pictures(task: int, num: int, size: int) -> np.ndarray:

@@ -309,10 +309,6 @@ def random_images(num: int, config: ViTConfig, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (num, size, size, 3), np.uint8)
 
 
-def ignore_advance(num_images: int, note: str = "", /) -> None:
-    """Progress callback that does nothing."""
-
-
 def draw_over_tasks(found: Sequence[Mapping[str, Any]], panels: Mapping[str, Mapping[str, str]], file: Path) -> None:
     """A panel per title over the number of learned tasks; a panel has keys of `found` by their labels."""
     num_rows = -(-len(panels) // 3)

@@ -18,6 +18,7 @@ from cheem_jax.cheem.training import FitConfig
 from cheem_jax.cli.main import parse
 from cheem_jax.core.keys import Keys, next_power_of_two
 from cheem_jax.core.pool import Head
+from cheem_jax.engine.passes import unwatched
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures, Networks
 from experiments.bench import measure, steps
@@ -66,7 +67,7 @@ def l2p(
         fitting = method.fitter.begun((prompts, head))
         method.fitter.run(
             fitting, fixed, labels, Inputs(images, query=query), config.fit, batch_size=batch,
-            order_key=jax.random.key(3), noise_key=jax.random.key(4), advance=measure.ignore_advance,
+            order_key=jax.random.key(3), noise_key=jax.random.key(4), advance=unwatched,
         )  # fmt: skip
         jax.block_until_ready(fitting.learned)
 

@@ -40,7 +40,7 @@ from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Feed, HostImages
 from cheem_jax.engine.inference import Inference, bucket_sizes, pieces
-from cheem_jax.engine.passes import count_right, token_means
+from cheem_jax.engine.passes import count_right, token_means, unwatched
 from cheem_jax.run.method import base_network
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, kept, medians, separate_flops, step_flops, tree_flops
@@ -103,7 +103,7 @@ def searches(
     def score(found: Sequence[Network]) -> np.ndarray:
         return count_right(
             executor, found, state.head.params, feed, task.val.labels,
-            num_classes=supernet.num_classes, batch_size=batch_size, advance=measure.ignore_advance,
+            num_classes=supernet.num_classes, batch_size=batch_size, advance=unwatched,
         )  # fmt: skip
 
     def apart(found: Sequence[Network]) -> np.ndarray:
@@ -140,12 +140,10 @@ def real_search(
         task.train.labels,
         draws=supernet_draws(mode, draw, exploit=exploit, uniform=uniform, epsilon=0.3),
         config=FitConfig(epochs=2, learning_rate=2e-3),
-        batch_size=min(32, num), order_key=order, advance=measure.ignore_advance,
+        batch_size=min(32, num), order_key=order, advance=unwatched,
     ).state  # fmt: skip
     feed = kept(executor, task.val.images, batch_size=batch_size)
-    score = supernet_score(
-        executor, supernet, state, feed, task.val.labels, batch_size=batch_size, advance=measure.ignore_advance
-    )
+    score = supernet_score(executor, supernet, state, feed, task.val.labels, batch_size=batch_size, advance=unwatched)
     generations: list[np.ndarray] = []
 
     def scored(genomes: np.ndarray) -> np.ndarray:
@@ -176,7 +174,7 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
         networks = networks_of(memory)
 
         def means(chosen: Sequence[Network]) -> np.ndarray:
-            return token_means(executor, chosen, feed, num, batch_size=num, advance=measure.ignore_advance).means
+            return token_means(executor, chosen, feed, num, batch_size=num, advance=unwatched).means
 
         times = compare(
             lambda networks=networks: means(networks),

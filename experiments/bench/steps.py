@@ -28,7 +28,7 @@ from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Batch, Dense
 from cheem_jax.engine.feed import Feed, HostImages
-from cheem_jax.engine.passes import network_features
+from cheem_jax.engine.passes import network_features, unwatched
 from cheem_jax.engine.stages import Stages
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
@@ -211,7 +211,7 @@ def evaluation(executor: Stages, peer: CheemPeer, quick: bool) -> tuple[Row, dic
     codes = np.random.default_rng(1).integers(0, 4, (num_candidates, ours.executor.num_blocks))
     score = supernet_score(
         ours.executor, ours.supernet, ours.fitting.state, ours.kept, labels,
-        batch_size=num_images, advance=measure.ignore_advance,
+        batch_size=num_images, advance=unwatched,
     )  # fmt: skip
     found: dict[str, np.ndarray] = {}
     ours.hand_over(peer)

@@ -1,0 +1,20 @@
+"""The command `cheem` in this process."""
+
+import sys
+
+import pytest
+
+from cheem_jax.cli.main import main
+
+
+def cheem(capsys, *words):
+    """Status, standard output and standard error of `cheem`."""
+    status = 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", ["cheem", *map(str, words)])
+        try:
+            main()
+        except SystemExit as stop:
+            status = stop.code or 0
+    told = capsys.readouterr()
+    return status, told.out, told.err
