@@ -7,7 +7,6 @@
 
 import dataclasses
 import hashlib
-import sys
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from cheem_jax.backbone.timm_names import from_timm, infer_config
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, named_config
 from cheem_jax.cli import convert as command
-from cheem_jax.cli.main import parse
+from cheem_jax.cli.main import parse, run_command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,23 +68,10 @@ def hash_of(tensors: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """0, or 2 after one line `error: ...`."""
-    try:
-        options = parse(Convert, arguments, description=__doc__)
-    except SystemExit as stop:
-        return 2 if stop.code else 0
-    try:
-        pretrained = convert(options)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"stopped; {options.output} was not written", file=sys.stderr)
-        return 130
-    command.tell(options, pretrained)
-    return 0
+def main(options: Convert) -> None:
+    """Convert, and say what was written."""
+    command.tell(options, convert(options))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main, parse(Convert, description=__doc__))

@@ -5,7 +5,6 @@ python convert/torchvision_alexnet.py --checkpoint alexnet.pth --output alexnet.
 """
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from cheem_jax.backbone.alexnet import FORMAT, AlexNetConfig, from_torchvision
 from cheem_jax.backbone.weights import sha256_of
-from cheem_jax.cli.main import parse
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.atomic import write_atomically
 
 
@@ -87,23 +86,11 @@ def _reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """0, or 2 after one line `error: ...`."""
-    try:
-        options = parse(Convert, arguments, description=__doc__)
-    except SystemExit as stop:
-        return 2 if stop.code else 0
-    try:
-        tensors = convert(options)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"stopped; {options.output} was not written", file=sys.stderr)
-        return 130
+def main(options: Convert) -> None:
+    """Convert, and say what was written."""
+    tensors = convert(options)
     print(f"{options.output}: alexnet, {sum(value.size for value in tensors.values()):,} numbers")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main, parse(Convert, description=__doc__), computes=False)

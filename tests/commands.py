@@ -1,10 +1,10 @@
-"""The command `cheem` in this process."""
+"""The command `cheem`, and scripts, in this process."""
 
 import sys
 
 import pytest
 
-from cheem_jax.cli.main import main
+from cheem_jax.cli.main import main, parse, run_command
 
 
 def cheem(capsys, *words):
@@ -18,3 +18,12 @@ def cheem(capsys, *words):
             status = stop.code or 0
     told = capsys.readouterr()
     return status, told.out, told.err
+
+
+def status_of(script, arguments):
+    """Exit status of a script that converts."""
+    try:
+        run_command(script.main, parse(script.Convert, arguments), computes=False)
+    except SystemExit as stop:
+        return stop.code
+    return 0

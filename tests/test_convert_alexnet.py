@@ -1,3 +1,4 @@
+import sys
 import urllib.error
 from pathlib import Path
 
@@ -5,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from commands import status_of
 from flax import nnx
 
 from cheem_jax.backbone.alexnet import AlexNetConfig, build_alexnet, from_torchvision, load_alexnet
@@ -46,7 +48,7 @@ def checkpoint(model, tmp_path_factory) -> Path:
 def test_wrong_arguments_end_in_one_line_and_status_two(tmp_path, monkeypatch, capsys, arguments, shown):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.safetensors").write_bytes(b"precious")
-    assert torchvision_alexnet.main(arguments) == 2
+    assert status_of(torchvision_alexnet, arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and shown in error.replace(f"{tmp_path}/", "")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("there.safetensors", b"precious")]
@@ -54,8 +56,8 @@ def test_wrong_arguments_end_in_one_line_and_status_two(tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("module", ["torch", "torchvision"])
 def test_a_missing_extra_is_named(tmp_path, monkeypatch, capsys, module):
-    monkeypatch.setitem(torchvision_alexnet.sys.modules, module, None)  # as if it were not installed
-    assert torchvision_alexnet.main(["--output", str(tmp_path / "x.safetensors")]) == 2
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    assert status_of(torchvision_alexnet, ["--output", str(tmp_path / "x.safetensors")]) == 2
     assert "cheem_jax[convert]" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -106,7 +108,7 @@ def test_a_converted_checkpoint_loads_with_the_numbers_and_hash_of_its_origin(
     monkeypatch.setenv("TORCH_HOME", str(checkpoint.parent.parent.parent))
     output = tmp_path / "new" / "alexnet.safetensors"
     given = ["--checkpoint", str(checkpoint)] if source == "given" else []
-    assert torchvision_alexnet.main([*given, "--output", str(output)]) == 0
+    assert status_of(torchvision_alexnet, [*given, "--output", str(output)]) == 0
     loaded = load_alexnet(output, image_size=96)
     assert (loaded.source, loaded.sha256) == (checkpoint.name, sha256_of(checkpoint))
     np.testing.assert_array_equal(
@@ -122,7 +124,7 @@ def test_a_checkpoint_without_classifier_is_enough_for_the_convolutions(tmp_path
     state = {name: value.half() for name, value in model.state_dict().items() if name.startswith("features.")}
     torch.save(state, tmp_path / "convs.pth")
     output = tmp_path / "convs.safetensors"
-    assert torchvision_alexnet.main(["--checkpoint", str(tmp_path / "convs.pth"), "--output", str(output)]) == 0
+    assert status_of(torchvision_alexnet, ["--checkpoint", str(tmp_path / "convs.pth"), "--output", str(output)]) == 0
     assert safetensors.numpy.load_file(output).keys() == state.keys()
     assert load_alexnet(output, feature="conv5").params["conv5.bias"].dtype == np.float32
 
@@ -153,7 +155,7 @@ def test_bad_checkpoints_end_in_one_line_and_leave_the_old_output(tmp_path, caps
     else:
         torch.save(content, file)
     output.write_bytes(b"precious")
-    assert torchvision_alexnet.main(["--checkpoint", str(file), "--output", str(output), "--overwrite"]) == 2
+    assert status_of(torchvision_alexnet, ["--checkpoint", str(file), "--output", str(output), "--overwrite"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and re.search(shown, error)
     assert output.read_bytes() == b"precious" and len(list(tmp_path.iterdir())) == 2
@@ -168,7 +170,7 @@ def test_without_a_network_the_way_out_is_told_in_one_line(tmp_path, monkeypatch
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "empty"))
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
-    assert torchvision_alexnet.main(["--output", str(tmp_path / "x.safetensors")]) == 2
+    assert status_of(torchvision_alexnet, ["--output", str(tmp_path / "x.safetensors")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "alexnet-owt-7be5be79.pth" in error and "pass --checkpoint FILE" in error
     assert not (tmp_path / "x.safetensors").exists()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from commands import status_of
 from flax import nnx
 from PIL import Image
 
@@ -83,7 +84,7 @@ def test_cheem_convert_writes_what_the_script_writes(tmp_path, nano_file, monkey
     monkeypatch.setattr("sys.argv", ["cheem", "convert", *arguments, str(tmp_path / "a.safetensors")])
     cli.main()
     told = capsys.readouterr().out
-    assert timm_vit.main([*arguments, str(tmp_path / "b.safetensors")]) == 0
+    assert status_of(timm_vit, [*arguments, str(tmp_path / "b.safetensors")]) == 0
     assert capsys.readouterr().out == told.replace("a.safetensors", "b.safetensors")
     a, b = (load_pretrained("vit_nano", weights=tmp_path / name) for name in ("a.safetensors", "b.safetensors"))
     assert (a.config, a.source, a.sha256) == (b.config, b.source, b.sha256) and a.base_means.keys() == {*b.base_means}
@@ -106,10 +107,10 @@ def test_an_existing_output_stays_unless_overwriting_is_asked_for(tmp_path, nano
     output = tmp_path / "out.safetensors"
     output.write_bytes(b"precious")
     arguments = ["--backbone", "vit_nano", "--weights", str(nano_file), "--output", str(output)]
-    assert timm_vit.main(arguments) == 2
+    assert status_of(timm_vit, arguments) == 2
     assert "out.safetensors exists; choose another --output or add --overwrite" in capsys.readouterr().err
     assert output.read_bytes() == b"precious"
-    assert timm_vit.main([*arguments, "--overwrite"]) == 0
+    assert status_of(timm_vit, [*arguments, "--overwrite"]) == 0
     assert load_pretrained("vit_nano", weights=output).source == "origin.npz"
 
 
@@ -135,7 +136,7 @@ def test_an_existing_output_stays_unless_overwriting_is_asked_for(tmp_path, nano
 def test_wrong_arguments_end_in_one_line_and_status_two(tmp_path, nano_file, monkeypatch, capsys, arguments, shown):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
-    assert timm_vit.main([str(nano_file) if value == "NANO" else value for value in arguments]) == 2
+    assert status_of(timm_vit, [str(nano_file) if value == "NANO" else value for value in arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and shown in error.replace(f"{tmp_path}/", "")
     assert sorted(tmp_path.iterdir()) == before
@@ -151,7 +152,7 @@ def test_wrong_arguments_end_in_one_line_and_status_two(tmp_path, nano_file, mon
 def test_a_missing_extra_is_named(tmp_path, nano_file, monkeypatch, capsys, extra, module, arguments):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    assert timm_vit.main([str(nano_file) if value == "NANO" else value for value in arguments]) == 2
+    assert status_of(timm_vit, [str(nano_file) if value == "NANO" else value for value in arguments]) == 2
     assert f"cheem_jax[{extra}]" in capsys.readouterr().err
 
 
