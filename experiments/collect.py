@@ -25,7 +25,7 @@ from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import select
 from cheem_jax.report.finished import RunRecord, read
-from cheem_jax.run import record
+from cheem_jax.run import fingerprint, record
 from cheem_jax.run.progress import Progress
 
 Labels = dict[str, np.ndarray]
@@ -80,7 +80,8 @@ def write(place: Path, files: Mapping[str, bytes]) -> str:
 
 def files_of(run: RunRecord, opened: dict[str, Labels]) -> dict[str, bytes]:
     """What is published of a run, by file name; `results.json`, which makes a folder a finished run, comes last."""
-    begin = next(entry for entry in record.read(run.directory) if entry["event"] == "run")
+    entries = list(record.read(run.directory))
+    begin = next(entry for entry in entries if entry["event"] == "run")
     if not begin.get("data"):
         raise ValueError("its record does not say where its images are, so no answer can be checked; run it again")
     right, given = right_of(run, labels_of(run, begin["data"], opened))
@@ -92,6 +93,9 @@ def files_of(run: RunRecord, opened: dict[str, Labels]) -> dict[str, bytes]:
         "data": {key: names.get(v, v) if isinstance(v, str) else v for key, v in begin["data"].items()},
         "conditions": begin.get("conditions", {}),
     }
+    continued = [entry["conditions"] for entry in entries if entry["event"] == "continued" and "conditions" in entry]
+    if changed := dict.fromkeys(filter(None, (fingerprint.apart(told["conditions"], later) for later in continued))):
+        told["continued"] = list(changed)
     documents = {"record.json": told, "config.json": run.config, "results.json": run.results}
     for name, content in documents.items():
         if leaked := next(leaks(content), None):

@@ -344,6 +344,8 @@ def machines(runs: Sequence[Collected]) -> list[str]:
             f"{device.get('processor', 'unknown processor')}, threads: {device.get('threads', '?')}{accelerator}; jax "
             f"{conditions.get('versions', {}).get('jax', '?')}; commit {commit_of(run)}"
         )
+        if continued := run.record.get("continued"):
+            told += f"; continued under other conditions ({'; '.join(continued)})"
         groups.setdefault(told, []).append(run.place)
     return [f"- {told}: {', '.join(names)}." for told, names in groups.items()]
 

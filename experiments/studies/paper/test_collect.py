@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from page_runs import write_pictures, write_run
 
+from cheem_jax.run.record import Record
 from studies.paper.collected import load, packed, unpacked
+from studies.paper.results_page import machines
 
 
 @pytest.fixture
@@ -49,6 +51,18 @@ def test_collecting_again_changes_nothing_and_a_changed_run_is_replaced(runs, tm
     results.write_text(json.dumps(json.loads(results.read_text()) | {"seconds": 1.0}))
     collected(runs, tmp_path / "to")
     assert "replaced, since it differs in results.json" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_run_that_went_on_under_other_conditions_says_so(runs, tmp_path):
+    record = Record(runs / "cheem/seed-0")
+    for python in ("3.11", "3.12", "3.12"):
+        conditions = {"code": {"version": "0.1.0"}, "versions": {"python": python}}
+        record.write("continued", conditions=conditions)
+    collected(runs, tmp_path / "to")
+    [run] = next(iter(load(tmp_path / "to").values())).values()
+    assert run.record["continued"] == ['versions.python is "3.11" there and "3.12" here']
+    [line] = machines([run])
+    assert '; continued under other conditions (versions.python is "3.11" there and "3.12" here): ' in line
 
 
 def test_no_place_of_the_machine_is_published(runs, tmp_path, capsys):
