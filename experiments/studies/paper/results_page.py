@@ -108,15 +108,15 @@ def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> 
     return "\n\n".join(parts) + "\n"
 
 
-WORDS = """Tasks are learned one after another, and no image is kept. *Accuracy*: the mean over tasks after the last one,
-task-agnostic unless it says otherwise; the *router* of a method with a network per task infers the task ID. *HEE*
+WORDS = """Tasks are learned one after another, and no image is kept. *Accuracy*: the mean over tasks after the last
+one, task-agnostic unless it says otherwise; the *router* of a method with a network per task infers the task ID. *HEE*
 samples architectures by task similarity, *uniform* all alike. *Frozen, linear heads*: a ridge regression per task on
 frozen features."""
-METHODS_TEXT = f"""Means over runs, ± standard deviation over seeds (n − 1). *CHEEM minus*: points of average accuracy,
-paired by seed and test image, with the 95 % interval (bootstrap over seeds and, within tasks, test images; {RESAMPLES:,}
-resamples). A method marked * is given the task ID, and so is CHEEM in that row. *Forgetting*: drop from a task's best
-accuracy, over all tasks but the last. FLOPs are per image. Parameters added are per task, in % of the backbone; stored
-are those of all tasks. Hours: fastest to slowest run, on shared machines."""
+METHODS_TEXT = f"""Means over runs, ± standard deviation over seeds (n − 1). *CHEEM minus*: points of average
+accuracy, paired by seed and test image, with the 95 % interval (bootstrap over seeds and, within tasks, test images;
+{RESAMPLES:,} resamples). A method marked * is given the task ID, and so is CHEEM in that row. *Forgetting*: drop from
+a task's best accuracy, over all tasks but the last. FLOPs are per image. Parameters added are per task, in % of the
+backbone; stored are those of all tasks. Hours: fastest to slowest run, on shared machines."""
 TASKS_TEXT = """After the last task, in %, mean ± standard deviation over runs; task-agnostic, of methods marked *
 with the task ID given. The first line has the training images and the classes."""
 CLAIMS = """*Over tasks* also resamples the tasks, for other tasks like these. Images count as independent, which
