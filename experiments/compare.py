@@ -107,9 +107,8 @@ def variants_of(settings: Compare) -> list[Variant]:
 OTHERS = {
     "cheem:closed_form": Variant(
         "cheem-closed_form", f"{METHODS['cheem']}, closed-form score", "cheem",
-        # as many training passes as `quick`: 4 for the supernet, 8 for the winner and 2 for each of two more finalists
-        {"supernet.epochs": 4, **{
-            name: getattr(QUICK_PLUS, name) for name in ("ops", "search", "score", "score_images", "finalists")
+        {"supernet.epochs": QUICK_PLUS.supernet.epochs, "finetune.epochs": QUICK_PLUS.finetune.epochs, **{
+            name: getattr(QUICK_PLUS, name) for name in ("ops", "search", "score", "score_images")
         }},
     ),
     "lora_cl:nearest": Variant(

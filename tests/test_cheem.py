@@ -83,16 +83,9 @@ def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_sco
     searched = len(task.val.labels) * config.search.population * config.search.generations
     assert learner(config).expected_seconds(task) == (trained + searched) / 8
 
-    beyond = dataclasses.replace(
-        config,
-        score="closed_form",
-        score_images=5,
-        finalists=3,
-        finetune=dataclasses.replace(config.finetune, epochs=8),
-    )
-    contested = 3 * len(task.train.labels) * (8 + 2 * 2 - config.finetune.epochs)
+    beyond = dataclasses.replace(config, score="closed_form", score_images=5)
     more = 5 * config.search.population * config.search.generations
-    assert learner(beyond).expected_seconds(task) == (trained + contested + searched + more) / 8
+    assert learner(beyond).expected_seconds(task) == (trained + searched + more) / 8
 
 
 @pytest.mark.full
@@ -246,7 +239,7 @@ def test_presets_switch_every_part_on():
     assert QUICK.supernet.epochs >= 8 and QUICK.finetune.epochs >= 8
     assert QUICK.search.population * QUICK.search.generations >= 160
     assert set(PRESETS) == {"paper", "quick", "demo", "cheem_plus", "quick_plus"}
-    search = {"ops", "supernet", "search", "score", "score_images", "finetune", "finalists"}
+    search = {"ops", "supernet", "search", "score", "score_images", "finetune"}
     for name, plain, others in (("cheem_plus", PAPER, set()), ("quick_plus", QUICK, search)):
         plus = PRESETS[name]
         changed = {key for key in vars(plain) if getattr(plus, key) != getattr(plain, key)}

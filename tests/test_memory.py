@@ -747,7 +747,7 @@ def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):
     with pytest.raises(ValueError, match=r"unknown settings \['colour'\]"):
         cheem_jax.open(copied)
     without_effect = {**config["method"]["search"], "cost": "network", "rungs": 1, "warm_start": False}
-    method = {**config["method"], "trained_draws": 0, "search": without_effect}
+    method = {**config["method"], "trained_draws": 0, "finalists": 3, "search": without_effect}
     (copied / "config.json").write_text(json.dumps({**config, "method": method}))
     assert cheem_jax.open(copied).config.method == small.QUICK
     method = {**method, "search": {**without_effect, "cost": "resumed"}}

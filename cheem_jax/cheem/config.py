@@ -36,9 +36,6 @@ class CheemConfig:
     score_images: int = 0
     """Training images that the score `closed_form` looks at, a seeded subsample; 0: all."""
     finetune: FitConfig = FitConfig(epochs=20)
-    finalists: int = 1
-    """Best networks of the search that differ in a quarter of the blocks; each is fine-tuned for a quarter of the
-    epochs, and the most accurate on validation images continues. The paper fine-tunes the best one alone."""
     weights: Literal["initial", "inherited"] = "initial"
     """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has learned."""
     router: RouterConfig = RouterConfig()
@@ -51,9 +48,8 @@ class CheemConfig:
     """Training images that the similarity of tasks looks at, a seeded subsample; 0: all, as in the paper."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "finalists"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; expected at least 1")
         if self.similarity_images < 0:
             raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
         if not len(set(self.remove)) == len(self.remove) < len(KINDS):
@@ -95,17 +91,16 @@ PLUS = {"router": RouterConfig("lda", "early")}
 QUICK_PLUS = dataclasses.replace(
     QUICK,
     ops=OpSettings(new_init="copy", new_rate=0.3),
-    supernet=FitConfig(epochs=6, learning_rate=3e-3),
+    supernet=FitConfig(epochs=4, learning_rate=3e-3),
     search=SearchConfig(population=15, generations=2, num_parents=5, tolerance=0.0),
     score="closed_form",
     score_images=384,
-    finetune=FitConfig(epochs=8, learning_rate=3e-3),
-    finalists=3,
+    finetune=FitConfig(epochs=12, learning_rate=3e-3),
     **PLUS,
 )
 """That router, and the search that finds more where tasks are far from the pretraining data (docs/search.md): fewer
-candidates, ranked by heads in closed form, of which three are trained for a while; New begins as a copy and takes
-smaller steps. Measured at this budget only, so `cheem_plus` has the router alone."""
+epochs for the supernet and more for the target network, fewer candidates, ranked by heads in closed form; New begins as
+a copy and takes smaller steps. Measured at this budget only, so `cheem_plus` has the router alone."""
 
 Preset = Literal["paper", "quick", "demo", "cheem_plus", "quick_plus"]
 PRESETS: dict[Preset, CheemConfig] = {

@@ -95,23 +95,13 @@ def rank(scored: Scored, num_images: int, tolerance: float) -> np.ndarray:
     return np.array(sorted(range(len(scored.genomes)), key=place))
 
 
-def leaders(scored: Scored, num_images: int, tolerance: float, *, num: int = 1) -> list[Int[np.ndarray, "L"]]:
-    """The first `num` in rank that differ from each other in a quarter of the blocks; fewer where not enough do.
-
-    Raises ValueError where none has a score.
-    """
+def first(scored: Scored, num_images: int, tolerance: float) -> Int[np.ndarray, "L"]:
+    """The genome that is first in rank. Raises ValueError where none has a score."""
     if not np.isfinite(scored.correct).any():
         raise ValueError(
             "the search found no architecture with a score: none was a finite number; try lower learning rates"
         )
-    chosen: list[np.ndarray] = []
-    for index in rank(scored, num_images, tolerance):
-        genome = scored.genomes[index]
-        # neighbours of the best reach what it reaches: to train them as well would decide little
-        is_new = all(4 * np.sum(genome != other) >= len(genome) for other in chosen)
-        if len(chosen) < num and is_new and np.isfinite(scored.correct[index]):
-            chosen.append(genome)
-    return chosen
+    return scored.genomes[rank(scored, num_images, tolerance)[0]]
 
 
 def search(
@@ -153,7 +143,7 @@ def search(
         found = Scored(genomes, np.asarray(score(genomes), np.float64), np.asarray(flops(genomes), np.float64))
         scored = Scored(*(np.concatenate(pair) for pair in zip(scored, found, strict=True)))
         on_generation(Searched(generation + 1, scored))
-    return leaders(scored, num_images, config.tolerance)[0], scored
+    return first(scored, num_images, config.tolerance), scored
 
 
 def prepare_search(exploit: Float[np.ndarray, "L C"], config: SearchConfig) -> None:

@@ -39,9 +39,7 @@ class Underway:
     similarity: np.ndarray | None = None
     searched: Searched | None = None
     fits: dict[str, FitState] = dataclasses.field(default_factory=dict)
-    """How far each training is: `supernet`, `finetune`, or `finalist_0` and so on."""
-    finals: list[int] = dataclasses.field(default_factory=list)
-    """Right answers of each finalist on validation images; -1 where its training failed."""
+    """How far each training is: `supernet` and `finetune`."""
     learned: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arrays of networks that were being trained and have not gone on yet, by the name of the training."""
 
@@ -59,7 +57,7 @@ class Underway:
             running = [float(loss) for loss in arrays.get(f"{name}_running", ())]
             fits[name] = FitState(fit["step"], list(fit["losses"]), [*running], fit["skipped"])
         learned = {name: arrays[name] for name in fits if name in arrays}
-        return cls(Clock(meta["seconds"]), arrays.get("similarity"), searched, fits, meta["finals"], learned)
+        return cls(Clock(meta["seconds"]), arrays.get("similarity"), searched, fits, learned)
 
     @property
     def skipped(self) -> int:
@@ -85,7 +83,7 @@ class Underway:
             if fit.running:
                 arrays[f"{name}_running"] = np.array(jax.device_get(fit.running), np.float64)
         generations = 0 if self.searched is None else self.searched.generations
-        meta = {"generations": generations, "seconds": self.clock.so_far(), "finals": self.finals, "fits": fits}
+        meta = {"generations": generations, "seconds": self.clock.so_far(), "fits": fits}
         return Saved(arrays, meta)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from cheem_jax.cheem.closed_form import closed_form_score
 from cheem_jax.cheem.config import CheemConfig
-from cheem_jax.cheem.evolution import Score, Searched, leaders, prepare_search, search
+from cheem_jax.cheem.evolution import Score, Searched, prepare_search, search
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, task_network
 from cheem_jax.cheem.hee import cosines, exploit_table, norm_cosine, uniform_table, without
 from cheem_jax.cheem.supernet import Supernet
@@ -39,7 +39,7 @@ from cheem_jax.data.augmentation import AugmentedImages
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
-from cheem_jax.engine.passes import Advance, TokenMeans, answers, token_means, unwatched
+from cheem_jax.engine.passes import Advance, TokenMeans, token_means, unwatched
 from cheem_jax.run.method import FrozenFeatures, Running, base_network
 
 
@@ -48,14 +48,6 @@ class Tables(NamedTuple):
 
     exploit: Float[np.ndarray, "L C"]
     uniform: Float[np.ndarray, "L C"]
-
-
-class Finished(NamedTuple):
-    """The network that is kept: the name of its training, what that learned, and its candidate indices."""
-
-    name: str
-    fit: SupernetFit
-    codes: Int[np.ndarray, "L"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +100,9 @@ class Cheem(ExpertMemory):
         similarity = self.similarity(learning)
         tables = self.tables(learning, similarity)
         trained = self.train_supernet(learning, tables)
-        self.search(learning, tables, trained)
-        finished = self.final(learning, trained)
-        network, state = finished.fit.supernet, finished.fit.state
-        chosen = decode(finished.codes, learning.candidates.sizes)
+        codes = self.search(learning, tables, trained)
+        finished = self.finetune(learning, trained, codes)
+        network, state, chosen = finished.supernet, finished.state, decode(codes, learning.candidates.sizes)
         architecture = learning.candidates.in_pool(chosen)
         pool, used = grow(self.memory.pool, architecture, network.learned(state, chosen), index)
         means = self.finished_means(learning, finished, task_network(DenseExperts(pool, 0), used)).means[0]
@@ -124,9 +115,9 @@ class Cheem(ExpertMemory):
             "pool": self.memory.history(),
             "similarity": [[None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity],
             "supernet_losses": trained.progress.losses,
-            "finetune_losses": finished.fit.progress.losses,
+            "finetune_losses": finished.progress.losses,
             "skipped_steps": underway.skipped,
-            **self._search_report(learning, finished),
+            **self._search_report(learning, codes),
             "not_kept": list(dict.fromkeys(learning.budget.refused)),
             "engine": self.executor.counters(),
             "seconds": clock.seconds,
@@ -160,8 +151,7 @@ class Cheem(ExpertMemory):
                 advance=unwatched,
             )  # fmt: skip
         seconds = (time.perf_counter() - start) / few
-        contest = config.finetune.epochs // 4 * (config.finalists - 1)
-        trained = num * (config.supernet.epochs + config.finetune.epochs + contest)
+        trained = num * (config.supernet.epochs + config.finetune.epochs)
         scored = len(task.val.labels) + (min(config.score_images or num, num) if config.score == "closed_form" else 0)
         return seconds * (3 * trained + search.population * search.generations * scored)
 
@@ -232,75 +222,31 @@ class Cheem(ExpertMemory):
             )  # fmt: skip
         return codes
 
-    def final(self, learning: Learning, trained: SupernetFit) -> Finished:
-        """The network that is kept, fine-tuned: the best of the search, or the one that leads among the finalists."""
-        config, searched = self.config, learning.underway.searched
-        assert searched is not None, "the search is over"
-        num = len(self._scored_rows(learning)) + len(learning.task.val.labels)
-        field = leaders(searched.scored, num, config.search.tolerance, num=config.finalists)
-        return self.finetune(learning, trained, field)
-
     def finetune(
-        self, learning: Learning, trained: SupernetFit | None, field: Sequence[Int[np.ndarray, "L"]]
-    ) -> Finished:  # fmt: skip
-        """A network trained stand-alone, as a supernet of which nothing else was sampled.
+        self, learning: Learning, trained: SupernetFit | None, codes: Int[np.ndarray, "L"]
+    ) -> SupernetFit:  # fmt: skip
+        """The network trained stand-alone, as a supernet of which nothing else was sampled.
 
-        Of several in the `field`, each is trained for a quarter of the epochs, and the best on validation images
-        continues. `trained` is needed only where weights are inherited.
+        `trained` is needed only where weights are inherited.
         """
-        config, underway, num = self.config.finetune, learning.underway, len(learning.task.train.labels)
-        names = [f"finalist_{i}" for i in range(len(field))] if len(field) > 1 else ["finetune"]
-        quarter, fits = max(config.epochs // 4, 1), dict[str, SupernetFit]()
+        config, underway, labels = self.config, learning.underway, learning.task.train.labels
+        supernet, architecture = self._supernet(learning, Phase.FINETUNE_INIT), decode(codes, learning.candidates.sizes)
+        fitting = underway.fitting("finetune", supernet)
+        if config.weights == "inherited" and not fitting.progress.step:
+            assert trained is not None, "inherited weights come from a supernet"
+            fitting.state = trained.supernet.inherit(trained.state, architecture)
         images = self._trained_on(learning, Phase.FINETUNE_AUGMENTATION)
-        if len(field) == 1 and not self.config.augment:  # several would have to keep theirs side by side
-            supernet = self._supernet(learning, Phase.FINETUNE_INIT)
-            prefix = frozen_prefix(supernet, decode(field[0], learning.candidates.sizes))
-            images = self._kept(learning, "what fine-tuning leaves unchanged", images, num, prefix)
-
-        def train(i: int, until: int) -> SupernetFit:
-            if names[i] not in fits:
-                supernet = self._supernet(learning, Phase.FINETUNE_INIT)
-                fits[names[i]] = begun = underway.fitting(names[i], supernet)
-                if self.config.weights == "inherited" and not begun.progress.step:
-                    assert trained is not None, "inherited weights come from a supernet"
-                    begun.state = trained.supernet.inherit(trained.state, decode(field[i], supernet.sizes))
-            return fit(
-                self.executor, fits[names[i]], images, learning.task.train.labels, draws=constant_draws(field[i]),
-                config=config, batch_size=self.config.batch_size,
-                order_key=self.keys.at(learning.index, Phase.FINETUNE_ORDER), advance=advance, until=until,
-            )  # fmt: skip
-
-        left = num * (config.epochs + (len(field) - 1) * quarter)
-        for name in underway.fits.keys() & set(names):
-            left -= num * config.epochs - images_left(underway.fits[name], config, num, self.config.batch_size)
-        saved = functools.partial(underway.saved, fits)
+        if not config.augment:
+            prefix = frozen_prefix(supernet, architecture)
+            images = self._kept(learning, "what fine-tuning leaves unchanged", images, len(labels), prefix)
+        left = images_left(fitting.progress, config.finetune, len(labels), config.batch_size)
+        saved = functools.partial(underway.saved, {"finetune": fitting})
         with underway.clock("finetune"), learning.running.phase("finetune", left, saved) as advance:
-            best, right = 0, underway.finals
-            for i in range(len(field) if len(field) > 1 else 0):
-                if i == len(right):
-                    try:
-                        right.append(self._right(learning, train(i, quarter), field[i]))
-                    except FloatingPointError:  # the others continue
-                        right.append(-1)
-                if i:  # never more than two are in memory
-                    best, loser = (i, best) if right[i] > right[best] else (best, i)
-                    fits.pop(names[loser], None)
-                    underway.learned.pop(names[loser], None)
-            if right and right[best] < 0:
-                raise FloatingPointError(
-                    "every finalist had a non-finite loss or gradient; try a lower learning rate than "
-                    f"{config.learning_rate:g}"
-                )
-            return Finished(names[best], train(best, config.epochs), field[best])
-
-    def _right(self, learning: Learning, fitting: SupernetFit, codes: Int[np.ndarray, "L"]) -> int:
-        """Right answers on validation images."""
-        labels, head = learning.task.val.labels, fitting.state.head.params
-        found = answers(
-            self.executor, dense_network(fitting.supernet, fitting.state, codes, {}), head, learning.val,
-            num=len(labels), num_classes=fitting.supernet.num_classes, batch_size=self.config.batch_size,
-        )  # fmt: skip
-        return int((found == labels).sum())
+            return fit(
+                self.executor, fitting, images, labels, draws=constant_draws(codes), config=config.finetune,
+                batch_size=config.batch_size, order_key=self.keys.at(learning.index, Phase.FINETUNE_ORDER),
+                advance=advance,
+            )  # fmt: skip
 
     def _scored_rows(self, learning: Learning) -> Int[np.ndarray, "N"]:
         """The training images that the score looks at; none for the supernet's own head."""
@@ -344,17 +290,17 @@ class Cheem(ExpertMemory):
         key, num_classes = self.keys.at(learning.index, phase), len(learning.task.classes)
         return Supernet(key, learning.candidates.experts, num_classes, self.config.ops)
 
-    def finished_means(self, learning: Learning, finished: Finished, network: Network) -> TokenMeans:
+    def finished_means(self, learning: Learning, finished: SupernetFit, network: Network) -> TokenMeans:
         """mu of the finished network over the training images, and their features."""
         underway, num = learning.underway, len(learning.task.train.labels)
-        saved = functools.partial(underway.saved, {finished.name: finished.fit})
+        saved = functools.partial(underway.saved, {"finetune": finished})
         with underway.clock("finetune"), learning.running.phase("means", num, saved) as advance:
             return token_means(
                 self.executor, [network], learning.train, num, batch_size=self.config.batch_size, advance=advance
             )
 
-    def _search_report(self, learning: Learning, finished: Finished) -> dict[str, Any]:
-        searched, config, codes = learning.underway.searched, self.config, finished.codes
+    def _search_report(self, learning: Learning, codes: Int[np.ndarray, "L"]) -> dict[str, Any]:
+        searched, config = learning.underway.searched, self.config
         assert searched is not None, "the search is over"
         scored, num_images = searched.scored, len(self._scored_rows(learning)) + len(learning.task.val.labels)
         chosen = int(np.flatnonzero((scored.genomes == codes).all(axis=1))[0])
@@ -369,12 +315,10 @@ class Cheem(ExpertMemory):
         name = "validation_accuracy"
         if config.score != "shared_head":  # training images count too
             name, found["score"] = "score", config.score
-        if learning.underway.finals:
-            found["finals"] = learning.underway.finals
         return {"searched": len(scored.genomes), "search": found, name: reached, f"best_{name}": best}
 
     def bytes_needed(self, task: Task) -> int:
-        """Everything sampled in the supernet, or the two finalists that lie there at a time, with Adam's moments.
+        """Everything sampled in the supernet, with Adam's moments.
 
         Twice: a rolling checkpoint and its successor. What the router keeps of the task is there once.
         """
@@ -383,8 +327,7 @@ class Cheem(ExpertMemory):
         pair, new = self.config.ops.rank * (num_inputs + width), (num_inputs + 1) * width
         head, blocks = (width + 1) * next_power_of_two(len(task.classes)), len(self.memory.pool)
         supernet = sum(pool_sizes(self.memory.pool)) * pair + blocks * new + head
-        finalists = min(self.config.finalists, 2) * (blocks * max(pair, new) + head)
-        return 4 * (3 * 2 * max(supernet, finalists) + self.router_numbers(task))
+        return 4 * (3 * 2 * supernet + self.router_numbers(task))
 
     def _earlier_means(self, learning: Learning) -> Float[np.ndarray, "E L D"]:
         """mu of the new task by the base network and every earlier task's; zeros where a task skipped the block."""

@@ -147,19 +147,17 @@ def fit(
     batch_size: int,
     order_key: jax.Array,
     advance: Advance,
-    until: int | None = None,
 ) -> SupernetFit:
     """Train what the sampled architectures hold, and the head, from where `fitting` is to the last epoch.
 
-    `until` ends it after that many epochs, at the rates of all; called again it goes on from there. The data order
-    comes from `order_key`. `fitting` is up to date whenever `advance` is called, so what is kept of it there resumes as
-    if nothing had happened. Raises FloatingPointError where a loss or gradient is non-finite; no such step reaches a
-    parameter.
+    The data order comes from `order_key`. `fitting` is up to date whenever `advance` is called, so what is kept of it
+    there resumes as if nothing had happened. Raises FloatingPointError where a loss or gradient is non-finite; no such
+    step reaches a parameter.
     """
     supernet, progress = fitting.supernet, fitting.progress
     num, steps = len(labels), num_batches(len(labels), batch_size)
     total, note = config.epochs * steps, ""
-    for epoch in range(progress.step // steps, config.epochs if until is None else until):
+    for epoch in range(progress.step // steps, config.epochs):
         begin, seen = progress.step % steps, 0
         architectures = [decode(codes, supernet.sizes) for codes in draws(epoch, steps)]
         rates = [learning_rate_at(config, epoch * steps + step, total) for step in range(steps)]

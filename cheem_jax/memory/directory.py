@@ -97,7 +97,8 @@ def config_of(held: Mapping[str, Any], directory: Path) -> MemoryConfig:
 def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:
     """A settings dataclass from its JSON values, nested ones included. Raises ValueError naming what does not fit."""
     if kind is CheemConfig:
-        values = without_removed(values, where)
+        # these chose among networks while a task was learned; what was learned does not depend on them
+        values = without_removed({k: v for k, v in values.items() if k != "finalists"}, where)
     if kind is MemoryConfig and isinstance(values.get("forgetting"), dict):  # of one task, as it was written before
         values = {**values, "forgetting": [values["forgetting"]]}
     hints, known = typing.get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}

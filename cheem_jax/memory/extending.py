@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from cheem_jax.cheem.expert_memory import task_network
 from cheem_jax.cheem.heads import grow_head
-from cheem_jax.cheem.learner import Cheem, Finished, Learning
+from cheem_jax.cheem.learner import Cheem, Learning
 from cheem_jax.cheem.training import SupernetFit
 from cheem_jax.core.architecture import Choice, encode
 from cheem_jax.core.keys import Phase
@@ -89,7 +89,7 @@ class MemoryLearner(Cheem):
         settings = {"learning_rate": self.config.finetune.learning_rate, "augment": self.config.augment}
         return {**report, **costs, "epochs": epochs, **settings}
 
-    def finished_means(self, learning: Learning, finished: Finished, network: Network) -> TokenMeans:
+    def finished_means(self, learning: Learning, finished: SupernetFit, network: Network) -> TokenMeans:
         """See `Cheem.finished_means`."""
         seen = super().finished_means(learning, finished, network)
         self._statistics = class_statistics(seen.features, learning.task.train.labels, len(learning.task.classes))
@@ -123,10 +123,10 @@ class MemoryLearner(Cheem):
         begun = {(block, chosen[block]): params for block, params in own.items()}
         fitting = SupernetFit(supernet, supernet.begun_with(begun, head))
         if not absent:
-            fitting = self.finetune(learning, fitting, [codes]).fit
+            fitting = self.finetune(learning, fitting, codes)
         pool, used = grow(self.memory.pool, architecture, supernet.learned(fitting.state, chosen), learning.index)
         network = task_network(DenseExperts(pool, 0), used)
-        seen = self.finished_means(learning, Finished("finetune", fitting, codes), network)
+        seen = self.finished_means(learning, fitting, network)
         head, statistics, labels = supernet.trained_head(fitting.state), self._statistics, task.train.labels
         if absent:
             statistics = added_up(before.statistics, statistics)

@@ -14,19 +14,19 @@ Place = tuple[str | int, ...]
 LONGEST, PART = 40, 25
 """Characters of a value that are shown whole, and of a longer one where it differs."""
 
-REMOVED: Mapping[str, Any] = {
-    "trained_draws": 0,
-    "search.cost": "network",
-    "search.rungs": 1,
-    "search.warm_start": False,
+REMOVED: Mapping[str, tuple[Any, str]] = {
+    "trained_draws": (0, "f98d135"),
+    "search.cost": ("network", "f98d135"),
+    "search.rungs": (1, "f98d135"),
+    "search.warm_start": (False, "f98d135"),
+    "finalists": (1, "7ec0f4a"),
 }
-"""Settings of CHEEM that no longer exist, each with the value that had no effect."""
+"""Settings of CHEEM that no longer exist, each with the value that had no effect and the last commit that has it."""
 REMOVED_OPTIONS = (
     "--cheem.search.cost network", "--cheem.search.rungs 1", "--cheem.search.no-warm-start", "--cheem.trained-draws 0",
+    "--cheem.finalists 1",
 )  # fmt: skip
 """The same in recorded commands."""
-LAST_COMMIT = "f98d135"
-"""The last commit that has these settings."""
 
 
 class Missing(enum.Enum):
@@ -126,12 +126,13 @@ def without_removed(settings: Mapping[str, Any], where: Path | None = None, *, p
     for name, value in settings.items():
         full = f"search.{name}" if part == "search" else name
         if full in REMOVED:
-            if value == REMOVED[full]:
+            without_effect, commit = REMOVED[full]
+            if value == without_effect:
                 continue
             if where is not None:
                 raise ValueError(
                     f"{where} has the setting {full} {value!r}, which no longer exists; use cheem_jax of commit "
-                    f"{LAST_COMMIT} for it, or begin again without this setting"
+                    f"{commit} for it, or begin again without this setting"
                 )
         kept[name] = without_removed(value, where, part=name) if isinstance(value, Mapping) else value
     return kept

@@ -3,7 +3,7 @@
     python -m experiments.bench.tasks
 
 Ours learns a task as the first one of a memory and notes what it sampled: an architecture per step, the candidates of
-every generation, the networks that were fine-tuned. The peer then does the same work with the same draws: similarity,
+every generation, the target network. The peer then does the same work with the same draws: similarity,
 supernet, search, fine-tuning, mean tokens and router. Budgets are a quarter of the presets', so that shares stay about
 as they are. Images come from the folder CHEEM_SHARED.
 """
@@ -59,7 +59,7 @@ def fewer(config: CheemConfig, supernet: int, finetune: int, **search: int) -> C
 
 BUDGETS = {
     "the paper's search": (fewer(QUICK, 2, 2, generations=2), 2.0),
-    "the search of quick_plus": (fewer(QUICK_PLUS, 2, 4, population=8, num_parents=4), 3.0),
+    "the search of quick_plus": (fewer(QUICK_PLUS, 1, 3, population=8, num_parents=4), 3.0),
 }
 """Settings and goal: how many times as fast as PyTorch."""
 
@@ -73,8 +73,8 @@ class Plan:
     generations: list[list[Architecture]] = dataclasses.field(default_factory=list)
     scored: np.ndarray = dataclasses.field(default_factory=lambda: np.arange(0))
     """Rows of training images that the score looks at."""
-    field: list[Architecture] = dataclasses.field(default_factory=list)
-    """Networks that are fine-tuned."""
+    target: Architecture = ()
+    """The network that is fine-tuned."""
 
 
 class Noting(Cheem):
@@ -108,10 +108,10 @@ class Noting(Cheem):
 
         return noted
 
-    def finetune(self, learning: Learning, trained: Any, field: Sequence[np.ndarray]) -> Any:
+    def finetune(self, learning: Learning, trained: Any, codes: np.ndarray) -> Any:
         """See `Cheem`."""
-        self.plan.field = [decode(codes, learning.candidates.sizes) for codes in field]
-        return super().finetune(learning, trained, field)
+        self.plan.target = decode(codes, learning.candidates.sizes)
+        return super().finetune(learning, trained, codes)
 
 
 def main(settings: Bench) -> None:
@@ -164,20 +164,15 @@ def flops_of(pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task
             for own in architectures
         ]
 
-    def finetuned(own: Architecture) -> float:
-        begin = next((block for block, choice in enumerate(own) if choice.kind in ("adapt", "new")), vit.depth)
-        return measure.step_flops(vit, own, config.ops.rank, begin=begin)
-
     base: Architecture = (Choice("reuse", 0),) * vit.depth
     steps = [measure.step_flops(vit, own, config.ops.rank, begin=0) for own in plan.supernet]
-    quarter = max(config.finetune.epochs // 4, 1) * (len(plan.field) > 1)
-    epochs = [config.finetune.epochs, *[quarter] * (len(plan.field) - 1)]
+    begin = next((block for block, choice in enumerate(plan.target) if choice.kind in ("adapt", "new")), vit.depth)
     return (
         num * measure.separate_flops(vit, networks([base]), from_images=True)
         + num * config.supernet.epochs * float(np.mean(steps))
         + (len(plan.scored) + num_val) * sum(measure.tree_flops(vit, networks(own)) for own in plan.generations)
-        + num * sum(times * finetuned(own) for times, own in zip(epochs, plan.field, strict=True))
-        + num * measure.separate_flops(vit, networks(plan.field[:1]))
+        + num * config.finetune.epochs * measure.step_flops(vit, plan.target, config.ops.rank, begin=begin)
+        + num * measure.separate_flops(vit, networks([plan.target]))
     )
 
 
@@ -272,18 +267,11 @@ def replay(
     timed("search", search)
 
     def finetune() -> TaskPeer:
-        total, quarter = config.finetune.epochs, max(config.finetune.epochs // 4, 1)
-        num_steps, peers = num_batches(len(labels), batch), [new() for _ in plan.field]
-        right = []
-        for own, architecture in zip(peers, plan.field, strict=True):
-            if len(peers) > 1:
-                steps(own, [architecture] * quarter * num_steps, Phase.FINETUNE_ORDER, range(quarter))
-                right.append(int(own.count_in_batches([architecture], val_images, val_labels, num_classes)[0]))
-        best = int(np.argmax(right)) if right else 0
-        left = range(quarter if right else 0, total)
-        steps(peers[best], [plan.field[best]] * len(left) * num_steps, Phase.FINETUNE_ORDER, left)
-        peers[best].walk(plan.field[best], images)
-        return peers[best]
+        peer, epochs = new(), range(config.finetune.epochs)
+        architectures = [plan.target] * len(epochs) * num_batches(len(labels), batch)
+        steps(peer, architectures, Phase.FINETUNE_ORDER, epochs)
+        peer.walk(plan.target, images)
+        return peer
 
     timed("finetune", finetune)
     timed("router", lambda: fit_statistics(features, labels, reads, seed=keys.seed_at(0, Phase.CENTROIDS)))

@@ -94,10 +94,8 @@ class TaskUnits:
         tables = cheem.tables(learning, cheem.similarity(learning))
         try:
             trained = cheem.train_supernet(learning, tables)
-            cheem.search(learning, tables, trained)
-            finished = cheem.final(learning, trained)
-            found = self._reached(cheem, learning, finished.fit, finished.codes)
-            found["finals"] = learning.underway.finals
+            codes = cheem.search(learning, tables, trained)
+            found = self._reached(cheem, learning, cheem.finetune(learning, trained, codes), codes)
         except FloatingPointError as error:
             self.progress.say(f"{self.task.name}, {recipe}, rate {rate:g}: no network, {error}")
             found = {"genome": None, "val_accuracy": None, "test_accuracy": None}
@@ -159,7 +157,7 @@ class TaskUnits:
         """An architecture trained stand-alone."""
         codes = np.array(genome, np.int32)
         try:
-            return self._reached(cheem, learning, cheem.finetune(learning, supernet, [codes]).fit, codes)
+            return self._reached(cheem, learning, cheem.finetune(learning, supernet, codes), codes)
         except FloatingPointError as error:
             self.progress.say(f"{self.task.name}: {genome} has no accuracy, {error}")
             return {"genome": genome, "val_accuracy": None, "test_accuracy": None}
