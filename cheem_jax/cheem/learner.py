@@ -23,7 +23,6 @@ from cheem_jax.cheem.training import (
     SupernetFit,
     architecture_flops,
     constant_draws,
-    dense_network,
     fit,
     frozen_prefix,
     images_left,
