@@ -46,10 +46,11 @@ HERE = Path(__file__).parent
 LARGEST_DIFFERENCE: dict[Precision, float] = {"float32": 1e-2, "bfloat16": 5e-2}
 """Of a loss from the CPU's in float32, as a share of the first one; accelerators round products more."""
 FIRST = ("frozen_linear", "lora_cl", "cheem:closed_form", "cheem", "full_finetune", "s_prompts", "lora_cl:nearest")
-ONCE = ("moal", "tuna", "diki", "coda_prompt", "l2p", "dualprompt", "ewc")
+ONCE = ("moal", "tuna", "diki", "coda_prompt", "l2p", "dualprompt", "ewc", "moe_adapters")
 QUEUE = (
     *((method, "quick", 0) for method in FIRST),
     *((method, "quick", seed) for seed in (1, 2) for method in ("cheem:closed_form", "lora_cl", "cheem")),
+    ("full_finetune", "quick", 1),
     *((method, "quick", 0) for method in ONCE),
     ("cheem", "paper", 0),
 )

@@ -18,8 +18,10 @@ from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid
 from cheem_jax.run.differences import without_removed
 from studies.paper.claims import (
     NOT_RUN,
+    OPEN,
     Claim,
     Verdict,
+    above,
     claims,
     compared,
     in_short,
@@ -56,7 +58,10 @@ class Beside(NamedTuple):
 
 REFERENCES = ("lora_cl", "frozen_linear", "full_finetune")
 """What a reader compares CHEEM with first: no search, no learning, no sharing."""
-COSTS = ("flops_paper", "params_added_percent", "seconds")
+COSTS = {
+    "flops_paper": "MFLOPs per image", "params_added_percent": "% of the backbone's parameters added per task",
+    "seconds": "hours",
+}  # fmt: skip
 NOTES, ROUTERS, CHOSEN = "notes.md", "routers.json", "chosen.json"
 
 
@@ -87,11 +92,11 @@ def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> 
         f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
         "`experiments/tables.py --results` makes this page from the records of finished runs; a test compares.",
         "## In short",
-        WORDS,
         answer(compared, cells)
         + in_short(judged)
         + unbeaten(others, cells, measured_of(compared))
         + beyond(beside.routers),
+        WORDS,
         *([beside.notes.strip()] if beside.notes else []),
         "## Methods",
         METHODS_TEXT,
@@ -176,24 +181,29 @@ def answer(rows: Sequence[Row], cells: Cells) -> str:
         return ""
     shown_cells = [row.cell for row in rows if row.cell == ours or row.cell in map(Cell, REFERENCES)]
 
-    def told(cell: Cell, names: Sequence[str]) -> list[str]:
-        values = [(COLUMNS[name][1], measured[cell][name]) for name in names]
-        return [NONE if value is None else text(value["mean"]) for text, value in values]
+    def told(cell: Cell, name: str) -> str:
+        value = measured[cell][name]
+        return NONE if value is None else COLUMNS[name][1](value["mean"])
 
-    given = {method: ", task ID given to both" for method in UPPER_BOUNDS}
-    differences = [
-        f"minus {cell.title}{given.get(cell.method, '')} {_lead(cell, cells, ours)}"
-        for cell in shown_cells
-        if cell != ours
-    ]
-    missing = [METHODS[method] for method in REFERENCES if Cell(method) not in cells]
-    costs = [f"{cell.title} {', '.join(told(cell, COSTS))}" for cell in shown_cells]
-    found, with_task = told(ours, ("average_accuracy", "local_average_accuracy"))
-    return (
-        f"- **{ours.title}: {found} %**, {with_task} with the task ID given; in points, "
-        f"{'; '.join([*differences, *(f'{title}: not run' for title in missing)])}.\n"
-        f"- MFLOPs per image, % of the backbone added per task, hours: {'; '.join(costs)}.\n"
-    )
+    accuracy, given = (told(ours, name) for name in ("average_accuracy", "local_average_accuracy"))
+    found = [f"**{ours.title}: {accuracy} %**, {given} with the task ID given"]
+    found += [_apart(cell, cells, ours) for cell in shown_cells if cell != ours]
+    found += [f"{METHODS[method]}: not run" for method in REFERENCES if Cell(method) not in cells]
+    costs = [f"{', '.join(told(cell, name) for cell in shown_cells)} {unit}" for name, unit in COSTS.items()]
+    names = "; ".join(cell.title for cell in shown_cells)
+    return f"- {'; '.join(found)}.\n- What they cost, in the order {names}: {'; '.join(costs)}.\n"
+
+
+def _apart(cell: Cell, cells: Cells, ours: Cell) -> str:
+    """How far CHEEM is above or below another method, in words."""
+    line = _compared(cell, cells, ours)
+    if line.estimate is None:
+        return f"not compared with {cell.title} ({line.why})"
+    value, interval, *_ = shown(line)
+    side = "below" if line.estimate.value < 0 else "above"
+    given = " with the task ID given to both" if cell.method in UPPER_BOUNDS else ""
+    doubt = ", not significant" if line.word == OPEN else ""
+    return f"{value.lstrip('+−')} {side} {cell.title}{given} ({interval}{doubt})"
 
 
 def beyond(routers: Mapping[str, Any] | None) -> str:
@@ -247,9 +257,14 @@ def method_grid(rows: Sequence[Row], cells: Cells) -> Grid:
 def _lead(cell: Cell, cells: Cells, ours: Cell) -> str:
     if cell == ours or ours not in cells:
         return NONE
-    is_given = cell.method in UPPER_BOUNDS
-    value, interval, *_ = shown(compared("", cells, ours, cell, lambda _: "", given=(is_given, is_given)))
+    value, interval, *_ = shown(_compared(cell, cells, ours))
     return value if interval == NONE else f"{value.removesuffix(' points')} ({interval})"
+
+
+def _compared(cell: Cell, cells: Cells, ours: Cell) -> Verdict:
+    """CHEEM minus another method; an upper bound is given the task ID, and then so is CHEEM."""
+    is_given = cell.method in UPPER_BOUNDS
+    return compared("", cells, ours, cell, above, given=(is_given, is_given))
 
 
 def task_grid(rows: Sequence[Row]) -> str:

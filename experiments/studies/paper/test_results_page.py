@@ -212,9 +212,10 @@ def test_the_same_sentence_is_confirmed_or_refuted_as_the_numbers_say(tmp_path):
     assert leads["LoRA-CL"] == f"{alone[0].removesuffix(' points')} ({alone[1]})"
     bound = line_of(page, "CHEEM − full fine-tuning, task ID given to both")
     assert leads["full fine-tuning *"] == f"{bound[0].removesuffix(' points')} ({bound[1]})"
-    assert f"with the task ID given; in points, minus LoRA-CL {leads['LoRA-CL']}; " in page
-    assert f"minus full fine-tuning, task ID given to both {leads['full fine-tuning *']}; " in page
-    assert "; frozen, linear heads: not run.\n" in page
+    ahead, behind = (re.fullmatch(r"([+−])(.*) \((.*)\)", leads[name]) for name in ("LoRA-CL", "full fine-tuning *"))
+    assert ahead[1] == "+" and f"; {ahead[2]} points above LoRA-CL ({ahead[3]}); " in page
+    assert behind[1] == "−" and f"; {behind[2]} points below full fine-tuning with the task ID given to both (" in page
+    assert f"({behind[3]}, not significant); frozen, linear heads: not run.\n" in page
     assert "as CHEEM, but for the tasks in the order three one two |" in page
     assert "| CHEEM, uniform | as CHEEM, but for sampling uniform |" in page
     assert "--methods cheem,s_prompts --seeds 0,1,2" in page and "--methods lora_cl --seeds 1,7" in page
@@ -249,7 +250,8 @@ def test_the_other_search_is_compared_where_the_papers_was_not_run(tmp_path):
     assert "| (d) easy tasks skip more blocks | CHEEM, closed-form score: rank correlation |" in page
     assert "no run of CHEEM" not in page and "| CHEEM, closed-form score minus |" in page
     [lora] = [line.split(" | ") for line in page.splitlines() if line.startswith("| LoRA-CL | 0 |")]
-    assert f"minus LoRA-CL {lora[4]}; frozen, linear heads: not run; " in page and lora[4].startswith("+")
+    assert f"; {lora[4][1:].replace(' ', ' points above LoRA-CL ', 1)}; frozen, linear heads: not run; " in page
+    assert lora[4].startswith("+")
 
 
 def test_all_lines_of_a_claim_decide_it():
