@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import signal
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.data.task import Stream
+from cheem_jax.report.table import METHODS
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from studies.searching import units
@@ -204,3 +206,15 @@ def test_the_stream_on_the_page_is_that_of_the_committed_numbers():
     assert f"| mean | {' | '.join(f'{mean:.1f}' for mean in means)} |" in page
     for side, mean in zip(sides, means, strict=True):
         assert abs(sum(side.values()) / len(side) - mean) < 0.01
+
+
+def test_the_runs_with_more_epochs_on_the_page_are_the_committed_ones():
+    docs = Path(__file__).parents[3] / "docs"
+    page, found = (docs / "search.md").read_text(), json.loads((docs / "results/search/more_epochs.json").read_text())
+    by_curve = itertools.groupby(found["runs"], lambda run: (run["task"], run["method"]))
+    rows = {curve: sorted(runs, key=lambda run: run["passes"]) for curve, runs in by_curve}
+    assert len(rows) == 4 and all([run["passes"] for run in runs] == [8, 16, 32] for runs in rows.values())
+    for (task, method), runs in rows.items():
+        accuracies = " | ".join(f"{run['accuracy_percent']:.1f}" for run in runs)
+        learned = [sum(op.split(":")[0] in ("adapt", "new") for op in run["architecture"]) for run in runs]
+        assert f"| {task} | {METHODS[method]} | {accuracies} | {', '.join(map(str, learned))} | " in page
