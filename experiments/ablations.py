@@ -17,15 +17,12 @@ from typing import Any
 
 import numpy as np
 from charts import architecture_sheet, names_in, spread, sweep_picture, write_page
-from mtil import DEMO
-from study import Found, Study, Variant, run_all
+from study import Found, Study, Variant, run_all, task_names
 
 from cheem_jax.cheem.config import PLUS, PRESETS
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.ops import KINDS
-from cheem_jax.data.demo import TASKS
-from cheem_jax.data.sources import plan_source
 from cheem_jax.report.comparison import comparison
 from cheem_jax.report.table import METHODS, NONE, Grid, format_flops
 from cheem_jax.run.progress import Progress
@@ -117,12 +114,7 @@ def orders_of(settings: Ablations) -> list[Variant]:
         return [Variant(name, name.replace("_", " "), run={"order": name}) for name in names]
     if settings.num_orders < 2:
         raise ValueError(f"--num-orders is {settings.num_orders}; expected at least 2")
-    if settings.tasks is not None:
-        own = [name.strip() for name in settings.tasks.split(",")]
-    elif settings.stream == DEMO:
-        own = list(TASKS)
-    else:
-        own = [plan.name for plan in plan_source(settings.stream, data_dir=settings.data_dir)[1]]
+    own = task_names(settings.stream, settings.tasks, settings.data_dir)
     if len(own) < 2:
         raise ValueError(f"{settings.stream!r} has one task, {own[0]!r}; orders need at least two")
     orders, rng = [own], np.random.default_rng(settings.order_seed)

@@ -77,6 +77,12 @@ def choose(study: Study, tasks: str, variants: Sequence[Variant], progress: Prog
 
     `tasks` are names of the stream's tasks, separated by commas. What was run before is not run again.
     """
+    for variant in variants:
+        if variant.settings_of:
+            raise ValueError(
+                f"--choose names tasks, but {variant.name} has the settings of {variant.settings_of}; choose those "
+                "first, then give --choose their chosen.json"
+            )
     trying = dataclasses.replace(study, seeds="0", run_dir=study.run_dir / "choice")
     chosen, rows = [], []
     for variant in variants:
@@ -115,14 +121,14 @@ def chosen_before(file: Path, variants: Sequence[Variant], preset: Any) -> list[
         raise ValueError(f"--choose is {file}; expected the chosen.json of an earlier choice ({error!r})") from error
     chosen = []
     for variant in variants:
-        settings = grids_of(variant.method)
-        if missing := [name for name in settings if (variant.name, name) not in found]:
+        settings, owner = grids_of(variant.method), variant.settings_of or variant.name
+        if missing := [name for name in settings if (owner, name) not in found]:
             raise ValueError(
-                f"--choose: {file} has no {missing[0]} of {variant.name}; name tasks instead, to choose on their images"
+                f"--choose: {file} has no {missing[0]} of {owner}; name tasks instead, to choose on their images"
             )
         config = {**budget(variant.method, preset), **variant.config}
         for setting in settings:
-            value = found[variant.name, setting]
+            value = found[owner, setting]
             config |= change(variant.method, setting, tuple(value) if isinstance(value, list) else value)
         chosen.append(variant._replace(config=config))
     return chosen

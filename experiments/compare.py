@@ -50,8 +50,9 @@ class Compare(Study):
     """Methods side by side on one stream."""
 
     methods: str = "all"
-    """Names separated by commas, or all. `cheem:closed_form` is CHEEM with the search of `quick_plus`, and
-    `lora_cl:nearest` is LoRA-CL that begins from the most similar task; all other settings are the preset's."""
+    """Names separated by commas, or all. `cheem:closed_form` is CHEEM with the search of `quick_plus`,
+    `cheem:uniform` the same with uniform sampling, and `lora_cl:nearest` is LoRA-CL that begins from the most similar
+    task; all other settings are the preset's."""
     router: str = "vit_nano"
     """Lighter networks of `cheem_lite` and `moe_adapters`, separated by commas: backbones, or alexnet."""
     router_weights: Path | None = None
@@ -104,12 +105,17 @@ def variants_of(settings: Compare) -> list[Variant]:
     return variants
 
 
+CLOSED_FORM = Variant(
+    "cheem-closed_form", f"{METHODS['cheem']}, closed-form score", "cheem",
+    {"supernet.epochs": QUICK_PLUS.supernet.epochs, "finetune.epochs": QUICK_PLUS.finetune.epochs, **{
+        name: getattr(QUICK_PLUS, name) for name in ("ops", "search", "score", "score_images")
+    }},
+)  # fmt: skip
 OTHERS = {
-    "cheem:closed_form": Variant(
-        "cheem-closed_form", f"{METHODS['cheem']}, closed-form score", "cheem",
-        {"supernet.epochs": QUICK_PLUS.supernet.epochs, "finetune.epochs": QUICK_PLUS.finetune.epochs, **{
-            name: getattr(QUICK_PLUS, name) for name in ("ops", "search", "score", "score_images")
-        }},
+    "cheem:closed_form": CLOSED_FORM,
+    "cheem:uniform": Variant(
+        "cheem-uniform", f"{METHODS['cheem']}, uniform, closed-form score", "cheem",
+        {**CLOSED_FORM.config, "sampling": "uniform"}, settings_of=CLOSED_FORM.name,
     ),
     "lora_cl:nearest": Variant(
         "lora_cl-nearest", f"{METHODS['lora_cl']}, from the nearest task", "lora_cl", {"begin": "nearest"}

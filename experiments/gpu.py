@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from bench import measure
 from charts import check_folder, names_in
+from study import task_names
 
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import load_pretrained
@@ -47,14 +48,18 @@ LARGEST_DIFFERENCE: dict[Precision, float] = {"float32": 1e-2, "bfloat16": 5e-2}
 """Of a loss from the CPU's in float32, as a share of the first one; accelerators round products more."""
 FIRST = ("frozen_linear", "lora_cl", "cheem:closed_form", "cheem", "full_finetune", "s_prompts", "lora_cl:nearest")
 ONCE = ("moal", "tuna", "diki", "coda_prompt", "l2p", "dualprompt", "ewc", "moe_adapters")
+LIKE = "cheem:closed_form"
+"""Whose settings the runs with uniform sampling and in reversed order have."""
 QUEUE = (
-    *((method, "quick", 0) for method in FIRST),
-    *((method, "quick", seed) for seed in (1, 2) for method in ("cheem:closed_form", "lora_cl", "cheem")),
-    ("full_finetune", "quick", 1),
-    *((method, "quick", 0) for method in ONCE),
-    ("cheem", "paper", 0),
+    *((method, "quick", 0, "") for method in FIRST),
+    *((method, "quick", seed, "") for seed in (1, 2) for method in (LIKE, "lora_cl", "cheem")),
+    ("full_finetune", "quick", 1, ""),
+    *((method, "quick", 0, "") for method in ONCE),
+    ("cheem:uniform", "quick", 0, ""),
+    (LIKE, "quick", 0, "reversed"),
+    ("cheem", "paper", 0, ""),
 )
-"""Method, preset and seed of the runs, the most wanted first."""
+"""Method, preset, seed and order of the runs, the most wanted first."""
 GRACE = 60
 """Seconds that a part has to stop after an interruption."""
 Case = tuple[choice.Name, Precision, bool]
@@ -72,7 +77,8 @@ class Gpu:
     base_data: str | None = None
     """Images of the pretraining data, as for `experiments/mtil.py`."""
     choose: str | None = None
-    """Names of the stream's tasks, separated by commas, on which settings are chosen; default: those of the presets."""
+    """Names of the stream's tasks, separated by commas, on which settings are chosen, or a `chosen.json`; default: the
+    settings of the presets."""
     only: str = ",".join(PARTS)
     """Parts, separated by commas."""
     seconds: float = 1500
@@ -91,9 +97,9 @@ def main(settings: Gpu) -> None:
     """Run the parts, then pack what they found; a part that fails does not stop the others."""
     parts, end = names_in("--only", settings.only, list(PARTS)), time.monotonic() + settings.seconds
     check_folder("--out", settings.out)
+    queued, ended = list(commands(settings, parts)), []  # a stream that is not there is told before anything runs
     settings.out.mkdir(parents=True, exist_ok=True)
-    ended = []
-    for name, command in commands(settings, parts):
+    for name, command in queued:
         left = end - GRACE - time.monotonic()
         how = "no time was left" if left < 1 else limited(command, left)
         ended.append(f"{name}: {how}")
@@ -118,14 +124,26 @@ def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[tuple[str, list[st
         quick = ["--quick"] if small else []
         yield "bench", [f"{HERE}/bench/run.py", "--only", "steps", *quick, "--out", f"{out}/bench"]
     if "runs" in parts:
-        given = {"--weights": settings.weights, "--base-data": settings.base_data, "--choose": settings.choose}
-        options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-        options += ["--backbone", "vit_nano", "--tasks", "shapes,colours"] if small else ["--backbone", "deit_tiny"]
-        for method, preset, seed in QUEUE[:2] if small else QUEUE:
-            place = out / "runs" / f"{method.replace(':', '-')}-{preset}"
-            own = ["--methods", method, "--preset", "demo" if small else preset, "--seeds", f"{seed}"]
-            command = [f"{HERE}/compare.py", "--stream", settings.stream, *own, *options, "--run-dir", f"{place}"]
-            yield f"{method}, {preset}, seed {seed}", command
+        tasks = "shapes,colours" if small else None
+        for method, preset, seed, order in QUEUE[:2] if small else QUEUE:
+            chosen, own = settings.choose, tasks
+            if chosen is not None and not chosen.endswith(".json") and (order or method == "cheem:uniform"):
+                chosen = f"{place_of(out, LIKE, preset)}/chosen.json"
+            if order:
+                own = ",".join(reversed(task_names(settings.stream, tasks)))
+            given = {
+                "--stream": settings.stream, "--methods": method, "--preset": "demo" if small else preset,
+                "--seeds": seed, "--weights": settings.weights, "--base-data": settings.base_data, "--choose": chosen,
+                "--backbone": "vit_nano" if small else "deit_tiny", "--tasks": own,
+                "--run-dir": place_of(out, method, preset, order),
+            }  # fmt: skip
+            options = [word for name, value in given.items() if value is not None for word in (name, f"{value}")]
+            yield ", ".join(filter(None, (method, preset, f"seed {seed}", order))), [f"{HERE}/compare.py", *options]
+
+
+def place_of(out: Path, method: str, preset: str, order: str = "") -> Path:
+    """The folder of a queued run."""
+    return out / "runs" / "-".join(filter(None, (method.replace(":", "-"), preset, order)))
 
 
 def limited(command: list[str], seconds: float) -> str:

@@ -19,6 +19,7 @@ from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
 from cheem_jax.cli.arguments import arguments_of
 from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.core.keys import SeedsConfig
+from cheem_jax.data.demo import TASKS
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import repeats
 from cheem_jax.run import fingerprint
@@ -80,6 +81,8 @@ class Variant(NamedTuple):
     method: Name = "cheem"
     config: Mapping[str, Any] = {}
     run: Mapping[str, Any] = {}
+    settings_of: str = ""
+    """An ablation's settings are chosen for this variant, so that the two differ in one thing; else for itself."""
 
 
 def seeds_of(text: str) -> list[int]:
@@ -163,6 +166,13 @@ def known_of(settings: mtil.Mtil) -> dict[str, Any]:
     if settings.tasks is not None:
         known["tasks"] = [name.strip() for name in settings.tasks.split(",")]
     return known
+
+
+def task_names(stream: str, tasks: str | None = None, data_dir: Path | None = None) -> list[str]:
+    """The names of a stream's tasks in learning order, without reading an image; of `tasks` those that it names."""
+    if tasks is not None:
+        return [name.strip() for name in tasks.split(",")]
+    return list(TASKS) if stream == mtil.DEMO else [plan.name for plan in plan_source(stream, data_dir=data_dir)[1]]
 
 
 def run_settings(study: Study, variant: Variant, seed: int) -> mtil.Mtil:

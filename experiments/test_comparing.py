@@ -118,6 +118,16 @@ def test_an_earlier_choice_gives_the_settings_that_choosing_gave(tmp_path):
     }
 
 
+def test_uniform_sampling_has_the_settings_chosen_for_the_search_that_it_is_compared_with(tmp_path):
+    file = tmp_path / "chosen.json"
+    rows = [("rate", 1e-2), ("ops.rank", 64)]
+    file.write_text(json.dumps([{"method": "cheem-closed_form", "setting": s, "chosen": c} for s, c in rows]))
+    variants = compare.variants_of(compare.Compare(methods="cheem:closed_form,cheem:uniform"))
+    usual, uniform = choosing.chosen_before(file, variants, "quick")
+    assert usual.config["ops.rank"] == 64 and usual.config["supernet.learning_rate"] == 1e-2
+    assert uniform.config == {**usual.config, "sampling": "uniform"} and uniform.name != usual.name
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [(None, "No such file"), ("{", "JSONDecodeError"), ("[3]", "TypeError"), ('{"a": 1}', "TypeError"),
@@ -175,6 +185,7 @@ def test_wrong_names_and_seeds_are_refused_before_anything_is_made(settings, cap
         ({"tasks": "warm,colt"}, "stream 'demo' has no task 'colt'; did you mean cold"),
         ({"order": "paper_a"}, "--order paper_a belongs to mtil"),
         ({"backbone": "vit_huge_27"}, "vit_huge_27"),
+        ({"methods": "cheem:uniform", "choose": "warm"}, "cheem-uniform has the settings of cheem-closed_form; choose"),
     ):
         with pytest.raises(SystemExit) as stop:
             run_command(compare.main, dataclasses.replace(settings, **changed), settings.run_dir)

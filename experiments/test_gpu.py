@@ -8,6 +8,8 @@ import time
 import gpu
 import pytest
 
+from cheem_jax.data.demo import TASKS
+
 
 @pytest.mark.full
 def test_the_smoke_part_and_the_first_run_leave_their_records_and_no_checkpoint(tmp_path, monkeypatch):
@@ -40,16 +42,33 @@ def test_no_part_begins_without_time_left_and_a_failed_one_ends_with_an_error(tm
     assert (tmp_path / "ended.txt").read_text() == "fails: no time was left\nworks: no time was left\n"
 
 
-@pytest.mark.parametrize(("wrong", "message"), [({"seconds": 5.0}, "--seconds is 5"), ({"only": "speed"}, "--only")])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"seconds": 5.0}, "--seconds is 5"), ({"only": "speed"}, "--only"), ({"stream": "x/y"}, "x/y: no such folder")],
+)
 def test_wrong_settings_are_refused(tmp_path, wrong, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, OSError), match=message):
         gpu.main(gpu.Gpu(out=tmp_path / "new", **wrong))
     assert not (tmp_path / "new").exists()
 
 
 def test_the_queue_begins_with_what_the_evidence_needs_first():
-    settings = gpu.Gpu(stream="S", choose="a,b", only="runs")
+    settings = gpu.Gpu(stream="demo", choose="shapes,colours", only="runs")
     first, second, *others = list(gpu.commands(settings, ["runs"]))
     assert first[0] == "frozen_linear, quick, seed 0" and second[1][-1].endswith("lora_cl-quick")
     assert len({name for name, _ in (first, second, *others)}) == len(gpu.QUEUE)
     assert second[1][0].endswith("compare.py") and "--choose" in second[1] and sys.executable not in second[1]
+
+
+def test_uniform_sampling_and_the_reversed_order_have_the_settings_chosen_for_their_search(monkeypatch):
+    ablations = (("cheem:uniform", "quick", 0, ""), (gpu.LIKE, "quick", 0, "reversed"))
+    assert set(ablations) < set(gpu.QUEUE)
+    monkeypatch.setattr(gpu, "QUEUE", ((gpu.LIKE, "quick", 0, ""), *ablations))
+    usual, uniform, turned = (
+        dict(zip(words[1::2], words[2::2], strict=True))
+        for _, words in gpu.commands(gpu.Gpu(stream="demo", choose="shapes,colours"), ["runs"])
+    )
+    assert "--tasks" not in usual and usual["--choose"] == "shapes,colours"
+    assert uniform["--choose"] == turned["--choose"] == f"{usual['--run-dir']}/chosen.json"
+    assert turned["--tasks"] == ",".join(TASKS[::-1]) and "--tasks" not in uniform
+    assert len({each["--run-dir"] for each in (usual, uniform, turned)}) == 3

@@ -159,11 +159,22 @@ def _skips_of(cells: Cells, ours: Cell) -> Verdict:
 
 
 def fewer_parameters_than_uniform(cells: Cells) -> list[Verdict]:
-    """HEE minus uniform sampling: average accuracy, and parameters added per task."""
-    uniform = Cell("cheem", "uniform")
-    accuracy = compared("HEE − uniform, accuracy", cells, CHEEM, uniform, lambda estimate: above(estimate, -EQUAL))
-    title, unit = "HEE − uniform, parameters added per task", "% of the backbone"
-    pairs, why = in_common(cells, CHEEM, uniform)
+    """HEE minus uniform sampling, of every search that has both: average accuracy, and parameters added per task."""
+    usual = searches(cells)
+    both = [ours for ours in usual if uniform_of(ours) in cells] or usual[:1]
+    return [line for ours in both for line in _without_hee(cells, ours, "" if ours == CHEEM else f"{ours.title}: ")]
+
+
+def uniform_of(ours: Cell) -> Cell:
+    """The runs that sample architectures uniformly."""
+    return ours._replace(variant=", ".join(filter(None, ("uniform", ours.variant))))
+
+
+def _without_hee(cells: Cells, ours: Cell, whose: str) -> list[Verdict]:
+    uniform = uniform_of(ours)
+    accuracy = compared(f"{whose}HEE − uniform, accuracy", cells, ours, uniform, lambda found: above(found, -EQUAL))
+    title, unit = f"{whose}HEE − uniform, parameters added per task", "% of the backbone"
+    pairs, why = in_common(cells, ours, uniform)
     if why:
         return [accuracy, Verdict(title, None, unit, (), NOT_RUN, why)]
     tasks = [[side.run.results["tasks"] for side in pair] for pair in pairs.values()]
@@ -182,11 +193,15 @@ def prompts_collapse(cells: Cells) -> list[Verdict]:
 
 
 def insensitive_to_the_order(cells: Cells) -> list[Verdict]:
-    """CHEEM in each other order minus CHEEM in the usual one."""
-    others = [cell for cell in cells if cell._replace(order="default") == CHEEM != cell]
-    if not others:
+    """CHEEM, with either search, in each other order minus the same in the usual one."""
+    pairs = [(cell, cell._replace(order="default")) for cell in cells if cell.order != "default"]
+    pairs = [(cell, usual) for cell, usual in pairs if usual in (CHEEM, CLOSED_FORM)]
+    if not pairs:
         return [Verdict("CHEEM in other orders", None, "points", (), NOT_RUN, "no run of CHEEM in another order")]
-    return [compared(f"{cell.title} − usual order", cells, cell, CHEEM, lambda e: within(e, ORDERS)) for cell in others]
+    return [
+        compared(f"{cell.title} − usual order", cells, cell, usual, lambda e: within(e, ORDERS))
+        for cell, usual in pairs
+    ]
 
 
 def claims() -> list[Claim]:

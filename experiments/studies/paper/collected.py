@@ -61,7 +61,10 @@ def is_usual(cells: Cells, cell: Cell) -> bool:
     return cell.order == "default" and cell.variant in ("", run["router"])
 
 
-OF_THEIR_OWN = {"closed-form score": "cheem:closed_form", "from the nearest task": "lora_cl:nearest"}
+OF_THEIR_OWN = {
+    "closed-form score": "cheem:closed_form", "uniform, closed-form score": "cheem:uniform",
+    "from the nearest task": "lora_cl:nearest",
+}  # fmt: skip
 """Variants that `compare.py` runs as methods, and what they are called there."""
 
 

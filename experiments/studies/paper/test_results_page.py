@@ -254,6 +254,20 @@ def test_the_other_search_is_compared_where_the_papers_was_not_run(tmp_path):
     assert lora[4].startswith("+")
 
 
+def test_uniform_sampling_and_other_orders_are_compared_with_the_search_that_they_belong_to(tmp_path):
+    write(tmp_path / "runs", rate=0.7)
+    write(tmp_path / "runs", score="closed_form", rate=0.8)
+    write(tmp_path / "runs", score="closed_form", sampling="uniform", rate=0.8)
+    write(tmp_path / "runs", score="closed_form", rate=0.8, names=NAMES[::-1])
+    write(tmp_path / "runs", "lora_cl", rate=0.5)
+    page = page_of(tmp_path)
+    title = "CHEEM, closed-form score"
+    assert line_of(page, f"{title}: HEE − uniform, parameters added per task")[0] == "−2.00 % of the backbone"
+    assert line_of(page, f"{title}: HEE − uniform, accuracy")[:2] == ["0.0 points", "0.0 to 0.0"]
+    assert line_of(page, f"{title}, reversed − usual order")[:2] == ["0.0 points", "0.0 to 0.0"]
+    assert "| HEE − uniform" not in page and "--methods cheem,cheem:closed_form,cheem:uniform,lora_cl --seeds 0" in page
+
+
 def test_all_lines_of_a_claim_decide_it():
     def judged(*words: str) -> str:
         found = Estimate(0.1, 0.0, 0.2, 1.0, (0.1,))
