@@ -218,3 +218,16 @@ def test_the_runs_with_more_epochs_on_the_page_are_the_committed_ones():
         accuracies = " | ".join(f"{run['accuracy_percent']:.1f}" for run in runs)
         learned = [sum(op.split(":")[0] in ("adapt", "new") for op in run["architecture"]) for run in runs]
         assert f"| {task} | {METHODS[method]} | {accuracies} | {', '.join(map(str, learned))} | " in page
+
+
+def test_the_searches_for_a_late_task_on_the_page_are_the_committed_ones():
+    docs = Path(__file__).parents[3] / "docs"
+    page, found = (docs / "search.md").read_text(), json.loads((docs / "results/search/late_task.json").read_text())
+    for run in found["cars49"]:
+        learned = sum(op.split(":")[0] in ("adapt", "new") for op in run["architecture"])
+        epochs = f"{run['supernet_epochs']} + {run['finetune_epochs']}"
+        numbers = (epochs, run["position"], run["seed"], run["score"], learned, f"{run['accuracy_percent']:.1f}")
+        assert f"| {run['search']} | {' | '.join(map(str, numbers))} |" in page
+    stream = found["unfinished_stream"]
+    mean = sum(task["accuracy_given_percent"] for task in stream) / len(stream)
+    assert len(stream) == 8 and f"its mean over them is {mean:.1f} %" in page.replace("\n", " ")
