@@ -1,6 +1,7 @@
 """Hand-written gradients against JAX's own, in both precisions."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -88,6 +89,18 @@ def test_bfloat16_rounds_operands_and_nothing_else(name):
     np.testing.assert_allclose(found[0], expected[0], atol=0.06)
     chex.assert_trees_all_equal_dtypes(found, expected)
     chex.assert_trees_all_close(found[1], expected[1], atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["product", "attention"])
+def test_no_operand_of_a_bfloat16_product_is_transposed_on_a_cpu(name):
+    """Else XLA computes it in float32."""
+    ours, plain, arguments = CASES[name]
+    grad = array(*jax.eval_shape(plain, *arguments).shape)
+    program = jax.jit(lambda *given: value_and_gradients(lambda *own: ours(*own, "bfloat16"), grad, *given))
+    found = re.findall(
+        r"lhs_contracting_dims={(\d)}.*rhs_contracting_dims={(\d)}", program.lower(*arguments).compile().as_text()
+    )
+    assert len(found) >= 3 and {int(left) - int(right) for left, right in found} == {1}
 
 
 def test_a_product_keeps_only_what_the_other_operands_gradient_needs():
