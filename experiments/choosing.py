@@ -27,6 +27,7 @@ LOWER_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
 """Of methods that train the whole backbone."""
 FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "cheem": {"ops.rank": (4, 16, 64)},
+    "cheem_lite": {"ops.rank": (4, 16, 64)},
     "lora_cl": {"rank": (4, 16, 64)},
     "lora_finetune": {"rank": (4, 16, 64)},
     "s_prompts": {"length": (5, 10, 20)},

@@ -25,7 +25,7 @@ from cheem_jax.data.task import Task
 
 @dataclasses.dataclass(frozen=True)
 class DualPromptConfig:
-    """DualPrompt as the paper's comparison ran it; options name what the original code does."""
+    """DualPrompt as the paper's comparison implies it; options name what the original code does."""
 
     name: ClassVar[str] = "dualprompt"
     pool: int | None = None

@@ -26,7 +26,7 @@ from cheem_jax.data.task import Task
 
 @dataclasses.dataclass(frozen=True)
 class L2pConfig:
-    """L2P as the paper's comparison ran it; options name what other codes do."""
+    """L2P as the paper's comparison implies it; options name what other codes do."""
 
     name: ClassVar[str] = "l2p"
     pool: int = 30

@@ -33,7 +33,7 @@ from cheem_jax.run.method import Networks, Running
 
 @dataclasses.dataclass(frozen=True)
 class LoraClConfig:
-    """LoRA-CL as the paper's comparison ran it: 20 epochs, un-merged FLOPs that imply a rank of about 40."""
+    """LoRA-CL as the paper's figures imply it: 20 epochs by its times, a rank of about 40 by its un-merged FLOPs."""
 
     name: ClassVar[str] = "lora_cl"
     placement: Placement = "mlp_down"

@@ -98,7 +98,7 @@ QUICK_PLUS = dataclasses.replace(
     finetune=FitConfig(epochs=12, learning_rate=3e-3),
     **PLUS,
 )
-"""That router, and the search that finds more where tasks are far from the pretraining data (docs/search.md): fewer
+"""That router, and a search that did better where tasks are far from the pretraining data (docs/search.md): fewer
 epochs for the supernet and more for the target network, fewer candidates, ranked by heads in closed form; New begins as
 a copy and takes smaller steps. Measured at this budget only, so `cheem_plus` has the router alone."""
 
