@@ -31,16 +31,14 @@ from study import task_names
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.cheem.supernet import OpSettings, Supernet
-from cheem_jax.cheem.training import step_of, train_steps
+from cheem_jax.cheem.training import make_step, train_steps
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.kernels import Precision
 from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine import choice
-from cheem_jax.engine.batches import batches
 from cheem_jax.engine.choice import EngineConfig, make_executor
-from cheem_jax.engine.feed import HostImages
 
 PARTS = ("smoke", "profile", "bench", "runs")
 HERE = Path(__file__).parent
@@ -200,8 +198,7 @@ def training(name: choice.Name, precision: Precision, deterministic: bool) -> di
     ops = ["reuse:0", "adapt:0", "skip", "new", "adapt:0", "reuse:0"]
     drawn = [from_strings(ops[turn:] + ops[:turn]) for turn in (0, 1, 2, 3)] * 2
     images, labels = measure.random_images(16, pretrained.config), np.arange(16, dtype=np.int32) % 4
-    (rows,) = batches(np.arange(16), 16)
-    steps = [step_of(executor, HostImages(executor, images), labels, rows) for _ in drawn]
+    steps = [make_step(executor, images, labels) for _ in drawn]
     _, losses = train_steps(executor, supernet, supernet.init(), drawn, steps, rates=[1e-3] * len(drawn))
     device = jax.devices()[0]
     memory = (device.memory_stats() or {}).get("peak_bytes_in_use")

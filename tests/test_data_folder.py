@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from official import write
 from PIL import Image
 
 from cheem_jax.data import fingerprint, load_stream, load_task
@@ -23,14 +24,6 @@ def png(value: int = 0) -> bytes:
     buffer = io.BytesIO()
     Image.new("L", (4, 4), value).save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def write(root: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data)
-    return root
 
 
 def write_zip(file: Path, files: dict[str, bytes]) -> Path:

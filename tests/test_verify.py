@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from official import write
 from PIL import Image
 
 from cheem_jax.data import ImagesConfig, load_tasks, plan_stream, plan_task
@@ -30,13 +31,6 @@ def full() -> dict[str, bytes]:
         for i in range(num)
     ]
     return {name: encoded(value) for value, name in enumerate(names)}
-
-
-def write(root: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(data)
-    return root
 
 
 def test_a_sound_task_is_counted(tmp_path):

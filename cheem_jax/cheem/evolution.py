@@ -95,15 +95,6 @@ def rank(scored: Scored, num_images: int, tolerance: float) -> np.ndarray:
     return np.array(sorted(range(len(scored.genomes)), key=place))
 
 
-def first(scored: Scored, num_images: int, tolerance: float) -> Int[np.ndarray, "L"]:
-    """The genome that is first in rank. Raises ValueError where none has a score."""
-    if not np.isfinite(scored.correct).any():
-        raise ValueError(
-            "the search found no architecture with a score: none was a finite number; try lower learning rates"
-        )
-    return scored.genomes[rank(scored, num_images, tolerance)[0]]
-
-
 def search(
     key: jax.Array,
     score: Score,
@@ -120,7 +111,7 @@ def search(
 
     `score` maps genomes to right answers out of `num_images`, `flops` to their cost. No architecture is scored twice;
     where the space contains no unseen ones the search stops. A search that resumes from where another stopped (`begun`)
-    ends as one that never did.
+    ends as one that never did. Raises ValueError where nothing has a finite score.
     """
     num, none = config.population, np.zeros((0, len(uniform)), np.int32)
     begin, scored = begun or Searched(0, Scored(none, np.zeros(0), np.zeros(0)))
@@ -143,7 +134,11 @@ def search(
         found = Scored(genomes, np.asarray(score(genomes), np.float64), np.asarray(flops(genomes), np.float64))
         scored = Scored(*(np.concatenate(pair) for pair in zip(scored, found, strict=True)))
         on_generation(Searched(generation + 1, scored))
-    return first(scored, num_images, config.tolerance), scored
+    if not np.isfinite(scored.correct).any():
+        raise ValueError(
+            "the search found no architecture with a score: none was a finite number; try lower learning rates"
+        )
+    return scored.genomes[rank(scored, num_images, config.tolerance)[0]], scored
 
 
 def prepare_search(exploit: Float[np.ndarray, "L C"], config: SearchConfig) -> None:

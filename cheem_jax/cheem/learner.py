@@ -72,8 +72,6 @@ class Cheem(ExpertMemory):
     `features` gives the router's features; pass the learner's own backbone or a lighter one.
     """
 
-    name = "cheem"
-
     def __init__(
         self,
         executor: Executor,

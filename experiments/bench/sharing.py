@@ -122,8 +122,7 @@ def searches(
         shared_row(f"last generation of a search, {len(networks[-1])} networks, {name}", last, counted[-1], LAST, note),
         shared_row(f"whole search, {num} networks, {name}", total, everything, WHOLE_SEARCH, note),
     ]
-    genomes = [[" ".join(map(str, genome)) for genome in found.tolist()] for found in generations]
-    return rows, {"genomes": genomes, "samples": times}
+    return rows, {"samples": times}
 
 
 def real_search(

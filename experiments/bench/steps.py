@@ -134,7 +134,7 @@ def main(settings: Bench) -> None:
     forward, samples["forward passes"] = forward_passes(pretrained, peers, settings.quick)
     measure.save(
         settings.out, "steps", [*rows, row, *forward], quick=settings.quick,
-        checks=checks, samples=samples, weights=pretrained.source, kinds=codes.tolist(),
+        checks=checks, samples=samples, weights=pretrained.source,
     )  # fmt: skip
 
 

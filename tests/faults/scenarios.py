@@ -31,12 +31,13 @@ class Scenario(NamedTuple):
     """Whether the write may follow itself without changing what is there."""
 
 
-def memory(num_tasks: int = 2) -> InternalMemory:
+@functools.cache
+def memory() -> InternalMemory:
     """Two tasks with random arrays over a backbone of four blocks; nothing is computed."""
     base = [StoredExpert(Expert(jnp.full((64, 16), float(block)), jnp.zeros(16)), None, None) for block in range(4)]
     grown = InternalMemory(tuple((expert,) for expert in base))
     texts = (["adapt:0", "new", "reuse:0", "skip"], ["adapt:1", "reuse:1", "skip", "new"])
-    for index, names in enumerate(texts[:num_tasks]):
+    for index, names in enumerate(texts):
         grown = _grown(grown, index, names)
     return grown
 
@@ -105,15 +106,10 @@ def _config(directory: Path) -> Any:
 RUN = {"seed": 0, "tasks": ["a", "b"], "rates": [0.1] * 20}
 
 
-@functools.cache
-def _two_tasks() -> InternalMemory:
-    return memory()
-
-
 SCENARIOS = {
     "save_memory_task": Scenario(
-        lambda root: save_memory_task(root, _two_tasks(), 0, rank=2),
-        lambda root: save_memory_task(root, _two_tasks(), 1, rank=2),
+        lambda root: save_memory_task(root, memory(), 0, rank=2),
+        lambda root: save_memory_task(root, memory(), 1, rank=2),
         _contents,
     ),
     "save_task": Scenario(lambda root: _save(root, 0), lambda root: _save(root, 1), _contents),

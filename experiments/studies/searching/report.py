@@ -52,9 +52,8 @@ def rankings(entries: Sequence[Entry]) -> list[dict[str, Any]]:
         own = {name: (np.array(sampled[name]), np.array(reached, np.float64)) for name in SCORES}
         for name, pair in own.items():
             pairs[name].append(pair)
-        points = {name: sampled[name] for name in SCORES} | {"reached": reached}
         rows.append({
-            "task": sampled["task"], "position": sampled["position"], "rate": sampled["rate"], "points": points,
+            "task": sampled["task"], "position": sampled["position"], "rate": sampled["rate"],
             **{name: correlation(pair) for name, pair in own.items()},
         })  # fmt: skip
     mean = {"task": "mean", "position": "", **{name: correlation(*pairs[name]) for name in SCORES}}
