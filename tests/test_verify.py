@@ -4,7 +4,6 @@ import json
 import os
 import re
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest

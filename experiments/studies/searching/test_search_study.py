@@ -227,9 +227,8 @@ def test_the_searches_for_a_late_task_on_the_page_are_the_committed_ones():
         epochs = f"{run['supernet_epochs']} + {run['finetune_epochs']}"
         numbers = (epochs, run["position"], run["seed"], run["score"], learned, f"{run['accuracy_percent']:.1f}")
         assert f"| {run['search']} | {' | '.join(map(str, numbers))} |" in page
-    first, again = (
-        [task["accuracy_given_percent"] for task in found[name]] for name in ("unfinished_stream", "unfinished_stream_again")
-    )  # fmt: skip
+    streams = (found["unfinished_stream"], found["unfinished_stream_again"])
+    first, again = ([task["accuracy_given_percent"] for task in stream] for stream in streams)
     for tasks, begin in ((first, "| 8 | "), (again, "| 9 | ")):
         (row,) = (line for line in page.splitlines() if begin in line and " commit " in line)
         assert f"| {sum(tasks[:8]) / 8:.1f} | " in row and row.endswith(f"| {tasks[7]:.1f} |")
