@@ -97,9 +97,9 @@ class Mtil(Common):
     cheem: CheemConfig
     """Settings of `cheem` and `cheem_lite`; `--preset` chooses their defaults."""
     preset: Preset = "paper"
-    """`paper`: the paper's settings; `quick`: every part on, sized for a CPU; `demo`: for a few hundred images;
-    `cheem_plus` and `quick_plus`: `paper` and `quick` with a router that paid on small real sets, `quick_plus` with
-    another search, too."""
+    """`paper`: the paper's settings, ours where it states none; `quick`: every part on, sized for a CPU; `demo`: for a
+    few hundred images; `cheem_plus` and `quick_plus`: `paper` and `quick` with a router that paid on small real sets,
+    `quick_plus` with another search, too."""
     augment: bool = False
     """Short for --cheem.augment: crop, flip and change training images at random, new in every epoch."""
     method: Name = "cheem"

@@ -122,8 +122,8 @@ class Learn(OfData, OfMemory):
     """For a new memory: pixels of the square images; default: the backbone's own."""
     preset: LearnPreset | None = None
     """For a new memory: auto (the default: quick, with up to 64 epochs for a task of fewer than 1,000 images), quick
-    (sized for a CPU), paper (the paper's settings), demo (for a few hundred small images); quick_plus and cheem_plus
-    are quick and paper with another router, quick_plus with another search too."""
+    (sized for a CPU), paper (the paper's settings, ours where it states none), demo (for a few hundred small images);
+    quick_plus and cheem_plus are quick and paper with another router, quick_plus with another search too."""
     augment: bool = False
     """For a new memory: crop, flip and change training images at random, new in every epoch. For images whose mirror
     image means the same; not for text or digits."""

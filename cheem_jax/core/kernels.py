@@ -37,7 +37,7 @@ def dot(a: Float[Array, "*B M K"], b: Float[Array, "*B K N"], precision: Precisi
     dtype = jnp.dtype(precision)
     a, b = a.astype(dtype), b.astype(dtype)
     if precision == "bfloat16" and jax.default_backend() == "cpu":
-        # written out first: the CPU's bfloat16 kernels take no transposed operand, and what does takes twice as long
+        # written out first: the CPU's bfloat16 kernels take no transposed operand, so XLA would compute in float32
         a, b = _in_order(a), _in_order(b)
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
