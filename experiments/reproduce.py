@@ -22,7 +22,7 @@ from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.compare import config_of, differences
 from cheem_jax.report.table import NONE, Grid
 from cheem_jax.run import fingerprint
-from cheem_jax.run.differences import leaves, settings_apart, summary, without_removed, without_removed_options
+from cheem_jax.run.differences import leaves, settings_apart, summary
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 
@@ -68,7 +68,7 @@ def main(settings: Reproduce) -> None:
 
 def run_again(first: Path, second: Path, progress: Progress) -> None:
     """Run the command of a run in another directory, or go on with it there."""
-    config = without_removed(config_of(first), first / "config.json")
+    config = config_of(first)
     command, run = runnable(first)
     if second.resolve() == first.resolve():
         raise ValueError(f"--into {str(second)!r} is the run itself; name another directory")
@@ -138,7 +138,7 @@ def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
             f"again yourself and compare with --against"
         )
     read_arguments, run = COMMANDS[name]
-    settings = read_arguments(without_removed_options(command[len(name.split()) :]))
+    settings = read_arguments(command[len(name.split()) :])
     if any(entry["event"] == "upper_bound" for entry in read(directory)):
         settings = dataclasses.replace(settings, upper_bound=True)  # it may have been added to a finished run
     return command, lambda into: run(dataclasses.replace(settings, run_dir=into))

@@ -19,7 +19,6 @@ from cheem_jax.cli.demo import Demo
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.run import fingerprint, record
-from cheem_jax.run.differences import REMOVED_OPTIONS
 from cheem_jax.run.progress import Progress
 
 
@@ -133,19 +132,6 @@ def test_a_run_of_other_settings_differs_from_its_config_on_and_the_record_tells
     assert status == 1 and "first difference: config.json: seed is 0 there and 1 here" in output
     assert "first difference: the run's setting: executor is" in output
     assert "note: a record without fingerprint" in output
-
-
-def test_a_command_with_settings_that_are_gone_runs_without_them_where_they_had_no_effect(capsys, run_dir):
-    command, _ = reproduce.runnable(run_dir)
-    gone = [word for option in REMOVED_OPTIONS for word in option.split()]
-    edit(run_dir, command=[*command[:1], *gone, *command[1:]])
-    status, output, _ = status_of(capsys, run_dir)
-    assert status == 0 and "identical" in output
-    config = json.loads((run_dir / "config.json").read_text())
-    config["cheem"]["search"]["rungs"] = 2
-    (run_dir / "config.json").write_text(json.dumps(config))
-    status, _, errors = status_of(capsys, run_dir, "--into", run_dir.with_name("there"))
-    assert status == 2 and "has the setting search.rungs 2, which no longer exists; use cheem_jax of commit" in errors
 
 
 def test_other_code_versions_or_devices_are_told_before_the_run_begins(capsys, run_dir):

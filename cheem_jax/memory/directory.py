@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from cheem_jax.cheem.config import CheemConfig
+from cheem_jax.cheem.evolution import SearchConfig
 from cheem_jax.cheem.saved_memory import save_forgotten, save_memory_task
 from cheem_jax.core.atomic import to_disk, write_atomically
 from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.core.pool import InternalMemory
 from cheem_jax.memory.forgetting import changed_tasks
 from cheem_jax.run.checkpoint import saved_tasks
-from cheem_jax.run.differences import without_removed
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read_object, to_json
 
@@ -94,11 +94,14 @@ def config_of(held: Mapping[str, Any], directory: Path) -> MemoryConfig:
     return settings_of(MemoryConfig, {k: v for k, v in held.items() if k != "format"}, directory / NAME)
 
 
+GONE = ("finalists", "trained_draws", "cost", "rungs", "warm_start")
+"""Settings that a memory may have and no longer exist: of how earlier tasks were learned, which is done."""
+
+
 def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:
     """A settings dataclass from its JSON values, nested ones included. Raises ValueError naming what does not fit."""
-    if kind is CheemConfig:
-        # these chose among networks while a task was learned; what was learned does not depend on them
-        values = without_removed({k: v for k, v in values.items() if k != "finalists"}, where)
+    if kind in (CheemConfig, SearchConfig):
+        values = {name: value for name, value in values.items() if name not in GONE}
     if kind is MemoryConfig and isinstance(values.get("forgetting"), dict):  # of one task, as it was written before
         values = {**values, "forgetting": [values["forgetting"]]}
     hints, known = typing.get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}

@@ -203,9 +203,6 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
         found.append("closed-form score")  # which comes without a tolerance
     elif (tolerance := search.get("tolerance", 0.02)) != 0.02:
         found.append(f"tau {tolerance:g}")
-    # two settings that no longer exist, of published runs
-    found += ["shared-prefix FLOPs"] if search.get("cost", "network") != "network" else []
-    found += [f"best of {draws} trained samples"] if (draws := cheem.get("trained_draws", 0)) else []
     return found
 
 

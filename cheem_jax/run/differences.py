@@ -1,32 +1,14 @@
-"""Where two JSON values differ, and one way to say it: of settings, conditions, records and results alike.
-
-A setting that no longer exists is dropped where it had no effect; with one it needs the code of then.
-"""
+"""Where two JSON values differ, and one way to say it: of settings, conditions, records and results alike."""
 
 import enum
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 Place = tuple[str | int, ...]
 """Keys and list positions that lead to a value."""
 LONGEST, PART = 40, 25
 """Characters of a value that are shown whole, and of a longer one where it differs."""
-
-REMOVED: Mapping[str, tuple[Any, str]] = {
-    "trained_draws": (0, "f98d135"),
-    "search.cost": ("network", "f98d135"),
-    "search.rungs": (1, "f98d135"),
-    "search.warm_start": (False, "f98d135"),
-    "finalists": (1, "7ec0f4a"),
-}
-"""Settings of CHEEM that no longer exist, each with the value that had no effect and the last commit that has it."""
-REMOVED_OPTIONS = (
-    "--cheem.search.cost network", "--cheem.search.rungs 1", "--cheem.search.no-warm-start", "--cheem.trained-draws 0",
-    "--cheem.finalists 1",
-)  # fmt: skip
-"""The same in recorded commands."""
 
 
 class Missing(enum.Enum):
@@ -66,8 +48,8 @@ def settings_apart(
 ) -> list[Leaf]:
     """The settings in which two runs differ, in the order of the first.
 
-    A setting that only one of them has makes no difference where its value had no effect: that of a setting which no
-    longer exists, or the one in `defaults`, since without a setting runs did what its default does.
+    A setting that only the second has makes no difference where it has the value in `defaults`, since without a setting
+    runs did what its default does.
     """
 
     def default_of(place: Place) -> Any:
@@ -76,7 +58,7 @@ def settings_apart(
             value = value.get(key, Missing.VALUE) if isinstance(value, Mapping) else Missing.VALUE
         return value
 
-    found = leaves(without_removed(there), without_removed(here))
+    found = leaves(there, here)
     return [leaf for leaf in found if leaf.first is not Missing.VALUE or leaf.second != default_of(leaf.place)]
 
 
@@ -114,37 +96,3 @@ def _text(value: Any) -> str:
 def _cut(text: str, begin: int) -> str:
     end = begin + (LONGEST if begin == 0 and len(text) <= LONGEST else PART)
     return ("…" if begin else "") + text[begin:end] + ("…" if end < len(text) else "")
-
-
-def without_removed(settings: Mapping[str, Any], where: Path | None = None, *, part: str = "") -> dict[str, Any]:
-    """A method's settings, or a whole `config.json`, without removed settings that had no effect.
-
-    One that had an effect stays; with `where`, the file of these settings, it raises ValueError. `part` is the name of
-    the settings inside others.
-    """
-    kept = {}
-    for name, value in settings.items():
-        full = f"search.{name}" if part == "search" else name
-        if full in REMOVED:
-            without_effect, commit = REMOVED[full]
-            if value == without_effect:
-                continue
-            if where is not None:
-                raise ValueError(
-                    f"{where} has the setting {full} {value!r}, which no longer exists; use cheem_jax of commit "
-                    f"{commit} for it, or begin again without this setting"
-                )
-        kept[name] = without_removed(value, where, part=name) if isinstance(value, Mapping) else value
-    return kept
-
-
-def without_removed_options(command: Sequence[str]) -> list[str]:
-    """A recorded command without removed options that had no effect."""
-    words = list(command)
-    for option in REMOVED_OPTIONS:
-        parts = option.split()
-        for at in range(len(words)):
-            if words[at : at + len(parts)] == parts:
-                del words[at : at + len(parts)]
-                break
-    return words

@@ -12,7 +12,7 @@ from typing import Any
 import filelock
 
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.run.differences import settings_apart, summary, without_removed
+from cheem_jax.run.differences import settings_apart, summary
 from cheem_jax.run.record import read_object, to_json
 
 NAME, LOCK, OWNER = "config.json", ".lock", ".owner.json"
@@ -45,7 +45,6 @@ def check_held(directory: Path, known: Mapping[str, Any], defaults: Mapping[str,
 def _check_same(
     directory: Path, held: Mapping[str, Any], config: Mapping[str, Any], defaults: Mapping[str, Any] | None
 ) -> None:
-    without_removed(held, directory / NAME)
     if found := settings_apart(held, config, to_json(defaults)):
         raise ValueError(
             f"run directory {str(directory)!r} contains another run: {summary(found, 'settings')}. "
