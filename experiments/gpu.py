@@ -5,21 +5,27 @@
 
 Parts, in this order: `smoke` (training by every executor beside the CPU's, and deterministic training twice),
 `profile` (`jit_profile.py`), `bench` (`bench/run.py --only steps`, where PyTorch and timm are installed), `runs`
-(`compare.py` for one method after the other, in the order of what their rows are worth, settings chosen on validation
-images first). What does not end in time is interrupted; a run resumes with the next call. OUT/records.tar.gz has what
-was found and no checkpoint. The miniature takes minutes on any machine, and its numbers mean nothing.
+(`compare.py` per method, in the order of what their rows are worth, settings chosen on validation images first, with
+`--parallel` several at a time: a small backbone keeps most of a large accelerator idle, the more so without NVIDIA's
+multi-process service). What does not end in time is interrupted; a run resumes with the next call. OUT/records.tar.gz
+has what was found and no checkpoint. The miniature takes minutes on any machine, and its numbers mean nothing.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
 import tarfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any, get_args
 
 import jax
@@ -60,6 +66,8 @@ QUEUE = (
 """Method, preset, seed and order of the runs, the most wanted first."""
 GRACE = 60
 """Seconds that a part has to stop after an interruption."""
+MEMORY = 0.9
+"""Share of an accelerator's memory that all processes have together."""
 Case = tuple[choice.Name, Precision, bool]
 """An executor, a precision, and whether bits are to be equal in every run."""
 
@@ -75,8 +83,11 @@ class Gpu:
     base_data: str | None = None
     """Images of the pretraining data, as for `experiments/mtil.py`."""
     choose: str | None = None
-    """Names of the stream's tasks, separated by commas, on which settings are chosen, or a `chosen.json`; default: the
-    settings of the presets."""
+    """Names of the stream's tasks, separated by commas, on which settings are chosen; default: those of the presets."""
+    chosen: Path | None = None
+    """The `chosen.json` of an earlier choice: its methods are not chosen for again."""
+    parallel: int = 1
+    """Processes of the part `runs` at a time; each has its share of the accelerator's memory, and a log in OUT/logs."""
     only: str = ",".join(PARTS)
     """Parts, separated by commas."""
     seconds: float = 1500
@@ -89,19 +100,32 @@ class Gpu:
     def __post_init__(self) -> None:
         if not self.seconds > GRACE:
             raise ValueError(f"--seconds is {self.seconds:g}; expected more than {GRACE}, which stopping may take")
+        if (self.choose or "").endswith(".json"):
+            raise ValueError(f"--choose is {self.choose}; expected names of tasks: --chosen takes an earlier choice")
+        if self.parallel < 1:
+            raise ValueError(f"--parallel is {self.parallel}; expected 1 process or more")
 
 
 def main(settings: Gpu) -> None:
     """Run the parts, then pack what they found; a part that fails does not stop the others."""
     parts, end = names_in("--only", settings.only, list(PARTS)), time.monotonic() + settings.seconds
     check_folder("--out", settings.out)
-    queued, ended = list(commands(settings, parts)), []  # a stream that is not there is told before anything runs
-    settings.out.mkdir(parents=True, exist_ok=True)
-    for name, command in queued:
-        left = end - GRACE - time.monotonic()
-        how = "no time was left" if left < 1 else limited(command, left)
-        ended.append(f"{name}: {how}")
-        print(ended[-1], flush=True)
+    queued = list(commands(settings, parts))  # a stream that is not there is told before anything runs
+    (settings.out / "logs").mkdir(parents=True, exist_ok=True)
+    choosing = defaultdict[str, Lock](Lock)
+
+    def work(part: tuple[str, list[str]]) -> str:
+        name, command = part
+        log = settings.out / "logs" / f"{name}.log" if settings.parallel > 1 and name not in PARTS else None
+        with choosing[command[-1] if settings.choose else name]:  # seeds of a method wait for its choice of settings
+            left = end - GRACE - time.monotonic()
+            how = "no time was left" if left < 1 else limited(command, left, log, settings.parallel if log else 1)
+        print(told := f"{name}: {how}", flush=True)
+        return told
+
+    alone = [part for part in queued if part[0] in PARTS]  # what is timed, or has the machine's memory to itself
+    with ThreadPoolExecutor(settings.parallel) as threads:
+        ended = [*map(work, alone), *threads.map(work, queued[len(alone) :])]
     write_atomically(settings.out / "ended.txt", "\n".join(ended) + "\n")
     print(f"records: {pack(settings.out)}")
     if failed := [line for line in ended if "status" in line]:
@@ -110,7 +134,7 @@ def main(settings: Gpu) -> None:
 
 def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """The name and the command line of every process."""
-    small, out = settings.miniature, settings.out
+    small, out, known = settings.miniature, settings.out, methods_of(settings.chosen)
     if "smoke" in parts:
         yield "smoke", [f"{HERE}/gpu.py", "--only", "check", "--out", f"{out}"]
     if "profile" in parts:
@@ -125,7 +149,10 @@ def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[tuple[str, list[st
         tasks = "shapes,colours" if small else None
         for method, preset, seed, order in QUEUE[:2] if small else QUEUE:
             chosen, own = settings.choose, tasks
-            if chosen is not None and not chosen.endswith(".json") and (order or method == "cheem:uniform"):
+            is_ablation = bool(order) or method == "cheem:uniform"
+            if (LIKE if is_ablation else method).replace(":", "-") in known:
+                chosen = settings.chosen
+            elif is_ablation and chosen is not None:
                 chosen = f"{place_of(out, LIKE, preset)}/chosen.json"
             if order:
                 own = ",".join(reversed(task_names(settings.stream, tasks)))
@@ -139,15 +166,27 @@ def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[tuple[str, list[st
             yield ", ".join(filter(None, (method, preset, f"seed {seed}", order))), [f"{HERE}/compare.py", *options]
 
 
+def methods_of(chosen: Path | None) -> set[str]:
+    """The methods whose settings an earlier choice has; ValueError where the file is none."""
+    try:
+        return set() if chosen is None else {row["method"] for row in json.loads(chosen.read_text())}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"--chosen is {chosen}; expected the chosen.json of an earlier choice ({error!r})") from error
+
+
 def place_of(out: Path, method: str, preset: str, order: str = "") -> Path:
     """The folder of a queued run."""
     return out / "runs" / "-".join(filter(None, (method.replace(":", "-"), preset, order)))
 
 
-def limited(command: list[str], seconds: float) -> str:
-    """Run a script for so long at most; how it ended."""
+def limited(command: list[str], seconds: float, log: Path | None = None, sharing: int = 1) -> str:
+    """Run a script for so long at most, `sharing` of them at a time on one accelerator; how it ended."""
     start = time.monotonic()
-    process = subprocess.Popen([sys.executable, *command])
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / sharing:.3f}"} if sharing > 1 else {}
+    with contextlib.nullcontext() if log is None else log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command], stdout=output, stderr=output and subprocess.STDOUT, env=share | os.environ
+        )
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:

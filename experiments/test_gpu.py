@@ -4,6 +4,7 @@ import json
 import sys
 import tarfile
 import time
+from pathlib import Path
 
 import gpu
 import pytest
@@ -42,10 +43,49 @@ def test_no_part_begins_without_time_left_and_a_failed_one_ends_with_an_error(tm
     assert (tmp_path / "ended.txt").read_text() == "fails: no time was left\nworks: no time was left\n"
 
 
+def test_processes_side_by_side_share_the_memory_and_have_logs_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    wait = (  # until the other one has begun as well
+        "import os, sys, time; from pathlib import Path; here = Path(sys.argv[2]); (here / sys.argv[1]).touch()\n"
+        "while len([*here.iterdir()]) < 2: time.sleep(0.01)\n"
+        "print(sys.argv[1], os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'])"
+    )
+    (here := tmp_path / "begun").mkdir()
+    scripts = [(name, ["-c", wait, name, f"{here}"]) for name in ("one", "two")]
+    monkeypatch.setattr(gpu, "commands", lambda settings, parts: iter(scripts))
+    gpu.main(gpu.Gpu(out=tmp_path / "out", parallel=2))
+    logs = [(tmp_path / "out" / "logs" / f"{name}.log").read_text() for name in ("one", "two")]
+    assert logs == ["one 0.450\n", "two 0.450\n"]
+
+
+def test_seeds_of_a_method_wait_for_its_choice(tmp_path, monkeypatch):
+    begin = "import sys; from pathlib import Path; Path(sys.argv[1]).mkdir(); import time; time.sleep(0.2)"
+    alone = f"{begin}; Path(sys.argv[1]).rmdir()"  # fails where the other one is at work
+    scripts = [(name, ["-c", alone, f"{tmp_path / 'place'}"]) for name in ("seed 0", "seed 1")]
+    monkeypatch.setattr(gpu, "commands", lambda settings, parts: iter(scripts))
+    gpu.main(gpu.Gpu(out=tmp_path / "out", parallel=2, choose="shapes"))
+    assert "status" not in (tmp_path / "out" / "ended.txt").read_text()
+
+
+def test_what_an_earlier_choice_lacks_is_chosen_on_the_named_tasks(tmp_path):
+    chosen = tmp_path / "chosen.json"
+    chosen.write_text('[{"method": "lora_cl"}, {"method": "cheem-closed_form"}]')
+    settings = gpu.Gpu(stream="demo", choose="shapes", chosen=chosen, only="runs")
+    given = {name: words[words.index("--choose") + 1] for name, words in gpu.commands(settings, ["runs"])}
+    known = {name for name, file in given.items() if file == f"{chosen}"}
+    assert {"lora_cl, quick, seed 2", "cheem:uniform, quick, seed 0"} < known
+    assert "cheem:closed_form, quick, seed 0, reversed" in known
+    assert {given["cheem, quick, seed 0"], given["l2p, quick, seed 0"]} == {"shapes"}
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"seconds": 5.0}, "--seconds is 5"), ({"only": "speed"}, "--only"), ({"stream": "x/y"}, "x/y: no such folder")],
-)
+    [
+        ({"seconds": 5.0}, "--seconds is 5"), ({"parallel": 0}, "--parallel is 0"), ({"only": "speed"}, "--only"),
+        ({"choose": "x/chosen.json"}, "--choose is x/chosen.json; expected names"),
+        ({"stream": "x/y"}, "x/y: no such folder"), ({"chosen": Path("x/y.json")}, "--chosen is x/y.json; expected"),
+    ],
+)  # fmt: skip
 def test_wrong_settings_are_refused(tmp_path, wrong, message):
     with pytest.raises((ValueError, OSError), match=message):
         gpu.main(gpu.Gpu(out=tmp_path / "new", **wrong))
