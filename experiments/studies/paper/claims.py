@@ -17,6 +17,7 @@ EQUAL, FAR, ORDERS = 0.01, 0.20, 0.02
 CHEEM = Cell("cheem")
 CLOSED_FORM = Cell("cheem", "closed-form score")
 """CHEEM with the search of `quick_plus`."""
+SEARCHES = {CHEEM: "the paper's search", CLOSED_FORM: "closed-form score"}
 COLLAPSING = ("l2p", "dualprompt", "coda_prompt")
 SOUND = ("s_prompts", "frozen_linear")
 
@@ -33,6 +34,8 @@ class Verdict(NamedTuple):
     word: str
     why: str = ""
     """What is missing where there is no estimate."""
+    search: str = ""
+    """Which of CHEEM's searches it is of, where it is of one."""
 
 
 class Claim(NamedTuple):
@@ -80,15 +83,19 @@ def compared(
     word: Callable[[Estimate], str],
     *,
     given: tuple[bool, bool] = (False, False),
+    without: str = "",
 ) -> Verdict:
-    """Difference of average accuracy, paired by seed and image; `given`: whether the task is given to either side."""
-    pairs, why = in_common(cells, ours, theirs)
+    """Difference of average accuracy, paired by seed and image; `given`: whether the task is given to either side.
+
+    `without` names a task that is left out.
+    """
+    (pairs, why), search = in_common(cells, ours, theirs), SEARCHES.get(ours, "")
     if why:
-        return Verdict(claim, None, "points", (), NOT_RUN, why)
-    order = next(iter(pairs.values()))[0].run.order
+        return Verdict(claim, None, "points", (), NOT_RUN, why, search)
+    order = [name for name in next(iter(pairs.values()))[0].run.order if name != without]
     a, b = ([pair[side].answers(order, given=given[side]) for pair in pairs.values()] for side in (0, 1))
     estimate = accuracy_difference(a, b)
-    return Verdict(claim, estimate, "points", tuple(pairs), word(estimate))
+    return Verdict(claim, estimate, "points", tuple(pairs), word(estimate), search=search)
 
 
 def in_common(cells: Cells, ours: Cell, theirs: Cell) -> tuple[dict[int, tuple[Collected, Collected]], str]:
@@ -135,7 +142,7 @@ def easy_tasks_skip_more(cells: Cells) -> list[Verdict]:
 
 
 def _skips_of(cells: Cells, ours: Cell) -> Verdict:
-    title, x, y, seeds = f"{ours.title}: rank correlation", [], [], []
+    title, search, x, y, seeds = f"{ours.title}: rank correlation", SEARCHES[ours], [], [], []
     for seed, collected in cells.get(ours, {}).items():
         results, order = collected.run.results, collected.run.order
         frozen = results["yardsticks"].get("frozen_linear", {}).get("local_accuracy")
@@ -148,14 +155,14 @@ def _skips_of(cells: Cells, ours: Cell) -> Verdict:
             chosen = [from_strings(task["architecture"]) for task in results["tasks"]]
             y.append([sum(choice.kind == "skip" for choice in architecture) for architecture in chosen])
     if not seeds:
-        return Verdict(title, None, "", (), NOT_RUN, "no run of CHEEM with frozen heads beside it")
+        return Verdict(title, None, "", (), NOT_RUN, "no run of CHEEM with frozen heads beside it", search)
     try:
         found = rank_correlation(np.array(x, float), np.array(y, float))
     except ValueError:
         why = "in some run all tasks skip equally often, so that nothing can correlate"
-        return Verdict(title, None, "", tuple(seeds), OPEN, why)
+        return Verdict(title, None, "", tuple(seeds), OPEN, why, search)
     word = above(found) if found.p < 0.05 else OPEN
-    return Verdict(title, found, "", tuple(seeds), word)
+    return Verdict(title, found, "", tuple(seeds), word, search=search)
 
 
 def fewer_parameters_than_uniform(cells: Cells) -> list[Verdict]:
@@ -176,11 +183,11 @@ def _without_hee(cells: Cells, ours: Cell, whose: str) -> list[Verdict]:
     title, unit = f"{whose}HEE − uniform, parameters added per task", "% of the backbone"
     pairs, why = in_common(cells, ours, uniform)
     if why:
-        return [accuracy, Verdict(title, None, unit, (), NOT_RUN, why)]
+        return [accuracy, Verdict(title, None, unit, (), NOT_RUN, why, accuracy.search)]
     tasks = [[side.run.results["tasks"] for side in pair] for pair in pairs.values()]
     added = np.array([[[task["params_added_percent"] for task in side] for side in pair] for pair in tasks], float)
     found = mean_difference(added[:, 0], added[:, 1])
-    return [accuracy, Verdict(title, found, unit, tuple(pairs), below(found))]
+    return [accuracy, Verdict(title, found, unit, tuple(pairs), below(found), search=accuracy.search)]
 
 
 def prompts_collapse(cells: Cells) -> list[Verdict]:
@@ -245,12 +252,16 @@ def claims() -> list[Claim]:
 
 
 def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
-    """The claims by what became of them."""
+    """The claims by what became of them, with each search where that differs between searches."""
     titles = {
         HOLDS: "Confirmed here", FAILS: "**Refuted here**", OPEN: "Not decided by these runs",
         NOT_RUN: "Not run, or not in full",
     }  # fmt: skip
-    found = {word: [f"({c.letter}) {c.title}" for c, lines in judged if of_claim(lines) == word] for word in titles}
+    found = {word: [] for word in titles}
+    for claim, lines in judged:
+        words = {search: of_claim([line for line in lines if line.search == search]) for search in searches_of(lines)}
+        for search, word in words.items() if len(set(words.values())) > 1 else [("", of_claim(lines))]:
+            found[word].append(f"({claim.letter}) {claim.title}" + (f" ({search})" if search else ""))
     told = [f"- {title}: {'; '.join(found[word])}." for word, title in titles.items() if found[word]]
     alone = sorted({c.letter for c, lines in judged for line in lines if line.estimate and len(line.seeds) == 1})
     if alone:
@@ -278,6 +289,11 @@ def unbeaten(
         f"\n- {words[word]} {baselines[0][1].title} with the paper's router: {'; '.join(found)}."
         for word, found in told.items() if found
     )  # fmt: skip
+
+
+def searches_of(lines: Sequence[Verdict]) -> list[str]:
+    """The searches that the lines of a claim are of, in their order."""
+    return list(dict.fromkeys(line.search for line in lines))
 
 
 def of_claim(lines: Sequence[Verdict]) -> str:

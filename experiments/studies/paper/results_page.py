@@ -15,7 +15,6 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.comparison import comparison, measure
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid
-from cheem_jax.run.differences import without_removed
 from studies.paper.claims import (
     NOT_RUN,
     OPEN,
@@ -60,7 +59,7 @@ REFERENCES = ("lora_cl", "frozen_linear", "full_finetune")
 """What a reader compares CHEEM with first: no search, no learning, no sharing."""
 COSTS = {
     "flops_paper": "MFLOPs per image", "params_added_percent": "% of the backbone's parameters added per task",
-    "seconds": "hours",
+    "seconds": "minutes",
 }  # fmt: skip
 NOTES, ROUTERS, CHOSEN = "notes.md", "routers.json", "chosen.json"
 
@@ -80,7 +79,7 @@ def write_page(results: Path, page: Path) -> int:
 
 def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> str:
     """The whole page as Markdown, with at most five tables."""
-    first, ours = rows[0].runs[0], searches(cells)[0]
+    first, ours = rows[0].runs[0], searches(cells)[-1]
     judged = [(claim, claim.check(cells)) for claim in claims()]
     compared = [row for row in rows if is_compared(cells, row.cell)]
     tabled = [(claim, lines) for claim, lines in judged if any(line.word != NOT_RUN for line in lines)]
@@ -95,7 +94,7 @@ def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> 
         answer(compared, cells)
         + in_short(judged)
         + unbeaten(others, cells, measured_of(compared))
-        + beyond(beside.routers),
+        + beyond(beside.routers, [ours.title, *(METHODS[method] for method in REFERENCES)]),
         WORDS,
         *([beside.notes.strip()] if beside.notes else []),
         "## Methods",
@@ -121,7 +120,7 @@ METHODS_TEXT = f"""Means over runs, ± standard deviation over seeds (n − 1). 
 accuracy, paired by seed and test image, with the 95 % interval (bootstrap over seeds and, within tasks, test images;
 {RESAMPLES:,} resamples). A method marked * is given the task ID, and so is CHEEM in that row. *Forgetting*: drop from
 a task's best accuracy, over all tasks but the last. FLOPs are per image. Parameters added are per task, in % of the
-backbone; stored are those of all tasks. Hours: fastest to slowest run, on shared machines."""
+backbone; stored are those of all tasks. Minutes: fastest to slowest run, on shared machines."""
 TASKS_TEXT = """After the last task, in %, mean ± standard deviation over runs; task-agnostic, of methods marked *
 with the task ID given. The first line has the training images and the classes."""
 CLAIMS = """*Over tasks* also resamples the tasks, for other tasks like these. Images count as independent, which
@@ -203,17 +202,31 @@ def _apart(cell: Cell, cells: Cells, ours: Cell) -> str:
     side = "below" if line.estimate.value < 0 else "above"
     given = " with the task ID given to both" if cell.method in UPPER_BOUNDS else ""
     doubt = ", not significant" if line.word == OPEN else ""
-    return f"{value.lstrip('+−')} {side} {cell.title}{given} ({interval}{doubt})"
+    return f"{value.lstrip('+−')} {side} {cell.title}{given} ({interval}{doubt}{_carried(line, cell, cells, ours)})"
 
 
-def beyond(routers: Mapping[str, Any] | None) -> str:
-    """What the chosen router gains, as one more line."""
+def _carried(line: Verdict, cell: Cell, cells: Cells, ours: Cell) -> str:
+    """A lead that is one task's alone, or a deficit: the difference without that task, if it has the other sign."""
+    assert line.estimate is not None
+    sign = -1 if line.estimate.value < 0 else 1
+    rest = {name: _compared(cell, cells, ours, name) for name in next(iter(cells[ours].values())).run.order}
+    values = {name: sign * other.estimate.value for name, other in rest.items() if other.estimate is not None}
+    name = min(values, key=lambda name: values[name])
+    if values[name] >= 0:
+        return ""
+    value, interval, *_ = shown(rest[name])
+    return f"; without {name} {value.removesuffix(' points')}, {interval}"
+
+
+def beyond(routers: Mapping[str, Any] | None, titles: Sequence[str]) -> str:
+    """What the chosen router gains for the methods of these titles, as one more line."""
     if routers is None:
         return ""
     chosen = routers["chosen"]
     gains = [
         f"{title} {told_gain(own['gain'])} points to {100 * own['accuracy']:.1f} %"
         for title, own in chosen["methods"].items()
+        if title in titles
     ]
     return (
         f"\n- Beyond the paper, the router chosen on validation images ({chosen['features']} {chosen['title']}), with "
@@ -229,7 +242,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "flops_executed": ("MFLOPs, executed", lambda v: f"{v / 1e6:,.0f}"),
     "params_added_percent": ("params added %", lambda v: f"{v:.2f}"),
     "params_stored": ("params stored, k", lambda v: f"{v / 1e3:,.0f}"),
-    "seconds": ("hours", lambda v: f"{v / 3600:.2f}"),
+    "seconds": ("minutes", lambda v: f"{v / 60:.1f}"),
 }
 
 
@@ -248,9 +261,9 @@ def method_grid(rows: Sequence[Row], cells: Cells) -> Grid:
                 told.append(" to ".join(dict.fromkeys(ends)))
             else:
                 told.append(text(value["mean"]) + ("" if value["std"] is None else f" ± {text(value['std'])}"))
-        told.insert(4, _lead(row.cell, cells, searches(cells)[0]))
+        told.insert(4, _lead(row.cell, cells, searches(cells)[-1]))
         lines.append(tuple(told))
-    columns, lead = [title for title, _ in COLUMNS.values()], f"{searches(cells)[0].title} minus"
+    columns, lead = [title for title, _ in COLUMNS.values()], f"{searches(cells)[-1].title} minus"
     return Grid("", ("method", "seeds", *columns[:2], lead, *columns[2:]), tuple(lines), 1)
 
 
@@ -261,10 +274,10 @@ def _lead(cell: Cell, cells: Cells, ours: Cell) -> str:
     return value if interval == NONE else f"{value.removesuffix(' points')} ({interval})"
 
 
-def _compared(cell: Cell, cells: Cells, ours: Cell) -> Verdict:
+def _compared(cell: Cell, cells: Cells, ours: Cell, without: str = "") -> Verdict:
     """CHEEM minus another method; an upper bound is given the task ID, and then so is CHEEM."""
     is_given = cell.method in UPPER_BOUNDS
-    return compared("", cells, ours, cell, above, given=(is_given, is_given))
+    return compared("", cells, ours, cell, above, given=(is_given, is_given), without=without)
 
 
 def task_grid(rows: Sequence[Row]) -> str:
@@ -293,11 +306,21 @@ def setting_parts(cells: Cells, chosen: Sequence[Mapping[str, Any]]) -> list[str
         setting_grid(cells, chosen).to_markdown(),
         "All versions are in each run's `record.json`, with its command. Machines:",
         "\n".join(machines(runs)),
-        f"DATA and WEIGHTS are the images and the weights{CHOICE_FILE if chosen else ''}. With equal code, versions "
-        "and machine a new run has the same numbers: collect it into another folder, and `experiments/reproduce.py` "
-        "compares them.",
+        f"DATA and WEIGHTS are the images and the weights{CHOICE_FILE if chosen else ''}. {again_of(runs)}: collect it "
+        "into another folder, and `experiments/reproduce.py` compares them.",
         "```bash\n" + "\n".join(commands(cells, is_chosen=bool(chosen))) + "\n```",
     ]
+
+
+def again_of(runs: Sequence[Collected]) -> str:
+    """Whether a new run has the same numbers."""
+    devices = [run.record.get("conditions", {}).get("device", {}) for run in runs]
+    if all(device.get("platform", "cpu") == "cpu" for device in devices):
+        return "With equal code, versions and machine a new run has the same numbers"
+    return (
+        "On an accelerator last bits change from run to run without `--engine.deterministic`, and with them the "
+        "networks that a search finds, so a new run is another sample"
+    )
 
 
 CHOICE = """*Tried*: accuracy in % on validation images, by `compare.py --choose`, the chosen value in bold."""
@@ -338,7 +361,7 @@ def _tried(row: Mapping[str, Any]) -> str:
 
 def settings_of(run: Collected) -> dict[str, Any]:
     """A method's settings by dotted names."""
-    return flatten_dict(without_removed(run.run.config.get(run.run.results["method"], {})), sep=".")
+    return flatten_dict(run.run.config.get(run.run.results["method"], {}), sep=".")
 
 
 def commit_of(run: Collected) -> str:

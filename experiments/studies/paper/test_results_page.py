@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -113,12 +113,18 @@ def test_verdicts_follow_from_where_the_interval_lies():
 
 
 def write(
-    folder: Path, method: str = "cheem", seed: int = 0, rate: float = 0.8, names: Sequence[str] = NAMES, **config
+    folder: Path,
+    method: str = "cheem",
+    seed: int = 0,
+    rate: float | Mapping[str, float] = 0.8,
+    names: Sequence[str] = NAMES,
+    **config,
 ) -> Path:
-    """A collected run with 200 test images per task, of which about `rate` are right."""
+    """A collected run with 200 test images per task, of which about `rate` are right, if it is one number."""
     rng, directory = np.random.default_rng(seed), folder / f"{method}{len(list(folder.glob('*')))}/seed-{seed}"
     luck = {name: rng.random((2, 200)) for name in NAMES}  # the same for all methods
-    given = tuple(luck[name][0] < rate for name in names)
+    rates = rate if isinstance(rate, Mapping) else dict.fromkeys(NAMES, rate)
+    given = tuple(luck[name][0] < rates[name] for name in names)
     right = tuple(is_right & (luck[name][1] < 0.9) for is_right, name in zip(given, names, strict=True))
     results = results_of(list(entries(names=names, classes=("cat", "dog"), method=method, seed=seed)))
     for name, found in (("accuracy", right), ("local_accuracy", given)):
@@ -186,7 +192,7 @@ def test_the_same_sentence_is_confirmed_or_refuted_as_the_numbers_say(tmp_path):
     write(tmp_path / "runs", names=("three", "one", "two"))
     write(tmp_path / "runs", names=NAMES[::-1])
     write(tmp_path / "runs", sampling="uniform")
-    write(tmp_path / "runs", search={"cost": "resumed"})
+    write(tmp_path / "runs", search={"tolerance": 0.1})
     page = page_of(tmp_path)
     worse, alone = line_of(page, "CHEEM − S-Prompts"), line_of(page, "CHEEM − LoRA-CL")
     assert worse[-1] == "**refuted**" and worse[0].startswith("−1") and worse[4].count(":") == 3
@@ -232,12 +238,24 @@ def test_the_other_search_and_chosen_settings_have_lines_of_their_own(tmp_path):
     page = page_of(tmp_path)
     assert line_of(page, "CHEEM − LoRA-CL")[-1] == "**refuted** (one seed)"
     assert line_of(page, "CHEEM, closed-form score − LoRA-CL")[-1] == "confirmed (one seed)"
+    assert "- Confirmed here: (a) CHEEM is more accurate than LoRA-CL (closed-form score)" in page
+    assert "- **Refuted here**: (a) CHEEM is more accurate than LoRA-CL (the paper's search)" in page
+    assert "without" not in page[page.index("## In short") :].split("\n\n")[1]
     assert "rate 0.001: 50.0, **0.003: 75.0** |" in page and "(an end of the grid)" not in page
     table = page[page.index("| method | seeds |") :].split("\n\n")[0]
     names = [line.split(" | ")[0] for line in table.splitlines()[2:]]
     assert names == ["| CHEEM", "| CHEEM, closed-form score", "| LoRA-CL", "| LoRA-CL, from the nearest task"]
     assert "--choose CHOSEN \\\n    --methods cheem,cheem:closed_form,lora_cl,lora_cl:nearest --seeds 0" in page
     assert sum(line.startswith("| ---") for line in page.splitlines()) <= 5
+
+
+def test_a_lead_that_rests_on_one_task_is_told_with_what_is_left_without_it(tmp_path):
+    write(tmp_path / "runs", rate={"one": 0.7, "two": 0.95, "three": 0.7})
+    write(tmp_path / "runs", "lora_cl", rate={"one": 0.75, "two": 0.5, "three": 0.75})
+    write(tmp_path / "runs", "frozen_linear", rate=0.4)
+    [lora, frozen] = re.findall(r"points above [^(]*\(([^)]*)\)", page_of(tmp_path))
+    value, low, high = re.search(r"; without two −(.*), −(.*) to −(.*)$", lora).groups()
+    assert 3 < float(value) < 7 and float(high) < float(value) < float(low) and "without" not in frozen
 
 
 def test_the_other_search_is_compared_where_the_papers_was_not_run(tmp_path):
@@ -309,7 +327,25 @@ def test_figures_of_the_readme_are_those_of_the_records():
     table = re.search(r"^\| method \| seeds .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     rows = [[cell.strip() for cell in line.split("|")[3:-1]] for line in table[0].splitlines()[2:] if line]
     assert len(rows) >= 3 and all(len(row) == 5 and row.count("–") < 3 for row in rows)
-    assert [row for row in rows if not known.issuperset(set(row) - {"–"})] == []
+    assert [row for row in rows if not known.issuperset(re.findall(r"[^ ±–]+", " ".join(row)))] == []
+
+
+def test_what_was_cut_off_is_told_next_to_finished_runs_at_the_same_task():
+    results = ROOT / "docs/results"
+    cut, notes = json.loads((results / "cut_off.json").read_text()), (results / "notes.md").read_text()
+
+    def told(name: str) -> str:
+        if name in cut["methods"]:
+            return f"{np.mean(cut['methods'][name]['accuracy']):.1f}"
+        found = json.loads((results / f"runs/{name}/seed-0/results.json").read_text())
+        num = len(cut["tasks"])
+        assert [task["name"] for task in found["tasks"]][:num] == cut["tasks"]
+        return f"{100 * np.mean(found['accuracy'][num - 1][:num]):.1f}"
+
+    for method in cut["methods"]:
+        assert told(method) in notes and f"{np.mean(cut['methods'][method]['given']):.1f}" in notes
+    ours, lora, prompts, frozen = map(told, ("cheem-closed_form", "lora_cl", "s_prompts", "frozen_linear"))
+    assert f"score, had {ours}, LoRA-CL {lora}, S-Prompts {prompts} and frozen heads {frozen} (`docs" in notes
 
 
 @pytest.mark.full
