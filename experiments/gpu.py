@@ -5,10 +5,11 @@
 
 Parts, in this order: `smoke` (training by every executor beside the CPU's, and deterministic training twice),
 `profile` (`jit_profile.py`), `bench` (`bench/run.py --only steps`, where PyTorch and timm are installed), `runs`
-(`compare.py` per method, in the order of what their rows are worth, settings chosen on validation images first, with
-`--parallel` several at a time: a small backbone keeps most of a large accelerator idle, the more so without NVIDIA's
-multi-process service). What does not end in time is interrupted; a run resumes with the next call. OUT/records.tar.gz
-has what was found and no checkpoint. The miniature takes minutes on any machine, and its numbers mean nothing.
+(`compare.py` per method, in the order of what their rows are worth, settings chosen on validation images first). With
+`--parallel` several runs go at a time, since a small backbone leaves a large accelerator mostly idle; without NVIDIA's
+multi-process service they take turns. What does not end in time is interrupted; a run resumes with the next call.
+OUT/records.tar.gz has what was found and no checkpoint. The miniature takes minutes on any machine, and its numbers
+mean nothing.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,13 +27,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
-from typing import Any, get_args
+from threading import Event
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
 from bench import measure
 from charts import check_folder, names_in
+from choosing import grids_of
 from study import task_names
 
 from cheem_jax.backbone.params import build
@@ -66,6 +69,7 @@ QUEUE = (
 """Method, preset, seed and order of the runs, the most wanted first."""
 GRACE = 60
 """Seconds that a part has to stop after an interruption."""
+PACKED = (".json", ".jsonl", ".md", ".csv", ".txt", ".log", ".npz")
 MEMORY = 0.9
 """Share of an accelerator's memory that all processes have together."""
 Case = tuple[choice.Name, Precision, bool]
@@ -102,6 +106,8 @@ class Gpu:
             raise ValueError(f"--seconds is {self.seconds:g}; expected more than {GRACE}, which stopping may take")
         if (self.choose or "").endswith(".json"):
             raise ValueError(f"--choose is {self.choose}; expected names of tasks: --chosen takes an earlier choice")
+        if self.chosen is not None and self.choose is None:
+            raise ValueError("--chosen also needs --choose: without it, methods that it lacks have other epochs")
         if self.parallel < 1:
             raise ValueError(f"--parallel is {self.parallel}; expected 1 process or more")
 
@@ -112,48 +118,69 @@ def main(settings: Gpu) -> None:
     check_folder("--out", settings.out)
     queued = list(commands(settings, parts))  # a stream that is not there is told before anything runs
     (settings.out / "logs").mkdir(parents=True, exist_ok=True)
-    choosing = defaultdict[str, Lock](Lock)
+    ended, stopped = list[str](), Event()
 
-    def work(part: tuple[str, list[str]]) -> str:
-        name, command = part
-        log = settings.out / "logs" / f"{name}.log" if settings.parallel > 1 and name not in PARTS else None
-        with choosing[command[-1] if settings.choose else name]:  # seeds of a method wait for its choice of settings
+    def work(together: Sequence[Part]) -> None:
+        for part in together:
             left = end - GRACE - time.monotonic()
-            how = "no time was left" if left < 1 else limited(command, left, log, settings.parallel if log else 1)
-        print(told := f"{name}: {how}", flush=True)
-        return told
+            is_alone = settings.parallel == 1 or part.name in PARTS
+            log = None if is_alone else settings.out / "logs" / f"{re.sub(r'[^a-z0-9_]+', '-', part.name)}.log"
+            how = "no time was left"
+            if left >= 1 and not stopped.is_set():
+                how = limited(part.command, left, log, 1 if is_alone else settings.parallel)
+            ended.append(f"{part.name}: {how}")
+            print(ended[-1], flush=True)
 
-    alone = [part for part in queued if part[0] in PARTS]  # what is timed, or has the machine's memory to itself
-    with ThreadPoolExecutor(settings.parallel) as threads:
-        ended = [*map(work, alone), *threads.map(work, queued[len(alone) :])]
-    write_atomically(settings.out / "ended.txt", "\n".join(ended) + "\n")
-    print(f"records: {pack(settings.out)}")
+    alone = [part for part in queued if part.name in PARTS]  # what is timed, or takes all of the memory
+    groups = dict[str, list[Part]]()
+    for part in queued[len(alone) :]:  # those that need one choice of settings come after the one that makes it
+        groups.setdefault(part.choice or part.name, []).append(part)
+    try:
+        work(alone)
+        with ThreadPoolExecutor(settings.parallel) as threads:
+            try:
+                list(threads.map(work, groups.values()))
+            except BaseException:
+                stopped.set()  # else every thread would go on with its next part
+                raise
+    finally:
+        write_atomically(settings.out / "ended.txt", "\n".join(ended) + "\n")
+        print(f"records: {pack(settings.out)}")
     if failed := [line for line in ended if "status" in line]:
-        raise SystemExit(f"error: these parts failed, see above: {'; '.join(failed)}")
+        raise SystemExit(f"error: these parts failed, see above or {settings.out / 'logs'}: {'; '.join(failed)}")
 
 
-def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """The name and the command line of every process."""
+class Part(NamedTuple):
+    """A process: its name, its command line, and the folder whose choice of settings it makes or waits for, if any."""
+
+    name: str
+    command: list[str]
+    choice: str = ""
+
+
+def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[Part]:
+    """Every process, in the order in which they are wanted."""
     small, out, known = settings.miniature, settings.out, methods_of(settings.chosen)
     if "smoke" in parts:
-        yield "smoke", [f"{HERE}/gpu.py", "--only", "check", "--out", f"{out}"]
+        yield Part("smoke", [f"{HERE}/gpu.py", "--only", "check", "--out", f"{out}"])
     if "profile" in parts:
         sizes = ["--backbones", "vit_nano", "--batch-sizes", "4", "--num-draws", "2", "--repeats", "1"]
         full = ["--backbones", "deit_tiny,vit_base", "--batch-sizes", "64,256", "--num-draws", "8", "--rank", "40"]
         both = ["--precisions", "float32,bfloat16"]
-        yield "profile", [f"{HERE}/jit_profile.py", *(sizes if small else [*full, *both]), "--out", f"{out}/profile"]
+        profile = [*(sizes if small else [*full, *both]), "--out", f"{out}/profile"]
+        yield Part("profile", [f"{HERE}/jit_profile.py", *profile])
     if "bench" in parts and importlib.util.find_spec("timm") is not None:
         quick = ["--quick"] if small else []
-        yield "bench", [f"{HERE}/bench/run.py", "--only", "steps", *quick, "--out", f"{out}/bench"]
+        yield Part("bench", [f"{HERE}/bench/run.py", "--only", "steps", *quick, "--out", f"{out}/bench"])
     if "runs" in parts:
         tasks = "shapes,colours" if small else None
         for method, preset, seed, order in QUEUE[:2] if small else QUEUE:
-            chosen, own = settings.choose, tasks
-            is_ablation = bool(order) or method == "cheem:uniform"
-            if (LIKE if is_ablation else method).replace(":", "-") in known:
-                chosen = settings.chosen
-            elif is_ablation and chosen is not None:
-                chosen = f"{place_of(out, LIKE, preset)}/chosen.json"
+            own, like = tasks, LIKE if order or method == "cheem:uniform" else method
+            chosen, choice = settings.choose, f"{place_of(out, like, preset)}" if settings.choose else ""
+            if like.replace(":", "-") in known:
+                chosen, choice = settings.chosen, ""
+            elif (like != method or order) and chosen is not None:
+                chosen = f"{choice}/chosen.json"
             if order:
                 own = ",".join(reversed(task_names(settings.stream, tasks)))
             given = {
@@ -163,13 +190,17 @@ def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[tuple[str, list[st
                 "--run-dir": place_of(out, method, preset, order),
             }  # fmt: skip
             options = [word for name, value in given.items() if value is not None for word in (name, f"{value}")]
-            yield ", ".join(filter(None, (method, preset, f"seed {seed}", order))), [f"{HERE}/compare.py", *options]
+            name = ", ".join(filter(None, (method, preset, f"seed {seed}", order)))
+            yield Part(name, [f"{HERE}/compare.py", *options], choice)
 
 
 def methods_of(chosen: Path | None) -> set[str]:
-    """The methods whose settings an earlier choice has; ValueError where the file is none."""
+    """The methods of which an earlier choice has every setting; ValueError where the file is none."""
+    found = defaultdict[str, set[str]](set)
     try:
-        return set() if chosen is None else {row["method"] for row in json.loads(chosen.read_text())}
+        for row in [] if chosen is None else json.loads(chosen.read_text()):
+            found[row["method"]].add(row["setting"])
+        return {name for name, settings in found.items() if settings >= grids_of(name.split("-")[0]).keys()}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"--chosen is {chosen}; expected the chosen.json of an earlier choice ({error!r})") from error
 
@@ -249,8 +280,8 @@ def pack(out: Path) -> Path:
     file = out / "records.tar.gz"
     with tarfile.open(file, "w:gz") as archive:
         for found in sorted(out.rglob("*")):
-            kept = found.suffix in (".json", ".jsonl", ".md", ".csv", ".txt", ".npz") and found.stat().st_size < 2**20
-            if kept and "checkpoints" not in found.parts:
+            is_small = found.is_file() and found.stat().st_size < 2**20
+            if is_small and found.suffix in PACKED and "checkpoints" not in found.parts:
                 archive.add(found, found.relative_to(out))
     return file
 

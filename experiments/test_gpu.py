@@ -34,7 +34,7 @@ def test_what_does_not_end_in_time_is_interrupted_and_what_fails_is_told(tmp_pat
 
 
 def test_no_part_begins_without_time_left_and_a_failed_one_ends_with_an_error(tmp_path, monkeypatch):
-    scripts = [("fails", ["-c", "raise SystemExit(2)"]), ("works", ["-c", "pass"])]
+    scripts = [gpu.Part("fails", ["-c", "raise SystemExit(2)"]), gpu.Part("works", ["-c", "pass"])]
     monkeypatch.setattr(gpu, "commands", lambda settings, parts: iter(scripts))
     with pytest.raises(SystemExit, match="fails: .*status 2"):
         gpu.main(gpu.Gpu(out=tmp_path))
@@ -47,35 +47,44 @@ def test_processes_side_by_side_share_the_memory_and_have_logs_of_their_own(tmp_
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     wait = (  # until the other one has begun as well
         "import os, sys, time; from pathlib import Path; here = Path(sys.argv[2]); (here / sys.argv[1]).touch()\n"
-        "while len([*here.iterdir()]) < 2: time.sleep(0.01)\n"
+        "begun = time.monotonic()\n"
+        "while len([*here.iterdir()]) < 2 and time.monotonic() < begun + 300: time.sleep(0.01)\n"
         "print(sys.argv[1], os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'])"
     )
     (here := tmp_path / "begun").mkdir()
-    scripts = [(name, ["-c", wait, name, f"{here}"]) for name in ("one", "two")]
+    scripts = [gpu.Part(name, ["-c", wait, name, f"{here}"]) for name in ("one", "two")]
     monkeypatch.setattr(gpu, "commands", lambda settings, parts: iter(scripts))
     gpu.main(gpu.Gpu(out=tmp_path / "out", parallel=2))
-    logs = [(tmp_path / "out" / "logs" / f"{name}.log").read_text() for name in ("one", "two")]
-    assert logs == ["one 0.450\n", "two 0.450\n"]
+    with tarfile.open(tmp_path / "out" / "records.tar.gz") as archive:
+        logs = [archive.extractfile(f"logs/{name}.log").read() for name in ("one", "two")]
+    assert logs == [b"one 0.450\n", b"two 0.450\n"]
 
 
-def test_seeds_of_a_method_wait_for_its_choice(tmp_path, monkeypatch):
+def test_what_needs_a_choice_waits_for_the_run_that_makes_it(tmp_path, monkeypatch):
     begin = "import sys; from pathlib import Path; Path(sys.argv[1]).mkdir(); import time; time.sleep(0.2)"
     alone = f"{begin}; Path(sys.argv[1]).rmdir()"  # fails where the other one is at work
-    scripts = [(name, ["-c", alone, f"{tmp_path / 'place'}"]) for name in ("seed 0", "seed 1")]
+    scripts = [gpu.Part(name, ["-c", alone, f"{tmp_path / 'place'}"], "one choice") for name in ("seed 0", "seed 1")]
     monkeypatch.setattr(gpu, "commands", lambda settings, parts: iter(scripts))
-    gpu.main(gpu.Gpu(out=tmp_path / "out", parallel=2, choose="shapes"))
+    gpu.main(gpu.Gpu(out=tmp_path / "out", parallel=2))
     assert "status" not in (tmp_path / "out" / "ended.txt").read_text()
+    monkeypatch.undo()
+    found = {part.name: part.choice for part in gpu.commands(gpu.Gpu(choose="shapes", only="runs"), ["runs"])}
+    like = [name for name, choice in found.items() if choice.endswith("cheem-closed_form-quick")]
+    assert {"cheem:closed_form, quick, seed 1", "cheem:uniform, quick, seed 0"} < set(like) and len(like) == 5
 
 
 def test_what_an_earlier_choice_lacks_is_chosen_on_the_named_tasks(tmp_path):
     chosen = tmp_path / "chosen.json"
-    chosen.write_text('[{"method": "lora_cl"}, {"method": "cheem-closed_form"}]')
+    whole = [("lora_cl", "rate"), ("lora_cl", "rank"), ("cheem-closed_form", "rate"), ("cheem-closed_form", "ops.rank")]
+    rows = [{"method": method, "setting": setting} for method, setting in (*whole, ("s_prompts", "rate"))]
+    chosen.write_text(json.dumps(rows))
     settings = gpu.Gpu(stream="demo", choose="shapes", chosen=chosen, only="runs")
-    given = {name: words[words.index("--choose") + 1] for name, words in gpu.commands(settings, ["runs"])}
+    given = {name: words[words.index("--choose") + 1] for name, words, _ in gpu.commands(settings, ["runs"])}
     known = {name for name, file in given.items() if file == f"{chosen}"}
     assert {"lora_cl, quick, seed 2", "cheem:uniform, quick, seed 0"} < known
     assert "cheem:closed_form, quick, seed 0, reversed" in known
-    assert {given["cheem, quick, seed 0"], given["l2p, quick, seed 0"]} == {"shapes"}
+    # the choice for S-Prompts was interrupted
+    assert {given[f"{method}, quick, seed 0"] for method in ("cheem", "l2p", "s_prompts")} == {"shapes"}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +92,8 @@ def test_what_an_earlier_choice_lacks_is_chosen_on_the_named_tasks(tmp_path):
     [
         ({"seconds": 5.0}, "--seconds is 5"), ({"parallel": 0}, "--parallel is 0"), ({"only": "speed"}, "--only"),
         ({"choose": "x/chosen.json"}, "--choose is x/chosen.json; expected names"),
-        ({"stream": "x/y"}, "x/y: no such folder"), ({"chosen": Path("x/y.json")}, "--chosen is x/y.json; expected"),
+        ({"stream": "x/y"}, "x/y: no such folder"), ({"chosen": Path("x/y.json")}, "--chosen also needs --choose"),
+        ({"chosen": Path("x/y.json"), "choose": "shapes"}, "--chosen is x/y.json; expected"),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_refused(tmp_path, wrong, message):
@@ -96,7 +106,7 @@ def test_the_queue_begins_with_what_the_evidence_needs_first():
     settings = gpu.Gpu(stream="demo", choose="shapes,colours", only="runs")
     first, second, *others = list(gpu.commands(settings, ["runs"]))
     assert first[0] == "frozen_linear, quick, seed 0" and second[1][-1].endswith("lora_cl-quick")
-    assert len({name for name, _ in (first, second, *others)}) == len(gpu.QUEUE)
+    assert len({part.name for part in (first, second, *others)}) == len(gpu.QUEUE)
     assert second[1][0].endswith("compare.py") and "--choose" in second[1] and sys.executable not in second[1]
 
 
@@ -106,7 +116,7 @@ def test_uniform_sampling_and_the_reversed_order_have_the_settings_chosen_for_th
     monkeypatch.setattr(gpu, "QUEUE", ((gpu.LIKE, "quick", 0, ""), *ablations))
     usual, uniform, turned = (
         dict(zip(words[1::2], words[2::2], strict=True))
-        for _, words in gpu.commands(gpu.Gpu(stream="demo", choose="shapes,colours"), ["runs"])
+        for _, words, _ in gpu.commands(gpu.Gpu(stream="demo", choose="shapes,colours"), ["runs"])
     )
     assert "--tasks" not in usual and usual["--choose"] == "shapes,colours"
     assert uniform["--choose"] == turned["--choose"] == f"{usual['--run-dir']}/chosen.json"

@@ -95,7 +95,7 @@ def config_of(held: Mapping[str, Any], directory: Path) -> MemoryConfig:
 
 
 GONE = ("finalists", "trained_draws", "cost", "rungs", "warm_start")
-"""Settings that a memory may have and no longer exist: of how earlier tasks were learned, which is done."""
+"""Removed settings that an older memory may have: they say how earlier tasks were learned, so they are ignored."""
 
 
 def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:

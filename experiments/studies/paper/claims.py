@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
     why: str = ""
     """What is missing where there is no estimate."""
     search: str = ""
-    """Which of CHEEM's searches it is of, where it is of one."""
+    """Which of CHEEM's searches the line is about; empty where it is about none."""
 
 
 class Claim(NamedTuple):
@@ -89,7 +89,7 @@ def compared(
 
     `without` names a task that is left out.
     """
-    (pairs, why), search = in_common(cells, ours, theirs), SEARCHES.get(ours, "")
+    (pairs, why), search = in_common(cells, ours, theirs), SEARCHES.get(ours._replace(order="default"), "")
     if why:
         return Verdict(claim, None, "points", (), NOT_RUN, why, search)
     order = [name for name in next(iter(pairs.values()))[0].run.order if name != without]
@@ -252,7 +252,7 @@ def claims() -> list[Claim]:
 
 
 def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
-    """The claims by what became of them, with each search where that differs between searches."""
+    """The claims by what became of them, with the search where it matters: two differ, or only the other one ran."""
     titles = {
         HOLDS: "Confirmed here", FAILS: "**Refuted here**", OPEN: "Not decided by these runs",
         NOT_RUN: "Not run, or not in full",
@@ -260,7 +260,8 @@ def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
     found = {word: [] for word in titles}
     for claim, lines in judged:
         words = {search: of_claim([line for line in lines if line.search == search]) for search in searches_of(lines)}
-        for search, word in words.items() if len(set(words.values())) > 1 else [("", of_claim(lines))]:
+        is_told = len(set(words.values())) > 1 or list(words) == [SEARCHES[CLOSED_FORM]]
+        for search, word in words.items() if is_told else [("", of_claim(lines))]:
             found[word].append(f"({claim.letter}) {claim.title}" + (f" ({search})" if search else ""))
     told = [f"- {title}: {'; '.join(found[word])}." for word, title in titles.items() if found[word]]
     alone = sorted({c.letter for c, lines in judged for line in lines if line.estimate and len(line.seeds) == 1})

@@ -16,6 +16,7 @@ from cheem_jax.report.comparison import comparison, measure
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid
 from studies.paper.claims import (
+    FAILS,
     NOT_RUN,
     OPEN,
     Claim,
@@ -23,6 +24,7 @@ from studies.paper.claims import (
     above,
     claims,
     compared,
+    in_common,
     in_short,
     searches,
     shown,
@@ -79,7 +81,7 @@ def write_page(results: Path, page: Path) -> int:
 
 def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> str:
     """The whole page as Markdown, with at most five tables."""
-    first, ours = rows[0].runs[0], searches(cells)[-1]
+    first, ours = rows[0].runs[0], headline(cells)
     judged = [(claim, claim.check(cells)) for claim in claims()]
     compared = [row for row in rows if is_compared(cells, row.cell)]
     tabled = [(claim, lines) for claim, lines in judged if any(line.word != NOT_RUN for line in lines)]
@@ -116,11 +118,11 @@ WORDS = """Tasks are learned one after another, and no image is kept. *Accuracy*
 one, task-agnostic unless it says otherwise; the *router* of a method with a network per task infers the task ID. *HEE*
 samples architectures by task similarity, *uniform* all alike. *Frozen, linear heads*: a ridge regression per task on
 frozen features."""
-METHODS_TEXT = f"""Means over runs, ± standard deviation over seeds (n − 1). *CHEEM minus*: points of average
-accuracy, paired by seed and test image, with the 95 % interval (bootstrap over seeds and, within tasks, test images;
-{RESAMPLES:,} resamples). A method marked * is given the task ID, and so is CHEEM in that row. *Forgetting*: drop from
-a task's best accuracy, over all tasks but the last. FLOPs are per image. Parameters added are per task, in % of the
-backbone; stored are those of all tasks. Minutes: fastest to slowest run, on shared machines."""
+METHODS_TEXT = f"""Means over runs, ± standard deviation over seeds (n − 1). *CHEEM … minus*: points of average
+accuracy, paired by test image and by the seeds that both have, with the 95 % interval (bootstrap over seeds and,
+within tasks, test images; {RESAMPLES:,} resamples). A method marked * is given the task ID, and so is CHEEM in that
+row. *Forgetting*: drop from a task's best accuracy, over all tasks but the last. FLOPs are per image, parameters added
+per task, in % of the backbone, and those stored of all tasks. Minutes: fastest to slowest run, on shared machines."""
 TASKS_TEXT = """After the last task, in %, mean ± standard deviation over runs; task-agnostic, of methods marked *
 with the task ID given. The first line has the training images and the classes."""
 CLAIMS = """*Over tasks* also resamples the tasks, for other tasks like these. Images count as independent, which
@@ -173,9 +175,14 @@ def names_of(run: Results) -> list[str]:
     return [task["name"] for task in run["tasks"]]
 
 
+def headline(cells: Cells) -> Cell:
+    """The CHEEM that others are compared with: where the other search was run, that, since a user would take it."""
+    return searches(cells)[-1]
+
+
 def answer(rows: Sequence[Row], cells: Cells) -> str:
-    """CHEEM's accuracy and cost next to those of the references, as two lines; of its searches the last."""
-    ours, measured = searches(cells)[-1], measured_of(rows)
+    """CHEEM's accuracy and cost next to those of the references, as lines; and the paper's search, if both ran."""
+    ours, measured = headline(cells), measured_of(rows)
     if ours not in measured:
         return ""
     shown_cells = [row.cell for row in rows if row.cell == ours or row.cell in map(Cell, REFERENCES)]
@@ -184,13 +191,21 @@ def answer(rows: Sequence[Row], cells: Cells) -> str:
         value = measured[cell][name]
         return NONE if value is None else COLUMNS[name][1](value["mean"])
 
-    accuracy, given = (told(ours, name) for name in ("average_accuracy", "local_average_accuracy"))
-    found = [f"**{ours.title}: {accuracy} %**, {given} with the task ID given"]
+    def reached(cell: Cell) -> str:
+        accuracy, given = (told(cell, name) for name in ("average_accuracy", "local_average_accuracy"))
+        seeds = len(measured[cell]["seeds"])
+        return f"**{cell.title}: {accuracy} %**, {given} with the task ID given ({seeds} seed{'s' * (seeds > 1)})"
+
+    found = [reached(ours)]
     found += [_apart(cell, cells, ours) for cell in shown_cells if cell != ours]
     found += [f"{METHODS[method]}: not run" for method in REFERENCES if Cell(method) not in cells]
     costs = [f"{', '.join(told(cell, name) for cell in shown_cells)} {unit}" for name, unit in COSTS.items()]
     names = "; ".join(cell.title for cell in shown_cells)
-    return f"- {'; '.join(found)}.\n- What they cost, in the order {names}: {'; '.join(costs)}.\n"
+    lines = [f"- {'; '.join(found)}.", f"- What they cost, in the order {names}: {'; '.join(costs)}."]
+    for other in [cell for cell in searches(cells) if cell != ours]:
+        beside = [_apart(cell, cells, other) for cell in (Cell(REFERENCES[0]),) if cell in cells]
+        lines.append(f"- With the paper's search: {'; '.join([reached(other), *beside])}.")
+    return "\n".join(lines) + "\n"
 
 
 def _apart(cell: Cell, cells: Cells, ours: Cell) -> str:
@@ -206,15 +221,19 @@ def _apart(cell: Cell, cells: Cells, ours: Cell) -> str:
 
 
 def _carried(line: Verdict, cell: Cell, cells: Cells, ours: Cell) -> str:
-    """A lead that is one task's alone, or a deficit: the difference without that task, if it has the other sign."""
-    assert line.estimate is not None
-    sign = -1 if line.estimate.value < 0 else 1
-    rest = {name: _compared(cell, cells, ours, name) for name in next(iter(cells[ours].values())).run.order}
-    values = {name: sign * other.estimate.value for name, other in rest.items() if other.estimate is not None}
-    name = min(values, key=lambda name: values[name])
-    if values[name] >= 0:
+    """The difference without the one task that decides its sign, if there is such a task."""
+    pairs, _ = in_common(cells, ours, cell)
+    order, is_given = next(iter(pairs.values()))[0].run.order, cell.method in UPPER_BOUNDS
+    if line.word == OPEN or len(order) == 1:
         return ""
-    value, interval, *_ = shown(rest[name])
+    sign = -1 if line.word == FAILS else 1
+    answers = [[side.answers(order, given=is_given) for side in pair] for pair in pairs.values()]
+    leads = [sign * sum(a[i].mean() - b[i].mean() for a, b in answers) for i in range(len(order))]
+    rest = _compared(cell, cells, ours, name := order[int(np.argmax(leads))])
+    assert rest.estimate is not None, "both sides were run"
+    if sign * rest.estimate.value >= 0:
+        return ""
+    value, interval, *_ = shown(rest)
     return f"; without {name} {value.removesuffix(' points')}, {interval}"
 
 
@@ -261,9 +280,9 @@ def method_grid(rows: Sequence[Row], cells: Cells) -> Grid:
                 told.append(" to ".join(dict.fromkeys(ends)))
             else:
                 told.append(text(value["mean"]) + ("" if value["std"] is None else f" ± {text(value['std'])}"))
-        told.insert(4, _lead(row.cell, cells, searches(cells)[-1]))
+        told.insert(4, _lead(row.cell, cells, headline(cells)))
         lines.append(tuple(told))
-    columns, lead = [title for title, _ in COLUMNS.values()], f"{searches(cells)[-1].title} minus"
+    columns, lead = [title for title, _ in COLUMNS.values()], f"{headline(cells).title} minus"
     return Grid("", ("method", "seeds", *columns[:2], lead, *columns[2:]), tuple(lines), 1)
 
 
@@ -306,8 +325,8 @@ def setting_parts(cells: Cells, chosen: Sequence[Mapping[str, Any]]) -> list[str
         setting_grid(cells, chosen).to_markdown(),
         "All versions are in each run's `record.json`, with its command. Machines:",
         "\n".join(machines(runs)),
-        f"DATA and WEIGHTS are the images and the weights{CHOICE_FILE if chosen else ''}. {again_of(runs)}: collect it "
-        "into another folder, and `experiments/reproduce.py` compares them.",
+        f"DATA and WEIGHTS are the images and the weights{CHOICE_FILE if chosen else ''}. {again_of(runs)}. "
+        "Collect it into another folder; `experiments/reproduce.py` compares them.",
         "```bash\n" + "\n".join(commands(cells, is_chosen=bool(chosen))) + "\n```",
     ]
 
@@ -318,8 +337,8 @@ def again_of(runs: Sequence[Collected]) -> str:
     if all(device.get("platform", "cpu") == "cpu" for device in devices):
         return "With equal code, versions and machine a new run has the same numbers"
     return (
-        "On an accelerator last bits change from run to run without `--engine.deterministic`, and with them the "
-        "networks that a search finds, so a new run is another sample"
+        "On an accelerator last bits may change from run to run without `--engine.deterministic`, and the search may "
+        "then find other networks, so a new run is another sample"
     )
 
 
@@ -383,7 +402,7 @@ def machines(runs: Sequence[Collected]) -> list[str]:
         if continued := run.record.get("continued"):
             told += f"; continued under other conditions ({'; '.join(continued)})"
         groups.setdefault(told, []).append(run.place)
-    return [f"- {told}: {', '.join(names)}." for told, names in groups.items()]
+    return [f"- {told}: {'all runs' if len(groups) == 1 else ', '.join(names)}." for told, names in groups.items()]
 
 
 SHARED = (
@@ -428,12 +447,13 @@ FOUND, GIVEN = "#1f77b4", "#c0792b"
 def accuracy_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
     """A line per method: mean with its standard deviation, and a point per run, without and with the task ID given."""
     figure = Figure(figsize=(7.2, 1.5 + 0.42 * len(rows)), dpi=DPI, layout="constrained")
-    axes = figure.add_subplot()
+    axes, lowest = figure.add_subplot(), [100.0]
     for place, runs in enumerate(rows.values()):
         for name, colour, shift in (("average_accuracy", FOUND, -0.14), ("local_average_accuracy", GIVEN, 0.14)):
             values = [100 * value for run in runs if (value := measure(run, name)) is not None]
             if (found := mean_std(values)) is None:
                 continue
+            lowest.append(min(values))
             axes.errorbar(
                 found["mean"], place + shift, xerr=found["std"], fmt="D", color=colour, markersize=5, capsize=3,
                 linewidth=1.5,
@@ -441,7 +461,8 @@ def accuracy_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], file: Path)
             axes.plot(values, [place + shift] * len(values), "o", color=INK, markersize=2.5, zorder=3)
     titles = [title.replace("$", r"\$").replace(" (", "\n(") for title in rows]
     axes.set_yticks(range(len(rows)), titles, color=INK, fontsize=9)
-    axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, 100))
+    # from the ten below the lowest point on: points say where they are, no length has to begin at 0
+    axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(10 * (min(lowest) // 10), 100))
     frame(axes, x="average accuracy after the last task, %", grid=True)
     handles = [
         Line2D([], [], color=FOUND, marker="D", markersize=5, linestyle="none", label="task-agnostic"),

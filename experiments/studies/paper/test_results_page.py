@@ -241,6 +241,9 @@ def test_the_other_search_and_chosen_settings_have_lines_of_their_own(tmp_path):
     assert "- Confirmed here: (a) CHEEM is more accurate than LoRA-CL (closed-form score)" in page
     assert "- **Refuted here**: (a) CHEEM is more accurate than LoRA-CL (the paper's search)" in page
     assert "without" not in page[page.index("## In short") :].split("\n\n")[1]
+    [told] = re.findall(r"^- With the paper's search: (.*)$", page, re.MULTILINE)
+    ours = re.match(r"\*\*CHEEM: (.*) %\*\*, .* \(1 seed\); .* points below LoRA-CL", told)
+    assert ours and f"| CHEEM | 0 | {ours[1]} |" in page
     assert "rate 0.001: 50.0, **0.003: 75.0** |" in page and "(an end of the grid)" not in page
     table = page[page.index("| method | seeds |") :].split("\n\n")[0]
     names = [line.split(" | ")[0] for line in table.splitlines()[2:]]
@@ -322,12 +325,14 @@ def test_the_page_has_no_tables_of_runs_beside_it(tmp_path):
 
 
 def test_figures_of_the_readme_are_those_of_the_records():
-    pages = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("results", "results_96"))
-    known = set(re.findall(r"[\d,]*\d(?:\.\d+)?", pages))
-    table = re.search(r"^\| method \| seeds .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    lines, readme = (ROOT / "docs/results.md").read_text().splitlines(), (ROOT / "README.md").read_text()
+    table = re.search(r"^\| method \| seeds .*?\n\n", readme, re.MULTILINE | re.DOTALL)
     rows = [[cell.strip() for cell in line.split("|")[3:-1]] for line in table[0].splitlines()[2:] if line]
     assert len(rows) >= 3 and all(len(row) == 5 and row.count("–") < 3 for row in rows)
-    assert [row for row in rows if not known.issuperset(re.findall(r"[^ ±–]+", " ".join(row)))] == []
+    for task_agnostic, routed, *others in rows:
+        own = [cell for cell in (task_agnostic, *others) if cell != "–"]
+        assert any(all(f"| {cell} " in line for cell in own) for line in lines), own
+        assert routed == "–" or any(line.startswith("| levels | **") and f"| {routed}, +" in line for line in lines)
 
 
 def test_what_was_cut_off_is_told_next_to_finished_runs_at_the_same_task():
@@ -342,10 +347,13 @@ def test_what_was_cut_off_is_told_next_to_finished_runs_at_the_same_task():
         assert [task["name"] for task in found["tasks"]][:num] == cut["tasks"]
         return f"{100 * np.mean(found['accuracy'][num - 1][:num]):.1f}"
 
-    for method in cut["methods"]:
-        assert told(method) in notes and f"{np.mean(cut['methods'][method]['given']):.1f}" in notes
-    ours, lora, prompts, frozen = map(told, ("cheem-closed_form", "lora_cl", "s_prompts", "frozen_linear"))
-    assert f"score, had {ours}, LoRA-CL {lora}, S-Prompts {prompts} and frozen heads {frozen} (`docs" in notes
+    others = [told(method) for method in cut["methods"]]
+    given = [f"{np.mean(found['given']):.1f}" for found in cut["methods"].values()]
+    listed = [f"{', '.join(each[:-1])} and {each[-1]}" for each in (others, given)]
+    assert f"After six sets they had {listed[0]} % ({listed[1]} with the task ID given)" in notes
+    ours, paper, lora, prompts = map(told, ("cheem-closed_form", "cheem", "lora_cl", "s_prompts"))
+    frozen = told("frozen_linear")
+    assert f"score, had {ours}, CHEEM {paper}, LoRA-CL {lora}, S-Prompts {prompts} and frozen heads {frozen} (" in notes
 
 
 @pytest.mark.full

@@ -79,7 +79,7 @@ def test_the_page_has_a_row_for_each_router(studied):
     page = (folder / "out/routers.md").read_text()
     # once with those worth knowing and once in the list of all
     assert page.count("\n| last |") == 4 and page.count("\n| early |") == 2
-    assert f"**{found['chosen']['title']}**" in page and "runs: CHEEM 2, frozen, linear heads 1." in page
+    assert f"**{found['chosen']['title']}**" in page and "Runs: CHEEM 2, frozen, linear heads 1." in page
 
 
 @pytest.mark.full

@@ -237,3 +237,23 @@ def test_the_searches_for_a_late_task_on_the_page_are_the_committed_ones():
     for (processor, seed), tasks in streams.items():
         mean = f"{sum(tasks) / 11:.1f}" if len(tasks) == 11 else "–"
         assert f"| {processor} | {seed} | {sum(tasks[:8]) / 8:.1f} | {tasks[7]:.1f} | {mean} |" in page
+    hours = f"took {found['hours_of_the_second_stream']:.1f} hours on two cores of an Intel Xeon"
+    assert hours in (docs.parent / "README.md").read_text()
+
+
+def test_uniform_sampling_on_the_page_is_what_was_cut_off_next_to_hee_at_the_same_task():
+    docs = Path(__file__).parents[3] / "docs"
+    page, cut = (docs / "search.md").read_text(), json.loads((docs / "results/cut_off.json").read_text())
+    uniform = cut["uniform_after_seven"]
+    num = len(uniform["given"])
+    hee = []
+    for seed in (0, 1, 2):
+        run = json.loads((docs / f"results/runs/cheem-closed_form/seed-{seed}/results.json").read_text())
+        given = 100 * sum(run["local_accuracy"][num - 1][:num]) / num
+        added = sum(task["params_added_percent"] for task in run["tasks"][:num]) / num
+        hee.append((f"{given:.1f}", f"{added:.1f}"))
+    own = f"{sum(uniform['given']) / num:.1f}", f"{sum(uniform['params_added_percent']) / num:.1f}"
+    assert f"{own[0]} % with the task ID given and {own[1]} % of the backbone per task" in page
+    (same, first, second), added = zip(*hee, strict=True)
+    others = f"{first} and {second} with {added[1]} and {added[2]} with two others"
+    assert f"HEE has {same} and {added[0]} with the same seed, {others}" in page
