@@ -25,13 +25,13 @@ def compared_grid(found: Mapping[str, Any]) -> str:
     reads = "; ".join(f"*{name}*: {told}" for name, told in READS.items())
     near, same, num = 100 * found["near_best"], 100 * found["same_answers"], len(found["rows"])
     return f"""The same checkpoints, evaluated again with different routers. A router reads what the pass over the
-frozen backbone computes anyway: {reads}; with *early* the pass ends at half of the depth. *Task ID right*: share of images
-whose task is inferred rightly. Of the routers within {near:g} point of the best on validation images, the one in bold
-keeps the fewest bytes and was chosen. Accuracy is that on test images, with the gain over the paper's router (first
-row) and its 95 % interval as above. FLOPs are those of {next(iter(found["runs"]))} with the router's pass. The paper's
-router, computed again, gives at least {same:.2f} % of a run's answers; rounding and seeds of k-means explain the rest.
-Times are of one process on a shared machine. Shown of {num}: the paper's router, the chosen one, the best of each kind
-on validation images.
+frozen backbone computes anyway: {reads}; with *early* the pass ends at half of the depth. *Task ID right*: share of
+images whose task is inferred rightly. Of the routers within {near:g} point of the best on validation images, the one
+in bold keeps the fewest bytes and was chosen. Accuracy is that on test images, with the gain over the paper's router
+(first row) and its 95 % interval as above. FLOPs are those of {next(iter(found["runs"]))} with the router's pass. The
+paper's router, computed again, gives at least {same:.2f} % of a run's answers; rounding and seeds of k-means explain
+the rest. Times are of one process. Shown of {num}: the paper's router, the chosen one, the best of each kind on
+validation images.
 
 {grid_of(found, shown_rows(found)).to_markdown()}"""
 
