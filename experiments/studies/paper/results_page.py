@@ -127,8 +127,8 @@ TASKS_TEXT = """After the last task, in %, mean ± standard deviation over runs;
 with the task ID given. The first line has the training images and the classes."""
 CLAIMS = """*Over tasks* also resamples the tasks, for other tasks like these. Images count as independent, which
 frames of one traffic sign are not. p: two-sided, of no difference, uncorrected. **One seed** says nothing about other
-seeds; with two or three, intervals are rather too narrow. A claim is confirmed if all its lines are, and refuted if
-one is; an interval on both sides of a limit leaves it undecided. The rules:"""
+seeds; with two or three, intervals are rather too narrow. Of each search, a claim is confirmed if all its lines are,
+and refuted if one is; an interval on both sides of a limit leaves it undecided. The rules:"""
 
 
 def rows_of(cells: Cells) -> list[Row]:
