@@ -85,9 +85,9 @@ def compared(
     given: tuple[bool, bool] = (False, False),
     without: str = "",
 ) -> Verdict:
-    """Difference of average accuracy, paired by seed and image; `given`: whether the task is given to either side.
+    """Difference of average accuracy, paired by seed and test image.
 
-    `without` names a task that is left out.
+    `given`: whether our method and the other one are given the task ID; `without` names a task that is left out.
     """
     (pairs, why), search = in_common(cells, ours, theirs), SEARCHES.get(ours._replace(order="default"), "")
     if why:
