@@ -4,7 +4,7 @@
     python experiments/gpu.py --miniature --out runs/gpu-miniature
 
 Parts, in this order: `smoke` (training by every executor beside the CPU's, and deterministic training twice),
-`profile` (`jit_profile.py`), `bench` (`bench/run.py --only steps`, where PyTorch and timm are installed), `runs`
+`speed` (`bench/accelerator.py`: steps, scoring and whole tasks, PyTorch next to ours where it is installed), `runs`
 (`compare.py` per method, in the order of what their rows are worth, settings chosen on validation images first). With
 `--parallel` several runs go at a time, since a small backbone leaves a large accelerator mostly idle; without NVIDIA's
 multi-process service they take turns. What does not end in time is interrupted; a run resumes with the next call.
@@ -14,7 +14,6 @@ mean nothing.
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -49,7 +48,7 @@ from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine import choice
 from cheem_jax.engine.choice import EngineConfig, make_executor
 
-PARTS = ("smoke", "profile", "bench", "runs")
+PARTS = ("smoke", "speed", "runs")
 HERE = Path(__file__).parent
 LARGEST_DIFFERENCE: dict[Precision, float] = {"float32": 1e-2, "bfloat16": 5e-2}
 """Of a loss from the CPU's in float32, as a share of the first one; accelerators round products more."""
@@ -69,6 +68,8 @@ QUEUE = (
 """Method, preset, seed and order of the runs, the most wanted first."""
 GRACE = 60
 """Seconds that a part has to stop after an interruption."""
+SPEED = 570
+"""Seconds that the part `speed` takes if there is time for it."""
 PACKED = (".json", ".jsonl", ".md", ".csv", ".txt", ".log", ".npz")
 MEMORY = 0.9
 """Share of an accelerator's memory that all processes have together."""
@@ -163,15 +164,10 @@ def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[Part]:
     small, out, known = settings.miniature, settings.out, methods_of(settings.chosen)
     if "smoke" in parts:
         yield Part("smoke", [f"{HERE}/gpu.py", "--only", "check", "--out", f"{out}"])
-    if "profile" in parts:
-        sizes = ["--backbones", "vit_nano", "--batch-sizes", "4", "--num-draws", "2", "--repeats", "1"]
-        full = ["--backbones", "deit_tiny,vit_base", "--batch-sizes", "64,256", "--num-draws", "8", "--rank", "40"]
-        both = ["--precisions", "float32,bfloat16"]
-        profile = [*(sizes if small else [*full, *both]), "--out", f"{out}/profile"]
-        yield Part("profile", [f"{HERE}/jit_profile.py", *profile])
-    if "bench" in parts and importlib.util.find_spec("timm") is not None:
-        quick = ["--quick"] if small else []
-        yield Part("bench", [f"{HERE}/bench/run.py", "--only", "steps", *quick, "--out", f"{out}/bench"])
+    if "speed" in parts:
+        share = [] if settings.seconds > SPEED + 2 * GRACE else ["--seconds", f"{settings.seconds / 2:.0f}"]
+        options = [*share, *(["--miniature"] if small else []), "--out", f"{out}/speed"]
+        yield Part("speed", ["-m", "experiments.bench.accelerator", *options])
     if "runs" in parts:
         tasks = "shapes,colours" if small else None
         for method, preset, seed, order in QUEUE[:2] if small else QUEUE:

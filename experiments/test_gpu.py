@@ -90,7 +90,7 @@ def test_what_an_earlier_choice_lacks_is_chosen_on_the_named_tasks(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"seconds": 5.0}, "--seconds is 5"), ({"parallel": 0}, "--parallel is 0"), ({"only": "speed"}, "--only"),
+        ({"seconds": 5.0}, "--seconds is 5"), ({"parallel": 0}, "--parallel is 0"), ({"only": "quickly"}, "--only"),
         ({"choose": "x/chosen.json"}, "--choose is x/chosen.json; expected names"),
         ({"stream": "x/y"}, "x/y: no such folder"), ({"chosen": Path("x/y.json")}, "--chosen also needs --choose"),
         ({"chosen": Path("x/y.json"), "choose": "shapes"}, "--chosen is x/y.json; expected"),

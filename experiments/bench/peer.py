@@ -54,26 +54,26 @@ class Peer:
             torch.tensor(values, device=self.device).view(1, 3, 1, 1) for values in (config.mean, config.std)
         )
 
-    def pixels(self, images: np.ndarray) -> Tensor:
-        """Images as the backbone was trained to see them: float32 [B, 3, H, W]."""
-        scaled = torch.from_numpy(images).to(self.device).permute(0, 3, 1, 2).float() / 255.0
+    def pixels(self, images: np.ndarray | Tensor) -> Tensor:
+        """Images as the backbone was trained to see them: float32 [B, 3, H, W]; they may be on the device already."""
+        scaled = torch.as_tensor(images).to(self.device).permute(0, 3, 1, 2).float() / 255.0
         return (scaled - self.mean) / self.std
 
     def tokens(self, pixels: Tensor) -> Tensor:
         """What the first block receives: [B, N, D]."""
         return self.model.norm_pre(self.model._pos_embed(self.model.patch_embed(pixels)))
 
-    def labels(self, labels: np.ndarray) -> Tensor:
+    def labels(self, labels: np.ndarray | Tensor) -> Tensor:
         """On the device."""
-        return torch.from_numpy(labels).to(self.device, torch.int64)
+        return torch.as_tensor(labels).to(self.device, torch.int64)
 
-    def descend(self, loss: Tensor) -> float:
-        """One step of Adam; returns the loss before it."""
+    def descend(self, loss: Tensor) -> Tensor:
+        """One step of Adam; returns the loss before it, which an accelerator still computes."""
         # None and not zero: what is not sampled keeps parameters, moments and step count
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
-        return loss.item()
+        return loss.detach()
 
 
 class CheemPeer(Peer):
@@ -133,13 +133,15 @@ class CheemPeer(Peer):
         grads = {block: (next(flat), next(flat)) for block in sampled}
         return loss.item(), grads, (next(flat), next(flat))
 
-    def step(self, architecture: Architecture, images: np.ndarray, labels: np.ndarray, num_classes: int) -> float:
+    def step(
+        self, architecture: Architecture, images: np.ndarray | Tensor, labels: np.ndarray | Tensor, num_classes: int
+    ) -> Tensor:
         """One step of Adam on what the architecture learns and on the head; the loss before it."""
         return self.descend(self._loss(architecture, images, labels, num_classes))
 
     @torch.inference_mode()
     def count_right(
-        self, architectures: Sequence[Architecture], images: np.ndarray, labels: np.ndarray, num_classes: int
+        self, architectures: Sequence[Architecture], images: np.ndarray | Tensor, labels: np.ndarray, num_classes: int
     ) -> np.ndarray:
         """Per architecture the number of images whose class is the label: int64 [C]."""
         pixels, wanted = self.pixels(images), self.labels(labels)
@@ -152,7 +154,9 @@ class CheemPeer(Peer):
         for start in range(0, len(images), batch_size):
             self._logits(architecture, self.pixels(images[start : start + batch_size]), len(self.classes))
 
-    def _loss(self, architecture: Architecture, images: np.ndarray, labels: np.ndarray, num_classes: int) -> Tensor:
+    def _loss(
+        self, architecture: Architecture, images: np.ndarray | Tensor, labels: np.ndarray | Tensor, num_classes: int
+    ) -> Tensor:
         logits = self._logits(architecture, self.pixels(images), num_classes)
         return F.cross_entropy(logits.float(), self.labels(labels))
 
@@ -303,7 +307,7 @@ class L2pPeer(Peer):
         """Class tokens [B, D] of a pass without prompts."""
         return self.model.forward_features(self.pixels(images))[:, 0]
 
-    def step(self, images: np.ndarray, labels: np.ndarray, query: Tensor | None = None) -> float:
+    def step(self, images: np.ndarray, labels: np.ndarray, query: Tensor | None = None) -> Tensor:
         """One step of Adam; the loss before it."""
         return self.descend(self.loss(images, labels, self.query(images) if query is None else query))
 

@@ -11,7 +11,7 @@ from cheem_jax.backbone.flops import embed_flops, executed_backbone_flops, pair_
 from cheem_jax.core.architecture import Choice
 from cheem_jax.core.ops import Expert
 from cheem_jax.engine.executor import Dense
-from experiments.bench import data, measure, run
+from experiments.bench import accelerator, data, measure, run
 
 CONFIG = CONFIGS["vit_micro"]
 EXPERT = Expert(np.zeros((384, 96), np.float32), np.zeros(96, np.float32))
@@ -127,3 +127,35 @@ def test_the_share_of_other_work_counts_busy_processors():
 def test_an_unknown_part_is_refused():
     with pytest.raises(ValueError, match="unknown parts \\['step'\\]; expected some of: steps"):
         run.main(run.All(only="step"))
+
+
+def test_a_busy_share_counts_overlapping_kernels_once():
+    assert accelerator.covered([(0, 10), (5, 12), (20, 25), (21, 22)]) == 17
+    assert accelerator.covered([]) == 0
+
+
+def test_a_cell_that_fails_or_finds_no_time_is_noted_and_a_measured_one_stays(tmp_path, monkeypatch):
+    calls = []
+
+    def cell(name: str, seconds: float, work) -> accelerator.Cell:
+        return accelerator.Cell(name, seconds, lambda: calls.append(name) or work())
+
+    cells = [cell("works", 1, lambda: {"a": 1}), cell("fails", 1, lambda: 1 // 0), cell("long", 1e6, dict)]
+    monkeypatch.setattr(accelerator, "groups", lambda sizes: {"group": cells})
+    monkeypatch.setattr(accelerator, "keep_programs", lambda: None)
+    for _ in range(2):
+        accelerator.run_cells("group", 100, tmp_path, miniature=True)
+    found = json.loads((tmp_path / "speed.json").read_text())
+    assert found["machine"]["jax"] and found["cells"]["works"]["a"] == 1
+    assert found["cells"]["fails"]["error"].startswith("ZeroDivisionError") and "left_out" in found["cells"]["long"]
+    assert calls == ["works", "fails", "fails"]
+
+
+@pytest.mark.full
+def test_the_speed_of_an_accelerator_is_measured_in_miniature(tmp_path):
+    accelerator.main(accelerator.Speed(tmp_path, seconds=1500, only="tiny,task_tiny", miniature=True))
+    cells = json.loads((tmp_path / "speed.json").read_text())["cells"]
+    assert not any("error" in cell or "left_out" in cell for cell in cells.values()), cells
+    steps = [name for name in cells if "images" in name]
+    assert len(steps) == 5 and all(cells[name]["is_finite"] for name in steps)
+    assert cells["vit_nano, whole task, bfloat16"]["searched"] == 8
