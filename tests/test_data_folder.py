@@ -80,6 +80,16 @@ def test_an_enclosing_folder_and_hidden_files_are_looked_through(tmp_path):
         assert fingerprint(load_task(place, image_size=4)) == fingerprint(want)
 
 
+def test_folders_of_network_storage_are_left_out_with_a_note(tmp_path):
+    extra = ("train/cat/@eaDir/00.jpg", "train/dog/@eaDir/x/00.jpg", "#recycle/old/1.png", "__MACOSX/a/1.png")
+    files = FULL | dict.fromkeys(extra, png()) | {"train/cat/.thumbnails/1.png": png()}
+    for place in (write(tmp_path / "pets", files), write_zip(tmp_path / "pets.zip", files)):
+        plan = plan_task(place)
+        assert plan.counts == {"train": 5, "val": 2, "test": 3}
+        told = "hidden or system folders ignored: #recycle; .thumbnails; @eaDir (2); __MACOSX"
+        assert plan.ignored == (f"{place.name}: {told}",)
+
+
 def test_suffixes_count_in_either_case_and_other_files_are_left_out(tmp_path):
     files = FULL | {"train/cat/A.PNG": png(9), "train/cat/notes.txt": b"x"}
     task = load_task(write(tmp_path / "pets", files), image_size=4)
@@ -252,8 +262,11 @@ def test_classes_too_small_to_be_cut_are_named(tmp_path):
         ),
         (FULL | layout(tset={"cat": 1}), r"\['tset'\] are not splits; known are train, val"),
         (FULL | layout(valid={"cat": 1}), r"several folders for one split \['val'\]"),
-        (FULL | {"train/3.png": png()}, "image 'train/3.png' is at an unexpected place"),
-        ({"1.png": png(), "2.png": png()}, "image '1.png' is at an unexpected place"),
+        (FULL | {"train/3.png": png()}, "1 of 11 images are at an unexpected place, such as 'train/3.png'"),
+        ({"1.png": png(), "2.png": png()}, "2 of 2 images are at an unexpected place, such as '1.png'"),
+        (FULL | {"train/cat/new/3.png": png()}, "unexpected place, such as 'train/cat/new/3.png'; expected"),
+        ({f"a/cat/{i}.png": png() for i in range(4)} | {"a/cat/b/3.png": png()}, "such as 'a/cat/b/3.png'"),
+        ({f"{at}/3.png": png() for at in ("cat/b", "cat/c", "dog")}, "2 of 3 .*, such as 'cat/b/3.png'"),
         (
             FULL | {"train/eel/1.npy": b"x"},
             r"folders without any image: \['train/eel'\]; fill these folders.*pets/train/eel: 1 file ignored \(\.npy\)",

@@ -24,6 +24,11 @@ MAGIC = re.compile(
 )
 """How image files begin whose suffix does not say what they are."""
 HEIF_MAGIC = re.compile(rb".{4}ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL)
+SYSTEM_FOLDERS = frozenset((
+    "__macosx", "__pycache__", "@eadir", "@recycle", "@recently-snapshot", "#recycle", "#snapshot", "$recycle.bin",
+    "system volume information", "lost+found", "network trash folder", "temporary items",
+))  # fmt: skip
+"""Of network storage, file systems and archivers: copies, thumbnails and rubbish."""
 READS_HEIF = importlib.util.find_spec("pillow_heif") is not None
 GET_HEIF = "pip install 'cheem_jax[heic]'"
 MAX_NOTES = 10
@@ -156,13 +161,20 @@ def stamp_of(files: Iterable[Path]) -> str:
 def list_files(path: Path) -> list[str]:
     """Names of all visible files relative to `path`, sorted.
 
-    Hidden files and `__MACOSX` are left out. Raises FileNotFoundError, or ValueError for a file that is
-    not a zip or a zip with members that no image set has.
+    Hidden files and folders, and those of the system, are left out. Raises FileNotFoundError, or ValueError for a
+    file that is not a zip or a zip with members that no image set has.
     """
+    return _list(path)[0]
+
+
+def _list(path: Path) -> tuple[list[str], collections.Counter[str]]:
+    """See `list_files`; also counts the folders that are left out, by their names."""
+    hidden = collections.Counter[str]()
     if path.is_dir():
-        return sorted(f"{folder}{name}" for folder, _, names in walk(path) for name in names if not is_hidden(name))
+        places = walk(path, hidden)
+        return sorted(f"{folder}{name}" for folder, _, names in places for name in names if not is_hidden(name)), hidden
     if path.is_file():
-        return sorted(_list_zip(path))
+        return sorted(_list_zip(path, hidden)), hidden
     raise FileNotFoundError(f"{path}: no such folder or zip file")
 
 
@@ -175,15 +187,21 @@ class Listing(NamedTuple):
     images: list[str]
     ignored: collections.Counter[tuple[str, str]]
     """Other files by folder and kind; companions and those of no folder are under ""."""
+    hidden: collections.Counter[str]
+    """Names of folders that are left out, with everything in them."""
 
     def notes(self) -> list[str]:
-        """A line for each folder and kind of file that is left out."""
+        """A line for each folder and kind of file that is left out, and one for hidden folders."""
         found = [
             f"{'/'.join(filter(None, (self.path.name, folder)))}: {num:,} file{'s'[: num > 1]} ignored ({kind})"
             for (folder, kind), num in sorted(self.ignored.items())
         ]
-        more = len(found) - MAX_NOTES
-        return found[:MAX_NOTES] + ([f"{self.path.name}: {more:,} more folders with ignored files"] if more > 0 else [])
+        if (more := len(found) - MAX_NOTES) > 0:
+            found[MAX_NOTES:] = [f"{self.path.name}: {more:,} more folders with ignored files"]
+        if self.hidden:
+            names = [f"{name} ({num:,})" if num > 1 else name for name, num in sorted(self.hidden.items())]
+            found.append(f"{self.path.name}: hidden or system folders ignored: {first_of(names)}")
+        return found
 
     def told(self) -> str:
         """The same at the end of an error."""
@@ -192,7 +210,8 @@ class Listing(NamedTuple):
 
 def look_through(path: Path) -> Listing:
     """The files of a folder or zip; see `list_files`. Content is read only where a suffix is unknown."""
-    listing = Listing(path, list_files(path), [], collections.Counter())
+    names, hidden = _list(path)
+    listing = Listing(path, names, [], collections.Counter(), hidden)
     files = files_of(path, listing.names)
     for row, name in enumerate(listing.names):
         folder, _, file = name.rpartition("/")
@@ -233,11 +252,11 @@ def head_of(files: FolderFiles | ZipFiles, row: int) -> bytes:
 
 
 def is_hidden(part: str) -> bool:
-    return part.startswith(".") or part == "__MACOSX"
+    return part.startswith(".") or part.casefold() in SYSTEM_FOLDERS
 
 
-def walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """As `os.walk`, without hidden folders, which are named relative to `path` ("" or "folder/")."""
+def walk(path: Path, hidden: collections.Counter[str] | None = None) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As `os.walk`, with folders relative to `path` ("" or "folder/"); hidden ones are left out, and counted."""
 
     def fail(error: OSError) -> NoReturn:
         raise error  # a folder that cannot be read is not an empty one
@@ -248,11 +267,13 @@ def walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
         if num > MAX_FILES:  # a few links to parents are enough, since each multiplies
             raise ValueError(f"{path}: more than {MAX_FILES} files and folders; are there links to parent folders?")
         parts = Path(folder).relative_to(path).parts
+        if hidden is not None:
+            hidden.update(filter(is_hidden, subfolders))
         subfolders[:] = [name for name in subfolders if not is_hidden(name)] if len(parts) < MAX_DEPTH else []
         yield "".join(f"{part}/" for part in parts), subfolders, names
 
 
-def _list_zip(path: Path) -> set[str]:
+def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -266,15 +287,19 @@ def _list_zip(path: Path) -> set[str]:
     total = sum(member.file_size for member in members)
     if total > max(SMALL_BYTES, MAX_RATIO * size):
         raise ValueError(f"{path}: refused as a bomb: {size} bytes unpack to {total}, over {MAX_RATIO} times as many")
-    files: set[str] = set()
+    files, left_out = set[str](), set[tuple[str, ...]]()
     for member in members:
         if fault := _fault(member):
             raise ValueError(f"{path}: refused because of member {member.filename!r}: {fault}")
-        if member.is_dir() or any(map(is_hidden, member.filename.split("/"))):
+        *folders, name = member.filename.split("/")
+        if at := next((at for at, folder in enumerate(folders, start=1) if is_hidden(folder)), None):
+            left_out.add(tuple(folders[:at]))
+        if at or member.is_dir() or is_hidden(name):
             continue
         if member.filename in files:
             raise ValueError(f"{path}: member {member.filename!r} occurs twice")
         files.add(member.filename)
+    hidden.update(folders[-1] for folders in left_out)
     return files
 
 

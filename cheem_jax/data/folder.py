@@ -103,7 +103,7 @@ def name_of(path: Path) -> str:
 
 
 def _plan(found: Listing, task: str, seed: int) -> Plan:
-    path, names, images, _ = found
+    path, names, images = found.path, found.names, found.images
     if not images:
         raise ValueError(f"{path}: no images in it; expected {LAYOUT}{found.told()}")
     for name in names:
@@ -137,22 +137,37 @@ def _plan(found: Listing, task: str, seed: int) -> Plan:
 
 def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]]]:
     """The enclosing folder ("" or "name/"), and the class folder of each split's images by their names below it."""
-    depth = max(file.count("/") for file in images)
+    # a stray file or a folder below a class is no reason to take the others for misplaced
+    depth = _usual(images)
     tops = {file.split("/")[0] for file in images}
     root = ""
     if depth > 1 and len(tops) == 1 and (depth > 2 or tops.isdisjoint(_split_folders(tops))):
-        root, depth = f"{tops.pop()}/", depth - 1
-    found: dict[str, dict[str, str]] = {}
+        root = f"{tops.pop()}/"
+    by_top: dict[str, list[str]] = {}
     for file in images:
-        folders = file.removeprefix(root).split("/")[:-1]
-        if len(folders) != depth or depth not in (1, 2):
-            raise ValueError(f"{path}: image {file!r} is at an unexpected place; expected {LAYOUT}")
-        found.setdefault(folders[0] if depth == 2 else "train", {})[file.removeprefix(root)] = folders[-1]
+        name = file.removeprefix(root)
+        by_top.setdefault(name.split("/")[0], []).append(name)
+    has_splits = any(_usual(by_top[top]) > 1 for top in _split_folders(by_top))
+    depth = 2 if has_splits or min(file.count("/") for files in by_top.values() for file in files) > 1 else 1
+    if wrong := [file for file in images if file.removeprefix(root).count("/") != depth]:
+        at = max(wrong, key=lambda file: file.count("/"))
+        raise ValueError(
+            f"{path}: {len(wrong):,} of {len(images):,} images are at an unexpected place, such as {at!r}; expected "
+            f"{LAYOUT}; move them, or take them out of it"
+        )
+    found: dict[str, dict[str, str]] = {}
+    for top, files in by_top.items():
+        found.setdefault(top if depth == 2 else "train", {}).update((file, file.split("/")[-2]) for file in files)
     if unknown := sorted(found.keys() - _split_folders(found)):
         raise ValueError(f"{path}: {unknown[:8]} are not splits; known are {', '.join(SPLITS)} ({LAYOUT})")
     if doubled := repeats(SPLITS[folder.lower()] for folder in found):
         raise ValueError(f"{path}: several folders for one split {doubled}: {sorted(found)}")
     return root, {SPLITS[folder.lower()]: folder_of for folder, folder_of in found.items()}
+
+
+def _usual(files: Sequence[str]) -> int:
+    """Folders above most of these files."""
+    return collections.Counter(file.count("/") for file in files).most_common(1)[0][0]
 
 
 def _refuse_folders_without_image(found: Listing, root: str, depth: int) -> None:
