@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import small
@@ -16,9 +18,13 @@ from commands import cheem
 from PIL import Image
 from rich.console import Console
 
+from cheem_jax.backbone import weights
+from cheem_jax.backbone.params import init_params
+from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted
 from cheem_jax.cli.main import main
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Split
+from cheem_jax.memory import create
 from cheem_jax.run.record import read
 
 TASKS = {task.name: task for task in demo_stream(image_size=32).tasks[:2]}
@@ -51,15 +57,19 @@ def photos(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def memory(tmp_path_factory, photos):
+def made_with(photos):
+    """Options of every command that learns into `memory`, as in a loop over folders."""
+    bundled = Path(weights.__file__).parent / "bundled" / "vit_micro.safetensors"
+    return ["--backbone", "vit_micro", "--weights", bundled, "--preset", "demo", "--base-data", photos / SECOND]
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory, photos, made_with):
     """A memory that two commands have made."""
     directory = tmp_path_factory.mktemp("memory") / "mine"
     with pytest.MonkeyPatch.context() as patched:
-        for words in (
-            [photos / FIRST, "--backbone", "vit_micro", "--preset", "demo"],
-            [photos / SECOND, "--save-every", "0"],
-        ):
-            patched.setattr(sys, "argv", ["cheem", "learn", str(directory), *map(str, words)])
+        for words in ([photos / FIRST], [photos / SECOND, "--save-every", "0"]):
+            patched.setattr(sys, "argv", ["cheem", "learn", *map(str, [directory, *words, *made_with])])
             main()
     return directory
 
@@ -210,17 +220,61 @@ def test_learning_again_with_equal_data_changes_nothing(capsys, copied, photos):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--backbone", "deit_tiny"], "backbone is vit_micro there and deit_tiny here"),
+        (["--backbone", "deit_tiny"], 'backbone is "vit_micro" there and "deit_tiny" here'),
         (["--seed", "4"], "seed is 0 there and 4 here"),
-        (["--preset", "auto"], "preset is demo there and auto here"),
-        (["--keep-base"], "are not kept there"),
-        (["--augment"], "training images are not augmented there"),
+        (["--preset", "auto"], 'preset is "demo" there and "auto" here'),
+        (["--keep-base"], "keep_base is false there and true here"),
+        (["--augment"], "augment is false there and true here"),
         (["--name", "shapes2", "--tasks", "nowhere"], "nowhere"),
     ],
 )
 def test_a_memory_keeps_its_settings(capsys, copied, photos, words, said):
     status, _, err = cheem(capsys, "learn", copied, photos / FIRST, *words)
     assert status == 2 and err.startswith("error: ") and said in err and err.count("\n") == 1
+
+
+def test_a_memory_accepts_the_settings_that_it_was_made_with_wherever_the_files_are(capsys, copied, photos, tmp_path):
+    """The files have other names than in the command that made the memory, and equal content."""
+    bundled = Path(weights.__file__).parent / "bundled" / "vit_micro.safetensors"
+    file, base = shutil.copy(bundled, tmp_path / "w.safetensors"), shutil.copytree(photos / SECOND, tmp_path / "base")
+    words = ["learn", copied, photos / FIRST, "--weights", file, "--base-data", base, "--seed", "0", "--image-size", 32]
+    status, out, err = cheem(capsys, *words)
+    assert status == 0 and "learned already" in out, err
+    next((base / "train").rglob("*.png")).unlink()
+    status, _, err = cheem(capsys, *words)
+    assert status == 2 and 'base_data is "' in err and " there and " in err
+    status, _, err = cheem(capsys, "learn", copied, photos / FIRST, "--begin-with", copied)
+    assert status == 2 and "begin_with is null there and" in err
+    save_converted(file, dataclasses.replace(load_pretrained("vit_micro"), sha256="1" * 64))
+    status, _, err = cheem(capsys, *words)
+    assert status == 2 and "was made with weights of SHA-256" in err and "has 111111111111" in err
+    config = json.loads((copied / "config.json").read_text())
+    del config["base_data_sha256"], config["begun_with_sha256"]  # as in a memory of an earlier version
+    (copied / "config.json").write_text(json.dumps(config))
+    status, out, _ = cheem(capsys, *words[:3], "--base-data", base)
+    assert status == 0 and "does not record base_data: it is not compared" in out
+
+
+@pytest.mark.full
+def test_the_kept_classes_of_the_pretraining_data_are_compared_by_name(capsys, photos, tmp_path):
+    name = "vit_tiny_patch4_8"
+    config = dataclasses.replace(small.CONFIG, name=name, num_classes=2)
+    params = init_params(config, jax.random.key(0))
+    save_converted(tmp_path / "w.safetensors", Pretrained(config, params, "random", "0" * 64, {}))
+    (tmp_path / "names.txt").write_text("one\ntwo\n")
+    base = ["--weights", tmp_path / "w.safetensors", "--base-data", photos / FIRST, "--keep-base", "--augment"]
+    create(
+        tmp_path / "pets", backbone=name, weights=base[1], base_data=base[3], keep_base=True, augment=True,
+        base_classes=["one", "two"], method=small.QUICK,
+    )  # fmt: skip
+    words = ["learn", tmp_path / "pets", photos / FIRST, "--base-classes", tmp_path / "names.txt", *base]
+    status, _, err = cheem(capsys, *words, "--backbone", f"timm/{name}", "--extend", "nothing")
+    assert status == 2 and "no task 'nothing'" in err  # which is said once all settings fit
+    (tmp_path / "names.txt").write_text("one\nthree\n")
+    status, _, err = cheem(capsys, *words)
+    assert status == 2 and 'base_classes[1] is "two" there and "three" here' in err
+    with pytest.raises(ValueError, match="give keep_base"):
+        create(tmp_path / "more", backbone=name, weights=base[1], base_data=base[3], base_classes=["one", "two"])
 
 
 def test_wrong_data_leave_no_memory_behind(capsys, tmp_path, photos):

@@ -4,28 +4,34 @@ The settings at the top are shared with commands that answer: a memory, what it 
 """
 
 import dataclasses
+import itertools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from cheem_jax.backbone.weights import named_config
 from cheem_jax.cheem.config import LearnPreset
 from cheem_jax.cli.arguments import ADVANCED
 from cheem_jax.cli.data import leave_out_broken
 from cheem_jax.core.paths import shown
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import cache_dir_of, plan_source
-from cheem_jax.data.task import Plan, Task
+from cheem_jax.data.task import Plan, Task, fingerprint
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.export import Format, kind_of
 from cheem_jax.memory import OpenMemory, begin_with, create, open_memory
 from cheem_jax.memory.data import decoded
+from cheem_jax.memory.directory import UNRECORDED, read_config
 from cheem_jax.memory.hub import pull, push
+from cheem_jax.memory.making import base_task_of
 from cheem_jax.memory.predictor import Predictor
+from cheem_jax.run.differences import Leaf, leaves
 from cheem_jax.run.directory import NAME
+from cheem_jax.run.fingerprint import digest
 from cheem_jax.run.progress import Progress
 
 Repository = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REPO")]
@@ -192,9 +198,7 @@ def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
         _refuse(settings, names, "a memory that begins with a run takes the run's")
         progress.say(f"beginning with what {shown(settings.begin_with)} has learned")
         return begin_with(settings.memory, settings.begin_with, weights=settings.weights, engine=settings.engine)
-    names = None
-    if settings.base_classes is not None:
-        names = [line.strip() for line in settings.base_classes.read_text().splitlines() if line.strip()]
+    names = None if settings.base_classes is None else _names_in(settings.base_classes)
     return create(
         settings.memory, backbone=settings.backbone or "deit_tiny", weights=settings.weights,
         image_size=settings.image_size, preset=settings.preset or "auto", augment=settings.augment,
@@ -204,25 +208,45 @@ def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
 
 
 def _old_memory(settings: Learn, progress: Progress) -> OpenMemory:
-    """The memory that is there; ValueError for settings that it does not have."""
-    memory = open_memory(settings.memory, engine=settings.engine)
+    """The memory that is there. The settings that it was made with are accepted; raises ValueError for others."""
+    memory = open_memory(settings.memory, weights=settings.weights, engine=settings.engine)
     memory.check_writable()
-    _refuse(settings, ("weights", "base_data", "base_classes", "begin_with"), "a memory that is there has its own")
-    wrong = [
-        f"{name} is {known} there and {given} here"
-        for name in ("backbone", "image_size", "preset", "seed")
-        if (given := getattr(settings, name)) not in (None, known := getattr(memory.config, name))
-    ]
-    if settings.augment and not memory.config.method.augment:
-        wrong.append("training images are not augmented there")
-    if settings.keep_base and not memory.config.keeps_base:
-        wrong.append("the classes of the pretraining data are not kept there")
-    if wrong:
+    if apart := list(_differences(settings, memory, progress)):
         raise ValueError(
-            f"memory {str(settings.memory)!r} was made with other settings: {'; '.join(wrong)}; leave them out, or "
-            "make another memory"
+            f"memory {str(settings.memory)!r} was made with other settings: {'; '.join(map(str, apart))}; leave them "
+            "out, or make another memory"
         )
     return memory
+
+
+def _differences(settings: Learn, memory: OpenMemory, progress: Progress) -> Iterator[Leaf]:
+    """The settings that a memory is made with and that are given with other values; hashes stand for files."""
+    config, there, here = memory.config, dict[str, Any](), dict[str, Any]()
+    for name in ("image_size", "preset", "seed"):
+        there[name], here[name] = getattr(config, name), getattr(settings, name)
+    if settings.backbone is not None:
+        known = named_config(name := settings.backbone.removeprefix("timm/"))
+        there["backbone"], here["backbone"] = config.backbone, name if known is None else known.name
+    for name, value in (("augment", config.method.augment), ("keep_base", config.keeps_base)):
+        there[name], here[name] = value, getattr(settings, name) or None  # a flag that is left out says nothing
+    if settings.base_classes is not None:
+        there["base_classes"] = memory.targets[-1].classes if config.keeps_base else None
+        here["base_classes"] = _names_in(settings.base_classes)
+    if settings.base_data is not None:
+        there["base_data"] = config.base_data_sha256
+        here["base_data"] = fingerprint(base_task_of(settings.base_data, config.image_size, progress))
+    if settings.begin_with is not None:
+        there["begin_with"] = config.begun_with_sha256
+        here["begin_with"] = digest(read_config(settings.begin_with))
+    for name, given in here.items():
+        if there[name] == UNRECORDED:
+            progress.say(f"note: this memory is of an earlier version and does not record {name}: it is not compared")
+        elif given is not None:
+            yield from itertools.islice(leaves(there[name], given, (name,)), 1)
+
+
+def _names_in(file: Path) -> tuple[str, ...]:
+    return tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
 
 
 def _refuse(settings: Learn, names: Sequence[str], reason: str) -> None:

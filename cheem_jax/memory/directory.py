@@ -36,6 +36,8 @@ FORMAT = "cheem_jax-memory/1"
 RUN_FORMAT = "cheem_jax-run/1"
 WEIGHTS = "backbone.safetensors"
 BASE = "base"
+UNRECORDED = "unrecorded"
+"""A hash in `config.json` that the memory is too old to have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,10 @@ class MemoryConfig:
     seeds: SeedsConfig = SeedsConfig()
     keeps_base: bool = False
     """Whether the backbone's classes are one more target."""
+    base_data_sha256: str | None = UNRECORDED
+    """Fingerprint of the images of the pretraining data; None: none were given."""
+    begun_with_sha256: str | None = UNRECORDED
+    """Digest of the run whose tasks the memory began with; None: it began empty."""
     generation: int = 1
     tasks: tuple[str, ...] = ()
     """Names in learning order."""

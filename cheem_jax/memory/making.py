@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
-from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted
+from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted, sha256_of
 from cheem_jax.cheem.config import PRESETS, QUICK, CheemConfig, LearnPreset
 from cheem_jax.core.keys import Keys, Phase, SeedsConfig
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.routing import calibrate, distances, fit_statistics
-from cheem_jax.data.task import repeats
+from cheem_jax.data.task import Task, repeats
+from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.memory.data import Data, tasks_of
 from cheem_jax.memory.directory import (
@@ -30,6 +33,7 @@ from cheem_jax.memory.directory import (
     write_config,
 )
 from cheem_jax.memory.opened import OpenMemory
+from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import save_task, saved_tasks
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.progress import Progress
@@ -81,13 +85,12 @@ def create(
         raise ValueError(f"{pretrained.config.name} carries no head, so it has no classes to keep")
     if keep_base and base_data is None:
         raise ValueError("to keep the backbone's classes, images have to show where they lie; give base_data")
+    if base_classes is not None and not keep_base:
+        raise ValueError("base_classes names classes that this memory would not predict; give keep_base as well")
+    base_data_sha256 = None
     if base_data is not None:
-        found_tasks = tasks_of(base_data, size, progress)
-        if len(found_tasks) != 1:
-            raise ValueError(
-                f"base_data contains {len(found_tasks)} tasks, expected one: {[t.name for t in found_tasks]}"
-            )
-        own = found_tasks[0]
+        own = base_task_of(base_data, size, progress)
+        base_data_sha256 = data_hash(own)
         found = base_means(vit, own.train.images, batch_size=config.batch_size)
         pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **found})
         if keep_base:
@@ -105,7 +108,10 @@ def create(
             base = {"centroids": place.centroids, "distances": calibrate(away)}
             if place.moments:
                 base["moments"] = dict(place.moments)
-    settings = MemoryConfig(pretrained.config.name, size, pretrained.sha256, config, told, seed, keeps_base=keep_base)
+    settings = MemoryConfig(
+        pretrained.config.name, size, pretrained.sha256, config, told, seed, keeps_base=keep_base,
+        base_data_sha256=base_data_sha256, begun_with_sha256=None,
+    )  # fmt: skip
     with made_whole(directory) as partial:
         save_converted(partial / WEIGHTS, pretrained)
         if keep_base:
@@ -115,6 +121,14 @@ def create(
         write_config(partial, settings)
     del vit, pretrained  # which opening reads again
     return open_memory(directory, engine=engine)
+
+
+def base_task_of(base_data: Data, image_size: int, progress: Progress | None = None) -> Task:
+    """Images of the pretraining data; their name is the same wherever they are. Raises ValueError for several tasks."""
+    tasks = tasks_of(base_data, image_size, progress)
+    if len(tasks) != 1:
+        raise ValueError(f"base_data contains {len(tasks)} tasks, expected one: {[task.name for task in tasks]}")
+    return dataclasses.replace(tasks[0], name=BASE)
 
 
 def begin_with(
@@ -139,7 +153,10 @@ def begin_with(
             "(--weights)"
         )
     data = {task.name: begun.config.data_sha256[task.name] for task in begun.tasks}
-    config = dataclasses.replace(begun.config, tasks=tuple(data), data_sha256=data, num_learned=len(data))
+    config = dataclasses.replace(
+        begun.config, tasks=tuple(data), data_sha256=data, num_learned=len(data), base_data_sha256=None,
+        begun_with_sha256=fingerprint.digest(held),
+    )  # fmt: skip
     kept = [entry for entry in read(begun.directory) if entry["event"] in ("learned", "evaluated")]
     kept = [entry for entry in kept if entry.get("method", "cheem") == "cheem"]
     for entry in kept:
@@ -165,22 +182,23 @@ def open_memory(
     engine: EngineConfig = ENGINE,
     usable: bool = False,
 ) -> OpenMemory:
-    """A memory, or a run of CHEEM, ready to answer. `weights` is for runs, which hold none: default as the run had.
+    """A memory, or a run of CHEEM, ready to answer.
 
+    `weights` is for runs, which hold none: default as the run had. A memory's own file is accepted, wherever it is.
     With `usable` a damaged one answers with the tasks that are whole; `lost` tells why the others do not.
-    Raises ValueError naming what is damaged, missing or of a newer format.
+    Raises ValueError naming what is damaged, missing, of a newer format or not the memory's own.
     """
     directory = absolute(directory)
     held = read_config(directory)
     if held["format"] == RUN_FORMAT:
         config, pretrained = _run_config(directory, held, weights)
     else:
-        if weights is not None:
-            raise ValueError(f"memory {str(directory)!r} contains its own weights; leave --weights out")
         config = config_of(held, directory)
         if not (directory / WEIGHTS).is_file():
             raise ValueError(f"memory {str(directory)!r} lacks {WEIGHTS}; restore it from a copy")
         pretrained = load_pretrained(config.backbone, weights=directory / WEIGHTS)
+        if weights is not None:
+            _check_same_weights(directory, config, pretrained, absolute(weights))
     if pretrained.sha256 != config.weights_sha256 or pretrained.config.image_size != config.image_size:
         raise ValueError(
             f"{str(directory)!r} was learned with weights of SHA-256 {config.weights_sha256[:12]} at "
@@ -188,6 +206,29 @@ def open_memory(
             f"{pretrained.config.image_size}; give the file that it was learned with (--weights)"
         )
     return OpenMemory(directory, config, pretrained, engine, is_run=held["format"] == RUN_FORMAT, usable=usable)
+
+
+def _check_same_weights(directory: Path, config: MemoryConfig, own: Pretrained, file: Path) -> None:
+    given = load_pretrained(config.backbone, weights=file)
+    # bundled weights, which are a converted file, are known by the file's own hash
+    if config.weights_sha256 not in (given.sha256, sha256_of(file)):
+        there, here = f"SHA-256 {config.weights_sha256[:12]}", given.sha256[:12]
+    elif config.base_data_sha256 is None and not _equal_means(given, own):
+        there, here = (
+            "mean CLS tokens of the pretraining data for " + (", ".join(sorted(one.base_means)) or "no image size")
+            for one in (own, given)
+        )
+    else:
+        return
+    raise ValueError(
+        f"memory {str(directory)!r} was made with weights of {there}, but {file} has {here}; leave --weights out, or "
+        "make another memory"
+    )
+
+
+def _equal_means(one: Pretrained, other: Pretrained) -> bool:
+    first, second = one.base_means, other.base_means
+    return first.keys() == second.keys() and all(np.array_equal(first[key], second[key]) for key in first)
 
 
 def _run_config(
