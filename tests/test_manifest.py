@@ -7,6 +7,7 @@ from PIL import Image
 
 from cheem_jax.data import ImagesConfig, fingerprint, load_tasks, plan_task
 from cheem_jax.data.folder import plan_manifest
+from cheem_jax.data.verify import verify, without_broken
 
 NAMES = {"cat": 10, "dog": 20}  # each with its grey
 
@@ -196,17 +197,30 @@ def test_other_encodings_are_refused_with_their_line(tmp_path):
         plan_manifest(file)
 
 
-def test_files_that_are_not_there_are_counted_and_the_first_ones_named(tmp_path):
-    file = table(photos(tmp_path) / "pets.csv", "path,label", *rows(12))
-    with pytest.raises(FileNotFoundError, match="16 of the files do not exist: line 6: 'cat/4.png'; .*; and 11 more"):
-        plan_manifest(file)
+@pytest.mark.parametrize("keep", ["memory", "cache"])
+def test_files_that_are_not_there_are_broken_images_unless_all_are(tmp_path, keep):
+    photos(tmp_path, num=19)
+    file = table(tmp_path / "pets.csv", "path,label", *rows(20))
+    plan = plan_manifest(file)
+    assert [line.split(tmp_path.name)[1] for line in sorted(verify(plan).broken)] == [
+        "/cat/19.png: no such file",
+        "/dog/19.png: no such file",
+    ]
+    with pytest.raises(ValueError, match="2 image file.*/(cat|dog)/19.png: no such file; .*/19.png: no such file; rep"):
+        load_tasks([plan], 4, ImagesConfig(keep, tmp_path / "cache"))
+    kept, reasons = without_broken(plan)
+    assert len(reasons) == 2 and kept.num_images == 38
+    Image.new("L", (4, 4)).save(tmp_path / "cat" / "19.png")
+    assert plan_manifest(file).stamp != plan.stamp
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(FileNotFoundError, match="none of its 40 files exists: line 2: 'cat/0.png'; .*; and 35 more"):
+        plan_manifest(file, root=tmp_path / "elsewhere")
     file = table(tmp_path / "folder.csv", "path,label", *rows(), "cat,cat")
-    with pytest.raises(FileNotFoundError, match="1 of the files do not exist: line 10: 'cat'"):
-        plan_manifest(file)
+    assert [line.split(tmp_path.name)[1] for line in verify(plan_manifest(file)).broken] == ["/cat: not a regular file"]
     with pytest.raises(FileNotFoundError, match="nowhere.csv: no such file"):
         plan_manifest(tmp_path / "nowhere.csv")
-    with pytest.raises(FileNotFoundError, match="elsewhere: no such folder; the paths in .*folder.csv"):
-        plan_manifest(file, root=tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="away: no such folder; the paths in .*folder.csv"):
+        plan_manifest(file, root=tmp_path / "away")
 
 
 def test_the_stamp_follows_the_files_and_the_table(tmp_path):

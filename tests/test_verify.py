@@ -144,6 +144,26 @@ def test_unreadable_images_are_left_out_up_to_a_twentieth_rounded_up_of_a_class_
         without_broken(plan_task(folder))
 
 
+def test_links_to_missing_files_are_broken_images_and_those_to_missing_folders_are_refused(tmp_path):
+    folder = write(
+        tmp_path / "all" / "pets", {f"{name}/{i}.png": encoded(i) for name in ("cat", "dog") for i in range(9)}
+    )
+    (folder / "cat" / "zz.png").symlink_to("/not/mounted/zz.png")
+    plan = plan_task(folder)
+    [line] = verify(plan).broken
+    assert line.endswith("pets/cat/zz.png: no such file (a link to /not/mounted/zz.png)")
+    with pytest.raises(ValueError, match=r"1 image file.*zz\.png: no such file \(a link to .*--skip-broken"):
+        load_tasks([plan], 4, ImagesConfig("memory"))
+    kept, reasons = without_broken(plan)
+    assert (reasons, kept.skipped, kept.num_images) == ([line], ("cat/zz.png",), 18)
+    (folder / "eel").symlink_to("/not/mounted/eel")
+    with pytest.raises(ValueError, match=r"folders without any image: \['eel'\]"):
+        plan_task(folder)
+    (tmp_path / "all" / "birds").symlink_to("/not/mounted/birds")
+    with pytest.raises(FileNotFoundError, match="birds: no such folder or zip file"):
+        plan_stream(tmp_path / "all")
+
+
 @pytest.mark.full
 def test_two_real_packs_are_sound(shared):
     found = verify(plan_task(shared / "data" / "mnist.zip"))

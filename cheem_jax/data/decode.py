@@ -102,6 +102,17 @@ class Piece(NamedTuple):
     """One for each file, empty for an intact one."""
 
 
+class BrokenImages(ValueError):
+    """Images that cannot be used; `broken` has a line for each."""
+
+    def __init__(self, broken: Sequence[str]):
+        self.broken = tuple(broken)
+        super().__init__(
+            f"{len(broken)} image file(s) cannot be used: {first_of(broken)}; replace or remove them "
+            "(`cheem learn` and `cheem evaluate` leave them out with --skip-broken)"
+        )
+
+
 def decode_pieces(
     files: Encoded, image_size: int, size: int, rows: Sequence[int] | np.ndarray | None = None
 ) -> Iterator[Piece]:
@@ -111,8 +122,6 @@ def decode_pieces(
     def decode(row: int) -> tuple[str, np.ndarray | None, str]:
         try:
             return files.where(row), decode_image(files.read(row), image_size, name=files.where(row)), ""
-        except FileNotFoundError:
-            return files.where(row), None, f"{files.where(row)}: no such file"
         except (ValueError, OSError) as error:
             return files.where(row), None, str(error)
 
@@ -146,17 +155,14 @@ def decode_in_order(
 ) -> Iterator[UInt8[np.ndarray, "n S S 3"]]:
     """The images of these rows in pieces, without those that are broken.
 
-    All broken files are reported in one ValueError, once everything has been decoded.
+    All broken files are reported in one BrokenImages, once everything has been decoded.
     """
     broken: list[str] = []
     for piece in decode_pieces(files, image_size, PIECE, rows):
         broken += filter(None, piece.errors)
         yield piece.images
     if broken:
-        raise ValueError(
-            f"{len(broken)} image file(s) cannot be used: {first_of(broken)}; replace or remove them "
-            "(`cheem learn` and `cheem evaluate` leave them out with --skip-broken)"
-        )
+        raise BrokenImages(broken)
 
 
 def decode_many(

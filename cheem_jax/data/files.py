@@ -76,7 +76,12 @@ class FolderFiles(Encoded):
 
     def open(self, row: int) -> Any:
         """A file to be read."""
-        if not stat.S_ISREG(self.file(row).stat().st_mode):
+        try:
+            mode = self.file(row).stat().st_mode
+        except FileNotFoundError:
+            link = f" (a link to {os.readlink(self.file(row))})" if self.file(row).is_symlink() else ""
+            raise FileNotFoundError(f"{self.where(row)}: no such file{link}") from None
+        if not stat.S_ISREG(mode):
             raise ValueError(f"{self.where(row)}: not a regular file")  # reading a pipe would wait
         return self.file(row).open("rb")
 
@@ -151,10 +156,14 @@ def files_of(path: Path, names: Sequence[str], root: str = "") -> FolderFiles | 
 
 
 def stamp_of(files: Iterable[Path]) -> str:
-    """Changes when one of the files changes in size or time."""
+    """Changes when one of the files changes in size or time, or when a missing one appears."""
     digest = hashlib.sha256()
-    for status in map(os.stat, files):
-        digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
+    for file in files:
+        try:
+            status = os.stat(file)
+            digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
+        except OSError:  # reading it says so, among all images that cannot be read
+            digest.update(b"absent\n")
     return digest.hexdigest()
 
 
@@ -249,6 +258,11 @@ def head_of(files: FolderFiles | ZipFiles, row: int) -> bytes:
             return stream.read(HEAD_BYTES)
     except Exception:  # as in `ZipFiles.read`
         return b""
+
+
+def is_dead_link(file: Path) -> bool:
+    """Whether it is a link whose target is missing, as of data on a disk that is not mounted."""
+    return file.is_symlink() and not file.exists()
 
 
 def is_hidden(part: str) -> bool:

@@ -20,7 +20,9 @@ from cheem_jax.data.files import (
     files_of,
     first_of,
     import_extra,
+    is_dead_link,
     is_hidden,
+    kind_of,
     look_through,
     may_be_image,
     stamp_of,
@@ -79,7 +81,10 @@ def _find_tasks(path: Path) -> dict[str, Path]:
     entries = [entry for entry in path.iterdir() if not is_hidden(entry.name)]
     if any(entry.is_dir() and (entry.name.lower() == "train" or _has_images(entry)) for entry in entries):
         return {name_of(path): path}  # a single task: folders of images are classes
-    places = [entry for entry in entries if entry.is_dir() or entry.suffix.lower() == ".zip"]
+    # a link to a missing task must not make it vanish
+    places = [
+        entry for entry in entries if entry.is_dir() or entry.suffix.lower() == ".zip" or _may_be_dead_folder(entry)
+    ]
     if repeated := repeats(map(name_of, places)):
         raise ValueError(f"{path} contains a folder and a zip of the same name: {repeated}; keep one of each")
     if not places and (num := sum(map(may_be_image, entries))):
@@ -88,6 +93,10 @@ def _find_tasks(path: Path) -> dict[str, Path]:
             f"as {path.name}/cat and {path.name}/dog"
         )
     return {name_of(place): place for place in places}
+
+
+def _may_be_dead_folder(place: Path) -> bool:
+    return is_dead_link(place) and kind_of(FolderFiles(place.parent, [place.name]), 0) == "no suffix"
 
 
 def _has_images(folder: Path) -> bool:
@@ -175,6 +184,8 @@ def _refuse_folders_without_image(found: Listing, root: str, depth: int) -> None
     folders = {name.rpartition("/")[0] for name in found.names if name.startswith(root) and name.count("/") == depth}
     folders -= {name.rpartition("/")[0] for name in found.images}
     if found.path.is_dir():
+        above = (name for name in found.names if name.count("/") < depth)
+        folders |= {name for name in above if _may_be_dead_folder(found.path / name)}
         folders |= {at[:-1] for at, subfolders, names in walk(found.path) if at and not subfolders and not names}
     if folders:
         raise ValueError(
@@ -248,11 +259,11 @@ def plan_manifest(file: Path, *, name: str | None = None, root: Path | None = No
         raise FileNotFoundError(f"{root}: no such folder; the paths in {file} are relative to it")
     rows = _read_rows(file)
     # os.path and no pathlib: there may be a million of them
-    absent = [f"{row.where}: {row.path!r}" for row in rows if not os.path.isfile(os.path.join(root, row.path))]
-    if absent:
+    if not any(os.path.isfile(os.path.join(root, row.path)) for row in rows):  # some alone are like broken images
+        absent = first_of([f"{row.where}: {row.path!r}" for row in rows])
         raise FileNotFoundError(
-            f"{file}: {len(absent)} of the files do not exist: {first_of(absent)}; paths are relative to {root} unless "
-            "another root is given"
+            f"{file}: none of its {len(rows)} files exists: {absent}; "
+            f"paths are relative to {root} unless another root is given"
         )
     classes, label_of = _classes(file, rows)
     check_splits(str(file), {row.split for row in rows})

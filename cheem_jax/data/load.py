@@ -13,16 +13,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import filelock
 import numpy as np
 
 from cheem_jax.core.paths import absolute
-from cheem_jax.data.decode import DECODER_VERSION, Progress, decode_image, decode_in_order, decode_many
+from cheem_jax.data.decode import DECODER_VERSION, BrokenImages, Progress, decode_image, decode_in_order, decode_many
 from cheem_jax.data.files import Encoded, import_extra
 from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.task import Part, Plan, Split, Stream, Task, hash_of
@@ -32,6 +32,7 @@ SPLIT_NAMES = ("train", "val", "test")
 
 Phase = Callable[[str, int], AbstractContextManager[Progress]]
 """Opens a phase of work on a task, by the task's name and its number of images; gives the function that counts them."""
+Given, Loaded = TypeVar("Given"), TypeVar("Loaded")
 Keep = Literal["auto", "memory", "cache", "stream"]
 
 IN_MEMORY = 2**30
@@ -62,11 +63,25 @@ def load_tasks(
 ) -> tuple[Task, ...]:
     """Tasks with their images; raises ValueError naming every file that is not an image."""
     total = sum(bytes_needed(plan.num_images, image_size) for plan in plans)
-    tasks = []
-    for plan in plans:
+
+    def load(plan: Plan) -> Task:
         splits = _load(plan, SPLIT_NAMES, image_size, config, total, phase or _silent)
-        tasks.append(Task(plan.name, plan.classes, **splits, split_sha256=plan.split_sha256, skipped=plan.skipped))
-    return tuple(tasks)
+        return Task(plan.name, plan.classes, **splits, split_sha256=plan.split_sha256, skipped=plan.skipped)
+
+    return tuple(_each(plans, load))
+
+
+def _each(given: Iterable[Given], load: Callable[[Given], Loaded]) -> list[Loaded]:
+    """All of them loaded; the broken images of all are one error."""
+    loaded, broken = list[Any](), list[str]()
+    for one in given:
+        try:
+            loaded.append(load(one))
+        except BrokenImages as error:
+            broken += error.broken
+    if broken:
+        raise BrokenImages(broken)
+    return loaded
 
 
 def load_task(path: str | Path, *, image_size: int, seed: int = 0) -> Task:
@@ -109,10 +124,12 @@ def _load(
             splits[name] = Split(images, part.labels, hashlib.sha256(known.encode()).hexdigest())
         return splits
     with phase(plan.name, num) as on_progress:
-        for name, part in parts.items():
+
+        def load(part: Part) -> Split:
             images = decode_many(part.files, image_size, on_progress=on_progress)
-            splits[name] = Split(images, part.labels, hash_of(images, part.labels))
-    return splits
+            return Split(images, part.labels, hash_of(images, part.labels))
+
+        return dict(zip(parts, _each(parts.values(), load), strict=True))
 
 
 @contextlib.contextmanager
@@ -200,11 +217,12 @@ def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase:
         raise OSError(f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB free")
     partial.mkdir()
     try:
-        splits = {}
         with phase(plan.name, num_images) as on_progress:
-            for name in names:
-                part = plan.splits[name]
-                splits[name] = {"sha256": _write(partial / f"{name}.npy", part, image_size, on_progress)}
+
+            def write(name: str) -> dict[str, str]:
+                return {"sha256": _write(partial / f"{name}.npy", plan.splits[name], image_size, on_progress)}
+
+            splits = dict(zip(names, _each(names, write), strict=True))
         meta = {"task": plan.name, "source": plan.source, "image_size": image_size, "splits": splits}
         (partial / "cache.json").write_text(json.dumps(meta, indent=1) + "\n")
         os.rename(partial, place)
