@@ -20,7 +20,7 @@ from cheem_jax.backbone.params import build, init_params
 from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
 from cheem_jax.cheem.training import dense_network, train_step, train_steps
 from cheem_jax.core.architecture import decode, from_strings
-from cheem_jax.core.ops import Adapt, LowRank, learned_of, with_learned
+from cheem_jax.core.ops import Adapt, LowRank, Reuse, learned_of, with_learned
 from cheem_jax.core.pool import dense_experts, grow
 from cheem_jax.engine.batches import side_by_side
 from cheem_jax.engine.executor import Batch, Dense, Executor, Gather, masked_logits
@@ -311,6 +311,23 @@ def test_a_process_short_of_memory_maps_keeps_only_the_newest_compiled_function(
     assert alive == alive[:1] * 4  # what is evicted is freed
 
 
+def test_a_stage_returns_no_argument_of_its_own_as_a_residual():
+    stages = executor("stages")
+    tokens, leaves = stages.begin(IMAGES).values, stages.blocks[1]
+    expert, pair = dense_experts(stages.base_pool)[1][0], LowRank(jnp.ones((64, 2)), jnp.ones((2, 16)))
+    for op, stage, num in (
+        (Reuse(expert), stages._linearise, 12),
+        (Adapt(expert, pair), stages._linearise, 14),
+        (Adapt(expert, pair), stages._linearise_first, 2),
+    ):
+        _, residuals = stage(leaves, op, tokens, outputs=None)
+        assert len(residuals.kept) == num
+        given = {np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((leaves, op, tokens))}
+        assert not given & {np.asarray(leaf).tobytes() for leaf in residuals.kept}
+        # the linearisation is whole again: as many leaves as if nothing had been left out
+        assert len(jax.tree.leaves(residuals.vjp((leaves, op, tokens)))) == len(residuals.places)
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_gpu_is_given_operands_in_the_precision_and_sums_in_float32(precision):
     """Lowered for CUDA, which needs no GPU: products, their gradients, and the layouts of attention."""
@@ -320,7 +337,8 @@ def test_a_gpu_is_given_operands_in_the_precision_and_sums_in_float32(precision)
         dense_experts(stages.base_pool)[1][0], LowRank(jnp.ones((64, 2)), jnp.ones((2, 16)))
     )  # fmt: skip
     tokens = stages.begin(IMAGES).values
-    _, vjp = stages._linearise(stages.blocks[1], op, tokens, outputs=None)
+    _, residuals = stages._linearise(stages.blocks[1], op, tokens, outputs=None)
+    vjp = residuals.vjp((stages.blocks[1], op, tokens))
     for function, arguments, options in (
         (stages._linearise, (stages.blocks[1], op, tokens), {"outputs": None}),
         (stages._backward, (vjp, tokens, np.float32(0)), {}),

@@ -6,6 +6,7 @@ forward only and keeps nothing, and Skip costs nothing.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -68,7 +69,7 @@ class Stages(Executor):
             def output(learned, x):
                 return block_of(leaves).run(with_learned(op, learned), x, placement=placement, outputs=outputs)[0]
 
-            return jax.vjp(output, learned_of(op), x)
+            return linearised(jax.vjp(output, learned_of(op), x), (leaves, op, x))
 
         def linearise_first(leaves, op, z, *, outputs):
             def output(learned):
@@ -76,7 +77,7 @@ class Stages(Executor):
                 u = block.widen(z, placement=placement, outputs=outputs)
                 return block.leave(own, z, u, placement=placement, outputs=outputs)[0]
 
-            return jax.vjp(output, learned_of(op))
+            return linearised(jax.vjp(output, learned_of(op)), (leaves, op, z))
 
         def backward(vjp, grad, loss):
             learned, *rest = vjp(grad)
@@ -141,12 +142,10 @@ class Stages(Executor):
         frozen = [Dense(0, op.expert if isinstance(op, Reuse) else None) for op in ops[begin:first]]
         z, _ = self._forward(frozen, begin, first, z, batch.weights)
         tape: list[Any] = []
-        if first < num:
-            z, vjp = self._linearise_first(self.blocks[first], ops[first], z, outputs=self.outputs[first])
-            tape.append(vjp)
-        for i in range(first + 1, num):
-            z, vjp = self._linearise(self.blocks[i], ops[i], z, outputs=self.outputs[i])
-            tape.append(vjp)
+        for i in range(first, num):
+            stage, given = self._linearise_first if i == first else self._linearise, (self.blocks[i], ops[i], z)
+            z, residuals = stage(*given, outputs=self.outputs[i])
+            tape.append(residuals.vjp(given))
         loss, (head_grad, grad) = self._loss(self.leaves, head, z, batch.labels, batch.weights, np.int32(num_classes))
         grads: dict[int, Learned] = {}
         for i in reversed(range(first, num)):
@@ -209,6 +208,31 @@ class Stages(Executor):
         if start.u is None:
             start.u = self._widen(leaves, start.z, outputs=outputs)
         return self._leave(leaves, expert, start.z, start.u, mask, outputs=outputs)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["places", "structure"])
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What a backward pass needs of a stage beyond the stage's own arguments, which `jit` would copy to return them."""
+
+    kept: list[jax.Array]
+    places: tuple[int | None, ...]
+    """Per leaf of the linearisation which argument it is; None: the next of `kept`."""
+    structure: Any
+
+    def vjp(self, arguments: Any) -> Any:
+        """The linearisation, given the arguments that the stage was called with."""
+        given, kept = jax.tree.leaves(arguments), iter(self.kept)
+        return self.structure.unflatten([next(kept) if place is None else given[place] for place in self.places])
+
+
+def linearised(value_and_vjp: tuple[Any, Any], arguments: Any) -> tuple[Any, Residuals]:
+    """A stage's value and what to return of its linearisation, told apart by identity while JAX traces the stage."""
+    value, vjp = value_and_vjp
+    leaves, structure = jax.tree.flatten(vjp)
+    number = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(arguments))}
+    places = tuple(number.get(id(leaf)) for leaf in leaves)
+    return value, Residuals([leaf for leaf in leaves if id(leaf) not in number], places, structure)
 
 
 @dataclasses.dataclass
