@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from cheem_jax.data import ImagesConfig, load_tasks
-from cheem_jax.data.sources import plan_source, plan_stream_file
+from cheem_jax.data.sources import MissingTasks, plan_source, plan_stream_file
 
 
 def photos(root: Path, num: int = 4) -> Path:
@@ -147,3 +147,24 @@ def test_a_path_that_links_to_itself_is_told(tmp_path):
 def test_the_home_of_nobody_is_only_a_name(tmp_path):
     with pytest.raises(FileNotFoundError, match="~nobody-at-all/x: no such folder"):
         plan_source("~nobody-at-all/x", data_dir=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pets", "mtil", "tfds:pets", "hf:pets"])
+def test_a_name_that_is_also_a_folder_of_images_is_refused_with_both_meanings(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    photos(tmp_path / name)
+    with pytest.raises(
+        ValueError, match=rf"'{name}' is ambiguous: it means .*, and .*/{name} contains images; write \./{name} for"
+    ):
+        plan_source(name, data_dir=tmp_path / "nothing")
+    assert [plan.name for plan in plan_source(f"./{name}")[1]] == [name]
+
+
+def test_a_directory_with_some_figures_does_not_hide_a_benchmark(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "pets", "a text")
+    (tmp_path / "mtil" / "figures").mkdir(parents=True)
+    (tmp_path / "mtil" / "figures" / "1.png").write_bytes(b"x")
+    for name in ("pets", "mtil"):
+        with pytest.raises(MissingTasks, match="not prepared"):
+            plan_source(name, data_dir=tmp_path)

@@ -6,9 +6,11 @@ import collections
 import csv
 import importlib
 import io
+import itertools
 import json
 import os
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -93,6 +95,14 @@ def _find_tasks(path: Path) -> dict[str, Path]:
             f"as {path.name}/cat and {path.name}/dog"
         )
     return {name_of(place): place for place in places}
+
+
+def holds_images(path: Path) -> bool:
+    """Whether it is a zip or saved data set, or a folder with images in at least two folders below it."""
+    if not path.is_dir() or is_saved(path):
+        return zipfile.is_zipfile(path) or is_saved(path)
+    folders = (Path(path, at) for at, _, _ in walk(path) if at)
+    return len(list(itertools.islice(filter(_has_images, folders), 2))) == 2
 
 
 def _may_be_dead_folder(place: Path) -> bool:

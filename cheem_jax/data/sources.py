@@ -14,7 +14,7 @@ from typing import Any, get_args
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.benchmarks.prepare import plan_of, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
-from cheem_jax.data.folder import name_of, plan_manifest, plan_stream, plan_task
+from cheem_jax.data.folder import holds_images, name_of, plan_manifest, plan_stream, plan_task
 from cheem_jax.data.load import default_directory
 from cheem_jax.data.records import HUB, default_data_dir, name_in, plan_hub, plan_tfds
 from cheem_jax.data.task import Plan, check_names, repeats
@@ -44,11 +44,18 @@ def plan_source(
     """The name of a stream and its tasks, in learning order.
 
     `source` is `mtil` or `vdd`, the name of one of their tasks, `tfds:NAME[/CONFIG][:VERSION]`, `hf:NAME[:CONFIG]` (on
-    the Hugging Face hub), a TOML file, a manifest (CSV or Parquet), or a folder or zip; a name comes before a file of
-    that name. `tasks` selects and orders, `order`
-    is one of MTIL's, `seed` draws splits that are missing. Raises MissingTasks, FileNotFoundError or ValueError.
+    the Hugging Face hub), a TOML file, a manifest (CSV or Parquet), or a folder or zip. A name that is also a folder
+    or file of images in the working directory is refused. `tasks` selects and orders, `order` is one of MTIL's, `seed`
+    draws splits that are missing. Raises MissingTasks, FileNotFoundError or ValueError.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
+    if is_name(source) and holds_images(absolute(source)):
+        data_set = BY_NAME[source].builder if source in BY_NAME else source
+        raise ValueError(
+            f"{source!r} is ambiguous: it means the {'benchmark' if source in BENCHMARKS else 'data set'} {data_set}, "
+            f"and {absolute(source)} contains images; write ./{source} for these, or rename them if "
+            "the data set is meant"
+        )
     if source in BENCHMARKS:
         known = order_of(source, order)
         if tasks is not None:
