@@ -68,6 +68,22 @@ def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(tmp_path, 
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+def test_a_user_whom_the_system_does_not_know_does_without_in_one_line(tmp_path, monkeypatch):
+    def owner(self):
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(Path, "owner", owner)
+    before, was_enabled = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        with pytest.raises(NotKept, match=r"uid not found: 12345.*/etc/passwd"):
+            keep_programs()
+        assert not jax.config.jax_enable_compilation_cache and not list(tmp_path.iterdir())
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_enable_compilation_cache", was_enabled)
+
+
 @pytest.mark.full
 def test_a_folder_that_others_can_write_to_keeps_no_programs(monkeypatch, tmp_path):
     kept = run(tmp_path)[0]

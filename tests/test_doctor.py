@@ -65,6 +65,18 @@ def test_a_sound_installation_computes_and_tells_where_everything_is(tmp_path):
     assert found["extras"]["tensorboard"] == "installed"
 
 
+def test_without_a_home_folder_it_names_what_is_not_kept(monkeypatch, sound, capsys):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as Python answers where it finds no home
+    for name in ("XDG_CACHE_HOME", "TFDS_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    step, found = next(doctor._tried(False))
+    monkeypatch.setattr(doctor, "_probe", lambda settings: ({step: found}, None))
+    assert doctor.examine(doctor.Doctor()) == 0
+    note, verdict = capsys.readouterr().out.splitlines()[-2:]
+    assert note.startswith("note: ") and "the home folder is unknown" in note
+    assert note.endswith("way out: set HOME, or give the full path") and verdict == "cheem can work here"
+
+
 def test_a_broken_jax_is_told_last_with_the_way_out(tmp_path):
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("raise RuntimeError('jaxlib is too old\\nfor this jax')")

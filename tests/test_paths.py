@@ -32,11 +32,12 @@ import cheem_jax
 from cheem_jax.backbone.alexnet import load_alexnet
 from cheem_jax.backbone.weights import BUNDLED, load_pretrained
 from cheem_jax.cli.main import COMMANDS, main, parse
+from cheem_jax.core.hub import told_in_a_line
 from cheem_jax.core.paths import absolute, shown, with_absolute_paths
-from cheem_jax.data.load import ImagesConfig, load_stream, load_task, load_tasks
+from cheem_jax.data.load import ImagesConfig, default_directory, load_stream, load_task, load_tasks
 from cheem_jax.data.records import default_data_dir
-from cheem_jax.data.sources import plan_source, plan_stream_file
-from cheem_jax.engine.compilation import keep_programs
+from cheem_jax.data.sources import cache_dir_of, plan_source, plan_stream_file
+from cheem_jax.engine.compilation import NotKept, keep_programs
 
 ELSEWHERE = "ein Ordner ü"
 SPELLINGS = {
@@ -105,6 +106,67 @@ def test_a_path_is_absolute_and_normal_and_stays_so(text):
     found = absolute(f"./{text}")
     assert found.is_absolute() and not {".", ".."} & set(found.parts)
     assert absolute(found) == found == absolute(os.path.join(found, "."))
+
+
+@pytest.mark.parametrize("url", ["gs://b/x", "s3:/b/x", "HDFS://b/x", "https://a.org/x.png", "abfs://c@a.b/x"])
+def test_a_url_is_refused_with_the_way_out(here, url):
+    for one in (url, Path(url)):
+        with pytest.raises(ValueError, match=r"is a URL, expected a file or folder of this machine; give a local one"):
+            absolute(one)
+    with pytest.raises(ValueError, match="is a URL"):
+        with_absolute_paths(ImagesConfig(cache_dir=Path(url)))
+    (here / "stream.toml").write_text(f'[[task]]\npath = "{url}"\nname = "x"\n')
+    with pytest.raises(ValueError, match="is a URL"):
+        plan_source("stream.toml")
+    assert absolute(f"./{url}").is_relative_to(here)  # a folder may be called so
+
+
+def test_urls_of_files_and_of_the_hub_are_told_how_to_be_written(here):
+    with pytest.raises(ValueError, match=r"expected a path; give '/data/pets'"):
+        absolute("file:///data/pets")
+    with pytest.raises(ValueError, match="written hf:OWNER/NAME"):
+        absolute("hf://datasets/a/b")
+    assert absolute("c:/x") == here / "c:/x" and absolute("hf:a/b") == here / "hf:a/b"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["learn", "gs://b/mem", "photos"], ["learn", "mem", "s3://b/photos"], ["predict", "gs://b/mem", "x.png"],
+        ["learn", "mem", "photos", "--images.cache-dir", "gs://b/c"], ["pull", "a/b", "gs://b/mem"],
+        ["convert", "--backbone", "vit_micro", "--output", "gs://b/w.safetensors"], ["demo", "--run-dir", "gs://b/r"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_commands_refuse_urls_before_anything_is_made(capsys, here, words):
+    before = sorted(here.rglob("*"))
+    status, out, err = cheem(capsys, *words)
+    assert (status, out) == (2, "") and err.count("\n") == 1 and "is a URL" in err
+    assert sorted(here.rglob("*")) == before
+
+
+def test_without_a_home_folder_nothing_is_called_tilde(here, monkeypatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as Python answers where it finds no home
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for one in ("~", "~/x", Path("~/x")):
+        with pytest.raises(ValueError, match="the home folder is unknown.*; set HOME, or give the full path"):
+            absolute(one)
+    assert absolute("~$draft.png") == here / "~$draft.png"
+    with pytest.raises(ValueError, match="home folder is unknown"):
+        default_directory()
+    assert cache_dir_of("photos", None) is None  # so that small images, which are never cached, are read all the same
+    import jax
+
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        with pytest.raises(NotKept, match="home folder is unknown.*JAX_ENABLE_COMPILATION_CACHE=false"):
+            keep_programs()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    with pytest.raises(ValueError, match="set HF_HOME"), told_in_a_line("a/b", "pull"):
+        raise AssertionError("the hub was asked")
 
 
 def test_a_path_is_shown_as_it_can_be_typed_here(here):

@@ -21,6 +21,7 @@ from cheem_jax.backbone.config import BUNDLED, CONFIGS, ViTConfig, at_image_size
 from cheem_jax.backbone.params import check_params, float32
 from cheem_jax.backbone.timm_names import SUPPORTED, from_timm, infer_config, other_pool
 from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.hub import check_cache
 from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
 
@@ -206,6 +207,7 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
     )
     from huggingface_hub.errors import RepositoryNotFoundError  # slow to import, and mostly not needed
 
+    check_cache()
     try:
         config = json.loads(_cached_or_fetched(repository, "config.json").read_text())
         if not isinstance(config, dict):

@@ -171,6 +171,10 @@ def verify_data(settings: Verify) -> None:
     name, plans = plan_source(settings.what, data_dir=settings.data_dir, seed=settings.split_seed)
     if settings.cache_dir is not None and not settings.cache_dir.is_dir():
         raise FileNotFoundError(f"--cache-dir {settings.cache_dir}: no such folder")
+    roots = [] if settings.cache_dir is None else [settings.cache_dir]
+    for usual in (lambda: images_dir(settings.data_dir), default_directory):
+        with contextlib.suppress(ValueError):  # without a home folder, nothing is kept there
+            roots.append(usual())
     progress = Progress(Console(quiet=True) if settings.json else None)
     unsound, found = [], {}
     for plan in plans:
@@ -179,8 +183,7 @@ def verify_data(settings: Verify) -> None:
                 plan = leave_out_broken(plan, progress)
         with _phase(progress, "verify", plan.name, plan.num_images) as on_progress:
             findings = verify(plan, on_progress=on_progress)
-        roots = [settings.cache_dir, images_dir(settings.data_dir), default_directory()]
-        caches, damaged = verify_caches(plan, [root for root in dict.fromkeys(roots) if root is not None])
+        caches, damaged = verify_caches(plan, dict.fromkeys(roots))
         found[plan.name] = {
             "split_sha256": plan.split_sha256, **findings.to_json(), "ignored": plan.ignored, "skipped": plan.skipped,
             "caches": caches, "damaged_caches": damaged,

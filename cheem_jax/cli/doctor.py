@@ -91,10 +91,11 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
     if devices.get("platform") == "cpu" and _asks_for_small_pages():
         what = "memory comes in small pages, and training may take up to 1.4 times as long"
         problems.append(Problem(what, "set GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before it starts", needed=False))
-    for step, found in (("programs", programs), ("hub", hub)):
+    caches = dict(told.get("caches", {}))
+    for step, found in (("caches", caches), ("programs", programs), ("hub", hub)):
         if "reason" in found:
-            problems.append(Problem(found["reason"], STEPS[step], needed=False))
-    places = {"compiled functions": programs.get("place"), **told.get("caches", {}), "hub": hub.get("cache")}
+            problems.append(Problem(found.pop("reason"), found.pop("way_out", STEPS[step]), needed=False))
+    places = {"compiled functions": programs.get("place"), **caches, "hub": hub.get("cache")}
     found = {
         "versions": versions,
         "extras": extras,
@@ -146,7 +147,13 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     from cheem_jax.data.load import default_directory
     from cheem_jax.data.sources import images_dir
 
-    yield "caches", {"decoded images": str(default_directory()), "decoded benchmarks": str(images_dir(None))}
+    found = dict[str, Any]()
+    for name, place in (("decoded images", default_directory), ("decoded benchmarks", lambda: images_dir(None))):
+        try:
+            found[name] = str(place())
+        except ValueError as error:
+            found |= _reason(error)
+    yield "caches", found
 
     start = time.perf_counter()
     import jax
@@ -160,7 +167,7 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         found = {"place": str(keep_programs() or "")}
     except ValueError as error:
-        found = {"reason": str(error)}
+        found = _reason(error)
     yield "programs", found
 
     import numpy as np
@@ -179,8 +186,13 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     from cheem_jax.backbone.weights import repository_of
+    from cheem_jax.core.hub import check_cache
 
-    found = {"cache": constants.HF_HUB_CACHE}
+    try:
+        check_cache()
+        found = {"cache": constants.HF_HUB_CACHE}
+    except ValueError as error:
+        found = _reason(error)
     if asks_the_hub:
         try:
             name = CONFIGS["deit_tiny"].timm_name or ""
@@ -188,6 +200,12 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         except Exception as error:  # the client's error classes differ between its releases
             found["reason"] = f"the hub does not answer ({_line(error)})"
     yield "hub", found
+
+
+def _reason(error: ValueError) -> dict[str, str]:
+    """What is wrong and the way out, which an error's sentence has behind its first semicolon."""
+    what, _, way_out = str(error).partition("; ")
+    return {"reason": what, "way_out": way_out}
 
 
 def _line(error: Exception) -> str:

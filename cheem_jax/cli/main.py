@@ -9,6 +9,7 @@ import difflib
 import errno
 import importlib
 import io
+import logging
 import os
 import re
 import select
@@ -52,13 +53,15 @@ def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None =
         raise SystemExit(0)
     try:
         with contextlib.redirect_stderr(complaint):
-            return with_absolute_paths(tyro.cli(kind, default=default, args=arguments, **options))
+            parsed = tyro.cli(kind, default=default, args=arguments, **options)
     except SystemExit as stop:
         if stop.code:
             text = re.sub("╭.*╮|[╰╯│─]", " ", complaint.getvalue())
             print(f"error: {' '.join(text.split())}", file=sys.stderr)
             raise SystemExit(2) from stop
         raise
+    with _failures_in_a_line():
+        return with_absolute_paths(parsed)
 
 
 def columns() -> int:
@@ -254,6 +257,8 @@ def main() -> None:
             print(f"error: {_unknown(name, prefix)}", file=sys.stderr)
             raise SystemExit(2)
         command = COMMANDS[name]
+        # without a home folder it tells in several lines that it works all the same
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)
         with _failures_in_a_line():
             kind, function = command.load()
             settings = parse(kind, arguments, prog=f"cheem {name}")

@@ -7,9 +7,18 @@ TIMEOUT = 10.0
 """Seconds without an answer of the hub."""
 
 
+def check_cache() -> None:
+    """Raises ValueError where the hub's cache would be a folder literally called `~`."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_CACHE.startswith("~"):
+        raise ValueError("the Hugging Face hub needs a folder for its cache, and no home folder is known; set HF_HOME")
+
+
 @contextlib.contextmanager
 def told_in_a_line(repository: str, doing: str) -> Iterator[None]:
     """Errors of the hub as OSError in one line with the way out; our own pass, and those of the disk."""
+    check_cache()
     try:
         yield
     except Exception as error:  # the client's error classes differ between its releases

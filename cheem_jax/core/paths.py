@@ -2,20 +2,51 @@
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
 
 
-def absolute(path: str | os.PathLike[str]) -> Path:
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
+"""Also with the single slash that `Path` leaves of two; one letter before the colon is a drive of Windows."""
+
+
+def absolute(path: str | os.PathLike[str], start: Path | None = None) -> Path:
     """The same place from the root on: `~` is expanded; `.`, `..` and trailing slashes are resolved.
 
     A symbolic link keeps its name unless `..` follows somewhere: only the file system knows what that means behind a
-    link. Nothing has to exist there.
+    link. Nothing has to exist there. Relative paths are relative to `start` (default: the working directory). Raises
+    ValueError for a URL, and for `~` without a home folder.
     """
-    text = os.path.expanduser(os.fspath(path))
+    given = os.fspath(path)
+    if url := _URL.fullmatch(given):
+        raise ValueError(_refusal(url[1].lower(), url[2]))
+    text = os.path.expanduser(given)
+    if text.split(os.sep)[0] == "~":  # the name of a folder that nobody wants
+        raise ValueError(
+            f"{given!r}: the home folder is unknown (HOME is not set, and this user has no entry in the system's "
+            "list); set HOME, or give the full path"
+        )
+    text = os.path.join(start or "", text)
     return Path(os.path.realpath(text) if ".." in Path(text).parts else os.path.abspath(text))
+
+
+def _refusal(scheme: str, rest: str) -> str:
+    if scheme == "file":
+        return f"'file:///{rest}' is a URL, expected a path; give '/{rest}'"
+    if scheme == "hf":
+        return f"'hf://{rest}' is a URL; a data set of the Hugging Face hub is written hf:OWNER/NAME"
+    return (
+        f"'{scheme}://{rest}' is a URL, expected a file or folder of this machine; give a local one: copy it here, or "
+        "mount the bucket and give its folder"
+    )
+
+
+def user_cache() -> Path:
+    """The folder for this library's caches. Raises ValueError without a home folder."""
+    return absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cheem_jax"
 
 
 def with_absolute_paths(settings: Settings) -> Settings:

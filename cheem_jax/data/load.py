@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import filelock
 import numpy as np
 
-from cheem_jax.core.paths import absolute
+from cheem_jax.core.paths import absolute, user_cache
 from cheem_jax.data.decode import DECODER_VERSION, BrokenImages, Progress, decode_image, decode_in_order, decode_many
 from cheem_jax.data.files import Encoded, import_extra
 from cheem_jax.data.folder import plan_stream, plan_task
@@ -114,7 +114,7 @@ def _load(
         too_large = bytes_needed(num, image_size) > CACHED
         keep = "memory" if total_bytes <= IN_MEMORY else "stream" if too_large else "cache"
     if keep == "cache":
-        return cached(plan, image_size, config.cache_dir or default_directory(), phase, names)
+        return cached(plan, image_size, absolute(config.cache_dir or default_directory()), phase, names)
     splits = {}
     if keep == "stream":
         for name, part in parts.items():
@@ -138,8 +138,8 @@ def _silent(task: str, num_images: int) -> Iterator[Progress]:
 
 
 def default_directory() -> Path:
-    """Where caches are by default: in the user's cache folder."""
-    return absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cheem_jax" / "images"
+    """Where caches are by default: in the user's cache folder. Raises ValueError if there is none."""
+    return user_cache() / "images"
 
 
 def bytes_needed(num_images: int, image_size: int) -> int:

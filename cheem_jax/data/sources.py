@@ -3,7 +3,6 @@ of TFDS or the Hugging Face hub."""
 
 import dataclasses
 import difflib
-import os
 import re
 import shlex
 import tomllib
@@ -15,7 +14,6 @@ from cheem_jax.core.paths import absolute
 from cheem_jax.data.benchmarks.prepare import plan_of, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
 from cheem_jax.data.folder import holds_images, name_of, plan_manifest, plan_stream, plan_task
-from cheem_jax.data.load import default_directory
 from cheem_jax.data.records import HUB, default_data_dir, name_in, plan_hub, plan_tfds
 from cheem_jax.data.task import Plan, check_names, repeats
 
@@ -93,10 +91,10 @@ def is_name(source: str) -> bool:
     return source in (*BENCHMARKS, *BY_NAME) or source.startswith(("tfds:", HUB))
 
 
-def cache_dir_of(source: str, data_dir: Path | None) -> Path:
-    """Where decoded images of a source are kept: in the data folder if the source uses it, else in the user's cache."""
+def cache_dir_of(source: str, data_dir: Path | None) -> Path | None:
+    """Where decoded images of a source are kept: in the data folder if the source uses it; None: the user's cache."""
     is_there = is_name(source) and not source.startswith(HUB)
-    return images_dir(data_dir) if data_dir is not None or is_there else default_directory()
+    return images_dir(data_dir) if data_dir is not None or is_there else None
 
 
 def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int) -> list[Plan]:
@@ -197,7 +195,7 @@ def _wrong_keys(table: dict[str, Any], texts: Sequence[str], others: Sequence[st
 
 
 def _place(folder: Path, text: str) -> Path:
-    return absolute(folder / os.path.expanduser(text))
+    return absolute(text, folder)
 
 
 def _plan_table(name: str, table: dict[str, str], folder: Path, data_dir: Path | None, seed: int) -> Plan:

@@ -15,7 +15,7 @@ import filelock
 import jax
 
 from cheem_jax.core.kernels import Precision
-from cheem_jax.core.paths import absolute
+from cheem_jax.core.paths import absolute, user_cache
 
 _COMPILE = "/jax/core/compile/backend_compile_duration"
 _HIT = "/jax/compilation_cache/cache_hits"
@@ -89,8 +89,14 @@ def keep_programs() -> Path | None:
     if not getattr(jax.config, "jax_enable_compilation_cache", True):
         return None
     chosen = getattr(jax.config, "jax_compilation_cache_dir", None)
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    directory = absolute(chosen) if chosen else absolute(home) / "cheem_jax" / "programs" / _machine()
+    without = "go without by JAX_ENABLE_COMPILATION_CACHE=false"
+    try:
+        directory = absolute(chosen) if chosen else user_cache() / "programs" / _machine()
+    except ValueError as error:
+        kind, reason = ValueError if chosen else NotKept, str(error).partition("; ")[0]
+        raise kind(
+            f"cannot keep compiled functions: {reason}; name a folder with JAX_COMPILATION_CACHE_DIR, or {without}"
+        ) from None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         # what lies there is run
@@ -99,12 +105,21 @@ def keep_programs() -> Path | None:
             raise OSError(errno.EPERM, "others can write there")
         probe = directory / f".writable-{os.getpid()}"
         probe.touch()
-        probe.unlink()
+        try:
+            probe.owner(), probe.group()
+        finally:
+            probe.unlink()
+    except KeyError as error:  # JAX asks for these names each time that it keeps a function
+        jax.config.update("jax_enable_compilation_cache", False)
+        raise NotKept(
+            f"cannot keep compiled functions: JAX needs the names of this user and group ({error.args[0]}); add them "
+            f"to the system's lists (/etc/passwd, /etc/group), or {without}"
+        ) from None
     except OSError as error:
         kind = ValueError if chosen else NotKept
         raise kind(
             f"cannot keep compiled functions in {directory} ({error.strerror}); name another folder with "
-            "JAX_COMPILATION_CACHE_DIR, or go without by JAX_ENABLE_COMPILATION_CACHE=false"
+            f"JAX_COMPILATION_CACHE_DIR, or {without}"
         ) from None
     _remove_torn(directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))
