@@ -359,7 +359,7 @@ def test_unusable_streams_are_refused(tmp_path):
     with pytest.raises(ValueError, match="empty: no images in it"):
         load_stream(tmp_path, ["empty"], image_size=4)
     write_zip(tmp_path / "cars.zip", FULL)
-    with pytest.raises(ValueError, match=r"a folder and a zip of the same name: \['cars'\]"):
+    with pytest.raises(ValueError, match=r"two folders or zips of the same name: \['cars'\]"):
         load_stream(tmp_path, image_size=4)
 
 
@@ -475,3 +475,32 @@ def test_class_folders_that_differ_in_case_alone_are_refused_unless_they_are_lis
         plan_task(write(tmp_path / "pets", files))
     listed = write(tmp_path / "listed", {**files, "meta.json": b'{"classes": ["cat", "Cat", "dog"]}'})
     assert plan_task(listed).classes == ("cat", "Cat", "dog")
+
+
+NFC, NFD = "mus\u00e9e", "muse\u0301e"
+"""One name, as most systems write it and as a Mac does."""
+
+
+def test_a_name_with_accents_is_one_class_however_they_are_composed(tmp_path):
+    files = layout(train={NFC: 2, NFD: 3, "dog": 3}, val={NFC: 1, "dog": 1}, test={NFD: 2, "dog": 1})
+    files = {file.replace(f"{NFD}/0", f"{NFD}/9"): data for file, data in files.items()}  # for folders that are one
+    for place in (write(tmp_path / "pets", files), write_zip(tmp_path / "pets.zip", files)):
+        plan = plan_task(place)
+        assert plan.classes == ("dog", NFC) and plan.counts == {"train": 8, "val": 2, "test": 3}
+        assert np.bincount(plan.train.labels).tolist() == [3, 5]
+    listed = files | {"meta.json": json.dumps({"classes": [NFD, "dog"]}).encode()}
+    assert plan_task(write_zip(tmp_path / "listed.zip", listed)).classes == (NFD, "dog")
+    alone = write_zip(tmp_path / "mac.zip", layout(train={NFD: 5, "dog": 5}))
+    assert plan_task(alone).classes == ("dog", NFD)  # as spelled, so that memories of earlier versions know their data
+    files = layout(train={NFC: 3, NFD.upper(): 3, "dog": 3})
+    with pytest.raises(ValueError, match=r"classes \['MUS.*', 'mus.*'\] differ only in upper and lower case"):
+        plan_task(write_zip(tmp_path / "cases.zip", files))
+
+
+def test_names_of_tasks_are_compared_in_composed_form(tmp_path):
+    write_zip(tmp_path / f"{NFD}.zip", FULL)
+    write_zip(tmp_path / "birds.zip", FULL)
+    assert [plan.name for plan in plan_stream(tmp_path, [NFC])] == [NFD]
+    write(tmp_path / NFC, FULL)
+    with pytest.raises(ValueError, match=f"two folders or zips of the same name: .'{NFC}'"):
+        plan_stream(tmp_path)

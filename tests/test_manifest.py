@@ -309,3 +309,15 @@ def test_one_class_alone_is_told_with_the_file(tmp_path):
     (tmp_path / "cars.csv").write_text("path,label\n1.png,car\n")
     with pytest.raises(ValueError, match="cars.csv: .* too few in 'car'"):
         plan_manifest(tmp_path / "cars.csv")
+
+
+def test_a_label_in_two_compositions_is_one_class_and_one_in_two_cases_is_refused(tmp_path):
+    photos(tmp_path)
+    names = ["mus\u00e9e", "muse\u0301e", "mus\u00e9e", "muse\u0301e"]
+    lines = [f"{name}/{i}.png,{names[i] if name == 'cat' else name}" for name in NAMES for i in range(4)]
+    assert plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines)).classes == ("dog", "mus\u00e9e")
+    lines[0] = "cat/0.png,MUS\u00c9E"
+    with pytest.raises(
+        ValueError, match=r"pets\.csv: classes \['MUS.*', 'mus.*'\] differ only in upper and lower case; w"
+    ):
+        plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines))

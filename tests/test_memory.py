@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import shutil
+import unicodedata
 from pathlib import Path
 
 import jax
@@ -545,6 +546,21 @@ def test_an_extension_that_is_killed_before_its_record_is_finished_by_the_next_w
     cheem_jax.open(copied).learn(NEW, extend="task2")
     assert [task["name"] for task in results_of(read(copied))["tasks"]] == ["task0", "task1", "task2"]
     assert len(list(copied.glob("generation-*"))) == 1
+
+
+def test_names_match_however_their_accents_are_composed(tmp_path):
+    nfc, nfd = (unicodedata.normalize(form, "mus\u00e9e") for form in ("NFC", "NFD"))
+    task = small.task("task", 0)
+    memory = begin(tmp_path / "memory")
+    memory.learn(dataclasses.replace(task, name=nfd, classes=(nfd, "c1", "c2")))  # as an earlier version, on a Mac
+    other = dataclasses.replace(small.task("task", 0, num=24), name=nfc, classes=(nfc, "c1", "c2"))
+    assert [score.task for score in memory.evaluate(other)] == [nfd]
+    assert memory.predictor(task=nfc).classes == {nfd: (nfd, "c1", "c2")}
+    assert memory.learn(dataclasses.replace(task, name=nfc, classes=(nfd, "c1", "c2")))[0].number == 0
+    memory.learn(other, extend=nfc)
+    assert [(info.name, info.classes) for info in memory.tasks] == [(nfd, (nfd, "c1", "c2"))]
+    memory.forget(nfc)
+    assert not memory.tasks
 
 
 def test_an_extension_that_does_not_fit_is_refused_before_anything_changes(copied):

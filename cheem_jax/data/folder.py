@@ -31,7 +31,17 @@ from cheem_jax.data.files import (
     walk,
 )
 from cheem_jax.data.records import is_saved, plan_hub
-from cheem_jax.data.task import SPLITS, Members, Plan, check_names, check_splits, cut_missing, repeats
+from cheem_jax.data.task import (
+    SPLITS,
+    Members,
+    Plan,
+    check_names,
+    check_splits,
+    class_names,
+    composed,
+    cut_missing,
+    repeats,
+)
 
 LAYOUT = "<train|val|test>/<class>/<image>, or <class>/<image> without splits"
 NEEDED, OPTIONAL = ("path", "label"), ("split",)  # columns of a manifest
@@ -60,7 +70,7 @@ def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0
     """
     places = _find_tasks(path)
     if tasks is not None:
-        check_names(tasks, sorted(places), f"stream {path}")
+        tasks = check_names(tasks, sorted(places), f"stream {path}")
     plans = []
     for name in sorted(places) if tasks is None else tasks:
         if is_saved(places[name]):
@@ -88,7 +98,7 @@ def _find_tasks(path: Path) -> dict[str, Path]:
         entry for entry in entries if entry.is_dir() or entry.suffix.lower() == ".zip" or _may_be_dead_folder(entry)
     ]
     if repeated := repeats(map(name_of, places)):
-        raise ValueError(f"{path} contains a folder and a zip of the same name: {repeated}; keep one of each")
+        raise ValueError(f"{path} contains two folders or zips of the same name: {repeated}; keep one of each")
     if not places and (num := sum(map(may_be_image, entries))):
         raise ValueError(
             f"{path} contains {num} images and no folder; put those of each class into a separate folder, such "
@@ -133,14 +143,14 @@ def _plan(found: Listing, task: str, seed: int) -> Plan:
     root, grouped = _group(path, images)
     check_splits(str(path), grouped.keys())
     _refuse_folders_without_image(found, root, (root + next(iter(grouped["train"]))).count("/"))
-    folders = sorted(set(grouped["train"].values()))
-    classes, label_of = _label_folders(path, folders, _class_names(path, f"{root}meta.json", names))
+    listed = _class_names(path, f"{root}meta.json", names)
+    classes, label_of = _label_folders(path, grouped["train"].values(), listed)
     members: Members = {}
     for split, folder_of in grouped.items():
-        if unknown := sorted(set(folder_of.values()) - set(label_of)):
-            # ascii shows the difference between accents that are composed in two ways and look the same
+        if unknown := sorted(set(map(composed, folder_of.values())) - set(label_of)):
+            # ascii shows the difference between letters that look the same
             raise ValueError(f"{path}: classes in {split} that train does not have: {ascii(unknown[:8])}")
-        members[split] = {file: label_of[folder] for file, folder in folder_of.items()}
+        members[split] = {file: label_of[composed(folder)] for file, folder in folder_of.items()}
     files = [path / root / file for labels in members.values() for file in labels] if path.is_dir() else [path]
     return Plan.of(
         task,
@@ -222,19 +232,19 @@ def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | Non
     return names
 
 
-def _label_folders(path: Path, folders: list[str], names: list[str] | None) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Class names in label order, and the label of each class folder."""
+def _label_folders(
+    path: Path, folders: Iterable[str], names: list[str] | None
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Class names in label order, and the label of each class folder by its name in composed form."""
     if names is None:
-        counted = collections.Counter(folder.casefold() for folder in folders)
-        alike = [folder for folder in folders if counted[folder.casefold()] > 1]
-        if alike:
-            raise ValueError(
-                f"{path}: class folders {alike[:8]} differ only in upper and lower case; put one class into one "
-                "folder, or list them as `classes` of a meta.json next to the splits if they are different ones"
-            )
-        names = folders
-    if set(folders) <= set(names):
-        return tuple(names), {name: label for label, name in enumerate(names)}
+        way_out = (
+            "put one class into one folder, or list them as `classes` of a meta.json next to the splits if they are "
+            "different ones"
+        )
+        names = list(class_names(str(path), folders, way_out))
+    folders, label_of = sorted(set(map(composed, folders))), {composed(name): i for i, name in enumerate(names)}
+    if set(folders) <= set(label_of):
+        return tuple(names), label_of
     numbers = {folder: int(folder) for folder in folders if folder.isdecimal() and len(folder) < 20}
     wrong = [folder for folder in folders if numbers.get(folder, len(names)) >= len(names)]
     if wrong or len(set(numbers.values())) != len(folders):
@@ -389,8 +399,10 @@ def _classes(file: Path, rows: Sequence[ManifestRow]) -> tuple[tuple[str, ...], 
     """Class names, and the label of each row's text: the numbers 0..n-1 or names."""
     first = {row.label: row for row in reversed(rows)}
     if not all(map(_WHOLE.fullmatch, first)):
-        classes = tuple(sorted(first))
-        return classes, {name: label for label, name in enumerate(classes)}
+        way_out = "write one class in one way, and give different ones names that differ in more"
+        classes = class_names(str(file), first, way_out)
+        label_of = {composed(name): label for label, name in enumerate(classes)}
+        return classes, {text: label_of[composed(text)] for text in first}
     numbers = {int(text): row for text, row in first.items()}
     if strange := sorted(number for number in numbers if not 0 <= number < len(numbers)):
         raise ValueError(

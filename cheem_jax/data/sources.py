@@ -57,7 +57,7 @@ def plan_source(
     if source in BENCHMARKS:
         known = order_of(source, order)
         if tasks is not None:
-            check_names(tasks, known, f"benchmark {source!r}")
+            tasks = check_names(tasks, known, f"benchmark {source!r}")
         return source, _plan_benchmark(source, tasks or known, data_dir or default_data_dir(), seed)
     if order != "default":
         raise ValueError(f"order {order!r} belongs to mtil, not to {source!r}; name tasks in the order you want")
@@ -141,7 +141,7 @@ def plan_stream_file(
         raise ValueError(f"{file}: not readable as TOML: {error}") from error
     tables = _named_tables(file, content)
     if tasks is not None:
-        check_names(tasks, list(tables), f"stream {file}")
+        tasks = check_names(tasks, list(tables), f"stream {file}")
     seed = content.get("seed", seed)
     plans = [_plan_table(name, tables[name], file.parent, data_dir, seed) for name in tasks or tables]
     return content.get("name", file.resolve().stem), plans

@@ -11,6 +11,7 @@ import difflib
 import functools
 import hashlib
 import json
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -175,7 +176,7 @@ class Plan:
 
 def select(stream: Stream, names: Sequence[str]) -> Stream:
     """The named tasks in the given order."""
-    check_names(names, [task.name for task in stream.tasks], f"stream {stream.name!r}")
+    names = check_names(names, [task.name for task in stream.tasks], f"stream {stream.name!r}")
     by_name = {task.name: task for task in stream.tasks}
     return dataclasses.replace(stream, tasks=tuple(by_name[name] for name in names))
 
@@ -207,17 +208,47 @@ def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) 
     return digest.hexdigest()
 
 
-def check_names(names: Sequence[str], known: Sequence[str], where: str) -> None:
-    """ValueError for no, repeated or unknown task names; the message has the nearest known ones."""
+def composed(name: str) -> str:
+    """The form in which names are compared: file systems and archives of a Mac store accents as separate letters."""
+    return unicodedata.normalize("NFC", name)
+
+
+def spelled_as(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The names, each spelled as the one of `known` that is equal in composed form, if there is one."""
+    spellings = {composed(name): name for name in known} | {name: name for name in known}
+    return [spellings.get(name, spellings.get(composed(name), name)) for name in names]
+
+
+def class_names(where: str, names: Iterable[str], way_out: str) -> tuple[str, ...]:
+    """Each class once, sorted; of two spellings of one name the composed one.
+
+    Raises ValueError for names that differ in upper and lower case alone. The error begins with `where`, and ends with
+    `way_out`.
+    """
+    spellings: dict[str, str] = {}
+    for name in set(names):
+        spellings[composed(name)] = composed(name) if composed(name) in spellings else name
+    cases = collections.Counter(name.casefold() for name in spellings)
+    if alike := sorted(name for form, name in spellings.items() if cases[form.casefold()] > 1):
+        raise ValueError(f"{where}: classes {alike[:8]} differ only in upper and lower case; {way_out}")
+    return tuple(sorted(spellings.values()))
+
+
+def check_names(names: Sequence[str], known: Sequence[str], where: str) -> list[str]:
+    """Task names as `known` spells them.
+
+    Raises ValueError for no, repeated or unknown names; the message has the nearest known ones.
+    """
     if not names:
         raise ValueError(f"no task was named; {where} has {', '.join(known)}")
     if repeated := repeats(names):
         raise ValueError(f"tasks named more than once: {repeated}")
-    for name in names:
+    for name in (names := spelled_as(names, known)):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
             hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
             raise ValueError(f"{where} has no task {name!r}; {hint}")
+    return names
 
 
 def check_class_names(where: str, classes: Sequence[str]) -> None:
@@ -240,8 +271,8 @@ def check_labels(where: str, classes: Sequence[object], labels: np.ndarray) -> N
 
 
 def repeats(names: Iterable[str]) -> list[str]:
-    """Names that occur more than once, sorted."""
-    return sorted(name for name, count in collections.Counter(names).items() if count > 1)
+    """Names that occur more than once, in composed form, sorted."""
+    return sorted(name for name, count in collections.Counter(map(composed, names)).items() if count > 1)
 
 
 def tenths(num: int, count: int) -> int:

@@ -96,7 +96,7 @@ def export(subject: Subject, file: Path, kind: Format, *, task: str | None = Non
             raise ValueError(f"timm's weights are those of one task: name one of {', '.join(names)}")
         task = names[0]
     if task is not None:
-        check_names([task], names, "the memory")
+        (task,) = check_names([task], names, "the memory")
     index = None if task is None else names.index(task)
     if missing := [package for package in PACKAGES[kind] if importlib.util.find_spec(package) is None]:
         raise ValueError(f"{kind} needs {', '.join(missing)}; pip install 'cheem_jax[export]'")

@@ -23,7 +23,7 @@ from cheem_jax.core.metrics import fit_temperature
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import Candidates, DenseExperts, Head, TaskMemory, grow
 from cheem_jax.core.routing import NUM_QUANTILES, calibrate, distances, packed, unpacked, whitening_of
-from cheem_jax.data.task import Split, Task
+from cheem_jax.data.task import Split, Task, composed, spelled_as
 from cheem_jax.engine.executor import Network
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import TokenMeans, network_features
@@ -45,15 +45,16 @@ def extension_of(task: Task, learned: Sequence[str]) -> Extension:
 
     Raises ValueError for a name that differs from a learned one in upper and lower case alone.
     """
-    known = {name.casefold(): name for name in learned}
-    if clash := [(name, old) for name in task.classes if (old := known.get(name.casefold(), name)) != name]:
+    names, known = spelled_as(task.classes, learned), {composed(name).casefold(): name for name in learned}
+    new = [name for name in names if name not in learned]
+    if clash := [(name, old) for name in new if (old := known.get(composed(name).casefold())) is not None]:
         pairs = ", ".join(f"{name!r} and {old!r}" for name, old in clash[:4])
         raise ValueError(
             f"task {task.name!r}: new and learned classes differ in upper and lower case alone: {pairs}; give equal "
             "classes the learned name, and others another one"
         )
-    classes = (*learned, *(name for name in task.classes if name not in learned))
-    places = np.array([classes.index(name) for name in task.classes], np.int32)
+    classes = (*learned, *new)
+    places = np.array([classes.index(name) for name in names], np.int32)
     parts = {name: Split(split.images, places[split.labels]) for name, split in task.splits.items()}
     return Extension(task.name, classes, parts["train"], parts["val"], parts["test"], skipped=task.skipped)
 

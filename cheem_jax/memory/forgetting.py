@@ -50,9 +50,9 @@ def forget(memory: InternalMemory, *names: str, erase: bool = False) -> Forgotte
     With `erase`, adapted experts that descend from its own, or from those of tasks forgotten before, become full
     experts: of forgotten tasks only what others use as it is stays then. Raises ValueError for unknown names.
     """
-    check_names(names, [task.name for task in memory.tasks], "this memory")
+    found = check_names(names, [task.name for task in memory.tasks], "this memory")
     named = zip(memory.numbers, memory.tasks, strict=True)
-    return without_numbers(memory, tuple(n for n, task in named if task.name in names), erase=erase)
+    return without_numbers(memory, tuple(n for n, task in named if task.name in found), erase=erase)
 
 
 def without_numbers(memory: InternalMemory, numbers: tuple[int, ...], *, erase: bool = False) -> Forgotten:

@@ -28,7 +28,7 @@ from cheem_jax.core.keys import Keys
 from cheem_jax.core.metrics import calibration_error
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, TaskMemory
-from cheem_jax.data.task import Task, check_names, copies_of, repeats
+from cheem_jax.data.task import Task, check_names, composed, copies_of, repeats, spelled_as
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.compilation import Mark
@@ -246,7 +246,7 @@ class OpenMemory:
             if memory_gb is not None:
                 experts = DenseExperts(self.pools.pool, memory_budget(memory_gb))
             if task is not None:
-                check_names([task], [target.name for target in targets], f"memory {str(self.directory)!r}")
+                (task,) = check_names([task], [target.name for target in targets], f"memory {str(self.directory)!r}")
                 targets = tuple(target for target in targets if target.name == task)
             self._predictors[place] = Predictor(
                 self.executor, targets, TaskNetworks(experts, targets), self.config.method.router,
@@ -289,7 +289,7 @@ class OpenMemory:
         if task is not None and len(found) != 1:
             raise ValueError(f"{task!r} is one task, and the data hold {len(found)}: {[t.name for t in found]}")
         wanted = [task] if task is not None else [one.name for one in found]
-        check_names(wanted, self._names, f"memory {str(self.directory)!r}")
+        wanted = check_names(wanted, self._names, f"memory {str(self.directory)!r}")
         pairs = zip(found, map(self._names.index, wanted), strict=True)
         return [self._score(one, index, split, open_set) for one, index in pairs]
 
@@ -304,11 +304,12 @@ class OpenMemory:
         if split not in task.splits:
             raise ValueError(f"split is {split!r}, expected one of {', '.join(task.splits)}")
         images, labels, learned = task.splits[split].images, task.splits[split].labels, self.pools.tasks[index]
-        if unknown := sorted(set(task.classes) - set(learned.classes)):
+        names = spelled_as(task.classes, learned.classes)
+        if unknown := sorted(set(names) - set(learned.classes)):
             raise ValueError(
                 f"task {learned.name!r} has not learned the classes {unknown[:8]}; it knows {list(learned.classes)[:8]}"
             )
-        wanted = np.array([learned.classes.index(name) for name in task.classes])[labels].tolist()
+        wanted = np.array([learned.classes.index(name) for name in names])[labels].tolist()
         answered = self.predictor(open_set=open_set).answer(images)
         # `argmax` of a class needs the target's own logits, so only answers of the right task are looked at
         own = (answered.targets == index).tolist()
@@ -375,6 +376,11 @@ class OpenMemory:
             raise ValueError(f"one name, {name!r}, for {len(tasks)} tasks: {[task.name for task in tasks]}")
         if (own := name if extend is None else extend) is not None:
             tasks = (dataclasses.replace(tasks[0], name=own),)
+        names = self._spelled([task.name for task in tasks])
+        tasks = tuple(
+            task if task.name == name else dataclasses.replace(task, name=name)
+            for task, name in zip(tasks, names, strict=True)
+        )
         if repeated := repeats(task.name.casefold() for task in tasks):
             raise ValueError(f"task names differ in upper and lower case alone, or not at all: {repeated}")
         size = self.config.image_size
@@ -388,7 +394,7 @@ class OpenMemory:
             if extend is None:
                 self._check_names(hashes)
             else:
-                check_names([extend], self._names, f"memory {str(self.directory)!r}")
+                (extend,) = check_names([extend], self._names, f"memory {str(self.directory)!r}")
                 tasks = (extension_of(tasks[0], self.pools.tasks[self._names.index(extend)].classes),)
             self._check_unfinished(hashes, discard_unfinished)
             for task in tasks:
@@ -517,13 +523,13 @@ class OpenMemory:
         self.check_writable()
         with self._writing():
             read(self.directory)  # a corrupted record is reported before anything changes
-            before, learning = self.pools, self.interrupted
-            if learning is not None and learning["name"] not in names:
+            before, learning, wanted = self.pools, self.interrupted, self._spelled(names)
+            if learning is not None and learning["name"] not in wanted:
                 raise ValueError(
                     f"task {learning['name']!r} is interrupted; finish it, or forget it too, before another one is "
                     "forgotten"
                 )
-            saved = [name for name in names if learning is None or name != learning["name"] or name in self._names]
+            saved = [name for name in wanted if learning is None or name != learning["name"] or name in self._names]
             done = forget(before, *saved, erase=erase) if saved or not names else Forgotten(before)
             if learning is not None:
                 self._end_learning()
@@ -604,7 +610,7 @@ class OpenMemory:
                 )
             for known in self._names:
                 is_same = (known, self.config.data_sha256.get(known)) == (name, sha)
-                if known.casefold() == name.casefold() and not is_same:
+                if composed(known).casefold() == composed(name).casefold() and not is_same:
                     raise ValueError(
                         f"a task {known!r} was learned from other images already, and what is learned never changes; "
                         f"give this one another name (--name), or drop the old one first: cheem forget "
@@ -630,6 +636,11 @@ class OpenMemory:
     def _write(self, **changes: Any) -> None:
         self.config = dataclasses.replace(self.config, **changes)
         write_config(self.directory, self.config)
+
+    def _spelled(self, names: Sequence[str]) -> list[str]:
+        """Task names as the memory spells them."""
+        learning = self.interrupted
+        return spelled_as(names, self._names if learning is None else (*self._names, learning["name"]))
 
     @property
     def _names(self) -> tuple[str, ...]:
