@@ -291,6 +291,98 @@ def test_one_program_serves_every_architecture_of_the_scan_and_one_each_signatur
     assert whole.counters()["hits"] == 1 and whole.counters()["compile_seconds"] > 0
 
 
+@functools.cache
+def deep(name: str) -> Executor:
+    """Of five blocks, where the backward pass of `scan` ends at block 0, 2 or 4."""
+    config = dataclasses.replace(small.CONFIG, depth=5)
+    params = init_params(config, jax.random.key(0))
+    return KINDS[name](build(config, {n: 10 * v if n.endswith("kernel") else v for n, v in params.items()}), "mlp_down")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "kept, choices",
+    [
+        (0, ["reuse:0 skip reuse:0 adapt:0 new", "skip reuse:0 reuse:0 new adapt:0", "skip skip skip skip reuse:0"]),
+        (2, ["reuse:0 skip reuse:0 reuse:0 new"]),
+        (5, ["reuse:0 skip reuse:0 reuse:0 skip"]),
+        (0, ["adapt:0 new skip new new", "new skip adapt:0 new adapt:0"]),
+    ],
+    ids=["block 2", "kept tokens", "no block", "block 0"],
+)
+def test_a_scan_learns_as_the_stages_wherever_its_backward_pass_ends(kept, choices):
+    architectures = [from_strings(choices[i % len(choices)].split()) for i in range(4)]  # a call of three, one of one
+    base = deep("stages").base_pool
+    frozen = [
+        Dense(0, block[0].params if choice.expert == 0 else None)
+        for block, choice in zip(base, architectures[0], strict=True)
+    ]
+    tokens = deep("stages").advance(frozen, deep("stages").begin(IMAGES), kept)
+    step, found = [Batch(tokens, LABELS, WEIGHTS)], []
+    for name in ("stages", "scan"):
+        supernet = Supernet(jax.random.key(0), dense_experts(deep(name).base_pool), 3, OpSettings(rank=2))
+        found.append(
+            train_steps(
+                deep(name), supernet, supernet.init(), architectures, [step] * 4, rates=[1e-3, 2e-3, 3e-3, 4e-3]
+            )
+        )
+    (ours, wanted), (theirs, losses) = found
+    close(losses, wanted, 1e-6)
+    close((theirs.learners, theirs.head), (ours.learners, ours.head), 1e-3)
+    counts = {place: int(learner.adam.count) for place, learner in ours.learners.items()}
+    assert counts == {place: int(learner.adam.count) for place, learner in theirs.learners.items()}
+
+
+def test_few_programs_serve_all_networks_that_begin_to_learn_at_different_blocks():
+    assert [deep("scan").start_of(block) for block in range(6)] == [0, 0, 2, 2, 4, 5]
+    assert [deep("stages").start_of(block) for block in range(6)] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.full
+def test_what_a_step_of_the_scan_does_not_hold_may_be_nan():
+    supernet, state = trained_supernet("mlp_down", 0)
+    sick, well = (
+        from_strings(["new", "adapt:0", "reuse:0", "skip"]),
+        from_strings(["adapt:0", "reuse:0", "skip", "new"]),
+    )
+    state = supernet.with_learners(state, [sick, well])
+    for place in ((0, sick[0]), (1, sick[1])):
+        learner = state.learners[place]
+        params = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), learner.params)
+        state = state._replace(learners={**state.learners, place: learner._replace(params=params)})
+    ours, wanted = train_steps(executor("stages"), supernet, state, [sick, well], [[batch()]] * 2, rates=[1e-2] * 2)
+    theirs, losses = train_steps(executor("scan"), supernet, state, [sick, well], [[batch()]] * 2, rates=[1e-2] * 2)
+    assert np.isnan(losses[0]) and np.isnan(wanted[0]) and np.isfinite(losses[1])
+    close(losses[1], wanted[1], 1e-6)
+    for place, learner in theirs.learners.items():
+        if place[0] < 2 and place[1] == sick[place[0]]:
+            chex.assert_trees_all_equal(learner, state.learners[place])
+        else:
+            close(learner, ours.learners[place], 1e-3)
+
+
+@pytest.mark.parametrize("block", [None, 0])
+def test_a_call_of_the_scan_sends_one_array_and_nothing_in_it_branches(block):
+    scan, caught = Scan(VIT, "mlp_down", steps_per_call=3), []
+    held = jax.device_put(IMAGES) if block is None else batch().tokens.values
+    supernet = Supernet(jax.random.key(0), dense_experts(scan.base_pool), 3, OpSettings(rank=2))
+    architectures = [from_strings(names.split()) for names in ("adapt:0 new skip reuse:0", "new skip new adapt:0")]
+    step = [Batch(Gather(block, held, np.arange(8, dtype=np.int32)), LABELS, WEIGHTS)]
+    program = scan._train
+
+    def noted(*arguments):
+        caught.append(arguments)
+        raise InterruptedError
+
+    scan._train = noted
+    with pytest.raises(InterruptedError):
+        train_steps(scan, supernet, supernet.init(), architectures, [step] * 2, rates=[1e-3] * 2)
+    (arguments,) = caught
+    assert [type(leaf) for leaf in jax.tree.leaves(arguments[1:]) if not isinstance(leaf, jax.Array)] == [np.ndarray]
+    text = program.lower(*arguments).as_text()
+    assert text.count("stablehlo.while") == 1 and "stablehlo.case" not in text and "stablehlo.if" not in text
+
+
 def test_the_program_cache_keeps_what_was_used_last():
     cache, double = ProgramCache(2), jax.jit(lambda x: 2 * x)
     for key in ("a", "b", "a", "c", "a", "b"):

@@ -235,6 +235,7 @@ class Cheem(ExpertMemory):
         images = self._trained_on(learning, Phase.FINETUNE_AUGMENTATION)
         if not config.augment:
             prefix = frozen_prefix(supernet, architecture)
+            prefix = prefix[: self.executor.start_of(len(prefix))]
             images = self._kept(learning, "what fine-tuning leaves unchanged", images, len(labels), prefix)
         left = images_left(fitting.progress, config.finetune, len(labels), config.batch_size)
         saved = functools.partial(underway.saved, {"finetune": fitting})

@@ -92,7 +92,7 @@ class Supernet:
             jax.eval_shape(functools.partial(begun, kind=kind), self.key, self.experts[0][0])
             for kind in ("adapt", "new")
         ]
-        adapt, new = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        adapt, new = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         return Setup(self.experts, self.num_classes, adam_update(self.settings.new_rate), (adapt, new))
 
     def init(self) -> SupernetState:

@@ -22,7 +22,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from cheem_jax.backbone.vit import Block, ViT, mean_patch
+from cheem_jax.backbone.vit import Block, ViT, mean_patch, summary
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.ops import Adapt, Expert, New, Op, Placement, Reuse, Skip
 from cheem_jax.core.pool import Head, base_pool
@@ -300,6 +300,36 @@ class Executor(abc.ABC):
     ) -> tuple[Learners, Any, jax.Array]:
         """The learners that changed, the head's, and the loss; only for `train` as it is here."""
         raise NotImplementedError
+
+    def _composed(self, blocks, ops: Sequence[Op], z, begin: int, until: int):
+        """Traced: from the tokens of block `begin` to those of `until`; also each block's output and component.
+
+        `blocks` and `ops` begin with those of `begin`.
+        """
+        seen = []
+        for i in range(begin, until):
+            block, outputs = self.block_of(blocks[i - begin]), self.outputs[i]
+            op = ops[i - begin]
+            u = None if isinstance(op, Skip) else block.widen(z, placement=self.placement, outputs=outputs)
+            y, component = block.leave(op, z, u, placement=self.placement, outputs=outputs)
+            seen.append((y, component))
+            z = y
+            if i + 1 < self.num_blocks:
+                following = self.block_of(blocks[i + 1 - begin])
+                z = following.enter(y, placement=self.placement, outputs=self.outputs[i + 1])
+        return z, seen
+
+    def _sums(self, seen, mask) -> list[jax.Array | None]:
+        """Traced: the summed class token of each block that `_composed` returned."""
+        tokens = [component if self.token == "component" else y for y, component in seen]
+        return [
+            None if component is None else mask @ summary(own, self.config)
+            for own, (_, component) in zip(tokens, seen, strict=True)
+        ]
+
+    def start_of(self, block: int) -> int:
+        """Where a program begins that trains a network whose first block that learns is `block`: there, or before."""
+        return block
 
     def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
         """What a forward pass from block `begin` on compiles, told apart by the blocks that it skips."""

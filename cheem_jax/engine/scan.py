@@ -1,13 +1,15 @@
-"""One program for every architecture: op kinds are data, and equal blocks run in a loop on the device.
+"""One program for every architecture: what an architecture holds is data, and many steps run in one call.
 
-Where the host's dispatch is the limit (a small backbone on a large accelerator) many training steps run in one call:
-their architectures are drawn beforehand, and every parameter they touch travels in a table with one slot per step, so
-the program depends on the number of steps per call and not on the pool. The price: no block knows at compile time that
-nothing before it learns, so the backward pass always runs to the first block.
+Where the host's dispatch is the limit (a small backbone on a large accelerator) a call saves the most that does many
+training steps: their architectures are drawn beforehand, and every parameter that they touch travels in a table with
+one slot per step, so the program depends on the number of steps per call and not on the pool. Every block computes one
+dense expert: that of its slot with Adapt's change added, New's own, or zeros where it is skipped. Nothing branches, so
+a device never asks the host what comes next. The price: a program knows only how many of the first blocks hold nothing
+that learns, and the rest of the network keeps what its gradient needs whatever was drawn.
 """
 
-import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -15,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from cheem_jax.backbone.vit import Block, ViT, summary
+from cheem_jax.backbone.vit import ViT
 from cheem_jax.core.architecture import Architecture, Choice
-from cheem_jax.core.ops import KINDS, Adapt, Expert, LowRank, New, Placement, Reuse, Skip
+from cheem_jax.core.ops import Expert, LowRank, Placement, Reuse, merge
 from cheem_jax.engine.executor import (
     Batch,
     Executor,
@@ -35,50 +37,72 @@ from cheem_jax.engine.executor import (
 )
 
 T = TypeVar("T")
-SKIP = KINDS.index("skip")
 NEW = Choice("new")
+NUM_STARTS = 4
+"""Blocks at which a backward pass may end, evenly apart: each is a program of its own."""
 
 
-class Drawn(NamedTuple):
-    """One op per block as data; experts and pairs may hold anything where the op kind has no use for them."""
-
-    kinds: Int[Array, "L"]
-    experts: Expert
-    pairs: LowRank | None
-    """None in passes that learn nothing: their pairs are merged."""
-
-
-class Slots(NamedTuple):
-    """All that some steps touch: per block K frozen experts, K learners of pairs, and New's learner."""
+class Tables(NamedTuple):
+    """All that some steps touch, per block: experts from the steps' first block on, learners where something learns."""
 
     experts: tuple[tuple[Expert, ...], ...]
+    """K frozen ones, zeros for Skip."""
     pairs: tuple[tuple[Any, ...], ...]
+    """K learners of pairs."""
     news: tuple[Any, ...]
+    """New's learner."""
 
 
 class Calls(NamedTuple):
-    """What each of K steps does: op kinds and slots per block, data, learning rate, and whether it counts."""
+    """What each of K steps does: slots and op kinds per block, data, learning rate, and whether it counts."""
 
-    kinds: Int[np.ndarray, "K L"]
-    slots: Int[np.ndarray, "K L"]
+    slots: Int[np.ndarray, "K blocks"]
+    adapts: Bool[np.ndarray, "K learning"]
+    news: Bool[np.ndarray, "K learning"]
     data: Any
     """Rows `[K, B]` of a data set on the device, or the steps' own tokens `[K, B, N, D]`."""
     labels: Int[ArrayLike, "K B"]
     weights: Float[ArrayLike, "K B"]
     rates: Float[np.ndarray, "K"]
     counts: Bool[np.ndarray, "K"]
+    num_classes: Int[np.ndarray, "K"]
+
+
+class Program(NamedTuple):
+    """What a program for K steps is compiled for, beside shapes."""
+
+    update: Update
+    block: int | None
+    """Where the steps' data begin; images where None."""
+    start: int
+    """The first block that may learn."""
+    packed: tuple[tuple[tuple[int, ...], str] | None, ...]
+    """Shape and type of a step's part of each of the `Calls` that travel packed."""
 
 
 class Scan(Executor):
-    """One program; `steps_per_call` training steps in one dispatch."""
+    """One program for each block where the backward pass may end; `steps_per_call` training steps in one dispatch."""
 
     name = "scan"
 
     def __init__(self, vit: ViT, placement: Placement, *, steps_per_call: int = 8, **settings: Any):
         super().__init__(vit, placement, **settings)
         self.steps_per_call = steps_per_call
-        self._train = self.jit(self._train_of, static_argnums=(0, 1))
+        self.nothing: Expert = jax.tree.map(jnp.zeros_like, self.base_pool[0][0].params)
+        """What a block computes that is skipped: blocks have equal shapes."""
+        self._train = self.jit(self._train_of, static_argnums=0)
         self._pass = self.jit(self._forward_of, static_argnums=(0, 1))
+
+    def on(self, place: int) -> Executor:
+        """See `Executor.on`."""
+        own = super().on(place)
+        assert isinstance(own, Scan)
+        own.nothing = self.layout.copy(self.nothing, place)
+        return own
+
+    def start_of(self, block: int) -> int:
+        """See `Executor.start_of`: few programs serve all; behind the last block nothing learns but the head."""
+        return block if block == self.num_blocks else block - block % -(-self.num_blocks // NUM_STARTS)
 
     def train(
         self,
@@ -90,12 +114,19 @@ class Scan(Executor):
         rates: Sequence[float],
         setup: Setup,
     ) -> Trained:
-        """See `Executor.train`; shorter calls are filled up with steps that do not count."""
+        """See `Executor.train`; shorter calls are filled up with steps that do not count.
+
+        The backward pass ends before the first block with a learner, whether these steps hold it or not: a supernet
+        soon has one at the first block, and then one program serves all its steps.
+        """
         learners, losses = dict(learners), []
-        for start in range(0, len(steps), self.steps_per_call):
-            part = slice(start, start + self.steps_per_call)
+        start = self.start_of(min((block for block, _ in learners), default=self.num_blocks))
+        for begin in range(0, len(steps), self.steps_per_call):
+            part = slice(begin, begin + self.steps_per_call)
             batches = [step[0] for step in steps[part]]
-            changed, head, found = self._train_call(learners, head, architectures[part], batches, rates[part], setup)
+            changed, head, found = self._train_call(
+                learners, head, architectures[part], batches, rates[part], setup, start
+            )  # fmt: skip
             learners |= changed
             losses += found
         return Trained(learners, head, losses)
@@ -108,179 +139,193 @@ class Scan(Executor):
         batches: Sequence[Batch],
         rates: Sequence[float],
         setup: Setup,
+        start: int,
     ) -> tuple[Learners, Any, list[jax.Array]]:
         """The learners that some of the steps changed, the head's, and the losses."""
-        size, blocks, experts = self.steps_per_call, range(self.num_blocks), setup.experts
-        missing = [len(architectures) - 1] * (size - len(architectures))
-        order = [*range(len(architectures)), *missing]
-        columns = list(zip(*architectures, strict=True))  # per block, the choice of each step
-        used = [list(dict.fromkeys(c.expert for c in column if c.expert is not None)) for column in columns]
-        pair, full = setup.blank
-        tables = Slots(
-            tuple(_filled([experts[b][e] for e in used[b]], experts[b][0], size) for b in blocks),
-            tuple(
-                _filled([learners[place] if place[1] in columns[b] else pair for place in places], pair, size)
-                for b, places in enumerate(_pairs(used))
-            ),
-            tuple(learners[b, NEW] if NEW in columns[b] else full for b in blocks),
-        )
+        size, num = self.steps_per_call, len(architectures)
+        order = [min(step, num - 1) for step in range(size)]
         block, values, data = self._sources([batches[i].tokens for i in order])
+        begin = block or 0
+        start = max(start, begin)
+        frozen, learning = range(begin, self.num_blocks), range(start, self.num_blocks)
+        columns = list(zip(*architectures, strict=True))  # per block, the choice of each step
+        used = [list(dict.fromkeys(choice.expert for choice in column)) for column in columns]
+        places: dict[int, list[Place]] = {b: [(b, Choice("adapt", e)) for e in used[b]] for b in learning}
+        pair, full = setup.blank
+        tables = Tables(
+            tuple(_filled([self._expert(setup, b, e) for e in used[b]], size) for b in frozen),
+            tuple(
+                _filled([learners[place] if place[1] in columns[b] else pair for place in places[b]], size)
+                for b in learning
+            ),
+            tuple(learners[b, NEW] if NEW in columns[b] else full for b in learning),
+        )
         calls = Calls(
-            np.array([[KINDS.index(architectures[i][b].kind) for b in blocks] for i in order], np.int32),
-            np.array([[_slot(used[b], architectures[i][b]) for b in blocks] for i in order], np.int32),
+            np.array([[used[b].index(architectures[i][b].expert) for b in frozen] for i in order], np.int32),
+            np.array([[architectures[i][b].kind == "adapt" for b in learning] for i in order], bool),
+            np.array([[architectures[i][b].kind == "new" for b in learning] for i in order], bool),
             data,
-            _stacked([batches[i].labels for i in order]),
-            _stacked([batches[i].weights for i in order]),
-            np.asarray([rates[i] for i in order], np.float32),
-            np.arange(size) < len(architectures),
+            _stacked([batches[i].labels for i in order], np.int32),
+            _stacked([batches[i].weights for i in order], np.float32),
+            np.array([rates[i] for i in order], np.float32),
+            np.arange(size) < num,
+            np.full(size, setup.num_classes, np.int32),
         )
+        how, packed = _packed(calls)
         losses, pairs, news, head = self._train(
-            setup.update, block, (self.leaves, self.blocks), tables, head, values, calls, np.int32(setup.num_classes)
+            Program(setup.update, block, start, how), (self.leaves, self.blocks[begin:]), tables, head, values, packed
         )
-        changed: dict[Place, Any] = {(b, NEW): news[b] for b in blocks if NEW in columns[b]}
-        for b, places in enumerate(_pairs(used)):
+        changed: dict[Place, Any] = {(b, NEW): new for b, new in zip(learning, news, strict=True) if NEW in columns[b]}
+        for b, own in zip(learning, pairs, strict=True):
             # only those that a step adapted: an expert that was only reused has a blank beside it
-            changed |= {place: new for place, new in zip(places, pairs[b], strict=False) if place[1] in columns[b]}
-        return changed, head, list(losses)[: len(architectures)]
+            changed |= {place: new for place, new in zip(places[b], own, strict=False) if place[1] in columns[b]}
+        return changed, head, list(losses)[:num]
+
+    def _expert(self, setup: Setup, block: int, expert: int | None) -> Expert:
+        # what New begins with is never looked at
+        return self.nothing if expert is None else setup.experts[block][expert]
 
     def _sources(self, sources: Sequence[Tokens | Gather]) -> tuple[int | None, jax.Array | None, Any]:
         """What the steps begin with: block, a data set on the device, and rows of it; or no data set, and tokens."""
         gathers = [source for source in sources if isinstance(source, Gather)]
         if len(gathers) == len(sources):
             rows = np.stack([self.layout.mine(gather.rows) for gather in gathers])
-            return gathers[0].block, gathers[0].values, self.layout.joined(rows, axis=1)
+            return gathers[0].block, gathers[0].values, self.layout.joined(rows.astype(np.int32), axis=1)
         tokens = [self.resolve(source) for source in sources]
-        return tokens[0].block, None, _stacked([found.values for found in tokens])
+        return tokens[0].block, None, jnp.stack([found.values for found in tokens])
 
     def _forward(
         self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
     ) -> tuple[jax.Array, list[jax.Array | None]]:
         if begin == until:
             return values, []
-        base = [self.base_pool[begin + i][0].params for i in range(len(network))]
-        experts = tuple(base[i] if step.expert is None else step.expert for i, step in enumerate(network))
-        kinds = np.array([SKIP if step.expert is None else 0 for step in network], np.int32)
-        last, sums = self._pass(begin, until, (self.leaves, self.blocks), kinds, experts, values, mask)
+        experts = tuple(self.nothing if step.expert is None else step.expert for step in network)
+        last, sums = self._pass(begin, until, (self.leaves, self.blocks[begin:]), experts, values, mask)
         return last, [None if step.expert is None else total for step, total in zip(network, sums, strict=True)]
+
+    def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
+        """See `Executor.programs_of`: one for all blocks together, whatever is skipped."""
+        return {begin}
 
     # ---- what is compiled
 
-    def _finish(self, block: Block, drawn: Drawn, z, outputs: int | None):
-        """One block behind its start, its op chosen while it runs; also the class token that sums are made of."""
-        kind, expert, pair = drawn
-        placement = self.placement
+    def _forward_of(self, begin: int, until: int, frozen, experts: Sequence[Expert], z, mask):
+        last, seen = self._composed(frozen[1], [Reuse(expert) for expert in experts], z, begin, until)
+        return last, self._sums(seen, mask)
 
-        def leave(op):
-            u = None if isinstance(op, Skip) else block.widen(z, placement=placement, outputs=outputs)
-            y, component = block.leave(op, z, u, placement=placement, outputs=outputs)
-            seen = y if self.token == "block" or component is None else component
-            return y, summary(seen, self.config)
+    def _train_of(self, program: Program, frozen, tables: Tables, head, values, data):
+        begin, start = program.block or 0, program.start
+        leaves, blocks = frozen
+        num_frozen = start - begin
+        experts = _stack([_stack(row) for row in tables.experts])
+        pairs, news = _stack([_stack(row) for row in tables.pairs]), _stack(tables.news)
 
-        frozen = jax.tree.map(jax.lax.stop_gradient, expert)
-        if pair is None:
-            return jax.lax.cond(kind == SKIP, lambda: leave(Skip()), lambda: leave(Reuse(frozen)))
-        ops = {"reuse": Reuse(frozen), "adapt": Adapt(frozen, pair), "new": New(expert), "skip": Skip()}
-        return jax.lax.switch(kind, [functools.partial(leave, ops[name]) for name in KINDS])
+        def loss_of(dense: Sequence[Expert], params, z, call: Calls):
+            last, _ = self._composed(blocks[num_frozen:], [Reuse(own) for own in dense], z, start, self.num_blocks)
+            return self.mean_loss(leaves, params, last, call.labels, call.weights, call.num_classes)
 
-    def _run(self, blocks, drawn: Drawn, z, begin: int, until: int, mask):
-        """From the tokens of block `begin` to those of `until`, and each block's summed class token."""
-        # full steps of the loop finish a block and enter the next one; the last two blocks are not like the others
-        turns = range(begin, min(until, self.num_blocks - 2))
-        sums = []
-        if turns:
-            own, following = _stack([blocks[i] for i in turns]), _stack([blocks[i + 1] for i in turns])
-
-            def turn(z, data):
-                own, following, op = data
-                y, seen = self._finish(self.block_of(own), op, z, None)
-                return self.block_of(following).enter(y, placement=self.placement), mask @ seen
-
-            z, totals = jax.lax.scan(turn, z, (own, following, _part(drawn, slice(len(turns)))))
-            sums += list(totals)
-        for i in range(begin + len(turns), until):
-            z, seen = self._finish(self.block_of(blocks[i]), _part(drawn, i - begin), z, self.outputs[i])
-            sums.append(mask @ seen)
-            if i + 1 < self.num_blocks:
-                following = self.block_of(blocks[i + 1])
-                z = following.enter(z, placement=self.placement, outputs=self.outputs[i + 1])
-        return z, sums
-
-    def _forward_of(self, begin, until, frozen, kinds, experts, z, mask):
-        return self._run(frozen[1], Drawn(kinds, _stack(experts), None), z, begin, until, mask)
-
-    def _loss_of(self, begin, frozen, kinds, experts, pairs, head, z, labels, weights, num_classes):
-        drawn = _part(Drawn(kinds, experts, pairs), slice(begin, None))
-        last, _ = self._run(frozen[1], drawn, z, begin, self.num_blocks, weights)
-        return self.mean_loss(frozen[0], head, last, labels, weights, num_classes)
-
-    def _train_of(
-        self, update: Update, block, frozen, tables: Slots, head, values, calls: Calls, num_classes
-    ):  # fmt: skip
-        begin = block or 0
-        experts, pairs = (_stack([_stack(row) for row in table]) for table in (tables.experts, tables.pairs))
-        blocks = jnp.arange(self.num_blocks)
-
-        def step(state, call: Calls):
+        def step(state, part):
             pairs, news, head = state
-            data = call.data if values is None else values[call.data]
-            z = self.begin_of(frozen[0], data) if block is None else data
-            own_pairs = jax.tree.map(lambda leaf: leaf[blocks, call.slots], pairs)
-            is_new, is_adapt = (call.kinds == KINDS.index(kind) for kind in ("new", "adapt"))
-            dense = jax.tree.map(
-                lambda new, old: jnp.where(_like(is_new, new), new, old[blocks, call.slots]), news.params, experts
+            call = _unpacked(program.packed, *part)
+            z = call.data if values is None else values[call.data]
+            z = self.begin_of(leaves, z) if program.block is None else z
+            chosen = _taken(experts, call.slots)
+            z, _ = self._composed(blocks, [Reuse(own) for own in _rows(chosen, 0, num_frozen)], z, begin, start)
+            dense, slots = _part(chosen, slice(num_frozen, None)), call.slots[num_frozen:]
+            is_adapt, is_new, own = call.adapts, call.news, _taken(pairs, slots)
+            if own is not None:
+                pair = _masked(is_adapt, own.params)
+                dense = _where(is_new, news.params, jax.vmap(merge)(dense, pair))
+            loss, (grads, head_grad) = jax.value_and_grad(loss_of, argnums=(0, 1))(
+                _rows(dense, 0, self.num_blocks - start), head.params, z, call
             )
-            loss, (new_grads, pair_grads, head_grad) = jax.value_and_grad(self._loss_of, argnums=(3, 4, 5))(
-                begin, frozen, call.kinds, dense, own_pairs.params, head.params, z, call.labels, call.weights,
-                num_classes,
-            )  # fmt: skip
-            loss = guard(loss, (new_grads, pair_grads, head_grad))
-            updates = jax.vmap(update, in_axes=(0, 0, None, None))
-            counts = call.counts & (blocks >= begin)
-            own_pairs = _where(is_adapt & counts, updates(own_pairs, pair_grads, call.rates, loss), own_pairs)
-            pairs = jax.tree.map(lambda old, new: old.at[blocks, call.slots].set(new), pairs, own_pairs)
-            news = _where(is_new & counts, updates(news, new_grads, call.rates, loss), news)
-            head = _where(call.counts, update(head, head_grad, call.rates, loss), head)
+            if own is not None:
+                # the gradient of a dense expert is New's, and by the chain rule it gives those of a pair
+                grad = _stack(grads)
+                pair_grad = LowRank(grad.weight @ pair.up.mT, pair.down.mT @ grad.weight)
+                new_grads, pair_grads = _masked(is_new, grad), _masked(is_adapt, pair_grad)
+                loss = guard(loss, (new_grads, pair_grads, head_grad))
+                updates = jax.vmap(program.update, in_axes=(0, 0, None, None))
+                own = updates(own, pair_grads, call.rates, loss)
+                is_its_slot = slots[:, None] == jnp.arange(self.steps_per_call)
+                learns = (is_adapt & call.counts)[:, None]
+                pairs = _where(learns & is_its_slot, jax.tree.map(lambda leaf: leaf[:, None], own), pairs)
+                news = _where(is_new & call.counts, updates(news, new_grads, call.rates, loss), news)
+            else:
+                loss = guard(loss, head_grad)
+            head = _where(call.counts, program.update(head, head_grad, call.rates, loss), head)
             return (pairs, news, head), loss
 
-        (pairs, news, head), losses = jax.lax.scan(step, (pairs, _stack(tables.news), head), calls)
-        return tuple(losses), [_rows(row) for row in _rows(pairs)], _rows(news), head
+        (pairs, news, head), losses = jax.lax.scan(step, (pairs, news, head), data)
+        num = len(tables.news)
+        slots = [_rows(row, 0, self.steps_per_call) for row in _rows(pairs, 0, num)]
+        return tuple(losses), slots, _rows(news, 0, num), head
 
 
-def _slot(used: list[int], choice: Choice) -> int:
-    return 0 if choice.expert is None else used.index(choice.expert)
+def _packed(calls: Calls) -> tuple[Any, tuple[np.ndarray, list[jax.Array]]]:
+    """How to read what the host holds of K steps, and that as one array `[K, n]` with the rest.
+
+    A copy to an accelerator takes as long for a few numbers as for thousands.
+    """
+    how = tuple((leaf.shape[1:], leaf.dtype.name) if isinstance(leaf, np.ndarray) else None for leaf in calls)
+    held = [leaf.astype(np.int32) if leaf.dtype == bool else leaf for leaf in calls if isinstance(leaf, np.ndarray)]
+    rows = [leaf.reshape(len(leaf), -1).view(np.int32) for leaf in held]
+    return how, (np.concatenate(rows, axis=1), [leaf for leaf in calls if not isinstance(leaf, np.ndarray)])
 
 
-def _pairs(used: Sequence[Sequence[int]]) -> list[list[Place]]:
-    """Per block the place of each used expert's Adapt."""
-    return [[(block, Choice("adapt", expert)) for expert in experts] for block, experts in enumerate(used)]
+def _unpacked(how: Any, row: jax.Array, others: Sequence[jax.Array]) -> Calls:
+    """One step's part of what was packed."""
+    rest, found, place = iter(others), [], 0
+    for entry in how:
+        if entry is None:
+            found.append(next(rest))
+            continue
+        shape, dtype = entry
+        part = row[place : place + math.prod(shape)].reshape(shape)
+        place += math.prod(shape)
+        found.append(jax.lax.bitcast_convert_type(part, jnp.float32) if dtype == "float32" else part.astype(dtype))
+    return Calls(*found)
 
 
-def _filled(found: list[T], filler: T, size: int) -> tuple[T, ...]:
-    return (*found, *[filler] * (size - len(found)))
+def _filled(found: list[T], size: int) -> tuple[T, ...]:
+    return (*found, *[found[0]] * (size - len(found)))
 
 
-def _stacked(arrays: Sequence[Any]) -> Any:
-    """Equal arrays as one, where the first is."""
-    return np.stack(arrays) if isinstance(arrays[0], np.ndarray) else jnp.stack(arrays)
+def _stacked(arrays: Sequence[Any], dtype: type[np.generic]) -> Any:
+    """Equal arrays as one, on the host where they are there."""
+    if isinstance(arrays[0], np.ndarray):
+        return np.stack(arrays).astype(dtype)
+    return jnp.stack(arrays)
 
 
 def _stack(trees: Sequence[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    """Equal pytrees as one with a new first axis; None of none."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees) if trees else None
 
 
 def _part(tree: Any, index: int | slice) -> Any:
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
-def _rows(tree: Any) -> list[Any]:
-    """A pytree of arrays `[n, ...]` as n pytrees."""
-    num = jax.tree.leaves(tree)[0].shape[0]
-    return [_part(tree, i) for i in range(num)]
+def _rows(tree: Any, begin: int, end: int) -> list[Any]:
+    """Some of the pytrees of which `tree` is the stack."""
+    return [_part(tree, i) for i in range(begin, end)]
 
 
-def _like(flags: Any, leaf: jax.Array) -> jax.Array:
+def _taken(tree: Any, slots: Int[Array, "n"]) -> Any:
+    """Of leaves `[n, K, ...]` the slot of each of the n."""
+    blocks = jnp.arange(len(slots))
+    return jax.tree.map(lambda leaf: leaf.at[blocks, slots].get(mode="promise_in_bounds"), tree)
+
+
+def _like(flags: jax.Array, leaf: jax.Array) -> jax.Array:
     return flags.reshape(flags.shape + (1,) * (leaf.ndim - flags.ndim))
 
 
 def _where(flags: Any, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(_like(flags, a), a, b), new, old)
+    return jax.tree.map(lambda a, b: jnp.where(_like(flags, b), a, b), new, old)
+
+
+def _masked(flags: Any, tree: Any) -> Any:
+    """Zeros where the flags are not set, whatever is there."""
+    return jax.tree.map(lambda leaf: jnp.where(_like(flags, leaf), leaf, 0), tree)

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from cheem_jax.backbone.vit import ViT, summary
+from cheem_jax.backbone.vit import ViT
 from cheem_jax.core.architecture import Architecture
-from cheem_jax.core.ops import Op, Placement, Reuse, Skip, learned_of, with_learned
+from cheem_jax.core.ops import Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.engine.executor import (
     Executor,
     Learners,
@@ -130,12 +130,8 @@ class Whole(Executor):
     ) -> tuple[jax.Array, list[jax.Array | None]]:
         def forward(frozen, experts, values, mask):
             ops = [Skip() if expert is None else Reuse(expert) for expert in experts]
-            last, components = self._run(frozen[1], ops, values, begin, until)
-            tokens = [c if self.token == "component" else y for y, c in components]
-            return last, [
-                None if c is None else mask @ summary(t, self.config)
-                for t, (_, c) in zip(tokens, components, strict=True)
-            ]
+            last, seen = self._composed(frozen[1], ops, values, begin, until)
+            return last, self._sums(seen, mask)
 
         return self.programs.call(
             ("forward", begin, until, self.layout.place), self.jit(forward), self._frozen(begin),
@@ -145,26 +141,11 @@ class Whole(Executor):
     def _frozen(self, begin: int) -> tuple:
         return self.leaves, tuple(self.blocks[begin:])
 
-    def _run(self, blocks, ops: Sequence[Op], z, begin: int, until: int):
-        """From the tokens of block `begin` to those of `until`; also each block's output and component."""
-        seen = []
-        for i in range(begin, until):
-            block, outputs = self.block_of(blocks[i - begin]), self.outputs[i]
-            op = ops[i - begin]
-            u = None if isinstance(op, Skip) else block.widen(z, placement=self.placement, outputs=outputs)
-            y, component = block.leave(op, z, u, placement=self.placement, outputs=outputs)
-            seen.append((y, component))
-            z = y
-            if i + 1 < self.num_blocks:
-                following = self.block_of(blocks[i + 1 - begin])
-                z = following.enter(y, placement=self.placement, outputs=self.outputs[i + 1])
-        return z, seen
-
     def _step_of(self, begin: int, update: Update):
         def step(frozen, ops, learners: tuple[Any, ...], head, values, labels, weights, num_classes, rate):
             def loss_of(learned, params):
                 own = [with_learned(op, new) for op, new in zip(ops, learned, strict=True)]
-                last, _ = self._run(frozen[1], own, values, begin, self.num_blocks)
+                last, _ = self._composed(frozen[1], own, values, begin, self.num_blocks)
                 return self.mean_loss(frozen[0], params, last, labels, weights, num_classes)
 
             own = tuple(learned_of(op) for op in ops)
