@@ -32,7 +32,7 @@ from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
 from cheem_jax.cheem.hee import sample, uniform_table
 from cheem_jax.cheem.supernet import OpSettings
-from cheem_jax.cheem.training import step_of, train_steps
+from cheem_jax.cheem.training import NOTE_EVERY, step_of, train_steps
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.architecture import Architecture, decode
 from cheem_jax.core.atomic import write_atomically
@@ -118,17 +118,22 @@ class Subject:
     def train(self) -> list[float]:
         """Every draw once: the seconds of each step, from images to updated parameters.
 
-        A call's seconds are shared among its steps, the padding of a last call among them.
+        As training does, it waits for the device every eighth step; the seconds between two waits are shared among
+        their steps, the padding of a last call among them.
         """
-        executor, fitting, seconds = self.executor, self.fitting, []
+        executor, fitting = self.executor, self.fitting
+        seconds, start, waiting, run = list[float](), time.perf_counter(), 0, 0
         for first in range(0, len(self.architectures), executor.steps_per_call):
             drawn = self.architectures[first : first + executor.steps_per_call]
-            start = time.perf_counter()
             steps = [step_of(executor, self.feed, self.labels, self.batch) for _ in drawn]
             rates = [1e-3] * len(drawn)
             fitting.state, losses = train_steps(executor, fitting.supernet, fitting.state, drawn, steps, rates=rates)
-            jax.block_until_ready((losses, fitting.state))
-            seconds += [(time.perf_counter() - start) / executor.steps_per_call] * len(drawn)
+            waiting, run = waiting + len(drawn), run + executor.steps_per_call
+            if waiting >= NOTE_EVERY or len(seconds) + waiting == len(self.architectures):
+                jax.block_until_ready((losses, fitting.state))
+                now = time.perf_counter()
+                seconds += [(now - start) / run] * waiting
+                start, waiting, run = now, 0, 0
         return seconds
 
 
@@ -175,7 +180,7 @@ def measure_case(case: Case, executors: Sequence[str], repeats: int) -> dict[str
     peak = statistics.median(peaks)
     for name, entry in found.items():
         per_draw = np.median([turn[name] for turn in turns], axis=0)
-        step = float(np.median(per_draw))
+        step = float(per_draw.mean())
         entry |= {
             "repeated_seconds": [turn[name] for turn in turns],
             "first_step_seconds": statistics.fmean(entry["cold_seconds"]),
@@ -253,8 +258,9 @@ def profile_table(results: Mapping[str, Any]) -> str:
 - functions, compile s: what XLA compiled in the cold pass, without a persistent cache.
 - cold step s: mean over the cold pass, in which every architecture is new. If samples rarely repeat, every
   step of `whole` costs this much; the others compile before the first step only.
-- step s: median over {results["repeats"]} more passes with everything compiled, from uint8 images to
-  updated parameters. `scan` runs several steps per call; its time is divided.
+- step s: mean over the samples of the median over {results["repeats"]} more passes with everything compiled, from
+  uint8 images to updated parameters, waiting for the device every {NOTE_EVERY}th step as training does. `scan` runs
+  several steps per call; its time is divided.
 - GFLOP/s: FLOPs that these architectures need at least (`step_flops`) over the time taken; peak: of one
   large matrix product, measured after every pass.
 - memory MB: growth of the peak during the cold pass, {where}
@@ -273,8 +279,8 @@ def merge_measurements(results: dict[str, Any], file: Path) -> None:
             name: entry["first_step_seconds" if name == "whole" else "step_seconds"]
             for name, entry in case["executors"].items()
         }
-        entry = {"platform": platform_, "device": device, "name": case["name"], "flops": case["backbone_flops"]}
-        new[platform_, device, case["name"]] = {**entry, "seconds": seconds}
+        entry = {"platform": platform_, "device": device, "name": case["name"], "precision": case["precision"]}
+        new[platform_, device, case["name"]] = {**entry, "flops": case["backbone_flops"], "seconds": seconds}
     known = json.loads(file.read_text())["measurements"] if file.exists() else []
     kept = [entry for entry in known if (entry["platform"], entry["device"], entry["name"]) not in new]
     write_atomically(file, json.dumps({"measurements": [*kept, *new.values()]}, indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jit_profile
 import pytest
@@ -43,11 +44,31 @@ def test_a_small_study_writes_numbers_and_a_table(tmp_path, monkeypatch):
         jit_profile.merge_measurements(results, measured)
     kept, new = json.loads(measured.read_text())["measurements"]
     assert kept == other and new["name"] == case["name"] and new["flops"] == forward
+    assert new["precision"] == "float32"
     executors = case["executors"]
     assert new["seconds"] == {
         "stages": executors["stages"]["step_seconds"],
         "whole": executors["whole"]["first_step_seconds"],
     }
+
+
+@pytest.mark.parametrize("steps_per_call, waits", [(1, [8, 16, 19]), (3, [9, 18, 21]), (8, [8, 16, 24])])
+def test_steps_wait_for_the_device_as_often_as_training_does(monkeypatch, steps_per_call, waits):
+    clock, waited = [0.0], []
+
+    def trained(executor, supernet, state, drawn, steps, rates):
+        clock[0] += executor.steps_per_call
+        return state, [0.0] * len(drawn)
+
+    monkeypatch.setattr(jit_profile, "train_steps", trained)
+    monkeypatch.setattr(jit_profile, "step_of", lambda *_: None)
+    monkeypatch.setattr(jit_profile.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(jit_profile.jax, "block_until_ready", lambda _: waited.append(clock[0]))
+    subject = object.__new__(jit_profile.Subject)
+    subject.executor = SimpleNamespace(steps_per_call=steps_per_call)
+    subject.fitting, subject.architectures = SimpleNamespace(supernet=None, state=None), [None] * 19
+    subject.feed = subject.labels = subject.batch = None
+    assert subject.train() == [1.0] * 19 and waited == waits
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Which executor is taken, and that the log can say why."""
 
 import dataclasses
+from typing import get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +11,19 @@ import small
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
+from cheem_jax.core.kernels import Precision
 from cheem_jax.engine import choice
 from cheem_jax.engine.choice import EngineConfig, choose, make_executor
 
 SMALL, LARGE = config_of("vit_micro"), config_of("vit_base")
 MEASURED = [
-    {"platform": "gpu", "device": "a card", "name": "small", "flops": 32 * backbone_flops(SMALL),
-     "seconds": {"stages": 2.0, "whole": 9.0, "scan": 1.0}},
-    {"platform": "gpu", "device": "a card", "name": "large", "flops": 64 * backbone_flops(LARGE),
-     "seconds": {"stages": 2.0, "whole": 9.0, "scan": 3.0}},
-]  # fmt: skip
+    {"platform": "gpu", "device": "a card", "name": name, "precision": precision, "flops": flops, "seconds": seconds}
+    for name, precision, flops, seconds in (
+        ("small", "float32", 32 * backbone_flops(SMALL), {"stages": 2.0, "whole": 9.0, "scan": 1.0}),
+        ("large", "float32", 64 * backbone_flops(LARGE), {"stages": 2.0, "whole": 9.0, "scan": 3.0}),
+        ("rounded", "bfloat16", 32 * backbone_flops(LARGE), {"stages": 1.5, "scan": 1.0}),
+    )
+]
 
 
 def test_auto_takes_the_fastest_of_the_nearest_measurement(monkeypatch):
@@ -42,8 +46,23 @@ def test_a_measurement_of_this_very_batch_is_reported_as_it_is(monkeypatch):
 
 def test_where_nothing_was_measured_it_says_so(monkeypatch):
     monkeypatch.setattr(choice, "measurements", lambda: MEASURED)
-    name, reason = choose(EngineConfig(), SMALL, 16, "tpu")
-    assert name == "stages" and "nothing was measured on tpu" in reason
+    for config, batch_size, platform, name in (
+        (SMALL, 16, "tpu", "scan"),  # small backbones wait for the host's dispatches
+        (config_of("deit_tiny"), 32, "tpu", "scan"),
+        (LARGE, 32, "tpu", "stages"),
+        (dataclasses.replace(SMALL, precision="bfloat16"), 16, "cpu", "stages"),
+    ):
+        taken, reason = choose(EngineConfig(), config, batch_size, platform)
+        assert taken == name and f"nothing was measured on {platform} in {config.precision}" in reason
+
+
+def test_a_measurement_in_another_precision_is_none(monkeypatch):
+    monkeypatch.setattr(choice, "measurements", lambda: MEASURED)
+    assert choose(EngineConfig(), LARGE, 32, "gpu")[0] == "stages"
+    assert choose(EngineConfig(), dataclasses.replace(LARGE, precision="bfloat16"), 64, "gpu") == (
+        "scan",
+        "the fastest in the nearest measurement: rounded on a card; a batch here has 2 times its FLOPs",
+    )
 
 
 @pytest.mark.parametrize("name", ["stages", "whole", "scan"])
@@ -56,7 +75,8 @@ def test_the_users_choice_stands(name):
 
 def test_what_was_measured_names_executors_that_exist():
     for entry in choice.measurements():
-        assert set(entry["seconds"]) == {"stages", "whole", "scan"} and entry["flops"] > 0
+        assert {"stages", "scan"} <= set(entry["seconds"]) <= set(get_args(choice.Name)) and entry["flops"] > 0
+        assert entry["precision"] in get_args(Precision)
         assert min(entry["seconds"].values()) > 0
 
 

@@ -172,8 +172,12 @@ def fit(
             )
             progress.running += losses
             progress.step += len(coming)
-            if (first - begin) // NOTE_EVERY >= seen:
-                note, seen = f"epoch {epoch + 1}/{config.epochs} loss {float(progress.running[-1]):.3f}", seen + 1
+            # of several steps in a call the last one's loss comes late: to wait for it would leave the device idle
+            known = progress.running
+            if len(losses) > 1:
+                known = [*progress.losses[-1:], *progress.running[: -len(losses)]]
+            if known and (first - begin) // NOTE_EVERY >= seen:
+                note, seen = f"epoch {epoch + 1}/{config.epochs} loss {float(known[-1]):.3f}", seen + 1
             if progress.step == (epoch + 1) * steps:
                 finish_epoch(progress, config, [piece.size for piece in pieces], rates, architectures)
             advance(sum(size for _, size in coming), note)

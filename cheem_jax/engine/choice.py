@@ -22,6 +22,9 @@ from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import Whole
 
 Name = Literal["stages", "whole", "scan"]
+DISPATCH_BOUND = 1.5e11
+"""FLOPs of a batch's forward pass below which an accelerator is taken to wait for the host's dispatches, where nothing
+was measured: an estimate for an H100, from counted kernels and bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +58,20 @@ def choose(
 ) -> tuple[Name, str]:
     """The executor of the settings, and why it was taken, in words for the log.
 
-    `auto` takes the fastest in the measurement nearest in FLOPs per device.
+    `auto` takes the fastest in the measurement of this precision that is nearest in FLOPs per device. Where there is
+    none, an accelerator runs small backbones by `scan`; all else runs by `stages`.
     """
     if config.executor != "auto":
         return config.executor, "as set"
     platform = platform or jax.default_backend()
-    known = [entry for entry in measurements() if entry["platform"] == platform]
+    here = {"platform": platform, "precision": vit.precision}
+    known = [entry for entry in measurements() if here.items() <= entry.items()]
+    flops = backbone_flops(vit) * max(batch_size // layout.num, 1)
     if not known:
-        return "stages", f"nothing was measured on {platform}; experiments/jit_profile.py measures it"
-    work = math.log(backbone_flops(vit) * max(batch_size // layout.num, 1))
+        is_small = platform != "cpu" and flops < DISPATCH_BOUND
+        reason = f"nothing was measured on {platform} in {vit.precision}; experiments/jit_profile.py measures it"
+        return "scan" if is_small else "stages", reason
+    work = math.log(flops)
     nearest = min(known, key=lambda entry: abs(math.log(entry["flops"]) - work))
     fastest = min(nearest["seconds"], key=nearest["seconds"].get)
     times = math.exp(work - math.log(nearest["flops"]))
