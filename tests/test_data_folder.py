@@ -17,6 +17,7 @@ from PIL import Image
 from cheem_jax.data import fingerprint, load_stream, load_task
 from cheem_jax.data.files import files_of, list_files
 from cheem_jax.data.folder import plan_stream, plan_task
+from cheem_jax.data.sources import plan_stream_file
 from cheem_jax.data.task import cut, tenths
 
 
@@ -60,14 +61,26 @@ def test_a_folder_and_a_zip_give_the_same_task(tmp_path):
     assert fingerprint(folder) == fingerprint(zipped)
 
 
-@pytest.mark.parametrize("names", [("Train", "validation", "TEST"), ("train", "valid", "test")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("Train", "validation", "TEST"),
+        ("train", "valid", "test"),
+        ("Training", "Val", "Testing"),
+        ("training_set", "validation set", "test_set"),
+        ("train-images", "dev", "TestSet"),
+    ],
+)
 def test_split_folders_may_bear_other_usual_names(tmp_path, names):
     renamed = {
         file.replace("train/", f"{names[0]}/").replace("val/", f"{names[1]}/").replace("test/", f"{names[2]}/"): data
         for file, data in FULL.items()
     }
     want = load_task(write(tmp_path / "a" / "pets", FULL), image_size=4)
-    assert fingerprint(load_task(write(tmp_path / "b" / "pets", renamed), image_size=4)) == fingerprint(want)
+    pets = write(tmp_path / "b" / "pets", renamed)
+    assert fingerprint(load_task(pets, image_size=4)) == fingerprint(want)
+    (plan,) = plan_stream(pets)
+    assert plan.split_sha256 == plan_task(write_zip(tmp_path / "b" / "pets.zip", renamed)).split_sha256
 
 
 def test_an_enclosing_folder_and_hidden_files_are_looked_through(tmp_path):
@@ -260,8 +273,13 @@ def test_classes_too_small_to_be_cut_are_named(tmp_path):
             layout(val={"cat": 3, "dog": 3}, test={"cat": 1, "dog": 1}),
             r"no split 'train', only \['test', 'val'\]",
         ),
-        (FULL | layout(tset={"cat": 1}), r"\['tset'\] are not splits; known are train, val"),
-        (FULL | layout(valid={"cat": 1}), r"several folders for one split \['val'\]"),
+        (FULL | layout(tset={"cat": 1}), r"\['tset'\] are not splits; known are train, val, test \("),
+        (
+            layout(birds={"owl": 3, "rook": 3}, pets={"cat": 3}),
+            r"\['birds', 'pets'\] are not splits.*a \[\[task\]\] of",
+        ),
+        ({f"{split}/{i}.png": png() for split in ("Train", "test") for i in range(4)}, "Train, test are splits, but"),
+        (FULL | layout(valid={"cat": 1}), r"several names for one split \['val'\]"),
         (FULL | {"train/3.png": png()}, "1 of 11 images are at an unexpected place, such as 'train/3.png'"),
         ({"1.png": png(), "2.png": png()}, "2 of 2 images are at an unexpected place, such as '1.png'"),
         (FULL | {"train/cat/new/3.png": png()}, "unexpected place, such as 'train/cat/new/3.png'; expected"),
@@ -504,3 +522,51 @@ def test_names_of_tasks_are_compared_in_composed_form(tmp_path):
     write(tmp_path / NFC, FULL)
     with pytest.raises(ValueError, match=f"two folders or zips of the same name: .'{NFC}'"):
         plan_stream(tmp_path)
+
+
+@pytest.mark.parametrize("names", [("Testing", "valid"), ("test",)])
+def test_splits_without_train_are_no_tasks(tmp_path, names):
+    pets = write(tmp_path / "pets", layout(**{name: {"cat": 9, "dog": 9} for name in names}))
+    for read in (plan_stream, plan_task):
+        with pytest.raises(ValueError, match=r"pets: no split 'train', only \['test'"):
+            read(pets)
+
+
+def test_folders_that_look_like_parts_of_one_task_are_tasks_only_if_they_are_named(tmp_path):
+    write(tmp_path / "all", layout(part1={"cat": 9, NFC: 9}, part2={"Cat": 9, NFD: 9}, other={"cat": 9, "cow": 9}))
+    write(tmp_path / "all", {f"empty/{split}/x.txt": b"" for split in ("train", "test")})
+    with pytest.raises(
+        ValueError, match=r"all: part1, part2 have the same classes \(cat; mus.*rename.*--tasks part1,part2"
+    ):
+        plan_stream(tmp_path / "all")
+    assert [plan.name for plan in plan_stream(tmp_path / "all", ["part1", "part2"])] == ["part1", "part2"]
+    toml = tmp_path / "all.toml"
+    toml.write_text("".join(f"[[task]]\npath = 'all/part{number}'\n" for number in (1, 2)))
+    assert [plan.name for plan in plan_stream_file(toml)[1]] == ["part1", "part2"]
+    (tmp_path / "zips").mkdir()
+    for name in ("train", "test"):
+        write_zip(tmp_path / "zips" / f"{name}.zip", {f"{name}/{at}/{i}.png": png() for at in "ab" for i in range(9)})
+    with pytest.raises(
+        ValueError, match=r"zips named \['test', 'train'\] are splits of one task; unpack them into one"
+    ):
+        plan_stream(tmp_path / "zips")
+
+
+def test_tasks_with_splits_of_their_own_or_listed_classes_may_have_the_same_classes(tmp_path):
+    for name in ("real", "sketch"):
+        write(tmp_path / "domains" / name, FULL)
+        write_zip(tmp_path / "domains" / f"{name}_zip.zip", {f"x/{file}": data for file, data in FULL.items()})
+        numbered = {f"{name}/{label}/{i}.png": png() for label in "01" for i in range(4)}
+        write(tmp_path / "listed", numbered | {f"{name}/meta.json": json.dumps({"classes": [name, "x"]}).encode()})
+    assert [plan.name for plan in plan_stream(tmp_path / "domains")] == ["real", "real_zip", "sketch", "sketch_zip"]
+    assert [plan.classes[0] for plan in plan_stream(tmp_path / "listed")] == ["real", "sketch"]
+
+
+def test_classes_above_splits_are_refused(tmp_path):
+    files = {
+        f"{name}/{split}/{i}.png": png() for name in ("cat", "dog") for split in ("train", "test") for i in range(9)
+    }
+    with pytest.raises(ValueError, match="cat: test, train are splits, but their images are in no class folder"):
+        plan_stream(write(tmp_path / "pets", files))
+    vehicles = {f"{name}/{i}.png": png() for name in ("bus", "train") for i in range(9)}
+    assert plan_stream(write(tmp_path / "vehicles", vehicles))[0].classes == ("bus", "train")

@@ -41,6 +41,8 @@ from cheem_jax.data.task import (
     composed,
     cut_missing,
     repeats,
+    split_of,
+    splits_of,
 )
 
 LAYOUT = "<train|val|test>/<class>/<image>, or <class>/<image> without splits"
@@ -66,20 +68,23 @@ def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0
     """The tasks of a folder whose zips and folders are tasks, named after them; a single task is a stream of one.
 
     `tasks` selects and orders; by default all are taken, sorted, except folders without any image. Raises as
-    `plan_task`.
+    `plan_task`, and unless `tasks` names them for folders that look like parts of one task.
     """
     places = _find_tasks(path)
     if tasks is not None:
         tasks = check_names(tasks, sorted(places), f"stream {path}")
-    plans = []
-    for name in sorted(places) if tasks is None else tasks:
-        if is_saved(places[name]):
-            plans.append(plan_hub(places[name], name=name, seed=seed))
-            continue
-        found = look_through(places[name])
-        lacks_heif = any(kind.endswith(GET_HEIF) for _, kind in found.ignored)
-        if tasks is not None or places[name].is_file() or found.images or lacks_heif:
-            plans.append(_plan(found, name, seed))
+        places = {name: places[name] for name in tasks}
+    found = {name: look_through(place) for name, place in places.items() if not is_saved(place)}
+    if tasks is None:
+        lacks_heif = {name for name, one in found.items() if any(kind.endswith(GET_HEIF) for _, kind in one.ignored)}
+        empty = {name for name, one in found.items() if not (one.images or name in lacks_heif or one.path.is_file())}
+        tasks = sorted(places.keys() - empty)
+        if places != {name_of(path): path}:
+            _refuse_parts(path, tasks, found)
+    plans = [
+        _plan(found[name], name, seed) if name in found else plan_hub(places[name], name=name, seed=seed)
+        for name in tasks
+    ]
     if not plans:
         raise ValueError(f"{path} contains no task; expected zips or folders with {LAYOUT}")
     return plans
@@ -91,7 +96,7 @@ def _find_tasks(path: Path) -> dict[str, Path]:
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such folder or zip file")
     entries = [entry for entry in path.iterdir() if not is_hidden(entry.name)]
-    if any(entry.is_dir() and (entry.name.lower() == "train" or _has_images(entry)) for entry in entries):
+    if any(entry.is_dir() and (split_of(entry.name) == "train" or _has_images(entry)) for entry in entries):
         return {name_of(path): path}  # a single task: folders of images are classes
     # a link to a missing task must not make it vanish
     places = [
@@ -105,6 +110,37 @@ def _find_tasks(path: Path) -> dict[str, Path]:
             f"as {path.name}/cat and {path.name}/dog"
         )
     return {name_of(place): place for place in places}
+
+
+def _refuse_parts(path: Path, tasks: Sequence[str], found: Mapping[str, Listing]) -> None:
+    """ValueError for folders or zips that are named like splits, or without splits have the same classes."""
+    alike: dict[frozenset[str], list[str]] = {}
+    for name in tasks:
+        if name in found and (classes := _bare_classes(found[name])):
+            alike.setdefault(classes, []).append(name)
+    bare = [name for names in alike.values() for name in names]
+    if tasks and sorted(bare) == tasks and len(_split_folders(tasks)) == len(tasks):
+        check_splits(str(path), splits_of(str(path), tasks).values())
+        raise ValueError(f"{path}: zips named {sorted(tasks)} are splits of one task; unpack them into one folder")
+    for classes, names in alike.items():
+        if len(names) > 1:
+            raise ValueError(
+                f"{path}: {', '.join(names[:8])} have the same classes ({first_of(sorted(classes))}), so they may be "
+                "parts of one task. If they are, rename them to train and test, or put the images of each class into "
+                f"one folder. If each is a task, name them (--tasks {','.join(names[:8])}), list them in a TOML file, "
+                "or give each folder by itself"
+            )
+
+
+def _bare_classes(found: Listing) -> frozenset[str]:
+    """Names of the class folders of a task without splits; none for a task that has splits or a meta.json."""
+    folders = {tuple(name.split("/")[:-1]) for name in found.images}
+    # train.zip usually contains the folder train
+    has_splits = {split_of(parts[-2]) for parts in folders if len(parts) > 1} - {None, split_of(name_of(found.path))}
+    names = {composed(parts[-1]).casefold() for parts in folders if parts}
+    if has_splits or len(_split_folders(names)) == len(names) or any(at.endswith("meta.json") for at in found.names):
+        return frozenset()
+    return frozenset(names)
 
 
 def holds_images(path: Path) -> bool:
@@ -145,6 +181,11 @@ def _plan(found: Listing, task: str, seed: int) -> Plan:
     _refuse_folders_without_image(found, root, (root + next(iter(grouped["train"]))).count("/"))
     listed = _class_names(path, f"{root}meta.json", names)
     classes, label_of = _label_folders(path, grouped["train"].values(), listed)
+    if listed is None and len(_split_folders(classes)) == len(classes):
+        raise ValueError(
+            f"{path}: {', '.join(classes)} are splits, but their images are in no class folder; expected {LAYOUT}, "
+            "or a table (CSV) with the columns path, label and split"
+        )
     members: Members = {}
     for split, folder_of in grouped.items():
         if unknown := sorted(set(map(composed, folder_of.values())) - set(label_of)):
@@ -188,10 +229,12 @@ def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]
     for top, files in by_top.items():
         found.setdefault(top if depth == 2 else "train", {}).update((file, file.split("/")[-2]) for file in files)
     if unknown := sorted(found.keys() - _split_folders(found)):
-        raise ValueError(f"{path}: {unknown[:8]} are not splits; known are {', '.join(SPLITS)} ({LAYOUT})")
-    if doubled := repeats(SPLITS[folder.lower()] for folder in found):
-        raise ValueError(f"{path}: several folders for one split {doubled}: {sorted(found)}")
-    return root, {SPLITS[folder.lower()]: folder_of for folder, folder_of in found.items()}
+        raise ValueError(
+            f"{path}: {unknown[:8]} are not splits; known are {', '.join(SPLITS)} ({LAYOUT}); of several tasks, give "
+            "the folder that contains them, or make a zip or a [[task]] of each"
+        )
+    split_names = splits_of(str(path), found)
+    return root, {split_names[folder]: folder_of for folder, folder_of in found.items()}
 
 
 def _usual(files: Sequence[str]) -> int:
@@ -215,7 +258,7 @@ def _refuse_folders_without_image(found: Listing, root: str, depth: int) -> None
 
 
 def _split_folders(folders: Iterable[str]) -> set[str]:
-    return {folder for folder in folders if folder.lower() in SPLITS}
+    return {folder for folder in folders if split_of(folder)}
 
 
 def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | None:
@@ -312,7 +355,7 @@ def _read_rows(file: Path) -> list[ManifestRow]:
     for where, values in read(file):
         row = ManifestRow(where, **values)
         path = PurePosixPath(row.path.replace("\\", "/")).as_posix()
-        split = SPLITS.get(row.split.lower(), "")
+        split = split_of(row.split) or ""
         if not row.path:
             wrong.append(f"{where}: empty path")
         elif path.startswith("/") or path[1:2] == ":" or ".." in path.split("/") or "\0" in path:

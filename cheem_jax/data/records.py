@@ -27,7 +27,7 @@ from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.decode import Progress, opened, to_rgb
 from cheem_jax.data.files import Encoded, FolderFiles, import_extra, stamp_of
-from cheem_jax.data.task import SPLITS, Members, Plan
+from cheem_jax.data.task import Members, Plan, splits_of
 
 BY_BYTES, BY_PIXELS = "bytes", "pixels"
 MAX_CLASSES = 1_000_000
@@ -209,9 +209,10 @@ def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed
     folders. Raises FileNotFoundError or ValueError.
     """
     prepared = open_prepared(spec, data_dir or default_data_dir())
-    if "train" not in prepared.splits:
+    known = splits_of(prepared.full_name, prepared.splits)
+    if "train" not in known.values():
         raise ValueError(f"{prepared.full_name} has no train split, only {sorted(prepared.splits)}")
-    rows = {SPLITS[split]: prepared.index([split]) for split in prepared.splits if split in SPLITS}
+    rows = {split: prepared.index([name]) for name, split in known.items()}
     source, stamp = f"tfds:{prepared.full_name}", prepared.stamp
     name = name or prepared.full_name.split("/")[0]
     return plan_rows(name, prepared.classes, rows, prepared.records, source=source, stamp=stamp, seed=seed)
@@ -361,9 +362,10 @@ def plan_hub(source: str | Path, *, name: str | None = None, seed: int = 0) -> P
             "or give a folder that save_to_disk of the library datasets wrote"
         ) from error
     splits = found if isinstance(found, dict) else {"train": found}
-    splits = {SPLITS[split.lower()]: rows for split, rows in splits.items() if split.lower() in SPLITS}
-    if "train" not in splits:
-        raise ValueError(f"{told} has no train split, only {sorted(splits) or 'others'}")
+    known = splits_of(told, splits)
+    if "train" not in known.values():
+        raise ValueError(f"{told} has no train split, only {sorted(splits)}")
+    splits = {split: splits[name] for name, split in known.items()}
     features = splits["train"].features
     image = _only(features, datasets.Image, "image", f"{told}: ")
     label = _only(features, datasets.ClassLabel, "label", f"{told}: ")

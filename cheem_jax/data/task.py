@@ -11,6 +11,7 @@ import difflib
 import functools
 import hashlib
 import json
+import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -23,8 +24,12 @@ from cheem_jax.data.files import Encoded
 Members = dict[str, dict[str, int]]
 """The label of every image by its key, for each split."""
 
-SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-"""Usual names of splits, in lower case, and ours."""
+SPLITS = ("train", "val", "test")
+_SPLIT = re.compile(
+    r"(?:(train(?:ing)?)|(val(?:id(?:ation)?)?|dev)|(test(?:ing)?))(?:[ _-]?(?:set|data|dataset|images|split))?",
+    re.IGNORECASE,
+)
+"""Usual names of the splits: valid, Training, test_set, ..."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,6 +211,20 @@ def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) 
     for start in range(0, len(images), chunk):
         digest.update(np.ascontiguousarray(images[start : start + chunk]).data)
     return digest.hexdigest()
+
+
+def split_of(name: str) -> str | None:
+    """train, val or test, if the name is a usual one for it in any case, such as `Training` or `test_set`."""
+    found = _SPLIT.fullmatch(name.strip())
+    return None if found is None else SPLITS[found.lastindex - 1]
+
+
+def splits_of(where: str, names: Iterable[str]) -> dict[str, str]:
+    """The split of each name that is a usual one; ValueError for several names of one split."""
+    known = {name: split for name in names if (split := split_of(name)) is not None}
+    if doubled := repeats(known.values()):
+        raise ValueError(f"{where}: several names for one split {doubled}: {sorted(known)}; join them, or rename one")
+    return known
 
 
 def composed(name: str) -> str:
