@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
+import shutil
 
 import commands
 import numpy as np
@@ -102,6 +104,23 @@ def test_a_stream_of_ones_own_is_verified_from_its_file(cheem, tmp_path):
     assert cheem("data", "verify", toml, "--skip-broken")[0] == 0
     out = cheem("data", "verify", toml, "--skip-broken", "--json")[1]
     assert json.loads(out)["tasks"]["pets"]["skipped"] == ["test/dog/3.png"]
+
+
+def test_copies_that_the_cut_separates_are_told_apart_from_those_in_two_given_splits(cheem, tmp_path):
+    pets = pictures(tmp_path / "pets")
+    shutil.rmtree(pets / "val")
+    copied = (pets / "train" / "cat" / "0.png").read_bytes()
+    for row in range(1, 6):  # all cats for training, one of which is cut for validation
+        (pets / "train" / "cat" / f"{row}.png").write_bytes(copied)
+    status, out, _ = cheem("data", "verify", pets)
+    assert status == 0 and "pets: 10 train, 2 val, 12 test (val cut from train); 2 classes" in out
+    assert "copies that the cut put into two splits" in out and "copies in two splits" not in out
+    assert re.search(
+        r"first train/cat/\d\.png \(cat, train\) and train/cat/\d\.png \(cat, val\)", " ".join(out.split())
+    )
+    (pets / "test" / "cat" / "0.png").write_bytes(copied)
+    out = cheem("data", "verify", pets)[1]
+    assert "copies in two splits" in out and "copies that the cut" in out
 
 
 def test_show_draws_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch):

@@ -307,7 +307,7 @@ def test_a_first_line_too_long_for_a_field_is_told(tmp_path):
 def test_one_class_alone_is_told_with_the_file(tmp_path):
     (tmp_path / "1.png").write_bytes(b"x")
     (tmp_path / "cars.csv").write_text("path,label\n1.png,car\n")
-    with pytest.raises(ValueError, match="cars.csv: .* too few in 'car'"):
+    with pytest.raises(ValueError, match="cars.csv, .* too few in 'car'"):
         plan_manifest(tmp_path / "cars.csv")
 
 

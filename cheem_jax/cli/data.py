@@ -26,7 +26,7 @@ from cheem_jax.data.load import ImagesConfig, default_directory, load_tasks
 from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
 from cheem_jax.data.task import Part, Plan, check_names
-from cheem_jax.data.verify import Findings, verify, verify_caches, without_broken
+from cheem_jax.data.verify import Findings, Listed, verify, verify_caches, without_broken
 from cheem_jax.run.progress import Progress
 
 SHOWN = 96
@@ -271,6 +271,10 @@ def _some_of_each_class(labels: np.ndarray, num: int = 1) -> np.ndarray:
     return chosen[np.lexsort((labels[chosen], place[place < num]))]
 
 
+def _told(image: Listed) -> str:
+    return f"{image.key} ({image.label}, {image.split})"
+
+
 def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{num:,} {name}" for name, num in counts.items())
 
@@ -283,7 +287,10 @@ def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[s
     """One task's findings for people."""
     (few, least), (many, most) = findings.smallest_class, findings.largest_class
     sizes = f"{least:,}" if least == most else f"{least:,} ({few}) to {most:,} ({many})"
-    progress.say(f"{plan.name}: {_listed(findings.num)}; {findings.num_classes:,} classes of {sizes} training images")
+    cut = f" ({' and '.join(plan.cut)} cut from train)" if plan.cut else ""
+    progress.say(
+        f"{plan.name}: {_listed(findings.num)}{cut}; {findings.num_classes:,} classes of {sizes} training images"
+    )
     if findings.smallest_image and findings.largest_image:
         small, large = ("x".join(map(str, size)) for size in (findings.smallest_image, findings.largest_image))
         progress.say(
@@ -294,14 +301,18 @@ def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[s
         progress.say(f"  {note}")
     for place in caches:
         progress.say(f"  decoded images intact: {place}")
+    of_one = {"train", *plan.cut}
+    by_cut = [pair for pair in findings.across if {image.split for image in pair} <= of_one]
+    given = [pair for pair in findings.across if not {image.split for image in pair} <= of_one]
     copies = {
-        "copies in two splits (counted, not refused: some public sets have them)": findings.across,
+        "copies in two splits (counted, not refused: some public sets have them)": given,
+        "copies that the cut put into two splits (a table with a column `split` can keep them together)": by_cut,
         "images under two labels": findings.contradictory,
     }
     for what, pairs in copies.items():
         if pairs:
             one, other = pairs[0]
-            progress.say(f"  {len(pairs):,} {what}, first {one.key} ({one.label}) and {other.key} ({other.label})")
+            progress.say(f"  {what}: {len(pairs):,}, first {_told(one)} and {_told(other)}")
     for line in [*damaged, *findings.broken[:SAID]]:
         progress.say(f"  NOT SOUND: {line}")
     if len(findings.broken) > SAID:

@@ -39,7 +39,6 @@ from cheem_jax.data.task import (
     check_splits,
     class_names,
     composed,
-    cut_missing,
     repeats,
     split_of,
     splits_of,
@@ -334,7 +333,6 @@ def plan_manifest(file: Path, *, name: str | None = None, root: Path | None = No
     members: Members = {}
     for row in rows:
         members.setdefault(row.split, {})[row.path] = label_of[row.label]
-    cut_missing(str(file), classes, members, seed)
     return Plan.of(
         name or file.resolve().stem,
         classes,

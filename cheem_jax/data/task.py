@@ -124,6 +124,8 @@ class Plan:
     """Lines for people about files beside the images that are not read."""
     skipped: tuple[str, ...] = ()
     """Keys of images that were left out because they cannot be read."""
+    cut: tuple[str, ...] = ()
+    """Splits that were cut from train."""
 
     @staticmethod
     def of(
@@ -142,13 +144,14 @@ class Plan:
 
         `files` gives the files of some keys. Raises ValueError for classes that have too few images.
         """
+        cut = tuple(split for split in SPLITS if split not in members)
         cut_missing(source, classes, members, seed, floor=floor)
         parts = {
             split: Part(files(list(labels)), np.array(list(labels.values()), np.int32))
             for split, labels in members.items()
         }
         train, val, test = parts["train"], parts["val"], parts["test"]
-        return Plan(name, tuple(classes), train, val, test, source, stamp, tuple(ignored))
+        return Plan(name, tuple(classes), train, val, test, source, stamp, tuple(ignored), cut=cut)
 
     def __post_init__(self):
         where = f"{self.source}: task {self.name!r}"
