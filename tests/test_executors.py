@@ -362,23 +362,30 @@ def test_what_a_step_of_the_scan_does_not_hold_may_be_nan():
 
 
 @pytest.mark.parametrize("block", [None, 0])
-def test_a_call_of_the_scan_sends_one_array_and_nothing_in_it_branches(block):
+def test_a_call_of_the_scan_sends_two_arrays_and_nothing_in_it_branches(block):
     scan, caught = Scan(VIT, "mlp_down", steps_per_call=3), []
     held = jax.device_put(IMAGES) if block is None else batch().tokens.values
     supernet = Supernet(jax.random.key(0), dense_experts(scan.base_pool), 3, OpSettings(rank=2))
     architectures = [from_strings(names.split()) for names in ("adapt:0 new skip reuse:0", "new skip new adapt:0")]
     step = [Batch(Gather(block, held, np.arange(8, dtype=np.int32)), LABELS, WEIGHTS)]
-    program = scan._train
+    program, take = scan._train, scan.take
+
+    def sent(*arguments):
+        return [type(leaf) for leaf in jax.tree.leaves(arguments) if not isinstance(leaf, jax.Array)]
 
     def noted(*arguments):
         caught.append(arguments)
         raise InterruptedError
 
-    scan._train = noted
+    def noted_take(*arguments):
+        assert sent(*arguments) == [np.ndarray]
+        return take(*arguments)
+
+    scan._train, scan.take = noted, noted_take
     with pytest.raises(InterruptedError):
         train_steps(scan, supernet, supernet.init(), architectures, [step] * 2, rates=[1e-3] * 2)
     (arguments,) = caught
-    assert [type(leaf) for leaf in jax.tree.leaves(arguments[1:]) if not isinstance(leaf, jax.Array)] == [np.ndarray]
+    assert sent(*arguments[1:]) == [np.ndarray]
     text = program.lower(*arguments).as_text()
     assert text.count("stablehlo.while") == 1 and "stablehlo.case" not in text and "stablehlo.if" not in text
 

@@ -226,8 +226,12 @@ class Executor(abc.ABC):
         """The tokens themselves."""
         if isinstance(source, Tokens):
             return source
-        taken = _take(source.values, self.layout.rows(source.rows))
+        taken = self.take(source.values, self.layout.rows(source.rows))
         return self.begin(taken) if source.block is None else Tokens(source.block, taken)
+
+    def take(self, values: jax.Array, rows: Any) -> jax.Array:
+        """Rows `[...]` of a data set on the device `[M, ...]`."""
+        return _take(values, rows)
 
     def features(self, tokens: jax.Array) -> jax.Array:
         """Features `[B, D]` of the last block's tokens."""

@@ -59,8 +59,8 @@ class Calls(NamedTuple):
     slots: Int[np.ndarray, "K blocks"]
     adapts: Bool[np.ndarray, "K learning"]
     news: Bool[np.ndarray, "K learning"]
-    data: Any
-    """Rows `[K, B]` of a data set on the device, or the steps' own tokens `[K, B, N, D]`."""
+    data: jax.Array
+    """Tokens `[K, B, N, D]`, or uint8 images `[K, B, S, S, 3]`."""
     labels: Int[ArrayLike, "K B"]
     weights: Float[ArrayLike, "K B"]
     rates: Float[np.ndarray, "K"]
@@ -144,7 +144,7 @@ class Scan(Executor):
         """The learners that some of the steps changed, the head's, and the losses."""
         size, num = self.steps_per_call, len(architectures)
         order = [min(step, num - 1) for step in range(size)]
-        block, values, data = self._sources([batches[i].tokens for i in order])
+        block, data = self._sources([batches[i].tokens for i in order])
         begin = block or 0
         start = max(start, begin)
         frozen, learning = range(begin, self.num_blocks), range(start, self.num_blocks)
@@ -173,7 +173,7 @@ class Scan(Executor):
         )
         how, packed = _packed(calls)
         losses, pairs, news, head = self._train(
-            Program(setup.update, block, start, how), (self.leaves, self.blocks[begin:]), tables, head, values, packed
+            Program(setup.update, block, start, how), (self.leaves, self.blocks[begin:]), tables, head, packed
         )
         changed: dict[Place, Any] = {(b, NEW): new for b, new in zip(learning, news, strict=True) if NEW in columns[b]}
         for b, own in zip(learning, pairs, strict=True):
@@ -185,14 +185,17 @@ class Scan(Executor):
         # what New begins with is never looked at
         return self.nothing if expert is None else setup.experts[block][expert]
 
-    def _sources(self, sources: Sequence[Tokens | Gather]) -> tuple[int | None, jax.Array | None, Any]:
-        """What the steps begin with: block, a data set on the device, and rows of it; or no data set, and tokens."""
+    def _sources(self, sources: Sequence[Tokens | Gather]) -> tuple[int | None, jax.Array]:
+        """What the steps begin with: a block (None: images), and its tokens.
+
+        They are gathered by a program of their own: those of the steps do not depend on the size of a data set.
+        """
         gathers = [source for source in sources if isinstance(source, Gather)]
         if len(gathers) == len(sources):
             rows = np.stack([self.layout.mine(gather.rows) for gather in gathers])
-            return gathers[0].block, gathers[0].values, self.layout.joined(rows.astype(np.int32), axis=1)
+            return gathers[0].block, self.take(gathers[0].values, self.layout.joined(rows, axis=1))
         tokens = [self.resolve(source) for source in sources]
-        return tokens[0].block, None, jnp.stack([found.values for found in tokens])
+        return tokens[0].block, jnp.stack([found.values for found in tokens])
 
     def _forward(
         self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
@@ -213,7 +216,7 @@ class Scan(Executor):
         last, seen = self._composed(frozen[1], [Reuse(expert) for expert in experts], z, begin, until)
         return last, self._sums(seen, mask)
 
-    def _train_of(self, program: Program, frozen, tables: Tables, head, values, data):
+    def _train_of(self, program: Program, frozen, tables: Tables, head, data):
         begin, start = program.block or 0, program.start
         leaves, blocks = frozen
         num_frozen = start - begin
@@ -227,8 +230,7 @@ class Scan(Executor):
         def step(state, part):
             pairs, news, head = state
             call = _unpacked(program.packed, *part)
-            z = call.data if values is None else values[call.data]
-            z = self.begin_of(leaves, z) if program.block is None else z
+            z = self.begin_of(leaves, call.data) if program.block is None else call.data
             chosen = _taken(experts, call.slots)
             z, _ = self._composed(blocks, [Reuse(own) for own in _rows(chosen, 0, num_frozen)], z, begin, start)
             dense, slots = _part(chosen, slice(num_frozen, None)), call.slots[num_frozen:]
