@@ -16,7 +16,16 @@ from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Expert, LowRank
 from cheem_jax.core.pool import Head, InternalMemory, TaskMemory, base_pool, dense_expert, grow
 from cheem_jax.run import checkpoint
-from cheem_jax.run.checkpoint import FORMAT, content_hash, load_manifest, load_task, save_task, saved_tasks
+from cheem_jax.run.checkpoint import (
+    FORMAT,
+    content_hash,
+    copy_task,
+    files_of,
+    load_manifest,
+    load_task,
+    save_task,
+    saved_tasks,
+)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 POOL = base_pool(small.backbone().experts("mlp_down"))
@@ -135,12 +144,12 @@ def test_the_content_hash_depends_on_content_alone(tmp_path):
     assert len(hashes) == 4 and first["content_sha256"] not in hashes
 
 
-def test_every_damaged_missing_or_foreign_file_is_found(tmp_path):
+def test_every_damaged_or_missing_file_is_found(tmp_path):
     memory = two_tasks()
     whole = save_memory_task(tmp_path, memory, 0, rank=2)
     names = [file.relative_to(whole) for file in sorted(whole.rglob("*")) if file.is_file()]
     assert len(names) > 5
-    for kind in ("flip", "cut", "missing", "foreign"):
+    for kind in ("flip", "cut", "missing", "replaced"):
         for number, name in enumerate(names):
             copy = tmp_path / f"{kind}{number}" / whole.name
             shutil.copytree(whole, copy)
@@ -152,12 +161,40 @@ def test_every_damaged_missing_or_foreign_file_is_found(tmp_path):
                 (copy / name).write_bytes(content[:-1])
             elif kind == "missing":
                 (copy / name).unlink()
-            elif kind == "foreign":
-                (copy / name).with_name("added").write_bytes(b"x")
+            elif kind == "replaced":
+                (copy / name).unlink()
+                (copy / name).mkdir()
             else:
                 continue
             with pytest.raises(ValueError, match="000-textures-two is corrupted .*restore it from a copy"):
                 load_task(copy)
+
+
+def test_foreign_files_beside_what_belongs_there_change_nothing(tmp_path):
+    memory = two_tasks()
+    for index in range(2):
+        save_memory_task(tmp_path, memory, index, rank=2)
+    first, second = saved = saved_tasks(tmp_path)
+    own = {place: sorted(files_of(place)) for place in saved}
+    assert all(
+        names == sorted(f.relative_to(p).as_posix() for f in p.rglob("*") if f.is_file()) for p, names in own.items()
+    )
+    for folder in [tmp_path, *(place for place in tmp_path.rglob("*") if place.is_dir())]:
+        for name in (".DS_Store", "._task.json", "Thumbs.db", ".nfs00a1", "task.json.swp", "a.sync-conflict-1.json"):
+            (folder / name).write_bytes(b"x")
+    shutil.copytree(second, tmp_path / f"{first.name} (copy)")
+    (tmp_path / "002-pets.zip").write_bytes(b"x")
+    assert saved_tasks(tmp_path) == saved and same(open_memory(tmp_path, POOL).pool, memory.pool)
+    copy_task(first, tmp_path / "copied" / first.name)
+    assert (
+        sorted(
+            f.relative_to(tmp_path / "copied" / first.name).as_posix()
+            for f in (tmp_path / "copied").rglob("*")
+            if f.is_file()
+        )
+        == own[first]
+    )
+    load_task(tmp_path / "copied" / first.name)
 
 
 def test_a_checkpoint_of_the_first_public_format_opens_for_ever():
@@ -243,7 +280,7 @@ def test_swapped_contents_are_found(tmp_path):
     first, second = (save_memory_task(tmp_path, memory, index, rank=2) for index in range(2))
     shutil.rmtree(first / "arrays")
     shutil.copytree(second / "arrays", first / "arrays")
-    with pytest.raises(ValueError, match="000-textures-two is corrupted .missing, changed or foreign files"):
+    with pytest.raises(ValueError, match="000-textures-two is corrupted .missing or changed files"):
         open_memory(tmp_path, POOL)
 
 

@@ -6,7 +6,6 @@ The settings at the top are shared with commands that answer: a memory, what it 
 import dataclasses
 import itertools
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +24,7 @@ from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.export import Format, kind_of
 from cheem_jax.memory import OpenMemory, begin_with, create, open_memory
 from cheem_jax.memory.data import decoded
-from cheem_jax.memory.directory import UNRECORDED, read_config
+from cheem_jax.memory.directory import UNRECORDED, read_config, take_away
 from cheem_jax.memory.hub import pull, push
 from cheem_jax.memory.making import base_task_of
 from cheem_jax.memory.predictor import Predictor
@@ -176,7 +175,7 @@ def learn_tasks(settings: Learn) -> None:
         tasks = settings.load(plans, memory.config.image_size, progress)
     except BaseException:
         if fresh and not memory.tasks:  # broken images leave no empty memory behind
-            shutil.rmtree(memory.directory)
+            take_away(memory.directory)
         raise
     memory.learn(
         tasks, name=settings.name, extend=settings.extend, progress=progress, save_every=settings.save_every,

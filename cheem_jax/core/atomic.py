@@ -33,6 +33,11 @@ def write_atomically(file: Path, content: str | bytes) -> None:
             os.fsync(stream.fileno())
         os.replace(sibling, file)
         to_disk(file.parent)
+    except OSError as error:
+        if str(error.filename) != str(sibling):
+            raise
+        # a folder that nobody may write to, or a file that is a mount point; nobody knows the sibling's name
+        raise OSError(error.errno, f"{error.strerror}: choose a file in another folder", str(file)) from error
     finally:
         sibling.unlink(missing_ok=True)
 

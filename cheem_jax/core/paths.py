@@ -44,6 +44,19 @@ def _refusal(scheme: str, rest: str) -> str:
     )
 
 
+SYSTEM_FOLDERS = frozenset((
+    "__macosx", "__pycache__", "@eadir", "@recycle", "@recently-snapshot", "#recycle", "#snapshot", "$recycle.bin",
+    "system volume information", "lost+found", "network trash folder", "temporary items",
+))  # fmt: skip
+"""Of network storage, file systems and archivers: copies, thumbnails and rubbish."""
+_SYSTEM_FILES = frozenset(("desktop.ini", "thumbs.db", "ehthumbs.db", "icon\r"))
+
+
+def is_of_system(name: str) -> bool:
+    """Whether a file or folder is hidden, or one that systems and editors put beside what people keep."""
+    return name.startswith(".") or name.endswith("~") or name.casefold() in SYSTEM_FOLDERS | _SYSTEM_FILES
+
+
 def user_cache() -> Path:
     """The folder for this library's caches. Raises ValueError without a home folder."""
     return absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cheem_jax"

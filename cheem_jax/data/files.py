@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
+from cheem_jax.core.paths import SYSTEM_FOLDERS
+
 IMAGE_SUFFIXES = frozenset(".jpg .jpeg .png .bmp .gif .webp .tif .tiff .ppm .pgm .avif".split())
 HEIF_SUFFIXES = frozenset((".heic", ".heif"))
 COMPANIONS = frozenset(".txt .json .csv .tsv .xml .md .html .pdf .db .ini .yaml .yml .toml .bak .tmp".split())
@@ -24,11 +26,6 @@ MAGIC = re.compile(
 )
 """How image files begin whose suffix does not say what they are."""
 HEIF_MAGIC = re.compile(rb".{4}ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL)
-SYSTEM_FOLDERS = frozenset((
-    "__macosx", "__pycache__", "@eadir", "@recycle", "@recently-snapshot", "#recycle", "#snapshot", "$recycle.bin",
-    "system volume information", "lost+found", "network trash folder", "temporary items",
-))  # fmt: skip
-"""Of network storage, file systems and archivers: copies, thumbnails and rubbish."""
 READS_HEIF = importlib.util.find_spec("pillow_heif") is not None
 GET_HEIF = "pip install 'cheem_jax[heic]'"
 MAX_NOTES = 10

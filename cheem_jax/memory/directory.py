@@ -13,8 +13,10 @@ Learning adds a directory. Forgetting or extending a task writes a new generatio
 
 import contextlib
 import dataclasses
+import glob
 import json
 import os
+import re
 import shutil
 import typing
 from collections.abc import Iterator, Mapping
@@ -26,10 +28,11 @@ from cheem_jax.cheem.evolution import SearchConfig
 from cheem_jax.cheem.saved_memory import save_forgotten, save_memory_task
 from cheem_jax.core.atomic import to_disk, write_atomically
 from cheem_jax.core.keys import SeedsConfig
+from cheem_jax.core.paths import is_of_system
 from cheem_jax.core.pool import InternalMemory
 from cheem_jax.memory.forgetting import changed_tasks
-from cheem_jax.run.checkpoint import saved_tasks
-from cheem_jax.run.directory import NAME
+from cheem_jax.run.checkpoint import copy_task, saved_tasks
+from cheem_jax.run.directory import NAME, OURS
 from cheem_jax.run.record import read_object, to_json
 
 FORMAT = "cheem_jax-memory/1"
@@ -153,7 +156,7 @@ def write_generation(directory: Path, config: MemoryConfig, before: InternalMemo
             elif number in changed or number >= len(saved):  # which was extended
                 save_memory_task(root, after, after.numbers.index(number), config.method.ops.rank)
             else:
-                shutil.copytree(saved[number], root / saved[number].name, copy_function=_link)
+                copy_task(saved[number], root / saved[number].name, _link)
 
 
 def _link(source: str, target: str) -> None:
@@ -165,10 +168,11 @@ def _link(source: str, target: str) -> None:
 
 
 def remove_old_generations(directory: Path, generation: int) -> None:
-    """Take away every generation that does not count."""
+    """Take away every generation that does not count, and nothing that is called almost so."""
     counting = checkpoints_of(directory, generation).name
-    for folder in [*directory.glob("generation-*"), *directory.glob(".generation-*")]:
-        if folder.name != counting:
+    for folder in list(directory.iterdir()):
+        is_one = re.fullmatch(r"generation-\d{4,}|\.generation-\d{4,}\.\d+\.partial", folder.name)
+        if is_one and folder.name != counting:
             shutil.rmtree(folder)
 
 
@@ -176,26 +180,68 @@ def check_free(directory: Path) -> None:
     """Raises ValueError where something stands in the way of a new memory."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{str(directory)!r} is a file; a memory is a folder")
-    if directory.exists() and any(directory.iterdir()):
-        raise ValueError(f"{str(directory)!r} exists and is not empty; choose another folder for the memory")
+    if directory.exists() and not all(is_of_system(file.name) for file in directory.iterdir()):
+        raise ValueError(
+            f"{str(directory)!r} exists and is not empty; choose another folder for the memory, or empty it"
+        )
 
 
 @contextlib.contextmanager
 def made_whole(directory: Path) -> Iterator[Path]:
-    """A hidden sibling to fill, which becomes the directory at the end, on the disk; nothing is left where that fails.
+    """A hidden folder to fill, whose content is the directory's at the end, on the disk; nothing is left if that fails.
 
-    Raises ValueError where there is something already.
+    A new directory appears by one rename. One that is there may be a mount point, or below a folder that cannot be
+    written: it is filled from a hidden folder inside, `config.json` last, without which nothing opens. Raises
+    ValueError where there is something already, OSError naming the directory if it cannot be made.
     """
     check_free(directory)
     directory = directory.resolve()
-    partial = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    is_there, moved = directory.is_dir(), list[Path]()
+    name = f".{directory.name}.{os.getpid()}.partial"
+    partial = directory / name if is_there else directory.with_name(name)
+    for left in directory.glob(f"{glob.escape(f'.{directory.name}.')}*.partial") if is_there else [partial]:
+        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{error.strerror}: nothing can be made there; choose another folder", str(directory)
+        ) from error
     try:
         yield partial
         for place in (*partial.rglob("*"), partial):
             to_disk(place)
-        os.replace(partial, directory)
-        to_disk(directory.parent)
+        if is_there:
+            for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == NAME):
+                if entry.name == NAME:
+                    to_disk(directory)
+                moved.append(directory / entry.name)
+                os.rename(entry, moved[-1])
+            to_disk(directory)
+        else:
+            os.replace(partial, directory)
+            to_disk(directory.parent)
+    except BaseException:
+        for place in reversed(moved):
+            remove(place)
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def take_away(directory: Path) -> None:
+    """Remove a memory; a folder that has to stay, such as a mount point, keeps foreign hidden files alone."""
+    (directory / NAME).unlink(missing_ok=True)  # from here on it is none
+    for place in list(directory.iterdir()):
+        if place.name.startswith(OURS) or not is_of_system(place.name):
+            remove(place)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def remove(place: Path) -> None:
+    """Remove a file or a folder with all that is in it, if it is there."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)

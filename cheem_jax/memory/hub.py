@@ -15,7 +15,7 @@ from cheem_jax.memory.directory import BASE, WEIGHTS, made_whole
 from cheem_jax.memory.making import open_memory
 from cheem_jax.memory.opened import OpenMemory
 from cheem_jax.report.table import Grid
-from cheem_jax.run.checkpoint import saved_tasks
+from cheem_jax.run.checkpoint import files_of, saved_tasks
 from cheem_jax.run.directory import NAME, hold
 from cheem_jax.run.record import NAME as RECORD
 from cheem_jax.run.record import read
@@ -46,7 +46,7 @@ def push(directory: str | Path, repository: str, *, license: str | None = None, 
                 f"task {left['name']!r} is interrupted; finish it, or forget it, before the memory is pushed"
             )
         folders = [directory / BASE, *saved_tasks(memory.root)]
-        files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
+        files = [folder / name for folder in folders if folder.is_dir() for name in files_of(folder)]
         names = [NAME, WEIGHTS, RECORD, *(file.relative_to(directory).as_posix() for file in files)]
         api, card = HfApi(), card_of(memory, repository, license)
         get_session().timeout = COMMIT_TIMEOUT  # by itself it would wait for ever

@@ -1,7 +1,6 @@
 """Memories made, begun with a run's tasks, and opened."""
 
 import dataclasses
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from cheem_jax.memory.directory import (
 )
 from cheem_jax.memory.opened import OpenMemory
 from cheem_jax.run import fingerprint
-from cheem_jax.run.checkpoint import save_task, saved_tasks
+from cheem_jax.run.checkpoint import copy_task, save_task, saved_tasks
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
@@ -167,7 +166,7 @@ def begin_with(
         root = checkpoints_of(partial, 1) / "cheem"
         root.mkdir(parents=True)
         for place in saved_tasks(begun.root):
-            shutil.copytree(place, root / place.name)
+            copy_task(place, root / place.name)
         record = Record(partial)
         record.write("run", **_setting(config, begun.pretrained))
         record.replace([*read(partial), *kept])

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import shutil
 import time
 from collections import Counter
@@ -563,7 +564,8 @@ class OpenMemory:
         remove_old_generations(self.directory, self.config.generation)
         if (left := self.config.forgetting) is not None:
             for torn in self.directory.glob(".*.tmp"):
-                torn.unlink(missing_ok=True)
+                if re.fullmatch(r"\..+\.\d+\.tmp", torn.name):  # of `write_atomically`, and no program's else
+                    torn.unlink(missing_ok=True)
             kept = read(self.directory)
             names = {(e["report"]["index"], e["report"]["name"]) for e in kept if e["event"] == "learned"}
             for one in left:

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +126,10 @@ def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     directory = absolute(directory)
     meta, manifest = load_meta(directory), load_manifest(directory)
     with named(directory):
-        found, files = _hash_files(directory), manifest["files"]
-        if wrong := sorted(name for name in found.keys() | files.keys() if found.get(name) != files.get(name)):
-            raise CorruptedCheckpoint(f"missing, changed or foreign files: {wrong[:5]}")
+        files = manifest["files"]
+        found = _hash_files(directory, files)  # others, such as those of a system that shows folders, change nothing
+        if wrong := sorted(name for name, sha in files.items() if found.get(name) != sha):
+            raise CorruptedCheckpoint(f"missing or changed files: {wrong[:5]}")
         arrays = _restore(directory / "arrays")
         if content_hash(arrays, meta) != manifest["content_sha256"]:
             raise CorruptedCheckpoint("its content differs from the hash in its manifest")
@@ -245,10 +246,24 @@ def _text(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-def _hash_files(directory: Path) -> dict[str, str]:
+def files_of(directory: Path) -> list[str]:
+    """Names of the files that belong to one task's checkpoint, which may lie beside foreign ones; as `load_task`."""
+    return [*sorted(load_manifest(directory)["files"]), MANIFEST]
+
+
+def copy_task(source: Path, target: Path, copy: Callable[[str, str], object] = shutil.copy2) -> None:
+    """Copy what belongs to one task's checkpoint; `copy` has the arguments of `shutil.copy2`."""
+    for name in files_of(source):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(str(source / name), str(target / name))
+
+
+def _hash_files(directory: Path, names: Collection[str] | None = None) -> dict[str, str]:
+    """Hashes by name of the files below a directory, of those in `names` alone if it is given."""
     files = (file for file in sorted(directory.rglob("*")) if file.is_symlink() or not file.is_dir())
-    names = {file.relative_to(directory).as_posix(): file for file in files}
-    return {name: _hash_file(file) for name, file in names.items() if name != MANIFEST}
+    found = {file.relative_to(directory).as_posix(): file for file in files}
+    found.pop(MANIFEST, None)
+    return {name: _hash_file(file) for name, file in found.items() if names is None or name in names}
 
 
 def _hash_file(file: Path) -> str:
@@ -263,8 +278,8 @@ def saved_tasks(root: Path) -> list[Path]:
     names: dict[str, str] = {}
     if root.is_dir():
         for name in sorted(os.listdir(root), reverse=True):  # the first of several comes last and stays
-            if match := re.match(r"\d{3,}(?=[-.])", name):
-                names[match[0]] = name
+            if match := re.fullmatch(r"(\d{3,})(-[a-z0-9-]+|\.forgotten)", name):  # no copy of one beside it
+                names[match[1]] = name
     found: list[Path] = []
     while (number := f"{len(found):03d}") in names:
         found.append(root / names[number])

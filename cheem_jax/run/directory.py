@@ -12,6 +12,7 @@ from typing import Any
 import filelock
 
 from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.paths import is_of_system
 from cheem_jax.run.differences import settings_apart, summary
 from cheem_jax.run.record import read_object, to_json
 
@@ -57,7 +58,7 @@ def refuse_foreign(directory: Path) -> None:
     if not directory.exists() or (directory / NAME).exists():
         return
     # a killed first write and the lock leave hidden files, which are no reason to refuse
-    if not directory.is_dir() or any(not file.name.startswith(OURS) for file in directory.iterdir()):
+    if not directory.is_dir() or not all(is_of_system(file.name) for file in directory.iterdir()):
         raise ValueError(
             f"{str(directory)!r} is not a run directory (it has no {NAME}) and is not empty; choose another --run-dir"
         )

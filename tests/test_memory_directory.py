@@ -1,0 +1,124 @@
+"""A memory's folder appears whole or not at all, wherever it is; foreign files beside it are left alone."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.memory.directory import NAME, check_free, made_whole, remove_old_generations, take_away
+
+FOREIGN = (
+    ".DS_Store",
+    "._x",
+    "Thumbs.db",
+    "desktop.ini",
+    ".nfs000a",
+    ".directory",
+    "x.txt~",
+    "lost+found",
+    ".stfolder",
+)
+
+
+def fill(folder):
+    (folder / NAME).write_text("{}")
+    (folder / "generation-0001" / "cheem").mkdir(parents=True)
+    (folder / "weights").write_text("w")
+
+
+def names(folder):
+    return {file.name for file in folder.iterdir()}
+
+
+OURS = {NAME, "generation-0001", "weights"}
+
+
+@pytest.fixture
+def volume(tmp_path):
+    """A folder that is there already, as a mounted volume is, with what systems put into one."""
+    folder = tmp_path / "volume"
+    folder.mkdir()
+    for name in FOREIGN:
+        (folder / name).write_bytes(b"x")
+    (folder / ".volume.999.partial").mkdir()  # of a process that was killed
+    return folder
+
+
+def test_a_new_folder_appears_whole_or_not_at_all(tmp_path):
+    with made_whole(tmp_path / "a" / "mem") as partial:
+        fill(partial)
+        assert not (tmp_path / "a" / "mem").exists()
+    assert names(tmp_path / "a") == {"mem"} and names(tmp_path / "a" / "mem") == OURS
+    with pytest.raises(ZeroDivisionError), made_whole(tmp_path / "b") as partial:
+        fill(partial)
+        raise ZeroDivisionError
+    assert names(tmp_path) == {"a"}
+
+
+def test_a_folder_that_is_there_is_filled_and_never_replaced(volume, monkeypatch):
+    before, order, rename = volume.stat().st_ino, [], os.rename
+
+    def told(source, target):
+        order.append(Path(target).name)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", told)
+    with made_whole(volume) as partial:
+        fill(partial)
+        assert not OURS & names(volume)
+    assert volume.stat().st_ino == before and names(volume) == OURS | set(FOREIGN)
+    assert order[-1] == NAME  # without which nothing opens, should the machine stop here
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        check_free(volume)
+
+
+def test_a_folder_that_cannot_be_filled_stays_as_it_was(volume, monkeypatch):
+    rename = os.rename
+
+    def fails(source, target):
+        if Path(target).name == NAME:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(OSError, match="Input/output"), made_whole(volume) as partial:
+        fill(partial)
+    assert names(volume) == set(FOREIGN)
+
+
+def test_a_folder_that_cannot_be_made_is_named_in_one_line(tmp_path, monkeypatch):
+    def mkdir(self, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(PermissionError, match=r"choose another folder: '.*/mem'$"), made_whole(tmp_path / "mem"):
+        raise AssertionError
+
+
+def test_what_is_taken_away_leaves_foreign_files(volume, tmp_path):
+    for folder, left in ((volume, set(FOREIGN)), (tmp_path / "mem", None)):
+        with made_whole(folder) as partial:
+            fill(partial)
+        (folder / ".lock").touch()
+        take_away(folder)
+        assert not folder.exists() if left is None else names(folder) == left
+
+
+def test_only_generations_of_the_memory_are_removed(tmp_path):
+    for name in ("generation-0001", "generation-0002", "generation-0001 (copy)", ".generation-0003.12.partial"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "generation-0001.zip").write_bytes(b"x")
+    remove_old_generations(tmp_path, 2)
+    assert names(tmp_path) == {"generation-0002", "generation-0001 (copy)", "generation-0001.zip"}
+
+
+def test_a_file_that_cannot_be_replaced_is_named_and_not_its_sibling(tmp_path, monkeypatch):
+    def busy(source, target):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(source), None, str(target))
+
+    monkeypatch.setattr(os, "replace", busy)
+    with pytest.raises(OSError, match=rf"choose a file in another folder: '{tmp_path}/x.onnx'$"):
+        write_atomically(tmp_path / "x.onnx", b"x")
+    assert not names(tmp_path)
