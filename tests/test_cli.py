@@ -4,8 +4,10 @@ import contextlib
 import errno
 import os
 import re
+import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -312,6 +314,38 @@ def test_a_missing_package_is_one_line_and_a_fault_of_our_own_is_not_hidden(caps
     assert capsys.readouterr().err.startswith("error: No module named 'flax'; `cheem doctor` tells")
     with pytest.raises(ImportError):
         run_command(needs(ImportError("no such name", name="cheem_jax.core.ops")), None, computes=False)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_output_that_is_closed_from_the_start_is_no_failure(closed, tmp_path):
+    kept = tmp_path / "kept"  # the next file that is opened would get the number of standard output
+    words = "import sys; from cheem_jax.cli.main import main; sys.argv = ['cheem', '{}']; main(); "
+    words += f"open({str(kept)!r}, 'w')"
+    for word, status in (("--version", 0), ("nothing", 2)):
+        line = f"{shlex.quote(sys.executable)} -c {shlex.quote(words.format(word))} {closed}"
+        done = subprocess.run(line, shell=True, capture_output=True, text=True)
+        assert done.returncode == status and "Traceback" not in done.stdout + done.stderr
+        assert "error" not in done.stdout  # nor does one stream get what the other would have
+    assert kept.read_text() == ""
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unable to initialize backend 'tpu'")], ids=repr)
+def test_a_platform_that_is_not_there_is_told_in_a_line(monkeypatch, capsys, error):
+    def fails(*_):
+        raise error
+
+    # another value of JAX's own setting would take its devices away
+    asked = types.SimpleNamespace(jax_platforms="tpu")
+    there = types.SimpleNamespace(config=asked, errors=jax.errors, devices=lambda: ["tpu"])
+    monkeypatch.setitem(sys.modules, "jax", there)
+    with pytest.raises(type(error)):  # a fault of our own
+        run_command(fails, None, computes=False)
+    there.devices = fails
+    with pytest.raises(SystemExit) as end:
+        run_command(fails, None, computes=False)
+    shown = capsys.readouterr().err
+    assert end.value.code == 2 and shown.startswith("error: JAX has no device for JAX_PLATFORMS=tpu")
+    assert "set JAX_PLATFORMS=cpu, or unset it" in shown and shown.count("\n") == 1 and str(error) in shown
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():

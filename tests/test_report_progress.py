@@ -1,9 +1,10 @@
 import io
+import sys
 
 import pytest
 from rich.console import Console
 
-from cheem_jax.run.progress import Progress
+from cheem_jax.run.progress import Progress, on_screen
 
 
 class Clock:
@@ -77,3 +78,14 @@ def test_a_terminal_with_colours_shows_the_four_of_the_figures():
     row = terminal.getvalue().splitlines()[1]
     for red, green, blue in ((156, 206, 167), (254, 178, 76), (158, 201, 226), (242, 172, 202)):
         assert f"48;2;{red};{green};{blue}" in row
+
+
+def test_a_program_without_a_console_shows_nothing(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    progress = Progress()
+    progress.say("hello")
+    with progress.phase("train", task="pets", total=2) as advance:
+        advance(2)
+    progress.architecture("pets", ["reuse:0", "skip"])
+    assert not progress.has_bars and not on_screen()

@@ -25,7 +25,7 @@ from cheem_jax.core.paths import shown
 from cheem_jax.memory.data import files_in
 from cheem_jax.memory.predictor import Asked, Prediction, predict_files
 from cheem_jax.report.table import Grid
-from cheem_jax.run.progress import Progress
+from cheem_jax.run.progress import Progress, on_screen
 from cheem_jax.serve import Limits
 
 COLUMNS: list[str] = [
@@ -141,7 +141,7 @@ def _print_table(answered: Iterator[Asked]) -> None:
         rows.append((asked.file, found.task or "none of my tasks", *(*best, "", "")[:2], letters))
     if rows:
         grid = Grid("", ("image", "task", "class", "second choice", "blocks"), tuple(rows), 5)
-        _print_fitting(grid, Console(width=None if sys.stdout.isatty() else 160), ())
+        _print_fitting(grid, Console(width=None if on_screen() else 160), ())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,12 +150,39 @@ def _sentence(error: Exception, directory: Path | None) -> str | None:
             f"{error.filename or directory or 'a file'} cannot be written: {error.strerror}; {room}choose a folder on "
             "another disk; what was saved stays"
         )
+    if isinstance(error, RuntimeError | AssertionError) and (asked := _missing_platform()):
+        reason = f" ({text:.300})" if text else ""
+        return (
+            f"JAX has no device for JAX_PLATFORMS={asked}{reason}; set JAX_PLATFORMS=cpu, or unset it to use what is "
+            "there; `cheem doctor` shows what is"
+        )
     return text if isinstance(error, ValueError | OSError | FloatingPointError) else None
+
+
+def _missing_platform() -> str | None:
+    """The platforms that the user asks JAX for, if it finds no device of them."""
+    jax = sys.modules.get("jax")
+    asked = jax and jax.config.jax_platforms
+    if not asked:
+        return None
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError):
+        return asked
+    return None
 
 
 @contextlib.contextmanager
 def _reader_may_leave() -> Iterator[None]:
-    """`cheem ... | head` ends without a word and with the status of SIGPIPE, as other commands do."""
+    """`cheem ... | head` ends without a word and with the status of SIGPIPE, as other commands do.
+
+    Output that is closed from the start (`>&-`) is thrown away.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)  # which would otherwise be the number of the next file that is opened
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115, it stays open to the end
     try:
         try:
             yield

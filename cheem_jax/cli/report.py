@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from cheem_jax.report.page.assemble import page
 from cheem_jax.report.status import Snapshot, look
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run.directory import NAME
-from cheem_jax.run.progress import SECONDS_BETWEEN_LINES, Progress
+from cheem_jax.run.progress import SECONDS_BETWEEN_LINES, Progress, on_screen
 from cheem_jax.run.record import read
 
 PAGE = b"<!doctype html"
@@ -112,7 +111,7 @@ def watch_run(settings: Watch, console: Console | None = None) -> None:
     """Shows the run until it is finished or stopped; Ctrl-C ends the view and leaves the run alone."""
     if not settings.every > 0:
         raise ValueError(f"every is {settings.every}; expected seconds between two looks, more than 0")
-    console = console or Console(width=None if sys.stdout.isatty() else 100)
+    console = console or Console(width=None if on_screen() else 100)
     seen = look(settings.run_dir, time.time())
     if not settings.once and not seen.is_over:
         with contextlib.suppress(KeyboardInterrupt), _shows(console) as show:

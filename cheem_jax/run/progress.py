@@ -96,9 +96,14 @@ class Progress:
         return f"#202020 on {COLOURS[kind]}" if self.console.color_system else ""
 
 
+def on_screen() -> bool:
+    """Whether standard output is a terminal; a program without a console has no output at all."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
 def _console() -> Console:
     """Plain lines in notebooks and logs, where FORCE_COLOR may be set and a bar would be hundreds of them."""
-    is_screen = sys.stdout.isatty()
+    is_screen = on_screen()
     return Console(width=None if is_screen else 100, force_jupyter=False, force_terminal=None if is_screen else False)
 
 
