@@ -56,6 +56,15 @@ def test_a_saved_data_set_is_a_task_with_its_splits_classes_and_pixels(saved):
     np.testing.assert_array_equal(task.test.labels, np.arange(30, 40) % 2)
 
 
+def test_splits_of_a_saved_data_set_have_usual_names_too(saved):
+    plan = plan_hub(saved(Training=table(range(20)), dev=table(range(20, 30)), test_set=table(range(30, 40))))
+    assert plan.counts == {"train": 20, "val": 10, "test": 10} and plan.cut == ()
+    plan = plan_hub(saved(train=table(range(20)), extra=table(range(20, 30))))
+    assert plan.cut == ("val", "test")
+    with pytest.raises(ValueError, match=r"several names for one split \['val'\]: \['val', 'validation'\]; join"):
+        plan_hub(saved(train=table(range(8)), val=table(range(8)), validation=table(range(8))))
+
+
 def test_one_split_is_cut_by_the_seed_as_a_folder_is_and_a_task_of_a_stream(tmp_path):
     for name in ("birds", "pets"):
         table(range(40)).save_to_disk(str(tmp_path / "stream" / name))

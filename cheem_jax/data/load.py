@@ -32,7 +32,8 @@ SPLIT_NAMES = ("train", "val", "test")
 
 Phase = Callable[[str, int], AbstractContextManager[Progress]]
 """Opens a phase of work on a task, by the task's name and its number of images; gives the function that counts them."""
-Given, Loaded = TypeVar("Given"), TypeVar("Loaded")
+Given = TypeVar("Given")
+Loaded = TypeVar("Loaded")
 Keep = Literal["auto", "memory", "cache", "stream"]
 
 IN_MEMORY = 2**30

@@ -219,14 +219,15 @@ def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) 
 def split_of(name: str) -> str | None:
     """train, val or test, if the name is a usual one for it in any case, such as `Training` or `test_set`."""
     found = _SPLIT.fullmatch(name.strip())
-    return None if found is None else SPLITS[found.lastindex - 1]
+    return None if found is None else next(split for split, group in zip(SPLITS, found.groups(), strict=True) if group)
 
 
 def splits_of(where: str, names: Iterable[str]) -> dict[str, str]:
     """The split of each name that is a usual one; ValueError for several names of one split."""
     known = {name: split for name in names if (split := split_of(name)) is not None}
     if doubled := repeats(known.values()):
-        raise ValueError(f"{where}: several names for one split {doubled}: {sorted(known)}; join them, or rename one")
+        several = sorted(name for name, split in known.items() if split in doubled)
+        raise ValueError(f"{where}: several names for one split {doubled}: {several}; join them, or rename one")
     return known
 
 
