@@ -93,6 +93,8 @@ class Sizes:
     num_val: int = 300
     config: CheemConfig = dataclasses.replace(PAPER, batch_size=32)
     product: int = 8192
+    peers: tuple[str, ...] = ("deit_tiny", "vit_base")
+    peer_pixels: int | None = None
 
 
 MINIATURE = Sizes(
@@ -104,7 +106,7 @@ MINIATURE = Sizes(
         finetune=dataclasses.replace(PAPER.finetune, epochs=1),
         search=dataclasses.replace(PAPER.search, population=4, generations=2, num_parents=2),
     ),
-    256,
+    256, ("deit_tiny",), 32,
 )  # fmt: skip
 
 
@@ -154,8 +156,8 @@ def groups(sizes: Sizes) -> dict[str, list[Cell]]:
             steps(base, "scan", sizes.batch, "bfloat16"),
         ],
         "torch": [
-            *(peer(name, way) for name in dict.fromkeys((tiny, base)) for way in ("TF32", "bfloat16 autocast")),
-            peer(tiny, "compiled for one network"),
+            *(peer(name, way) for name in sizes.peers for way in ("TF32", "bfloat16 autocast")),
+            peer(sizes.peers[0], "compiled for one network"),
         ],
         "task_tiny": [whole_task(tiny, "bfloat16")],
         "task_base": [whole_task(base, "bfloat16")],
@@ -377,7 +379,7 @@ def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
     from experiments.bench.peer import CheemPeer
 
     torch.set_float32_matmul_precision("high")  # TF32, as JAX's default
-    is_fixed, pretrained = "compiled" in way, measure.backbone(name)
+    is_fixed, pretrained = "compiled" in way, measure.backbone(name, sizes.peer_pixels)
     peer = CheemPeer(
         pretrained, rank=sizes.rank, num_outputs=next_power_of_two(NUM_CLASSES), compiled=is_fixed,
         precision="bfloat16" if "bfloat16" in way else "float32",
