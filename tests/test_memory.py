@@ -25,7 +25,7 @@ from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.export import kind_of
 from cheem_jax.memory import OpenMemory
-from cheem_jax.memory.extending import added_up, class_statistics, mixed_quantiles
+from cheem_jax.memory.extending import added_up, class_statistics, extension_of, mixed_quantiles
 from cheem_jax.report.memories import num_forgotten
 from cheem_jax.report.table import task_grid
 from cheem_jax.run.checkpoint import load_manifest, saved_tasks
@@ -561,6 +561,8 @@ def test_names_match_however_their_accents_are_composed(tmp_path):
     assert [(info.name, info.classes) for info in memory.tasks] == [(nfd, (nfd, "c1", "c2"))]
     memory.forget(nfc)
     assert not memory.tasks
+    listed = extension_of(dataclasses.replace(task, classes=("C", "c", "new")), ("c", "C"))  # learned apart
+    assert listed.classes == ("c", "C", "new")
 
 
 def test_an_extension_that_does_not_fit_is_refused_before_anything_changes(copied):

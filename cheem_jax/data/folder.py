@@ -126,8 +126,8 @@ def _refuse_parts(path: Path, tasks: Sequence[str], found: Mapping[str, Listing]
             raise ValueError(
                 f"{path}: {', '.join(names[:8])} have the same classes ({first_of(sorted(classes))}), so they may be "
                 "parts of one task. If they are, rename them to train and test, or put the images of each class into "
-                f"one folder. If each is a task, name them (--tasks {','.join(names[:8])}), list them in a TOML file, "
-                "or give each folder by itself"
+                f"one folder. If each is a task, list them in a TOML file, give each folder by itself, or name them "
+                f"(`cheem learn` and `cheem evaluate`: --tasks {','.join(names[:8])})"
             )
 
 

@@ -28,7 +28,9 @@ def tasks_of(data: Data, image_size: int, progress: Progress | None = None) -> t
         case Stream():
             tasks = data.tasks
         case str() | Path():
-            return decoded(plan_source(str(data))[1], image_size, ImagesConfig(), progress)
+            is_there = isinstance(data, Path) and absolute(data).exists()  # so that it is no benchmark's name
+            source = str(absolute(data) if is_there else data)
+            return decoded(plan_source(source)[1], image_size, ImagesConfig(), progress)
         case _:
             tasks = tuple(data)
     if repeated := repeats(task.name for task in tasks):
