@@ -2,11 +2,12 @@
 
 import contextlib
 import http.client
+import http.server
 import io
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ class Colours(Predictor):
     """The nearest of 64 colours, in two tasks; black is in neither. `gate` holds up every call while it is clear."""
 
     image_size = 8
+    open_set = 0.05
     tasks = ("dark <b>red</b>", "bright red")
     classes = {
         tasks[0]: tuple(name_of(colour) for colour in COLOURS if colour[0] < 128),
@@ -134,10 +136,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def serving(predictor: Predictor, limits: Limits = DEFAULTS, *, is_warm: bool = True) -> Iterator[Served]:
+def serving(
+    predictor: Predictor, limits: Limits = DEFAULTS, *, is_warm: bool = True, public: Sequence[str] = (), name: str = ""
+) -> Iterator[Served]:
     """A server on a free port, warm unless told otherwise."""
     with listen("127.0.0.1", 0) as listening:
-        app = make_app(predictor, limits, hosts_of(listening, "127.0.0.1"))
+        app = make_app(predictor, limits, hosts_of(listening, "127.0.0.1", public), name=name)
         server, service = make_server(app, limits), app.state.service
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         url, port = address_of(listening), listening.getsockname()[1]
@@ -149,3 +153,35 @@ def serving(predictor: Predictor, limits: Limits = DEFAULTS, *, is_warm: bool = 
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def behind_a_proxy(port: int, prefix: str) -> Iterator[int]:
+    """The port of a proxy that passes what is below `prefix` on to `port`, with the Host that the client sent."""
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not self.path.startswith(prefix):
+                self.send_error(404)
+                return
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            answer = ask(port, self.command, self.path.removeprefix(prefix) or "/", body, **dict(self.headers))
+            self.send_response(answer.status)
+            for name, value in answer.headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(answer.body)
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        try:
+            yield proxy.server_address[1]
+        finally:
+            proxy.shutdown()
+            thread.join(20)

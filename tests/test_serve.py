@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import struct
@@ -12,17 +13,19 @@ import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
 from PIL import Image
-from serving import COLOURS, Colours, Served, ask, name_of, picture, serving, wait_until
+from serving import COLOURS, Colours, Served, ask, behind_a_proxy, name_of, picture, serving, wait_until
 
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cli.ask import Serve, serve_memory
-from cheem_jax.cli.main import run_command
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.architecture import Choice
 from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, base_pool
 from cheem_jax.core.routing import RouterConfig
@@ -305,6 +308,40 @@ def test_another_host_name_is_refused_where_only_this_machine_may_ask(served: Se
         assert served.ask("GET", "/health", Host=host).status == 200
     with listen("0.0.0.0", 0) as listening:
         assert hosts_of(listening, "0.0.0.0") == ("*",)
+        assert "pets.example.org" in hosts_of(listening, "0.0.0.0", ("Pets.example.org",))
+        assert "*" not in hosts_of(listening, "0.0.0.0", ("pets.example.org",))
+
+
+def test_a_refused_host_is_told_what_to_set_and_is_counted(served: Served):
+    counted = 'cheem_refused_total{reason="unknown_host"}'
+    before = served.metric(counted)
+    answer = served.ask("GET", "/health", Host="pets.example.org:8443")
+    assert answer.status == 400 and answer.json["error"].startswith("'pets.example.org' is no name of this server")
+    assert "--public-host" in answer.json["error"] and "`Host: localhost`" in answer.json["error"]
+    assert served.metric(counted) == before + 1
+    assert served.ask("GET", "/health", Host="evil.example/localhost").status == 400
+
+
+def test_behind_a_proxy_the_public_names_are_answered_below_a_path_of_their_own():
+    with serving(Colours(), public=("pets.example.org", "[2001:db8::1]")) as served:
+        with behind_a_proxy(served.port, "/pets") as port:
+            for host in ("pets.example.org", "PETS.example.org.:8443", "[2001:db8::1]:8443", "localhost"):
+                assert ask(port, "GET", "/pets/health", Host=host).json["status"] == "ok"
+            body = picture(RED)
+            answer = ask(port, "POST", "/pets/predict", body, Host="pets.example.org", Content_Type="image/png")
+            assert answer.json["class"] == name_of(RED)
+            assert ask(port, "GET", "/pets/health", Host="example.org").status == 400
+            html = ask(port, "GET", "/pets/", Host="pets.example.org").body.decode()
+    assert not re.findall(r"""(?:fetch\(|(?:src|href|action)=)["'`]/""", html)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["https://pets.example.org", "pets.example.org:80", "pets.example.org/pets", "*", "a b"]
+)
+def test_a_public_name_that_no_browser_sends_is_refused(wrong: str):
+    with listen("127.0.0.1", 0) as listening:
+        with pytest.raises(ValueError, match=re.escape(f"--public-host names {wrong!r}; expected the name without")):
+            hosts_of(listening, "127.0.0.1", ("fine.example", wrong))
 
 
 # ---- too much, too slow, gone
@@ -425,6 +462,7 @@ def test_a_signal_ends_the_command_in_a_line_after_it_has_told_where_it_listens(
     said = capsys.readouterr()
     assert ended.value.code == status and said.err == "\nstopped.\n"
     assert f"ready on http://127.0.0.1:{settings.port} for" in said.out and "pets: 2 tasks" in said.out
+    assert "about 5 % of a task's own, too; --open-set off" in said.out
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
@@ -434,6 +472,28 @@ def test_a_memory_that_cannot_be_prepared_ends_the_command(command, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(serve_memory, settings)
     assert ended.value.code == 2 and capsys.readouterr().err == "error: the weights are damaged\n"
+
+
+class Opened(NamedTuple):
+    """A memory of as much as answering asks for."""
+
+    targets: tuple[SimpleNamespace, ...]
+
+    def predictor(self, *, open_set: float | None, **_: Any) -> Colours:
+        predictor = Colours()
+        predictor.open_set = open_set
+        return predictor
+
+
+@pytest.mark.parametrize(
+    ("given", "distances", "expected"),
+    [("auto", (1, 1), 0.05), ("auto", (1, None), None), ("off", (1, 1), None), (0.2, (1, None), 0.2)],
+)
+def test_the_open_set_is_on_where_every_task_is_calibrated(monkeypatch, given, distances, expected):
+    opened = Opened(tuple(SimpleNamespace(distances=one) for one in distances))
+    monkeypatch.setattr(Serve, "open", lambda _: opened)
+    words = [] if given == "auto" else ["--open-set", str(given)]
+    assert parse(Serve, ["pets", *words]).predictor().open_set == expected
 
 
 def test_what_is_counted_has_few_labels(served: Served):

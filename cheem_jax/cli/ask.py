@@ -23,7 +23,7 @@ from cheem_jax.cli.memory import Answering, OfData, Predicting
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import shown
 from cheem_jax.memory.data import files_in
-from cheem_jax.memory.predictor import Asked, Prediction, predict_files
+from cheem_jax.memory.predictor import Asked, Prediction, Predictor, predict_files
 from cheem_jax.report.table import Grid
 from cheem_jax.run.progress import Progress, on_screen
 from cheem_jax.serve import Limits
@@ -31,6 +31,8 @@ from cheem_jax.serve import Limits
 COLUMNS: list[str] = [
     "file", "task", "class", "probability", "second", "second_probability", "distance", "blocks", "error",
 ]  # fmt: skip
+OPEN_SET = 0.05
+"""The share of a task's own images that a server rejects, unless told otherwise."""
 SHOW_PROGRESS_FROM = 500
 """Images from which on a bar is shown."""
 BATCH_SIZES = (1, 8, 16)
@@ -56,6 +58,9 @@ class Predict(Predicting):
     """Short for --format json."""
     task: str | None = None
     """The task ID of all images, if you know it: only that task's network answers."""
+    open_set: float | None = None
+    """Answer `none of my tasks` for images farther from the nearest task than this share of that task's validation
+    images, such as 0.05; default: every image gets a task, as in the paper."""
 
 
 def predict_images(settings: Predict) -> int:
@@ -65,7 +70,7 @@ def predict_images(settings: Predict) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be valid text
         sys.stdout.reconfigure(errors="surrogateescape")
     files, errors = _files(settings.images)
-    predictor = settings.predictor(task=settings.task)
+    predictor = settings.predictor(task=settings.task, open_set=settings.open_set)
     failed = list[Asked]()
 
     def answers() -> Iterator[Asked]:
@@ -263,6 +268,19 @@ class Serve(Limits, Predicting):
     """Address to listen on; the default is reached from this machine only."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
+    public_host: str | None = None
+    """Names by which a proxy passes requests on, such as pets.example.org, separated by commas; others are refused,
+    this machine's excepted."""
+    open_set: Annotated[float | Literal["auto", "off"], tyro.conf.arg(metavar="NUMBER|auto|off")] = "auto"
+    """As for `cheem predict`: the share of a task's own images that may be rejected as `none of my tasks`; auto: 0.05
+    where every task is calibrated; off: every image gets a task."""
+
+    def predictor(self, **more: Any) -> Predictor:
+        """The memory's predictor, with `more` of its settings."""
+        memory, open_set = self.open(), None if isinstance(self.open_set, str) else self.open_set
+        if self.open_set == "auto" and all(target.distances is not None for target in memory.targets):
+            open_set = OPEN_SET
+        return memory.predictor(top=self.top, memory_gb=self.memory_gb, open_set=open_set, **more)
 
 
 def serve_memory(settings: Serve) -> None:
@@ -275,9 +293,11 @@ def serve_memory(settings: Serve) -> None:
     usual = signal.signal(signal.SIGTERM, _stop)
     try:
         with listen(settings.host, settings.port) as listening:
+            public = [name for one in (settings.public_host or "").split(",") if (name := one.strip())]
+            hosts = hosts_of(listening, settings.host, public)
             sizes = tuple(sorted({min(size, settings.max_batch) for size in (*BATCH_SIZES, settings.max_batch)}))
             predictor = settings.predictor(batch_sizes=sizes)
-            app = make_app(predictor, settings, hosts_of(listening, settings.host))
+            app = make_app(predictor, settings, hosts, name=settings.memory.resolve().name)
             server, service = make_server(app, settings), app.state.service
 
             def say() -> None:
@@ -289,6 +309,13 @@ def serve_memory(settings: Serve) -> None:
             service.on_warm = say
             tasks = f"{len(predictor.classes)} task{'s' if len(predictor.classes) > 1 else ''}"
             progress.say(f"{shown(settings.memory)}: {tasks}; compiling for batches of {', '.join(map(str, sizes))}")
+            if predictor.open_set is not None:
+                progress.say(
+                    f"images far from every task get `none of my tasks`, about {100 * predictor.open_set:g} % of a "
+                    "task's own, too; --open-set off gives every image a task"
+                )
+            elif settings.open_set == "auto":
+                progress.say("every image gets a task, a foreign one, too: not every task here is calibrated")
             server.run(sockets=[listening])
             if service.failure is not None:
                 raise service.failure

@@ -66,16 +66,13 @@ class Predicting(Answering):
 
     top: int = 5
     """How many classes to list for each image, the most probable first (a table shows two)."""
-    open_set: float | None = None
-    """Answer `none of my tasks` for images farther from the nearest task than this share of that task's validation
-    images, such as 0.05; default: every image gets a task, as in the paper."""
     memory_gb: Annotated[float | None, ADVANCED] = None
     """Gigabytes for the networks of tasks that are ready; default: a quarter of the device's memory. Least recently
     used ones are evicted and made again when needed; answers are the same."""
 
     def predictor(self, **more: Any) -> Predictor:
         """The memory's predictor, with `more` of its settings."""
-        return self.open().predictor(top=self.top, open_set=self.open_set, memory_gb=self.memory_gb, **more)
+        return self.open().predictor(top=self.top, memory_gb=self.memory_gb, **more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -97,6 +97,8 @@ class Predictor:
     does. Raises ValueError where there is no target, or one that was not calibrated.
     """
 
+    open_set: float | None = None
+
     def __init__(
         self,
         executor: Executor,
@@ -115,6 +117,7 @@ class Predictor:
         if top < 1:
             raise ValueError(f"top is {top}; expected at least 1 class")
         self.executor, self.targets, self.networks, self.top = executor, tuple(targets), networks, top
+        self.open_set = open_set
         places = [target.place for target in targets]
         self.index = make_router(router).follow(places)
         # a distance that learning more tasks does not change, so that a threshold keeps its meaning

@@ -18,7 +18,6 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -33,15 +32,16 @@ from cheem_jax.serve.service import Refused, Service
 PATHS = ("/", "/predict", "/health", "/metrics", "/memory")
 SENTENCES = {404: f"unknown path; there are {', '.join(PATHS)}", 405: "wrong method; images are sent with POST"}
 TEMPLATE = Path(__file__).with_name("page.html")
+ANY_HOST = "*"
 MORE_CONNECTIONS = 512
 """Connections beyond the images that may wait: idle ones, and those that are about to be refused."""
 
 
-def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)) -> Starlette:
+def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = (ANY_HOST,), *, name: str = "") -> Starlette:
     """The application; `state.service` is what answers. Requests for hosts of other names are refused.
 
     A page of another origin that a browser shows could otherwise reach a loopback address under a name of its own
-    (DNS rebinding).
+    (DNS rebinding). `name` is what the page calls the memory.
     """
     service = Service(predictor, limits, PATHS)
     html, headers = page()
@@ -74,10 +74,12 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
 
     async def memory(request: Request) -> Response:
         return JSONResponse({
+            "name": name,
             "tasks": list(predictor.classes),
             "classes": predictor.classes,
             "architectures": predictor.architectures,
             "image_size": predictor.image_size,
+            "open_set": predictor.open_set,
             "max_body_bytes": limits.max_body_bytes,
             "networks": predictor.counters(),
         })  # fmt: skip
@@ -97,7 +99,9 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
         """Every request with its status and seconds; browsers may not guess at the type of an answer."""
         start, status = time.perf_counter(), 500  # what Starlette answers to an error of ours
         try:
-            response = await answer(request)
+            asked = host_in(request.headers.get("host", ""))
+            is_known = ANY_HOST in hosts or asked in hosts
+            response = await (answer(request) if is_known else refuse(request, unknown_host(asked)))
             status, response.headers["X-Content-Type-Options"] = response.status_code, "nosniff"
             return response
         finally:
@@ -111,10 +115,7 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
     get = {"/": start_page, "/health": health, "/metrics": metrics, "/memory": memory}
     app = Starlette(
         routes=[Route("/predict", predict, methods=["POST"]), *(Route(path, get[path]) for path in get)],
-        middleware=[
-            Middleware(BaseHTTPMiddleware, dispatch=count),
-            Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
-        ],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=count)],
         exception_handlers={HTTPException: refuse},
         lifespan=lifespan,
     )
@@ -167,12 +168,35 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def hosts_of(listening: socket.socket, host: str) -> tuple[str, ...]:
-    """Names by which this server may be asked: its own where only this machine reaches it, else any."""
+def hosts_of(listening: socket.socket, host: str, public: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names by which this server may be asked: its own and `public` ones; any where others reach it and none is given.
+
+    Raises ValueError for a public name that no browser sends.
+    """
+    if wrong := next((name for name in public if not re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", name, re.A | re.I)), None):
+        raise ValueError(
+            f"--public-host names {wrong!r}; expected the name without https://, port and path, as browsers "
+            "send it, such as pets.example.org"
+        )
     bound = listening.getsockname()[0]
-    if not ipaddress.ip_address(bound.partition("%")[0]).is_loopback:
-        return ("*",)
-    return tuple({host, f"[{bound}]" if ":" in bound else bound, "localhost", "127.0.0.1", "[::1]"})
+    if not public and not ipaddress.ip_address(bound.partition("%")[0]).is_loopback:
+        return (ANY_HOST,)
+    own = (host, f"[{bound}]" if ":" in bound else bound, "localhost", "127.0.0.1", "[::1]")
+    return tuple(dict.fromkeys(name.lower() for name in (*own, *public)))
+
+
+def host_in(header: str) -> str:
+    """The host of a Host header, without its port."""
+    return re.sub(r":\d*$", "", header).rstrip(".").lower()
+
+
+def unknown_host(host: str) -> Refused:
+    """Why a request for a host of another name gets no answer, and what to set."""
+    return Refused(
+        400, "unknown_host",
+        f"{host[:100]!r} is no name of this server; behind a proxy, give `cheem serve` that name with --public-host, "
+        "or let the proxy send `Host: localhost`",
+    )  # fmt: skip
 
 
 def make_server(app: Starlette, limits: Limits) -> uvicorn.Server:

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from serving import Colours, Served, picture, serving
+from contrast import contrasts
+from serving import Colours, Served, behind_a_proxy, picture, serving
 
 from cheem_jax.serve import Limits
 
@@ -22,7 +23,7 @@ def expect(place):
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(Colours(), Limits(max_body_mb=0.25)) as server:
+    with serving(Colours(), Limits(max_body_mb=0.25), name="pets") as server:
         yield server
 
 
@@ -86,11 +87,13 @@ def test_a_chosen_picture_is_shown_with_task_class_runners_up_and_the_blocks_tha
         "R2",
     ]
     assert lit(page).locator(".cell").nth(1).get_attribute("title") == "block 2: adapted copy of expert 1"
-    opacity = "cell => Number(getComputedStyle(cell).opacity)"
     page.wait_for_timeout(600)  # until all have lit up
     bright, skipped = lit(page).locator(".cell").first, lit(page).locator(".cell.skip")
+    shadow, ground = (f"cell => getComputedStyle(cell).{of}" for of in ("boxShadow", "backgroundColor"))
     dim = page.locator("#tasks tr:not(.lit) .cell").first
-    assert bright.evaluate(opacity) == 1 and skipped.evaluate(opacity) < 1 and dim.evaluate(opacity) < 0.3
+    assert bright.evaluate(shadow) != "none" and skipped.evaluate(shadow) == dim.evaluate(shadow) == "none"
+    assert dim.evaluate(ground) != bright.evaluate(ground)
+    assert min(contrasts(page, "#tasks .cell, #tasks th")) >= 4.5
     assert skipped.evaluate("cell => getComputedStyle(cell).backgroundColor") == "rgba(0, 0, 0, 0)"
     assert bright.evaluate("cell => getComputedStyle(cell).backgroundColor") == "rgb(156, 206, 167)"
     assert page.locator("#ran").inner_text() == (
@@ -106,11 +109,58 @@ def test_a_chosen_picture_is_shown_with_task_class_runners_up_and_the_blocks_tha
     assert lit(page).locator("th").inner_text() == "bright red" and lit(page).count() == 1
 
 
+def test_the_page_names_the_memory_and_several_pictures_are_listed_with_their_answers(page):
+    expect(page.locator("#name")).to_have_text("Memory pets")
+    assert page.title() == "pets · cheem serve"
+    invitation = page.locator("#another")
+    assert invitation.is_hidden()
+    contents = {"a.png": picture(DARK), "b.txt": b"text", "c.png": picture((0, 0, 0)), "d.png": picture(BRIGHT)}
+    page.set_input_files(
+        "#file", files=[{"name": name, "mimeType": "image/png", "buffer": data} for name, data in contents.items()]
+    )
+    expect(page.locator("#status")).to_have_text("4 images are answered")
+    assert invitation.inner_text() == "Choose other images"
+    said = page.locator("#list .said").all_inner_texts()
+    assert [said[0], *said[2:]] == [
+        "dark <b>red</b>: 96-160-224, 60.0 %", "None of my tasks", "bright red: 224-32-32, 60.0 %",
+    ]  # fmt: skip
+    assert said[1].startswith("The image: not an image file")
+    assert page.locator("#class").inner_text() == "96-160-224" and page.locator("#file-name").inner_text() == "a.png"
+    page.locator("#list button").nth(3).click()
+    assert page.locator("#class").inner_text() == "224-32-32" and page.locator("#file-name").inner_text() == "d.png"
+    assert page.locator("#list [aria-current]").all_inner_texts() == ["d.png\nbright red: 224-32-32, 60.0 %"]
+    page.locator("#list button").nth(1).click()
+    assert page.locator("#found").is_hidden() and page.locator("#error").inner_text() == said[1]
+    page.locator("#list button").nth(2).click()
+    assert page.locator("#class").inner_text() == "None of my tasks" and page.locator("#error").inner_text() == ""
+    choose(page, BRIGHT)  # another one takes the place of all
+    expect(page.locator("#class")).to_have_text("224-32-32")
+    assert page.locator("#list").is_hidden()
+
+
+def test_the_networks_say_that_they_scroll_where_they_do(page):
+    hint, box = page.locator(".sideways"), page.locator("#box")
+    assert hint.is_visible() == box.evaluate("box => box.scrollWidth > box.clientWidth + 1")
+    box.evaluate("box => { box.style.width = '12rem'; }")
+    expect(hint).to_be_visible()
+
+
+def test_below_a_path_of_a_proxy_the_page_asks_there(browser):
+    with serving(Colours(), public=("pets.example.org",)) as served, behind_a_proxy(served.port, "/pets") as port:
+        with browser.new_page(base_url=f"http://localhost:{port}") as page:
+            for place in ("/pets/", "/pets"):
+                page.goto(place)
+                page.locator("#tasks tr").nth(1).wait_for()
+                choose(page, BRIGHT)
+                expect(page.locator("#class")).to_have_text("224-32-32")
+
+
 def test_a_picture_of_no_task_is_told_as_such(page):
     choose(page, (0, 0, 0))
     page.locator("#found").wait_for()
     assert page.locator("#class").inner_text() == "None of my tasks"
-    assert page.locator("#nothing").is_visible() and page.locator("#guesses li").count() == 0
+    assert page.locator("#nothing").inner_text().endswith("than 95 % of that task's own images.")
+    assert page.locator("#guesses li").count() == 0
     assert page.locator("#near li").count() == 2 and lit(page).count() == 0
     assert page.locator("#ran").inner_text() == "No task's network answered."
 
