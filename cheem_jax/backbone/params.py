@@ -21,6 +21,8 @@ from cheem_jax.backbone.vit import ViT
 Params = Mapping[str, np.ndarray]
 Network = TypeVar("Network", bound=nnx.Module)
 _BLOCK = re.compile(r"blocks\.\d+\.")
+_SHOWN = 4
+"""Tensors of each kind that an error names: files of another architecture have hundreds."""
 _ALIGNMENT = 64
 """In bytes; on a CPU, JAX takes an array that begins at a multiple of it as it is."""
 
@@ -47,7 +49,7 @@ def check_params(config: ViTConfig, params: Params) -> None:
 
 
 def mismatches(wanted: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
-    """Every missing, unexpected and misshapen tensor in one line; empty where all fit.
+    """Missing, unexpected and misshapen tensors in one line, some of each and how many more; empty where all fit.
 
     What several blocks have in common comes once, such as `blocks.*.up.kernel (of 12 blocks)`.
     """
@@ -67,7 +69,9 @@ def mismatches(wanted: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
             alike.setdefault(_BLOCK.sub("blocks.*.", line), []).append(line)
         shown = [same[0] if len(same) == 1 else f"{line} (of {len(same)} blocks)" for line, same in alike.items()]
         if shown:
-            complaints.append(f"{kind}: {', '.join(sorted(shown))}")
+            more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+            shown.sort(key=lambda line: (line.startswith("blocks."), line))  # a token's shape says most
+            complaints.append(f"{kind}: {', '.join(shown[:_SHOWN])}{more}")
     return "; ".join(complaints)
 
 

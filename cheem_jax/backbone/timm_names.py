@@ -6,6 +6,7 @@ timm keeps linear weights as `[out, in]` and the patch kernel as `[D, 3, height,
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping
 
@@ -56,6 +57,30 @@ def timm_name_of(name: str) -> str:
     *modules, leaf = name.split(".")
     leaf = {"kernel": "weight", "scale": "weight"}.get(leaf, leaf)
     return ".".join([_MODULES.get(module, module) for module in modules] + [leaf])
+
+
+def without_wrapper(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors that answers depend on, without a prefix that all names share, such as `module.` or `backbone.`.
+
+    Left out is what was used for pretraining alone: the token of masked patches.
+    """
+    found, patch = dict(tensors), "patch_embed.proj.weight"
+    prefix = os.path.commonprefix(list(found)).rpartition(".")[0] + "."
+    if patch not in found and prefix + patch in found:
+        found = {name.removeprefix(prefix): value for name, value in found.items()}
+    found.pop("mask_token", None)
+    return found
+
+
+def with_head_of(config: ViTConfig, tensors: Mapping[str, np.ndarray]) -> ViTConfig:
+    """The config with as many classes as the tensors' own head has; without a classifier if none fits.
+
+    Tasks get heads of their own, so weights fine-tuned for other classes are the same backbone.
+    """
+    weight, bias = (tensors.get(f"head.{leaf}") for leaf in ("weight", "bias"))
+    fits = weight is not None and bias is not None and weight.shape == (*bias.shape, config.width)
+    classes = len(weight) if fits and weight is not None else 0
+    return dataclasses.replace(config, num_classes=classes) if config.num_classes else config
 
 
 def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
@@ -181,7 +206,8 @@ def _refuse_unless_plain(
     known = {key for key in tensors if _PLAIN.fullmatch(key) or (rotary and _ROTARY.fullmatch(key))}
     foreign = sorted({re.sub(r"\.\d+\.", ".*.", key) for key in tensors if key not in known})
     if foreign:
-        reasons.append(f"unknown tensors {foreign}")
+        more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
+        reasons.append(f"unknown tensors {foreign[:5]}{more}")
     widened = "blocks.0.mlp.fc1_x.weight" if rotary and gated else "blocks.0.mlp.fc1.weight"
     token = {"class": ["cls_token"], "attention": ["attn_pool.latent"], "mean": []}[pool_of(name)]
     reasons += [

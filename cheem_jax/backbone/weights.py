@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from cheem_jax.backbone.config import BUNDLED, CONFIGS, ViTConfig, at_image_size, check_fields
 from cheem_jax.backbone.params import check_params, float32
-from cheem_jax.backbone.timm_names import SUPPORTED, from_timm, infer_config, other_pool
+from cheem_jax.backbone.timm_names import SUPPORTED, from_timm, infer_config, other_pool, with_head_of, without_wrapper
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.hub import check_cache
 from cheem_jax.core.npz import read_npz
@@ -77,7 +77,8 @@ def load_pretrained(backbone: str, *, weights: str | Path | None = None, image_s
             if source == "bundled":
                 pretrained = dataclasses.replace(pretrained, source=source, sha256=sha256_of(file))
         else:
-            config = known or infer_config(backbone, tensors, hub_config)
+            tensors = without_wrapper(tensors)
+            config = with_head_of(known or infer_config(backbone, tensors, hub_config), tensors)
             pretrained = Pretrained(config, from_timm(tensors, config), source, sha256_of(file))
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from error
@@ -144,9 +145,16 @@ def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
             raise ValueError(f"{file} is not a readable safetensors file ({error}); is it complete?") from error
     else:
         raise ValueError(f"{file}: expected a .safetensors or .npz file (pickled .bin and .pth files are not read)")
-    right = {name for name, value in tensors.items() if value.dtype.kind in "fiub" and np.isfinite(value).all()}
-    if wrong := sorted(tensors.keys() - right):
-        raise ValueError(f"{file}: {wrong[:5]} contain values that are not finite real numbers; is it corrupted?")
+    for name, value in tensors.items():
+        if value.dtype.name == "bfloat16":
+            tensors[name] = value.astype(np.float32)  # exact, and NumPy computes with it
+    if wrong := sorted(name for name, value in tensors.items() if value.dtype.kind not in "fiub"):
+        raise ValueError(
+            f"{file}: {wrong[:5]} are {tensors[wrong[0]].dtype}, expected float32, float16, bfloat16 or float64"
+        )
+    largest = np.finfo(np.float32).max
+    if wrong := sorted(name for name, value in tensors.items() if not (np.abs(value) <= largest).all()):
+        raise ValueError(f"{file}: {wrong[:5]} contain values that are not finite in float32; is it corrupted?")
     return tensors, metadata
 
 
@@ -173,7 +181,10 @@ def _from_converted(
         raise ValueError(f"the converted file's config is broken ({error}); convert the weights again") from error
     # taken out one by one, so that there are never two copies of all
     params = {name: float32(tensors.pop(name)) for name in sorted(tensors) if not name.startswith(_MEANS)}
-    wanted = stored if known is None else dataclasses.replace(known, image_size=stored.image_size)
+    wanted = stored
+    if known is not None:
+        classes = stored.num_classes if known.num_classes else 0  # of the file's own head, if any
+        wanted = dataclasses.replace(known, image_size=stored.image_size, num_classes=classes)
     check_params(wanted, params)
     if wanted != stored or (known is None and stored.name != backbone):
         raise ValueError(f"converted for backbone {stored.name!r} (as {stored}), not for {backbone!r}")
