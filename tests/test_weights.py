@@ -516,7 +516,7 @@ def test_weights_of_other_real_types_are_the_same_numbers_in_float32(tmp_path, d
         (lambda tensors: tensors | {"head.bias": np.ones(3, "f")}, 0),
         (lambda tensors: tensors | {"mask_token": np.ones((1, 192), "f")}, 1000),
         (lambda tensors: {f"module.{name}": value for name, value in tensors.items()}, 1000),
-        (lambda tensors: {f"a.b.{name}": value for name, value in (tensors | {"mask_token": np.ones(1)}).items()}, 1000),
+        (lambda tensors: {f"a.b.{name}": value for name, value in {**tensors, "mask_token": np.ones(1)}.items()}, 1000),
     ],
     ids=["as it is", "ten classes", "no head", "torn head", "mask token", "prefix", "two prefixes"],
 )  # fmt: skip
