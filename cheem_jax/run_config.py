@@ -221,6 +221,7 @@ def setting_of(
         "placement": getattr(method, "placement", None),
         "preset": config.preset if is_preset else f"{config.preset}, changed",
         "image_size": pretrained.config.image_size,
+        "upright": False,  # images are decoded as stored, as in the paper's loaders
         "base_means": ("neutral" if base.values is None else "known") if isinstance(method, CheemConfig) else None,
         "precision": config.engine.precision,
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},

@@ -31,7 +31,7 @@ def name_of(colour: tuple[int, int, int]) -> str:
 class Colours(Predictor):
     """The nearest of 64 colours, in two tasks; black is in neither. `gate` holds up every call while it is clear."""
 
-    image_size = 8
+    image_size, upright = 8, True
     open_set = 0.05
     tasks = ("dark <b>red</b>", "bright red")
     classes = {

@@ -13,6 +13,7 @@ import official
 import pytest
 from PIL import Image
 from test_data_cache import pictures
+from test_data_decode import four_colours, stored
 
 from cheem_jax.data import ImagesConfig, load_tasks, plan_task
 from cheem_jax.data.benchmarks.prepare import manual_dir
@@ -52,6 +53,23 @@ def test_list_tells_state_size_licence_and_the_way_to_each_task(cheem, tmp_path)
     assert status == 0 and len(tasks) == 11 and tasks["mnist"]["images"] == {"train": 54000, "val": 6000, "test": 10000}
     assert tasks["dtd"]["benchmarks"] == ["mtil", "vdd"] and tasks["dtd"]["licence"] == "research only"
     assert all(task["state"] == "missing" and "cheem data prepare" in task["advice"] for task in tasks.values())
+
+
+def test_verify_and_show_turn_photos_upright(cheem, tmp_path):
+    for label in ("cat", "dog"):
+        (tmp_path / "pets" / label).mkdir(parents=True)
+        for number in range(4):
+            (tmp_path / "pets" / label / f"{number}.png").write_bytes(stored(four_colours(24, 16), 6))
+    status, out, _ = cheem("data", "verify", tmp_path / "pets", "--json")
+    assert status == 0 and json.loads(out)["tasks"]["pets"]["smallest_image"] == [24, 16]
+    sheets = []
+    for name in ("photos", "upright"):
+        if name == "upright":
+            for file in (tmp_path / "pets").rglob("*.png"):
+                file.write_bytes(stored(four_colours(24, 16), 1))
+        assert cheem("data", "show", tmp_path / "pets", "--output", tmp_path / f"{name}.png")[0] == 0
+        sheets.append(picture(tmp_path / f"{name}.png"))
+    np.testing.assert_array_equal(*sheets)
 
 
 def test_prepare_verify_and_show_a_task_from_its_archives(cheem, gtsrb, tmp_path):

@@ -1,7 +1,10 @@
 """Decoded pictures on the disk: the same pixels, made once, never trusted half-made."""
 
+import io
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from test_data_decode import encode, stored
 
 from cheem_jax.data import fingerprint, load, load_tasks, plan_task
 from cheem_jax.data.folder import plan_manifest
@@ -40,6 +44,38 @@ def test_memory_and_cache_hold_the_same_pixels_and_have_one_fingerprint(tmp_path
         np.testing.assert_array_equal(memory.splits[split].images, mapped.splits[split].images)
     assert fingerprint(memory) == fingerprint(mapped)
     assert memory.split_sha256 == mapped.split_sha256 == plan.split_sha256
+
+
+@pytest.mark.parametrize("keep", ["memory", "cache", "stream"])
+def test_photos_are_turned_in_folders_and_zips_and_keep_another_place_than_as_stored(keep, tmp_path):
+    kinds: list[list[bytes]] = [[], [], []]  # upright files, turned ones, and their pixels as stored
+    for seed, orientation in enumerate((1, 3, 6, 8)):
+        pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
+        as_stored = stored(Image.fromarray(pixels), orientation)
+        with Image.open(io.BytesIO(as_stored)) as image:
+            plain = Image.fromarray(np.asarray(image))
+        for kind, data in zip(kinds, (encode(Image.fromarray(pixels)), as_stored, encode(plain)), strict=True):
+            kind.append(data)
+    places = []
+    for name, files in zip("abc", kinds, strict=True):
+        for split, label in itertools.product(("train", "val", "test"), ("cat", "dog")):
+            folder = tmp_path / name / "pets" / split / label
+            folder.mkdir(parents=True)
+            for number, data in enumerate(files):
+                (folder / f"{number}.png").write_bytes(data)
+        places.append(Path(shutil.make_archive(str(tmp_path / name / "pets"), "zip", tmp_path / name / "pets")))
+        places.append(tmp_path / name / "pets")
+    upright, _, photos, folder, plain, _ = map(plan_task, places)
+    want = kept(upright, tmp_path / "cache", keep).train.images[:]
+    for plan in (photos, folder):
+        found = kept(plan.turned(True), tmp_path / "cache", keep)
+        np.testing.assert_array_equal(found.train.images[:], want)
+        assert fingerprint(found) != fingerprint(kept(plan, tmp_path / "cache", keep))
+        assert cache_place(plan, 8, tmp_path) != cache_place(plan.turned(True), 8, tmp_path)
+        np.testing.assert_array_equal(
+            kept(plan, tmp_path / "cache", keep).train.images[:],
+            kept(plain, tmp_path / "cache", keep).train.images[:],
+        )
 
 
 def test_a_cache_is_made_once_and_again_when_something_changes(tmp_path):

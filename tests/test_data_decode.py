@@ -99,12 +99,69 @@ def test_cmyk_jpeg_has_the_right_colours():
     np.testing.assert_allclose(right, (0, 0, 0), atol=3)
 
 
-def test_exif_orientation_is_not_applied():
-    exif = Image.Exif()
-    exif[0x0112] = 6  # a viewer would turn the picture by 90 degrees
-    data = encode(halves("RGB", (250, 0, 0), (0, 0, 250), (16, 16)), "JPEG", quality=100, exif=exif)
-    left, right = decode_image(data, 16)[[0, 15], [0, 15]].tolist()
-    assert left[0] > 200 > 50 > left[2] and right[2] > 200 > 50 > right[0]
+STORED = {
+    1: None, 2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}  # fmt: skip
+"""How a camera stores an upright image for each orientation in EXIF."""
+
+
+def stored(upright: Image.Image, orientation: int, kind: str = "PNG", **options) -> bytes:
+    exif, turn = Image.Exif(), STORED[orientation]
+    exif[0x0112] = orientation
+    image = upright if turn is None else upright.transpose(turn)
+    return encode(image, kind, exif=exif if kind == "TIFF" else exif.tobytes(), **options)
+
+
+def four_colours(width: int = 24, height: int = 16) -> Image.Image:
+    """Another colour in every corner, so that no turn or mirror image is the same."""
+    image = halves("RGB", (200, 0, 0), (0, 200, 0), (width, height))
+    image.paste(halves("RGB", (0, 0, 200), (250, 250, 250), (width, height // 2)), (0, height // 2))
+    return image
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "MPO", "WEBP", "TIFF", "AVIF", "HEIF"])
+def test_eight_orientations_give_the_upright_image_in_every_format(kind):
+    if kind == "HEIF":
+        pytest.importorskip("pillow_heif", reason="needs the extra `heic`").register_heif_opener()
+    if kind == "AVIF" and not features.check("avif"):
+        pytest.skip("this Pillow reads no AVIF")
+    options = {"lossless": True} if kind == "WEBP" else {} if kind in ("PNG", "TIFF") else {"quality": 100}
+    image = four_colours(96, 64)
+    want = np.asarray(image.resize((16, 16), Image.Resampling.BICUBIC)).astype(int)
+    for orientation in STORED:
+        found = decode_image(stored(image, orientation, kind, **options), 16)
+        assert abs(found - want).max() < 12 * bool(options) + 1, orientation
+
+
+def test_sixteen_bit_grey_is_turned_too():
+    grey = Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000)
+    want = decode_image(encode(grey), 8)
+    for orientation in STORED:
+        np.testing.assert_array_equal(decode_image(stored(grey, orientation), 8), want)
+
+
+def test_images_may_be_decoded_as_stored():
+    turned = four_colours(16, 16).transpose(Image.Transpose.ROTATE_90)
+    found = decode_image(stored(four_colours(16, 16), 6), 16, upright=False)
+    np.testing.assert_array_equal(found, np.asarray(turned))
+
+
+@pytest.mark.parametrize(
+    "exif",
+    [b"Exif\0\0", b"Exif\0\0MM", b"Exif\0\0II*\0\xff\xff\xff\x7f",
+     b"Exif\0\0MM\0*\0\0\0\x08\0\xff\x01\x12", b"\xff" * 40,
+     b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\x09\0\0\0\0\0\0"],
+    ids=["empty", "cut", "far away", "half an entry", "noise", "orientation 9"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.filterwarnings("ignore:.*EXIF:UserWarning")  # Pillow's, about exactly this
+def test_an_image_with_corrupted_exif_is_decoded_as_stored(kind, exif):
+    options = {"PNG": {}, "JPEG": {"quality": 100}, "WEBP": {"lossless": True}}[kind]
+    image = four_colours(16, 16)
+    want = decode_image(encode(image, kind, **options), 16)
+    np.testing.assert_array_equal(decode_image(encode(image, kind, exif=exif, **options), 16), want)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF"])

@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled
 from PIL import Image
+from test_data_decode import stored
 
 from cheem_jax.data import ImagesConfig, load_tasks
 from cheem_jax.data.records import plan_hub
@@ -63,6 +64,18 @@ def test_splits_of_a_saved_data_set_have_usual_names_too(saved):
     assert plan.cut == ("val", "test")
     with pytest.raises(ValueError, match=r"several names for one split \['val'\]: \['val', 'validation'\]; join"):
         plan_hub(saved(train=table(range(8)), val=table(range(8)), validation=table(range(8))))
+
+
+def test_photos_of_a_saved_data_set_are_turned(saved):
+    rows = [stored(Image.fromarray(PIXELS[row]), 1 + row % 8) for row in range(40)]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    found = {"image": [{"bytes": data, "path": None} for data in rows], "label": [row % 2 for row in range(40)]}
+    (plan,) = plan_source(str(saved(train=datasets.Dataset.from_dict(found, features=features))))[1]
+    task, plain = load_tasks([plan.turned(True), plan], 6, ImagesConfig("memory"))
+    for name, split in task.splits.items():
+        want = PIXELS[[int(key.partition("/")[2]) for key in plan.splits[name].files.keys]]
+        np.testing.assert_array_equal(split.images, want)
+    assert (plain.train.images != task.train.images).any()
 
 
 def test_one_split_is_cut_by_the_seed_as_a_folder_is_and_a_task_of_a_stream(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import small
 from PIL import Image
 from serving import serving
+from test_data_decode import STORED, four_colours, stored
 
 import cheem_jax
 from cheem_jax.backbone.means import base_means
@@ -22,9 +23,11 @@ from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.cheem.config import DEMO, QUICK, auto
 from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.export import kind_of
 from cheem_jax.memory import OpenMemory
+from cheem_jax.memory.data import NamedFiles
 from cheem_jax.memory.extending import added_up, class_statistics, extension_of, mixed_quantiles
 from cheem_jax.report.memories import num_forgotten
 from cheem_jax.report.table import task_grid
@@ -129,6 +132,82 @@ def test_a_picture_may_come_as_a_file_bytes_pil_or_pixels(learned, tmp_path):
     assert sum(guess.probability for guess in found.guesses) == pytest.approx(1, abs=1e-6)
     assert [near.distance for near in found.near] == sorted(near.distance for near in found.near)
     assert len(found.blocks) == small.CONFIG.depth and json.dumps(found.to_json())
+
+
+MODES = ("1", "L", "LA", "PA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "I", "I;16", "I;16B", "I;16L")
+
+
+def open_image(mode: str) -> Image.Image:
+    """An image of large values in a mode of Pillow."""
+    rng = np.random.default_rng(5)
+    if mode.startswith("I"):
+        kind = {"I": "<i4", "I;16B": ">u2"}.get(mode, "<u2")
+        return Image.frombytes(mode, (8, 8), rng.integers(0, 65536, (8, 8)).astype(kind).tobytes())
+    image = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).convert("P" if mode == "PA" else mode)
+    if mode == "P":
+        image.info["transparency"] = 3
+    return image.convert("PA") if mode == "PA" else image
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_open_image_has_the_pixels_of_its_file(mode, tmp_path):
+    image, file = open_image(mode), tmp_path / "a.tif"
+    if mode in ("HSV", "I;16L", "PA", "RGBX"):  # which no file keeps
+        same = image.convert("RGB" if mode != "I;16L" else "I")
+        same.save(file, "TIFF")
+    else:
+        image.save(file, "PNG" if mode == "P" else "TIFF")
+    before = image.tobytes()
+    ((_, pixels, errors),) = decode_pieces(NamedFiles([image, file], upright=True), 8, 2)
+    assert errors == ["", ""] and image.tobytes() == before
+    np.testing.assert_array_equal(pixels[0], pixels[1])
+    if mode.startswith("I"):
+        np.testing.assert_allclose(pixels[0, ..., 0], np.asarray(image) / 257, atol=0.5)
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("F", "floating-point pixels"), ("I", "outside the 16-bit range")])
+def test_an_open_image_is_refused_as_its_file_is(mode, reason, tmp_path):
+    image = Image.new(mode, (8, 8), 70_000)
+    image.save(tmp_path / "a.tif")
+    ((_, _, errors),) = decode_pieces(NamedFiles([image, tmp_path / "a.tif"], upright=True), 8, 2)
+    assert all(reason in error for error in errors)
+    assert len({error.partition(": ")[2] for error in errors}) == 1
+
+
+def test_an_image_is_answered_upright_however_it_comes(copied, tmp_path):
+    image = four_colours(8, 8)
+    files = {f"{orientation}.png": stored(image, orientation) for orientation in STORED}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    memory = cheem_jax.open(copied)
+    assert memory.config.upright and memory.info()["upright"]
+    want, *others = wanted = memory.predict([np.asarray(image)] * 8)
+    assert others == [want] * 7
+    assert memory.predict([tmp_path / name for name in files]) == wanted
+    assert memory.predict([*files.values()]) == wanted
+    assert memory.predict([Image.open(io.BytesIO(data)) for data in files.values()]) == wanted
+    with serving(memory.predictor(batch_sizes=(1,)), Limits(max_batch=1)) as served:
+        found = [served.predict(data).json["probability"] for data in files.values()]
+    assert found == pytest.approx([want.probability] * 8, abs=1e-6)
+
+    config = json.loads((copied / "config.json").read_text())
+    config.pop("upright")  # as an earlier version wrote it, which turned nothing
+    (copied / "config.json").write_text(json.dumps(config))
+    memory = cheem_jax.open(copied)
+    assert not memory.config.upright
+    turn = STORED[6]
+    assert turn is not None
+    assert memory.predict(files["6.png"]) == memory.predict(np.asarray(image.transpose(turn))) != [want]
+    with serving(memory.predictor(batch_sizes=(1,)), Limits(max_batch=1)) as served:
+        found = served.predict(files["6.png"]).json["probability"]
+    assert found == pytest.approx(memory.predict(files["6.png"])[0].probability, abs=1e-6)
+
+
+def test_a_memory_of_the_papers_settings_takes_images_as_stored(tmp_path):
+    file = weights(tmp_path)
+    for preset, upright in (("paper", False), ("quick", True)):
+        memory = cheem_jax.create(tmp_path / preset, backbone=NAME, weights=file, preset=preset)
+        assert memory.config.upright is upright and read(memory.directory)[0]["upright"] is upright
 
 
 def test_what_is_no_picture_is_named(learned, tmp_path):
@@ -511,8 +590,8 @@ def test_without_new_images_of_a_class_the_network_stays_as_it_is(copied, capsys
     new, copies = memory.pools.tasks[2], memory.pools.added(2)
     assert new.classes == ("c0", "c1", "c2", "c3", "c4") and new.architecture == old.architecture
     assert experts and experts.keys() == copies.keys()
-    for block, stored in experts.items():
-        jax.tree.map(np.testing.assert_array_equal, stored.params, copies[block].params)
+    for block, expert in experts.items():
+        jax.tree.map(np.testing.assert_array_equal, expert.params, copies[block].params)
     assert new.statistics["counts"].tolist() == [14, 13, 13, 8, 8]
     for task in (STREAM.tasks[0], NEW):
         assert memory.evaluate(task, task="task0")[0].accuracy_given > 0.8

@@ -247,10 +247,10 @@ def test_pixels_of_a_picture_that_is_too_large_are_never_made(monkeypatch):
     monkeypatch.setattr(service, "decode_image", None)  # whoever calls it gets a TypeError
     for side in (1001, 10_000, 14_000):
         with pytest.raises(Refused, match="too many") as refused:
-            decode(large_png(side, side), 8, 1_000_000, "the image")
+            decode(large_png(side, side), 8, 1_000_000, "the image", True)
         assert refused.value.status_code == 413
     with pytest.raises(TypeError):
-        decode(large_png(1000, 1000), 8, 1_000_000, "the image")
+        decode(large_png(1000, 1000), 8, 1_000_000, "the image", True)
 
 
 def test_a_body_that_is_announced_too_large_is_refused_before_it_is_sent(served: Served):

@@ -167,7 +167,7 @@ def evaluate_memory(settings: Evaluate) -> None:
     """One line per task, and the average."""
     progress = Progress(Console(stderr=True))
     memory = settings.open()
-    tasks = settings.load(settings.plans(), memory.config.image_size, progress)
+    tasks = settings.load(settings.plans(), memory, progress)
     scores = memory.evaluate(tasks, split=settings.split, task=settings.task, open_set=settings.open_set)
     if settings.split == "test" and settings.open_set is None and not memory.is_run and not memory.lost:
         try:
@@ -209,6 +209,8 @@ def show_info(settings: Info) -> None:
         f"{kind} {place}: {found['backbone']} at {found['image_size']} pixels, experts at "
         f"{found['placement']}, preset {found['preset']}, seed {found['seed']}, {_size(found['bytes'])} on the disk"
     )
+    if not found["upright"]:
+        progress.say("images are used as stored: EXIF orientation is not applied")
     if found["keeps_base"]:
         progress.say("the backbone's own classes are a target as well")
     if found["forgotten"]:

@@ -177,7 +177,7 @@ def verify_data(settings: Verify) -> None:
             roots.append(usual())
     progress = Progress(Console(quiet=True) if settings.json else None)
     unsound, found = [], {}
-    for plan in plans:
+    for plan in (plan.turned(True) for plan in plans):
         if settings.skip_broken:
             with contextlib.suppress(ValueError):  # too many: they are found again below
                 plan = leave_out_broken(plan, progress)
@@ -217,7 +217,7 @@ def show_data(settings: Show) -> None:
     from cheem_jax.report.figures import StreamRow, contact_sheet, stream_figure
 
     name, plans = plan_source(source, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed)
-    say = Progress().say
+    plans, say = [plan.turned(True) for plan in plans], Progress().say
     if settings.stream is not None:
         rows = []
         for plan in plans:

@@ -85,6 +85,7 @@ def run_command(
         with _reader_may_leave(), _failures_in_a_line(directory, getattr(settings, "kept", "")):
             # of an image that is too large: whoever reads it says so, by name and in one line
             warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
+            warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")  # of EXIF that is corrupted
             if computes:  # not every command needs JAX, so it is not imported with this module
                 from cheem_jax.engine.compilation import NotKept, keep_programs
 

@@ -100,12 +100,13 @@ class OfData:
         names = None if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
         return tuple(plan_source(self.data, names, data_dir=self.data_dir, seed=self.split_seed)[1])
 
-    def load(self, plans: Sequence[Plan], image_size: int, progress: Progress) -> tuple[Task, ...]:
-        """The tasks, decoded."""
+    def load(self, plans: Sequence[Plan], memory: OpenMemory, progress: Progress) -> tuple[Task, ...]:
+        """The tasks, decoded for a memory."""
         if self.skip_broken:
             plans = [leave_out_broken(plan, progress) for plan in plans]
         cache_dir = self.images.cache_dir or cache_dir_of(self.data, self.data_dir)
-        return decoded(plans, image_size, dataclasses.replace(self.images, cache_dir=cache_dir), progress)
+        images, known = dataclasses.replace(self.images, cache_dir=cache_dir), memory.config
+        return decoded(plans, known.image_size, images, progress, upright=known.upright)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +170,7 @@ def learn_tasks(settings: Learn) -> None:
         f"{memory.config.image_size} pixels, {_tasks(len(memory.tasks))} so far"
     )
     try:
-        tasks = settings.load(plans, memory.config.image_size, progress)
+        tasks = settings.load(plans, memory, progress)
     except BaseException:
         if fresh and not memory.tasks:  # broken images leave no empty memory behind
             take_away(memory.directory)
@@ -230,7 +231,8 @@ def _differences(settings: Learn, memory: OpenMemory, progress: Progress) -> Ite
         here["base_classes"] = _names_in(settings.base_classes)
     if settings.base_data is not None:
         there["base_data"] = config.base_data_sha256
-        here["base_data"] = fingerprint(base_task_of(settings.base_data, config.image_size, progress))
+        own = base_task_of(settings.base_data, config.image_size, progress, upright=config.upright)
+        here["base_data"] = fingerprint(own)
     if settings.begin_with is not None:
         there["begin_with"] = config.begun_with_sha256
         here["begin_with"] = digest(read_config(settings.begin_with))

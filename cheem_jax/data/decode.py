@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image, UnidentifiedImageError, features
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, features
 from PIL import TiffImagePlugin as TIFF
 
 from cheem_jax.data.files import GET_HEIF, HEIF_MAGIC, READS_HEIF, Encoded, first_of
@@ -29,27 +29,38 @@ Progress = Callable[[int], object]
 Found = TypeVar("Found")
 
 
-def decode_image(data: bytes, image_size: int, *, name: str = "image") -> UInt8[np.ndarray, "S S 3"]:
-    """Decodes to RGB and resizes to a square with Pillow's bicubic filter; the aspect ratio is not kept.
+def decode_image(
+    data: bytes | Image.Image, image_size: int, *, name: str = "image", upright: bool = True
+) -> UInt8[np.ndarray, "S S 3"]:
+    """Decodes a file's bytes, or an image that is open, to RGB and resizes to a square with Pillow's bicubic
+    filter; the aspect ratio is not kept.
 
     Palettes are looked up, grey is repeated, 16-bit grey is scaled by 255/65535, alpha is dropped (no
-    background is assumed), EXIF orientation is not applied, of an animation the first frame counts.
+    background is assumed), and the first frame of an animation counts. With `upright` the image is turned as its EXIF
+    orientation says; without, as in the paper's loaders, it is not. (Pillow turns TIFF, HEIC and AVIF by itself.)
     Raises ValueError naming the file if it is broken, truncated, huge or not an image.
     """
     if image_size < 1:
         raise ValueError(f"image_size must be at least 1, got {image_size}")
     with opened(data, name) as image:
-        return np.asarray(to_rgb(image).resize((image_size, image_size), Image.Resampling.BICUBIC))
+        rgb = to_rgb(image, upright=upright)
+        return np.asarray(rgb.resize((image_size, image_size), Image.Resampling.BICUBIC))
 
 
 @contextlib.contextmanager
-def opened(data: bytes, name: str) -> Iterator[Image.Image]:
+def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
     """An open image file; a decompression bomb, or an error while it is in use, becomes a ValueError that names it."""
     try:
-        with Image.open(io.BytesIO(data), formats=_heif() if HEIF_MAGIC.match(data) else FORMATS) as image:
+        with contextlib.ExitStack() as stack:
+            if isinstance(data, Image.Image):
+                image = data  # whose owner closes it
+            else:
+                formats = _heif() if HEIF_MAGIC.match(data) else FORMATS
+                image = stack.enter_context(Image.open(io.BytesIO(data), formats=formats))
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are accepted")
-            _refuse_bombs(image, data)
+            if isinstance(data, bytes):
+                _refuse_bombs(image, data)
             yield image
     except UnidentifiedImageError:
         raise ValueError(f"{name}: not an image file of a known format ({', '.join(FORMATS)})") from None
@@ -77,8 +88,14 @@ def _refuse_bombs(image: Image.Image, data: bytes) -> None:
         raise ValueError(f"tiles of {tile[0]} x {tile[1]} pixels, at most {MAX_PIXELS} are accepted")
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """All pixels, decoded to RGB; what is returned outlives the file."""
+def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
+    """All pixels, decoded to RGB, and turned as the EXIF orientation says with `upright`; the result outlives the file.
+
+    The given image does not change.
+    """
+    image.load()
+    if upright:
+        image = _turned(image)
     if image.mode == "F":
         raise ValueError("floating-point pixels have no known range; store 8 or 16 bits")
     if image.mode == "I" or image.mode.startswith("I;16"):
@@ -89,8 +106,18 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray(((values.astype(np.int32) + 128) // 257).astype(np.uint8))
     elif "transparency" in image.info:
         image = image.convert("RGBA")  # a palette with transparency goes to RGB only with a warning
-    image.load()
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
+
+
+def _turned(image: Image.Image) -> Image.Image:
+    """The image as its EXIF orientation says, itself if that is 1, absent or unreadable."""
+    turned = image
+    with contextlib.suppress(Exception):  # corrupted metadata, on which Pillow raises almost anything
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            turned = image.copy()
+            # in place, so that the pixels are turned even if the metadata cannot be written again
+            ImageOps.exif_transpose(turned, in_place=True)
+    return turned
 
 
 class Piece(NamedTuple):
@@ -113,6 +140,11 @@ class BrokenImages(ValueError):
         )
 
 
+def decode_row(files: Encoded, row: int, image_size: int) -> UInt8[np.ndarray, "S S 3"]:
+    """One file's image; raises as `decode_image`, and as reading the file."""
+    return decode_image(files.picture(row), image_size, name=files.where(row), upright=files.upright)
+
+
 def decode_pieces(
     files: Encoded, image_size: int, size: int, rows: Sequence[int] | np.ndarray | None = None
 ) -> Iterator[Piece]:
@@ -121,7 +153,7 @@ def decode_pieces(
 
     def decode(row: int) -> tuple[str, np.ndarray | None, str]:
         try:
-            return files.where(row), decode_image(files.read(row), image_size, name=files.where(row)), ""
+            return files.where(row), decode_row(files, row, image_size), ""
         except (ValueError, OSError) as error:
             return files.where(row), None, str(error)
 

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
+from PIL import Image
+
 from cheem_jax.core.paths import SYSTEM_FOLDERS
 
 IMAGE_SUFFIXES = frozenset(".jpg .jpeg .png .bmp .gif .webp .tif .tiff .ppm .pgm .avif".split())
@@ -40,6 +42,8 @@ class Encoded(abc.ABC):
     """Image files in a fixed order. They can be pickled, so that worker processes can read them as well."""
 
     keys: Sequence[str]
+    upright = False
+    """Whether decoding turns the images as their EXIF orientation says."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -55,6 +59,10 @@ class Encoded(abc.ABC):
     @abc.abstractmethod
     def read(self, row: int) -> bytes:
         """A file's bytes; ValueError or OSError that says which file cannot be read."""
+
+    def picture(self, row: int) -> bytes | Image.Image:
+        """What is decoded: a file's bytes, or an image that is open already. Raises as `read`."""
+        return self.read(row)
 
 
 @dataclasses.dataclass(eq=False)
@@ -117,6 +125,7 @@ class Chosen(Encoded):
 
     def __init__(self, files: Encoded, rows: Sequence[int]):
         self.files, self.rows, self.keys = files, rows, [files.key(row) for row in rows]
+        self.upright = files.upright
 
     def where(self, row: int) -> str:
         return self.files.where(self.rows[row])

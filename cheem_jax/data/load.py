@@ -22,7 +22,7 @@ import filelock
 import numpy as np
 
 from cheem_jax.core.paths import absolute, user_cache
-from cheem_jax.data.decode import DECODER_VERSION, BrokenImages, Progress, decode_image, decode_in_order, decode_many
+from cheem_jax.data.decode import DECODER_VERSION, BrokenImages, Progress, decode_in_order, decode_many, decode_row
 from cheem_jax.data.files import Encoded, import_extra
 from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.task import Part, Plan, Split, Stream, Task, hash_of
@@ -85,16 +85,19 @@ def _each(given: Iterable[Given], load: Callable[[Given], Loaded]) -> list[Loade
     return loaded
 
 
-def load_task(path: str | Path, *, image_size: int, seed: int = 0) -> Task:
-    """A folder or zip as one task in memory; see `plan_task`."""
-    (task,) = load_tasks([plan_task(absolute(path), seed=seed)], image_size, ImagesConfig("memory"))
+def load_task(path: str | Path, *, image_size: int, seed: int = 0, upright: bool = True) -> Task:
+    """A folder or zip as one task in memory; see `plan_task`. `upright` as for `decode_image`."""
+    plan = plan_task(absolute(path), seed=seed).turned(upright)
+    (task,) = load_tasks([plan], image_size, ImagesConfig("memory"))
     return task
 
 
-def load_stream(path: str | Path, tasks: Sequence[str] | None = None, *, image_size: int, seed: int = 0) -> Stream:
-    """A folder of tasks as a stream in memory; see `plan_stream`."""
+def load_stream(
+    path: str | Path, tasks: Sequence[str] | None = None, *, image_size: int, seed: int = 0, upright: bool = True
+) -> Stream:
+    """A folder of tasks as a stream in memory; see `plan_stream`. `upright` as for `decode_image`."""
     path = absolute(path)
-    plans = plan_stream(path, tasks, seed=seed)
+    plans = [plan.turned(upright) for plan in plan_stream(path, tasks, seed=seed)]
     return Stream(path.resolve().stem, load_tasks(plans, image_size, ImagesConfig("memory")))
 
 
@@ -120,7 +123,7 @@ def _load(
     if keep == "stream":
         for name, part in parts.items():
             # the pixels follow from this, and none has been decoded yet
-            known = f"{plan.split_sha256} {plan.stamp} {image_size} {DECODER_VERSION} {name}"
+            known = f"{plan.split_sha256} {plan.stamp} {image_size} {DECODER_VERSION} {name}{' upright' * plan.upright}"
             images = StreamedImages(part.files, image_size, workers=config.workers)
             splits[name] = Split(images, part.labels, hashlib.sha256(known.encode()).hexdigest())
         return splits
@@ -151,10 +154,12 @@ def bytes_needed(num_images: int, image_size: int) -> int:
 def cache_place(plan: Plan, image_size: int, root: Path, names: Sequence[str] = SPLIT_NAMES) -> Path:
     """The folder of a plan's decoded images, whether it exists or not.
 
-    Its name has what decides the pixels of some splits: which files in which order, their stamp, the size and the
-    decoder.
+    Its name has what decides the pixels of some splits: which files in which order, their stamp, the size, the
+    decoder, and whether it turns images by their EXIF orientation.
     """
-    digest = hashlib.sha256(json.dumps([FORMAT, DECODER_VERSION, image_size, plan.source, plan.stamp]).encode())
+    turned = ["upright"] if plan.upright else []
+    decides = [FORMAT, DECODER_VERSION, image_size, plan.source, plan.stamp, *turned]
+    digest = hashlib.sha256(json.dumps(decides).encode())
     for split in names:
         part = plan.splits[split]
         digest.update(f"{split} {len(part.files)}\n".encode())
@@ -286,7 +291,7 @@ class StreamedImages:
         return iter(images.to_iter_dataset(reading).batch(batch_size))
 
     def _decode(self, row: int) -> np.ndarray:
-        return decode_image(self.files.read(row), self.image_size, name=self.files.where(row))
+        return decode_row(self.files, row, self.image_size)
 
 
 def _grain() -> Any:

@@ -86,6 +86,7 @@ def plan_rows(
     stamp: str,
     seed: int,
     floor: bool = False,
+    is_benchmark: bool = True,
 ) -> Plan:
     """A task from the rows of some splits; see `Plan.of`. `records` makes the images at some places with some keys."""
     members: Members = {}
@@ -103,7 +104,9 @@ def plan_rows(
     def files(keys: Sequence[str]) -> Records:
         return records([places[key] for key in keys], keys)
 
-    return Plan.of(name, classes, members, files, source=source, stamp=stamp, seed=seed, floor=floor)
+    return Plan.of(
+        name, classes, members, files, source=source, stamp=stamp, seed=seed, floor=floor, is_benchmark=is_benchmark
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,7 +386,10 @@ def plan_hub(source: str | Path, *, name: str | None = None, seed: int = 0) -> P
         splits[split] = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
     files = {Path(file["filename"]) for rows in splits.values() for file in rows.cache_files}
     records = functools.partial(Records, told, image, splits.__getitem__)
-    return plan_rows(name or default, classes, found, records, source=told, stamp=stamp_of(sorted(files)), seed=seed)
+    return plan_rows(
+        name or default, classes, found, records, source=told, stamp=stamp_of(sorted(files)), seed=seed,
+        is_benchmark=False,
+    )  # fmt: skip
 
 
 def _ask_hub(repository: str) -> None:

@@ -6,6 +6,7 @@ divided).
 """
 
 import collections
+import copy
 import dataclasses
 import difflib
 import functools
@@ -126,6 +127,8 @@ class Plan:
     """Keys of images that were left out because they cannot be read."""
     cut: tuple[str, ...] = ()
     """Splits that were cut from train."""
+    is_benchmark: bool = False
+    """Whether TFDS has prepared the data set: its images are decoded as stored, as in the paper's loaders."""
 
     @staticmethod
     def of(
@@ -139,6 +142,7 @@ class Plan:
         seed: int,
         floor: bool = False,
         ignored: Sequence[str] = (),
+        is_benchmark: bool = False,
     ) -> "Plan":
         """The plan whose splits have these labels by key; missing ones are cut from train, in place: `cut_missing`.
 
@@ -151,7 +155,18 @@ class Plan:
             for split, labels in members.items()
         }
         train, val, test = parts["train"], parts["val"], parts["test"]
-        return Plan(name, tuple(classes), train, val, test, source, stamp, tuple(ignored), cut=cut)
+        return Plan(
+            name, tuple(classes), train, val, test, source, stamp, tuple(ignored), cut=cut, is_benchmark=is_benchmark
+        )  # fmt: skip
+
+    def turned(self, upright: bool) -> "Plan":
+        """The plan whose images are turned as their EXIF orientation says, or not; those of a benchmark never are."""
+        parts = {}
+        for split, part in self.splits.items():
+            files = copy.copy(part.files)
+            files.upright = upright and not self.is_benchmark
+            parts[split] = Part(files, part.labels)
+        return dataclasses.replace(self, **parts)
 
     def __post_init__(self):
         where = f"{self.source}: task {self.name!r}"
@@ -171,6 +186,11 @@ class Plan:
     @property
     def num_images(self) -> int:
         return sum(self.counts.values())
+
+    @property
+    def upright(self) -> bool:
+        """Whether decoding turns the images as their EXIF orientation says."""
+        return self.train.files.upright
 
     @functools.cached_property
     def split_sha256(self) -> str:

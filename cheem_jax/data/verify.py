@@ -117,9 +117,8 @@ def _look(files: Encoded, row: int) -> Look | str:
     try:
         data = files.read(row)
         with opened(data, files.where(row)) as image:
-            look = hashlib.sha256(data).digest(), image.size, image.mode, len(data)
-            to_rgb(image)
-        return look
+            mode, rgb = image.mode, to_rgb(image, upright=files.upright)
+        return hashlib.sha256(data).digest(), rgb.size, mode, len(data)
     except (ValueError, OSError) as error:
         return str(error)
 
@@ -155,15 +154,18 @@ def without_broken(plan: Plan, *, on_progress: Progress = lambda num: None) -> t
 
 
 def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[str]]:
-    """Reads decoded copies of a plan, of any size, to the end.
+    """Reads decoded copies of a plan, of any size, upright or as stored, to the end.
 
     Returns the folders of those that are intact, and a line for each of the others.
     """
     intact, corrupted = [], []
+    plans = [plan, plan.turned(not plan.upright)]
     for root in roots:
         for place in root.glob(f"{cache_place(plan, 0, root).name.split('-0-')[0]}-*"):
             size = place.name.rsplit("-", 2)[1]
-            if not (place.is_dir() and size.isdecimal() and cache_place(plan, int(size), root) == place):
+            if not (place.is_dir() and size.isdecimal()):
+                continue
+            if all(cache_place(one, int(size), root) != place for one in plans):
                 continue
             try:
                 for name, split in open_cache(place, plan).items():

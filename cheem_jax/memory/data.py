@@ -1,6 +1,6 @@
 """What a person gives: tasks to learn from, pictures to answer."""
 
-import io
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,11 +16,9 @@ from cheem_jax.run.progress import Progress
 
 Data = str | Path | Task | Stream | Sequence[Task]
 Picture = str | Path | bytes | np.ndarray | Image.Image
-MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-"""Of PIL, which PNG can hold."""
 
 
-def tasks_of(data: Data, image_size: int, progress: Progress | None = None) -> tuple[Task, ...]:
+def tasks_of(data: Data, image_size: int, progress: Progress | None = None, *, upright: bool) -> tuple[Task, ...]:
     """Tasks as they are, or read from what `cheem learn` takes: a folder, a zip, a TOML file, a benchmark's name."""
     match data:
         case Task():
@@ -30,7 +28,7 @@ def tasks_of(data: Data, image_size: int, progress: Progress | None = None) -> t
         case str() | Path():
             is_there = isinstance(data, Path) and absolute(data).exists()  # so that it is no benchmark's name
             source = str(absolute(data) if is_there else data)
-            return decoded(plan_source(source)[1], image_size, ImagesConfig(), progress)
+            return decoded(plan_source(source)[1], image_size, ImagesConfig(), progress, upright=upright)
         case _:
             tasks = tuple(data)
     if repeated := repeats(task.name for task in tasks):
@@ -39,9 +37,10 @@ def tasks_of(data: Data, image_size: int, progress: Progress | None = None) -> t
 
 
 def decoded(
-    plans: Sequence[Plan], image_size: int, config: ImagesConfig, progress: Progress | None
+    plans: Sequence[Plan], image_size: int, config: ImagesConfig, progress: Progress | None, *, upright: bool
 ) -> tuple[Task, ...]:
-    """Tasks with their images; `progress` also says which files beside them are left out."""
+    """Tasks with their images; `progress` also says which files beside them are left out. See `Plan.turned`."""
+    plans = [plan.turned(upright) for plan in plans]
     if progress is None:
         return load_tasks(plans, image_size, config)
     for note in (note for plan in plans for note in plan.ignored):
@@ -68,9 +67,9 @@ class NamedFiles(FolderFiles):
     Raises ValueError for what is not an image, and for arrays other than uint8 `[H, W, 3]`.
     """
 
-    def __init__(self, given: Sequence[Picture]):
+    def __init__(self, given: Sequence[Picture], *, upright: bool):
         super().__init__(Path(), [str(one) if isinstance(one, str | Path) else "-" for one in given])
-        self.given = given
+        self.given, self.upright, self._loading = given, upright, threading.Lock()
         for row, one in enumerate(given):
             if isinstance(one, np.ndarray):
                 fits, kind = one.dtype == np.uint8 and one.shape[2:] == (3,), f"{one.dtype} {list(one.shape)}"
@@ -83,17 +82,16 @@ class NamedFiles(FolderFiles):
         """See `FolderFiles.where`."""
         return self.keys[row]
 
-    def read(self, row: int) -> bytes:
-        """See `FolderFiles.read`."""
+    def picture(self, row: int) -> bytes | Image.Image:
+        """See `Encoded.picture`."""
         one = self.given[row]
-        if isinstance(one, str | Path):
-            return super().read(row)
+        if isinstance(one, Image.Image):
+            with self._loading:  # the same one may be given twice, and its file is read from one place
+                one.load()
+            return one
         if isinstance(one, bytes):
             return one
-        image, packed = one if isinstance(one, Image.Image) else Image.fromarray(one), io.BytesIO()
-        image = image if image.mode in MODES else image.convert("RGB")
-        image.save(packed, "PNG", compress_level=1)
-        return packed.getvalue()
+        return super().picture(row) if isinstance(one, str | Path) else Image.fromarray(one)
 
     def file(self, row: int) -> Path:
         """See `FolderFiles.file`."""

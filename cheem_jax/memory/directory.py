@@ -61,6 +61,8 @@ class MemoryConfig:
     """Fingerprint of the images of the pretraining data; None: none were given."""
     begun_with_sha256: str | None = UNRECORDED
     """Digest of the run whose tasks the memory began with; None: it began empty."""
+    upright: bool = False
+    """Whether images are turned as their EXIF orientation says; memories of earlier versions did not turn them."""
     generation: int = 1
     tasks: tuple[str, ...] = ()
     """Names in learning order."""

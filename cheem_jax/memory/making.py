@@ -62,7 +62,8 @@ def create(
 ) -> OpenMemory:
     """A memory without a task yet, in a new or empty folder; all or nothing.
 
-    `weights` as for `load_pretrained`. With the preset `auto`, epochs differ by task (see `cheem.config.auto`).
+    `weights` as for `load_pretrained`. With the preset `auto`, epochs differ by task (see `cheem.config.auto`). The
+    preset `paper` decodes images as stored; others turn them as their EXIF orientation says.
     `method` are settings other than the preset's; `augment` changes training images at random. `base_data` are images
     of the pretraining data (a folder or zip as for `learn`), which anchor the similarity of tasks; with `keep_base`
     their classes become one more target, named `base_classes` or after the folders of the data. Raises ValueError for
@@ -75,6 +76,7 @@ def create(
     config = presets[preset] if method is None else method
     told = preset if config == presets[preset] else f"{preset}, changed"
     config = dataclasses.replace(config, augment=config.augment or augment)
+    upright = preset != "paper"  # whose loaders do not turn images
     pretrained = load_pretrained(backbone, weights=weights, image_size=image_size)
     config.router.blocks(pretrained.config.depth)  # raises before anything is written
     vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
@@ -88,7 +90,7 @@ def create(
         raise ValueError("base_classes names classes that this memory would not predict; give keep_base as well")
     base_data_sha256 = None
     if base_data is not None:
-        own = base_task_of(base_data, size, progress)
+        own = base_task_of(base_data, size, progress, upright=upright)
         base_data_sha256 = data_hash(own)
         found = base_means(vit, own.train.images, batch_size=config.batch_size)
         pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **found})
@@ -109,7 +111,7 @@ def create(
                 base["moments"] = dict(place.moments)
     settings = MemoryConfig(
         pretrained.config.name, size, pretrained.sha256, config, told, seed, keeps_base=keep_base,
-        base_data_sha256=base_data_sha256, begun_with_sha256=None,
+        base_data_sha256=base_data_sha256, begun_with_sha256=None, upright=upright,
     )  # fmt: skip
     with made_whole(directory) as partial:
         save_converted(partial / WEIGHTS, pretrained)
@@ -122,9 +124,9 @@ def create(
     return open_memory(directory, engine=engine)
 
 
-def base_task_of(base_data: Data, image_size: int, progress: Progress | None = None) -> Task:
+def base_task_of(base_data: Data, image_size: int, progress: Progress | None = None, *, upright: bool) -> Task:
     """Images of the pretraining data; their name is the same wherever they are. Raises ValueError for several tasks."""
-    tasks = tasks_of(base_data, image_size, progress)
+    tasks = tasks_of(base_data, image_size, progress, upright=upright)
     if len(tasks) != 1:
         raise ValueError(f"base_data contains {len(tasks)} tasks, expected one: {[task.name for task in tasks]}")
     return dataclasses.replace(tasks[0], name=BASE)
@@ -263,4 +265,5 @@ def _setting(config: MemoryConfig, pretrained: Pretrained) -> dict[str, Any]:
         "seed": config.seed, "placement": config.method.placement, "preset": config.preset,
         "image_size": config.image_size, "base_means": "known" if pretrained.base_means else "neutral",
         "router": config.backbone, "split_sha256": {}, "data": None, "command": None, "upper_bound": False,
+        "upright": config.upright,
     }  # fmt: skip

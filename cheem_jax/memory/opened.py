@@ -203,7 +203,7 @@ class OpenMemory:
             own |= {"bytes": sizes.get(task.number, 0), "flops": cost["flops_method"]}
             extended = self.config.extended.get(task.name, [])
             tasks.append({**task._asdict(), **own, "calibrated": kept.distances is not None, "extended": extended})
-        told = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base")
+        told = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base", "upright")
         return {
             "directory": str(self.directory),
             "kind": "run" if self.is_run else "memory",
@@ -251,7 +251,7 @@ class OpenMemory:
                 targets = tuple(target for target in targets if target.name == task)
             self._predictors[place] = Predictor(
                 self.executor, targets, TaskNetworks(experts, targets), self.config.method.router,
-                batch_sizes=batch_sizes, top=top, open_set=open_set,
+                batch_sizes=batch_sizes, top=top, open_set=open_set, upright=self.config.upright,
             )  # fmt: skip
         return self._predictors[place]
 
@@ -286,7 +286,7 @@ class OpenMemory:
         Tasks of the data go by their names; `task` says which one a single one is. Raises ValueError for tasks or
         classes that were not learned.
         """
-        found = tasks_of(data, self.config.image_size)
+        found = tasks_of(data, self.config.image_size, upright=self.config.upright)
         if task is not None and len(found) != 1:
             raise ValueError(f"{task!r} is one task, and the data hold {len(found)}: {[t.name for t in found]}")
         wanted = [task] if task is not None else [one.name for one in found]
@@ -369,7 +369,7 @@ class OpenMemory:
         """
         self.check_writable()
         progress = progress or Progress()
-        tasks = tasks_of(data, self.config.image_size, progress)
+        tasks = tasks_of(data, self.config.image_size, progress, upright=self.config.upright)
         if extend is not None and (name is not None or len(tasks) != 1):
             given = f"the name {name!r}" if name is not None else f"{len(tasks)} tasks"
             raise ValueError(f"one task, {extend!r}, is extended by the images of one, but {given} came with it")

@@ -94,7 +94,8 @@ class Predictor:
 
     `networks` are those of the targets; each is put together when the router first names it.
     `open_set` is the share of a target's own images that may be refused as foreign; None refuses none, as the paper
-    does. Raises ValueError where there is no target, or one that was not calibrated.
+    does. `upright`: files are turned as their EXIF orientation says. Raises ValueError where there is no target, or one
+    that was not calibrated.
     """
 
     open_set: float | None = None
@@ -109,6 +110,7 @@ class Predictor:
         batch_sizes: Sequence[int] = BATCH_SIZES,
         top: int = 5,
         open_set: float | None = None,
+        upright: bool = True,
     ):
         if not targets:
             raise ValueError("this memory has no task yet; `cheem learn` gives it one")
@@ -117,7 +119,7 @@ class Predictor:
         if top < 1:
             raise ValueError(f"top is {top}; expected at least 1 class")
         self.executor, self.targets, self.networks, self.top = executor, tuple(targets), networks, top
-        self.open_set = open_set
+        self.open_set, self.upright = open_set, upright
         places = [target.place for target in targets]
         self.index = make_router(router).follow(places)
         # a distance that learning more tasks does not change, so that a threshold keeps its meaning
@@ -249,8 +251,8 @@ class Asked(NamedTuple):
 def predict_files(predictor: Predictor, files: Sequence[Picture]) -> Iterator[Asked]:
     """The answer to each file in turn, decoded while others are answered. Raises as `NamedFiles`."""
     # small pieces: the first answer does not wait for hundreds of pictures
-    size = 2 * predictor.batch_sizes[-1]
-    for names, images, errors in decode_pieces(NamedFiles(files), predictor.image_size, size):
+    size, given = 2 * predictor.batch_sizes[-1], NamedFiles(files, upright=predictor.upright)
+    for names, images, errors in decode_pieces(given, predictor.image_size, size):
         answers = iter(predictor(images))
         for name, error in zip(names, errors, strict=True):
             found = Prediction(error=error.removeprefix(f"{name}: ")) if error else next(answers)

@@ -157,7 +157,9 @@ class Service:
         answers: list[asyncio.Future[Prediction]] = [loop.create_future() for _ in files]
         for (name, data), answer in zip(files, answers, strict=True):
             try:
-                image = await loop.run_in_executor(self._decoders, decode, data, size, max_pixels, name)
+                image = await loop.run_in_executor(
+                    self._decoders, decode, data, size, max_pixels, name, self.predictor.upright
+                )
                 waiting.append((image, answer))
             except Refused as refused:
                 if len(files) == 1:
@@ -234,7 +236,7 @@ async def read_files(request: Request, limits: Limits) -> list[tuple[str, bytes]
         raise Refused(499, "hung_up", "the client hung up") from None
 
 
-def decode(data: bytes, image_size: int, max_pixels: int, name: str) -> UInt8[np.ndarray, "S S 3"]:
+def decode(data: bytes, image_size: int, max_pixels: int, name: str, upright: bool) -> UInt8[np.ndarray, "S S 3"]:
     """The pixels; Refused with 413 for too many of them and with 400 for what is not an image."""
     if not data:
         raise Refused(400, "no_image", f"{name}: an empty file is not an image")
@@ -248,7 +250,7 @@ def decode(data: bytes, image_size: int, max_pixels: int, name: str) -> UInt8[np
     if num > max_pixels:
         raise Refused(413, "pixels", f"{name}: {text} too many; send at most {max_pixels / 1e6:g} megapixels")
     try:
-        return decode_image(data, image_size, name=name)
+        return decode_image(data, image_size, name=name, upright=upright)
     except ValueError as error:
         raise Refused(400, "no_image", str(error)) from error
 

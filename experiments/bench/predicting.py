@@ -42,7 +42,7 @@ def main(settings: Predicting) -> None:
     memory = open_memory(settings.memory)
     predictor = memory.predictor()
     predictor.prepare()
-    images = decode_many(NamedFiles(files), predictor.image_size)
+    images = decode_many(NamedFiles(files, upright=predictor.upright), predictor.image_size)
     times = alternate(
         {"folder": lambda: list(predict_files(predictor, files)), "arrays": lambda: predictor(images)}, settings.rounds
     )
