@@ -122,3 +122,13 @@ def test_a_file_that_cannot_be_replaced_is_named_and_not_its_sibling(tmp_path, m
     with pytest.raises(OSError, match=rf"choose a file in another folder: '{tmp_path}/x.onnx'$"):
         write_atomically(tmp_path / "x.onnx", b"x")
     assert not names(tmp_path)
+
+
+def test_a_read_only_disk_is_told_with_the_name_of_the_file(tmp_path, monkeypatch):
+    def refuses(self, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    for name in ("open", "unlink"):  # Linux refuses to remove even what is not there
+        monkeypatch.setattr(Path, name, refuses)
+    with pytest.raises(OSError, match=rf"Read-only file system, and .* are to be written: '{tmp_path}/x.onnx'$"):
+        write_atomically(tmp_path / "x.onnx", b"x")

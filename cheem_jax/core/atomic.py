@@ -39,7 +39,8 @@ def write_atomically(file: Path, content: str | bytes) -> None:
         # a folder that nobody may write to, or a file that is a mount point; nobody knows the sibling's name
         raise OSError(error.errno, f"{error.strerror}: choose a file in another folder", str(file)) from error
     finally:
-        sibling.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only disk refuses this too, and the first error says more
+            sibling.unlink()
 
 
 def to_disk(file: Path) -> None:

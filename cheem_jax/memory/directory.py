@@ -26,7 +26,7 @@ from typing import Any
 from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cheem.evolution import SearchConfig
 from cheem_jax.cheem.saved_memory import save_forgotten, save_memory_task
-from cheem_jax.core.atomic import to_disk, write_atomically
+from cheem_jax.core.atomic import REFUSING, to_disk, write_atomically
 from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.core.paths import is_of_system
 from cheem_jax.core.pool import InternalMemory
@@ -206,9 +206,8 @@ def made_whole(directory: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise OSError(
-            error.errno, f"{error.strerror}: nothing can be made there; choose another folder", str(directory)
-        ) from error
+        way_out = "" if error.errno in REFUSING else ": nothing can be made there; choose another folder"
+        raise OSError(error.errno, f"{error.strerror}{way_out}", str(directory)) from error
     try:
         yield partial
         for place in (*partial.rglob("*"), partial):
