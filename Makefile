@@ -27,7 +27,7 @@ VENV_DOCS := .venv-docs
 INPUTS := pyproject.toml constraints.txt
 CODE := cheem_jax convert experiments tests
 
-.PHONY: help demo test test-all test-slow faults scale test-convert test-browser test-prepare test-312 docs bench gpu lint format clean
+.PHONY: help demo test test-all test-slow faults scale test-convert test-browser test-prepare test-312 docs bench gpu count-gpu lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -77,6 +77,9 @@ bench: $(VENV_CONVERT)/.convert ## the benchmarks of docs/benchmarks.md on this 
 
 gpu: ## checks, speed and runs on an accelerator in 25 minutes, with a python that has JAX for it: make gpu BENCH_PYTHON=python3
 	@PYTHONPATH=$(CURDIR) $(BENCH_PYTHON) experiments/gpu.py $(GPU_ARGS)
+
+count-gpu: ## what a step asks of an H100, compiled for one that need not be there: make count-gpu BENCH_PYTHON=python3, which has jax[cuda13]
+	@JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR) $(BENCH_PYTHON) -m experiments.bench.h100 $(BENCH_ARGS)
 
 lint: $(VENV)/.dev ## formatting, lint and types
 	@$(VENV)/bin/python -m ruff format --check $(CODE)

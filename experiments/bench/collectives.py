@@ -47,7 +47,7 @@ class Collective(NamedTuple):
 
 
 _LINE = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<shape>.+?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$")
-_HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
+HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 
 
 def collectives(text: str) -> list[Collective]:
@@ -58,7 +58,7 @@ def collectives(text: str) -> list[Collective]:
     computations: dict[str, list[re.Match[str]]] = {}
     entry, lines = None, []
     for line in text.splitlines():
-        if head := _HEAD.match(line):
+        if head := HEAD.match(line):
             lines = computations[head["name"]] = []
             entry = head["name"] if head["entry"] else entry
         elif found := _LINE.match(line):
@@ -75,7 +75,7 @@ def _of(name: str, computations: Mapping[str, Sequence[re.Match[str]]]) -> Itera
         if kind in KINDS:
             yield Collective(kind, _bytes(kind, opcode != kind, line["shape"], rest))
         elif opcode == "while":
-            (body,), trips = _called("body", rest), re.search(r"known_trip_count[^\d]*(\d+)", rest)
+            (body,), trips = named("body", rest), re.search(r"known_trip_count[^\d]*(\d+)", rest)
             once = list(_of(body, computations))
             if once and trips is None:
                 raise ValueError(
@@ -83,15 +83,16 @@ def _of(name: str, computations: Mapping[str, Sequence[re.Match[str]]]) -> Itera
                 )
             yield from once * (int(trips[1]) if trips else 0)
         elif opcode == "conditional":
-            branches = _called("branch_computations|true_computation|false_computation", rest)
+            branches = named("branch_computations|true_computation|false_computation", rest)
             found = [list(_of(branch, computations)) for branch in branches]
             yield from max(found, key=lambda own: sum(each.bytes for each in own))
         elif opcode in ("call", "fusion", "async-start"):
-            for called in _called("to_apply|calls", rest):
+            for called in named("to_apply|calls", rest):
                 yield from _of(called, computations)
 
 
-def _called(attribute: str, rest: str) -> list[str]:
+def named(attribute: str, rest: str) -> list[str]:
+    """The computations that an instruction names in one of its attributes."""
     found = re.findall(rf"\b(?:{attribute})=(\{{[^}}]*\}}|%?[\w.\-]+)", rest)
     return [name.strip(" %") for names in found for name in names.strip("{}").split(",")]
 

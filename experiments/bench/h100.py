@@ -1,0 +1,345 @@
+"""What a supernet step asks of an H100: programs compiled for one that need not be there, and not run.
+
+    python -m experiments.bench.h100
+
+It takes JAX with its CUDA plugin and no GPU. A step's calls are followed on shapes alone, and the text of each program
+tells its kernels and the bytes that they read and write. Exits with status 1 where a goal is missed.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.params import build, init_params
+from cheem_jax.cheem.hee import sample, uniform_table
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import train_steps
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.architecture import decode
+from cheem_jax.core.kernels import Precision
+from cheem_jax.core.pool import base_pool, dense_experts
+from cheem_jax.engine import executor as shared
+from cheem_jax.engine import stages as composed
+from cheem_jax.engine.choice import EngineConfig, Name, make_executor
+from cheem_jax.engine.executor import Batch, Gather
+from cheem_jax.engine.layout import Layout
+from experiments.bench.collectives import BYTES, HEAD, named
+from experiments.bench.measure import Bench, Row, in_child, save, say
+
+TARGET = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132 fpus_per_core: 128 threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  l2_cache_size: 52428800 device_memory_size: 84942979072 memory_bandwidth: 3352320000000 clock_rate_ghz: 1.98
+  device_address_bits: 64 device_vendor: "NVIDIA Corporation" name: "NVIDIA H100 80GB HBM3"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+"""The hardware: its limits as NVIDIA states them."""
+NUM_STEPS, BATCH, NUM_CLASSES, NUM_IMAGES = 24, 32, 20, 1024
+TAKES = ("dynamic-slice", "gather", "slice")
+NO_KERNEL = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "copy-done",
+    "async-done", "fusion-done",
+}  # fmt: skip
+"""Opcodes for which nothing is launched."""
+
+
+class Goal(NamedTuple):
+    """What a step may ask for at most."""
+
+    executor: Name
+    precision: Precision
+    dispatches: float
+    kernels: float
+    gigabytes: float
+    copies: float
+
+
+GOALS = (
+    Goal("stages", "float32", 34, 500, 7.2, 12),
+    Goal("scan", "float32", 0.25, 560, 8.2, 0.25),
+    Goal("stages", "bfloat16", 34, 550, 5.7, 12),
+    Goal("scan", "bfloat16", 0.25, 600, 6.5, 0.25),
+)
+"""DeiT-Tiny, uniform samples of a first task, 32 images: a little above what was counted, to notice when it grows."""
+
+
+# ---- kernels of a compiled program
+
+
+class Kernels(NamedTuple):
+    """What one call of a program launches."""
+
+    num: float
+    bytes: float
+    conditionals: int
+    loops: int
+
+
+class Line(NamedTuple):
+    """One instruction of a computation: how it is done, the bytes of its result, its operands, and what follows."""
+
+    opcode: str
+    bytes: int
+    operands: list[str]
+    rest: str
+
+
+_LINE = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[a-z][a-z0-9\-]*)\(")
+
+
+def kernels(text: str) -> Kernels:
+    """What an optimised HLO module launches; loops count as often as they run, of a conditional its largest branch.
+
+    A kernel's bytes are its operands and results. What it only slices or gathers counts as what it takes, and what it
+    updates in place as the update.
+    """
+    computations: dict[str, dict[str, Line]] = {}
+    entry, lines = None, {}
+    for text_line in text.splitlines():
+        if head := HEAD.match(text_line):
+            lines = computations[head["name"]] = {}
+            entry = head["name"] if head["entry"] else entry
+        elif found := _LINE.match(text_line):
+            arguments, rest = _closed(text_line[found.end() :])
+            operands = re.findall(r"%([\w.\-]+)", arguments)
+            # bytes of a product's result are its scratch memory
+            shape = re.sub(r"s8\[[\d,]*\]", "", found["shape"]) if found["opcode"] == "custom-call" else found["shape"]
+            lines[found["name"]] = Line(found["opcode"], _size(shape), operands, rest)
+    if entry is None:
+        raise ValueError("the text has no ENTRY computation; expected an optimised HLO module")
+    return _launched(entry, computations)
+
+
+def _closed(text: str) -> tuple[str, str]:
+    """The text up to the parenthesis that closes one opened before it, and what follows."""
+    depth = 1
+    for place, letter in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if not depth:
+            return text[:place], text[place + 1 :]
+    return text, ""
+
+
+def _size(shape: str) -> int:
+    """Bytes of an array or a tuple of arrays."""
+    found = re.findall(r"(\w+)\[([\d,]*)\]", shape)
+    return sum(BYTES[kind] * int(np.prod([int(n) for n in sizes.split(",") if n])) for kind, sizes in found)
+
+
+def _launched(name: str, computations: Mapping[str, Mapping[str, Line]]) -> Kernels:
+    total = Kernels(0, 0, 0, 0)
+    for line in computations[name].values():
+        found = Kernels(0, 0, 0, 0)
+        if line.opcode == "while":
+            trips = re.search(r"known_trip_count[^\d]*(\d+)", line.rest)
+            if trips is None:
+                raise ValueError(f"how often a loop of {name} runs is not known")
+            (body,) = named("body", line.rest)
+            num, size, conditionals, loops = _launched(body, computations)
+            found = Kernels(int(trips[1]) * num, int(trips[1]) * size, conditionals, loops + 1)
+        elif line.opcode == "conditional":
+            branches = named("branch_computations|true_computation|false_computation", line.rest)
+            largest = max((_launched(branch, computations) for branch in branches), key=lambda own: own.num)
+            found = largest._replace(conditionals=largest.conditionals + 1)
+        elif line.opcode == "call":
+            (called,) = named("to_apply", line.rest)
+            found = _launched(called, computations)
+        elif line.opcode not in NO_KERNEL:
+            found = Kernels(1, _moved(line, computations[name], computations), 0, 0)
+        total = Kernels(*(a + b for a, b in zip(total, found, strict=True)))
+    return total
+
+
+def _moved(line: Line, around: Mapping[str, Line], computations: Mapping[str, Mapping[str, Line]]) -> int:
+    """Bytes that one kernel reads and writes."""
+    sizes = [around[operand].bytes for operand in line.operands if operand in around]
+    called = named("calls", line.rest) if line.opcode == "fusion" else []
+    if not called:
+        if line.opcode == "dynamic-update-slice":
+            return 2 * sizes[1]
+        return line.bytes + (line.bytes if line.opcode in TAKES else sum(sizes))
+    inner = computations[called[0]]
+    users: dict[str, list[Line]] = collections.defaultdict(list)
+    for own in inner.values():
+        for operand in set(own.operands):
+            users[operand].append(own)
+    read, written = 0, line.bytes
+    for name, own in inner.items():
+        if own.opcode != "parameter":
+            continue
+        # indices and updates are other operands of these
+        taken = [user.bytes for user in users[name] if user.operands[0] == name and user.opcode in TAKES]
+        updated = [user for user in users[name] if user.operands[0] == name and user.opcode == "dynamic-update-slice"]
+        is_taken = len(taken) + len(updated) == len(users[name])
+        read += min(sum(taken), own.bytes) if is_taken else own.bytes
+    for own in inner.values():
+        if own.opcode == "dynamic-update-slice":
+            written -= own.bytes - inner[own.operands[1]].bytes
+    return read + max(written, 0)
+
+
+# ---- programs compiled, and not run
+
+
+class Counted(NamedTuple):
+    """One call of a program: what it launches, and the arrays that the host sends with it."""
+
+    name: str
+    kernels: Kernels
+    copies: int
+
+
+class OnPaper(Layout):
+    """One device that need not be there: its programs take and give shapes. `calls` has what each call asks for."""
+
+    def __init__(self, device: Any):
+        super().__init__()
+        self.where, self.calls = SingleDeviceSharding(device), list[Counted]()
+
+    def jit(self, function: Callable[..., Any], **options: Any) -> Any:
+        """See `Layout.jit`."""
+        return Compiled(super().jit(function, **options), self)
+
+    def placed(self, leaf: Any) -> Any:
+        """An array's shape on the device."""
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.where) if hasattr(leaf, "dtype") else leaf
+
+
+class Compiled:
+    """A jitted function that compiles for its arguments' shapes, gives shapes back, and notes the call."""
+
+    def __init__(self, program: Any, layout: OnPaper):
+        self.program, self.layout, self._made = program, layout, {}
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        leaves, tree = jax.tree.flatten((arguments, named))
+        copies = sum(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves)
+        leaves = [self.layout.placed(leaf) for leaf in leaves]
+        key = (str(tree), *leaves)
+        if key not in self._made:
+            placed, how = jax.tree.unflatten(tree, leaves)
+            text = self.program.lower(*placed, **how).compile().as_text()
+            shapes = jax.tree.map(self.layout.placed, self.program.eval_shape(*placed, **how))
+            self._made[key] = shapes, kernels(text)
+        shapes, found = self._made[key]
+        self.layout.calls.append(Counted(getattr(self.program, "__name__", "?").strip("_"), found, copies))
+        return shapes
+
+    def lower(self, *arguments: Any, **named: Any) -> "Compiled":
+        """For what is lowered and compiled before it is called."""
+        return self
+
+    compile = lower
+
+
+def count(
+    name: Name,
+    precision: Precision,
+    device: Any = None,
+    backbone: str = "deit_tiny",
+    batch: int = BATCH,
+    num: int = NUM_STEPS,
+) -> dict[str, Any]:
+    """What a supernet step of one executor asks of a device (default: this one), from so many of them.
+
+    Their tokens are kept on the device.
+    """
+    device = device or jax.devices()[0]
+    layout = OnPaper(device)
+    config = dataclasses.replace(config_of(backbone), precision=precision)
+    programs = [(shared, "_take"), (shared, "add"), (composed, "add")]
+    patches = [mock.patch.object(owner, what, Compiled(getattr(owner, what), layout)) for owner, what in programs]
+    # what is traced asks for the platform, to compute as this one does best
+    patches.append(mock.patch.object(jax, "default_backend", lambda: device.platform))
+    vit = build(config, init_params(config, jax.random.key(0)))
+    experts = dense_experts(base_pool(vit.experts("mlp_down")))
+    supernet = Supernet(jax.random.key(1), experts, NUM_CLASSES, OpSettings())
+    state, setup = supernet.init(), supernet.setup
+    if name == "stages":  # the others have the update inside of their step
+        object.__setattr__(supernet, "setup", setup._replace(update=Compiled(setup.update, layout)))
+    codes = np.asarray(sample(jax.random.key(0), uniform_table([1] * config.depth).astype(np.float32), num=num))
+    architectures = [decode(own, supernet.sizes) for own in codes]
+    state = supernet.with_learners(state, architectures)
+    held = layout.placed(jax.ShapeDtypeStruct((NUM_IMAGES, config.num_tokens, config.width), np.float32))
+    rows, weights = np.arange(batch, dtype=np.int32), np.full(batch, 1 / batch, np.float32)
+    step = [Batch(Gather(0, held, rows), np.zeros(batch, np.int32), weights)]
+    with patches[0], patches[1], patches[2], patches[3]:
+        executor = make_executor(vit, "mlp_down", EngineConfig(name), batch_size=batch, layout=layout)
+        for first in range(0, num, executor.steps_per_call):
+            part = architectures[first : first + executor.steps_per_call]
+            state, _ = train_steps(executor, supernet, state, part, [step] * len(part), rates=[1e-3] * len(part))
+    return per_step(layout.calls, num)
+
+
+def count_all(quick: bool) -> list[dict[str, Any]]:
+    """Every goal's executor and precision, per step and by program."""
+    target = topologies.get_topology_desc("1x1x1", platform="cuda", target_config=TARGET, topology="1x1x1")
+    found = []
+    for goal in GOALS[: 1 if quick else None]:
+        backbone, num = ("vit_nano", 8) if quick else ("deit_tiny", NUM_STEPS)
+        asked = count(goal.executor, goal.precision, target.devices[0], backbone, num=num)
+        found.append({"executor": goal.executor, "precision": goal.precision, **asked})
+        say(f"h100: {found[-1]}")
+    return found
+
+
+def per_step(calls: Sequence[Counted], num: int) -> dict[str, Any]:
+    """What a step asks for on average, and in how many calls of which programs."""
+    called = collections.Counter(call.name for call in calls)
+    return {
+        "dispatches": len(calls) / num,
+        "kernels": sum(call.kernels.num for call in calls) / num,
+        "gigabytes": sum(call.kernels.bytes for call in calls) / num / 1e9,
+        "copies": sum(call.copies for call in calls) / num,
+        "conditionals": sum(call.kernels.conditionals for call in calls) / num,
+        "loops": sum(call.kernels.loops for call in calls) / num,
+        "programs": {name: count / num for name, count in sorted(called.items())},
+    }
+
+
+def rows_of(found: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Each figure beside the most that it may be."""
+    rows = []
+    for entry, goal in zip(found, GOALS, strict=False):
+        for what, unit in (
+            ("dispatches", ""),
+            ("kernels", ""),
+            ("gigabytes", "GB"),
+            ("copies", ""),
+            ("conditionals", ""),
+        ):
+            most = getattr(goal, what, 0.0)
+            about = f"{goal.executor}, {goal.precision}: {what} a step"
+            rows.append(Row(about, {}, float(entry[what]), float(most), "at most", unit))
+    return rows
+
+
+def main(settings: Bench) -> None:
+    """Count in a process of its own; write `h100.json`."""
+    found = in_child(count_all, settings.quick, environment={"JAX_PLATFORMS": "cpu"})
+    rows = rows_of(found)
+    save(settings.out, "h100", rows, quick=settings.quick, counted=found)
+    if not settings.quick and (missed := [row.what for row in rows if not row.met]):
+        raise SystemExit(f"error: more than its goal: {'; '.join(missed)}")
+
+
+if __name__ == "__main__":
+    run_command(main, parse(Bench, description=__doc__))
