@@ -18,7 +18,6 @@ from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.task import Stream, Task
 from cheem_jax.engine import hosts
 from cheem_jax.engine.compilation import Mark
-from cheem_jax.report.figures import write_report
 from cheem_jax.report.status import Status
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint
@@ -276,6 +275,8 @@ def _write_results(directory: Path, tensorboard: bool, *, report: bool = False) 
     hosts.first_does(lambda: write_results(directory))
     results = results_of(read(directory))
     if report:
+        from cheem_jax.report.figures import write_report  # Matplotlib takes half a second to import
+
         hosts.first_does(lambda: write_report(directory, results))
     return results
 

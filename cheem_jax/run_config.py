@@ -159,14 +159,18 @@ def learners_of(
 
 def remarks(config: RunConfig, executor: Executor, notes: Sequence[str], base: BaseMeans) -> list[str]:
     """What a run says of its settings when it begins; `notes` are the method's own."""
-    found = [f"executor {executor.name}, {config.engine.precision} ({executor.reason})"]
+    found = [f"networks run in {config.engine.precision} by the executor {executor.name!r}: {executor.reason}"]
     if executor.layout.is_many:
         over = f" in {hosts.count()} processes" if hosts.count() > 1 else ""
         found.append(f"each batch is divided over {executor.layout.num} devices{over}")
     found += [f"{config.method.name}: {note}" for note in notes]
     if base.values is None and isinstance(config.method, CheemConfig):
-        why = "left out" if config.method.base_means == "neutral" else "unknown for this setting"
-        found.append(f"base means {why}: similarity to the pretraining data is neutral (0)")
+        why = (
+            "left out, as set"
+            if config.method.base_means == "neutral"
+            else "unknown at this image size (`cheem convert --base-data` measures them)"
+        )
+        found.append(f"mean CLS tokens of the pretraining data are {why}: its similarity to each task counts as 0")
     return found
 
 

@@ -31,17 +31,17 @@ def test_auto_takes_the_fastest_of_the_nearest_measurement(monkeypatch):
     small_one, large_one = choose(EngineConfig(), SMALL, 16, "gpu"), choose(EngineConfig(), LARGE, 256, "gpu")
     assert small_one == (
         "scan",
-        "the fastest in the nearest measurement: small on a card; a batch here has 0.5 times its FLOPs",
+        "the fastest when measured with small on a card; a batch here has 0.5 times its FLOPs",
     )
     assert large_one == (
         "stages",
-        "the fastest in the nearest measurement: large on a card; a batch here has 4 times its FLOPs",
+        "the fastest when measured with large on a card; a batch here has 4 times its FLOPs",
     )
 
 
 def test_a_measurement_of_this_very_batch_is_reported_as_it_is(monkeypatch):
     monkeypatch.setattr(choice, "measurements", lambda: MEASURED)
-    assert choose(EngineConfig(), SMALL, 32, "gpu")[1] == "the fastest in the nearest measurement: small on a card"
+    assert choose(EngineConfig(), SMALL, 32, "gpu")[1] == "the fastest when measured with small on a card"
 
 
 def test_where_nothing_was_measured_it_says_so(monkeypatch):
@@ -61,7 +61,7 @@ def test_a_measurement_in_another_precision_is_none(monkeypatch):
     assert choose(EngineConfig(), LARGE, 32, "gpu")[0] == "stages"
     assert choose(EngineConfig(), dataclasses.replace(LARGE, precision="bfloat16"), 64, "gpu") == (
         "scan",
-        "the fastest in the nearest measurement: rounded on a card; a batch here has 2 times its FLOPs",
+        "the fastest when measured with rounded on a card; a batch here has 2 times its FLOPs",
     )
 
 

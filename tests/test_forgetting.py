@@ -111,6 +111,11 @@ def test_the_history_tells_what_is_forgotten_and_counts_origins_by_place():
     assert [expert["kind"] for expert in gone] == ["full", "gone", "gone", "full"]
 
 
+def test_an_unknown_task_is_answered_with_all_names_where_none_is_near():
+    with pytest.raises(ValueError, match="no task 'dogs'; it has hands, cats"):
+        forget(memory(("hands", "new skip"), ("cats", "new skip")), "dogs")
+
+
 def test_an_unknown_task_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean cats"):
         forget(

@@ -129,3 +129,12 @@ def test_importing_every_module_needs_no_extra_and_no_device():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_commands_of_a_memory_do_not_wait_for_packages_that_others_need():
+    program = (
+        "import sys; import cheem_jax.cli.ask, cheem_jax.cli.memory; "
+        "print([name for name in ('sklearn', 'pandas', 'matplotlib', 'plotly', 'onnx') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "[]\n", done.stdout + done.stderr

@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Array, Float, Float64, Int
 from scipy.linalg import solve_triangular
 from scipy.special import expit
-from sklearn.covariance import ledoit_wolf_shrinkage
 
 from cheem_jax.backbone.flops import executed_halves, prefix_flops
 from cheem_jax.backbone.vit import SidePrefix, ViT
@@ -190,6 +189,9 @@ def fit_gaussian(
     mean, width = points.mean(axis=0), points.shape[1]
     covariance = (points - mean).T @ (points - mean) / max(len(points) - 1, 1)
     if shrinkage == "ledoit_wolf":
+        # here, because scikit-learn takes a second to import and every command imports this module
+        from sklearn.covariance import ledoit_wolf_shrinkage
+
         shrinkage = float(ledoit_wolf_shrinkage(points)) if len(points) > 1 else 0.0
     level = float(np.trace(covariance)) / width
     # (1 - s) C + (s tr(C) / D + jitter) I, invertible with fewer images than dimensions too

@@ -10,8 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Int
-from sklearn.linear_model import RidgeClassifier
-from sklearn.preprocessing import StandardScaler
 
 from cheem_jax.baselines.baseline import Baseline, at_least_one, params_report, pass_costs
 from cheem_jax.cheem.heads import classes_by_task
@@ -116,6 +114,10 @@ def fit_head(
 
     Ties go to the largest penalty. The head takes raw features: their standardisation is folded into it.
     """
+    # here, because scikit-learn takes a second to import and every command imports this module
+    from sklearn.linear_model import RidgeClassifier
+    from sklearn.preprocessing import StandardScaler
+
     scaler = StandardScaler().fit(train)
     points, held_out = scaler.transform(train), scaler.transform(val)
     ridges = {penalty: RidgeClassifier(alpha=penalty).fit(points, labels) for penalty in PENALTIES}

@@ -87,7 +87,7 @@ class Cheem(ExpertMemory):
         """See `Method.check`."""
         notes = super().check(tasks)
         if self.config.augment:
-            notes.append("training images are augmented, so no step can begin with kept tokens of the frozen blocks")
+            notes.append("training images are augmented, so every step computes frozen blocks too and takes longer")
         return notes
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:

@@ -214,7 +214,8 @@ def show_info(settings: Info) -> None:
     if found["keeps_base"]:
         progress.say("the backbone's own classes are a target as well")
     if found["forgotten"]:
-        progress.say(f"forgotten: {len(found['forgotten'])}, whose numbers {found['forgotten']} are never used again")
+        num = len(found["forgotten"])
+        progress.say(f"forgotten: {num} task{'' if num == 1 else 's'}")
     for task, reason in found["lost"].items():
         progress.say(f"lost: {task}: {reason}")
     if found["learning"]:
@@ -222,15 +223,15 @@ def show_info(settings: Info) -> None:
     if not found["tasks"]:
         progress.say(f"no task yet: cheem learn {place} FOLDER")
         return
-    columns = ("task", "number", "classes", "added %", "GFLOPs", "executed", "on disk", "open set")
+    columns = ("task", "classes", "added %", "GFLOPs", "executed", "on disk", "open set")
     rows = []
     for task in found["tasks"]:
         rows.append((
-            task["name"], str(task["number"]), str(len(task["classes"])), f"{task['params_added_percent']:.2f}",
+            task["name"], str(len(task["classes"])), f"{task['params_added_percent']:.2f}",
             f"{task['flops'] / 1e9:.3f}", f"{task['flops_executed'] / 1e9:.3f}", _size(task["bytes"]),
             "calibrated" if task["calibrated"] else "no",
         ))  # fmt: skip
-    _print_fitting(Grid("", columns, tuple(rows), 1), progress.console, ("executed", "open set", "number"))
+    _print_fitting(Grid("", columns, tuple(rows), 1), progress.console, ("executed", "open set"))
     progress.say(INFO_LEGEND)
     for task in found["tasks"]:
         progress.architecture(task["name"], task["architecture"])

@@ -284,7 +284,7 @@ def forget_tasks(settings: Forget) -> None:
     who = "it" if len(settings.tasks) == 1 else "they"
     say(
         f"{shown(settings.memory)} has forgotten {names} and {num} expert{'' if num == 1 else 's'} that only {who} "
-        f"used; task numbers are never used again; {left} left"
+        f"used; {left} left"
     )
     for kept in done.in_use:
         say(f"block {kept.place.block + 1}, expert {kept.place.expert} stays: used by {', '.join(kept.tasks)}")

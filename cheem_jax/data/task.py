@@ -288,7 +288,7 @@ def check_names(names: Sequence[str], known: Sequence[str], where: str) -> list[
         raise ValueError(f"tasks named more than once: {repeated}")
     for name in (names := spelled_as(names, known)):
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
             hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
             raise ValueError(f"{where} has no task {name!r}; {hint}")
     return names

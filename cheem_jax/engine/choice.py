@@ -76,7 +76,7 @@ def choose(
     fastest = min(nearest["seconds"], key=nearest["seconds"].get)
     times = math.exp(work - math.log(nearest["flops"]))
     this = "" if 0.99 < times < 1.01 else f"; a batch here has {times:.2g} times its FLOPs"
-    return fastest, f"the fastest in the nearest measurement: {nearest['name']} on {nearest['device']}{this}"
+    return fastest, f"the fastest when measured with {nearest['name']} on {nearest['device']}{this}"
 
 
 def make_executor(

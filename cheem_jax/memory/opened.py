@@ -397,6 +397,8 @@ class OpenMemory:
             else:
                 (extend,) = check_names([extend], self._names, f"memory {str(self.directory)!r}")
                 tasks = (extension_of(tasks[0], self.pools.tasks[self._names.index(extend)].classes),)
+            if discard_unfinished and self.interrupted is None:
+                progress.say("no task is interrupted, so there is nothing to discard")
             self._check_unfinished(hashes, discard_unfinished)
             for task in tasks:
                 for name in copies_of(task, self.config.data_sha256):
