@@ -347,12 +347,16 @@ def test_another_task_does_not_take_the_place_of_a_half_learned_one(copied):
     assert [task.name for task in memory.tasks] == ["task0", "task1", "task2", "fifth"]
 
 
-def test_another_task_waits_for_an_interrupted_one_even_if_nothing_of_it_was_kept(copied):
+def test_another_task_waits_for_an_interrupted_one_even_if_nothing_of_it_was_kept(capsys, copied):
     memory, other = cheem_jax.open(copied), small.task("fifth", 9)
     with pytest.raises(KeyboardInterrupt):
         memory.learn(small.task("fourth", 8), progress=Killed("similarity"))
     assert not list(copied.rglob("running-*"))
     assert cheem_jax.open(copied).info()["learning"]["name"] == "fourth"
+    assert "the part that is done" not in capsys.readouterr().out
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn(small.task("fourth", 8), progress=Killed("similarity"))
+    assert "in all, the part that is done included" in " ".join(capsys.readouterr().out.split())
     for change in (lambda: memory.learn(other), lambda: memory.forget("task0")):
         with pytest.raises(ValueError, match="'fourth' is interrupted"):
             change()

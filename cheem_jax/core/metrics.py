@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Integer
-from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax
 
 Number = int | float
@@ -80,6 +79,9 @@ def fit_temperature(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray
     """
     if not np.isfinite(logits).all():
         return 1.0
+
+    # here, because it is slow to import and every command imports this module
+    from scipy.optimize import minimize_scalar
 
     def loss(log_temperature):
         logs = log_softmax(logits.astype(np.float64) / np.exp(log_temperature), axis=1)

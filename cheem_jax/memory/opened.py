@@ -435,11 +435,13 @@ class OpenMemory:
 
     def _learn(self, task: Task, data_sha256: str, run: RunContext) -> None:
         index, num = len(self.pools.tasks), len(task.train.labels)
+        in_all = " in all, the part that is done included" if self.interrupted is not None else ""
         number, method = self._begin(task, data_sha256, run), self.config.method
         # in tens of seconds, which claim no more than such an estimate can
         takes = duration(10 * math.ceil(self._learner.expected_seconds(task) / 10))
         run.progress.say(
-            f"task {index + 1}: {task.name}, {len(task.classes)} classes, {num:,} training images; takes about {takes}"
+            f"task {index + 1}: {task.name}, {len(task.classes)} classes, {num:,} training images; takes about "
+            f"{takes}{in_all}"
         )
         if self.config.preset == "auto":
             run.progress.say(
