@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import ArrayLike, Bool, Float, Int
 
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.core.architecture import Architecture, Choice
@@ -264,7 +264,7 @@ class Scan(Executor):
         return tuple(losses), slots, _rows(news, 0, num), head
 
 
-def _packed(calls: Calls) -> tuple[Any, tuple[np.ndarray, list[jax.Array]]]:
+def _packed(calls: Calls) -> tuple[Any, tuple[np.ndarray, list[Any]]]:
     """How to read what the host holds of K steps, and that as one array `[K, n]` with the rest.
 
     A copy to an accelerator takes as long for a few numbers as for thousands.
@@ -314,8 +314,9 @@ def _rows(tree: Any, begin: int, end: int) -> list[Any]:
     return [_part(tree, i) for i in range(begin, end)]
 
 
-def _taken(tree: Any, slots: Int[Array, "n"]) -> Any:
+def _taken(tree: Any, slots: Int[ArrayLike, "n"]) -> Any:
     """Of leaves `[n, K, ...]` the slot of each of the n."""
+    slots = jnp.asarray(slots)
     blocks = jnp.arange(len(slots))
     return jax.tree.map(lambda leaf: leaf.at[blocks, slots].get(mode="promise_in_bounds"), tree)
 

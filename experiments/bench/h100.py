@@ -89,8 +89,8 @@ class Kernels(NamedTuple):
 
     num: float
     bytes: float
-    conditionals: int
-    loops: int
+    conditionals: float
+    loops: float
 
 
 class Line(NamedTuple):
@@ -266,7 +266,9 @@ def count(
     layout = OnPaper(device)
     config = dataclasses.replace(config_of(backbone), precision=precision)
     programs = [(shared, "_take"), (shared, "add"), (composed, "add")]
-    patches = [mock.patch.object(owner, what, Compiled(getattr(owner, what), layout)) for owner, what in programs]
+    patches: list[Any] = [
+        mock.patch.object(owner, what, Compiled(getattr(owner, what), layout)) for owner, what in programs
+    ]
     # what is traced asks for the platform, to compute as this one does best
     patches.append(mock.patch.object(jax, "default_backend", lambda: device.platform))
     vit = build(config, init_params(config, jax.random.key(0)))
