@@ -3,9 +3,10 @@
     python -m experiments.bench.accelerator --out runs/speed            # ends within 570 s
     python -m experiments.bench.accelerator --out runs/speed --miniature
 
-Weights and images are random, so nothing is read but this package. Each group of cells runs in a process of its own,
-in the order of its worth; `speed.json` is written after every cell, so whatever ends the run leaves what was measured.
-Autotuning is off unless XLA_FLAGS is set. The miniature takes minutes on a CPU, and its numbers mean nothing.
+Weights and images are random, so nothing is read but this package. All groups of cells first compile side by side,
+then each measures in a process of its own, in the order of its worth. `speed.json` is written after every cell, so
+whatever ends the run leaves what was measured. Autotuning is off unless XLA_FLAGS is set. The miniature takes minutes
+on a CPU, and its numbers mean nothing.
 """
 
 import contextlib
@@ -51,7 +52,8 @@ from cheem_jax.run.record import to_json
 from experiments.bench import measure
 
 FILE = "speed.json"
-AUTOTUNING_OFF = "--xla_gpu_autotune_level=0"
+AUTOTUNING_OFF = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+"""Products are cuBLAS's: without autotuning XLA's own reached 86 (TF32) and 11 TFLOP/s (bfloat16) on an H100."""
 NUM_CLASSES = 100
 GRACE = 10
 """Seconds between asking a process to end and ending it."""
@@ -65,6 +67,8 @@ class Speed:
     """Folder of speed.json; cells that it has already are not measured again."""
     seconds: float = 570
     """After which everything has ended."""
+    compiling: float = 120
+    """Seconds at most for compiling side by side; 0: each group compiles for itself."""
     only: str | None = None
     """Groups of cells, separated by commas; default: all."""
     miniature: bool = False
@@ -86,6 +90,7 @@ class Sizes:
     rank: int = 40
     num_steps: int = 200
     num_traced: int = 24
+    repeats: int = 3
     num_candidates: int = 20
     num_scored: int = 512
     rows: tuple[int, ...] = (32, 128, 512)
@@ -98,7 +103,7 @@ class Sizes:
 
 
 MINIATURE = Sizes(
-    "vit_nano", "vit_nano", 4, 8, 4, 16, 8, 3, 8, (4, 8), 12, 6,
+    "vit_nano", "vit_nano", 4, 8, 4, 16, 8, 1, 3, 8, (4, 8), 12, 6,
     dataclasses.replace(
         PAPER,
         batch_size=4,
@@ -145,9 +150,9 @@ def groups(sizes: Sizes) -> dict[str, list[Cell]]:
             steps(tiny, "stages", sizes.batch, "bfloat16"),
             steps(tiny, "scan", sizes.batch, "float32"),
             steps(tiny, "scan", sizes.batch, "bfloat16"),
-            steps(tiny, "stages", sizes.large, "float32"),
             scores(tiny, "float32"),
             scores(tiny, "bfloat16"),
+            steps(tiny, "stages", sizes.large, "float32"),
         ],
         "base": [
             steps(base, "stages", sizes.batch, "float32"),
@@ -155,11 +160,11 @@ def groups(sizes: Sizes) -> dict[str, list[Cell]]:
             scores(base, "bfloat16"),
             steps(base, "scan", sizes.batch, "bfloat16"),
         ],
+        "task_tiny": [whole_task(tiny, "bfloat16")],
         "torch": [
             *(peer(name, way) for name in sizes.peers for way in ("TF32", "bfloat16 autocast")),
             peer(sizes.peers[0], "compiled for one network"),
         ],
-        "task_tiny": [whole_task(tiny, "bfloat16")],
         "task_base": [whole_task(base, "bfloat16")],
         "whole": [steps(tiny, "whole", sizes.batch, "float32")],
     }
@@ -174,6 +179,10 @@ def main(settings: Speed) -> None:
         raise ValueError(f"--only names {', '.join(unknown)}; expected some of {', '.join(named)}")
     settings.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_FLAGS", AUTOTUNING_OFF)  # of the groups: this process uses no device
+    if settings.compiling:
+        processes = [started(settings, name, settings.compiling, "warm") for name in wanted if name != "torch"]
+        until = min(time.monotonic() + settings.compiling, end)
+        print(f"compiling: {', '.join(ended(process, until) for process in processes)}", flush=True)
     left = {name: sum(cell.seconds for cell in named[name]) for name in wanted}
     for name in wanted:
         now = time.monotonic()
@@ -181,25 +190,28 @@ def main(settings: Speed) -> None:
             note(settings.out, name, {"left_out": "timm is not installed"}, {})
         elif now < end:
             # what later groups were given is theirs, as far as it is there; what earlier ones left is shared by all
-            share = left[name] / sum(left.values()) * (end - now)
-            how = run_group(settings, name, max(share, min(left[name], end - now)))
-            print(f"{name}: {how}", flush=True)
+            seconds = max(left[name] / sum(left.values()) * (end - now), min(left[name], end - now))
+            print(f"{name}: {ended(started(settings, name, seconds), now + seconds)}", flush=True)
         del left[name]
     found = read(settings.out)
     print(f"{len(found['cells'])} cells in {settings.out / FILE}")
 
 
-def run_group(settings: Speed, name: str, seconds: float) -> str:
-    """One group in a process of its own; how it ended."""
-    start = time.monotonic()
+def started(settings: Speed, name: str, seconds: float, how: str = "") -> subprocess.Popen[bytes]:
+    """One group in a process of its own; `warm`: all that it calls is compiled and kept, and nothing is measured."""
     command = [sys.executable, "-m", "experiments.bench.accelerator", "--group", name, f"{seconds:.1f}"]
-    command += [str(settings.out.resolve()), str(int(settings.miniature))]
+    command += [str(settings.out.resolve()), str(int(settings.miniature)), how]
     environment = dict(os.environ)
-    if name == "torch":  # JAX, which makes the weights, leaves it the memory
+    if name == "torch" or how:  # others need memory, too
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    process = subprocess.Popen(command, cwd=measure.ROOT, env=environment)
+    return subprocess.Popen(command, cwd=measure.ROOT, env=environment)
+
+
+def ended(process: subprocess.Popen[bytes], until: float) -> str:
+    """Wait for a process, at most until a moment, and then end it; how it ended."""
+    start = time.monotonic()
     try:
-        status = process.wait(seconds)
+        status = process.wait(max(until - start, 0))
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
         try:
@@ -211,12 +223,29 @@ def run_group(settings: Speed, name: str, seconds: float) -> str:
     return f"{time.monotonic() - start:.0f} s" + (f", status {status}" if status else "")
 
 
-def run_cells(name: str, seconds: float, out: Path, *, miniature: bool) -> None:
+def brief(sizes: Sizes) -> Sizes:
+    """As much as compiles all that the cells call."""
+    config = sizes.config
+    config = dataclasses.replace(
+        config,
+        supernet=dataclasses.replace(config.supernet, epochs=1),
+        finetune=dataclasses.replace(config.finetune, epochs=1),
+        search=dataclasses.replace(config.search, generations=1),
+    )
+    return dataclasses.replace(sizes, num_steps=16, num_traced=1, num_candidates=4, repeats=1, config=config)
+
+
+def run_cells(name: str, seconds: float, out: Path, *, miniature: bool, warm: bool = False) -> None:
     """In a group's process: its cells in turn; a cell that fails is noted and does not stop the others."""
-    end = time.monotonic() + seconds
+    end, sizes = time.monotonic() + seconds, MINIATURE if miniature else Sizes()
     keep_programs()
+    if warm:
+        for cell in groups(brief(sizes))[name]:
+            with contextlib.suppress(Exception):  # which the measurement notes
+                cell.measure()
+        return
     known, machine = read(out)["cells"], measure.machine() | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
-    for cell in groups(MINIATURE if miniature else Sizes())[name]:
+    for cell in groups(sizes)[name]:
         left = end - time.monotonic()
         if cell.name in known and "error" not in known[cell.name]:
             continue
@@ -332,9 +361,9 @@ def step_cell(sizes: Sizes, name: str, executor: Name, batch: int, precision: Pr
         drawn = [drawn[0]] * len(drawn)
     else:
         prepare(subject.executor, subject.fitting.supernet, batch)
-    jax.block_until_ready(subject.train(drawn))  # everything that a repetition calls is compiled now
+    first = [float(loss) for loss in subject.train(drawn)]  # everything that a repetition calls is compiled now
     warm, returned, done = mark.since(), [], []
-    for _ in range(3):
+    for _ in range(sizes.repeats):
         start = time.perf_counter()
         losses = subject.train(drawn)
         returned.append((time.perf_counter() - start) / len(drawn))
@@ -349,7 +378,7 @@ def step_cell(sizes: Sizes, name: str, executor: Name, batch: int, precision: Pr
         "images_per_second": batch / seconds,
         "flops_per_second": flops / seconds,
         "warm_up": warm,
-        "is_finite": bool(np.isfinite([float(loss) for loss in losses]).all()),
+        "first_losses": first[:16],
         "memory": _memory(),
     }
     return found | traced(lambda: jax.block_until_ready(subject.train(drawn[: sizes.num_traced])), sizes.num_traced)
@@ -366,7 +395,7 @@ def candidate_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, A
         score = supernet_score(
             executor, fitting.supernet, fitting.state, subject.feed, subject.labels, batch_size=rows, advance=unwatched
         )
-        times = measure.alternate({"": functools.partial(score, codes)}, 3)[""]
+        times = measure.alternate({"": functools.partial(score, codes)}, sizes.repeats)[""]
         found[f"{rows} rows"] = statistics.median(times) / len(codes)
         found[f"{rows} rows, traced"] = traced(functools.partial(score, codes), len(codes))
     return {"seconds_per_candidate": found, "num_images": sizes.num_scored, "num_candidates": sizes.num_candidates}
@@ -399,7 +428,7 @@ def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
     train(drawn[: sizes.num_traced])
     warm = time.perf_counter() - start
     times = []
-    for _ in range(3):
+    for _ in range(sizes.repeats):
         start = time.perf_counter()
         train(drawn)
         times.append((time.perf_counter() - start) / len(drawn))
@@ -541,8 +570,8 @@ def _memory() -> dict[str, int]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--group"]:  # a group's own process
-        _, _, group, given, folder, small = sys.argv
-        run_cells(group, float(given), Path(folder), miniature=small == "1")
+        _, _, group, given, folder, small, how = sys.argv
+        run_cells(group, float(given), Path(folder), miniature=small == "1", warm=how == "warm")
     else:
         parsed = parse(Speed, description=__doc__)
         run_command(main, parsed, parsed.out, computes=False)
