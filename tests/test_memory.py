@@ -259,6 +259,19 @@ def test_a_task_is_measured_by_name_and_classes_by_theirs(learned):
     assert memory.evaluate(dataclasses.replace(task, name="other"), task="task1") == [scores[1]]
 
 
+def test_data_without_a_test_split_are_measured_whole_unless_they_were_learned(learned):
+    memory, task = cheem_jax.open(learned), STREAM.tasks[1]
+    (held_out,) = memory.evaluate(dataclasses.replace(task, cut=("val", "test")))
+    assert held_out.num_images == len(task.test.labels) and "held out" in held_out.images
+    assert held_out._replace(images="the 20 test images") == memory.evaluate(task)[0]
+    (whole,) = memory.evaluate(dataclasses.replace(task, test=task.val, cut=("val", "test")))
+    assert (whole.num_images, whole.images) == (80, "all 80 images")
+    parts = [memory.evaluate(task, split=split)[0] for split in ("train", "val", "val")]
+    assert whole.accuracy == pytest.approx(sum(one.accuracy * one.num_images for one in parts) / 80)
+    (val,) = memory.evaluate(dataclasses.replace(task, cut=("val", "test")), split="val")
+    assert val.images == "the 20 val images"
+
+
 def test_the_temperature_changes_probabilities_for_the_better_and_no_class(learned):
     memory, images, labels = cheem_jax.open(learned), STREAM.tasks[0].val.images, STREAM.tasks[0].val.labels
     fitted = memory.predict(images, task="task0")

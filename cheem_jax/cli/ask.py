@@ -156,7 +156,8 @@ class Evaluate(OfData, Answering):
     task: str | None = None
     """The learned task that the data belong to, where their name differs."""
     split: Literal["test", "val", "train"] = "test"
-    """Which images to measure on; data without splits are split as for learning."""
+    """Which images to measure on; of data without a test split `test` means all images, or those that were held out
+    if the task was learned from these data."""
     open_set: float | None = None
     """As for `cheem predict`; an image that is rejected counts as wrong."""
     json: bool = False
@@ -185,6 +186,8 @@ def evaluate_memory(settings: Evaluate) -> None:
         rows.append(("average", "", *(f"{100 * mean:.1f}" for mean in shares.mean(axis=0))))
     columns, said = ("task", "images", "accuracy %", "task ID given %", "ECE %", "task ID right %"), Progress()
     _print_fitting(Grid("", columns, tuple(rows), 1), said.console, ("images", "ECE %"))
+    for score in scores:
+        said.say(f"{score.task}: measured on {score.images}")
     said.say(SCORES_LEGEND)
 
 

@@ -67,7 +67,8 @@ def load_tasks(
 
     def load(plan: Plan) -> Task:
         splits = _load(plan, SPLIT_NAMES, image_size, config, total, phase or _silent)
-        return Task(plan.name, plan.classes, **splits, split_sha256=plan.split_sha256, skipped=plan.skipped)
+        known = {"split_sha256": plan.split_sha256, "skipped": plan.skipped, "cut": plan.cut}
+        return Task(plan.name, plan.classes, **splits, **known)
 
     return tuple(_each(plans, load))
 

@@ -58,6 +58,8 @@ class Task:
     """Which files are in which split (`Plan.split_sha256`), if the task comes from files."""
     skipped: tuple[str, ...] = ()
     """As in the plan."""
+    cut: tuple[str, ...] = ()
+    """As in the plan."""
 
     @property
     def splits(self) -> dict[str, Split]:

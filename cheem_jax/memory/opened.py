@@ -88,6 +88,8 @@ class Score(NamedTuple):
     """Right task."""
     calibration_error: float
     """Expected calibration error (15 bins) of the probabilities of the classes, the task ID given."""
+    images: str = ""
+    """Which images were measured, in words."""
 
 
 class OpenMemory:
@@ -283,8 +285,9 @@ class OpenMemory:
     ) -> list[Score]:
         """How labelled images of learned tasks are answered; classes are matched by name.
 
-        Tasks of the data go by their names; `task` says which one a single one is. Raises ValueError for tasks or
-        classes that were not learned.
+        Of data without a test split all images are measured; of those that the task was learned from, the images that
+        were held out as test images. Tasks of the data go by their names; `task` says which one a single one is. Raises
+        ValueError for tasks or classes that were not learned.
         """
         found = tasks_of(data, self.config.image_size, upright=self.config.upright)
         if task is not None and len(found) != 1:
@@ -304,24 +307,35 @@ class OpenMemory:
     def _score(self, task: Task, index: int, split: str, open_set: float | None) -> Score:
         if split not in task.splits:
             raise ValueError(f"split is {split!r}, expected one of {', '.join(task.splits)}")
-        images, labels, learned = task.splits[split].images, task.splits[split].labels, self.pools.tasks[index]
+        learned, parts, told = self.pools.tasks[index], [task.splits[split]], f"the {{}} {split} images"
+        if split == "test" and "test" in task.cut:
+            if data_hash(dataclasses.replace(task, name=learned.name)) in self._learned_from(learned.name):
+                told = "the {} images of it that were held out as test images when it was learned"
+            else:
+                parts, told = list(task.splits.values()), "all {} images"
+        labels = np.concatenate([part.labels for part in parts])
         names = spelled_as(task.classes, learned.classes)
         if unknown := sorted(set(names) - set(learned.classes)):
             raise ValueError(
                 f"task {learned.name!r} has not learned the classes {unknown[:8]}; it knows {list(learned.classes)[:8]}"
             )
         wanted = np.array([learned.classes.index(name) for name in names])[labels].tolist()
-        answered = self.predictor(open_set=open_set).answer(images)
+        targets, answers, own_answers = list[int](), list[np.ndarray](), list[np.ndarray]()
+        for part in parts:
+            answered = self.predictor(open_set=open_set).answer(part.images)
+            targets += answered.targets.tolist()
+            answers += answered.logits
+            own_answers += self.predictor(task=learned.name).answer(part.images).logits
         # `argmax` of a class needs the target's own logits, so only answers of the right task are looked at
-        own = (answered.targets == index).tolist()
-        right = [o and is_best(logits, w) for o, logits, w in zip(own, answered.logits, wanted, strict=True)]
-        told = self.predictor(task=learned.name).answer(images).logits
-        given = [is_best(logits, w) for logits, w in zip(told, wanted, strict=True)]
+        own = [target == index for target in targets]
+        right = [o and is_best(logits, w) for o, logits, w in zip(own, answers, wanted, strict=True)]
+        given = [is_best(logits, w) for logits, w in zip(own_answers, wanted, strict=True)]
         # what is non-finite answers nothing, at no confidence
-        sure = np.nan_to_num([probabilities_of(logits, learned).max() for logits in told])
+        sure = np.nan_to_num([probabilities_of(logits, learned).max() for logits in own_answers])
         accuracy, accuracy_given, found = (float(np.mean(of)) for of in (right, given, own))
         error = calibration_error(sure, np.array(given))
-        return Score(learned.name, len(labels), accuracy, accuracy_given, found, error)
+        told = told.format(f"{len(labels):,}")
+        return Score(learned.name, len(labels), accuracy, accuracy_given, found, error, told)
 
     def export(
         self,
