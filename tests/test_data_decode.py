@@ -75,6 +75,11 @@ def test_one_bit_pixels_become_0_and_255():
     assert corners(encode(halves("1", 0, 1))) == ([0, 0, 0], [255, 255, 255])
 
 
+def test_a_pointer_of_git_lfs_says_so():
+    with pytest.raises(ValueError, match=r"cat\.jpg: a pointer of Git LFS .*`git lfs pull`"):
+        decode_image(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", 8, name="cat.jpg")
+
+
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
 def test_sixteen_bit_grey_is_scaled_and_not_clipped(kind):
     values = np.repeat(np.array([[0, 257, 32896, 65535]], np.uint16), 4, axis=0)

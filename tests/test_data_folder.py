@@ -3,6 +3,7 @@ import json
 import math
 import os
 import struct
+import tarfile
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -570,3 +571,27 @@ def test_classes_above_splits_are_refused(tmp_path):
         plan_stream(write(tmp_path / "pets", files))
     vehicles = {f"{name}/{i}.png": png() for name in ("bus", "train") for i in range(9)}
     assert plan_stream(write(tmp_path / "vehicles", vehicles))[0].classes == ("bus", "train")
+
+
+class Foreign(zipfile.ZipInfo):
+    """A name as tools write it that know no UTF-8."""
+
+    encoding = "gbk"
+
+    def _encodeFilenameFlags(self):
+        return self.filename.encode(self.encoding), self.flag_bits & ~0x800
+
+
+def test_names_of_another_encoding_and_other_archives_are_refused_with_the_way_out(tmp_path):
+    with zipfile.ZipFile(tmp_path / "gbk.zip", "w") as archive:
+        archive.writestr(Foreign("猫/0.png"), b"")
+    with pytest.raises(ValueError, match="neither UTF-8 nor of MS-DOS; unpack it with the right encoding"):
+        list_files(tmp_path / "gbk.zip")
+    Foreign.encoding = "cp437"
+    with zipfile.ZipFile(tmp_path / "dos.zip", "w") as archive:
+        archive.writestr(Foreign("Gänse/0.png"), b"")
+    assert list_files(tmp_path / "dos.zip") == ["Gänse/0.png"]
+    with tarfile.open(tmp_path / "pets.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "dos.zip", "pets")
+    with pytest.raises(ValueError, match=r"pets\.tar\.gz is not a readable zip file .*unpack it first"):
+        list_files(tmp_path / "pets.tar.gz")

@@ -321,3 +321,10 @@ def test_a_label_in_two_compositions_is_one_class_and_one_in_two_cases_is_refuse
         ValueError, match=r"pets\.csv: classes \['MUS.*', 'mus.*'\] differ only in upper and lower case; w"
     ):
         plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines))
+
+
+def test_the_first_line_of_excel_names_the_separator(tmp_path):
+    lines = ["path;label", *(line.replace(",", ";") for line in rows(10))]
+    assert plan_manifest(table(photos(tmp_path) / "pets.csv", "sep=;", *lines)).num_images == 20
+    with pytest.raises(ValueError, match="line 23: 1"):
+        plan_manifest(table(tmp_path / "bad.csv", "sep=;", *lines, "alone"))

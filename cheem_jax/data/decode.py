@@ -63,6 +63,8 @@ def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
                 _refuse_bombs(image, data)
             yield image
     except UnidentifiedImageError:
+        if isinstance(data, bytes) and data.startswith(b"version https://git-lfs"):
+            raise ValueError(f"{name}: a pointer of Git LFS instead of the image; `git lfs pull` gets it") from None
         raise ValueError(f"{name}: not an image file of a known format ({', '.join(FORMATS)})") from None
     except Exception as error:  # Pillow's parsers raise almost anything on a broken file
         raise ValueError(f"{name}: the image cannot be decoded: {error}") from error

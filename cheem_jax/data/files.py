@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import stat
+import unicodedata
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -30,6 +31,7 @@ MAGIC = re.compile(
 HEIF_MAGIC = re.compile(rb".{4}ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL)
 READS_HEIF = importlib.util.find_spec("pillow_heif") is not None
 GET_HEIF = "pip install 'cheem_jax[heic]'"
+ARCHIVES = frozenset(".tar .gz .tgz .bz2 .xz .zst .7z .rar".split())
 MAX_NOTES = 10
 HEAD_BYTES = 16
 MAX_DEPTH = 6  # folders below the root that are looked into, so that a link to a parent ends
@@ -298,7 +300,10 @@ def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except Exception as error:  # corrupted directories also raise OSError, struct.error, NotImplementedError
-        raise ValueError(f"{path} is not a readable zip file ({error}); expected a zip or a folder") from error
+        way_out = (
+            "unpack it first, and give the folder" if path.suffix.lower() in ARCHIVES else "expected a zip or a folder"
+        )
+        raise ValueError(f"{path} is not a readable zip file ({error}); {way_out}") from error
     size = path.stat().st_size
     if len(members) > MAX_FILES:
         raise ValueError(f"{path}: {len(members)} members, expected at most {MAX_FILES}; use several zips")
@@ -326,8 +331,13 @@ def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
 def _fault(member: zipfile.ZipInfo) -> str | None:
     """What makes a zip member unsafe or absurd, if anything."""
     name = member.filename
+    if "\\" in name:
+        return "its name is not a plain relative one, as it has a backslash; unpack it, and zip it again"
+    # without the flag for UTF-8 zipfile takes names for those of MS-DOS, whose signs show that they are not
+    if not member.flag_bits & 0x800 and any(unicodedata.category(sign).startswith("S") for sign in name if sign > "~"):
+        return "its name is neither UTF-8 nor of MS-DOS; unpack it with the right encoding, and give the folder"
     # names must stay below the folder that they would be unpacked to
-    if "\\" in name or name[1:2] == ":" or not {"", ".", ".."}.isdisjoint(name.removesuffix("/").split("/")):
+    if name[1:2] == ":" or not {"", ".", ".."}.isdisjoint(name.removesuffix("/").split("/")):
         return "its name is not a plain relative one"
     if member.flag_bits & 1:
         return "it is encrypted"

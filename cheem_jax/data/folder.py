@@ -382,7 +382,11 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         line = data.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{file}, line {line}: not UTF-8 ({error.reason}); save the table as UTF-8") from error
     header = io.StringIO(text, newline="").readline()
-    delimiter = max(",;\t", key=header.count)
+    skipped = 0
+    if separator := re.fullmatch("sep=([,;\t])", header.strip("\r\n"), re.IGNORECASE):  # Excel's own first line
+        text, skipped, delimiter = text[len(header) :], 1, separator[1]
+    else:
+        delimiter = max(",;\t", key=header.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     ragged: list[str] = []
     try:
@@ -390,11 +394,11 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         wanted = _wanted(file, columns)
         for fields in filter(None, reader):  # no empty lines
             if len(fields) != len(columns):
-                ragged.append(f"line {reader.line_num}: {len(fields)}")
+                ragged.append(f"line {skipped + reader.line_num}: {len(fields)}")
             else:
-                yield f"line {reader.line_num}", {column: fields[at].strip() for column, at in wanted.items()}
+                yield f"line {skipped + reader.line_num}", {column: fields[at].strip() for column, at in wanted.items()}
     except csv.Error as error:
-        raise ValueError(f"{file}, line {reader.line_num}: not readable as CSV: {error}") from error
+        raise ValueError(f"{file}, line {skipped + reader.line_num}: not readable as CSV: {error}") from error
     if ragged:
         raise ValueError(
             f"{file}: expected {len(columns)} fields in every row, separated by {delimiter!r} as in the first "
