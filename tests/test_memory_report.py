@@ -3,7 +3,9 @@
 import dataclasses
 import io
 import json
+import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from cheem_jax.report.page.assemble import architectures, page
 from cheem_jax.report.page.charts import pool_growth
 from cheem_jax.report.status import look
 from cheem_jax.report.tensorboard import NAME
+from cheem_jax.run.directory import OWNER
 from cheem_jax.run.progress import Progress
 
 METHOD = dataclasses.replace(small.QUICK, remove=("skip", "adapt"))
@@ -107,9 +110,9 @@ def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_
 def test_a_page_shows_what_was_evaluated_until_the_memory_changes(moment):
     directory = moment("three")
     memory = cheem_jax.open(directory)
-    memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6, 0.1), Score("task1", 20, 0.25, 0.5, 0.5, 0.1)])
-    assert "(2 measured so far)" in parsed(directory).text
-    memory.keep_scores([Score("task2", 30, 0.75, 1.0, 1.0, 0.1)])
+    memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6, 0.1)])
+    assert "(1 measured so far)" in parsed(directory).text
+    memory.keep_scores([Score("task1", 20, 0.25, 0.5, 0.5, 0.1), Score("task2", 30, 0.75, 1.0, 1.0, 0.1)])
     told = parsed(directory).text
     assert "50.0" in told and "task-agnostic; cheem evaluate on 90 test images" in told
     assert "Measured by cheem evaluate" in told and "fills this in" not in told
@@ -118,6 +121,44 @@ def test_a_page_shows_what_was_evaluated_until_the_memory_changes(moment):
     memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6, 0.1)])
     memory.forget("task0")
     assert not (directory / "evaluated.json").exists() and "(0 measured so far)" in parsed(directory).text
+
+
+def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(moment):
+    directory = moment("three")
+    learned = [row[index] for index, row in enumerate(results_in(directory)["accuracy"])]
+    memory = cheem_jax.open(directory)
+    memory.keep_scores([Score("task0", 40, 0.1, 0.75, 0.3, 0.1)])
+    text = parsed(directory).text
+    assert "Not measured after the last task, and shown as –: T1 task1;" in text  # and no longer T0
+    memory.keep_scores([Score("task1", 20, 0.2, 0.5, 0.5, 0.1), Score("task2", 30, 0.75, 1.0, 1.0, 0.1)])
+    page = parsed(directory)
+    forgetting = 100 * sum(max(was - now, 0) for was, now in zip(learned, (0.1, 0.2), strict=False)) / 2
+    assert forgetting > 0
+    tiles = page.text.split("Average accuracy", 1)[1].split("FLOPs per image")[0]
+    assert tiles.startswith("35.0 %") and "75.0 %" in tiles and f"Forgetting{forgetting:.1f} points" in tiles
+    assert "not measured" not in page.text.lower().split("gaps were")[0].split("empty on or below")[0]
+    assert f"CHEEM35.075.0{forgetting:.1f}" in page.text
+    rows = [
+        next(row for row in page.text.split("\n") if row.startswith(f"T{i} task{i}") and "40" in row) for i in range(3)
+    ]
+    for row, numbers in zip(rows, ("10.075.030.0", "20.050.050.0", "75.0100.0100.0"), strict=True):
+        assert numbers in row
+    assert (
+        "The task ID is right for 60.0 % on average" in page.text and "does not tell where the rest went" in page.text
+    )
+    told = watched(directory)
+    assert f"average accuracy 35.0 %, task ID given 75.0 %, forgetting {forgetting:.1f} points" in told
+    assert "not measured" not in told
+
+
+def test_a_memory_that_another_process_works_on_is_not_said_to_be_stopped(moment):
+    directory = moment("half")
+    (directory / OWNER).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+    text = parsed(directory).text
+    assert f"Process {os.getpid()} on {socket.gethostname()} is learning 'task9' now" in text and "Stopped" not in text
+    (directory / "results.json").unlink()
+    with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is learning 'task9' now"):
+        page([directory], images=False)
 
 
 def test_tasks_forgotten_together_all_count():

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.benchmarks.table import MTIL, VDD
-from cheem_jax.report.memories import as_of_run, is_memory, left_undone
+from cheem_jax.report.memories import as_of_run, evaluated, is_memory, left_undone, with_evaluated
+from cheem_jax.report.status import read_owner
 from cheem_jax.report.table import METHODS, accuracy_key, last_row
 from cheem_jax.run import record
 from cheem_jax.run.differences import leaves, settings_apart, summary
@@ -103,10 +104,13 @@ def _read_one(directory: Path) -> RunRecord | str:
     config = read_object(directory / NAME)
     has_results = (directory / "results.json").exists()
     if is_memory(config) and (config.get("forgetting") or not has_results):
+        if (owner := read_owner(directory)) is not None:
+            return f"a memory, no task is measured yet; {owner.at_work(config)}"
         return f"a memory, {left_undone(config, directory) or 'no task is measured yet'}"
     if not has_results:
         return "unfinished: it has no results yet; the command that began it resumes it"
-    run = RunRecord(directory, read_object(directory / "results.json"), as_of_run(config))
+    measured = evaluated(directory, config) if is_memory(config) else {}
+    run = RunRecord(directory, with_evaluated(read_object(directory / "results.json"), measured), as_of_run(config))
     if run.results["method"] not in METHODS:
         raise ValueError(f"its method is {run.results['method']!r:.40}; expected one of {', '.join(METHODS)}")
     if not run.is_memory:

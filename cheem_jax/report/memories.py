@@ -9,8 +9,9 @@ import numpy as np
 
 from cheem_jax.core.architecture import Choice
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.core.metrics import matrix_from_json
+from cheem_jax.core.metrics import matrix_from_json, matrix_to_json
 from cheem_jax.run.record import read_object
+from cheem_jax.run.results import averages
 
 Results = Mapping[str, Any]
 FORGOTTEN = "forgotten"
@@ -49,6 +50,36 @@ def keep_evaluated(directory: Path, config: Mapping[str, Any], measured: Mapping
     """Keep what was measured, and of other tasks what is still true."""
     tasks = {name: one._asdict() for name, one in {**evaluated(directory, config), **measured}.items()}
     write_atomically(directory / EVALUATED, json.dumps({"state": _state(config), "tasks": tasks}, indent=1) + "\n")
+
+
+def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[str, Any]:
+    """Results of a memory with what `cheem evaluate` measured as the last row, and the averages that follow.
+
+    Forgetting is from right after learning, or a later accuracy that is higher. Of the routing the share that went
+    to the right task is known, and the others are not.
+    """
+    names = [task["name"] for task in results["tasks"]]
+    if not measured or not set(measured) & set(names):
+        return dict(results)
+    accuracy, local, routing = (matrix_from_json(results[key]) for key in ("accuracy", "local_accuracy", "routing"))
+    for index, name in enumerate(names):
+        if (one := measured.get(name)) is not None:
+            accuracy[-1, index], local[-1, index] = one.accuracy, one.accuracy_given
+            if routing[index, index] != one.found:  # of other images: where the rest went is not known
+                routing[index], routing[index, index] = np.nan, one.found
+    found = {"accuracy": accuracy, "local_accuracy": local, "routing": routing}
+    own = ("average_forgetting", "local_average_forgetting")
+    return {
+        **results, **{key: matrix_to_json(matrix) for key, matrix in found.items()},
+        **averages(accuracy, local), **dict(zip(own, map(_forgetting, (accuracy, local)), strict=True)),
+    }  # fmt: skip
+
+
+def _forgetting(accuracy: np.ndarray) -> float | None:
+    """From what was measured; None where a task lacks an accuracy right after learning or now, and for one task."""
+    if len(accuracy) == 1 or np.isnan(np.diagonal(accuracy)).any() or np.isnan(accuracy[-1]).any():
+        return None
+    return float((np.nanmax(accuracy, axis=0) - accuracy[-1])[:-1].mean())
 
 
 def _state(config: Mapping[str, Any]) -> list[int]:

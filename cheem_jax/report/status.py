@@ -11,13 +11,13 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cheem_jax.engine.passes import Advance
-from cheem_jax.report.memories import is_memory
+from cheem_jax.report.memories import evaluated, is_memory, with_evaluated
 from cheem_jax.run import record
 from cheem_jax.run.directory import NAME as CONFIG
 from cheem_jax.run.directory import OWNER
@@ -51,6 +51,11 @@ class Owner(NamedTuple):
     pid: int
     host: str
     since: float
+
+    def at_work(self, config: Mapping[str, Any]) -> str:
+        """What it does with a memory of that configuration, in words."""
+        who, learning = f"process {self.pid} on {self.host}", (config.get("learning") or {}).get("name")
+        return f"{who} is learning {learning!r} now" if learning else f"{who} works on it now"
 
 
 class Status:
@@ -221,6 +226,8 @@ def look(directory: Path, now: float) -> Snapshot:
         entries, results, missing = _numbers_in(directory, stat.st_size, stat.st_mtime_ns)
     except OSError:
         entries, results, missing = [], {}, []
+    if results and is_memory(config):
+        results = with_evaluated(results, evaluated(directory, config))
     status, owner = read_status(directory), read_owner(directory)
     return Snapshot(directory, config, entries, results, [*trouble, *missing], status, owner, now)
 

@@ -21,6 +21,7 @@ from cheem_jax.report.memories import Evaluated
 from cheem_jax.report.page import charts
 from cheem_jax.report.page.charts import Chart, EmptySection, Results
 from cheem_jax.report.page.examples import Examples, examples
+from cheem_jax.report.status import read_owner
 from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid, number, percent
 from cheem_jax.run.differences import leaves, summary
 from cheem_jax.run.record import to_json
@@ -253,7 +254,10 @@ def _about_memory(run: RunRecord) -> list[str]:
     """What it has not measured, not finished or forgotten."""
     results, config, warnings = run.results, run.config, []
     later = [name for name in config["tasks"] if name not in run.order]
-    if undone := memories.left_undone(config, run.directory):
+    if (owner := read_owner(run.directory)) is not None:
+        said = owner.at_work(config)
+        warnings.append(f"{said[0].upper()}{said[1:]}; every number is about the tasks before.")
+    elif undone := memories.left_undone(config, run.directory):
         warnings.append(f"{undone[0].upper()}{undone[1:]}.")
     elif later:
         warnings.append(f"Learned but not measured yet: {', '.join(later)}; the next `cheem learn` measures it.")

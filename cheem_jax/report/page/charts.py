@@ -83,6 +83,10 @@ def routing(results: Results) -> Chart:
     caption = f"Share of each task's test images in %. The task ID is right for {np.nanmean(right):.1f} % on average."
     if empty:
         caption += f" Of {len(empty):,} of the {len(right):,} tasks that is not known: {UNAVAILABLE}."
+    if any(None in row and set(row) != {None} for row in results["routing"]):
+        caption += (
+            " Where only the diagonal is filled, cheem evaluate measured it, which does not tell where the rest went."
+        )
     if routed_to_forgotten(results):
         caption += f" It was measured before a task was forgotten: {ROUTED_TO_FORGOTTEN}."
     return _square(results, caption, {"": spec})
