@@ -79,8 +79,9 @@ def entries(
     accuracy: float = RIGHT,
     splits: Mapping[str, str] | None = None,
     data: Mapping[str, Any] | None = None,
+    blocks: int = 2,
 ) -> Iterator[dict[str, Any]]:
-    """The record of a run of two blocks: in the first each task adapts the last one's expert, and task 0 learns one.
+    """The record of a run: in block 1 each task adapts the last one's expert, in the others task 0 learns one.
 
     Of the answers to task i, the first image is sent to the
     next task and the second gets a wrong class.
@@ -96,7 +97,7 @@ def entries(
     }  # fmt: skip
     for index, name in enumerate(names):
         last = index == num - 1
-        report = _report(index, name, classes, last=last, has_pool=method == "cheem")
+        report = _report(index, name, classes, last=last, blocks=blocks if method == "cheem" else 0)
         yield {"event": "learned", "method": method, "report": report, "seconds": 2.0, "compile": compiled}
         row = [accuracy + 0.09 * (num - 1 - index) * (task + 1) / num**2 for task in range(index + 1)]
         routing = ((11 * np.eye(num) + np.roll(np.eye(num), 1, axis=1)) / 12).tolist() if last else []
@@ -107,21 +108,23 @@ def entries(
         }  # fmt: skip
 
 
-def _report(index: int, name: str, classes: Sequence[str], *, last: bool, has_pool: bool):
+def _report(index: int, name: str, classes: Sequence[str], *, last: bool, blocks: int):
     found: dict[str, Any] = {
         "index": index, "name": name, "classes": list(classes), "num_train": 2, "num_val": 2, "num_test": 12,
         "flops_method": 30e6, "flops_executed": 28e6, "flops_explicit": 31e6, "params_added_percent": 1.5,
         "params_learned": 100, "params_stored": 120, "seconds": {"train": 1.0},
     }  # fmt: skip
-    if has_pool:
+    if blocks:
         found["seconds"] = {"supernet": 1.0, "search": 0.5}
         found |= {"flops": 20e6, "params_added": 90, "head_params": 20, "centroid_params": 10}
-        found["architecture"] = [f"adapt:{index}", "new" if index == 0 else "skip"]
-        found["experts"] = [index + 1, 1 if index == 0 else None]
-        found["similarity"] = [[0.5, -0.5]] + [[0.25, None]] * index
+        found["architecture"] = [f"adapt:{index}", *["new" if index == 0 else "skip"] * (blocks - 1)]
+        found["experts"] = [index + 1, *[1 if index == 0 else None] * (blocks - 1)]
+        found["similarity"] = [[0.5, *[-0.5] * (blocks - 1)]] + [[0.25, *[None] * (blocks - 1)]] * index
         chain = [{"origin": i, "kind": "adapted", "parent": i} for i in range(index + 1)] if last else []
         base = {"origin": "base", "kind": "full", "parent": None}
-        found["pool"] = [[base, *chain], [base, {"origin": 0, "kind": "full", "parent": None}]] if last else []
+        found["pool"] = (
+            [[base, *chain], *[[base, {"origin": 0, "kind": "full", "parent": None}]] * (blocks - 1)] if last else []
+        )
         found["search"] = {
             "correct": [5, 6, None, 8, 9, 9], "flops": [10e6, 20e6, 5e6, 15e6, 30e6, 12e6], "population": 2,
             "num_images": 10, "chosen": 5,

@@ -169,7 +169,7 @@ def test_charts_hold_the_numbers_of_the_run(run):
     ]
     assert similarity[2]["data"][0]["y"] == ["base", "T0 one", "T1 two"]
     assert {trace["name"]: trace["y"] for trace in page.charts[-1]["data"]} == {
-        "supernet": [1.0] * 3, "search": [0.5] * 3, "evaluation": [0.5] * 3,
+        "supernet training": [1.0] * 3, "search": [0.5] * 3, "evaluation": [0.5] * 3,
     }  # fmt: skip
     assert (
         "The whole run took 7.5 s. Compiling took 1.5 s of it (20 %): 6 functions compiled, 12 read from" in page.text

@@ -3,6 +3,10 @@
 import re
 
 import pytest
+from contrast import contrasts
+from page_runs import write_run
+
+from cheem_jax.cli.report import Report, write_report_page
 
 pytestmark = pytest.mark.browser
 
@@ -49,6 +53,22 @@ def test_what_is_cut_fades_at_its_edge(one_run, opened):
         box = page.locator(".box.cut").first.element_handle()
         box.evaluate("box => box.scrollTo(box.scrollWidth, 0)")
         page.wait_for_function("box => !box.classList.contains('cut')", arg=box)
+
+
+def test_twelve_blocks_fit_or_are_said_to_scroll_and_dimmed_cells_stay_legible(opened, tmp_path):
+    names = ("one", "a task with a name that is long")
+    run = write_run(tmp_path / "run", names=names, blocks=12)
+    write_report_page(Report((run,)))
+    page = opened(run / "report.html")
+    box, hint = page.locator(".architectures .box"), page.locator(".architectures .sideways")
+    is_wide = page.viewport_size["width"] == 1200
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth + 1") == is_wide
+    assert hint.is_visible() != is_wide
+    cell(page, 1, 0).scroll_into_view_if_needed()
+    cell(page, 1, 0).hover()
+    page.wait_for_timeout(400)  # until the others have stepped back
+    assert page.locator(".asking").count() == 1
+    assert min(contrasts(page, ".architectures td > span")) >= 4.5
 
 
 @pytest.mark.parametrize("which", ["one_run", "three_runs"])

@@ -39,6 +39,20 @@ SCORES = {
 """The axis and the caption by the score of the search."""
 
 
+PHASES = {
+    "keep": "images through unchanged blocks",
+    "prepare": "compiling the supernet",
+    "supernet": "supernet training",
+    "finetune": "fine-tuning",
+    "means": "means of features",
+    "train": "training",
+    "head": "fitting the head",
+    "router": "fitting the router",
+    "features": "computing features",
+}
+"""What a phase is to a reader; others have their own names."""
+
+
 class EmptySection(ValueError):
     """Why a section is empty, as a sentence."""
 
@@ -180,13 +194,13 @@ def time(results: Results) -> Chart:
     tasks = results["tasks"]
     kept = spread(len(tasks), SHOWN)
     x = task_axis(results, kept)
-    phases = list(dict.fromkeys(phase for task in tasks for phase in task["seconds"]))
+    phases: list[str] = list(dict.fromkeys(phase for task in tasks for phase in task["seconds"]))
     traces: list[Spec] = [
         {
-            "type": "bar", "name": shown(phase), "x": x["categoryarray"],
+            "type": "bar", "name": shown(PHASES.get(phase, phase)), "x": x["categoryarray"],
             "y": rounded([tasks[index]["seconds"].get(phase, 0.0) for index in kept]),
             "marker": {"color": f"@bar{place % 9}", "line": {"width": 0}},
-            "hovertemplate": f"%{{x}}<br>{shown(phase)}: <b>%{{y:.3~s}} s</b><extra></extra>",
+            "hovertemplate": f"%{{x}}<br>{shown(PHASES.get(phase, phase))}: <b>%{{y:.3~s}} s</b><extra></extra>",
         }
         for place, phase in enumerate(phases)
     ]  # fmt: skip

@@ -126,6 +126,7 @@ addEventListener("afterprint", () => {
 const sizes = new ResizeObserver(entries => entries.forEach(entry => hint(entry.target.closest(".box"))));
 
 function hint(box) {
+  box.classList.toggle("wide", box.scrollWidth > box.clientWidth + 1);
   box.classList.toggle("cut", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
 }
 
