@@ -197,6 +197,14 @@ def learn_task(task: Task, number: int, method: Method, run: RunContext, *, inde
         run.progress.say(f"{name}: no room to keep them (--engine.memory-gb), so every epoch computes them again")
     if num_skipped := report.get("skipped_steps"):
         run.progress.say(f"{task.name}: {num_skipped} steps left out because of a non-finite loss or gradient")
+    if compared := report.get("frozen_head"):
+        learned, frozen = (f"{100 * compared[key]:.1f} %" for key in ("network", "frozen"))
+        run.progress.say(
+            f"{task.name}: {learned} on {compared['validation_images']:,} validation images; the frozen backbone with "
+            f"a ridge head: {frozen}"
+        )
+        if compared["kept"] == "frozen":
+            run.progress.say(f"{task.name}: the learned network is not better, so the task uses the frozen backbone")
     if "architecture" in report:
         run.progress.architecture(task.name, report["architecture"])
     return running.rolling.seconds + time.perf_counter() - saving

@@ -10,12 +10,12 @@ from sklearn.linear_model import Ridge
 
 from cheem_jax.backbone.params import build
 from cheem_jax.cheem import closed_form
-from cheem_jax.cheem.closed_form import PENALTIES, closed_form_score, fit_head
+from cheem_jax.cheem.closed_form import HEAD_PENALTIES, PENALTIES, closed_form_score, fit_head, ridge_head
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.supernet import OpSettings, Supernet
 from cheem_jax.cheem.training import dense_network
 from cheem_jax.core.keys import Keys
-from cheem_jax.core.pool import dense_experts
+from cheem_jax.core.pool import dense_experts, logits_of
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import network_features
@@ -53,6 +53,22 @@ SETS = {
     "two classes": np.arange(30) % 2,
     "fewer images than features": np.arange(9) % 3,
 }
+
+
+@pytest.mark.parametrize("labels", SETS.values(), ids=SETS.keys())
+def test_the_ridge_head_is_that_of_the_least_squared_error_without_each_image(labels):
+    features, num_classes, num = images(len(labels), 12, labels), int(labels.max()) + 1, len(labels)
+    x, y, errors = (features - features.mean(0)) / features.std(0), np.eye(num_classes)[labels], {}
+    for penalty in HEAD_PENALTIES:
+        left = [np.arange(num) != out for out in range(num)]
+        alone = [Ridge(alpha=penalty * num).fit(x[kept], y[kept]).predict(x[~kept])[0] for kept in left]
+        errors[penalty] = np.square(np.array(alone) - y).sum()
+    head, penalty = ridge_head(features, labels, num_classes)
+    assert penalty == pytest.approx(min(errors, key=errors.__getitem__))
+    logits, wanted = logits_of(features, head), Ridge(alpha=penalty * num).fit(x, y).predict(x)
+    scale = np.std(logits) / np.std(wanted)
+    np.testing.assert_allclose(logits, scale * wanted, rtol=1e-3, atol=1e-3 * scale)
+    assert 4 <= scale <= 100, "the scale of logits, not that of targets 0 and 1"
 
 
 @pytest.mark.parametrize("labels", SETS.values(), ids=SETS.keys())

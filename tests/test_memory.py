@@ -20,8 +20,10 @@ import cheem_jax
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
-from cheem_jax.cheem.config import DEMO, QUICK, auto
+from cheem_jax.cheem.config import DEMO, PRESETS, QUICK, auto
+from cheem_jax.cheem.learner import Compared
 from cheem_jax.cheem.saved_memory import save_memory_task
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.task import Split, Stream, Task
@@ -29,6 +31,7 @@ from cheem_jax.export import kind_of
 from cheem_jax.memory import OpenMemory
 from cheem_jax.memory.data import NamedFiles
 from cheem_jax.memory.extending import added_up, class_statistics, extension_of, mixed_quantiles
+from cheem_jax.memory.making import with_fallback
 from cheem_jax.report.memories import num_forgotten
 from cheem_jax.report.table import task_grid
 from cheem_jax.run.checkpoint import load_manifest, saved_tasks
@@ -910,7 +913,53 @@ def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeyp
     config = cheem_jax.open(tmp_path / "pets").config
     assert config.preset == "auto" and config.method.finetune.epochs == 4
     fits = {"supernet": small.QUICK.supernet, "finetune": small.QUICK.finetune}
-    assert dataclasses.replace(config.method, **fits) == dataclasses.replace(small.QUICK, augment=True)
+    assert dataclasses.replace(config.method, **fits) == dataclasses.replace(small.QUICK, augment=True, fallback=True)
+
+
+FALLBACK = dataclasses.replace(small.QUICK, finetune=FitConfig(epochs=1, learning_rate=1e-6), fallback=True)
+"""The head of the learned network stays as it began, so that the frozen backbone with a ridge head is better."""
+
+
+def test_a_network_worse_than_the_frozen_backbone_is_not_kept(tmp_path, capsys):
+    memory, task = begin(tmp_path / "pets", method=FALLBACK), STREAM.tasks[0]
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn(task, progress=Killed("means"), save_every=0)
+    cheem_jax.open(tmp_path / "pets").learn(task)
+    said = " ".join(capsys.readouterr().out.split())
+    begin(tmp_path / "at-once", method=FALLBACK).learn(task)
+    assert contents(tmp_path / "pets") == contents(tmp_path / "at-once")
+    memory = cheem_jax.open(tmp_path / "pets")
+    assert memory.tasks[0].architecture == ("reuse:0",) * small.CONFIG.depth and not memory.pools.added(0)
+    compared = memory.info()["tasks"][0]["frozen_head"]
+    assert compared["kept"] == "frozen" and compared["network"] < compared["frozen"]
+    assert compared["frozen"] == memory.evaluate(task, split="val")[0].accuracy_given > 0.9
+    assert f"the frozen backbone with a ridge head: {100 * compared['frozen']:.1f} %" in said
+    assert "the learned network is not better, so the task uses the frozen backbone" in said
+    caption = task_grid(results_of(read(tmp_path / "pets"))).caption
+    assert "the latter is more accurate and used for T0" in caption
+    sure = [answer.guesses[0].probability for answer in memory.predict(task.val.images, open_set=0.1) if answer.guesses]
+    assert np.mean(sure) > 0.8, "its logits have a temperature"
+    assert memory.export(tmp_path / "task0.stablehlo", task="task0").largest_difference < 1e-4
+    memory.learn(NEW, extend="task0")
+    assert memory.evaluate(NEW, task="task0")[0].accuracy_given > 0.8
+    memory.forget("task0")
+    assert memory.tasks == ()
+
+
+def test_the_network_stays_where_it_is_better_or_the_preset_is_the_papers(tmp_path):
+    kept = begin(tmp_path / "kept", method=dataclasses.replace(FALLBACK, fallback=False))
+    kept.learn(STREAM.tasks[0])
+    compared = kept.info()["tasks"][0]["frozen_head"]
+    assert compared["kept"] == "network" and compared["network"] < compared["frozen"]
+    head, right = kept.pools.tasks[0].head, (9, 9)
+    for found, better in (((9, 8), False), ((8, 9), True)):
+        assert Compared(head, 1.0, 10, found, (-2.0, -1.0)).is_frozen_better == better
+    assert Compared(head, 1.0, 10, right, (-2.0, -1.0)).is_frozen_better
+    assert not Compared(head, 1.0, 10, right, (-1.0, -1.0)).is_frozen_better
+    presets = {
+        preset: with_fallback(PRESETS.get(preset, QUICK), preset).fallback for preset in ("auto", "quick", "paper")
+    }
+    assert presets == {"auto": True, "quick": True, "paper": False} and not QUICK.fallback
 
 
 def test_nothing_is_left_of_a_memory_that_could_not_be_made(tmp_path):

@@ -12,12 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from sklearn.linear_model import RidgeCV
+from sklearn.preprocessing import StandardScaler
 
 from cheem_jax.cheem.evolution import Score
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import dense_network
 from cheem_jax.core.keys import next_power_of_two
+from cheem_jax.core.metrics import fit_temperature
 from cheem_jax.core.ops import Expert
+from cheem_jax.core.pool import Head
 from cheem_jax.engine.executor import Executor, Place
 from cheem_jax.engine.feed import Feed
 from cheem_jax.engine.passes import Advance, unwatched
@@ -88,6 +92,35 @@ def fit_head(
         left_out, held_out = jax.lax.map(right, penalties)
         best = left_out.argmax()
         return HeadFit(left_out[best], held_out[best], penalties[best])
+
+
+HEAD_PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Ridge penalties of `ridge_head`, per image: a few images per class need larger ones than scores do."""
+
+
+def ridge_head(
+    features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num_classes: int
+) -> tuple[Head, float]:
+    """A ridge head for raw features, and its penalty per image: the one of the least leave-one-out squared error.
+
+    The features' standardisation is part of the head. Its logits are scaled so that softmax gives the leave-one-out
+    answers their best mean log-probability, as far as `fit_temperature` allows.
+    """
+    num, scaler = len(labels), StandardScaler().fit(features)
+    points, targets = scaler.transform(features.astype(np.float64)), np.eye(num_classes)[labels]
+    ridge = RidgeCV([penalty * num for penalty in HEAD_PENALTIES]).fit(points, targets)
+    gram = points.T @ points + ridge.alpha_ * np.eye(points.shape[1])
+    leverage = 1 / num + (points.T * np.linalg.solve(gram, points.T)).sum(axis=0)
+    alone = targets - (targets - ridge.predict(points)) / np.maximum(1 - leverage, 1e-6)[:, None]
+    # targets are 0 and 1, so the answers are closer together than logits are
+    scale = RIDGE_SCALE / fit_temperature(RIDGE_SCALE * alone, labels)
+    weight = scale * (ridge.coef_ / scaler.scale_).T
+    bias = scale * ridge.intercept_ - np.asarray(scaler.mean_) @ weight
+    return Head(jnp.asarray(weight, jnp.float32), jnp.asarray(bias, jnp.float32)), float(ridge.alpha_ / num)
+
+
+RIDGE_SCALE = 20.0
+"""Logits per unit of a one-hot target, before their temperature is fitted: answers of ridge regression are close."""
 
 
 def closed_form_score(

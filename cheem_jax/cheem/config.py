@@ -42,6 +42,9 @@ class CheemConfig:
     augment: bool = False
     """Crop, flip and change training images at random, new in every epoch; the paper does not. Frozen blocks are then
     computed again in every step."""
+    fallback: bool = False
+    """Use the frozen backbone with a ridge head for a task whose learned network is less accurate than that on the
+    validation images; the paper does not."""
     batch_size: int = 64
     """Images per step; the last, partial batch is padded and masked."""
     similarity_images: int = 0

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from cheem_jax.cheem.closed_form import closed_form_score
+from cheem_jax.cheem.closed_form import closed_form_score, ridge_head
 from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cheem.evolution import Score, Searched, prepare_search, search
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, task_network
@@ -30,15 +30,16 @@ from cheem_jax.cheem.training import (
     supernet_draws,
     supernet_score,
 )
-from cheem_jax.core.architecture import decode
+from cheem_jax.core.architecture import Choice, decode
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two
+from cheem_jax.core.metrics import fitted
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Candidates, DenseExperts, candidates_of, grow, pool_sizes
+from cheem_jax.core.pool import Candidates, DenseExperts, Head, candidates_of, grow, logits_of, pool_sizes
 from cheem_jax.data.augmentation import AugmentedImages
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
-from cheem_jax.engine.passes import Advance, TokenMeans, token_means, unwatched
+from cheem_jax.engine.passes import Advance, TokenMeans, network_features, token_means, unwatched
 from cheem_jax.run.method import FrozenFeatures, Running, base_network
 
 
@@ -47,6 +48,33 @@ class Tables(NamedTuple):
 
     exploit: Float[np.ndarray, "L C"]
     uniform: Float[np.ndarray, "L C"]
+
+
+class Compared(NamedTuple):
+    """A task's learned network next to the frozen backbone with a ridge head, in this order."""
+
+    head: Head
+    penalty: float
+    """Of the ridge head, per training image."""
+    num_images: int
+    """Validation images."""
+    right: Sequence[int]
+    """Correct answers to them."""
+    log_probability: Sequence[float]
+    """Their mean log-probability of the true class, each with the temperature fitted to them."""
+
+    @property
+    def is_frozen_better(self) -> bool:
+        """By correct answers; by log-probability if they are equal, which is common with few images."""
+        learned, frozen = zip(self.right, self.log_probability, strict=True)
+        return frozen > learned
+
+    def report(self, fallback: bool) -> dict[str, Any]:
+        """JSON values; accuracies in [0, 1]."""
+        learned, frozen = (right / self.num_images for right in self.right)
+        kept = "frozen" if fallback and self.is_frozen_better else "network"
+        numbers = {"validation_images": self.num_images, "network": learned, "frozen": frozen}
+        return {**numbers, "penalty": self.penalty, "kept": kept}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +99,9 @@ class Cheem(ExpertMemory):
     `base_means` are mu of the backbone's own task `[L, D]` at this placement, token and image size, or None (neutral).
     `features` gives the router's features; pass the learner's own backbone or a lighter one.
     """
+
+    always_compares = False
+    """Whether a task's report says how accurate the frozen backbone with a ridge head is, even without `fallback`."""
 
     def __init__(
         self,
@@ -102,9 +133,14 @@ class Cheem(ExpertMemory):
         network, state, chosen = finished.supernet, finished.state, decode(codes, learning.candidates.sizes)
         architecture = learning.candidates.in_pool(chosen)
         pool, used = grow(self.memory.pool, architecture, network.learned(state, chosen), index)
-        means = self.finished_means(learning, finished, task_network(DenseExperts(pool, 0), used)).means[0]
+        target, head = task_network(DenseExperts(pool, 0), used), network.trained_head(state)
+        compared = self.compare(learning, target, head) if self.config.fallback or self.always_compares else None
+        if compared is not None and self.config.fallback and compared.is_frozen_better:
+            architecture, target, head = (Choice("reuse", 0),) * len(pool), base_network(self.executor), compared.head
+            pool, used = grow(self.memory.pool, architecture, {}, index)
+        means = self.finished_means(learning, finished, target).means[0]
         self.remember(
-            task, pool=pool, architecture=architecture, experts=used, head=network.trained_head(state), means=means,
+            task, pool=pool, architecture=architecture, experts=used, head=head, means=means,
             seed=self.keys.seed_at(index, Phase.CENTROIDS), clock=clock,
         )  # fmt: skip
         return {
@@ -115,6 +151,7 @@ class Cheem(ExpertMemory):
             "finetune_losses": finished.progress.losses,
             "skipped_steps": underway.skipped,
             **self._search_report(learning, codes),
+            **({} if compared is None else {"frozen_head": compared.report(self.config.fallback)}),
             "not_kept": list(dict.fromkeys(learning.budget.refused)),
             "engine": self.executor.counters(),
             "seconds": clock.seconds,
@@ -220,6 +257,30 @@ class Cheem(ExpertMemory):
                 begun=underway.searched,
             )  # fmt: skip
         return codes
+
+    def compare(self, learning: Learning, network: Network, head: Head) -> Compared | None:
+        """A learned network and the frozen backbone with a ridge head, on the validation images.
+
+        None where the backbone's features are non-finite.
+        """
+        task, executor, batch_size = learning.task, self.executor, self.config.batch_size
+        with learning.underway.clock("finetune"):
+            if self.features.ends(executor):
+                train, val = self.features(task, "train"), self.features(task, "val")
+            else:
+                base = [base_network(executor)]
+                train, val = (
+                    network_features(executor, base, feed, len(task.splits[name].labels), batch_size=batch_size)[0]
+                    for name, feed in (("train", learning.train), ("val", learning.val))
+                )
+            if not (np.isfinite(train).all() and np.isfinite(val).all()):
+                return None
+            num, labels = len(task.val.labels), task.val.labels
+            (own,) = network_features(executor, [network], learning.val, num, batch_size=batch_size)
+            frozen, penalty = ridge_head(train, task.train.labels, len(task.classes))
+            pairs = ((own, head), (val, frozen))
+            right, log_probability = zip(*(fitted(logits_of(*pair), labels) for pair in pairs), strict=True)
+            return Compared(frozen, penalty, num, right, log_probability)
 
     def finetune(
         self, learning: Learning, trained: SupernetFit | None, codes: Int[np.ndarray, "L"]

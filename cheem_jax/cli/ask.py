@@ -239,6 +239,12 @@ def show_info(settings: Info) -> None:
     for task in found["tasks"]:
         progress.architecture(task["name"], task["architecture"])
     for task in found["tasks"]:
+        if compared := task["frozen_head"]:
+            learned, frozen = (f"{100 * compared[key]:.1f} %" for key in ("network", "frozen"))
+            progress.say(
+                f"{task['name']}: {compared['validation_images']:,} validation images: network {learned}, frozen "
+                f"backbone with a ridge head {frozen}{' (used)' if compared['kept'] == 'frozen' else ''}"
+            )
         for more in task["extended"]:
             (images, all_images), (classes, all_classes) = more["num_train"], more["num_classes"]
             progress.say(

@@ -84,11 +84,26 @@ def fit_temperature(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray
     from scipy.optimize import minimize_scalar
 
     def loss(log_temperature):
-        logs = log_softmax(logits.astype(np.float64) / np.exp(log_temperature), axis=1)
-        return -logs[np.arange(len(labels)), labels].mean()
+        return -log_probability(logits / np.exp(log_temperature), labels)
 
     found: Any = minimize_scalar(loss, bounds=(-np.log(MOST_TEMPERATURE), np.log(MOST_TEMPERATURE)), method="bounded")
     return float(np.exp(found.x))
+
+
+def log_probability(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -> float:
+    """Mean log-probability that softmax(logits) gives the labels."""
+    return float(log_softmax(logits.astype(np.float64), axis=1)[np.arange(len(labels)), labels].mean())
+
+
+def fitted(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -> tuple[int, float]:
+    """Correct answers, and the mean log-probability with the temperature fitted to these images.
+
+    Nothing is correct where a logit is non-finite.
+    """
+    if not np.isfinite(logits).all():
+        return 0, -np.inf
+    right = int((logits.argmax(axis=1) == labels).sum())
+    return right, log_probability(logits / fit_temperature(logits, labels), labels)
 
 
 def calibration_error(confidence: Float[np.ndarray, "N"], right: Bool[np.ndarray, "N"], num_bins: int = 15) -> float:

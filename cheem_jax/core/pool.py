@@ -45,6 +45,11 @@ class Head(NamedTuple):
     bias: Float[Array, "C"]
 
 
+def logits_of(features: Float[np.ndarray, "N D"], head: Head) -> Float[np.ndarray, "N C"]:
+    """A head's logits, on the host."""
+    return features @ np.asarray(head.weight) + np.asarray(head.bias)
+
+
 @dataclasses.dataclass(frozen=True)
 class TaskMemory:
     """What one learned task keeps beside its experts; `experts` holds a pool index per block, None where skipped."""

@@ -74,6 +74,8 @@ def absent_classes(task: Extension, learned: TaskMemory) -> list[str]:
 class MemoryLearner(Cheem):
     """CHEEM that keeps more of a task than answering with the task ID given needs."""
 
+    always_compares = True
+
     _statistics: Mapping[str, np.ndarray] = {}
     """Of the classes of the task that is being learned."""
 

@@ -75,6 +75,8 @@ def create(
         raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(presets)}")
     config = presets[preset] if method is None else method
     told = preset if config == presets[preset] else f"{preset}, changed"
+    if method is None:
+        config = with_fallback(config, preset)
     config = dataclasses.replace(config, augment=config.augment or augment)
     upright = preset != "paper"  # whose loaders do not turn images
     pretrained = load_pretrained(backbone, weights=weights, image_size=image_size)
@@ -132,6 +134,11 @@ def base_task_of(base_data: Data, image_size: int, progress: Progress | None = N
     return dataclasses.replace(tasks[0], name=BASE)
 
 
+def with_fallback(config: CheemConfig, preset: str) -> CheemConfig:
+    """A preset's settings for a memory: only the paper's ignore how accurate the frozen backbone is."""
+    return config if preset == "paper" else dataclasses.replace(config, fallback=True)
+
+
 def begin_with(
     directory: str | Path, run: str | Path, *, weights: str | Path | None = None, engine: EngineConfig = ENGINE
 ) -> OpenMemory:
@@ -155,8 +162,8 @@ def begin_with(
         )
     data = {task.name: begun.config.data_sha256[task.name] for task in begun.tasks}
     config = dataclasses.replace(
-        begun.config, tasks=tuple(data), data_sha256=data, num_learned=len(data), base_data_sha256=None,
-        begun_with_sha256=fingerprint.digest(held),
+        begun.config, method=with_fallback(method, begun.config.preset), tasks=tuple(data), data_sha256=data,
+        num_learned=len(data), base_data_sha256=None, begun_with_sha256=fingerprint.digest(held),
     )  # fmt: skip
     kept = [entry for entry in read(begun.directory) if entry["event"] in ("learned", "evaluated")]
     kept = [entry for entry in kept if entry.get("method", "cheem") == "cheem"]

@@ -198,13 +198,17 @@ class OpenMemory:
 
     def info(self) -> dict[str, Any]:
         """What `cheem info` tells, as JSON values; bytes on the disk per task."""
-        sizes, tasks = dict(enumerate(map(_bytes_of, saved_tasks(self.root)))), []
+        sizes, tasks, reports = dict(enumerate(map(_bytes_of, saved_tasks(self.root)))), [], {}
+        with contextlib.suppress(OSError, ValueError):  # a corrupted record does not keep a memory from answering
+            reports = {e["report"]["name"]: e["report"] for e in read(self.directory) if e["event"] == "learned"}
         for index, (task, kept) in enumerate(zip(self.tasks, self.pools.tasks, strict=True)):
             cost = self._learner.costs(index)
             own = {name: cost[name] for name in ("experts", "flops_executed", "params_added", "params_added_percent")}
             own |= {"bytes": sizes.get(task.number, 0), "flops": cost["flops_method"]}
             extended = self.config.extended.get(task.name, [])
-            tasks.append({**task._asdict(), **own, "calibrated": kept.distances is not None, "extended": extended})
+            frozen = {"frozen_head": reports.get(task.name, {}).get("frozen_head")}
+            own |= {"calibrated": kept.distances is not None, "extended": extended}
+            tasks.append({**task._asdict(), **own, **frozen})
         told = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base", "upright")
         return {
             "directory": str(self.directory),

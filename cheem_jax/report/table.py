@@ -160,6 +160,10 @@ def task_grid(results: Results) -> Grid:
     if unmeasured(results):
         columns.append("after\nlearning\n%")
         accuracies.append([row[index] for index, row in enumerate(results["accuracy"])])
+    compared = [task.get("frozen_head") for task in results["tasks"]]
+    if any(compared):
+        columns += ["network\nval\n%", "frozen\nval\n%"]
+        accuracies += [[one and one[key] for one in compared] for key in ("network", "frozen")]
     columns += ["task ID\nright\n%", "FLOPs\n% of\nbase"]
     base = plain_flops(results)
     rows = []
@@ -178,6 +182,10 @@ def task_grid(results: Results) -> Grid:
         "given: with the task ID given; task ID right: images whose task ID is inferred correctly\n"
         "FLOPs: per image by the paper's convention"
     )
+    if any(compared):
+        caption += "\nval: on validation images, of the learned network and of the frozen backbone with a ridge head"
+        if used := [f"T{i}" for i, one in enumerate(compared) if one and one["kept"] == "frozen"]:
+            caption += f"; the latter is more accurate and used for {', '.join(used)}"
     for index, task in enumerate(results["tasks"]):
         if told := task.get("extended"):
             images, classes = told[0]["num_train"][0], told[0]["num_classes"][0]
