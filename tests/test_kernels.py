@@ -1,5 +1,6 @@
 """Hand-written gradients against JAX's own, in both precisions."""
 
+import dataclasses
 import functools
 import re
 
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cheem_jax.core import device
+from cheem_jax.core.device import ACCELERATOR, traced_for
 from cheem_jax.core.kernels import activate, attend, layer_norm, product
 
 RNG = np.random.default_rng(0)
@@ -109,3 +112,63 @@ def test_a_product_keeps_only_what_the_other_operands_gradient_needs():
     learned = jax.vjp(lambda weight: product(x, weight), weight)[1]
     assert [leaf.shape for leaf in jax.tree.leaves(frozen)] == [weight.shape]
     assert [leaf.shape for leaf in jax.tree.leaves(learned)] == [x.shape]
+
+
+@pytest.mark.parametrize("num", [8, 7])
+def test_attention_of_a_library_equals_ours_for_even_and_odd_numbers_of_tokens(num):
+    """The padded call that cuDNN gets on a GPU, by the same function's implementation for any device."""
+    rng = np.random.default_rng(num)
+    parts = [jnp.asarray(rng.normal(size=(2, 3, num, 16)), jnp.bfloat16) for _ in range(3)]
+
+    def loss(*parts):
+        return (attend(*parts, "bfloat16").astype(jnp.float32) ** 2).sum()
+
+    other = traced_for(dataclasses.replace(ACCELERATOR, attention="xla"), loss)
+    text = str(jax.make_jaxpr(other)(*parts))
+    assert f"bf16[2,{num + num % 2},3,16]" in text and "custom_vjp" not in text
+    wanted, found = (jax.value_and_grad(one, argnums=(0, 1, 2))(*parts) for one in (loss, other))
+    assert abs(found[0] / wanted[0] - 1) < 5e-3
+    for ours, theirs in zip(wanted[1], found[1], strict=True):
+        ours, theirs = (np.asarray(one, np.float32) for one in (ours, theirs))
+        assert np.abs(ours - theirs).max() < 2e-2 * np.abs(ours).max()
+
+
+def test_only_the_last_block_and_unusual_heads_keep_our_attention_on_a_gpu():
+    gpu = dataclasses.replace(ACCELERATOR, attention="xla")
+    whole, first = (jax.ShapeDtypeStruct((2, 3, num, 16), jnp.bfloat16) for num in (8, 1))
+    narrow = jax.ShapeDtypeStruct((2, 3, 8, 12), jnp.bfloat16)
+    for given, precision in (
+        ((first, whole, whole), "bfloat16"),
+        ((narrow,) * 3, "bfloat16"),
+        ((whole,) * 3, "float32"),
+    ):
+        text = str(jax.make_jaxpr(traced_for(gpu, lambda *p, kind=precision: attend(*p, kind)))(*given))
+        assert "custom_vjp" in text  # ours has a gradient of its own
+
+
+def test_an_accelerator_writes_bfloat16_products_and_learns_from_float32_gradients():
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((2, 5, 16), (16, 8)))
+
+    def loss(x, weight):
+        return (activate(product(x, weight, "bfloat16"), jnp.ones(8), "gelu").astype(jnp.float32) ** 2).sum()
+
+    plain = jax.value_and_grad(loss, argnums=(0, 1))
+    narrow = traced_for(ACCELERATOR, plain)
+    wanted, found = plain(x, weight), narrow(x, weight)
+    assert abs(found[0] / wanted[0] - 1) < 5e-3
+    for ours, theirs in zip(wanted[1], found[1], strict=True):
+        assert theirs.dtype == jnp.float32
+        np.testing.assert_allclose(theirs, ours, atol=1e-2 * float(jnp.abs(ours).max()))
+    text = str(jax.make_jaxpr(narrow)(x, weight))
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert sorted("bf16" in line.split(" = ")[0] for line in products) == [False, True, True]
+
+
+def test_without_cudnn_the_attention_stays_and_the_log_says_so(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    device.flash_problem.cache_clear()
+    found = device.here()
+    device.flash_problem.cache_clear()
+    assert found.attention == "ours" and "does not compile (" in found.remark
+    assert device.here(deterministic=True) == ACCELERATOR

@@ -21,12 +21,14 @@ from cheem_jax.cheem.training import (
     learning_rate_at,
     make_step,
     supernet_draws,
+    supernet_score,
     train_step,
 )
 from cheem_jax.core.architecture import Choice, from_strings
+from cheem_jax.core.device import CPU, Device
 from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine.choice import EngineConfig, make_executor
-from cheem_jax.engine.feed import Budget, HostImages, ahead, keep_tokens, memory_budget
+from cheem_jax.engine.feed import Budget, HostImages, Kept, ahead, feed_images, keep_tokens, memory_budget
 from cheem_jax.engine.layout import ONE
 from cheem_jax.engine.stages import Stages
 
@@ -44,9 +46,11 @@ def stepped(state: SupernetState, choices: list[str], rate: float = 1e-2) -> Sup
     return train_step(STAGES, NET, state, from_strings(choices), STEP, rate=rate)[0]
 
 
-def fitted(draws, config, fitting=None, *, order_seed=0, feed=FEED, advance=lambda num, note="": None) -> SupernetFit:
+def fitted(
+    draws, config, fitting=None, *, order_seed=0, feed=FEED, advance=lambda num, note="": None, one=STAGES
+) -> SupernetFit:  # fmt: skip
     return fit(
-        STAGES, fitting or SupernetFit(NET, NET.init()), feed, TASK.train.labels, draws=draws, config=config,
+        one, fitting or SupernetFit(NET, NET.init()), feed, TASK.train.labels, draws=draws, config=config,
         batch_size=16, order_key=jax.random.key(order_seed), advance=advance,
     )  # fmt: skip
 
@@ -249,7 +253,7 @@ def test_what_fine_tuning_leaves_unchanged_is_kept_and_changes_nothing():
         prefix = frozen_prefix(NET, from_strings(["reuse:0", "skip", "adapt:0", "reuse:0"]))
         assert [step.expert is None for step in prefix] == [False, True]
         feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=room)
-        assert (feed is FEED) == (budget == 0) and room.refused == ([] if budget else ["tokens"])
+        assert (feed is FEED) == (budget == 0) and len(room.refused) == (budget == 0)
         result = fitted(constant_draws(codes), FitConfig(epochs=2), feed=feed)
         found[budget] = result.progress.losses, result.state
     chex.assert_trees_all_equal(found[0], found[2**20])
@@ -283,3 +287,34 @@ def test_work_prepared_ahead_comes_in_order_and_its_errors_reach_the_one_who_wai
     assert next(found) == 1
     with pytest.raises(OSError, match="the disk is gone"):
         next(found)
+
+
+def test_an_accelerator_computes_the_same_in_larger_calls_from_tokens_that_it_holds():
+    """Its code on a CPU: tokens written on the device, in sizes of their own, and gathered there."""
+    found = {}
+    for device in (CPU, Device(is_host=False, forward_sizes=(24, 32))):
+        one = Stages(small.backbone(), "mlp_down", device=device)
+        budget = Budget(2**20)
+        feed = keep_tokens(
+            "tokens", one, feed_images(one, TASK.train.images, budget), 40, (), batch_size=16, budget=budget
+        )
+        state = fitted(constant_draws(np.array([0, 2, 1, 0])), FitConfig(epochs=2), feed=feed, one=one)
+        genomes = np.array([[0, 3, 1, 0], [2, 0, 1, 3], [2, 0, 0, 0]])
+        right = supernet_score(one, NET, state.state, feed, TASK.train.labels, batch_size=16)(genomes)
+        found[device.is_host] = state.progress.losses, right
+        assert isinstance(feed, Kept) and budget.kept == (
+            40 * 5 * 16 * 4 + (0 if device.is_host else TASK.train.images.nbytes)
+        )
+        assert one.forward_rows(16, 40) == (16 if device.is_host else 24)
+    np.testing.assert_allclose(found[True][0], found[False][0], rtol=1e-5)
+    np.testing.assert_array_equal(found[True][1], found[False][1])
+
+
+def test_a_device_that_is_full_keeps_nothing_more_and_goes_on():
+    budget = Budget(2**30)
+    assert budget.take("first", 2**28) and budget.take("second", 2**28)
+    with budget.taken("second", 2**28):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+    assert budget.refused == ["second, 0.25 GB beside 0.25 GB kept"] and not budget.take("third", 1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), budget.taken("fourth", 0):
+        raise jax.errors.JaxRuntimeError("INTERNAL: another error")

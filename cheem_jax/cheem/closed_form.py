@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from sklearn.linear_model import RidgeCV
-from sklearn.preprocessing import StandardScaler
 
 from cheem_jax.cheem.evolution import Score
 from cheem_jax.cheem.supernet import Supernet, SupernetState
@@ -106,6 +104,9 @@ def ridge_head(
     The features' standardisation is part of the head. Its logits are scaled so that softmax gives the leave-one-out
     answers their best mean log-probability, as far as `fit_temperature` allows.
     """
+    from sklearn.linear_model import RidgeCV  # takes half a second, and commands that only answer never call this
+    from sklearn.preprocessing import StandardScaler
+
     num, scaler = len(labels), StandardScaler().fit(features)
     points, targets = scaler.transform(features.astype(np.float64)), np.eye(num_classes)[labels]
     ridge = RidgeCV([penalty * num for penalty in HEAD_PENALTIES]).fit(points, targets)

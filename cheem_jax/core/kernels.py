@@ -2,7 +2,8 @@
 
 XLA's own gradients of these keep two to three times as much and read it again; on a CPU that traffic costs as much as
 the arithmetic. Each function below names what it keeps. `Precision` says in which type matrix products take their
-operands; everything else (parameters, sums, LayerNorm, softmax, residual stream) is float32 whatever it says.
+operands; everything else (parameters, sums, LayerNorm, softmax, residual stream) is float32 whatever it says. An
+accelerator also writes products in that type (`is_narrow`).
 """
 
 import functools
@@ -14,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
+
+from cheem_jax.core.device import current
 
 Precision = Literal["float32", "bfloat16"]
 """Operand type of matrix products; their sums are float32 in both."""
@@ -32,29 +35,45 @@ def _own_gradient(static: int) -> Any:
     return functools.partial(jax.custom_vjp, nondiff_argnums=(static,))
 
 
-def dot(a: Float[Array, "*B M K"], b: Float[Array, "*B K N"], precision: Precision) -> Float[Array, "*B M N"]:
-    """`a @ b` with operands rounded to `precision` and a float32 result."""
+def is_narrow(precision: Precision) -> bool:
+    """Whether activations are written in bfloat16, too: an accelerator's small products wait for memory."""
+    return precision == "bfloat16" and current().is_narrow
+
+
+def dot(
+    a: Float[Array, "*B M K"], b: Float[Array, "*B K N"], precision: Precision, *, narrow: bool = False
+) -> Float[Array, "*B M N"]:
+    """`a @ b` with operands rounded to `precision`; the result is float32, or bfloat16 if `narrow`."""
     dtype = jnp.dtype(precision)
     a, b = a.astype(dtype), b.astype(dtype)
-    if precision == "bfloat16" and jax.default_backend() == "cpu":
+    if precision == "bfloat16" and current().is_host:
         # written out first: the CPU's bfloat16 kernels take no transposed operand, so XLA would compute in float32
         a, b = _in_order(a), _in_order(b)
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+    return jnp.matmul(a, b, preferred_element_type=jnp.bfloat16 if narrow else jnp.float32)
 
 
-@_own_gradient(2)
 def product(
     x: Float[Array, "*B K"], weight: Float[Array, "K N"], precision: Precision = "float32"
 ) -> Float[Array, "*B N"]:
-    """`x @ weight`; keeps only the operand that the other one's gradient needs, and that in `precision`."""
-    return dot(x.reshape(-1, x.shape[-1]), weight, precision).reshape(*x.shape[:-1], -1)
+    """`x @ weight`; keeps only the operand that the other one's gradient needs, and that in `precision`.
+
+    The result is float32; on an accelerator it and the gradient of x are in `precision`, that of the weight is not.
+    """
+    # rounded out here, so that JAX widens the gradient of x again
+    return _product(x.astype(jnp.bfloat16) if is_narrow(precision) else x, weight, precision)
+
+
+@_own_gradient(2)
+def _product(x, weight, precision):
+    flat = x.reshape(-1, x.shape[-1])
+    return dot(flat, weight, precision, narrow=is_narrow(precision)).reshape(*x.shape[:-1], -1)
 
 
 def _product_forward(x, weight, precision):
     dtype = jnp.dtype(precision)
     kept_x = x.value.astype(dtype) if weight.perturbed else None
     kept_weight = weight.value.astype(dtype) if x.perturbed else None
-    return product(x.value, weight.value, precision), (kept_x, kept_weight)
+    return _product(x.value, weight.value, precision), (kept_x, kept_weight)
 
 
 def _product_backward(precision, kept, grad):
@@ -62,13 +81,13 @@ def _product_backward(precision, kept, grad):
     flat = grad.reshape(-1, grad.shape[-1])
     grad_x = grad_weight = None
     if weight is not None:
-        grad_x = dot(flat, weight.T, precision).reshape(*grad.shape[:-1], -1)
+        grad_x = dot(flat, weight.T, precision, narrow=is_narrow(precision)).reshape(*grad.shape[:-1], -1)
     if x is not None:
         grad_weight = dot(x.reshape(-1, x.shape[-1]).T, flat, precision)
     return grad_x, grad_weight
 
 
-product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
+_product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 
 
 @_own_gradient(3)
@@ -142,20 +161,47 @@ def _activate_forward(x, bias, activation):
 def _activate_backward(activation, kept, grad):
     x, bias = kept
     grad = grad * _slope(x + bias, activation)
-    return grad, grad.reshape(-1, grad.shape[-1]).sum(0)
+    return grad.astype(x.dtype), grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
 activate.defvjp(_activate_forward, _activate_backward)
 
 
-@_own_gradient(3)
 def attend(
     query: Float[Array, "B H M d"],
     key: Float[Array, "B H N d"],
     value: Float[Array, "B H N d"],
     precision: Precision = "float32",
 ) -> Float[Array, "B H M d"]:
-    """Softmax attention; keeps the exponentials, which the gradient reads twice."""
+    """Softmax attention; keeps the exponentials, which the gradient reads twice.
+
+    On a GPU in bfloat16 cuDNN's flash attention takes its place where it can: it keeps one number per row instead.
+    """
+    num, width = query.shape[-2:]
+    implementation = current().attention
+    fits = precision == "bfloat16" and num == key.shape[-2] and has_flash_head(width) and not IS_DIVIDED.get()
+    if implementation == "ours" or not fits:
+        return _attend(query, key, value, precision)
+
+    def tokens_first(x):
+        # cuDNN's gradient takes even lengths alone: one more token, which nothing attends
+        return jnp.pad(x.astype(jnp.bfloat16).transpose(0, 2, 1, 3), ((0, 0), (0, num % 2), (0, 0), (0, 0)))
+
+    lengths = jnp.full(query.shape[:1], num, jnp.int32) if num % 2 else None
+    mixed = jax.nn.dot_product_attention(
+        *map(tokens_first, (query, key, value)), query_seq_lengths=lengths, key_value_seq_lengths=lengths,
+        implementation=implementation,
+    )  # fmt: skip
+    return mixed[:, :num].transpose(0, 2, 1, 3)
+
+
+def has_flash_head(width: int) -> bool:
+    """Whether cuDNN's attention takes heads of this width."""
+    return width % 8 == 0 and width <= 128
+
+
+@_own_gradient(3)
+def _attend(query, key, value, precision):
     return _attended(query * query.shape[-1] ** -0.5, key, value, precision)[0]
 
 
@@ -193,4 +239,4 @@ def _in_order(values):
     return with_layout_constraint(values, Layout(tuple(range(values.ndim))))
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+_attend.defvjp(_attend_forward, _attend_backward)

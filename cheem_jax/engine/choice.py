@@ -12,7 +12,7 @@ import jax
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.core.kernels import Precision
+from cheem_jax.core.kernels import Precision, has_flash_head
 from cheem_jax.core.ops import Placement
 from cheem_jax.engine.executor import Executor, Token
 from cheem_jax.engine.feed import kept_bytes, memory_budget
@@ -101,7 +101,12 @@ def make_executor(
             executor = Whole(vit, placement, **shared, programs=config.programs)
         case "scan":
             executor = Scan(vit, placement, **shared, steps_per_call=config.steps_per_call)
+    head = vit.config.width // vit.config.num_heads
+    if remark := executor.device.remark or ("" if has_flash_head(head) else f"cuDNN has no attention of width {head}"):
+        is_told = vit.config.precision == "bfloat16" and not executor.device.is_host
+        reason += f"; {remark}" if is_told else ""
     executor.reason, executor.budget = reason, memory_budget(config.memory_gb)
+    executor.working = memory_budget(None)
     needed = kept_bytes(executor, batch_size, 0)
     if config.memory_gb and executor.budget < needed:
         raise ValueError(

@@ -11,7 +11,6 @@ executors differ only in how the blocks after that are cut into compiled program
 
 import abc
 import copy
-import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
@@ -24,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.vit import Block, ViT, mean_patch, summary
 from cheem_jax.core.architecture import Architecture, Choice
+from cheem_jax.core.device import Device, here, traced_for
 from cheem_jax.core.ops import Adapt, Expert, New, Op, Placement, Reuse, Skip
 from cheem_jax.core.pool import Head, base_pool
 from cheem_jax.engine.compilation import jit_options
@@ -143,6 +143,8 @@ class Executor(abc.ABC):
     """Why this executor was taken, in words for the log."""
     budget: int = 2**30
     """Bytes that may be spent on keeping what is computed again and again."""
+    working: int = 2**30
+    """Bytes that the activations of a forward pass may take."""
 
     def __init__(
         self,
@@ -152,8 +154,11 @@ class Executor(abc.ABC):
         token: Token = "component",
         deterministic: bool = False,
         layout: Layout = ONE,
+        device: Device | None = None,
     ):
         self.config, self.token, self.layout = vit.config, token, layout
+        self.device = device = device or here(deterministic=deterministic)
+        self._numbers: dict[int, Any] = {}
         self._on: dict[int, Executor] = {}
         self.placement: Placement = placement
         self.outputs = [vit.outputs(block) for block in range(vit.config.depth)]
@@ -177,7 +182,12 @@ class Executor(abc.ABC):
         )
         block_graph, block_tree = splits[0][0], jax.tree.structure(splits[0][1])
         first_outputs = self.outputs[0]
-        self.jit = functools.partial(layout.jit, compiler_options=jit_options(vit.config.precision, deterministic))
+        compiler_options = jit_options(vit.config.precision, deterministic)
+
+        def jit(function: Callable[..., Any], **options: Any) -> Any:
+            return layout.jit(traced_for(device, function), compiler_options=compiler_options, **options)
+
+        self.jit = jit
 
         def block_of(leaves) -> Block:
             return nnx.merge(block_graph, jax.tree.unflatten(block_tree, leaves))
@@ -207,6 +217,11 @@ class Executor(abc.ABC):
         self._mean_patch = self.jit(lambda tokens: mean_patch(tokens, vit.config))
 
     @property
+    def kept_type(self) -> Any:
+        """Type of tokens that are kept: float32 on a CPU; an accelerator keeps them in the run's precision."""
+        return jnp.dtype("float32" if self.device.is_host else self.config.precision)
+
+    @property
     def num_blocks(self) -> int:
         return len(self.blocks)
 
@@ -214,6 +229,7 @@ class Executor(abc.ABC):
         """The same on one of this process's devices alone; it compiles for itself and copies nothing."""
         if place not in self._on:
             own = self._on[place] = copy.copy(self)
+            own._numbers = {}
             own.layout = Layout([self.layout.devices[place]])
             own.leaves, own.blocks, own.base_pool = self.layout.copy((self.leaves, self.blocks, self.base_pool), place)
         return self._on[place]
@@ -243,7 +259,17 @@ class Executor(abc.ABC):
 
     def classify(self, head: Head, tokens, labels, mask, num_classes: int) -> tuple[jax.Array, jax.Array]:
         """Class answers `[B]` of a padded head and how many of the unmasked ones are right."""
-        return self._classify(self.leaves, head, tokens, labels, mask, np.int32(num_classes))
+        return self._classify(self.leaves, head, tokens, labels, mask, self.number(num_classes))
+
+    def put(self, values: Any) -> Any:
+        """What several calls take from the host, on the device, where that is another one: each call would copy it."""
+        return values if self.device.is_host or self.layout.is_many else jax.device_put(values)
+
+    def number(self, value: int) -> Any:
+        """The same of an int32 that never changes."""
+        if value not in self._numbers:
+            self._numbers[value] = self.put(np.int32(value))
+        return self._numbers[value]
 
     def rows(self, batch_size: int, working_set: int = WORKING_SET) -> int:
         """Images per call of a program, for batches of `batch_size`: a divisor of it.
@@ -251,6 +277,17 @@ class Executor(abc.ABC):
         On a CPU `stages` takes as many as keep a block's widest activations within `working_set` bytes.
         """
         return batch_size
+
+    def forward_rows(self, batch_size: int, num: int) -> int:
+        """Images per call of a forward pass over `num` images: `rows` on a CPU.
+
+        An accelerator takes more than a step has, in one of few sizes: that which leaves least of the last call empty.
+        """
+        per_image = 4 * self.num_blocks * self.config.num_tokens * (self.config.width + self.config.mlp_width)
+        sizes = [size for size in self.device.forward_sizes if size > batch_size and size * per_image <= self.working]
+        if num <= batch_size or not sizes:
+            return self.rows(batch_size)
+        return min(sizes, key=lambda size: (-(-num // size) * size, -size))
 
     def each(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> Iterator[Result]:
         """`function` of each part of a forward pass, in their order; on a CPU `stages` computes two at a time."""
@@ -267,7 +304,7 @@ class Executor(abc.ABC):
         """The tokens of a later block of one network."""
         # sums come along and nobody reads them: a mask of another kind would be another program
         begin, values = self.resolve(tokens)
-        mask = np.zeros(values.shape[0], np.float32)
+        mask = self.put(np.zeros(values.shape[0], np.float32))
         return Tokens(until, self._forward(network[begin:until], begin, until, values, mask)[0])
 
     @abc.abstractmethod
@@ -375,7 +412,9 @@ def masked_logits(head: Head, features: jax.Array, num_classes) -> jax.Array:
 
 @jax.jit
 def _take(values, rows):
-    return values[rows]
+    taken = values[rows]
+    # tokens may be kept in fewer bits than a pass begins with
+    return taken.astype(jnp.float32) if jnp.issubdtype(taken.dtype, jnp.floating) else taken
 
 
 @jax.jit

@@ -5,19 +5,19 @@ in fine-tuning those of the first block that learns. They are kept where they fi
 new in every epoch, so each of their steps begins with pixels on the host.
 """
 
+import contextlib
 import copy
-import math
+import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from cheem_jax.core.images import Images
-from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
@@ -69,14 +69,13 @@ def fed(feed: Feed, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
 class Kept:
     """What is kept of every image: tokens of one block, or where `block` is None the image itself.
 
-    On an accelerator the number of images is padded to a power of two, so that few programs serve all data sets; what
-    a batch needs is gathered there by index, and images are normalised inside the program.
+    An accelerator holds them; what a batch needs is gathered there by index, and images are normalised inside the
+    program.
     """
 
-    def __init__(self, layout: Layout, block: int | None, values: np.ndarray):
-        self.block, self.layout = block, layout
+    def __init__(self, layout: Layout, block: int | None, values: np.ndarray | jax.Array):
         # a CPU's device memory is the host's, and numpy gathers without a program
-        self.values = values if jax.default_backend() == "cpu" else _on_device(layout, values)
+        self.block, self.layout, self.values = block, layout, values
 
     def on(self, layout: Layout) -> "Kept":
         """The same on one of the devices."""
@@ -106,30 +105,43 @@ def feed_on(feed: Feed, executor: Executor) -> Feed:
 
 
 class Budget:
-    """Bytes that one task may still keep; `refused` names what found no room."""
+    """Bytes that one task may still keep, and those it keeps; `refused` tells what found no room, and beside what."""
 
     def __init__(self, num_bytes: int):
-        self.left, self.refused = num_bytes, list[str]()
+        self.left, self.kept, self.refused = num_bytes, 0, list[str]()
 
     def take(self, name: str, num_bytes: int) -> bool:
         """Whether there is room, which is then gone."""
         if num_bytes > self.left:
-            self.refused.append(name)
+            self._refuse(name, num_bytes)
             return False
         self.left -= num_bytes
+        self.kept += num_bytes
         return True
+
+    @contextlib.contextmanager
+    def taken(self, name: str, num_bytes: int) -> Iterator[None]:
+        """While what took these bytes comes into being: a device that turns out to be full refuses it after all."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            self.left, self.kept = 0, self.kept - num_bytes
+            self._refuse(name, num_bytes)
+
+    def _refuse(self, name: str, num_bytes: int) -> None:
+        self.refused.append(f"{name}, {num_bytes / 2**30:.3g} GB beside {self.kept / 2**30:.3g} GB kept")
 
 
 def feed_images(executor: Executor, images: Images, budget: Budget) -> Feed:
     """Images held on the device, if it is not the host itself, they are decoded and they fit."""
-    if jax.default_backend() == "cpu" or not isinstance(images, np.ndarray):
-        return HostImages(executor, images)
-    held = next_power_of_two(len(images)) * math.prod(images.shape[1:])
-    return (
-        Kept(executor.layout, None, images)
-        if budget.take("images on the device", held)
-        else HostImages(executor, images)
-    )
+    plain, name = HostImages(executor, images), "images on the device"
+    if executor.device.is_host or not isinstance(images, np.ndarray) or not budget.take(name, images.nbytes):
+        return plain
+    with budget.taken(name, images.nbytes):
+        return Kept(executor.layout, None, _on_device(executor.layout, images))
+    return plain
 
 
 def kept_bytes(executor: Executor, num_images: int, block: int) -> int:
@@ -137,7 +149,7 @@ def kept_bytes(executor: Executor, num_images: int, block: int) -> int:
     behind_last = block == executor.num_blocks
     trimmed = behind_last or (executor.outputs[block] is not None and executor.placement == "mlp_down")
     num_tokens = executor.config.num_outputs if trimmed else executor.config.num_tokens
-    return 4 * num_images * num_tokens * executor.config.width
+    return executor.kept_type.itemsize * num_images * num_tokens * executor.config.width
 
 
 def keep_tokens(
@@ -149,18 +161,42 @@ def keep_tokens(
     """
     if isinstance(images, Kept) and images.block == len(prefix):
         return images
-    held = num_images if jax.default_backend() == "cpu" else next_power_of_two(num_images)  # as `_on_device` pads
-    if not budget.take(name, kept_bytes(executor, held, len(prefix))):
+    num_bytes = kept_bytes(executor, num_images, len(prefix))
+    if not budget.take(name, num_bytes):
         return images
-    kept: np.ndarray | None = None
-    pieces = list(batches(np.arange(num_images), executor.rows(batch_size)))
+    with budget.taken(name, num_bytes):
+        return Kept(executor.layout, len(prefix), _computed(executor, images, num_images, prefix, batch_size))
+    return images
+
+
+def _computed(
+    executor: Executor, images: Feed, num_images: int, prefix: Network, batch_size: int
+) -> np.ndarray | jax.Array:
+    """The tokens behind `prefix` of every image, where passes begin with them."""
+    layout, dtype = executor.layout, executor.kept_type
+    stays = not executor.device.is_host and not layout.is_many
+    kept: Any = None
+    pieces = list(batches(np.arange(num_images), executor.forward_rows(batch_size, num_images)))
     for batch, tokens in zip(pieces, fed(images, [batch.rows for batch in pieces]), strict=True):
-        values = hosts.fetch(executor.advance(prefix, tokens, len(prefix)).values)
-        if kept is None:
-            kept = np.empty((num_images, *values.shape[1:]), values.dtype)
+        values: Any = executor.advance(prefix, tokens, len(prefix)).values
+        if stays:
+            kept = jnp.zeros((num_images, *values.shape[1:]), dtype) if kept is None else kept
+            kept = _written(kept, values, np.int32(batch.rows[0]), size=batch.size)
+            continue
+        values = hosts.fetch(values)
+        kept = np.empty((num_images, *values.shape[1:]), dtype) if kept is None else kept
         kept[batch.rows[: batch.size]] = values[: batch.size]
     assert kept is not None, "a data set holds at least one image"
-    return Kept(executor.layout, len(prefix), kept)
+    if executor.device.is_host:
+        return kept
+    # ready before it counts as kept: a device without room says so late
+    return jax.block_until_ready(kept if stays else _on_device(layout, kept))
+
+
+@functools.partial(jax.jit, static_argnames="size", donate_argnums=0)
+def _written(kept, values, start, *, size: int):
+    """`kept` with the first `size` of `values` from row `start` on, in place."""
+    return jax.lax.dynamic_update_slice_in_dim(kept, values[:size].astype(kept.dtype), start, 0)
 
 
 def ahead(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
@@ -197,6 +233,4 @@ def memory_budget(gigabytes: float | None) -> int:
 
 
 def _on_device(layout: Layout, values: np.ndarray) -> jax.Array:
-    padded = np.zeros((next_power_of_two(len(values)), *values.shape[1:]), values.dtype)
-    padded[: len(values)] = values
-    return layout.everywhere(jax.device_put(padded))
+    return jax.block_until_ready(layout.everywhere(values) if layout.is_many else jax.device_put(values))

@@ -143,7 +143,7 @@ class Inference:
         parts, kept = zip(*self.executor.each(read, range(0, len(rows), self.rows)), strict=True)
         reached = dict(zip(stops, zip(*kept, strict=True), strict=True))
         # on a CPU numpy gathers without a program; elsewhere a batch is one part and stays on the device
-        join = np.concatenate if jax.default_backend() == "cpu" else jnp.concatenate
+        join = np.concatenate if self.executor.device.is_host else jnp.concatenate
         features = joined([np.concatenate(part) for part in zip(*jax.device_get(parts), strict=True)])
         return features, {
             block: kept[0] if len(kept) == 1 else join([*map(np.asarray, kept)]) for block, kept in reached.items()
@@ -167,7 +167,7 @@ class Inference:
 
         def run(group: tuple[np.ndarray, int]) -> tuple[jax.Array, int]:
             padded, size = group
-            if jax.default_backend() == "cpu":
+            if self.executor.device.is_host:
                 tokens = Tokens(block, jnp.asarray(np.asarray(values)[padded]))
             else:
                 tokens = self.executor.resolve(Gather(block, jnp.asarray(values), padded.astype(np.int32)))

@@ -176,7 +176,7 @@ def count_right(
     counts = np.zeros(len(networks), np.int64)
 
     def counted(batch: Rows, tokens: Tokens | Gather) -> tuple[list[int], list[np.ndarray]]:
-        order, pending, own = [], [], executor.layout.rows(labels[batch.rows])
+        order, pending, own = [], [], executor.put(executor.layout.rows(labels[batch.rows]))
         for walked in executor.walk(networks, tokens, batch.mask):
             _, right = executor.classify(head, walked.tokens, own, batch.mask, num_classes)
             order.append(walked.index)
@@ -193,8 +193,8 @@ def _in_order(
     executor: Executor, images: Feed, num: int, batch_size: int, work: Callable[[Rows, Tokens | Gather], T]
 ) -> Iterator[tuple[int, T]]:
     """The images of each batch in order and what `work` makes of it."""
-    pieces = list(batches(np.arange(num), executor.rows(batch_size)))
-    masked = [batch._replace(mask=executor.layout.weights(batch.mask)) for batch in pieces]
+    pieces = list(batches(np.arange(num), executor.forward_rows(batch_size, num)))
+    masked = (batch._replace(mask=executor.put(executor.layout.weights(batch.mask))) for batch in pieces)
     coming = zip(masked, fed(images, [batch.rows for batch in pieces]), strict=True)
     found = executor.each(lambda given: work(*given), coming)
     return zip((batch.size for batch in pieces), found, strict=True)

@@ -86,7 +86,8 @@ def _divided(
         for place in layout.local
         if groups[place]
     }
-    order = [batch.rows[: batch.size] for batch in batches(np.arange(num), batch_size)]
+    sizes = max(batch_size, executor.forward_rows(batch_size, num))  # `rows` may be a part of a batch
+    order = [batch.rows[: batch.size] for batch in batches(np.arange(num), sizes)]
     with ThreadPoolExecutor(len(layout.local), "search") as threads:
         for rows, feed in zip(order, _parts(executor, images, order), strict=True):
             feeds = [feed_on(feed, executor.on(place)) for place in mine]

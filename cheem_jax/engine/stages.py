@@ -98,14 +98,14 @@ class Stages(Executor):
     def rows(self, batch_size: int, working_set: int = WORKING_SET) -> int:
         """See `Executor.rows`."""
         per_image = 4 * self.config.num_tokens * self.config.mlp_width
-        if jax.default_backend() != "cpu" or self.layout.is_many or batch_size * per_image <= working_set:
+        if not self.device.is_host or self.layout.is_many or batch_size * per_image <= working_set:
             return batch_size
         fitting = max(working_set // per_image, 1)
         return max(num for num in range(1, fitting + 1) if batch_size % num == 0)
 
     def each(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> Iterator[Result]:
         """See `Executor.each`. The first runs alone, so that what it compiles is compiled once."""
-        if jax.default_backend() != "cpu" or self.layout.is_many:
+        if not self.device.is_host or self.layout.is_many:
             yield from map(function, parts)
             return
         following = iter(parts)
@@ -115,7 +115,7 @@ class Stages(Executor):
     def _train_step(
         self, learners: Learners, head: Any, architecture: Architecture, step: Step, rate: np.float32, setup: Setup
     ) -> tuple[Learners, Any, jax.Array]:
-        ops = ops_of(architecture, setup.experts, learners)
+        ops, rate = ops_of(architecture, setup.experts, learners), self.put(rate)  # which every update takes
 
         def gradients(batch: Batch):
             return self.gradients(ops, head.params, batch, setup.num_classes)
@@ -137,16 +137,16 @@ class Stages(Executor):
         The loss is NaN where any of the gradients is non-finite. Runs forward only up to the first op that learns.
         """
         begin, z = self.resolve(batch.tokens)
-        num = self.num_blocks
+        num, weights = self.num_blocks, self.put(batch.weights)  # which every block takes
         first = next((i for i in range(begin, num) if learned_of(ops[i]) is not None), num)
         frozen = [Dense(0, op.expert if isinstance(op, Reuse) else None) for op in ops[begin:first]]
-        z, _ = self._forward(frozen, begin, first, z, batch.weights)
+        z, _ = self._forward(frozen, begin, first, z, weights)
         tape: list[Any] = []
         for i in range(first, num):
             stage, given = self._linearise_first if i == first else self._linearise, (self.blocks[i], ops[i], z)
             z, residuals = stage(*given, outputs=self.outputs[i])
             tape.append(residuals.vjp(given))
-        loss, (head_grad, grad) = self._loss(self.leaves, head, z, batch.labels, batch.weights, np.int32(num_classes))
+        loss, (head_grad, grad) = self._loss(self.leaves, head, z, batch.labels, weights, self.number(num_classes))
         grads: dict[int, Learned] = {}
         for i in reversed(range(first, num)):
             # a stage's linearisation is the largest thing a step keeps: let go of it as soon as it is used

@@ -387,14 +387,17 @@ def step_cell(sizes: Sizes, name: str, executor: Name, batch: int, precision: Pr
 def candidate_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
     """Seconds per candidate of one generation on a validation set, by the rows of a forward pass."""
     found: dict[str, Any] = {}
+    subject = Subject(sizes, name, "stages", sizes.batch, precision, sizes.num_scored)
+    executor, fitting = subject.executor, subject.fitting
+    table = uniform_table([1] * subject.config.depth).astype(np.float32)
+    codes = np.asarray(sample(jax.random.key(1), table, num=sizes.num_candidates))
     for rows in sizes.rows:
-        subject = Subject(sizes, name, "stages", rows, precision, sizes.num_scored)
-        executor, fitting = subject.executor, subject.fitting
-        table = uniform_table([1] * subject.config.depth).astype(np.float32)
-        codes = np.asarray(sample(jax.random.key(1), table, num=sizes.num_candidates))
+        # an accelerator's forward passes have sizes of their own
+        executor.device = dataclasses.replace(executor.device, forward_sizes=(rows,) if rows > sizes.batch else ())
         score = supernet_score(
-            executor, fitting.supernet, fitting.state, subject.feed, subject.labels, batch_size=rows, advance=unwatched
-        )
+            executor, fitting.supernet, fitting.state, subject.feed, subject.labels, batch_size=sizes.batch,
+            advance=unwatched,
+        )  # fmt: skip
         times = measure.alternate({"": functools.partial(score, codes)}, sizes.repeats)[""]
         found[f"{rows} rows"] = statistics.median(times) / len(codes)
         found[f"{rows} rows, traced"] = traced(functools.partial(score, codes), len(codes))
