@@ -246,7 +246,8 @@ def _say_accuracy(present: Sequence[tuple[int, Task]], measured: Mapping[str, An
     accuracy, given = measured["accuracy"], 100 * measured["local_accuracy"][index]
     average = 100 * float(np.mean([accuracy[index] for index, _ in present]))
     over = f"; average over {len(present)} tasks {average:.1f} %" if len(present) > 1 else ""
-    run.progress.say(f"{task.name}: {100 * accuracy[index]:.1f} % ({given:.1f} % with the task ID given){over}")
+    on = f"on {len(task.test.labels):,} test images"
+    run.progress.say(f"{task.name}: {100 * accuracy[index]:.1f} % {on} ({given:.1f} % with the task ID given){over}")
     if given - 100 * accuracy[index] >= ROUTING_COST:
         shares, num = np.array(measured["routing"][index]), len(task.test.labels)
         shares[index] = 0

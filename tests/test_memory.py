@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
 import unicodedata
 from pathlib import Path
@@ -25,12 +26,26 @@ from cheem_jax.cheem.learner import Compared
 from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core.metrics import log_probability
+from cheem_jax.core.pool import Head, logits_of
+from cheem_jax.core.routing import packed
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.export import kind_of
 from cheem_jax.memory import OpenMemory
 from cheem_jax.memory.data import NamedFiles
-from cheem_jax.memory.extending import added_up, class_statistics, extension_of, mixed_quantiles
+from cheem_jax.memory.extending import (
+    Candidate,
+    added_up,
+    chosen_of,
+    class_statistics,
+    discriminant_head,
+    extension_of,
+    mixed_quantiles,
+    moved,
+    new_temperature,
+    samples_of,
+)
 from cheem_jax.memory.making import with_fallback
 from cheem_jax.report.memories import num_forgotten
 from cheem_jax.report.table import task_grid
@@ -562,10 +577,27 @@ def only(task: Task, *labels: int) -> Task:
     return Task(task.name, tuple(task.classes[label] for label in labels), **parts)
 
 
-MORE = small.task("photos", 0, num=24)
+MORE = small.task("photos", 0, num=48)
 """Other images of the classes of `task0`."""
+SWAPPED = dataclasses.replace(MORE, classes=("c1", "c0", "c2"))
+"""The same with two classes taken for each other: learning them costs the old images."""
 NEW = only(small.task("photos", 50, num_classes=5), 3, 4)
 """Images of classes that `task0` lacks."""
+
+
+def extension_in(directory: Path) -> dict:
+    """What the record says of the last extension."""
+    return [entry["report"] for entry in read(directory) if entry["event"] == "learned"][-1]["extension"]
+
+
+def test_what_would_cost_the_old_images_is_refused(copied):
+    memory = cheem_jax.open(copied)
+    before = given(memory, "task0")
+    memory.learn(SWAPPED, extend="task0")
+    found = extension_in(copied)
+    assert found["candidates"]["network"]["new"] > found["candidates"]["unchanged"]["new"]
+    assert found["candidates"]["network"]["old"] < 0.9 and found["kept"] == "unchanged"
+    np.testing.assert_array_equal(given(memory, "task0"), before)
 
 
 def test_more_images_of_every_class_change_one_task_alone(copied, capsys):
@@ -578,16 +610,16 @@ def test_more_images_of_every_class_change_one_task_alone(copied, capsys):
         assert [task.name for task in opened.tasks] == ["task1", "task2", "task0"]
         for name, logits in others.items():
             np.testing.assert_array_equal(given(opened, name), logits)
-        assert (given(opened, "task0") != before).any(), "it was fine-tuned"
+        np.testing.assert_array_equal(given(opened, "task0"), before, "100 % cannot become better")
         told = opened.info()["tasks"][2]["extended"][0]
-        assert (told["num_train"], told["num_classes"]) == ([40, 64], [3, 3])
-    assert "every learned class has new images, so the network is fine-tuned" in " ".join(
-        capsys.readouterr().out.split()
-    )
+        assert (told["num_train"], told["num_classes"]) == ([40, 88], [3, 3])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "as many as before or more, so fine-tuning is tried" in said and "on 24 new validation images" in said
+    assert set(extension_in(copied)["candidates"]) == {"unchanged", "head", "network"}
     assert len(memory.pools.tasks[2].centroids) == 10, "centroids of the new images are added to the old ones"
     tasks = results_of(read(copied))["tasks"]
-    assert [(task["name"], task["num_train"]) for task in tasks] == [("task1", 40), ("task2", 40), ("task0", 64)]
-    assert tasks[2]["extended"] == [{"num_train": [40, 64], "num_classes": [3, 3]}]
+    assert [(task["name"], task["num_train"]) for task in tasks] == [("task1", 40), ("task2", 40), ("task0", 88)]
+    assert tasks[2]["extended"] == [{"num_train": [40, 88], "num_classes": [3, 3]}]
     caption = task_grid(results_of(read(copied))).caption
     assert "T2 was learned from 40 training images of 3 classes and extended since" in caption
     assert num_forgotten(json.loads((copied / "config.json").read_text())) == 0
@@ -599,6 +631,59 @@ def test_more_images_of_every_class_change_one_task_alone(copied, capsys):
     memory.forget("task0")
     left = [file for file in copied.rglob("*") if file.is_file()]
     assert not [file for file in left if b"task0" in file.read_bytes()]
+
+
+def test_an_extended_task_changes_only_for_the_better():
+    head = Head(jnp.zeros((1, 1)), jnp.zeros(1))
+
+    def kept(*shares: tuple[str, float, float | None]) -> str:
+        return chosen_of([Candidate(kind, head, new, old) for kind, new, old in shares]).kind
+
+    same = ("unchanged", 0.8, 0.9)
+    assert kept(same, ("head", 0.8, 0.99), ("network", 0.9, 0.85)) == "unchanged"
+    assert kept(same, ("head", 0.85, 0.9), ("network", 0.95, 0.85)) == "head"
+    assert kept(same, ("head", 0.85, 0.9), ("network", 0.95, 0.9)) == "network"
+    assert kept(("unchanged", 0.8, None), ("network", 0.9, None)) == "network"
+    assert kept(("head", 0.8, 0.9), ("network", 0.9, 0.7)) == "head"
+
+
+def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabilities_calibrated(copied, capsys):
+    memory, few = cheem_jax.open(copied), small.task("photos", 0, num=12)
+    old, experts = memory.pools.tasks[0], memory.pools.added(0)
+    memory.learn(few, extend="task0")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "fewer new images than before, so the network stays as it is" in said
+    assert re.search(r"% before, [\d.]+ % now on 6 new validation images, .* on samples from the kept means", said)
+    assert "on 6 test images" in said
+    memory = cheem_jax.open(copied)
+    for block, expert in memory.pools.added(2).items():
+        jax.tree.map(np.testing.assert_array_equal, expert.params, experts[block].params)
+    new = memory.pools.tasks[2]
+    assert new.statistics["counts"].sum() == 52
+    found = extension_in(copied)
+    assert found["kept"] in ("unchanged", "head") and set(found["candidates"]) == {"unchanged", "head"}
+    samples, labels = samples_of(old.statistics, 0)
+    head = discriminant_head(new.statistics, old.head)
+    temperature = new_temperature(old, head, samples, labels)
+    before, after = (
+        log_probability(logits_of(samples, own) / by, labels)
+        for own, by in ((old.head, old.temperature), (head, temperature))
+    )
+    assert temperature in (pytest.approx(0.2, rel=0.01), pytest.approx(5, rel=0.01)) or abs(before - after) < 1e-3
+    one = old.head._replace(weight=old.head.weight[:, :1], bias=old.head.bias[:1])
+    assert np.abs(discriminant_head(new.statistics, one).weight).max() > 0
+
+
+def test_samples_move_with_the_features_that_they_stand_for():
+    rng = np.random.default_rng(0)
+    means = rng.normal(size=(3, 4)).astype(np.float32)
+    spread = np.diag([0.1, 0.2, 0.3, 0.4])
+    samples, labels = samples_of({"means": means, "covariance": packed(spread), "counts": np.ones(3)}, 0)
+    own = np.stack([samples[labels == label].mean(axis=0) for label in range(3)])
+    np.testing.assert_allclose(own, means, atol=0.2)
+    np.testing.assert_allclose(np.cov((samples - own[labels]).T), spread, atol=0.05)
+    turn, points = rng.normal(size=(4, 4)), rng.normal(size=(200, 4))
+    np.testing.assert_allclose(moved(samples, points, points @ turn + 1), samples @ turn + 1, atol=0.2)
 
 
 def test_without_new_images_of_a_class_the_network_stays_as_it_is(copied, capsys):
@@ -695,7 +780,8 @@ def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone
     memory = cheem_jax.open(copied)
     with pytest.raises(ValueError, match="has no statistics of its classes .* new images of every learned class"):
         memory.learn(NEW, extend="task2")
-    memory.learn(small.task("photos", 2, num=24), extend="task2")
+    memory.learn(small.task("photos", 2, num_classes=4, num=24), extend="task2")
+    assert extension_in(copied)["kept"] == "network" and memory.tasks[2].classes == ("c0", "c1", "c2", "c3")
     memory.learn(NEW, extend="task2")
     assert memory.tasks[2].classes == ("c0", "c1", "c2", "c3", "c4")
 

@@ -7,11 +7,13 @@ stand for classes whose images are absent when the task is extended.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
+from scipy.optimize import minimize_scalar
+from sklearn.linear_model import RidgeCV
 
 from cheem_jax.cheem.expert_memory import task_network
 from cheem_jax.cheem.heads import grow_head
@@ -19,16 +21,20 @@ from cheem_jax.cheem.learner import Cheem, Learning
 from cheem_jax.cheem.training import SupernetFit
 from cheem_jax.core.architecture import Choice, encode
 from cheem_jax.core.keys import Phase
-from cheem_jax.core.metrics import fit_temperature
+from cheem_jax.core.metrics import MOST_TEMPERATURE, fit_temperature, log_probability
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Candidates, DenseExperts, Head, TaskMemory, grow
+from cheem_jax.core.pool import Candidates, DenseExperts, Head, TaskMemory, grow, logits_of
 from cheem_jax.core.routing import NUM_QUANTILES, calibrate, distances, packed, unpacked, whitening_of
 from cheem_jax.data.task import Split, Task, composed, spelled_as
 from cheem_jax.engine.executor import Network
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.passes import TokenMeans, network_features
+from cheem_jax.engine.passes import TokenMeans, network_features, token_means
 from cheem_jax.run.method import Running
 
+SAMPLES = 20_000
+"""Samples that stand for a task's earlier images, over all classes, at most 200 and at least 10 of each."""
+MOVE_PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)
+"""Ridge penalties, per image, of the map between the features of two networks."""
 SHRINKAGE = 0.1
 """Share of a multiple of the identity in the covariance of a head by discriminant analysis."""
 
@@ -101,12 +107,14 @@ class MemoryLearner(Cheem):
     def extend(self, task: Extension, running: Running, index: int, num_before: int) -> dict[str, Any]:
         """Learn the task at `index`, of `num_before` training images, further: as one task more, with copied experts.
 
-        Where every learned class has new images, experts and head are fine-tuned on these. Otherwise experts stay as
-        they are, and the head follows from the statistics of all classes. The router's statistics add up by the numbers
-        of images; centroids of the new images are added to the old ones.
+        Candidates are the task as it is (without new classes), its network with a head that follows from the
+        statistics of all classes, and, if every learned class has new images and they outnumber the old ones, the
+        network fine-tuned on them. One that changes the task has to answer more of the new validation images correctly
+        than the task as it is, and no fewer samples of what is kept of the old ones (`chosen_of`). The router's
+        statistics add up by the numbers of images; centroids of the new images are added to the old ones.
         """
         before, learning = self.memory.tasks[index], self.begin(task, running)
-        underway, absent = learning.underway, absent_classes(task, before)
+        underway = learning.underway
         own = {block: stored.params for block, stored in self.memory.added(index).items()}
         # an adapted expert whose parent was erased has become a full one
         architecture = tuple(
@@ -125,15 +133,43 @@ class MemoryLearner(Cheem):
         head = grow_head(key, before.head, width, len(before.classes), num_new)
         begun = {(block, chosen[block]): params for block, params in own.items()}
         fitting = SupernetFit(supernet, supernet.begun_with(begun, head))
-        if not absent:
-            fitting = self.finetune(learning, fitting, codes)
         pool, used = grow(self.memory.pool, architecture, supernet.learned(fitting.state, chosen), learning.index)
-        network = task_network(DenseExperts(pool, 0), used)
-        seen = self.finished_means(learning, fitting, network)
-        head, statistics, labels = supernet.trained_head(fitting.state), self._statistics, task.train.labels
-        if absent:
+        network, labels, num = task_network(DenseExperts(pool, 0), used), task.train.labels, len(task.train.labels)
+        with underway.clock("finetune"), running.phase("means", num) as advance:
+            seen = token_means(
+                self.executor, [network], learning.train, num, batch_size=self.batch_size, advance=advance
+            )  # fmt: skip
+        statistics, temperature = class_statistics(seen.features, labels, len(task.classes)), before.temperature
+        samples, sampled = np.zeros((0, width)), np.zeros(0, np.int32)
+        seed = self.keys.seed_at(learning.index, Phase.METHOD_NOISE)
+        if before.statistics:
+            samples, sampled = samples_of(before.statistics, seed)
             statistics = added_up(before.statistics, statistics)
+        val = self._val_features(task, network)
+        candidates: list[Candidate] = []
+        if not num_new:
+            candidates.append(Candidate("unchanged", before.head, *_shares(before.head, val, task, samples, sampled)))
+        if before.statistics:
             head = discriminant_head(statistics, before.head)
+            candidates.append(Candidate("head", head, *_shares(head, val, task, samples, sampled)))
+        tuned = None
+        if outnumbers(task, before, num_before):
+            fitting = self.finetune(learning, fitting, codes)
+            tuned = grow(self.memory.pool, architecture, supernet.learned(fitting.state, chosen), learning.index)
+            own_network = task_network(DenseExperts(tuned[0], 0), tuned[1])
+            seen_tuned = self.finished_means(learning, fitting, own_network)
+            if len(samples):
+                samples = moved(samples, seen.features, seen_tuned.features)
+            head = supernet.trained_head(fitting.state)
+            val = self._val_features(task, own_network)
+            candidates.append(Candidate("network", head, *_shares(head, val, task, samples, sampled)))
+        best = chosen_of(candidates)
+        head = best.head
+        if best.kind == "network":
+            assert tuned is not None
+            (pool, used), seen, statistics = tuned, seen_tuned, self._statistics
+        elif best.kind == "head":
+            temperature = new_temperature(before, head, *samples_of(before.statistics, seed))
         share = num_before / (num_before + len(labels))
         self.remember(
             task, pool=pool, architecture=architecture, experts=used, head=head,
@@ -148,27 +184,109 @@ class MemoryLearner(Cheem):
             moments={name: share * before.moments[name] + (1 - share) * new for name, new in learned.moments.items()},
             distances=None if before.distances is None else mixed_quantiles(before.distances, away, share),
             # validation images of some classes alone would tell too little
-            temperature=before.temperature if absent else self._temperature(task, learned),
+            temperature=self._temperature(task, learned) if best.kind == "network" else temperature,
             statistics=statistics,
         )
         self.features.forget(task)
-        fitted = {} if absent else {"finetune_losses": fitting.progress.losses}
+        fitted = {} if tuned is None else {"finetune_losses": fitting.progress.losses}
+        compared = {one.kind: {"new": one.new, "old": one.old} for one in candidates}
+        extension = {"kept": best.kind, "validation_images": len(task.val.labels), "candidates": compared}
         costs = self.costs(len(self.memory.tasks) - 1)
-        return {**costs, **fitted, "pool": self.memory.history(), "seconds": underway.clock.seconds}
+        return {
+            **costs,
+            **fitted,
+            "extension": extension,
+            "pool": self.memory.history(),
+            "seconds": underway.clock.seconds,
+        }
 
     def _temperature(self, task: Task, learned: TaskMemory) -> float:
         """Of the probabilities of the task's network and head, fitted on validation images."""
-        feed, network = HostImages(self.executor, task.val.images), task_network(self.dense, learned.experts)
-        (features,) = network_features(
-            self.executor, [network], feed, len(task.val.labels), batch_size=self.batch_size
-        )  # fmt: skip
-        logits = features @ np.asarray(learned.head.weight) + np.asarray(learned.head.bias)
-        return fit_temperature(logits, task.val.labels)
+        features = self._val_features(task, task_network(self.dense, learned.experts))
+        return fit_temperature(logits_of(features, learned.head), task.val.labels)
+
+    def _val_features(self, task: Task, network: Network) -> Float[np.ndarray, "N D"]:
+        feed, num = HostImages(self.executor, task.val.images), len(task.val.labels)
+        return network_features(self.executor, [network], feed, num, batch_size=self.batch_size)[0]
 
     def _keep(self, **changes: Any) -> None:
         """Keep this of the last task, too."""
         *earlier, last = self.memory.tasks
         self.memory = dataclasses.replace(self.memory, tasks=(*earlier, dataclasses.replace(last, **changes)))
+
+
+class Candidate(NamedTuple):
+    """A way to go on with a task; shares of correct answers, each in [0, 1]."""
+
+    kind: Literal["unchanged", "head", "network"]
+    head: Head
+    new: float
+    """Of the new validation images."""
+    old: float | None
+    """Of samples that stand for the task's earlier images; None without statistics of these."""
+
+
+def outnumbers(task: Extension, before: TaskMemory, num_before: int) -> bool:
+    """Whether fine-tuning on the new images is a candidate: they show every learned class and are not fewer.
+
+    Without statistics, it is also the only way to a new class.
+    """
+    if absent_classes(task, before):
+        return False
+    is_only_way = not before.statistics and len(task.classes) > len(before.classes)
+    return is_only_way or len(task.train.labels) >= num_before
+
+
+def chosen_of(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate with the most correct answers to new validation images, of those that lose nothing.
+
+    Where the task can stay as it is (the first candidate then), another one has to be better on the new validation
+    images and must not be worse on the samples. With new classes, old and new count alike.
+    """
+    first = candidates[0]
+    if first.kind != "unchanged":
+        return max(candidates, key=lambda one: one.new + (one.old or 0))
+    kept = [one for one in candidates[1:] if one.new > first.new and (one.old or 0) >= (first.old or 0)]
+    return max(kept, key=lambda one: one.new, default=first)
+
+
+def _shares(
+    head: Head, val: Float[np.ndarray, "N D"], task: Task, samples: Float[np.ndarray, "S D"], labels: np.ndarray
+) -> tuple[float, float | None]:
+    new = float((logits_of(val, head).argmax(axis=1) == task.val.labels).mean())
+    return new, float((logits_of(samples, head).argmax(axis=1) == labels).mean()) if len(samples) else None
+
+
+def samples_of(statistics: Mapping[str, np.ndarray], seed: int) -> tuple[Float[np.ndarray, "S D"], np.ndarray]:
+    """Features of each class at random, from a normal distribution with its mean and the covariance, and labels."""
+    means = statistics["means"].astype(np.float64)
+    num = int(np.clip(SAMPLES // len(means), 10, 200))
+    values, vectors = np.linalg.eigh(unpacked(statistics["covariance"]))
+    noise = np.random.default_rng(seed).standard_normal((len(means) * num, means.shape[1]))
+    labels = np.repeat(np.arange(len(means), dtype=np.int32), num)
+    return means[labels] + noise @ (vectors * np.sqrt(np.maximum(values, 0))).T, labels
+
+
+def moved(
+    samples: Float[np.ndarray, "S D"], before: Float[np.ndarray, "N D"], after: Float[np.ndarray, "N D"]
+) -> Float[np.ndarray, "S D"]:
+    """Samples of one network's features in those of another, by ridge regression of their difference on images."""
+    return samples + RidgeCV(len(before) * np.array(MOVE_PENALTIES)).fit(before, after - before).predict(samples)
+
+
+def new_temperature(before: TaskMemory, head: Head, samples: Float[np.ndarray, "S D"], labels: np.ndarray) -> float:
+    """The temperature of a new head on the task's network.
+
+    With it, samples of the old classes get the mean log-probability that the old head gives them with its temperature,
+    which was fitted on validation images. Fitted on samples it would be too low: they are easier than images.
+    """
+    wanted = log_probability(logits_of(samples, before.head) / before.temperature, labels)
+    logits, most = logits_of(samples, head), float(np.log(MOST_TEMPERATURE))
+
+    def apart(log_temperature):
+        return abs(log_probability(logits / np.exp(log_temperature), labels) - wanted)
+
+    return float(np.exp(minimize_scalar(apart, bounds=(-most, most), method="bounded").x))
 
 
 def class_statistics(
@@ -216,5 +334,6 @@ def discriminant_head(statistics: Mapping[str, np.ndarray], old: Head) -> Head:
         np.linalg.norm(columns - columns.mean(axis=1, keepdims=True))
         for columns in (np.asarray(old.weight), weight[:, : old.bias.shape[0]])
     ]
-    scale = norms[0] / max(norms[1], 1e-12)
+    # a head of one class has no differences to follow
+    scale = norms[0] / norms[1] if min(norms) > 1e-12 else 1.0
     return Head(jnp.asarray(scale * weight, jnp.float32), jnp.asarray(scale * bias, jnp.float32))

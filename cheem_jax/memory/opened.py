@@ -46,7 +46,7 @@ from cheem_jax.memory.directory import (
     write_config,
     write_generation,
 )
-from cheem_jax.memory.extending import Extension, MemoryLearner, absent_classes, extension_of
+from cheem_jax.memory.extending import Extension, MemoryLearner, absent_classes, extension_of, outnumbers
 from cheem_jax.memory.forgetting import Forgotten, forget, without_numbers, without_task
 from cheem_jax.memory.predictor import BATCH_SIZES, Prediction, Predictor, is_best, predict_files, probabilities_of
 from cheem_jax.report.memories import EVALUATED, Evaluated, keep_evaluated
@@ -485,7 +485,10 @@ class OpenMemory:
             f"{task.name}: no new image of {', '.join(absent[:8])}{', ...' if len(absent) > 8 else ''}; the network "
             "stays as it is, and the head is computed from means and covariance that are kept of these classes"
             if absent
-            else f"{task.name}: every learned class has new images, so the network is fine-tuned on the new images"
+            else f"{task.name}: every learned class has new images, as many as before or more, so fine-tuning is tried"
+            if outnumbers(task, before.tasks[index], old["num_train"])
+            else f"{task.name}: fewer new images than before, so the network stays as it is, and a head computed from "
+            "means and covariance of all images is tried"
         )
         start = Mark.now()
         run.check_room(self._learner.bytes_needed(task), f"task {task.name!r}")
@@ -502,6 +505,7 @@ class OpenMemory:
         if left_out := [*old.get("skipped_images", []), *task.skipped]:
             report["skipped_images"] = left_out
         report["seconds"] = dict(Counter(old["seconds"]) + Counter(found["seconds"]))
+        run.progress.say(f"{task.name}: {_effect(found['extension'])}")
         # how similar tasks are that were learned in between is unknown
         report["similarity"] = [*old["similarity"], *[[None] * len(before.pool)] * (num - index)]
         run.record.write("learned", method=self._learner.name, report=report, **start.since())
@@ -669,6 +673,30 @@ class OpenMemory:
     @property
     def _names(self) -> tuple[str, ...]:
         return tuple(task.name for task in self.pools.tasks)
+
+
+KEPT = {
+    "unchanged": "no change was better on the new validation images without a loss on the old classes, so network and "
+    "head stay as they are",
+    "head": "the network stays as it is and has a new head",
+    "network": "the fine-tuned network is used",
+}
+"""What became of an extended task, by the kind of the candidate that was kept."""
+
+
+def _effect(extension: Mapping[str, Any]) -> str:
+    """What an extension did to old and new classes."""
+    found, num = extension["candidates"], extension["validation_images"]
+    before, after = found.get("unchanged"), found[extension["kept"]]
+
+    def told(key: str) -> str:
+        values = [one[key] for one in (before, after) if one is not None]
+        return " before, ".join(f"{100 * value:.1f} %" for value in values) + (" now" if before else "")
+
+    text = f"{KEPT[extension['kept']]}; {told('new')} on {num:,} new validation image{'' if num == 1 else 's'}"
+    if after["old"] is not None:
+        text += f", {told('old')} on samples from the kept means and covariance of the old classes"
+    return text
 
 
 def _bytes_of(folder: Path) -> int:
