@@ -48,6 +48,9 @@ def gtsrb(tmp_path, monkeypatch):
 def test_list_tells_state_size_licence_and_the_way_to_each_task(cheem, tmp_path):
     status, out, _ = cheem("data", "list", "--data-dir", tmp_path)
     assert status == 0 and "0 of 17 ready" in out
+    status, out, _ = cheem("data", "list", "gtsrb,mtil,mnist", "--json", "--data-dir", tmp_path)
+    assert status == 0 and [task["task"] for task in json.loads(out)["tasks"]][:2] == ["gtsrb", "aircraft"]
+    assert len(json.loads(out)["tasks"]) == 12
     status, out, _ = cheem("data", "list", "mtil", "--json", "--data-dir", tmp_path)
     tasks = {task["task"]: task for task in json.loads(out)["tasks"]}
     assert status == 0 and len(tasks) == 11 and tasks["mnist"]["images"] == {"train": 54000, "val": 6000, "test": 10000}
@@ -156,9 +159,9 @@ def test_show_draws_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("prepare", "mtill"), "no task 'mtill'; did you mean"),
+        (("prepare", "mtill"), "the table of benchmarks has no task 'mtill'; did you mean mtil?"),
         (("prepare", "food10"), "did you mean food101"),
-        (("list", "vdd,mtil"), "no task 'vdd'"),
+        (("list", "vdd,nothing"), "no task 'nothing'; it has aircraft,"),
         (("verify", "nowhere"), "nowhere: no such folder, zip, stream file or benchmark"),
         (("verify", "mtil"), "11 of 11 tasks of 'mtil' are not prepared"),
         (("verify", ".", "--cache-dir", "typo"), "contains no task"),

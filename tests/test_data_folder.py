@@ -317,6 +317,11 @@ def test_zip_members_with_unsafe_names_are_refused(tmp_path, name):
         load_task(write_zip(tmp_path / "x.zip", FULL | {name: png()}), image_size=4)
 
 
+def test_a_zip_with_backslashes_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(ValueError, match=r"'cat.*as it has a backslash; unpack it, and zip it again"):
+        load_task(write_zip(tmp_path / "x.zip", FULL | {"cat\\1.png": png()}), image_size=4)
+
+
 def test_absurd_zip_members_are_refused(tmp_path, monkeypatch):
     doubled = tmp_path / "doubled.zip"
     with zipfile.ZipFile(doubled, "w") as archive, pytest.warns(UserWarning, match="Duplicate name"):

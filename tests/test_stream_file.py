@@ -68,6 +68,17 @@ def test_paths_start_at_the_file_and_a_tilde_is_the_home(two, monkeypatch):
     assert [plan.name for plan in plan_stream_file(write(sub / "s.toml", text))[1]] == ["birds", "cars"]
 
 
+def test_backslashes_separate_folders_unless_something_here_is_called_so(two):
+    text = "[[task]]\npath = 'photos\\birds'\n[[task]]\nmanifest = '.\\cars.csv'\nroot = '.\\images'\n"
+    _, plans = plan_stream_file(write(two, text))
+    assert [(plan.name, plan.num_images) for plan in plans] == [("birds", 8), ("cars", 8)]
+    photos(two.parent / "photos\\birds", num=5)
+    _, plans = plan_stream_file(two)
+    assert [(plan.name, plan.num_images) for plan in plans] == [("photos\\birds", 10), ("cars", 8)]
+    with pytest.raises(FileNotFoundError, match="photos/fish: no such folder or zip"):
+        plan_stream_file(write(two, "[[task]]\npath = 'photos\\fish'\n"))
+
+
 def test_only_the_named_tasks_are_looked_at_and_in_their_order(two):
     write(two, TWO + '[[task]]\npath = "nowhere"')
     assert [plan.name for plan in plan_stream_file(two, ["cars", "birds"])[1]] == ["cars", "birds"]

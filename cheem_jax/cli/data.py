@@ -19,7 +19,7 @@ from rich.table import Table
 from cheem_jax.cli.arguments import ADVANCED
 from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
-from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Order, members_of
+from cheem_jax.data.benchmarks.table import BY_NAME, Order, members_of
 from cheem_jax.data.decode import Progress as OnProgress
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.load import ImagesConfig, default_directory, load_tasks
@@ -56,7 +56,7 @@ class List(InDataFolder):
     """What of the benchmarks is prepared, what is missing, its licence and where to get it."""
 
     what: Annotated[str, tyro.conf.Positional] = "all"
-    """mtil, vdd, all, or names of tasks separated by commas."""
+    """mtil, vdd, all, names of their tasks, or several of these separated by commas."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -66,7 +66,7 @@ class Prepare(WithSplits):
     """Get data sets in place: download and prepare what can be, and say exactly what must be done for the rest."""
 
     what: Annotated[str, tyro.conf.Positional]
-    """mtil, vdd, all, or names of tasks separated by commas."""
+    """mtil, vdd, all, names of their tasks, or several of these separated by commas."""
     image_size: int | None = None
     """Also decode and resize all images to this many pixels now; otherwise the first run does it."""
     cache_dir: Path | None = None
@@ -240,13 +240,10 @@ def show_data(settings: Show) -> None:
 
 
 def _names(what: str) -> list[str]:
-    if what == "all":
-        return [task.name for task in TASKS]
-    if what in BENCHMARKS:
-        return list(members_of(what))
-    names = [name.strip() for name in what.split(",")]
-    check_names(names, [*BY_NAME], "the benchmarks (mtil, vdd, all)")
-    return names
+    groups = {"all": [*BY_NAME]} | {name: list(members_of(name)) for name in BENCHMARKS}
+    words = [word.strip() for word in what.split(",")]
+    check_names(words, [*BY_NAME, *groups], "the table of benchmarks")
+    return list(dict.fromkeys(name for word in words for name in groups.get(word, [word])))
 
 
 def _phase(progress: Progress, phase: str, task: str, total: int) -> AbstractContextManager[OnProgress]:

@@ -195,7 +195,9 @@ def _wrong_keys(table: dict[str, Any], texts: Sequence[str], others: Sequence[st
 
 
 def _place(folder: Path, text: str) -> Path:
-    return absolute(text, folder)
+    """A path of a stream file; one that Windows wrote is taken with slashes, unless a file here has backslashes."""
+    place = absolute(text, folder)
+    return place if place.exists() else absolute(text.replace("\\", "/"), folder)
 
 
 def _plan_table(name: str, table: dict[str, str], folder: Path, data_dir: Path | None, seed: int) -> Plan:
