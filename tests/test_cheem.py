@@ -20,15 +20,17 @@ from cheem_jax.baselines.frozen_linear import fit_head
 from cheem_jax.cheem import hee
 from cheem_jax.cheem import learner as learner_module
 from cheem_jax.cheem.config import PAPER, PLUS, PRESETS, QUICK
-from cheem_jax.cheem.expert_memory import task_network
+from cheem_jax.cheem.evolution import Scored, Searched
+from cheem_jax.cheem.expert_memory import Underway, task_network
 from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cheem.training import FitState
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import dense_expert
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import token_means
 from cheem_jax.engine.stages import Stages
-from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.method import Clock, FrozenFeatures, Undisturbed
 
 
 def learner(config=small.QUICK, stages=None, key=0, base_means=None):
@@ -79,9 +81,21 @@ def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_sco
     clock = itertools.count().__next__
     monkeypatch.setattr(learner_module, "time", SimpleNamespace(perf_counter=clock))
     config, task = dataclasses.replace(small.QUICK, batch_size=8), small.task("colours", 0)
+    cheem = learner(config)
     trained = 3 * len(task.train.labels) * (config.supernet.epochs + config.finetune.epochs)
     searched = len(task.val.labels) * config.search.population * config.search.generations
-    assert learner(config).expected_seconds(task) == (trained + searched) / 8
+    assert cheem.expected_seconds(task) == (trained + searched) / 8
+
+    # after two epochs of the supernet, and after a generation of the search
+    steps = -(-len(task.train.labels) // 8)
+    underway = Underway(Clock(), fits={"supernet": FitState(2 * steps)})
+    done = 3 * 2 * len(task.train.labels)
+    assert cheem.expected_seconds(task, underway.saved({})) == (trained + searched - done) / 8
+    underway.fits = {"supernet": FitState(config.supernet.epochs * steps)}
+    underway.searched = Searched(1, Scored(*[np.zeros(1)] * len(Scored._fields)))
+    left = 3 * len(task.train.labels) * config.finetune.epochs
+    left += searched - searched // config.search.generations
+    assert cheem.expected_seconds(task, underway.saved({})) == left / 8
 
     beyond = dataclasses.replace(config, score="closed_form", score_images=5)
     more = 5 * config.search.population * config.search.generations

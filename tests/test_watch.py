@@ -329,6 +329,15 @@ def test_a_run_that_was_stopped_before_its_last_upper_bound_is_not_finished(tmp_
     assert "finished" in text_of(tmp_path) and "upper bound of 2" in text_of(tmp_path)
 
 
+def test_the_estimate_that_a_task_began_with_is_shown_before_any_task_is_learned(tmp_path):
+    begin(tmp_path)
+    with hold(tmp_path), Status(tmp_path, clock=Clock()) as status:
+        status.ends = time.time() + 1000
+        with status.phase("supernet", "digits", 4000, nullcontext(unseen)):
+            assert "about 1 min 40 s left" in text_of(tmp_path, now=status.ends - 100)
+            assert "known after the first task" in text_of(tmp_path, now=status.ends + 1)
+
+
 def test_a_process_that_began_after_the_name_was_written_is_another_one(tmp_path):
     owner = tmp_path / ".owner.json"
     owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))

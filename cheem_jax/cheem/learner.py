@@ -20,6 +20,7 @@ from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, task_network
 from cheem_jax.cheem.hee import cosines, exploit_table, norm_cosine, uniform_table, without
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import (
+    FitState,
     SupernetFit,
     architecture_flops,
     constant_draws,
@@ -41,6 +42,7 @@ from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
 from cheem_jax.engine.passes import Advance, TokenMeans, network_features, token_means, unwatched
 from cheem_jax.run.method import FrozenFeatures, Running, base_network
+from cheem_jax.run.rolling import Saved
 
 
 class Tables(NamedTuple):
@@ -171,10 +173,11 @@ class Cheem(ExpertMemory):
         val = self._kept(learning, "validation images", learning.val, len(task.val.labels))
         return dataclasses.replace(learning, train=train, val=val)
 
-    def expected_seconds(self, task: Task) -> float:
+    def expected_seconds(self, task: Task, saved: Saved | None = None) -> float:
         """About how long the task takes on this machine: its passes over images, times the measured seconds of one.
 
-        A training step counts as three passes. Compilation is left out, and so is what shared prefixes save.
+        `saved` is what an earlier process left of it, which is not counted. A training step counts as three passes.
+        Compilation is left out, and so is what shared prefixes save.
         """
         config, search, num = self.config, self.config.search, len(task.train.labels)
         batch, few = HostImages(self.executor, task.train.images), min(num, config.batch_size)
@@ -187,9 +190,13 @@ class Cheem(ExpertMemory):
             )  # fmt: skip
             times.append(time.perf_counter() - start)
         seconds = min(times) / few
-        trained = num * (config.supernet.epochs + config.finetune.epochs)
+        underway, fits = Underway.begun(saved), {"supernet": config.supernet, "finetune": config.finetune}
+        trained = sum(
+            images_left(underway.fits.get(name, FitState()), fit, num, config.batch_size) for name, fit in fits.items()
+        )
+        generations = search.generations - (0 if underway.searched is None else underway.searched.generations)
         scored = len(task.val.labels) + (min(config.score_images or num, num) if config.score == "closed_form" else 0)
-        return seconds * (3 * trained + search.population * search.generations * scored)
+        return seconds * (3 * trained + search.population * generations * scored)
 
     def similarity(self, learning: Learning) -> Float[np.ndarray, "E L"]:
         """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""

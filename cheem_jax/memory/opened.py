@@ -453,13 +453,15 @@ class OpenMemory:
 
     def _learn(self, task: Task, data_sha256: str, run: RunContext) -> None:
         index, num = len(self.pools.tasks), len(task.train.labels)
-        in_all = " in all, the part that is done included" if self.interrupted is not None else ""
         number, method = self._begin(task, data_sha256, run), self.config.method
+        saved = Rolling(run.root(self._learner.name), run.stop).open(number, run.progress.say)
+        seconds = self._learner.expected_seconds(task, saved)
+        run.status.ends = time.time() + seconds
         # in tens of seconds, which claim no more than such an estimate can
-        takes = duration(10 * math.ceil(self._learner.expected_seconds(task) / 10))
+        takes = duration(10 * max(math.ceil(seconds / 10), 1))
         run.progress.say(
-            f"task {index + 1}: {task.name}, {len(task.classes)} classes, {num:,} training images; takes about "
-            f"{takes}{in_all}"
+            f"task {index + 1}: {task.name}, {len(task.classes)} classes, {num:,} training images; "
+            + (f"takes about {takes}" if saved is None else f"about {takes} left")
         )
         if self.config.preset == "auto":
             run.progress.say(
@@ -467,6 +469,7 @@ class OpenMemory:
                 f"{method.finetune.epochs} for fine-tuning, at the learning rate {method.finetune.learning_rate:g}"
             )
         learn_task(task, number, self._learner, run, index=index)
+        run.status.ends = None
         self._finish_learning()
         self._predictors.clear()
 

@@ -124,7 +124,10 @@ def _overall(seen: Snapshot, width: int) -> Text:
 
 
 def _left(seen: Snapshot) -> float | None:
-    """Seconds until the last task is learned if each takes as long as the finished ones did on average."""
+    """Seconds until the last task is learned: as estimated before it, else as long as the finished ones on average."""
+    doing = _doing(seen)
+    if seen.owner is not None and doing is not None and doing.ends is not None and doing.ends > seen.time:
+        return doing.ends - seen.time
     waiting = len(seen.names) - seen.num_finished
     if seen.owner is None or not seen.num_finished or waiting <= 0:
         return None

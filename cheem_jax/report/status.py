@@ -43,6 +43,8 @@ class Doing(NamedTuple):
     note: str
     pid: int
     time: float
+    ends: float | None = None
+    """When the task is learned, as estimated before it began."""
 
 
 class Owner(NamedTuple):
@@ -67,6 +69,8 @@ class Status:
     def __init__(self, directory: Path, *, writes: bool = True, clock: Callable[[], float] = time.monotonic):
         self.file, self.writes, self.clock = directory / NAME, writes, clock
         self._last, self._took = -math.inf, 0.0
+        self.ends: float | None = None
+        """Seconds since 1970 at which the task is expected to be learned; None where nobody estimated it."""
 
     def __enter__(self) -> "Status":
         return self
@@ -84,7 +88,7 @@ class Status:
         def write(every: float) -> None:
             now = self.clock()
             if now - self._last >= max(every, self._took / LARGEST_SHARE):
-                self._write(Doing(name, task, done, total, now - start, noted, os.getpid(), time.time()))
+                self._write(Doing(name, task, done, total, now - start, noted, os.getpid(), time.time(), self.ends))
                 self._last = self.clock()
                 self._took = self._last - now
 
