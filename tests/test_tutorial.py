@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat", reason="needs the extra `notebook`")
+nbformat = pytest.importorskip("nbformat", reason="needs the extra `test`")
 
 FILE = Path(__file__).parents[1] / "docs" / "tutorial.ipynb"
 MOST_BYTES = 400_000
@@ -57,7 +57,7 @@ def test_names_are_found_in_imports_and_uses():
 
 @pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
-    nbclient = pytest.importorskip("nbclient", reason="needs the extra `notebook`")
+    nbclient = pytest.importorskip("nbclient", reason="needs the extra `test`")
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # where the notebook makes its folder
     path = [str(FILE.parents[1]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
