@@ -10,9 +10,12 @@ import pytest
 from official import write
 from PIL import Image
 
+from cheem_jax.cli.main import main
 from cheem_jax.data import ImagesConfig, load_tasks, plan_stream, plan_task
 from cheem_jax.data.load import cached
-from cheem_jax.data.verify import verify, verify_caches, without_broken
+from cheem_jax.data.verify import notes_on, verify, verify_caches, without_broken
+from cheem_jax.memory.data import decoded
+from cheem_jax.run.progress import Progress
 
 
 def encoded(value: int, mode: str = "RGB", size: tuple[int, int] = (4, 4)) -> bytes:
@@ -85,6 +88,45 @@ def test_the_same_bytes_under_two_labels_are_told(tmp_path):
     assert found.sound and found.contradictory == [
         (("train", "cat", "train/cat/2.png"), ("train", "dog", "train/dog/0.png"))
     ]
+
+
+def deep(value: int) -> bytes:
+    """A grey PNG of 16 bits."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((4, 4), value, np.uint16)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(("brightest", "is_dim"), [(4095, True), (16383, True), (16384, False), (65535, False)])
+def test_16_bit_images_that_use_a_part_of_the_range_are_told(tmp_path, capsys, monkeypatch, brightest, is_dim):
+    files = {name: deep(number) for number, name in enumerate(full())} | {"train/cat/1.png": deep(brightest)}
+    files["train/cat/2.png"] = encoded(255)  # of 8 bits, which says nothing of the others
+    plan = plan_task(write(tmp_path / "ct", files))
+    assert verify(plan).brightest == brightest
+    said = f"is {brightest} of 65535, so they are nearly black; if they contain {brightest.bit_length()}-bit data"
+    (task,) = load_tasks([plan], 4, ImagesConfig("stream"))  # which is no reason to decode all
+    notes = notes_on(plan, task)
+    assert len(notes) == is_dim and all(said in note and note.startswith("note: ct: ") for note in notes)
+    monkeypatch.setattr("sys.argv", ["cheem", "data", "verify", str(tmp_path / "ct")])
+    main()
+    assert (said in " ".join(capsys.readouterr().out.split())) == is_dim
+
+
+def test_images_of_8_bits_are_not_taken_for_dim_ones(tmp_path):
+    plan = plan_task(write(tmp_path / "pets", full()))
+    assert verify(plan).brightest is None and notes_on(plan, *load_tasks([plan], 4)) == []
+
+
+@pytest.mark.parametrize("keep", ["memory", "cache"])
+def test_learning_tells_equal_images_under_two_labels(tmp_path, capsys, keep):
+    files = full() | {f"train/cat/{i}.png": encoded(100 + i) for i in range(5)}
+    files |= {f"train/dog/{i}.png": encoded(100 + i, size=(8, 8)) for i in range(4)}  # other bytes, the same picture
+    files["test/cat/0.png"] = files["train/cat/4.png"]  # under one label
+    plan = plan_task(write(tmp_path / "pets", files))
+    decoded([plan], 4, ImagesConfig(keep, tmp_path / "cache"), Progress(), upright=True)
+    told = " ".join(capsys.readouterr().out.split())
+    pairs = "; ".join(f"train/cat/{i}.png (cat) and train/dog/{i}.png (dog)" for i in range(3))
+    assert f"note: pets: 8 images have an equal one under another label: {pairs}; and 1 more" in told
 
 
 def test_findings_go_through_json(tmp_path):

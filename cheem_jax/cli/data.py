@@ -26,7 +26,7 @@ from cheem_jax.data.load import ImagesConfig, default_directory, load_tasks
 from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
 from cheem_jax.data.task import Part, Plan, check_names
-from cheem_jax.data.verify import Findings, Listed, verify, verify_caches, without_broken
+from cheem_jax.data.verify import Findings, Listed, dim_note, verify, verify_caches, without_broken
 from cheem_jax.run.progress import Progress
 
 SHOWN = 96
@@ -293,6 +293,8 @@ def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[s
         progress.say(
             f"  {small} to {large} pixels, {_listed(findings.modes)}; {_megabytes(findings.num_bytes)}; {plan.source}"
         )
+    if note := dim_note(findings.brightest):
+        progress.say(f"  {note}")
     progress.say(f"  splits sha256 {plan.split_sha256}")
     for note in plan.ignored:
         progress.say(f"  {note}")

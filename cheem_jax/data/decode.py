@@ -100,7 +100,7 @@ def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
         image = _turned(image)
     if image.mode == "F":
         raise ValueError("floating-point pixels have no known range; store 8 or 16 bits")
-    if image.mode == "I" or image.mode.startswith("I;16"):
+    if _has_16_bits(image):
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise ValueError(f"grey values {values.min()}..{values.max()} outside the 16-bit range")
@@ -109,6 +109,15 @@ def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
     elif "transparency" in image.info:
         image = image.convert("RGBA")  # a palette with transparency goes to RGB only with a warning
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
+
+
+def brightest_of(image: Image.Image) -> int | None:
+    """The largest value of a 16-bit image that is loaded; None for an image of another kind."""
+    return int(np.asarray(image).max()) if _has_16_bits(image) else None
+
+
+def _has_16_bits(image: Image.Image) -> bool:
+    return image.mode == "I" or image.mode.startswith("I;16")
 
 
 def _turned(image: Image.Image) -> Image.Image:

@@ -10,15 +10,31 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cheem_jax.data.decode import PIECE, Progress, in_threads, opened, to_rgb
-from cheem_jax.data.files import Chosen, Encoded
+import numpy as np
+
+from cheem_jax.data.decode import PIECE, Progress, brightest_of, in_threads, opened, to_rgb
+from cheem_jax.data.files import Chosen, Encoded, first_of
 from cheem_jax.data.load import cache_place, open_cache
-from cheem_jax.data.task import Part, Plan, hash_of
+from cheem_jax.data.task import Part, Plan, Task, hash_of
 
 Size = tuple[int, int]
 """Width and height in pixels."""
-Look = tuple[bytes, Size, str, int]
-"""SHA-256, size, Pillow's mode and number of bytes of an image."""
+DIM = 2**14
+"""16-bit images none of which is as bright as this, a quarter of the range, probably contain 12-bit data or less."""
+LOOKED_AT = 16
+"""Images of a task whose brightness is looked at before learning, which is enough for a note."""
+
+
+class Look(NamedTuple):
+    """What one readable image is."""
+
+    sha256: bytes
+    size: Size
+    mode: str
+    """Pillow's."""
+    num_bytes: int
+    brightest: int | None
+    """The largest value of a 16-bit image."""
 
 
 class Listed(NamedTuple):
@@ -51,6 +67,8 @@ class Findings:
     largest_image: Size | None
     modes: dict[str, int]
     """Images by Pillow's mode: RGB, L (grey), P (palette), ..."""
+    brightest: int | None
+    """The largest value of all 16-bit images, of 65535; None if there is no such image."""
     broken: list[str]
     """A line naming file and reason for every image that cannot be used."""
     across: Pairs
@@ -74,16 +92,16 @@ def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
     copies: dict[bytes, list[Listed]] = {}  # every readable image by its digest
     modes: collections.Counter[str] = collections.Counter()
     sizes: set[Size] = set()
-    num_bytes = 0
+    num_bytes, brightest = 0, list[int | None]()
     for listed, _, seen in _looks(plan, on_progress):
         if isinstance(seen, str):
             broken.append(seen)
             continue
-        digest, size, mode, length = seen
-        copies.setdefault(digest, []).append(listed)
-        modes[mode] += 1
-        sizes.add(size)
-        num_bytes += length
+        copies.setdefault(seen.sha256, []).append(listed)
+        modes[seen.mode] += 1
+        sizes.add(seen.size)
+        num_bytes += seen.num_bytes
+        brightest.append(seen.brightest)
 
     pairs = [(first, other) for first, *others in copies.values() for other in others]
     counts = collections.Counter(plan.classes[label] for label in sorted(plan.train.labels.tolist()))
@@ -98,6 +116,7 @@ def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
         smallest_image=by_area[0] if by_area else None,
         largest_image=by_area[-1] if by_area else None,
         modes=dict(sorted(modes.items())),
+        brightest=_largest(brightest),
         broken=broken,
         across=[(first, other) for first, other in pairs if first.split != other.split],
         contradictory=[(first, other) for first, other in pairs if first.label != other.label],
@@ -118,9 +137,49 @@ def _look(files: Encoded, row: int) -> Look | str:
         data = files.read(row)
         with opened(data, files.where(row)) as image:
             mode, rgb = image.mode, to_rgb(image, upright=files.upright)
-        return hashlib.sha256(data).digest(), rgb.size, mode, len(data)
+            brightest = brightest_of(image)
+        return Look(hashlib.sha256(data).digest(), rgb.size, mode, len(data), brightest)
     except (ValueError, OSError) as error:
         return str(error)
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def dim_note(brightest: int | None, images: str = "the 16-bit images") -> str | None:
+    """What a person should know of 16-bit images the largest value of which is this, if anything."""
+    if brightest is None or brightest >= DIM:
+        return None
+    bits = max(1, brightest.bit_length())
+    return (
+        f"the brightest pixel of {images} is {brightest} of 65535, so they are nearly black; if they contain "
+        f"{bits}-bit data, multiply the values by {2 ** (16 - bits)} and store them again"
+    )
+
+
+def notes_on(plan: Plan, task: Task) -> list[str]:
+    """Lines about what makes a decoded task hard to learn: images nearly black, equal images under two labels.
+
+    Of images that are decoded again and again, equal ones are not looked for.
+    """
+    files, notes = plan.train.files, list[str]()
+    rows = np.unique(np.linspace(0, len(files) - 1, LOOKED_AT).astype(int)).tolist()
+    looks = [_look(files, row) for row in rows]
+    brightest = _largest(look.brightest for look in looks if isinstance(look, Look))
+    notes += filter(None, [dim_note(brightest, f"the 16-bit images among {len(rows)} that were looked at")])
+    alike: dict[bytes, list[Listed]] = {}
+    for name, split in task.splits.items():
+        if isinstance(split.images, np.ndarray):
+            for row, image in enumerate(split.images):
+                listed = Listed(name, task.classes[split.labels[row]], plan.splits[name].files.key(row))
+                alike.setdefault(hashlib.sha256(np.ascontiguousarray(image).data).digest(), []).append(listed)
+    if several := [group for group in alike.values() if len({image.label for image in group}) > 1]:
+        firsts = [(group[0], next(image for image in group if image.label != group[0].label)) for group in several]
+        told = [" and ".join(f"{image.key} ({image.label})" for image in pair) for pair in firsts]
+        num = sum(map(len, several))
+        notes.append(f"{num:,} images have an equal one under another label: {first_of(told, 3)}")
+    return [f"note: {plan.name}: {note}" for note in notes]
 
 
 def without_broken(plan: Plan, *, on_progress: Progress = lambda num: None) -> tuple[Plan, list[str]]:

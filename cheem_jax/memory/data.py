@@ -12,6 +12,7 @@ from cheem_jax.data.files import FolderFiles, look_through
 from cheem_jax.data.load import ImagesConfig, load_tasks
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import Plan, Stream, Task, repeats
+from cheem_jax.data.verify import notes_on
 from cheem_jax.run.progress import Progress
 
 Data = str | Path | Task | Stream | Sequence[Task]
@@ -39,15 +40,19 @@ def tasks_of(data: Data, image_size: int, progress: Progress | None = None, *, u
 def decoded(
     plans: Sequence[Plan], image_size: int, config: ImagesConfig, progress: Progress | None, *, upright: bool
 ) -> tuple[Task, ...]:
-    """Tasks with their images; `progress` also says which files beside them are left out. See `Plan.turned`."""
+    """Tasks with their images; `progress` also says what is left out or looks wrong. See `Plan.turned`."""
     plans = [plan.turned(upright) for plan in plans]
     if progress is None:
         return load_tasks(plans, image_size, config)
     for note in (note for plan in plans for note in plan.ignored):
         progress.say(note)
-    return load_tasks(
+    tasks = load_tasks(
         plans, image_size, config, lambda task, num_images: progress.phase("decode", task=task, total=num_images)
     )
+    for plan, task in zip(plans, tasks, strict=True):
+        for note in notes_on(plan, task):
+            progress.say(note)
+    return tasks
 
 
 def files_in(place: Path) -> tuple[list[str], list[str]]:
