@@ -23,7 +23,7 @@ from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import Head, StoredExpert, TaskMemory, base_pool
-from cheem_jax.core.routing import RouterConfig, distances, make_router
+from cheem_jax.core.routing import RouterConfig, distances, make_router, normalise
 from cheem_jax.export import Subject, export, exporting, timm_weights
 from cheem_jax.export.exporting import check, random_images
 from cheem_jax.export.programs import distances_to, memory_program, stablehlo
@@ -292,6 +292,30 @@ def test_large_distances_excuse_no_wrong_logit():
     assert np.asarray(program(random_images(8, 6))["distance"]).max() > 100
     with pytest.raises(RuntimeError, match="differs from the network by 0.005"):
         check(subject, None, lambda images: jax.device_get(program(images)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_open", [False, True])
+def test_every_task_is_compared_where_more_of_them_than_images_at_a_time_are_out_of_reach_of_random_ones(is_open):
+    begun = example.subject()
+    rng = np.random.default_rng(3)
+    pictures = rng.integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)
+    features = normalise(np.asarray(jax.jit(lambda images: example.VIT(images))(pictures)))
+    tasks = [dataclasses.replace(begun.tasks[i % 4], name=f"task {i}", centroids=features[i : i + 1]) for i in range(8)]
+    subject = dataclasses.replace(begun, tasks=tuple(tasks), thresholds=(1.0,) * 8 if is_open else None)
+    program = jax.jit(memory_program(subject))
+    led = {int(task) for task in np.asarray(program(random_images(8, 24))["task"])}
+    assert not led >= set(range(8))
+    _, compared = check(subject, None, lambda images: jax.device_get(program(images)))
+    assert compared == set(range(8))
+
+    def wrong(images):
+        found = jax.device_get(program(images))
+        return {**found, "logits": found["logits"] + 0.05 * (found["task"] == missed)[:, None]}
+
+    missed = min(set(range(8)) - led)
+    with pytest.raises(RuntimeError, match="differs from the network by 0.05"):
+        check(subject, None, wrong)
 
 
 @pytest.mark.full

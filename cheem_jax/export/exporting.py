@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import UInt8
+from jaxtyping import Int, UInt8
 
 from cheem_jax import __version__
 from cheem_jax.cheem.heads import FAR
@@ -27,11 +28,14 @@ from cheem_jax.export.programs import (
     Run,
     Subject,
     dense_ops,
+    distances_of,
     memory_program,
     num_bytes,
+    router_pass,
     stablehlo,
     stored_ops,
     task_program,
+    to_centroids,
 )
 from cheem_jax.run.method import Backbone
 
@@ -47,6 +51,10 @@ TOLERANCE = 1e-4
 NUM_IMAGES = 6
 """Compared at a time, so that few functions are compiled."""
 NUM_CANDIDATES = 4 * NUM_IMAGES
+NUM_STEPS = 100
+"""At most so many changes of an image until it leads to a task."""
+LARGEST_STEP = 8
+"""Of a pixel in one of these; from the first to the last step it falls to 1."""
 NUM_TIMED = 5
 
 
@@ -56,7 +64,7 @@ class Exported(NamedTuple):
     file: Path
     num_bytes: int
     largest_difference: float
-    """Over logits and distances of random images, against the plain network."""
+    """Over logits and distances of images that lead to every task, against the plain network."""
     seconds_per_image: float | None
     """Of the file itself with one image on this machine; None where the file does not compute by itself."""
     notes: tuple[str, ...]
@@ -119,7 +127,7 @@ def export(subject: Subject, file: Path, kind: Format, *, task: str | None = Non
     if index is None:
         notes.append("each image runs the backbone once and its own task's network from the first difference on")
         if unseen := [name for i, name in enumerate(names) if i not in compared]:
-            notes.append(f"not compared, as no random image led to them: {', '.join(unseen)}")
+            notes.append(f"not compared, as no image was found that leads to them: {', '.join(unseen)}")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, made.content)
     if description_file is not None:
@@ -183,9 +191,10 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
 
 
 def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int]]:
-    """The largest difference between a file's answers to random images and ours, and the tasks that were compared.
+    """The largest difference between a file's answers and ours, and the tasks that were compared.
 
-    Images are given together and one alone; RuntimeError where the difference is too large. Our answers are those of
+    A memory's file is given images that lead to each of its tasks. Images are given together and one alone;
+    RuntimeError where the difference is too large. Our answers are those of
     the plain network with ops and of the router with SciPy, which no file is made of. A task's file has merged experts,
     so low-rank pairs run here, and the other way round for the memory's.
     """
@@ -193,27 +202,33 @@ def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int
     features = jax.jit(lambda state, ops, images: nnx.merge(graphdef, state)(images, ops, placement=subject.placement))
     routing = None if index is not None else _Routing(subject)
     images = random_images(subject.vit.config.image_size, NUM_IMAGES) if routing is None else routing.images
-    logits, differences = {-1: np.zeros((len(images), 0))}, list[float]()
-    for part in (images, images[:1]):
-        found = run(part)
-        tasks = np.full(len(part), index) if routing is None else found["task"]
-        differences += [] if routing is None else [routing.difference(tasks, found["distance"])]
+    compared, scale, differences = set[int](), 0.0, list[float]()
+    for rows in [np.arange(len(images))[begin : begin + NUM_IMAGES] for begin in range(0, len(images), NUM_IMAGES)] + [
+        np.arange(1)
+    ]:
+        found = run(images[rows])
+        tasks = np.full(len(rows), index) if routing is None else found["task"]
+        differences += [] if routing is None else [routing.difference(rows, tasks, found["distance"])]
+        logits = {-1: np.zeros((len(rows), 0))}
         for row, task in enumerate(tasks.tolist()):
             if task not in logits:
                 head = subject.tasks[task].head
                 ops = stored_ops(subject)[task] if routing is None else dense_ops(subject, task)
                 with jax.default_matmul_precision("highest"):
-                    seen = np.asarray(features(state, ops, images))
+                    # of all images of a part, so that few functions are compiled
+                    seen = np.asarray(features(state, ops, images[:NUM_IMAGES] if len(rows) == 1 else images[rows]))
                 logits[task] = seen @ np.asarray(head.weight) + np.asarray(head.bias)
+                compared.add(task)
+                scale = max(scale, _largest(logits[task]))
             wanted, own = logits[task][row], found["logits"][row]
             differences += [_largest(own[: len(wanted)] - wanted), _largest(own[len(wanted) :] / FAR - 1)]
-    largest, scale = max(differences), max(map(_largest, logits.values()))
+    largest = max(differences)
     if not largest <= TOLERANCE * max(1.0, scale):
         raise RuntimeError(
             f"the exported file differs from the network by {largest:.3g} (logits up to {scale:.3g}); nothing was "
             "written"
         )
-    return largest, set(logits) - {-1}
+    return largest, compared
 
 
 def seconds_per_image(run: Run, image_size: int) -> float:
@@ -234,36 +249,84 @@ def random_images(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
     return np.stack(images)
 
 
+def leading(
+    subject: Subject, images: UInt8[np.ndarray, "N S S 3"], tasks: Int[np.ndarray, "N"]
+) -> UInt8[np.ndarray, "N S S 3"]:
+    """The images, each changed step by step towards its task until the router infers it.
+
+    Pixels move by the sign of the slope of the task's lead over the others, then of the distance beyond its threshold.
+    """
+    distances, to_own = distances_of(subject), to_centroids(subject)
+    mean, std = jnp.asarray(subject.vit.config.mean), jnp.asarray(subject.vit.config.std)
+    thresholds = jnp.asarray(subject.thresholds or [jnp.inf] * len(subject.tasks))
+
+    def behind(pixels, tasks):
+        features, _ = router_pass(subject, (pixels / 255 - mean) / std)
+        distance, rows = distances(features), jnp.arange(len(tasks))
+        others = jnp.where(jnp.arange(len(subject.tasks)) == tasks[:, None], jnp.inf, distance).min(axis=1)
+        lag = distance[rows, tasks] - others
+        beyond = to_own(features)[rows, tasks] - thresholds[tasks]
+        # more than rounding changes
+        lags, is_beyond = lag > -1e-4 * jnp.abs(others), beyond > -1e-4 * thresholds[tasks]
+        left = jnp.where(lags, lag, jnp.where(is_beyond, beyond, 0.0))
+        return left.sum(), lags | is_beyond
+
+    slopes, found = jax.jit(jax.grad(behind, has_aux=True)), []
+    for begin in range(0, len(tasks), NUM_IMAGES):
+        wanted = np.resize(tasks[begin : begin + NUM_IMAGES], NUM_IMAGES)
+        pixels = np.resize(images[begin : begin + NUM_IMAGES], (NUM_IMAGES, *images.shape[1:])).astype(np.float32)
+        for step in range(NUM_STEPS):
+            with jax.default_matmul_precision("highest"):
+                slope, is_left = map(np.asarray, slopes(pixels, wanted))
+            if not is_left.any():
+                break
+            size = max(1, round(LARGEST_STEP * (1 - step / NUM_STEPS)))
+            pixels = np.clip(pixels - size * np.sign(slope) * is_left[:, None, None, None], 0, 255)
+        found.append(pixels.astype(np.uint8)[: len(tasks[begin : begin + NUM_IMAGES])])
+    return np.concatenate(found)
+
+
 class _Routing:
-    """Random images for as many tasks as possible, and how far the router itself finds each task from them."""
+    """Images that lead to each task, and how far the router itself finds each task from them."""
 
     def __init__(self, subject: Subject):
         candidates = random_images(subject.vit.config.image_size, NUM_CANDIDATES)
-        engine, places = EngineConfig(executor="stages"), [task.place for task in subject.tasks]
-        executor = make_executor(subject.vit, subject.placement, engine, batch_size=NUM_IMAGES)
-        with jax.default_matmul_precision("highest"):
-            seen = Backbone(executor, subject.router).features(candidates, batch_size=NUM_IMAGES)
-        distance = make_router(subject.router).follow(places).distances(seen)
-        nearest = distance.argmin(axis=1)
-        own = distances(seen, [place.centroids for place in places], subject.router)[np.arange(len(seen)), nearest]
-        beyond = own - np.asarray(subject.thresholds or [np.inf] * len(places))[nearest]
+        distance, nearest, beyond = self._routed(subject, candidates)
+        if unseen := sorted(set(range(len(subject.tasks))) - set(nearest[beyond <= 0].tolist())):
+            # the random image that is nearest, compared with how near other tasks are
+            begin = (distance - distance.min(axis=1, keepdims=True)).argmin(axis=0)
+            led = leading(subject, candidates[begin[unseen]], np.asarray(unseen, np.int32))
+            candidates = np.concatenate([candidates, led])
+            distance, nearest, beyond = self._routed(subject, candidates)
         # one for each task that they lead to, then any others
         _, first = np.unique(np.where(beyond <= 0, nearest, -1), return_index=True)
-        rows = [*first, *(row for row in range(len(candidates)) if row not in first)][:NUM_IMAGES]
+        others = [row for row in range(len(candidates)) if row not in first]
+        rows = [*first, *others[: -len(first) % NUM_IMAGES]]
         self.images, self.distance, self.nearest = candidates[rows], distance[rows], nearest[rows]
         self.beyond = beyond[rows]
         """How much farther the nearest task is than its threshold."""
         # a Mahalanobis distance may be thousands: errors are relative to a task's largest
         self.far = np.maximum(np.abs(distance).max(axis=0), 1)
 
-    def difference(self, tasks: np.ndarray, found: np.ndarray) -> float:
-        """The largest one in the distances to the first images, and how much too far the chosen tasks are.
+    def _routed(self, subject: Subject, images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Distances to all tasks, the nearest one, and how much farther that is than its threshold."""
+        engine, places = EngineConfig(executor="stages"), [task.place for task in subject.tasks]
+        executor = make_executor(subject.vit, subject.placement, engine, batch_size=NUM_IMAGES)
+        with jax.default_matmul_precision("highest"):
+            seen = Backbone(executor, subject.router).features(images, batch_size=NUM_IMAGES)
+        distance = make_router(subject.router).follow(places).distances(seen)
+        nearest = distance.argmin(axis=1)
+        own = distances(seen, [place.centroids for place in places], subject.router)[np.arange(len(seen)), nearest]
+        return distance, nearest, own - np.asarray(subject.thresholds or [np.inf] * len(places))[nearest]
+
+    def difference(self, images: np.ndarray, tasks: np.ndarray, found: np.ndarray) -> float:
+        """The largest one in the distances to these images, and how much too far the chosen tasks are.
 
         A tie or a threshold that rounding decides costs next to nothing.
         """
-        images = np.arange(len(tasks))
         distance, nearest, beyond = self.distance[images], self.nearest[images], self.beyond[images]
-        farther = (distance[images, tasks] - distance[images, nearest]) / self.far[tasks]
+        rows = np.arange(len(images))
+        farther = (distance[rows, tasks] - distance[rows, nearest]) / self.far[tasks]
         regret = np.where(tasks < 0, np.maximum(-beyond, 0), farther + np.maximum(beyond, 0))
         return max(_largest((found - distance) / self.far), _largest(regret))
 

@@ -107,9 +107,8 @@ def memory_program(subject: Subject) -> Program:
     batch, and does not grow with the number of tasks.
     """
     vit, placement, depth = subject.vit, subject.placement, subject.vit.config.depth
-    base = [Reuse(block.expert(placement)) for block in vit.blocks]
     networks, heads = stored_ops(subject), [_widened(subject, task.head) for task in subject.tasks]
-    blocks, until = subject.router.blocks(depth), subject.router.until(depth)
+    until = subject.router.until(depth)
     begins = [next((i for i, e in enumerate(task.experts[:until]) if e != 0), until) for task in subject.tasks]
     distances, to_own = distances_of(subject), to_centroids(subject)
     thresholds = None if subject.thresholds is None else np.asarray(subject.thresholds, np.float32)
@@ -122,16 +121,7 @@ def memory_program(subject: Subject) -> Program:
         return (vit.features(x) @ heads[index].weight + heads[index].bias)[0]
 
     def program(images):
-        x, reached, parts = vit.embed(images), {}, []
-        for i, block in enumerate(vit.blocks[: until + 1]):
-            reached[i] = x
-            if i in blocks:
-                parts.append(mean_patch(block.enter(x, placement=placement), vit.config))
-            x, _ = block.run(base[i], x, placement=placement, outputs=vit.outputs(i))
-        reached[depth] = x
-        parts += [vit.features(x)] if until == depth else []
-        # as `routing.statistics.joined`
-        features = parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1)
+        features, reached = router_pass(subject, images)
         distance = distances(features)
         task = jnp.argmin(distance, axis=1).astype(jnp.int32)
         if thresholds is not None:
@@ -156,6 +146,27 @@ def memory_program(subject: Subject) -> Program:
         return {"task": task, "logits": logits, "distance": distance}
 
     return program
+
+
+def router_pass(
+    subject: Subject, images: UInt8[Array, "B S S 3"] | Float[Array, "B S S 3"]
+) -> tuple[Float[Array, "B E"], dict[int, Float[Array, "B N D"]]]:
+    """The backbone's pass that infers the task: what the router reads, and the tokens before each block.
+
+    Floats are taken as normalised.
+    """
+    vit, placement, depth = subject.vit, subject.placement, subject.vit.config.depth
+    blocks, until = subject.router.blocks(depth), subject.router.until(depth)
+    x, reached, parts = vit.embed(images), {}, []
+    for i, block in enumerate(vit.blocks[: until + 1]):
+        reached[i] = x
+        if i in blocks:
+            parts.append(mean_patch(block.enter(x, placement=placement), vit.config))
+        x, _ = block.run(Reuse(block.expert(placement)), x, placement=placement, outputs=vit.outputs(i))
+    reached[depth] = x
+    parts += [vit.features(x)] if until == depth else []
+    # as `routing.statistics.joined`
+    return parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1), reached
 
 
 def _widened(subject: Subject, head: Head) -> Head:
