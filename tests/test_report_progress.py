@@ -36,6 +36,14 @@ def test_without_a_terminal_a_phase_prints_its_start_a_line_now_and_then_and_its
     assert len(lines) == 4
 
 
+def test_a_phase_that_is_over_at_once_tells_no_speed():
+    progress, clock, text = plain()
+    with progress.phase("evaluate", task="digits", total=2000) as advance:
+        clock.now += 0.005
+        advance(2000)
+    assert text.getvalue().splitlines()[-1] == "[evaluate] digits: done in 0.0 s, 2,000 images"
+
+
 def test_ctrl_c_passes_through_and_the_cursor_comes_back():
     terminal = io.StringIO()
     progress = Progress(Console(file=terminal, force_terminal=True, width=120, _environ={"TERM": "xterm"}))

@@ -14,6 +14,8 @@ from cheem_jax.core.ops import COLOURS
 from cheem_jax.engine.passes import Advance
 
 SECONDS_BETWEEN_LINES = 15.0
+SHORTEST_MEASURED = 0.1
+"""Seconds that a phase takes at least where its speed is told."""
 NAME_WIDTH = 20
 
 
@@ -76,7 +78,8 @@ class Progress:
                 if not self._bars.tasks:
                     self._bars.stop()  # gives the cursor back, after Ctrl-C as well
         seconds = self.clock() - start
-        rate = f", {done / seconds:,.0f} {unit}/s" if done and seconds > 0 else ""
+        # what is over at once came from a cache, and is no measure of speed
+        rate = f", {done / seconds:,.0f} {unit}/s" if done and seconds >= SHORTEST_MEASURED else ""
         self.say(f"[{phase}] {task}: done in {duration(seconds)}, {done:,} {unit}{rate}")
 
     def architecture(self, task: str, choices: Sequence[str]) -> None:
