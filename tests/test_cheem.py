@@ -97,6 +97,13 @@ def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_sco
     left += searched - searched // config.search.generations
     assert cheem.expected_seconds(task, underway.saved({})) == left / 8
 
+    # changing eight images takes a second as well
+    augmented = trained // 3
+    assert (
+        learner(dataclasses.replace(config, augment=True)).expected_seconds(task)
+        == (trained + searched + augmented) / 8
+    )
+
     beyond = dataclasses.replace(config, score="closed_form", score_images=5)
     more = 5 * config.search.population * config.search.generations
     assert learner(beyond).expected_seconds(task) == (trained + searched + more) / 8

@@ -184,11 +184,20 @@ def test_the_worked_sampling_is_what_the_code_computes():
 
 def figures_of(record: dict) -> list[float]:
     """What a benchmark's record says of its rows: seconds, what was reached, goals and the numbers in its notes."""
+    if "cells" in record:  # of an accelerator: every number of every cell
+        return numbers_in([record["cells"], record["before"]])
     found = []
     for row in record["rows"]:
         found += [*row["seconds"].values(), row["reached"], row["goal"], row["ceiling"], row.get("share")]
         found += re.findall(r"\d+(?:\.\d+)?", row["note"].replace(",", ""))
     return [float(value) for value in found if value is not None]
+
+
+def numbers_in(values) -> list[float]:
+    if isinstance(values, dict | list):
+        parts = values.values() if isinstance(values, dict) else values
+        return [number for part in parts for number in numbers_in(part)]
+    return [float(values)] if isinstance(values, int | float) else []
 
 
 def test_the_figures_of_the_benchmarks_are_those_of_their_records():

@@ -176,8 +176,8 @@ class Cheem(ExpertMemory):
     def expected_seconds(self, task: Task, saved: Saved | None = None) -> float:
         """About how long the task takes on this machine: its passes over images, times the measured seconds of one.
 
-        `saved` is what an earlier process left of it, which is not counted. A training step counts as three passes.
-        Compilation is left out, and so is what shared prefixes save.
+        `saved` is what an earlier process left of it, which is not counted. A training step counts as three passes, and
+        an augmented image as what changing it takes, too. Compilation is left out, and so is what shared prefixes save.
         """
         config, search, num = self.config, self.config.search, len(task.train.labels)
         batch, few = HostImages(self.executor, task.train.images), min(num, config.batch_size)
@@ -196,7 +196,19 @@ class Cheem(ExpertMemory):
         )
         generations = search.generations - (0 if underway.searched is None else underway.searched.generations)
         scored = len(task.val.labels) + (min(config.score_images or num, num) if config.score == "closed_form" else 0)
-        return seconds * (3 * trained + search.population * generations * scored)
+        changing = self._augmenting_seconds(task) if config.augment else 0.0
+        return seconds * (3 * trained + search.population * generations * scored) + changing * trained
+
+    def _augmenting_seconds(self, task: Task) -> float:
+        """Seconds per image of what augmented training adds to a step: changing the image and entering block 0."""
+        images, rows = AugmentedImages(self.executor, task.train.images, 0), self.executor.rows(self.config.batch_size)
+        order, times = [np.resize(np.arange(len(task.train.labels)), rows)], list[float]()
+        for _ in range(3):  # the first may compile
+            start = time.perf_counter()
+            for tokens in images.follow(order):
+                tokens.values.block_until_ready()
+            times.append(time.perf_counter() - start)
+        return min(times) / rows
 
     def similarity(self, learning: Learning) -> Float[np.ndarray, "E L"]:
         """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""
