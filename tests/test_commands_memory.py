@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,39 @@ def test_predict_answers_in_three_forms(capsys, memory, photos):
     assert [row["class"] for row in rows] == [line["class"] for line in lines]
     status, out, _ = cheem(capsys, "predict", memory, folder)
     assert status == 0 and lines[0]["class"] in out and len(out.splitlines()) >= num + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "strict", "instead"),
+    [
+        ("jax_numpy_rank_promotion", "raise", "allow"),
+        ("jax_numpy_dtype_promotion", "strict", "standard"),
+        ("jax_transfer_guard", "disallow", "allow"),
+        ("jax_enable_x64", True, None),
+        ("jax_debug_nans", True, None),
+    ],
+)
+def test_strict_options_of_jax_stop_no_answer(capsys, memory, photos, name, strict, instead):
+    image, before = next((photos / FIRST / "test").rglob("*.png")), getattr(jax.config, name)
+    [usual] = json.loads(f"[{cheem(capsys, 'predict', memory, image, '--json')[1]}]")
+    try:
+        jax.config.update(name, strict)
+        status, out, err = cheem(capsys, "predict", memory, image, "--json")
+        assert getattr(jax.config, name) == (strict if instead is None else instead)
+    finally:
+        jax.config.update(name, before or "allow" if name == "jax_transfer_guard" else before)
+    assert status == 0 and (f"note: {name.upper()}={strict} " in err) == (instead is not None)
+    [answer] = json.loads(f"[{out}]")
+    assert answer["class"] == usual["class"] and answer["probability"] == pytest.approx(usual["probability"], abs=1e-4)
+
+
+@pytest.mark.full
+def test_answers_need_no_compiler(memory, photos):
+    image = next((photos / FIRST / "test").rglob("*.png"))
+    # in a process of its own, since uncompiled functions get NumPy's arrays, which the tests' type checks refuse
+    words = [sys.executable, "-m", "cheem_jax", "predict", memory, image, "--json"]
+    done = subprocess.run(words, env=os.environ | {"JAX_DISABLE_JIT": "1"}, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["task"] in TASKS
 
 
 def test_a_folder_is_answered_and_what_is_left_out_is_counted(capsys, memory, photos, tmp_path):

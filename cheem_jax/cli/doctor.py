@@ -175,6 +175,9 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     from cheem_jax.backbone.config import CONFIGS
     from cheem_jax.backbone.params import build
     from cheem_jax.backbone.weights import load_pretrained
+    from cheem_jax.engine.compilation import allow_ordinary_programs
+
+    allow_ordinary_programs()
 
     start, pretrained = time.perf_counter(), load_pretrained("vit_micro")
     vit, size = build(pretrained.config, pretrained.params), pretrained.config.image_size

@@ -87,8 +87,10 @@ def run_command(
             warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
             warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")  # of EXIF that is corrupted
             if computes:  # not every command needs JAX, so it is not imported with this module
-                from cheem_jax.engine.compilation import NotKept, keep_programs
+                from cheem_jax.engine.compilation import NotKept, allow_ordinary_programs, keep_programs
 
+                for note in allow_ordinary_programs():
+                    print(f"note: {note}", file=sys.stderr)
                 try:
                     keep_programs()
                 except NotKept as error:

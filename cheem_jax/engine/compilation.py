@@ -76,6 +76,26 @@ class Mark(NamedTuple):
         return {"seconds": time.perf_counter() - self.seconds, "compile": compiled._asdict()}
 
 
+_STRICT = {
+    "jax_numpy_rank_promotion": (("raise",), "allow"),
+    "jax_numpy_dtype_promotion": (("strict",), "standard"),
+    "jax_transfer_guard": (("disallow", "disallow_explicit"), "allow"),
+}
+"""Values of JAX's options that forbid what correct programs of this library do, and what each is set to instead."""
+
+
+def allow_ordinary_programs() -> list[str]:
+    """Undo options that forbid broadcasting, mixed types or transfers, for this process; a line for each of them."""
+    notes = []
+    for name, (refused, instead) in _STRICT.items():
+        if (given := getattr(jax.config, name)) in refused:
+            jax.config.update(name, instead)
+            notes.append(
+                f"{name.upper()}={given} checks programs that are written for it; this one runs with {instead}"
+            )
+    return notes
+
+
 class NotKept(ValueError):
     """Compiled programs cannot be kept on disk."""
 
