@@ -6,7 +6,7 @@ architecture is scored by the best ridge head on its own features, without a gra
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,16 +107,17 @@ def ridge_head(
     from sklearn.linear_model import RidgeCV  # takes half a second, and commands that only answer never call this
     from sklearn.preprocessing import StandardScaler
 
-    num, scaler = len(labels), StandardScaler().fit(features)
-    points, targets = scaler.transform(features.astype(np.float64)), np.eye(num_classes)[labels]
-    ridge = RidgeCV([penalty * num for penalty in HEAD_PENALTIES]).fit(points, targets)
+    num = len(labels)
+    scaler: Any = StandardScaler().fit(features)
+    points, targets = np.asarray(scaler.transform(features.astype(np.float64))), np.eye(num_classes)[labels]
+    ridge: Any = RidgeCV([penalty * num for penalty in HEAD_PENALTIES]).fit(points, targets)
     gram = points.T @ points + ridge.alpha_ * np.eye(points.shape[1])
     leverage = 1 / num + (points.T * np.linalg.solve(gram, points.T)).sum(axis=0)
     alone = targets - (targets - ridge.predict(points)) / np.maximum(1 - leverage, 1e-6)[:, None]
     # targets are 0 and 1, so the answers are closer together than logits are
     scale = RIDGE_SCALE / fit_temperature(RIDGE_SCALE * alone, labels)
     weight = scale * (ridge.coef_ / scaler.scale_).T
-    bias = scale * ridge.intercept_ - np.asarray(scaler.mean_) @ weight
+    bias = scale * ridge.intercept_ - scaler.mean_ @ weight
     return Head(jnp.asarray(weight, jnp.float32), jnp.asarray(bias, jnp.float32)), float(ridge.alpha_ / num)
 
 

@@ -165,8 +165,7 @@ def _sentence(error: Exception, directory: Path | None) -> str | None:
 def _missing_platform() -> str | None:
     """The platforms that the user asks JAX for, if it finds no device of them."""
     jax = sys.modules.get("jax")
-    asked = jax and jax.config.jax_platforms
-    if not asked:
+    if jax is None or not (asked := jax.config.jax_platforms):
         return None
     try:
         jax.devices()

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 from scipy.optimize import minimize_scalar
-from sklearn.linear_model import RidgeCV
 
 from cheem_jax.cheem.expert_memory import task_network
 from cheem_jax.cheem.heads import grow_head
@@ -271,6 +270,8 @@ def moved(
     samples: Float[np.ndarray, "S D"], before: Float[np.ndarray, "N D"], after: Float[np.ndarray, "N D"]
 ) -> Float[np.ndarray, "S D"]:
     """Samples of one network's features in those of another, by ridge regression of their difference on images."""
+    from sklearn.linear_model import RidgeCV  # here, because importing it takes half a second
+
     return samples + RidgeCV(len(before) * np.array(MOVE_PENALTIES)).fit(before, after - before).predict(samples)
 
 
@@ -286,7 +287,8 @@ def new_temperature(before: TaskMemory, head: Head, samples: Float[np.ndarray, "
     def apart(log_temperature):
         return abs(log_probability(logits / np.exp(log_temperature), labels) - wanted)
 
-    return float(np.exp(minimize_scalar(apart, bounds=(-most, most), method="bounded").x))
+    found: Any = minimize_scalar(apart, bounds=(-most, most), method="bounded")
+    return float(np.exp(found.x))
 
 
 def class_statistics(
