@@ -23,16 +23,15 @@ from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
 from cheem_jax.baselines.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.cheem.config import CheemConfig, Preset
 from cheem_jax.core.images import Images
-from cheem_jax.core.kernels import Precision
-from cheem_jax.core.keys import Keys, SeedsConfig
-from cheem_jax.core.ops import Placement
+from cheem_jax.core.keys import Keys
 from cheem_jax.core.routing import PAPER
+from cheem_jax.core.settings import Placement, Precision, SeedsConfig, Token
 from cheem_jax.data.task import Stream, hash_of
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine import hosts
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.compilation import jit_options
-from cheem_jax.engine.executor import Executor, Token
+from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.layout import MeshConfig, make_layout
 from cheem_jax.run.method import Backbone, FrozenFeatures, Method
 from cheem_jax.run.progress import Progress

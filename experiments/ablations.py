@@ -22,7 +22,7 @@ from study import Found, Study, Variant, run_all, task_names
 from cheem_jax.cheem.config import PLUS, PRESETS
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.core.ops import KINDS
+from cheem_jax.core.settings import KINDS
 from cheem_jax.report.comparison import comparison
 from cheem_jax.report.table import METHODS, NONE, Grid, format_flops
 from cheem_jax.run.progress import Progress

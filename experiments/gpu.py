@@ -38,13 +38,14 @@ from study import task_names
 
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.config import OpSettings
+from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import make_step, train_steps
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.core.kernels import Precision
 from cheem_jax.core.pool import dense_experts
+from cheem_jax.core.settings import Precision
 from cheem_jax.engine import choice
 from cheem_jax.engine.choice import EngineConfig, make_executor
 

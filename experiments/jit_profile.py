@@ -30,13 +30,14 @@ from charts import check_folder, names_in
 from cheem_jax.backbone.config import ViTConfig, at_image_size, config_of
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
+from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.hee import sample, uniform_table
-from cheem_jax.cheem.supernet import OpSettings
 from cheem_jax.cheem.training import NOTE_EVERY, step_of, train_steps
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.architecture import Architecture, decode
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.core.kernels import Precision, dot
+from cheem_jax.core.kernels import dot
+from cheem_jax.core.settings import Precision
 from cheem_jax.engine import choice
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.choice import EngineConfig, make_executor

@@ -27,7 +27,7 @@ from cheem_jax.cli.arguments import arguments_of, located
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.images import Images
-from cheem_jax.core.keys import SeedsConfig
+from cheem_jax.core.settings import SeedsConfig
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.load import ImagesConfig, Phase, load_tasks, load_train

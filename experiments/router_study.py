@@ -28,8 +28,8 @@ from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.keys import Keys
-from cheem_jax.core.ops import Placement
 from cheem_jax.core.routing import RouterConfig
+from cheem_jax.core.settings import Placement
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.run.progress import Progress

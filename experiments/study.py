@@ -18,7 +18,7 @@ from cheem_jax.baselines.catalogue import Name, Networks, preset_of
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
 from cheem_jax.cli.arguments import arguments_of
 from cheem_jax.core.interruption import Stop, stop_requests
-from cheem_jax.core.keys import SeedsConfig
+from cheem_jax.core.settings import SeedsConfig
 from cheem_jax.data.demo import TASKS
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import repeats

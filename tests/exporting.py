@@ -10,9 +10,10 @@ import small
 
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.core.architecture import from_strings
-from cheem_jax.core.ops import Expert, LowRank, Op, Placement, Reuse, Skip
+from cheem_jax.core.ops import Expert, LowRank, Op, Reuse, Skip
 from cheem_jax.core.pool import Head, StoredExpert, TaskMemory, base_pool
 from cheem_jax.core.routing import Reads, RouterConfig, fit_statistics, normalise
+from cheem_jax.core.settings import Placement
 from cheem_jax.engine.stages import Stages
 from cheem_jax.export import Subject
 from cheem_jax.run.method import Backbone

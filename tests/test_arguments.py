@@ -9,15 +9,12 @@ import pytest
 from hypothesis import given, settings
 
 from cheem_jax.baselines import catalogue
-from cheem_jax.cheem.config import PRESETS, CheemConfig
-from cheem_jax.cheem.evolution import SearchConfig
-from cheem_jax.cheem.supernet import OpSettings
-from cheem_jax.cheem.training import ExplorationConfig, FitConfig
+from cheem_jax.cheem.config import PRESETS, CheemConfig, ExplorationConfig, FitConfig, OpSettings, SearchConfig
 from cheem_jax.cli.arguments import arguments_of, located
 from cheem_jax.cli.demo import Demo
 from cheem_jax.cli.main import parse
-from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.core.routing import RouterConfig
+from cheem_jax.core.settings import SeedsConfig
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.engine.choice import EngineConfig
 from experiments import mtil

@@ -12,8 +12,7 @@ from baselines import Watched, check_method, stages
 
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.baselines.catalogue import NAMES, NEED_A_ROUTER, Networks, check_name, make, preset_of
-from cheem_jax.cheem.config import PRESETS, CheemLiteConfig
-from cheem_jax.cheem.training import FitConfig
+from cheem_jax.cheem.config import PRESETS, CheemLiteConfig, FitConfig
 from cheem_jax.core.keys import Keys
 from cheem_jax.engine.stages import Stages
 from cheem_jax.report import table

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import small
 
@@ -303,7 +304,7 @@ def test_only_what_is_corrupted_is_called_so(tmp_path, monkeypatch):
         with pytest.raises(MemoryError, match="full"):
             load_task(whole)
     with monkeypatch.context() as patch:  # as a library refuses what has nothing to do with the bytes
-        patch.setattr(checkpoint.ocp.Checkpointer, "restore", fails(ValueError("INVALID_ARGUMENT: Invalid file path")))
+        patch.setattr(ocp.Checkpointer, "restore", fails(ValueError("INVALID_ARGUMENT: Invalid file path")))
         with pytest.raises(OSError, match="have the hashes of its manifest, but .*Invalid file path") as found:
             load_task(whole)
         assert "from a copy" not in str(found.value)

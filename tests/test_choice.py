@@ -11,7 +11,7 @@ import small
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
-from cheem_jax.core.kernels import Precision
+from cheem_jax.core.settings import Precision
 from cheem_jax.engine import choice
 from cheem_jax.engine.choice import EngineConfig, choose, make_executor
 

@@ -11,8 +11,9 @@ from sklearn.linear_model import Ridge
 from cheem_jax.backbone.params import build
 from cheem_jax.cheem import closed_form
 from cheem_jax.cheem.closed_form import HEAD_PENALTIES, PENALTIES, closed_form_score, fit_head, ridge_head
+from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.learner import Cheem
-from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import dense_network
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import dense_experts, logits_of

@@ -14,7 +14,7 @@ from baselines import check_method, fresh, learner
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.coda_prompt import CodaPrompt, CodaPromptConfig, component_weights, departure
-from cheem_jax.cheem.training import FitConfig
+from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.keys import Phase
 from cheem_jax.run.method import Undisturbed
 

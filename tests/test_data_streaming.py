@@ -9,8 +9,9 @@ import pytest
 import small
 from test_data_cache import kept, pictures
 
+from cheem_jax.cheem.config import FitConfig
 from cheem_jax.cheem.supernet import Supernet
-from cheem_jax.cheem.training import FitConfig, SupernetFit, constant_draws, fit
+from cheem_jax.cheem.training import SupernetFit, constant_draws, fit
 from cheem_jax.core.images import in_turn
 from cheem_jax.core.pool import dense_experts
 from cheem_jax.data import ImagesConfig, fingerprint, load_tasks, plan_task

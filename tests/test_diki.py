@@ -14,7 +14,7 @@ from scipy.stats import multivariate_normal
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.diki import Diki, DikiConfig, fit_gaussian, gaussian_of, layers_of, log_density, mixing_weight
-from cheem_jax.cheem.training import FitConfig
+from cheem_jax.cheem.config import FitConfig
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures, Undisturbed
 

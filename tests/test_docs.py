@@ -21,7 +21,8 @@ import yaml
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.cheem import hee
 from cheem_jax.cli.main import COMMANDS
-from cheem_jax.core.ops import COLOURS, Expert, init_low_rank
+from cheem_jax.core.ops import Expert, init_low_rank
+from cheem_jax.core.settings import COLOURS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

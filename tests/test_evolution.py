@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cheem_jax.cheem import hee
-from cheem_jax.cheem.evolution import Scored, SearchConfig, crossover, mutate, rank, search
+from cheem_jax.cheem.config import SearchConfig
+from cheem_jax.cheem.evolution import Scored, crossover, mutate, rank, search
 from cheem_jax.core.keys import key_at
 
 SIZES = [2, 1, 2, 1]

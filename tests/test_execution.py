@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import small
 
-from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.config import OpSettings
+from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import dense_network, prepare, train_step
 from cheem_jax.core.architecture import decode, from_strings
 from cheem_jax.core.ops import Reuse

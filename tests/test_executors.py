@@ -17,7 +17,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cheem_jax.backbone.params import build, init_params
-from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
+from cheem_jax.cheem.config import OpSettings
+from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import dense_network, train_step, train_steps
 from cheem_jax.core.architecture import decode, from_strings
 from cheem_jax.core.ops import Adapt, LowRank, Reuse, learned_of, with_learned

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, over_batches
-from cheem_jax.cheem.training import FitConfig, images_left
+from cheem_jax.cheem.config import FitConfig
+from cheem_jax.cheem.training import images_left
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(21, 3)).astype(np.float32), np.arange(21, dtype=np.int32) % 2

@@ -12,7 +12,7 @@ from baselines import check_method, learner
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.flops import backbone_flops, prefix_flops, token_flops
 from cheem_jax.baselines.l2p import L2p, L2pConfig
-from cheem_jax.cheem.training import FitConfig
+from cheem_jax.cheem.config import FitConfig
 from cheem_jax.run.method import Undisturbed
 
 CONFIG = L2pConfig(pool=5, length=4, top_k=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16)

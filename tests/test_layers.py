@@ -131,10 +131,14 @@ def test_importing_every_module_needs_no_extra_and_no_device():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_commands_of_a_memory_do_not_wait_for_packages_that_others_need():
-    program = (
-        "import sys; import cheem_jax.cli.ask, cheem_jax.cli.memory; "
-        "print([name for name in ('sklearn', 'pandas', 'matplotlib', 'plotly', 'onnx') if name in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("commands", "names"),
+    [
+        ("ask, cheem_jax.cli.memory", ("sklearn", "pandas", "matplotlib", "plotly", "onnx")),
+        ("info", ("jax", "flax", "optax", "orbax", "scipy", "sklearn", "pandas", "matplotlib")),
+    ],
+)
+def test_commands_of_a_memory_do_not_wait_for_packages_that_others_need(commands, names):
+    program = f"import sys; import cheem_jax.cli.{commands}; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "[]\n", done.stdout + done.stderr

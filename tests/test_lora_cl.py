@@ -13,7 +13,7 @@ from baselines import check_method, learner
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.flops import backbone_flops, pair_flops
 from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig, LoraFinetune, LoraFinetuneConfig
-from cheem_jax.cheem.training import FitConfig
+from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.kernels import product
 from cheem_jax.core.ops import Adapt, LowRank, apply_op
 from cheem_jax.core.pool import dense_expert

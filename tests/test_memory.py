@@ -21,10 +21,9 @@ import cheem_jax
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
-from cheem_jax.cheem.config import DEMO, PRESETS, QUICK, auto
+from cheem_jax.cheem.config import DEMO, PRESETS, QUICK, FitConfig, auto
 from cheem_jax.cheem.learner import Compared
 from cheem_jax.cheem.saved_memory import save_memory_task
-from cheem_jax.cheem.training import FitConfig
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.metrics import log_probability
 from cheem_jax.core.pool import Head, logits_of
@@ -33,6 +32,7 @@ from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.export import kind_of
 from cheem_jax.memory import OpenMemory
+from cheem_jax.memory.contents import read_info
 from cheem_jax.memory.data import NamedFiles
 from cheem_jax.memory.extending import (
     Candidate,
@@ -970,6 +970,32 @@ def test_a_damaged_task_is_named_and_the_others_may_answer(copied, learned):
     np.testing.assert_array_equal(given(usable, "task2"), given(cheem_jax.open(learned), "task2"))
     with pytest.raises(ValueError, match="for answering alone"):
         usable.learn(STREAM)
+
+
+def test_info_needs_no_network_and_tells_the_same(copied):
+    def is_same() -> bool:
+        return json.dumps(read_info(copied)) == json.dumps(cheem_jax.open(copied).info())
+
+    assert is_same()
+    memory = cheem_jax.open(copied)
+    memory.learn(NEW, extend="task1")
+    assert is_same()
+    memory.forget("task0")
+    assert is_same() and read_info(copied)["forgotten"] == [0]
+    memory.forget("task2", erase=True)
+    assert is_same() and [task["name"] for task in read_info(copied)["tasks"]] == ["task1"]
+    victim = next(copied.glob("generation-*/cheem/*-task1/arrays/**/d/*"))
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    assert read_info(copied) is None  # so that opening it names the task
+
+
+@pytest.mark.parametrize(
+    "changed", [{"unknown": 1}, {"forgetting": [{"index": 0, "name": "task0"}]}, {"begun_with_sha256": "0" * 64}]
+)
+def test_info_leaves_what_only_opening_tells(copied, changed):
+    file = copied / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    assert read_info(copied) is None
 
 
 def test_auto_takes_256_steps_within_bounds_and_the_rate_of_demo_where_images_are_few():

@@ -10,7 +10,7 @@ from PIL import Image
 from rich.console import Console
 
 from cheem_jax.core.architecture import from_strings
-from cheem_jax.core.ops import COLOURS
+from cheem_jax.core.settings import COLOURS
 from cheem_jax.report import figures, table
 from cheem_jax.report.figures import write_report
 from cheem_jax.report.table import spread

@@ -25,10 +25,10 @@ from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
 from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
 from cheem_jax.baselines.s_prompts import SPromptsConfig
+from cheem_jax.cheem.config import FitConfig
 from cheem_jax.cheem.expert_memory import ExpertMemory
 from cheem_jax.cheem.supernet import init_head_learner
-from cheem_jax.cheem.training import FitConfig
-from cheem_jax.cli.ask import Info, show_info
+from cheem_jax.cli.info import Info, show_info
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Reuse, init_new

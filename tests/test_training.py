@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import small
 
-from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
+from cheem_jax.cheem.config import ExplorationConfig, FitConfig, OpSettings
+from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import (
-    ExplorationConfig,
-    FitConfig,
     FitState,
     SupernetFit,
     constant_draws,

@@ -42,7 +42,7 @@ def test_the_notebook_is_small_valid_and_holds_the_outputs_of_one_run_from_top_t
 
 def test_every_name_of_the_library_that_the_notebook_uses_is_there():
     names = {name for cell in code_cells() for name in names_in(cell.source)}
-    assert {"cheem_jax.create", "cheem_jax.open", "cheem_jax.core.ops.COLOURS"} <= names
+    assert {"cheem_jax.create", "cheem_jax.open", "cheem_jax.core.settings.COLOURS"} <= names
     for name in names:
         module, attribute = name.rsplit(".", 1)
         assert hasattr(importlib.import_module(module), attribute), name

@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from cheem_jax.core.kernels import Activation, Precision
+from cheem_jax.core.settings import Activation, Precision
 
 Pool = Literal["class", "attention", "mean"]
 """What the features are made of: the class token, or all patches, attended by a learned query or averaged."""

@@ -6,7 +6,7 @@ The paper's convention counts patch embedding and linear layers of the backbone,
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.core.architecture import Architecture
-from cheem_jax.core.ops import Placement
+from cheem_jax.core.settings import Placement
 
 
 def backbone_flops(config: ViTConfig, *, count_attention: bool = False) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from cheem_jax.backbone.config import CONFIGS, Pool, ViTConfig, check_fields
 from cheem_jax.backbone.params import from_torch, mismatches, shapes_of
-from cheem_jax.core.kernels import Activation
+from cheem_jax.core.settings import Activation
 
 Rgb = tuple[float, float, float]
 _MODULES = {

@@ -15,8 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
 from cheem_jax.backbone.config import ViTConfig
-from cheem_jax.core.kernels import Activation, Precision, activate, attend, layer_norm, product
-from cheem_jax.core.ops import Expert, Op, Placement, Reuse, Skip, apply_op
+from cheem_jax.core.kernels import activate, attend, layer_norm, product
+from cheem_jax.core.ops import Expert, Op, Reuse, Skip, apply_op
+from cheem_jax.core.settings import Activation, Placement, Precision
 
 
 class Prefix(NamedTuple):

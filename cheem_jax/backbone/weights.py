@@ -22,7 +22,7 @@ from cheem_jax.backbone.params import check_params, float32
 from cheem_jax.backbone.timm_names import SUPPORTED, from_timm, infer_config, other_pool, with_head_of, without_wrapper
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.hub import check_cache
-from cheem_jax.core.npz import read_npz
+from cheem_jax.core.npz import read_tensors
 from cheem_jax.core.paths import absolute
 
 FORMAT = "cheem_jax.vit.1"
@@ -125,37 +125,6 @@ def save_converted(file: str | Path, pretrained: Pretrained) -> None:
         "sha256": pretrained.sha256,
     }
     write_atomically(file, save(tensors, metadata))  # unlike `save_file` with the user's own file mode
-
-
-def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """All tensors and the header's metadata (empty for npz); ValueError names a file that cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
-    metadata: dict[str, str] = {}
-    if file.suffix == ".npz":
-        tensors = read_npz(file)
-    elif file.suffix == ".safetensors":
-        try:
-            with safe_open(file, framework="numpy") as opened:
-                names, metadata, tensors = opened.keys(), dict(opened.metadata() or {}), {}
-            for name in names:  # opened anew: what was read of a mapped file stays in memory until it is closed
-                with safe_open(file, framework="numpy") as opened:
-                    tensors[name] = opened.get_tensor(name)
-        except (SafetensorError, TypeError, AttributeError, KeyError, OSError) as error:  # types NumPy does not have
-            raise ValueError(f"{file} is not a readable safetensors file ({error}); is it complete?") from error
-    else:
-        raise ValueError(f"{file}: expected a .safetensors or .npz file (pickled .bin and .pth files are not read)")
-    for name, value in tensors.items():
-        if value.dtype.name == "bfloat16":
-            tensors[name] = value.astype(np.float32)  # exact, and NumPy computes with it
-    if wrong := sorted(name for name, value in tensors.items() if value.dtype.kind not in "fiub"):
-        raise ValueError(
-            f"{file}: {wrong[:5]} are {tensors[wrong[0]].dtype}, expected float32, float16, bfloat16 or float64"
-        )
-    largest = np.finfo(np.float32).max
-    if wrong := sorted(name for name, value in tensors.items() if not (np.abs(value) <= largest).all()):
-        raise ValueError(f"{file}: {wrong[:5]} contain values that are not finite in float32; is it corrupted?")
-    return tensors, metadata
 
 
 def sha256_of(file: Path) -> str:

@@ -22,9 +22,10 @@ from cheem_jax.cheem.training import images_left
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.pool import Head
+from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.engine.passes import Advance, unwatched
+from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.checkpoint import each_task, load_task, named, save_task, saved_tasks, task_directory
 from cheem_jax.run.method import Answers, Clock, Encoder, Networks, Running, check_given
 

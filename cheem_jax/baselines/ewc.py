@@ -24,14 +24,14 @@ from jaxtyping import Array, Float
 from cheem_jax.backbone.flops import backbone_params
 from cheem_jax.baselines.baseline import OneHead, at_least_one, expect, no_classes, params_report, pass_costs, positive
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs
+from cheem_jax.cheem.config import FitConfig
 from cheem_jax.cheem.heads import FAR, Classes, cut, grow_head, head_logits, local_cross_entropy, padded
-from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, order_at
 from cheem_jax.core.pool import Head
+from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
-from cheem_jax.engine.passes import Advance
 
 TUNED_ON = 3
 """Tasks of the stream on which the penalty's strength is selected."""

@@ -19,15 +19,17 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from cheem_jax.cheem.training import NOTE_EVERY, FitConfig, FitState, finish_epoch, learning_rate_at
+from cheem_jax.cheem.config import FitConfig
+from cheem_jax.cheem.training import NOTE_EVERY, FitState, finish_epoch, learning_rate_at
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import key_at, order_at
+from cheem_jax.core.settings import Advance
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import Rows, batches, num_batches, side_by_side
 from cheem_jax.engine.executor import add, guard
 from cheem_jax.engine.feed import ahead
 from cheem_jax.engine.layout import ONE, Layout
-from cheem_jax.engine.passes import Advance, unwatched
+from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.method import Clock, Running, Undisturbed
 from cheem_jax.run.rolling import Saved
 

@@ -18,14 +18,15 @@ import numpy as np
 
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.baseline import at_least_one
+from cheem_jax.cheem.config import FitConfig, OpSettings
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, kept_by_router
-from cheem_jax.cheem.supernet import OpSettings, Supernet
-from cheem_jax.cheem.training import FitConfig, constant_draws, fit, images_left
+from cheem_jax.cheem.supernet import Supernet
+from cheem_jax.cheem.training import constant_draws, fit, images_left
 from cheem_jax.core.architecture import Choice, encode
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two, task_number
-from cheem_jax.core.ops import Placement
 from cheem_jax.core.pool import TaskMemory, grow
 from cheem_jax.core.routing import RouterConfig
+from cheem_jax.core.settings import Placement
 from cheem_jax.data.task import Task
 from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
 from cheem_jax.run.method import Networks, Running

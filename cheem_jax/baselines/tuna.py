@@ -34,9 +34,9 @@ from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs
 from cheem_jax.cheem.heads import FAR, local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, order_at
+from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Task
 from cheem_jax.engine import hosts
-from cheem_jax.engine.passes import Advance
 
 JITTER = 1e-4
 """Added to every variance: classes of few images have a covariance without full rank."""

@@ -20,9 +20,10 @@ from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.metrics import fit_temperature
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import Head
+from cheem_jax.core.settings import Advance
 from cheem_jax.engine.executor import Executor, Place
 from cheem_jax.engine.feed import Feed
-from cheem_jax.engine.passes import Advance, unwatched
+from cheem_jax.engine.passes import unwatched
 from cheem_jax.engine.spread import features_spread
 
 PENALTIES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)

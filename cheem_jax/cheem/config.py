@@ -3,12 +3,87 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from cheem_jax.cheem.evolution import SearchConfig
-from cheem_jax.cheem.supernet import OpSettings
-from cheem_jax.cheem.training import ExplorationConfig, FitConfig
-from cheem_jax.core.ops import KINDS, Kind, Placement
 from cheem_jax.core.routing import RouterConfig
-from cheem_jax.engine.executor import Token
+from cheem_jax.core.settings import KINDS, Kind, Placement, Token
+
+
+@dataclasses.dataclass(frozen=True)
+class OpSettings:
+    """How the learnable ops of a block begin."""
+
+    rank: int = 16
+    """Rank of Adapt's low-rank pair; the paper states none, and 40 gives 68.1 GFLOPs for ViT-B where it prints 68.2."""
+    new_init: Literal["random", "copy", "zero"] = "random"
+    """Start of New: truncated normal 0.02, a copy of the base expert, or zeros."""
+    new_rate: float = 1.0
+    """Adam's rate of New as a multiple of that of Adapt and head: a full matrix wants smaller steps than they do."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}; a low-rank pair needs at least rank 1")
+        if not self.new_rate > 0:
+            raise ValueError(f"new_rate is {self.new_rate}; expected a positive multiple of the learning rate")
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchConfig:
+    """Settings of the evolutionary search."""
+
+    population: int = 50
+    """Architectures scored per generation."""
+    generations: int = 20
+    """Generations, the first included."""
+    num_parents: int = 10
+    """Best architectures of everything scored so far that have children (the paper's k)."""
+    mutation_rate: float = 0.1
+    """Probability that a mutation redraws a gene (paper: 'e.g., 0.1')."""
+    epsilon: float = 0.5
+    """eps2: probability that an individual, or a redrawn gene, is uniform instead of HEE (paper: 0.5)."""
+    tolerance: float = 0.02
+    """tau: accuracy that may be given up for fewer FLOPs (paper: 2 %, absolute)."""
+
+    def __post_init__(self) -> None:
+        for name in ("population", "generations", "num_parents"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"search {name} is {getattr(self, name)}; expected at least 1")
+        for name in ("mutation_rate", "epsilon", "tolerance"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"search {name} is {getattr(self, name)}; expected a number in [0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class FitConfig:
+    """One phase of gradient training (paper: Adam, 1e-3, no weight decay)."""
+
+    epochs: int
+    """Passes over the training images (paper: 50 in the supernet, 20 in fine-tuning)."""
+    learning_rate: float = 1e-3
+    """Adam's rate at the start (paper: 0.001)."""
+    schedule: Literal["cosine", "epoch_cosine", "constant"] = "cosine"
+    """Rate over the steps of the phase: cosine to 0; the CODA-Prompt code's cosine by whole epochs, which ends at 1.6 %
+    of the rate; or constant."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """Where a loss or gradient is non-finite: end with an error, or leave that step out and count it."""
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"epochs is {self.epochs}; a phase needs at least 1")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate is {self.learning_rate}; expected a positive number")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplorationConfig:
+    """Exploration of supernet training."""
+
+    epsilon: float = 0.3
+    """eps1: probability that a whole epoch samples uniformly (paper: 0.3)."""
+    over: Literal["uniform", "uniform_without_adapt"] = "uniform"
+    """Uniform over the 2n + 2 candidates, or over Reuse(e), New and Skip only."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon <= 1:
+            raise ValueError(f"epsilon is {self.epsilon}; expected a probability in [0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 Pure over keys and integer arrays; the score is an argument, so the search runs as well on a toy landscape.
 """
 
-import dataclasses
 import enum
 import functools
 import itertools
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from cheem_jax.cheem.config import SearchConfig
 from cheem_jax.cheem.hee import sample_mixed
 from cheem_jax.core.keys import key_at
 
@@ -30,32 +30,6 @@ class Purpose(enum.IntEnum):
     CROSSOVER = 1
     MUTATION = 2
     FILL = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchConfig:
-    """Settings of the evolutionary search."""
-
-    population: int = 50
-    """Architectures scored per generation."""
-    generations: int = 20
-    """Generations, the first included."""
-    num_parents: int = 10
-    """Best architectures of everything scored so far that have children (the paper's k)."""
-    mutation_rate: float = 0.1
-    """Probability that a mutation redraws a gene (paper: 'e.g., 0.1')."""
-    epsilon: float = 0.5
-    """eps2: probability that an individual, or a redrawn gene, is uniform instead of HEE (paper: 0.5)."""
-    tolerance: float = 0.02
-    """tau: accuracy that may be given up for fewer FLOPs (paper: 2 %, absolute)."""
-
-    def __post_init__(self) -> None:
-        for name in ("population", "generations", "num_parents"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"search {name} is {getattr(self, name)}; expected at least 1")
-        for name in ("mutation_rate", "epsilon", "tolerance"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"search {name} is {getattr(self, name)}; expected a number in [0, 1]")
 
 
 class Scored(NamedTuple):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from cheem_jax.core.architecture import num_candidates
 from cheem_jax.core.keys import next_power_of_two
-from cheem_jax.core.ops import Kind
+from cheem_jax.core.settings import Kind
 
 
 def cosines(

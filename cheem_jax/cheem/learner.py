@@ -36,11 +36,12 @@ from cheem_jax.core.keys import Keys, Phase, next_power_of_two
 from cheem_jax.core.metrics import fitted
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import Candidates, DenseExperts, Head, candidates_of, grow, logits_of, pool_sizes
+from cheem_jax.core.settings import Advance
 from cheem_jax.data.augmentation import AugmentedImages
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
-from cheem_jax.engine.passes import Advance, TokenMeans, network_features, token_means, unwatched
+from cheem_jax.engine.passes import TokenMeans, network_features, token_means, unwatched
 from cheem_jax.run.method import FrozenFeatures, Running, base_network
 from cheem_jax.run.rolling import Saved
 

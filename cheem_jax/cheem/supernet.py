@@ -9,17 +9,19 @@ memory grows with what was explored and not with the pool.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from cheem_jax.cheem.config import OpSettings
 from cheem_jax.core.architecture import Architecture, Choice, decode, encode
 from cheem_jax.core.keys import key_at, next_power_of_two
-from cheem_jax.core.ops import Expert, Kind, LowRank, Op, init_low_rank, init_new
+from cheem_jax.core.ops import Expert, LowRank, Op, init_low_rank, init_new
 from cheem_jax.core.pool import Head
+from cheem_jax.core.settings import Kind
 from cheem_jax.engine.executor import Place, Setup, ops_of
 
 _adam = optax.scale_by_adam()
@@ -48,24 +50,6 @@ class SupernetState(NamedTuple):
     learners: Mapping[Place, OpLearner]
     """By block and choice, such as `(3, Choice("adapt", 0))`."""
     head: HeadLearner
-
-
-@dataclasses.dataclass(frozen=True)
-class OpSettings:
-    """How the learnable ops of a block begin."""
-
-    rank: int = 16
-    """Rank of Adapt's low-rank pair; the paper states none, and 40 gives 68.1 GFLOPs for ViT-B where it prints 68.2."""
-    new_init: Literal["random", "copy", "zero"] = "random"
-    """Start of New: truncated normal 0.02, a copy of the base expert, or zeros."""
-    new_rate: float = 1.0
-    """Adam's rate of New as a multiple of that of Adapt and head: a full matrix wants smaller steps than they do."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank is {self.rank}; a low-rank pair needs at least rank 1")
-        if not self.new_rate > 0:
-            raise ValueError(f"new_rate is {self.new_rate}; expected a positive multiple of the learning rate")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,13 +9,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, cast
+from typing import cast
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.backbone.flops import network_flops
+from cheem_jax.cheem.config import FitConfig
 from cheem_jax.cheem.evolution import Score
 from cheem_jax.cheem.hee import sample
 from cheem_jax.cheem.supernet import Supernet, SupernetState
@@ -23,48 +24,13 @@ from cheem_jax.core.architecture import Architecture, Choice, decode, encode, to
 from cheem_jax.core.keys import key_at, next_power_of_two, order_at
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import merge_dense
+from cheem_jax.core.settings import Advance
 from cheem_jax.data.augmentation import AugmentedImages
 from cheem_jax.engine.batches import Rows, batches, num_batches
 from cheem_jax.engine.executor import Batch, Dense, Executor, Place, Step
 from cheem_jax.engine.feed import Feed, HostImages, ahead, fed
-from cheem_jax.engine.passes import Advance, unwatched
+from cheem_jax.engine.passes import unwatched
 from cheem_jax.engine.spread import count_right_spread
-
-
-@dataclasses.dataclass(frozen=True)
-class FitConfig:
-    """One phase of gradient training (paper: Adam, 1e-3, no weight decay)."""
-
-    epochs: int
-    """Passes over the training images (paper: 50 in the supernet, 20 in fine-tuning)."""
-    learning_rate: float = 1e-3
-    """Adam's rate at the start (paper: 0.001)."""
-    schedule: Literal["cosine", "epoch_cosine", "constant"] = "cosine"
-    """Rate over the steps of the phase: cosine to 0; the CODA-Prompt code's cosine by whole epochs, which ends at 1.6 %
-    of the rate; or constant."""
-    non_finite: Literal["stop", "skip"] = "stop"
-    """Where a loss or gradient is non-finite: end with an error, or leave that step out and count it."""
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ValueError(f"epochs is {self.epochs}; a phase needs at least 1")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; expected a positive number")
-
-
-@dataclasses.dataclass(frozen=True)
-class ExplorationConfig:
-    """Exploration of supernet training."""
-
-    epsilon: float = 0.3
-    """eps1: probability that a whole epoch samples uniformly (paper: 0.3)."""
-    over: Literal["uniform", "uniform_without_adapt"] = "uniform"
-    """Uniform over the 2n + 2 candidates, or over Reuse(e), New and Skip only."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.epsilon <= 1:
-            raise ValueError(f"epsilon is {self.epsilon}; expected a probability in [0, 1]")
-
 
 Draws = Callable[[int, int], Int[np.ndarray, "steps L"]]
 """Epoch and number of steps to candidate indices, one architecture per step."""

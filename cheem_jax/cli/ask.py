@@ -1,4 +1,4 @@
-"""`cheem predict`, `evaluate`, `info` and `serve`: what a memory answers, how well, what it contains, and over HTTP."""
+"""`cheem predict`, `evaluate` and `serve`: what a memory answers, how well, and over HTTP."""
 
 import csv
 import dataclasses
@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal
@@ -16,15 +16,14 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from cheem_jax.cli.info import print_fitting
 from cheem_jax.cli.memory import Answering, OfData, Predicting
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import shown
 from cheem_jax.memory.data import files_in
 from cheem_jax.memory.predictor import Asked, Prediction, Predictor, predict_files
-from cheem_jax.report.table import Grid
+from cheem_jax.report.grid import Grid
 from cheem_jax.run.progress import Progress, on_screen
 from cheem_jax.serve import Limits
 
@@ -40,10 +39,6 @@ BATCH_SIZES = (1, 8, 16)
 SCORES_LEGEND = """\
 accuracy: task and class are right; task ID given: the class is right where the task is known
 task ID right: the task is right; ECE: how far confidence and accuracy are apart, the task ID given"""
-INFO_LEGEND = """\
-added: parameters that the task brought, in % of the backbone's
-GFLOPs: 10^9 operations per image by the paper's count, with the router; executed: those that run here
-open set: calibrated where `cheem predict --open-set` can reject images of other tasks"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +141,7 @@ def _print_table(answered: Iterator[Asked]) -> None:
         rows.append((asked.file, found.task or "none of my tasks", *(*best, "", "")[:2], letters))
     if rows:
         grid = Grid("", ("image", "task", "class", "second choice", "blocks"), tuple(rows), 5)
-        _print_fitting(grid, Console(width=None if on_screen() else 160), ())
+        print_fitting(grid, Console(width=None if on_screen() else 160), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,91 +180,10 @@ def evaluate_memory(settings: Evaluate) -> None:
     if len(scores) > 1:
         rows.append(("average", "", *(f"{100 * mean:.1f}" for mean in shares.mean(axis=0))))
     columns, said = ("task", "images", "accuracy %", "task ID given %", "ECE %", "task ID right %"), Progress()
-    _print_fitting(Grid("", columns, tuple(rows), 1), said.console, ("images", "ECE %"))
+    print_fitting(Grid("", columns, tuple(rows), 1), said.console, ("images", "ECE %"))
     for score in scores:
         said.say(f"{score.task}: measured on {score.images}")
     said.say(SCORES_LEGEND)
-
-
-@dataclasses.dataclass(frozen=True)
-class Info(Answering):
-    """Show what a memory contains: its tasks and their networks, the pool of experts, sizes."""
-
-    json: bool = False
-    """Print JSON instead: classes of every task and every expert's history as well."""
-
-
-def show_info(settings: Info) -> None:
-    """Print it."""
-    found = settings.open().info()
-    if settings.json:
-        print(json.dumps(found, indent=1))
-        return
-    progress = Progress()
-    place = shown(Path(found["directory"]))
-    kind = "run" if found["kind"] == "run" else "memory"
-    progress.say(
-        f"{kind} {place}: {found['backbone']} at {found['image_size']} pixels, experts at "
-        f"{found['placement']}, preset {found['preset']}, seed {found['seed']}, {_size(found['bytes'])} on the disk"
-    )
-    if not found["upright"]:
-        progress.say("images are used as stored: EXIF orientation is not applied")
-    if found["keeps_base"]:
-        progress.say("the backbone's own classes are a target as well")
-    if found["forgotten"]:
-        num = len(found["forgotten"])
-        progress.say(f"forgotten: {num} task{'' if num == 1 else 's'}")
-    for task, reason in found["lost"].items():
-        progress.say(f"lost: {task}: {reason}")
-    if found["learning"]:
-        progress.say(f"interrupted: {found['learning']['name']}; the same `cheem learn` resumes it")
-    if not found["tasks"]:
-        progress.say(f"no task yet: cheem learn {place} FOLDER")
-        return
-    columns = ("task", "classes", "added %", "GFLOPs", "executed", "on disk", "open set")
-    rows = []
-    for task in found["tasks"]:
-        rows.append((
-            task["name"], str(len(task["classes"])), f"{task['params_added_percent']:.2f}",
-            f"{task['flops'] / 1e9:.3f}", f"{task['flops_executed'] / 1e9:.3f}", _size(task["bytes"]),
-            "calibrated" if task["calibrated"] else "no",
-        ))  # fmt: skip
-    _print_fitting(Grid("", columns, tuple(rows), 1), progress.console, ("executed", "open set"))
-    progress.say(INFO_LEGEND)
-    for task in found["tasks"]:
-        progress.architecture(task["name"], task["architecture"])
-    for task in found["tasks"]:
-        if compared := task["frozen_head"]:
-            learned, frozen = (f"{100 * compared[key]:.1f} %" for key in ("network", "frozen"))
-            progress.say(
-                f"{task['name']}: {compared['validation_images']:,} validation images: network {learned}, frozen "
-                f"backbone with a ridge head {frozen}{' (used)' if compared['kept'] == 'frozen' else ''}"
-            )
-        for more in task["extended"]:
-            (images, all_images), (classes, all_classes) = more["num_train"], more["num_classes"]
-            progress.say(
-                f"{task['name']}: extended from {images:,} training images of {classes} classes to {all_images:,} of "
-                f"{all_classes}"
-            )
-    num_experts = [sum(expert["kind"] != "gone" for expert in block) for block in found["pool"]]
-    progress.say(f"experts per block: {' '.join(map(str, num_experts))}")
-
-
-def _print_fitting(grid: Grid, console: Console, spare: Sequence[str]) -> None:
-    """The table, without as many of the spare columns as a narrow terminal has no room for; long names wrap."""
-    while grid.width - 2 > console.width and spare:
-        grid, spare = grid.without(spare[:1]), spare[1:]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for place, name in enumerate(grid.columns):
-        is_left = place < grid.num_left
-        table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap=not is_left)
-    for row in grid.rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} kB"
 
 
 @dataclasses.dataclass(frozen=True)

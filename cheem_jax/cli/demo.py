@@ -9,7 +9,7 @@ from cheem_jax.baselines.catalogue import DEMO_BOUND, NEED_A_ROUTER, Name, prese
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cli.arguments import ADVANCED, arguments_of
 from cheem_jax.continual import RunConfig, run_stream
-from cheem_jax.core.keys import SeedsConfig
+from cheem_jax.core.settings import SeedsConfig
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.report.table import show

@@ -237,7 +237,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("learn", "memory", "Learn", "learn_tasks"),
         Command("predict", "ask", "Predict", "predict_images"),
         Command("evaluate", "ask", "Evaluate", "evaluate_memory"),
-        Command("info", "ask", "Info", "show_info"),
+        Command("info", "info", "Info", "show_info", computes=False),
         Command("forget", "memory", "Forget", "forget_tasks"),
         Command("export", "memory", "Export", "export_memory"),
         Command("serve", "ask", "Serve", "serve_memory"),

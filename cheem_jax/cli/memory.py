@@ -16,6 +16,7 @@ from cheem_jax.backbone.weights import named_config
 from cheem_jax.cheem.config import LearnPreset
 from cheem_jax.cli.arguments import ADVANCED
 from cheem_jax.cli.data import leave_out_broken
+from cheem_jax.cli.info import OfMemory, OfMemoryOrRun
 from cheem_jax.core.paths import shown
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import cache_dir_of, plan_source
@@ -23,8 +24,9 @@ from cheem_jax.data.task import Plan, Task, fingerprint
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.export import Format, kind_of
 from cheem_jax.memory import OpenMemory, begin_with, create, open_memory
+from cheem_jax.memory.contents import UNRECORDED, read_config
 from cheem_jax.memory.data import decoded
-from cheem_jax.memory.directory import UNRECORDED, read_config, take_away
+from cheem_jax.memory.directory import take_away
 from cheem_jax.memory.hub import pull, push
 from cheem_jax.memory.making import base_task_of
 from cheem_jax.memory.predictor import Predictor
@@ -37,23 +39,8 @@ Repository = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REPO")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfMemory:
-    """A memory."""
-
-    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
-    """The memory's folder."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Answering(OfMemory):
+class Answering(OfMemoryOrRun):
     """A memory, or a finished run, that answers."""
-
-    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
-    """The memory's folder, or that of a finished run of CHEEM."""
-    weights: Path | None = None
-    """For a run, which contains no weights: the backbone's weights file; default: the one that it was learned with."""
-    usable: bool = False
-    """Where tasks of a memory are corrupted, answer with the others."""
 
     def open(self) -> OpenMemory:
         """The memory; raises as `open_memory`."""

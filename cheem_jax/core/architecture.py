@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cheem_jax.core.ops import KINDS, Kind
+from cheem_jax.core.settings import KINDS, Kind
 
 
 class Choice(NamedTuple):

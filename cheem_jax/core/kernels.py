@@ -9,7 +9,7 @@ accelerator also writes products in that type (`is_narrow`).
 import functools
 import math
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from cheem_jax.core.device import current
+from cheem_jax.core.settings import Activation, Precision
 
-Precision = Literal["float32", "bfloat16"]
-"""Operand type of matrix products; their sums are float32 in both."""
-Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 _SIGMOIDS = {"quick_gelu": 1.702, "silu": 1.0}
 """What a sigmoid gate takes its argument times."""
 _TANH, _CUBIC = 2.0 * (2.0 / math.pi) ** 0.5, 0.044715

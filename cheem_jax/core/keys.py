@@ -1,6 +1,5 @@
 """PRNG keys by position: a key is a function of where it is used, so a resumed run draws what an unbroken one would."""
 
-import dataclasses
 import enum
 import functools
 import zlib
@@ -8,6 +7,8 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from cheem_jax.core.settings import SeedsConfig
 
 
 class Phase(enum.IntEnum):
@@ -35,20 +36,7 @@ class Phase(enum.IntEnum):
     FINETUNE_AUGMENTATION = 19
 
 
-@dataclasses.dataclass(frozen=True)
-class SeedsConfig:
-    """Seeds of their own for parts of a run, to vary one part and keep the others; default: the run's seed."""
-
-    initialisation: int | None = None
-    """What New, Adapt and heads begin with."""
-    order: int | None = None
-    """The order of the training images."""
-    sampling: int | None = None
-    """The architectures that supernet training samples."""
-    search: int | None = None
-    """The evolutionary search."""
-
-
+ONE_SEED = SeedsConfig()
 _SEEDED_BY = {"INIT": "initialisation", "ORDER": "order", "MODE": "sampling", "DRAW": "sampling", "SEARCH": "search"}
 """Which of these seeds a phase takes, by the last word of its name; others take the run's."""
 
@@ -56,7 +44,7 @@ _SEEDED_BY = {"INIT": "initialisation", "ORDER": "order", "MODE": "sampling", "D
 class Keys:
     """Every key of a run, by task and purpose."""
 
-    def __init__(self, seed: int, seeds: SeedsConfig = SeedsConfig()):
+    def __init__(self, seed: int, seeds: SeedsConfig = ONE_SEED):
         named = {phase: _SEEDED_BY.get(phase.name.rpartition("_")[2], "") for phase in Phase}
         own = {phase: getattr(seeds, name, None) for phase, name in named.items()}
         self._roots = {phase: jax.random.key(seed if other is None else other) for phase, other in own.items()}

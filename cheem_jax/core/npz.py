@@ -1,4 +1,4 @@
-"""Arrays from npz files that anybody may have written: what a header promises is held against what is there."""
+"""Arrays from npz and safetensors files that anybody may have written: headers are held against what is there."""
 
 import math
 import zipfile
@@ -24,6 +24,37 @@ def read_npz(file: Path) -> dict[str, np.ndarray]:
     except Exception as error:  # zipfile, zlib and NumPy's parser of headers raise almost anything on a broken file
         reason = f"{error or type(error).__name__}"[:200]
         raise ValueError(f"{file} is not a readable npz file ({reason}); is it complete?") from error
+
+
+def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """All tensors and the header's metadata (empty for npz); ValueError names a file that cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    metadata: dict[str, str] = {}
+    if file.suffix == ".npz":
+        tensors = read_npz(file)
+    elif file.suffix == ".safetensors":
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                names, metadata, tensors = opened.keys(), dict(opened.metadata() or {}), {}
+            for name in names:  # opened anew: what was read of a mapped file stays in memory until it is closed
+                with safe_open(file, framework="numpy") as opened:
+                    tensors[name] = opened.get_tensor(name)
+        except (SafetensorError, TypeError, AttributeError, KeyError, OSError) as error:  # types NumPy does not have
+            raise ValueError(f"{file} is not a readable safetensors file ({error}); is it complete?") from error
+    else:
+        raise ValueError(f"{file}: expected a .safetensors or .npz file (pickled .bin and .pth files are not read)")
+    for name, value in tensors.items():
+        if value.dtype.name == "bfloat16":
+            tensors[name] = value.astype(np.float32)  # exact, and NumPy computes with it
+    if wrong := sorted(name for name, value in tensors.items() if value.dtype.kind not in "fiub"):
+        raise ValueError(
+            f"{file}: {wrong[:5]} are {tensors[wrong[0]].dtype}, expected float32, float16, bfloat16 or float64"
+        )
+    largest = np.finfo(np.float32).max
+    if wrong := sorted(name for name, value in tensors.items() if not (np.abs(value) <= largest).all()):
+        raise ValueError(f"{file}: {wrong[:5]} contain values that are not finite in float32; is it corrupted?")
+    return tensors, metadata
 
 
 def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:

@@ -11,13 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from cheem_jax.core.kernels import Precision, product
-
-Kind = Literal["reuse", "adapt", "new", "skip"]
-Placement = Literal["mlp_down", "attn_proj"]
-KINDS: tuple[Kind, ...] = ("reuse", "adapt", "new", "skip")
-COLOURS = {"reuse": "#9CCEA7", "adapt": "#FEB24C", "new": "#9EC9E2", "skip": "#F2ACCA"}
-"""One colour per op kind, in the terminal, figures and the report alike."""
+from cheem_jax.core.kernels import product
+from cheem_jax.core.settings import Precision
 
 
 class Expert(NamedTuple):

@@ -13,8 +13,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.linalg import cho_factor, cho_solve, solve_triangular
-from scipy.spatial.distance import cdist
 
 Metric = Literal["l1", "l2", "cosine"]
 Kind = Literal["kmeans", "class_means", "lda", "gaussian", "ridge"]
@@ -250,6 +248,8 @@ class NearestCentroid(Router):
 
     def distances(self, features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N T"]:
         """See `Router.distances`: to the nearest centroid of each task."""
+        from scipy.spatial.distance import cdist  # SciPy takes long to import, and settings need none of it
+
         points, found = normalise(features), np.empty((len(features), len(self)))
         size = max(BLOCK_BYTES // (8 * len(self.rows)), 1)
         for rows in (slice(begin, begin + size) for begin in range(0, len(points), size)):
@@ -321,6 +321,8 @@ class RidgeOnTasks(Router):
         return as_float32_tells(-(random_features(normalise(features), self.config.projections) @ self.weights))
 
     def _update(self) -> None:
+        from scipy.linalg import cho_factor, cho_solve
+
         gram = self._total("gram")
         gram += self.config.penalty * np.trace(gram) / len(gram) * np.eye(len(gram))
         means = np.stack([task.moments["mean"] for task in self._tasks], axis=1).astype(np.float64)
@@ -349,6 +351,8 @@ def distances(
 
 def whitening_of(scatter: Float[np.ndarray, "E E"], shrinkage: float) -> tuple[Float[np.ndarray, "E E"], float]:
     """The map to coordinates in which the shrunk covariance is the identity, and the log-determinant of the latter."""
+    from scipy.linalg import solve_triangular
+
     size, scale = len(scatter), np.trace(scatter) / len(scatter)
     # a task of equal images has no scatter, and a zero matrix no inverse
     shrunk = (1 - shrinkage) * scatter + max(shrinkage * scale, 1e-12) * np.eye(size)

@@ -12,9 +12,9 @@ import jax
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.core.kernels import Precision, has_flash_head
-from cheem_jax.core.ops import Placement
-from cheem_jax.engine.executor import Executor, Token
+from cheem_jax.core.kernels import has_flash_head
+from cheem_jax.core.settings import Placement, Precision, Token
+from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import kept_bytes, memory_budget
 from cheem_jax.engine.layout import ONE, Layout
 from cheem_jax.engine.scan import Scan

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import filelock
 import jax
 
-from cheem_jax.core.kernels import Precision
 from cheem_jax.core.paths import absolute, user_cache
+from cheem_jax.core.settings import Precision
 
 _COMPILE = "/jax/core/compile/backend_compile_duration"
 _HIT = "/jax/compilation_cache/cache_hits"

@@ -12,7 +12,7 @@ executors differ only in how the blocks after that are cut into compiled program
 import abc
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +24,14 @@ from jaxtyping import Array, Float, Int
 from cheem_jax.backbone.vit import Block, ViT, mean_patch, summary
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.device import Device, here, traced_for
-from cheem_jax.core.ops import Adapt, Expert, New, Op, Placement, Reuse, Skip
+from cheem_jax.core.ops import Adapt, Expert, New, Op, Reuse, Skip
 from cheem_jax.core.pool import Head, base_pool
+from cheem_jax.core.settings import Placement, Token
 from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.layout import ONE, Layout
 
 WORKING_SET = 5 * 2**20
 """Bytes of a block's widest activations (the plastic layer's input) above which a CPU gets slower per image."""
-
-Token = Literal["component", "block"]
-"""Where mean class tokens are read: the plastic layer's output before the residual sum, or the block's output."""
-
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")

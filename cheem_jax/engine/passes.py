@@ -1,26 +1,20 @@
 """Forward-only passes over whole data sets: mean class tokens, features, answers, counts of right answers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.core.pool import Head
+from cheem_jax.core.settings import Advance
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import Rows, batches
 from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
 from cheem_jax.engine.feed import Feed, fed
 
 T = TypeVar("T")
-
-
-@runtime_checkable
-class Advance(Protocol):
-    """Called after work on so many images, with a note for people."""
-
-    def __call__(self, num_images: int, note: str = "", /) -> object: ...
 
 
 def unwatched(num_images: int, note: str = "", /) -> None:

@@ -19,7 +19,8 @@ from jaxtyping import ArrayLike, Bool, Float, Int
 
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.core.architecture import Architecture, Choice
-from cheem_jax.core.ops import Expert, LowRank, Placement, Reuse, merge
+from cheem_jax.core.ops import Expert, LowRank, Reuse, merge
+from cheem_jax.core.settings import Placement
 from cheem_jax.engine.executor import (
     Batch,
     Executor,

@@ -13,11 +13,12 @@ from jaxtyping import Float, Int
 from cheem_jax.backbone.flops import executed_halves
 from cheem_jax.core.images import in_turn
 from cheem_jax.core.pool import Head
+from cheem_jax.core.settings import Advance
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Feed, HostImages, Subset, feed_on
-from cheem_jax.engine.passes import Advance, count_right, network_features, unwatched
+from cheem_jax.engine.passes import count_right, network_features, unwatched
 
 
 def count_right_spread(

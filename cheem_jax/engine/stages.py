@@ -16,8 +16,9 @@ import numpy as np
 
 from cheem_jax.backbone.vit import ViT, summary
 from cheem_jax.core.architecture import Architecture
-from cheem_jax.core.ops import Expert, Learned, Ops, Placement, Reuse, Skip, learned_of, with_learned
+from cheem_jax.core.ops import Expert, Learned, Ops, Reuse, Skip, learned_of, with_learned
 from cheem_jax.core.pool import Head
+from cheem_jax.core.settings import Placement
 from cheem_jax.engine.batches import side_by_side
 from cheem_jax.engine.executor import (
     WORKING_SET,

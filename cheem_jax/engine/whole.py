@@ -17,7 +17,8 @@ import numpy as np
 
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.core.architecture import Architecture
-from cheem_jax.core.ops import Placement, Reuse, Skip, learned_of, with_learned
+from cheem_jax.core.ops import Reuse, Skip, learned_of, with_learned
+from cheem_jax.core.settings import Placement
 from cheem_jax.engine.executor import (
     Executor,
     Learners,

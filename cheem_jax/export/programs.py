@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, UInt8
 
 from cheem_jax.backbone.vit import ViT, mean_patch
 from cheem_jax.cheem.heads import FAR
-from cheem_jax.core.ops import Adapt, LowRank, Ops, Placement, Reuse, Skip
+from cheem_jax.core.ops import Adapt, LowRank, Ops, Reuse, Skip
 from cheem_jax.core.pool import Head, Pool, TaskMemory, dense_expert
 from cheem_jax.core.routing import (
     Metric,
@@ -24,6 +24,7 @@ from cheem_jax.core.routing import (
     make_router,
     projection,
 )
+from cheem_jax.core.settings import Placement
 
 Program = Callable[[UInt8[Array, "B S S 3"]], dict[str, Array]]
 """Images to the outputs by name."""

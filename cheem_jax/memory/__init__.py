@@ -7,7 +7,19 @@ memory.learn("photos/cats")              # without the dogs
 memory.predict(["new.jpg"])[0].label
 """
 
-from cheem_jax.memory.making import begin_with, create, open_memory
-from cheem_jax.memory.opened import OpenMemory, Score, TaskInfo
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cheem_jax.memory.making import begin_with, create, open_memory
+    from cheem_jax.memory.opened import OpenMemory, Score, TaskInfo
 
 __all__ = ["OpenMemory", "Score", "TaskInfo", "begin_with", "create", "open_memory"]
+
+
+def __getattr__(name: str) -> Any:
+    # late, because what reads a memory's JSON alone needs no JAX
+    if name not in __all__:
+        raise AttributeError(f"module 'cheem_jax.memory' has no attribute {name!r}")
+    module = "opened" if name in ("OpenMemory", "Score", "TaskInfo") else "making"
+    return getattr(importlib.import_module(f"cheem_jax.memory.{module}"), name)

@@ -18,126 +18,24 @@ import json
 import os
 import re
 import shutil
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from cheem_jax.cheem.config import CheemConfig
-from cheem_jax.cheem.evolution import SearchConfig
 from cheem_jax.cheem.saved_memory import save_forgotten, save_memory_task
 from cheem_jax.core.atomic import REFUSING, to_disk, write_atomically
-from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.core.paths import is_of_system
 from cheem_jax.core.pool import InternalMemory
+from cheem_jax.memory.contents import FORMAT, MemoryConfig, checkpoints_of
 from cheem_jax.memory.forgetting import changed_tasks
 from cheem_jax.run.checkpoint import copy_task, saved_tasks
 from cheem_jax.run.directory import NAME, OURS
-from cheem_jax.run.record import read_object, to_json
-
-FORMAT = "cheem_jax-memory/1"
-RUN_FORMAT = "cheem_jax-run/1"
-WEIGHTS = "backbone.safetensors"
-BASE = "base"
-UNRECORDED = "unrecorded"
-"""A hash in `config.json` that the memory is too old to have."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryConfig:
-    """What a memory is; together with the data it decides what is learned."""
-
-    backbone: str
-    image_size: int
-    weights_sha256: str
-    method: CheemConfig
-    """With the preset `auto`, epochs and learning rate are those of the last task."""
-    preset: str
-    seed: int = 0
-    seeds: SeedsConfig = SeedsConfig()
-    keeps_base: bool = False
-    """Whether the backbone's classes are one more target."""
-    base_data_sha256: str | None = UNRECORDED
-    """Fingerprint of the images of the pretraining data; None: none were given."""
-    begun_with_sha256: str | None = UNRECORDED
-    """Digest of the run whose tasks the memory began with; None: it began empty."""
-    upright: bool = False
-    """Whether images are turned as their EXIF orientation says; memories of earlier versions did not turn them."""
-    generation: int = 1
-    tasks: tuple[str, ...] = ()
-    """Names in learning order."""
-    data_sha256: dict[str, str] = dataclasses.field(default_factory=dict)
-    """What each task was learned from, so that the same command given again learns nothing twice."""
-    num_learned: int = 0
-    """Tasks ever learned, the forgotten ones included."""
-    learning: dict[str, Any] | None = None
-    """The task that is being learned: name, number and data."""
-    forgetting: tuple[dict[str, Any], ...] | None = None
-    """Tasks that are forgotten while the record still tells of them, the last one first."""
-    replaced: tuple[int, ...] = ()
-    """Numbers that tasks had before they were extended, each time in a new generation."""
-    extended: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Each extension of a task: its data, and the numbers of training images and classes before and after."""
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """What `config.json` holds, of a memory or of a run. Raises ValueError where it is neither."""
-    if not directory.is_dir():
-        raise ValueError(f"no memory {str(directory)!r}; `cheem learn {directory} FOLDER` makes one")
-    file = directory / NAME
-    try:
-        held = read_object(file)
-    except FileNotFoundError:
-        raise ValueError(
-            f"{str(directory)!r} is not a memory (it has no {NAME}); give a folder that `cheem learn` made, or a run's"
-        ) from None
-    if (found := held.get("format")) not in (FORMAT, RUN_FORMAT):
-        newer = isinstance(found, str) and found.startswith("cheem_jax-")
-        told = (
-            "a newer version of cheem_jax wrote it: pip install --upgrade cheem_jax" if newer else "it is not a memory"
-        )
-        raise ValueError(f"{file} has the format {found!r:.60}, expected {FORMAT!r}; {told}")
-    return held
-
-
-def config_of(held: Mapping[str, Any], directory: Path) -> MemoryConfig:
-    """The settings of a memory. Raises ValueError naming what does not fit."""
-    return settings_of(MemoryConfig, {k: v for k, v in held.items() if k != "format"}, directory / NAME)
-
-
-GONE = ("finalists", "trained_draws", "cost", "rungs", "warm_start")
-"""Removed settings that an older memory may have: they say how earlier tasks were learned, so they are ignored."""
-
-
-def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:
-    """A settings dataclass from its JSON values, nested ones included. Raises ValueError naming what does not fit."""
-    if kind in (CheemConfig, SearchConfig):
-        values = {name: value for name, value in values.items() if name not in GONE}
-    if kind is MemoryConfig and isinstance(values.get("forgetting"), dict):  # of one task, as it was written before
-        values = {**values, "forgetting": [values["forgetting"]]}
-    hints, known = typing.get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
-    if unknown := sorted(values.keys() - known):
-        raise ValueError(f"{where} contains unknown settings {unknown}; was it written by a newer version?")
-    found = {}
-    try:
-        for name, value in values.items():
-            if dataclasses.is_dataclass(hints[name]) and isinstance(hints[name], type):
-                value = settings_of(hints[name], value, where)
-            found[name] = tuple(value) if isinstance(value, list) else value
-        return kind(**found)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{where} does not fit ({error}); was it edited, or written by another version?") from error
+from cheem_jax.run.record import to_json
 
 
 def write_config(directory: Path, config: MemoryConfig) -> None:
     """Replace `config.json`, whole or not at all."""
     values = {"format": FORMAT, **to_json(dataclasses.asdict(config))}
     write_atomically(directory / NAME, json.dumps(values, indent=1) + "\n")
-
-
-def checkpoints_of(directory: Path, generation: int) -> Path:
-    """The folder of a generation's checkpoints, by method."""
-    return directory / f"generation-{generation:04d}"
 
 
 def write_generation(directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from cheem_jax.core.hub import TIMEOUT, told_in_a_line
 from cheem_jax.core.paths import absolute
-from cheem_jax.memory.directory import BASE, WEIGHTS, made_whole
+from cheem_jax.memory.contents import BASE, WEIGHTS
+from cheem_jax.memory.directory import made_whole
 from cheem_jax.memory.making import open_memory
 from cheem_jax.memory.opened import OpenMemory
-from cheem_jax.report.table import Grid
+from cheem_jax.report.grid import Grid
 from cheem_jax.run.checkpoint import files_of, saved_tasks
 from cheem_jax.run.directory import NAME, hold
 from cheem_jax.run.record import NAME as RECORD

@@ -11,26 +11,25 @@ from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted, sha256_of
 from cheem_jax.cheem.config import PRESETS, QUICK, CheemConfig, LearnPreset
-from cheem_jax.core.keys import Keys, Phase, SeedsConfig
+from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.routing import calibrate, distances, fit_statistics
+from cheem_jax.core.settings import SeedsConfig
 from cheem_jax.data.task import Task, repeats
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.memory.data import Data, tasks_of
-from cheem_jax.memory.directory import (
+from cheem_jax.memory.contents import (
     BASE,
     RUN_FORMAT,
     WEIGHTS,
     MemoryConfig,
-    check_free,
     checkpoints_of,
     config_of,
-    made_whole,
     read_config,
     settings_of,
-    write_config,
 )
+from cheem_jax.memory.data import Data, tasks_of
+from cheem_jax.memory.directory import check_free, made_whole, write_config
 from cheem_jax.memory.opened import OpenMemory
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import copy_task, save_task, saved_tasks

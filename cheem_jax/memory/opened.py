@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import re
 import shutil
 import time
@@ -35,24 +34,24 @@ from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.compilation import Mark
 from cheem_jax.engine.feed import memory_budget
 from cheem_jax.export import Exported, Format, Subject, export, kind_of
-from cheem_jax.memory.data import Data, Picture, tasks_of
-from cheem_jax.memory.directory import (
+from cheem_jax.memory.contents import (
     BASE,
     MemoryConfig,
     checkpoints_of,
     config_of,
+    info_of,
+    interrupted_of,
     read_config,
-    remove_old_generations,
-    write_config,
-    write_generation,
 )
+from cheem_jax.memory.data import Data, Picture, tasks_of
+from cheem_jax.memory.directory import remove_old_generations, write_config, write_generation
 from cheem_jax.memory.extending import Extension, MemoryLearner, absent_classes, extension_of, outnumbers
 from cheem_jax.memory.forgetting import Forgotten, forget, without_numbers, without_task
 from cheem_jax.memory.predictor import BATCH_SIZES, Prediction, Predictor, is_best, predict_files, probabilities_of
 from cheem_jax.report.memories import EVALUATED, Evaluated, keep_evaluated
 from cheem_jax.report.status import Status
 from cheem_jax.run import fingerprint
-from cheem_jax.run.checkpoint import load_task, saved_tasks
+from cheem_jax.run.checkpoint import load_task
 from cheem_jax.run.directory import hold
 from cheem_jax.run.progress import Progress, duration
 from cheem_jax.run.record import Record, read
@@ -198,37 +197,19 @@ class OpenMemory:
 
     def info(self) -> dict[str, Any]:
         """What `cheem info` tells, as JSON values; bytes on the disk per task."""
-        sizes, tasks, reports = dict(enumerate(map(_bytes_of, saved_tasks(self.root)))), [], {}
-        with contextlib.suppress(OSError, ValueError):  # a corrupted record does not keep a memory from answering
-            reports = {e["report"]["name"]: e["report"] for e in read(self.directory) if e["event"] == "learned"}
-        for index, (task, kept) in enumerate(zip(self.tasks, self.pools.tasks, strict=True)):
-            cost = self._learner.costs(index)
-            own = {name: cost[name] for name in ("experts", "flops_executed", "params_added", "params_added_percent")}
-            own |= {"bytes": sizes.get(task.number, 0), "flops": cost["flops_method"]}
-            extended = self.config.extended.get(task.name, [])
-            frozen = {"frozen_head": reports.get(task.name, {}).get("frozen_head")}
-            own |= {"calibrated": kept.distances is not None, "extended": extended}
-            tasks.append({**task._asdict(), **own, **frozen})
-        told = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base", "upright")
-        return {
-            "directory": str(self.directory),
-            "kind": "run" if self.is_run else "memory",
-            **{name: getattr(self.config, name) for name in told},
-            "learning": self.interrupted,
-            "placement": self.config.method.placement,
-            "lost": self.lost or {},
-            "bytes": _bytes_of(self.directory),
-            "tasks": tasks,
-            "forgotten": sorted(set(self.pools.forgotten) - set(self.config.replaced)),
-            "pool": self.pools.history(),
-            "candidates": [list(block) for block in self.pools.candidates()],
-        }
+        tasks = [
+            {**self._learner.costs(index), **task._asdict(), "calibrated": kept.distances is not None}
+            for index, (task, kept) in enumerate(zip(self.tasks, self.pools.tasks, strict=True))
+        ]
+        return info_of(
+            self.directory, self.config, self.root, tasks, self.pools.history(), self.pools.forgotten,
+            is_run=self.is_run, lost=self.lost,
+        )  # fmt: skip
 
     @property
     def interrupted(self) -> dict[str, Any] | None:
         """The task that was begun and is not saved yet, whatever is kept of it: name, number and data."""
-        begun = self.config.learning
-        return None if begun is None or begun["number"] < self.pools.next_number else begun
+        return interrupted_of(self.config, self.pools.next_number)
 
     # ---- answering
 
@@ -700,12 +681,3 @@ def _effect(extension: Mapping[str, Any]) -> str:
     if after["old"] is not None:
         text += f", {told('old')} on samples from the kept means and covariance of the old classes"
     return text
-
-
-def _bytes_of(folder: Path) -> int:
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # another process learns here
-                total += (Path(place) / name).stat().st_size
-    return total

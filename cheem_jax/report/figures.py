@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw, ImageFont
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.metrics import matrix_from_json
-from cheem_jax.core.ops import COLOURS
+from cheem_jax.core.settings import COLOURS
 from cheem_jax.report import memories
 from cheem_jax.report.table import MEANING, Grid, method_grid, percent, setting_rows, spread, task_grid
 from cheem_jax.run.progress import duration

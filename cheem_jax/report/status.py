@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cheem_jax.engine.passes import Advance
+from cheem_jax.core.settings import Advance
 from cheem_jax.report.memories import evaluated, is_memory, with_evaluated
 from cheem_jax.run import record
 from cheem_jax.run.directory import NAME as CONFIG

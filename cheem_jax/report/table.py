@@ -1,20 +1,16 @@
 """The tables of a run, for the terminal and for the report, made from `results.json`."""
 
-import csv
-import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import rich.box
-import rich.table
-from rich.text import Text
 
 from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.paths import shown
+from cheem_jax.report.grid import Grid
 from cheem_jax.report.memories import unmeasured
 from cheem_jax.run.progress import Progress
 
@@ -60,63 +56,6 @@ SIZES = ("classes", "train\nimages")
 """Columns that only a wide page has room for."""
 NONE = "–"
 Results = Mapping[str, Any]
-
-
-class Grid(NamedTuple):
-    """A table as text; the first `num_left` columns are aligned to the left, the others to the right."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    num_left: int
-    caption: str = ""
-
-    @property
-    def heads(self) -> list[str]:
-        """The titles of the columns without line breaks."""
-        return [column.replace("-\n", "").replace("\n", " ") for column in self.columns]
-
-    def without(self, titles: Collection[str]) -> "Grid":
-        """The table without some columns, for places that have no room for them."""
-        kept = [index for index, column in enumerate(self.columns) if column not in titles]
-        rows = tuple(tuple(row[index] for index in kept) for row in self.rows)
-        return self._replace(columns=tuple(self.columns[index] for index in kept), rows=rows)
-
-    @property
-    def width(self) -> int:
-        """Characters of a row, with two after each column."""
-        cells = zip(self.columns, *self.rows, strict=True)
-        return sum(max(map(len, [*column.split("\n"), *rest])) + 2 for column, *rest in cells)
-
-    def to_rich(self) -> rich.table.Table:
-        """For the terminal; moves the columns together where 80 characters would not do."""
-        gap = 1 if self.width <= 80 else 0  # besides the one that the box has
-        table = rich.table.Table(
-            title=Text(self.title), caption=Text(self.caption) if self.caption else None,
-            box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, gap, 0, 0),
-            title_justify="left", caption_justify="left",
-        )  # fmt: skip
-        for index, column in enumerate(self.columns):
-            is_left = index < self.num_left
-            justify = "left" if is_left else "right"
-            table.add_column(column, justify=justify, overflow="fold", no_wrap=index == 1 and is_left)
-        for row in self.rows:
-            table.add_row(*map(Text, row))  # a task's name may contain brackets
-        return table
-
-    def to_csv(self) -> str:
-        """For other programs, every cell as it is shown."""
-        text = io.StringIO()
-        lines = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
-        lines.writerow(self.heads)
-        lines.writerows(self.rows)
-        return text.getvalue()
-
-    def to_markdown(self) -> str:
-        """For the report; the title and caption are left to the text around it."""
-        aligns = ["---" if index < self.num_left else "---:" for index in range(len(self.columns))]
-        rows = (self.heads, aligns, *self.rows)
-        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 def method_grid(results: Results) -> Grid:

@@ -24,13 +24,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from cheem_jax.core.atomic import to_disk
 from cheem_jax.core.paths import absolute
-from cheem_jax.engine import hosts
 
 FORMAT = "cheem_jax-task/2"
 MANIFEST = "manifest.json"
@@ -54,11 +51,18 @@ def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     In a job of several processes, which all hold them, the first one writes and the others wait. Raises OSError where
     it cannot be written, and then leaves nothing.
     """
+    # late, here and below: JAX and Orbax take long to import, and whoever only reads hashes and names needs neither
+    from cheem_jax.engine import hosts
+
     directory, found = absolute(directory), hosts.fetch(dict(arrays))
     hosts.first_does(lambda: _write(directory, found, meta))
 
 
 def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
+    import jax
+
+    from cheem_jax.engine import hosts
+
     if directory.exists():
         raise FileExistsError(f"{directory} exists already; a learned task is never overwritten")
     for left in directory.parent.glob(f".{directory.name}.*partial"):
@@ -104,11 +108,13 @@ def _remove_for_good(partial: Path) -> None:
 
 
 @functools.cache
-def _checkpointer(num_processes: int, process: int) -> ocp.Checkpointer:
+def _checkpointer(num_processes: int, process: int) -> Any:
     """Orbax for this process alone: each contains all that is saved, so none waits for the others' parts.
 
     One serves every task, since making one takes longer than reading a small task.
     """
+    import orbax.checkpoint as ocp
+
     if num_processes == 1:
         return ocp.PyTreeCheckpointer()
     alone = ocp.options.MultiprocessingOptions(
@@ -126,14 +132,28 @@ def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     directory = absolute(directory)
     meta, manifest = load_meta(directory), load_manifest(directory)
     with named(directory):
-        files = manifest["files"]
-        found = _hash_files(directory, files)  # others, such as those of a system that shows folders, change nothing
-        if wrong := sorted(name for name, sha in files.items() if found.get(name) != sha):
-            raise CorruptedCheckpoint(f"missing or changed files: {wrong[:5]}")
+        _check_files(directory, manifest["files"])
         arrays = _restore(directory / "arrays")
         if content_hash(arrays, meta) != manifest["content_sha256"]:
             raise CorruptedCheckpoint("its content differs from the hash in its manifest")
     return arrays, meta
+
+
+def check_task(directory: Path) -> dict[str, Any]:
+    """Metadata of one task whose files have the hashes of its manifest; raises as `load_task`.
+
+    Arrays are not read, so the content hash is not compared.
+    """
+    meta, manifest = load_meta(directory), load_manifest(directory)
+    with named(directory):
+        _check_files(directory, manifest["files"])
+    return meta
+
+
+def _check_files(directory: Path, files: Mapping[str, str]) -> None:
+    found = _hash_files(directory, files)  # others, such as those of a system that shows folders, change nothing
+    if wrong := sorted(name for name, sha in files.items() if found.get(name) != sha):
+        raise CorruptedCheckpoint(f"missing or changed files: {wrong[:5]}")
 
 
 def each_task(directories: Sequence[Path]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -177,6 +197,10 @@ def _load_json(directory: Path, name: str) -> dict[str, Any]:
 
 def _restore(arrays: Path) -> dict[str, Any]:
     """What Orbax kept, unless it is far more than its files can hold: constants are stored in almost nothing."""
+    import jax
+
+    from cheem_jax.engine import hosts
+
     size = sum(file.stat().st_size for file in arrays.rglob("*") if file.is_file())
     checkpointer = _checkpointer(hosts.count(), hosts.index())
     try:
@@ -231,6 +255,8 @@ CORRUPTED = (
 
 def content_hash(arrays: Arrays, meta: Mapping[str, Any]) -> str:
     """SHA-256 over sorted leaf paths, dtypes, shapes and raw bytes, and over the metadata."""
+    import jax
+
     digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
     leaves = {
         jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(arrays)

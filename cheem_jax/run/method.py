@@ -13,11 +13,12 @@ from cheem_jax.backbone.flops import executed_pass_flops, pass_flops
 from cheem_jax.core.images import Images
 from cheem_jax.core.pool import dense_expert
 from cheem_jax.core.routing import PAPER, RouterConfig, check_labels, joined
+from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Dense, Executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.engine.passes import Advance, features_on_the_way, network_features, unwatched
+from cheem_jax.engine.passes import features_on_the_way, network_features, unwatched
 from cheem_jax.run.rolling import Saved
 
 

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cheem_jax.core.architecture import from_strings
-from cheem_jax.core.ops import COLOURS
-from cheem_jax.engine.passes import Advance
+from cheem_jax.core.settings import COLOURS, Advance
 
 SECONDS_BETWEEN_LINES = 15.0
 SHORTEST_MEASURED = 0.1

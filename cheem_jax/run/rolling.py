@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cheem_jax.core.interruption import Stop
+from cheem_jax.core.settings import Advance
 from cheem_jax.engine import hosts
-from cheem_jax.engine.passes import Advance, unwatched
+from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.checkpoint import load_task, save_task
 
 ROLLING_FORMAT = "cheem_jax-running/4"

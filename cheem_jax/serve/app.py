@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cheem_jax import __version__
-from cheem_jax.core.ops import COLOURS
+from cheem_jax.core.settings import COLOURS
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.record import to_json
 from cheem_jax.serve import Limits

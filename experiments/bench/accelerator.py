@@ -39,14 +39,14 @@ from cheem_jax.cheem.training import prepare, steps_of, supernet_score, train_st
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.architecture import Architecture, decode
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.core.kernels import Precision
 from cheem_jax.core.keys import Keys, next_power_of_two
+from cheem_jax.core.settings import Advance, Precision
 from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.choice import EngineConfig, Name, make_executor
 from cheem_jax.engine.compilation import Mark, keep_programs
 from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
-from cheem_jax.engine.passes import Advance, unwatched
+from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.method import Backbone, FrozenFeatures
 from cheem_jax.run.record import to_json
 from experiments.bench import measure

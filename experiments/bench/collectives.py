@@ -18,7 +18,8 @@ from jax.sharding import SingleDeviceSharding
 
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
 from cheem_jax.backbone.params import build, init_params
-from cheem_jax.cheem.supernet import OpSettings, Supernet, adam_update
+from cheem_jax.cheem.config import OpSettings
+from cheem_jax.cheem.supernet import Supernet, adam_update
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.pool import dense_expert, dense_experts

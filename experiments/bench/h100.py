@@ -20,13 +20,14 @@ from jax.sharding import SingleDeviceSharding
 
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.params import build, init_params
+from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.hee import sample, uniform_table
-from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import train_steps
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.architecture import decode
-from cheem_jax.core.kernels import Precision
 from cheem_jax.core.pool import base_pool, dense_experts
+from cheem_jax.core.settings import Precision
 from cheem_jax.engine import executor as shared
 from cheem_jax.engine import stages as composed
 from cheem_jax.engine.choice import EngineConfig, Name, make_executor

@@ -40,10 +40,11 @@ from cheem_jax.cli.main import parse
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import DenseExperts, InternalMemory
 from cheem_jax.core.routing import Metric, NearestCentroid, RouterConfig, TaskStatistics, normalise
+from cheem_jax.core.settings import Advance
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.compilation import compilations
-from cheem_jax.engine.passes import Advance, unwatched
+from cheem_jax.engine.passes import unwatched
 from cheem_jax.engine.stages import Stages
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.checkpoint import saved_tasks

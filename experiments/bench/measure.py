@@ -30,15 +30,16 @@ from cheem_jax.backbone.config import ViTConfig, at_image_size, config_of
 from cheem_jax.backbone.flops import embed_flops, executed_halves, pair_flops
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
-from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.config import OpSettings
+from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import SupernetFit, train_step
 from cheem_jax.cli.main import run_command
 from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.images import Images
-from cheem_jax.core.kernels import Precision
 from cheem_jax.core.pool import Pool, dense_experts
+from cheem_jax.core.settings import Precision
 from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.executor import Executor, Network, Step
 from cheem_jax.engine.feed import Budget, Feed, HostImages, keep_tokens

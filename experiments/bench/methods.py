@@ -14,7 +14,7 @@ import numpy as np
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.fitting import FitBatch, Inputs
 from cheem_jax.baselines.l2p import L2p, L2pConfig
-from cheem_jax.cheem.training import FitConfig
+from cheem_jax.cheem.config import FitConfig
 from cheem_jax.cli.main import parse
 from cheem_jax.core.keys import Keys, next_power_of_two
 from cheem_jax.core.pool import Head

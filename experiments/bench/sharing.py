@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.cheem.evolution import SearchConfig, search
+from cheem_jax.cheem.config import FitConfig, SearchConfig
+from cheem_jax.cheem.evolution import search
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.hee import uniform_table
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import (
-    FitConfig,
     architecture_flops,
     dense_network,
     fit,

@@ -21,10 +21,10 @@ from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.training import dense_network, frozen_prefix, prepare, step_of, supernet_score
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice, decode
-from cheem_jax.core.kernels import Precision
 from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.ops import LowRank
 from cheem_jax.core.pool import dense_experts
+from cheem_jax.core.settings import Precision
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Batch, Dense
 from cheem_jax.engine.feed import Feed, HostImages

@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from cheem_jax import __version__
 from cheem_jax.core.architecture import from_strings
-from cheem_jax.core.ops import COLOURS
+from cheem_jax.core.settings import COLOURS
 from cheem_jax.report import memories, table
 from cheem_jax.report.comparison import comparison_grid
 from cheem_jax.report.finished import LeftOut, Recorded, RunRecord, check_comparable, read, record_of, variant_of

@@ -15,7 +15,7 @@ from cheem_jax.core.keys import Keys
 from cheem_jax.data.task import Stream
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.memory.directory import settings_of
+from cheem_jax.memory.contents import settings_of
 from cheem_jax.report.finished import RunRecord
 from cheem_jax.run_config import networks_of
 from studies.heads.theory import match_probability, match_with_unequal_rivals

@@ -21,10 +21,11 @@ from cheem_jax.cheem.training import SupernetFit, architecture_flops, dense_netw
 from cheem_jax.core.architecture import decode, to_strings
 from cheem_jax.core.interruption import Stop
 from cheem_jax.core.keys import Keys, Phase
+from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Task
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.passes import Advance, answers
+from cheem_jax.engine.passes import answers
 from cheem_jax.run import fingerprint
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read, to_json

@@ -1,0 +1,36 @@
+"""Names and settings that are needed before anything is computed: importing them imports no JAX."""
+
+import dataclasses
+from typing import Literal, Protocol, runtime_checkable
+
+Kind = Literal["reuse", "adapt", "new", "skip"]
+Placement = Literal["mlp_down", "attn_proj"]
+KINDS: tuple[Kind, ...] = ("reuse", "adapt", "new", "skip")
+COLOURS = {"reuse": "#9CCEA7", "adapt": "#FEB24C", "new": "#9EC9E2", "skip": "#F2ACCA"}
+"""One colour per op kind, in the terminal, figures and the report alike."""
+Precision = Literal["float32", "bfloat16"]
+"""Operand type of matrix products; their sums are float32 in both."""
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
+Token = Literal["component", "block"]
+"""Where mean class tokens are read: the plastic layer's output before the residual sum, or the block's output."""
+
+
+@runtime_checkable
+class Advance(Protocol):
+    """Called after work on so many images, with a note for people."""
+
+    def __call__(self, num_images: int, note: str = "", /) -> object: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SeedsConfig:
+    """Seeds of their own for parts of a run, to vary one part and keep the others; default: the run's seed."""
+
+    initialisation: int | None = None
+    """What New, Adapt and heads begin with."""
+    order: int | None = None
+    """The order of the training images."""
+    sampling: int | None = None
+    """The architectures that supernet training samples."""
+    search: int | None = None
+    """The evolutionary search."""
