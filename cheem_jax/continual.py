@@ -246,7 +246,9 @@ def _say_accuracy(present: Sequence[tuple[int, Task]], measured: Mapping[str, An
     accuracy, given = measured["accuracy"], 100 * measured["local_accuracy"][index]
     average = 100 * float(np.mean([accuracy[index] for index, _ in present]))
     over = f"; average over {len(present)} tasks {average:.1f} %" if len(present) > 1 else ""
-    on = f"on {len(task.test.labels):,} test images"
+    num = len(task.test.labels)
+    # the validation images stand for test images that were not given
+    on = f"on {num:,} {'validation' if task.test is task.val else 'test'} image{'' if num == 1 else 's'}"
     run.progress.say(f"{task.name}: {100 * accuracy[index]:.1f} % {on} ({given:.1f} % with the task ID given){over}")
     if given - 100 * accuracy[index] >= ROUTING_COST:
         shares, num = np.array(measured["routing"][index]), len(task.test.labels)

@@ -340,6 +340,36 @@ def test_broken_images_are_left_out_where_that_is_asked_for_and_the_record_names
     assert "skipped_images" not in learned[0]["report"]
 
 
+def test_a_class_alone_is_measured_and_added(capsys, copied, photos, tmp_path):
+    task, images = TASKS[FIRST], TASKS[FIRST].train
+    folder = tmp_path / "held_out" / task.classes[0]
+    shutil.copytree(photos / FIRST / "test" / task.classes[0], folder)
+    status, out, _ = cheem(capsys, "evaluate", copied, folder.parent, "--task", FIRST, "--json")
+    (score,) = json.loads(out)["tasks"]
+    assert status == 0 and (score["num_images"], score["images"]) == (8, "all 8 images")
+    memory = cheem_jax.open(copied)
+    assert [memory.evaluate(folder.parent, task=FIRST)[0]._asdict()] == [score]
+    with pytest.raises(ValueError, match="has no val image to measure on; name another split"):
+        memory.evaluate(Path(shutil.move(folder.parent, tmp_path / "a" / "test")).parent, split="val", task=FIRST)
+    new = tmp_path / "more" / task.classes[2]
+    new.mkdir(parents=True)
+    for row in np.flatnonzero(images.labels == 2)[:20]:
+        Image.fromarray(images.images[row]).save(new / f"{row}.png")
+    status, out, _ = cheem(capsys, "learn", copied, new.parent, "--extend", FIRST)
+    said = " ".join(out.split())
+    assert status == 0 and f"{FIRST}: 18 more images to learn from (16 before), 2 to decide on, 1 more class" in said
+    assert re.search(rf"{FIRST}: [\d.]+ % on 2 validation images \(", said)
+    memory.refresh()
+    assert memory.tasks[-1].classes == task.classes[:3]
+    assert results_of(read(copied))["tasks"][-1]["num_test"] == 16, "as before"
+    status, out, _ = cheem(capsys, "learn", copied, new.parent, "--extend", FIRST)
+    assert status == 0 and f"{FIRST}: learned already" in out
+    for row in list(new.iterdir())[1:]:
+        row.unlink()
+    status, _, err = cheem(capsys, "learn", copied, new.parent, "--extend", FIRST)
+    assert status == 2 and "give at least 2 images of one class" in err
+
+
 def test_a_task_is_extended_by_new_classes_and_info_tells(capsys, copied, photos, tmp_path):
     task = TASKS[FIRST]
     more = write_task(
@@ -352,7 +382,10 @@ def test_a_task_is_extended_by_new_classes_and_info_tells(capsys, copied, photos
     )
     status, out, _ = cheem(capsys, "learn", copied, more, "--extend", FIRST)
     said = " ".join(out.split())
-    assert status == 0 and f"{FIRST}: 16 more training images (16 before), 2 more classes (2 before)" in said
+    assert (
+        status == 0
+        and f"{FIRST}: 16 more images to learn from (16 before), 8 to decide on, 2 more classes (2 before)" in said
+    )
     assert f"no new image of {', '.join(task.classes[:2])}; the network stays as it is" in said
     status, out, _ = cheem(capsys, "learn", copied, more, "--extend", FIRST)
     assert status == 0 and f"{FIRST}: learned already" in out

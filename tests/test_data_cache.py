@@ -205,6 +205,27 @@ def test_only_the_training_pictures_of_the_backbones_own_task_are_decoded(tmp_pa
     assert len(split.images) == 12
 
 
+@pytest.mark.parametrize("keep", ["memory", "cache", "stream"])
+def test_only_what_is_measured_is_decoded_and_from_the_copy_of_all_if_there_is_one(tmp_path, keep):
+    if keep == "stream":
+        pytest.importorskip("grain", reason="needs the extra `datasets`")
+    folder, config = pictures(tmp_path / "pets"), ImagesConfig(keep, tmp_path / "cache")
+    plan = plan_task(folder, purpose="measure")
+    (whole,) = load_tasks([plan], 8, config)
+    copies = len(list((tmp_path / "cache").glob("pets-8-*[!k]")))
+    (task,) = load_tasks([plan], 8, config, only="test")
+    assert [len(split.images) for split in task.splits.values()] == [0, 0, 12]
+    np.testing.assert_array_equal(task.test.images[:], whole.test.images[:])
+    assert len(list((tmp_path / "cache").glob("pets-8-*[!k]"))) == copies
+    (folder / "train" / "dog" / "1.png").write_bytes(b"broken")
+    (task,) = load_tasks([plan_task(folder, purpose="measure")], 8, config, only="test")
+    np.testing.assert_array_equal(task.test.images[:], whole.test.images[:])
+    shutil.rmtree(folder / "test")  # then every image stands for the test images
+    shutil.rmtree(folder / "train" / "dog")
+    (task,) = load_tasks([plan_task(folder, purpose="measure")], 8, config, only="test")
+    assert "test" in task.cut and sum(len(split.images) for split in task.splits.values()) == 18
+
+
 def test_auto_streams_what_is_too_large_and_caches_the_rest_of_a_large_stream(tmp_path, monkeypatch):
     pytest.importorskip("grain", reason="needs the extra `datasets`")
     plans = [plan_task(pictures(tmp_path / name, num), name=name) for name, num in (("small", 2), ("large", 9))]

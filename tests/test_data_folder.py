@@ -216,6 +216,41 @@ def test_the_cut_depends_on_the_seed_alone(tmp_path):
     assert fingerprint(load_task(folder, image_size=4, seed=8)) != prints[0]
 
 
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize(
+    ("files", "counts", "cut"),
+    [
+        ({f"cat/{i}.png": png(i) for i in range(10)}, (6, 1, 3), ("val", "test")),
+        ({f"{name}/{i}.png": png(i) for name in ("cat", "dog") for i in range(2)}, (4, 0, 0), ("val", "test")),
+        (layout(train={"cat": 3, "dog": 3, "eel": 3}, test={"cat": 2, "dog": 1}), (6, 3, 3), ("val",)),
+        (layout(train={"cat": 3}, test={"cat": 1, "dog": 2}), (3, 0, 3), ("val",)),
+        (layout(test={"cat": 4}), (0, 0, 4), ("train", "val")),
+        (layout(test={"cat": 4}, val={"dog": 1}), (0, 1, 4), ("train",)),
+        (layout(train={"cat": 1}, val={"cat": 2}), (1, 2, 0), ("test",)),
+    ],
+)
+def test_what_is_too_little_to_learn_from_can_be_measured(tmp_path, zipped, files, counts, cut):
+    place = tmp_path / "pets"
+    if zipped:
+        place = write_zip(tmp_path / "pets.zip", files)
+    else:
+        for name, data in files.items():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(data)
+    (plan,) = plan_stream(place, purpose="measure")
+    assert (plan.name, tuple(plan.counts.values()), plan.cut) == ("pets", counts, cut)
+    with pytest.raises(ValueError):
+        plan_stream(place)
+
+
+def test_what_can_be_learned_is_split_alike_to_be_measured_and_otherwise_to_extend(tmp_path):
+    files = {f"{name}/{i}.png": png(i) for name in ("cat", "dog") for i in range(30)}
+    place = write_zip(tmp_path / "pets.zip", files)
+    learned, measured, more = (plan_task(place, purpose=purpose) for purpose in ("learn", "measure", "extend"))
+    assert measured.split_sha256 == learned.split_sha256
+    assert more.counts == {"train": 54, "val": 6, "test": 0} and more.cut == ("val", "test")
+
+
 def test_tenths_are_counted_in_integers_as_the_paper_rounds():
     # Caltech-101 and EuroSAT, then the validation of what is left, MNIST and Cars.
     counts = [

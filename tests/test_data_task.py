@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cheem_jax.data import Split, Stream, Task, fingerprint, select
+from cheem_jax.data.task import cut_for_extension
 
 
 def make_split(labels, size=4, dtype=np.int32) -> Split:
@@ -12,8 +13,9 @@ def make_split(labels, size=4, dtype=np.int32) -> Split:
     return Split(images, labels)
 
 
-def make_task(name="pets", classes=("cat", "dog"), **splits) -> Task:
-    return Task(name, classes, **{s: splits.get(s, make_split([0, 1, 1])) for s in ("train", "val", "test")})
+def make_task(name="pets", classes=("cat", "dog"), purpose="learn", **splits) -> Task:
+    splits = {s: splits.get(s, make_split([0, 1, 1])) for s in ("train", "val", "test")}
+    return Task(name, classes, **splits, purpose=purpose)
 
 
 def test_a_sound_task_keeps_what_it_was_given():
@@ -109,3 +111,34 @@ def test_the_fingerprint_sees_names_pixels_labels_and_shapes():
     assert len({fingerprint(task), *map(fingerprint, changed)}) == 6
     turned = Split(np.asfortranarray(task.test.images), task.test.labels)
     assert fingerprint(make_task(test=turned)) == fingerprint(task)
+
+
+def test_measuring_needs_any_image_and_extending_all_classes_to_learn_from_and_one_image_to_decide_on():
+    none, one = make_split([]), make_split([0])
+    parts = {"train": none, "val": none, "test": one}
+    assert make_task(classes=("cat", "dog"), **parts, purpose="measure").test is one
+    with pytest.raises(ValueError, match="no image; expected at least 1"):
+        make_task(train=none, val=none, test=none, purpose="measure")
+    assert make_task(classes=("cat",), train=one, val=one, test=none, purpose="extend").train is one
+    for words, complaint in (
+        ({"train": one}, "split 'train': no image of 1 of 2 classes: 'dog'"),
+        ({"val": none}, "no image to decide on; to extend a task, give at least 2 images of one class"),
+        ({"classes": ()}, "expected at least 1"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            make_task(**words, purpose="extend")
+    with pytest.raises(ValueError, match="no image of 2 of 2"):
+        dataclasses.replace(make_task(**parts, purpose="measure"), purpose="learn")
+
+
+@pytest.mark.parametrize(("sizes", "num"), [([60], 6), ([2, 1], 1), ([9, 9, 2], 3), ([1, 1], 0), ([95, 2], 10)])
+def test_to_extend_a_tenth_is_cut_for_validation_and_nothing_for_test(sizes, num):
+    given = {f"{label}/{row}": label for label, size in enumerate(sizes) for row in range(size)}
+    members = {"train": dict(given)}
+    cut_for_extension(members, 0)
+    assert (len(members["val"]), members["test"]) == (num, {}) and members["train"] | members["val"] == given
+    assert set(members["train"].values()) == set(range(len(sizes)))
+    assert set(members["val"].values()) == {label for label, size in enumerate(sizes) if size > 1}
+    own = {"train": dict(given), "val": {"v": 0}, "test": {"t": 0}}
+    cut_for_extension(own, 0)
+    assert own == {"train": given, "val": {"v": 0}, "test": {"t": 0}}

@@ -188,6 +188,18 @@ def test_label_numbers_that_do_not_count_from_zero_are_refused(tmp_path, labels,
         plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines))
 
 
+def test_some_of_the_numbers_do_for_more_images_and_to_measure(tmp_path):
+    photos(tmp_path)
+    lines = [f"{name}/{i}.png,{label}" for name, label in zip(NAMES, ("2", "10"), strict=True) for i in range(4)]
+    for purpose in ("extend", "measure"):
+        plan = plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines), purpose=purpose)
+        assert plan.classes == ("2", "10") and plan.num_images == 8
+        assert {(key[:3], name) for own in members(plan).values() for key, name in own} == {("cat", "2"), ("dog", "10")}
+    test_alone = [f"cat/{i}.png,2,test" for i in range(4)]
+    plan = plan_manifest(table(tmp_path / "pets.csv", "path,label,split", *test_alone), purpose="measure")
+    assert plan.counts == {"train": 0, "val": 0, "test": 4}
+
+
 def test_other_encodings_are_refused_with_their_line(tmp_path):
     file = table(tmp_path / "pets.csv", "path,label", "a.png,cat", "b.png,café", encoding="latin-1")
     with pytest.raises(ValueError, match="pets.csv, line 3: not UTF-8"):

@@ -163,7 +163,7 @@ def evaluate_memory(settings: Evaluate) -> None:
     """One line per task, and the average."""
     progress = Progress(Console(stderr=True))
     memory = settings.open()
-    tasks = settings.load(settings.plans(), memory, progress)
+    tasks = settings.load(settings.plans("measure"), memory, progress, only=settings.split)
     scores = memory.evaluate(tasks, split=settings.split, task=settings.task, open_set=settings.open_set)
     if settings.split == "test" and settings.open_set is None and not memory.is_run and not memory.lost:
         try:

@@ -20,7 +20,7 @@ from cheem_jax.cli.info import OfMemory, OfMemoryOrRun
 from cheem_jax.core.paths import shown
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import cache_dir_of, plan_source
-from cheem_jax.data.task import Plan, Task, fingerprint
+from cheem_jax.data.task import Plan, Purpose, Task, fingerprint
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.export import Format, kind_of
 from cheem_jax.memory import OpenMemory, begin_with, create, open_memory
@@ -82,18 +82,20 @@ class OfData:
     """Leave out images that cannot be read, and name them: at most 5 %, rounded up, of a class and of a split. All are
     decoded once more for this."""
 
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self, purpose: Purpose) -> tuple[Plan, ...]:
         """The tasks before decoding; raises ValueError or OSError for data that do not fit."""
         names = None if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
-        return tuple(plan_source(self.data, names, data_dir=self.data_dir, seed=self.split_seed)[1])
+        return tuple(plan_source(self.data, names, data_dir=self.data_dir, seed=self.split_seed, purpose=purpose)[1])
 
-    def load(self, plans: Sequence[Plan], memory: OpenMemory, progress: Progress) -> tuple[Task, ...]:
-        """The tasks, decoded for a memory."""
+    def load(
+        self, plans: Sequence[Plan], memory: OpenMemory, progress: Progress, *, only: str | None = None
+    ) -> tuple[Task, ...]:
+        """The tasks, decoded for a memory; `only` as for `load_tasks`."""
         if self.skip_broken:
             plans = [leave_out_broken(plan, progress) for plan in plans]
         cache_dir = self.images.cache_dir or cache_dir_of(self.data, self.data_dir)
         images, known = dataclasses.replace(self.images, cache_dir=cache_dir), memory.config
-        return decoded(plans, known.image_size, images, progress, upright=known.upright)
+        return decoded(plans, known.image_size, images, progress, upright=known.upright, only=only)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Learn(OfData, OfMemory):
 def learn_tasks(settings: Learn) -> None:
     """Read the data first, so that wrong ones leave no memory behind; then learn what is not learned yet."""
     progress = Progress()
-    plans = settings.plans()
+    plans = settings.plans("learn" if settings.extend is None else "extend")
     if settings.name is not None and len(plans) > 1:
         raise ValueError(f"one name, {settings.name!r}, for {len(plans)} tasks: {[plan.name for plan in plans]}")
     fresh = not (settings.memory / NAME).exists()

@@ -35,6 +35,7 @@ from cheem_jax.data.task import (
     SPLITS,
     Members,
     Plan,
+    Purpose,
     check_names,
     check_splits,
     class_names,
@@ -49,27 +50,30 @@ NEEDED, OPTIONAL = ("path", "label"), ("split",)  # columns of a manifest
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 
-def plan_task(path: Path, *, name: str | None = None, seed: int = 0) -> Plan:
+def plan_task(path: Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn") -> Plan:
     """The task in a folder or zip with `<split>/<class>/<image>`; one enclosing folder is skipped.
 
     Classes are the sorted folders of train, or `classes` of a `meta.json` next to the splits, whose folders
     then have the names or the label numbers. A missing validation part is cut from train: ceil(0.1 n) images, at
     least one of each class; with train alone or `<class>/<image>` a test part of ceil(0.3 n) goes first.
-    `seed` draws these. A folder of `save_to_disk` is a task, too: see `plan_hub`. Raises FileNotFoundError, or
-    ValueError naming the offending file or folder.
+    `seed` draws these. For what another `purpose` than learning needs and cuts, see `Plan.of`. A folder of
+    `save_to_disk` is a task, too: see `plan_hub`. Raises FileNotFoundError, or ValueError naming the offending file or
+    folder.
     """
     if is_saved(path):
-        return plan_hub(path, name=name, seed=seed)
-    return _plan(look_through(path), name or name_of(path), seed)
+        return plan_hub(path, name=name, seed=seed, purpose=purpose)
+    return _plan(look_through(path), name or name_of(path), seed, purpose)
 
 
-def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0) -> list[Plan]:
+def plan_stream(
+    path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0, purpose: Purpose = "learn"
+) -> list[Plan]:
     """The tasks of a folder whose zips and folders are tasks, named after them; a single task is a stream of one.
 
     `tasks` selects and orders; by default all are taken, sorted, except folders without any image. Raises as
     `plan_task`, and unless `tasks` names them for folders that look like parts of one task.
     """
-    places = _find_tasks(path)
+    places = _find_tasks(path, purpose)
     if tasks is not None:
         tasks = check_names(tasks, sorted(places), f"stream {path}")
         places = {name: places[name] for name in tasks}
@@ -79,9 +83,11 @@ def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0
         empty = {name for name, one in found.items() if not (one.images or name in lacks_heif or one.path.is_file())}
         tasks = sorted(places.keys() - empty)
         if places != {name_of(path): path}:
-            _refuse_parts(path, tasks, found)
+            _refuse_parts(path, tasks, found, purpose)
     plans = [
-        _plan(found[name], name, seed) if name in found else plan_hub(places[name], name=name, seed=seed)
+        _plan(found[name], name, seed, purpose)
+        if name in found
+        else plan_hub(places[name], name=name, seed=seed, purpose=purpose)
         for name in tasks
     ]
     if not plans:
@@ -89,13 +95,16 @@ def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0
     return plans
 
 
-def _find_tasks(path: Path) -> dict[str, Path]:
+def _find_tasks(path: Path, purpose: Purpose) -> dict[str, Path]:
     if path.is_file() or is_saved(path):
         return {name_of(path): path}
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such folder or zip file")
     entries = [entry for entry in path.iterdir() if not is_hidden(entry.name)]
-    if any(entry.is_dir() and (split_of(entry.name) == "train" or _has_images(entry)) for entry in entries):
+    folders = [entry for entry in entries if entry.is_dir()]
+    splits = [split_of(entry.name) for entry in folders]
+    is_test_alone = purpose == "measure" and splits and all(splits)
+    if "train" in splits or is_test_alone or any(map(_has_images, folders)):
         return {name_of(path): path}  # a single task: folders of images are classes
     # a link to a missing task must not make it vanish
     places = [
@@ -111,7 +120,7 @@ def _find_tasks(path: Path) -> dict[str, Path]:
     return {name_of(place): place for place in places}
 
 
-def _refuse_parts(path: Path, tasks: Sequence[str], found: Mapping[str, Listing]) -> None:
+def _refuse_parts(path: Path, tasks: Sequence[str], found: Mapping[str, Listing], purpose: Purpose) -> None:
     """ValueError for folders or zips that are named like splits, or without splits have the same classes."""
     alike: dict[frozenset[str], list[str]] = {}
     for name in tasks:
@@ -119,7 +128,7 @@ def _refuse_parts(path: Path, tasks: Sequence[str], found: Mapping[str, Listing]
             alike.setdefault(classes, []).append(name)
     bare = [name for names in alike.values() for name in names]
     if tasks and sorted(bare) == tasks and len(_split_folders(tasks)) == len(tasks):
-        check_splits(str(path), splits_of(str(path), tasks).values())
+        check_splits(str(path), splits_of(str(path), tasks).values(), purpose)
         raise ValueError(f"{path}: zips named {sorted(tasks)} are splits of one task; unpack them into one folder")
     for classes, names in alike.items():
         if len(names) > 1:
@@ -166,7 +175,7 @@ def name_of(path: Path) -> str:
     return path.name if path.is_dir() else path.stem
 
 
-def _plan(found: Listing, task: str, seed: int) -> Plan:
+def _plan(found: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
     path, names, images = found.path, found.names, found.images
     if not images:
         raise ValueError(f"{path}: no images in it; expected {LAYOUT}{found.told()}")
@@ -176,10 +185,12 @@ def _plan(found: Listing, task: str, seed: int) -> Plan:
         except UnicodeEncodeError:
             raise ValueError(f"{path}: the name {ascii(name)} is not valid Unicode; rename the file") from None
     root, grouped = _group(path, images)
-    check_splits(str(path), grouped.keys())
-    _refuse_folders_without_image(found, root, (root + next(iter(grouped["train"]))).count("/"))
+    check_splits(str(path), grouped.keys(), purpose)
+    _refuse_folders_without_image(found, root, (root + next(iter(next(iter(grouped.values()))))).count("/"))
     listed = _class_names(path, f"{root}meta.json", names)
-    classes, label_of = _label_folders(path, grouped["train"].values(), listed)
+    naming = grouped if purpose == "measure" else {"train": grouped["train"]}
+    folders = [folder for folder_of in naming.values() for folder in folder_of.values()]
+    classes, label_of = _label_folders(path, folders, listed)
     if listed is None and len(_split_folders(classes)) == len(classes):
         raise ValueError(
             f"{path}: {', '.join(classes)} are splits, but their images are in no class folder; expected {LAYOUT}, "
@@ -201,6 +212,7 @@ def _plan(found: Listing, task: str, seed: int) -> Plan:
         stamp=stamp_of(files),
         seed=seed,
         ignored=found.notes(),
+        purpose=purpose,
     )
 
 
@@ -307,12 +319,15 @@ class ManifestRow(NamedTuple):
     split: str = "train"
 
 
-def plan_manifest(file: Path, *, name: str | None = None, root: Path | None = None, seed: int = 0) -> Plan:
+def plan_manifest(
+    file: Path, *, name: str | None = None, root: Path | None = None, seed: int = 0, purpose: Purpose = "learn"
+) -> Plan:
     """The task that a CSV (comma, semicolon or tab) or Parquet file lists: one image a row, other columns are ignored.
 
     `path` is relative to `root`, by default the folder of the manifest. `label` is a class name, or a number
-    0..n-1; names are sorted. Splits (train, val or test) that the column `split` does not have are cut from train by
-    `seed` as for folders. Raises FileNotFoundError, or ValueError naming file and lines.
+    0..n-1 (for another `purpose` than learning, some of these); names are sorted. Splits (train, val or test) that the
+    column `split` does not have are cut from train by `seed` as for folders. Raises FileNotFoundError, or ValueError
+    naming file and lines.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; expected a CSV or Parquet manifest")
@@ -327,8 +342,8 @@ def plan_manifest(file: Path, *, name: str | None = None, root: Path | None = No
             f"{file}: none of its {len(rows)} files exists: {absent}; "
             f"paths are relative to {root} unless another root is given"
         )
-    classes, label_of = _classes(file, rows)
-    check_splits(str(file), {row.split for row in rows})
+    classes, label_of = _classes(file, rows, purpose)
+    check_splits(str(file), {row.split for row in rows}, purpose)
     rows.sort(key=lambda row: row.path)  # the order of the rows must not change a run
     members: Members = {}
     for row in rows:
@@ -341,6 +356,7 @@ def plan_manifest(file: Path, *, name: str | None = None, root: Path | None = No
         source=f"{file.resolve()}, files in {root.resolve()}",
         stamp=stamp_of([file, *(root / row.path for row in rows)]),
         seed=seed,
+        purpose=purpose,
     )
 
 
@@ -440,8 +456,8 @@ def _wanted(file: Path, found: Sequence[str]) -> dict[str, int]:
     return {column: found.index(column) for column in wanted}
 
 
-def _classes(file: Path, rows: Sequence[ManifestRow]) -> tuple[tuple[str, ...], Mapping[str, int]]:
-    """Class names, and the label of each row's text: the numbers 0..n-1 or names."""
+def _classes(file: Path, rows: Sequence[ManifestRow], purpose: Purpose) -> tuple[tuple[str, ...], Mapping[str, int]]:
+    """Class names, and the label of each row's text: the numbers 0..n-1, to learn without gaps, or names."""
     first = {row.label: row for row in reversed(rows)}
     if not all(map(_WHOLE.fullmatch, first)):
         way_out = "write one class in one way, and give different ones names that differ in more"
@@ -449,9 +465,11 @@ def _classes(file: Path, rows: Sequence[ManifestRow]) -> tuple[tuple[str, ...], 
         label_of = {composed(name): label for label, name in enumerate(classes)}
         return classes, {text: label_of[composed(text)] for text in first}
     numbers = {int(text): row for text, row in first.items()}
-    if strange := sorted(number for number in numbers if not 0 <= number < len(numbers)):
+    most = len(numbers) - 1 if purpose == "learn" else max(numbers)
+    if strange := sorted(number for number in numbers if not 0 <= number <= most):
         raise ValueError(
             f"{file}, {numbers[strange[0]].where}: label {strange[0]} among {len(numbers)} different ones, expected "
             f"numbers 0..{len(numbers) - 1}; number the classes from 0 without gaps, or write class names"
         )
-    return tuple(map(str, range(len(numbers)))), {text: int(text) for text in first}
+    places = {number: place for place, number in enumerate(sorted(numbers))}
+    return tuple(map(str, places)), {text: places[int(text)] for text in first}

@@ -60,14 +60,30 @@ class ImagesConfig:
 
 
 def load_tasks(
-    plans: Sequence[Plan], image_size: int, config: ImagesConfig = ImagesConfig(), phase: Phase | None = None
+    plans: Sequence[Plan],
+    image_size: int,
+    config: ImagesConfig = ImagesConfig(),
+    phase: Phase | None = None,
+    *,
+    only: str | None = None,
 ) -> tuple[Task, ...]:
-    """Tasks with their images; raises ValueError naming every file that is not an image."""
-    total = sum(bytes_needed(plan.num_images, image_size) for plan in plans)
+    """Tasks with their images; raises ValueError naming every file that is not an image.
+
+    `only` is a split to measure on: others are empty, unless it is a test split that was not given.
+    """
+
+    def names_in(plan: Plan) -> Sequence[str]:
+        return SPLIT_NAMES if only is None or (only == "test" and "test" in plan.cut) else [only]
+
+    counts = [sum(plan.counts[name] for name in names_in(plan)) for plan in plans]
+    total = sum(bytes_needed(num, image_size) for num in counts)
 
     def load(plan: Plan) -> Task:
-        splits = _load(plan, SPLIT_NAMES, image_size, config, total, phase or _silent)
-        known = {"split_sha256": plan.split_sha256, "skipped": plan.skipped, "cut": plan.cut}
+        none = Split(np.empty((0, image_size, image_size, 3), np.uint8), np.empty(0, np.int32))
+        splits = dict.fromkeys(SPLIT_NAMES, none)
+        splits |= _load(plan, names_in(plan), image_size, config, total, phase or _silent)
+        known: dict[str, Any] = {"split_sha256": plan.split_sha256, "skipped": plan.skipped, "cut": plan.cut}
+        known["purpose"] = plan.purpose if only is None else "measure"
         return Task(plan.name, plan.classes, **splits, **known)
 
     return tuple(_each(plans, load))
@@ -178,7 +194,9 @@ def cached(
     Waits for another process that makes them. Raises ValueError for broken images, OSError if there is no room or no
     permission; then nothing is left.
     """
-    place = cache_place(plan, image_size, root, names)
+    place = cache_place(plan, image_size, root)
+    if not place.is_dir():  # of all splits, which also contains these
+        place = cache_place(plan, image_size, root, names)
     if not place.is_dir():
         try:
             root.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.decode import Progress, opened, to_rgb
 from cheem_jax.data.files import Encoded, FolderFiles, import_extra, stamp_of
-from cheem_jax.data.task import Members, Plan, splits_of
+from cheem_jax.data.task import SPLITS, Members, Plan, Purpose, splits_of
 
 BY_BYTES, BY_PIXELS = "bytes", "pixels"
 MAX_CLASSES = 1_000_000
@@ -87,6 +87,7 @@ def plan_rows(
     seed: int,
     floor: bool = False,
     is_benchmark: bool = True,
+    purpose: Purpose = "learn",
 ) -> Plan:
     """A task from the rows of some splits; see `Plan.of`. `records` makes the images at some places with some keys."""
     members: Members = {}
@@ -105,7 +106,8 @@ def plan_rows(
         return records([places[key] for key in keys], keys)
 
     return Plan.of(
-        name, classes, members, files, source=source, stamp=stamp, seed=seed, floor=floor, is_benchmark=is_benchmark
+        name, classes, members, files, source=source, stamp=stamp, seed=seed, floor=floor, is_benchmark=is_benchmark,
+        purpose=purpose,
     )  # fmt: skip
 
 
@@ -205,7 +207,9 @@ def default_data_dir() -> Path:
     return absolute(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
 
 
-def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed: int = 0) -> Plan:
+def plan_tfds(
+    spec: str, data_dir: Path | None, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn"
+) -> Plan:
     """A task from any prepared TFDS data set of labelled images: `NAME[/CONFIG][:VERSION]`.
 
     Its train, validation and test splits are taken; a missing validation or test part is cut from train as for
@@ -213,12 +217,14 @@ def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed
     """
     prepared = open_prepared(spec, data_dir or default_data_dir())
     known = splits_of(prepared.full_name, prepared.splits)
-    if "train" not in known.values():
+    if "train" not in known.values() and not (known and purpose == "measure"):
         raise ValueError(f"{prepared.full_name} has no train split, only {sorted(prepared.splits)}")
     rows = {split: prepared.index([name]) for name, split in known.items()}
     source, stamp = f"tfds:{prepared.full_name}", prepared.stamp
     name = name or prepared.full_name.split("/")[0]
-    return plan_rows(name, prepared.classes, rows, prepared.records, source=source, stamp=stamp, seed=seed)
+    return plan_rows(
+        name, prepared.classes, rows, prepared.records, source=source, stamp=stamp, seed=seed, purpose=purpose
+    )  # fmt: skip
 
 
 def all_pictures(spec: str, split: str, data_dir: Path | None) -> Records:
@@ -339,7 +345,7 @@ def is_saved(path: Path) -> bool:
     return of_one_split or (path / "dataset_dict.json").is_file()
 
 
-def plan_hub(source: str | Path, *, name: str | None = None, seed: int = 0) -> Plan:
+def plan_hub(source: str | Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn") -> Plan:
     """The task in a data set: `NAME` or `NAME:CONFIG` on the hub, or a folder of `save_to_disk` (a path).
 
     The only column of images and the only one of class labels count, or those called `image` and `label`. Missing
@@ -366,10 +372,10 @@ def plan_hub(source: str | Path, *, name: str | None = None, seed: int = 0) -> P
         ) from error
     splits = found if isinstance(found, dict) else {"train": found}
     known = splits_of(told, splits)
-    if "train" not in known.values():
+    if "train" not in known.values() and not (known and purpose == "measure"):
         raise ValueError(f"{told} has no train split, only {sorted(splits)}")
     splits = {split: splits[name] for name, split in known.items()}
-    features = splits["train"].features
+    features = next(splits[split] for split in SPLITS if split in splits).features
     image = _only(features, datasets.Image, "image", f"{told}: ")
     label = _only(features, datasets.ClassLabel, "label", f"{told}: ")
     classes, found = features[label].names, dict[str, list[Row]]()
@@ -388,7 +394,7 @@ def plan_hub(source: str | Path, *, name: str | None = None, seed: int = 0) -> P
     records = functools.partial(Records, told, image, splits.__getitem__)
     return plan_rows(
         name or default, classes, found, records, source=told, stamp=stamp_of(sorted(files)), seed=seed,
-        is_benchmark=False,
+        is_benchmark=False, purpose=purpose,
     )  # fmt: skip
 
 

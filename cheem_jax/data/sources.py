@@ -15,7 +15,7 @@ from cheem_jax.data.benchmarks.prepare import plan_of, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
 from cheem_jax.data.folder import holds_images, name_of, plan_manifest, plan_stream, plan_task
 from cheem_jax.data.records import HUB, default_data_dir, name_in, plan_hub, plan_tfds
-from cheem_jax.data.task import Plan, check_names, repeats
+from cheem_jax.data.task import Plan, Purpose, check_names, repeats
 
 BENCHMARKS: tuple[Benchmark, ...] = get_args(Benchmark)
 KINDS = ("path", "manifest", "tfds", "hub", "benchmark")
@@ -38,13 +38,15 @@ def plan_source(
     data_dir: Path | None = None,
     order: Order = "default",
     seed: int = 0,
+    purpose: Purpose = "learn",
 ) -> tuple[str, list[Plan]]:
     """The name of a stream and its tasks, in learning order.
 
     `source` is `mtil` or `vdd`, the name of one of their tasks, `tfds:NAME[/CONFIG][:VERSION]`, `hf:NAME[:CONFIG]` (on
     the Hugging Face hub), a TOML file, a manifest (CSV or Parquet), or a folder or zip. A name that is also a folder
     or file of images in the working directory is refused. `tasks` selects and orders, `order` is one of MTIL's, `seed`
-    draws splits that are missing. Raises MissingTasks, FileNotFoundError or ValueError.
+    draws splits that are missing, `purpose` says what the tasks need. Raises MissingTasks, FileNotFoundError or
+    ValueError.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
     if is_name(source) and holds_images(absolute(source)):
@@ -65,17 +67,17 @@ def plan_source(
     if source in BY_NAME:
         name, plans = source, _plan_benchmark(source, [source], data_dir or default_data_dir(), seed)
     elif source.startswith("tfds:"):
-        name, plans = source, [plan_tfds(source.removeprefix("tfds:"), data_dir, seed=seed)]
+        name, plans = source, [plan_tfds(source.removeprefix("tfds:"), data_dir, seed=seed, purpose=purpose)]
     elif source.startswith(HUB):
-        name, plans = source, [plan_hub(source.removeprefix(HUB), seed=seed)]
+        name, plans = source, [plan_hub(source.removeprefix(HUB), seed=seed, purpose=purpose)]
     elif path.suffix.lower() == ".toml":
-        return plan_stream_file(path, tasks, data_dir=data_dir, seed=seed)
+        return plan_stream_file(path, tasks, data_dir=data_dir, seed=seed, purpose=purpose)
     elif path.suffix.lower() in (".csv", ".tsv", ".parquet"):
-        name, plans = path.stem, [plan_manifest(path, seed=seed)]
+        name, plans = path.stem, [plan_manifest(path, seed=seed, purpose=purpose)]
     else:
         if not path.exists():
             raise FileNotFoundError(f"{source}: no such folder, zip, stream file or benchmark{_nearest(source, path)}")
-        return name_of(path), plan_stream(path, tasks, seed=seed)
+        return name_of(path), plan_stream(path, tasks, seed=seed, purpose=purpose)
     if tasks is not None:
         check_names(tasks, [plan.name for plan in plans], source)
     return name, plans
@@ -116,7 +118,12 @@ def _nearest(source: str, path: Path) -> str:
 
 
 def plan_stream_file(
-    file: str | Path, tasks: Sequence[str] | None = None, *, data_dir: Path | None = None, seed: int = 0
+    file: str | Path,
+    tasks: Sequence[str] | None = None,
+    *,
+    data_dir: Path | None = None,
+    seed: int = 0,
+    purpose: Purpose = "learn",
 ) -> tuple[str, list[Plan]]:
     """The name and the tasks of a stream in TOML, each `[[task]]` one of
 
@@ -143,7 +150,7 @@ def plan_stream_file(
     if tasks is not None:
         tasks = check_names(tasks, list(tables), f"stream {file}")
     seed = content.get("seed", seed)
-    plans = [_plan_table(name, tables[name], file.parent, data_dir, seed) for name in tasks or tables]
+    plans = [_plan_table(name, tables[name], file.parent, data_dir, seed, purpose) for name in tasks or tables]
     return content.get("name", file.resolve().stem), plans
 
 
@@ -200,17 +207,19 @@ def _place(folder: Path, text: str) -> Path:
     return place if place.exists() else absolute(text.replace("\\", "/"), folder)
 
 
-def _plan_table(name: str, table: dict[str, str], folder: Path, data_dir: Path | None, seed: int) -> Plan:
+def _plan_table(
+    name: str, table: dict[str, str], folder: Path, data_dir: Path | None, seed: int, purpose: Purpose
+) -> Plan:
     match table:
         case {"path": path}:
-            return plan_task(_place(folder, path), name=name, seed=seed)
+            return plan_task(_place(folder, path), name=name, seed=seed, purpose=purpose)
         case {"manifest": manifest}:
             root = _place(folder, table["root"]) if "root" in table else None
-            return plan_manifest(_place(folder, manifest), name=name, root=root, seed=seed)
+            return plan_manifest(_place(folder, manifest), name=name, root=root, seed=seed, purpose=purpose)
         case {"tfds": spec}:
-            return plan_tfds(spec, data_dir, name=name, seed=seed)
+            return plan_tfds(spec, data_dir, name=name, seed=seed, purpose=purpose)
         case {"hub": spec}:
-            return plan_hub(spec, name=name, seed=seed)
+            return plan_hub(spec, name=name, seed=seed, purpose=purpose)
         case _:
             task = table["benchmark"]
             check_names([task], sorted(BY_NAME), "the benchmarks' table")

@@ -6,6 +6,7 @@ divided).
 """
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -15,6 +16,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -24,6 +26,10 @@ from cheem_jax.data.files import Encoded
 
 Members = dict[str, dict[str, int]]
 """The label of every image by its key, for each split."""
+
+Purpose = Literal["learn", "extend", "measure"]
+"""What a task is for, and so what it needs: two classes and all of them in every split to `learn`; an image of each
+class in train and one for validation to `extend` a learned task; any image to `measure`."""
 
 SPLITS = ("train", "val", "test")
 _SPLIT = re.compile(
@@ -47,7 +53,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """One classification problem. Raises ValueError unless every split contains every class."""
+    """One classification problem. Raises ValueError unless it has what its purpose needs."""
 
     name: str
     classes: tuple[str, ...]
@@ -60,6 +66,7 @@ class Task:
     """As in the plan."""
     cut: tuple[str, ...] = ()
     """As in the plan."""
+    purpose: Purpose = "learn"
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -68,7 +75,7 @@ class Task:
     def __post_init__(self):
         if not self.name:
             raise ValueError("a task needs a name, got ''")
-        check_class_names(f"task {self.name!r}", self.classes)
+        labels_of = {name: split.labels for name, split in self.splits.items()}
         shapes = set()
         for split_name, split in self.splits.items():
             images, labels = split.images, split.labels
@@ -79,8 +86,8 @@ class Task:
                 raise ValueError(
                     f"{where}: labels must be int32 [{len(images)}], got {labels.dtype} {list(labels.shape)}"
                 )
-            check_labels(where, self.classes, labels)
             shapes.add(images.shape[1:])
+        check_purpose(f"task {self.name!r}", self.classes, labels_of, self.purpose)
         if len(shapes) > 1:
             raise ValueError(f"task {self.name!r}: the splits' images differ in shape: {sorted(shapes)}")
 
@@ -112,7 +119,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """A task before decoding. Raises ValueError unless every split contains every class."""
+    """A task before decoding. Raises ValueError unless it has what its purpose needs."""
 
     name: str
     classes: tuple[str, ...]
@@ -128,9 +135,10 @@ class Plan:
     skipped: tuple[str, ...] = ()
     """Keys of images that were left out because they cannot be read."""
     cut: tuple[str, ...] = ()
-    """Splits that were cut from train."""
+    """Splits that were not given: cut from train, or left empty."""
     is_benchmark: bool = False
     """Whether TFDS has prepared the data set: its images are decoded as stored, as in the paper's loaders."""
+    purpose: Purpose = "learn"
 
     @staticmethod
     def of(
@@ -145,20 +153,32 @@ class Plan:
         floor: bool = False,
         ignored: Sequence[str] = (),
         is_benchmark: bool = False,
+        purpose: Purpose = "learn",
     ) -> "Plan":
         """The plan whose splits have these labels by key; missing ones are cut from train, in place: `cut_missing`.
 
-        `files` gives the files of some keys. Raises ValueError for classes that have too few images.
+        `files` gives the files of some keys. To `extend`, a tenth is cut for validation and nothing for test; to
+        `measure`, what is missing stays empty where it cannot be cut. Raises ValueError for classes that have
+        too few images.
         """
         cut = tuple(split for split in SPLITS if split not in members)
-        cut_missing(source, classes, members, seed, floor=floor)
+        match purpose:
+            case "learn":
+                cut_missing(source, classes, members, seed, floor=floor)
+            case "extend":
+                cut_for_extension(members, seed)
+            case "measure":
+                with contextlib.suppress(TooFew):
+                    cut_missing(source, classes, members, seed, floor=floor)
+                members |= {split: {} for split in SPLITS if split not in members}
         parts = {
             split: Part(files(list(labels)), np.array(list(labels.values()), np.int32))
             for split, labels in members.items()
         }
         train, val, test = parts["train"], parts["val"], parts["test"]
         return Plan(
-            name, tuple(classes), train, val, test, source, stamp, tuple(ignored), cut=cut, is_benchmark=is_benchmark
+            name, tuple(classes), train, val, test, source, stamp, tuple(ignored), cut=cut, is_benchmark=is_benchmark,
+            purpose=purpose,
         )  # fmt: skip
 
     def turned(self, upright: bool) -> "Plan":
@@ -171,10 +191,8 @@ class Plan:
         return dataclasses.replace(self, **parts)
 
     def __post_init__(self):
-        where = f"{self.source}: task {self.name!r}"
-        check_class_names(where, self.classes)
-        for split, part in self.splits.items():
-            check_labels(f"{where}, split {split!r}", self.classes, part.labels)
+        labels_of = {name: part.labels for name, part in self.splits.items()}
+        check_purpose(f"{self.source}: task {self.name!r}", self.classes, labels_of, self.purpose)
 
     @property
     def splits(self) -> dict[str, Part]:
@@ -296,21 +314,32 @@ def check_names(names: Sequence[str], known: Sequence[str], where: str) -> list[
     return names
 
 
-def check_class_names(where: str, classes: Sequence[str]) -> None:
-    """ValueError unless there are at least two class names, all different; `where` is the task."""
-    if len(classes) < 2:
-        raise ValueError(f"{where} has {len(classes)} class(es) {list(classes)}; expected at least 2")
+def check_purpose(where: str, classes: Sequence[str], labels: Mapping[str, np.ndarray], purpose: Purpose) -> None:
+    """ValueError unless a task with these labels in its splits has what the purpose needs; `where` is the task."""
+    least = 2 if purpose == "learn" else 1
+    if len(classes) < least:
+        raise ValueError(f"{where} has {len(classes)} class(es) {list(classes)}; expected at least {least}")
     if repeated := repeats(classes):
         raise ValueError(f"{where}: class names must be unique, repeated: {repeated}")
+    for split, own in labels.items():
+        is_whole = purpose == "learn" or (purpose == "extend" and split == "train")
+        check_labels(f"{where}, split {split!r}", classes, own, all_classes=is_whole)
+    if purpose == "extend" and not len(labels["val"]):
+        raise ValueError(f"{where}: no image to decide on; to extend a task, give at least 2 images of one class")
+    if not any(map(len, labels.values())):
+        raise ValueError(f"{where}: no image; expected at least 1")
 
 
-def check_labels(where: str, classes: Sequence[object], labels: np.ndarray) -> None:
-    """ValueError for labels out of range and for classes without an image; `where` is the task and the split."""
+def check_labels(where: str, classes: Sequence[object], labels: np.ndarray, *, all_classes: bool = True) -> None:
+    """ValueError for labels out of range and, with `all_classes`, for classes without an image.
+
+    `where` is the task and the split.
+    """
     outside = np.unique(labels[(labels < 0) | (labels >= len(classes))])
     if outside.size:
         raise ValueError(f"{where}: labels {outside[:5].tolist()} outside 0..{len(classes) - 1}")
     empty = np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0)
-    if empty.size:
+    if all_classes and empty.size:
         names = ", ".join(repr(classes[i]) for i in empty[:8]) + (", ..." if empty.size > 8 else "")
         raise ValueError(f"{where}: no image of {empty.size} of {len(classes)} classes: {names}")
 
@@ -342,37 +371,68 @@ def cut(labels: np.ndarray, num: int, *, keep: int, order: Int[np.ndarray, "N"])
     return mask
 
 
-def check_splits(where: str, splits: Collection[str]) -> None:
-    """ValueError for splits that people give and that nothing can be cut from; `where` names their folder or file."""
-    if "train" not in splits:
+def check_splits(where: str, splits: Collection[str], purpose: Purpose = "learn") -> None:
+    """ValueError for splits that people give and that do not do for the purpose; `where` names their folder or file."""
+    if "train" not in splits and purpose != "measure":
         raise ValueError(f"{where}: no split 'train', only {sorted(splits)}")
-    if "val" in splits and "test" not in splits:
+    if "val" in splits and "test" not in splits and purpose == "learn":
         raise ValueError(f"{where}: train and val but no test split; add one, or leave train alone to be cut")
+
+
+class TooFew(ValueError):
+    """A class has too few images to cut the missing splits from train."""
 
 
 def cut_missing(where: str, classes: Sequence[str], members: Members, seed: int, *, floor: bool = False) -> None:
     """Adds the splits that `members` lacks, in place, taking their images from train.
 
-    With `floor`, validation is floor(0.1 n). Raises ValueError for classes that have too few images.
+    With `floor`, validation is floor(0.1 n). Raises TooFew for classes that have too few images.
     """
     missing = [split for split in ("test", "val") if split not in members]
     if not missing:
         return
-    sizes = np.bincount(list(members["train"].values()), minlength=len(classes))
+    sizes = np.bincount(np.array([*members.get("train", {}).values()], int), minlength=len(classes))
     if scarce := [name for name, size in zip(classes, sizes, strict=True) if size <= len(missing)]:
-        raise ValueError(
+        raise TooFew(
             f"{where}: to cut {' and '.join(missing)} from train every class needs {len(missing) + 1} "
             f"images or more; too few in {', '.join(map(repr, scarce[:8]))}"
         )
     for i, split in enumerate(missing):
         keys, labels = list(members["train"]), np.array(list(members["train"].values()))
         num = len(keys) // 10 if floor else tenths(len(keys), 3 if split == "test" else 1)
-        # by SHA-256("seed/key"): a permutation that depends on no library's random numbers
-        ranks = [hashlib.sha256(f"{seed}/{key}".encode()).digest() for key in keys]
-        order = np.array(sorted(range(len(keys)), key=ranks.__getitem__), int)
-        chosen = cut(labels, num, keep=len(missing) - i, order=order)
-        for name, mask in ((split, chosen), ("train", ~chosen)):
-            members[name] = {keys[row]: int(labels[row]) for row in np.flatnonzero(mask)}
+        _move(members, split, cut(labels, num, keep=len(missing) - i, order=_order(keys, seed)))
+
+
+def cut_for_extension(members: Members, seed: int) -> None:
+    """Adds a missing validation split, in place: a tenth of train, at least one image of each class that has several.
+
+    A missing test split is empty.
+    """
+    members.setdefault("test", {})
+    if "val" in members:
+        return
+    keys, labels = list(members["train"]), np.array(list(members["train"].values()))
+    several = np.flatnonzero(np.bincount(labels)[labels] > 1)
+    mask, (_, own) = np.zeros(len(keys), bool), np.unique(labels[several], return_inverse=True)
+    if len(several):
+        order = _order([keys[row] for row in several], seed)
+        mask[several] = cut(own, tenths(len(keys), 1), keep=1, order=order)
+    _move(members, "val", mask)
+
+
+def _order(keys: Sequence[str], seed: int) -> Int[np.ndarray, "N"]:
+    """By SHA-256("seed/key"): a permutation that depends on no library's random numbers."""
+    ranks = [hashlib.sha256(f"{seed}/{key}".encode()).digest() for key in keys]
+    return np.array(sorted(range(len(keys)), key=ranks.__getitem__), int)
+
+
+def _move(members: Members, split: str, chosen: Bool[np.ndarray, "N"]) -> None:
+    """Moves the chosen images of train to another split, in place."""
+    given = members["train"].items()
+    for name, wanted in ((split, True), ("train", False)):
+        members[name] = {
+            key: label for (key, label), is_chosen in zip(given, chosen, strict=True) if is_chosen == wanted
+        }
 
 
 def _allot(sizes: np.ndarray, num: int, most: np.ndarray) -> list[int]:

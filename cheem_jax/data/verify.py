@@ -163,7 +163,10 @@ def notes_on(plan: Plan, task: Task) -> list[str]:
 
     Of images that are decoded again and again, equal ones are not looked for.
     """
-    files, notes = plan.train.files, list[str]()
+    decoded, notes = [name for name, split in task.splits.items() if len(split.labels)], list[str]()
+    if not decoded:
+        return notes
+    files = plan.splits[decoded[0]].files
     rows = np.unique(np.linspace(0, len(files) - 1, LOOKED_AT).astype(int)).tolist()
     looks = [_look(files, row) for row in rows]
     brightest = _largest(look.brightest for look in looks if isinstance(look, Look))

@@ -1,5 +1,6 @@
 """What a person gives: tasks to learn from, pictures to answer."""
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from cheem_jax.core.paths import absolute
 from cheem_jax.data.files import FolderFiles, look_through
 from cheem_jax.data.load import ImagesConfig, load_tasks
 from cheem_jax.data.sources import plan_source
-from cheem_jax.data.task import Plan, Stream, Task, repeats
+from cheem_jax.data.task import Plan, Purpose, Stream, Task, repeats
 from cheem_jax.data.verify import notes_on
 from cheem_jax.run.progress import Progress
 
@@ -19,36 +20,58 @@ Data = str | Path | Task | Stream | Sequence[Task]
 Picture = str | Path | bytes | np.ndarray | Image.Image
 
 
-def tasks_of(data: Data, image_size: int, progress: Progress | None = None, *, upright: bool) -> tuple[Task, ...]:
-    """Tasks as they are, or read from what `cheem learn` takes: a folder, a zip, a TOML file, a benchmark's name."""
+def tasks_of(
+    data: Data,
+    image_size: int,
+    progress: Progress | None = None,
+    *,
+    upright: bool,
+    purpose: Purpose = "learn",
+    only: str | None = None,
+) -> tuple[Task, ...]:
+    """Tasks as they are, or read from what `cheem learn` takes: a folder, a zip, a TOML file, a benchmark's name.
+
+    Raises ValueError for tasks that do not do for the purpose. `only` as for `load_tasks`.
+    """
     match data:
         case Task():
-            return (data,)
+            tasks = (data,)
         case Stream():
             tasks = data.tasks
         case str() | Path():
             is_there = isinstance(data, Path) and absolute(data).exists()  # so that it is no benchmark's name
             source = str(absolute(data) if is_there else data)
-            return decoded(plan_source(source)[1], image_size, ImagesConfig(), progress, upright=upright)
+            plans = plan_source(source, purpose=purpose)[1]
+            return decoded(plans, image_size, ImagesConfig(), progress, upright=upright, only=only)
         case _:
             tasks = tuple(data)
     if repeated := repeats(task.name for task in tasks):
         raise ValueError(f"task names must be unique, repeated: {repeated}")
-    return tasks
+    return tuple(one if one.purpose == purpose else dataclasses.replace(one, purpose=purpose) for one in tasks)
 
 
 def decoded(
-    plans: Sequence[Plan], image_size: int, config: ImagesConfig, progress: Progress | None, *, upright: bool
+    plans: Sequence[Plan],
+    image_size: int,
+    config: ImagesConfig,
+    progress: Progress | None,
+    *,
+    upright: bool,
+    only: str | None = None,
 ) -> tuple[Task, ...]:
-    """Tasks with their images; `progress` also says what is left out or looks wrong. See `Plan.turned`."""
+    """Tasks with their images; `progress` also says what is left out or looks wrong. See `Plan.turned`.
+
+    `only` as for `load_tasks`.
+    """
     plans = [plan.turned(upright) for plan in plans]
     if progress is None:
-        return load_tasks(plans, image_size, config)
+        return load_tasks(plans, image_size, config, only=only)
     for note in (note for plan in plans for note in plan.ignored):
         progress.say(note)
     tasks = load_tasks(
-        plans, image_size, config, lambda task, num_images: progress.phase("decode", task=task, total=num_images)
-    )
+        plans, image_size, config, lambda task, num_images: progress.phase("decode", task=task, total=num_images),
+        only=only,
+    )  # fmt: skip
     for plan, task in zip(plans, tasks, strict=True):
         for note in notes_on(plan, task):
             progress.say(note)

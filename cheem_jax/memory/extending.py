@@ -61,7 +61,9 @@ def extension_of(task: Task, learned: Sequence[str]) -> Extension:
     classes = (*learned, *new)
     places = np.array([classes.index(name) for name in names], np.int32)
     parts = {name: Split(split.images, places[split.labels]) for name, split in task.splits.items()}
-    return Extension(task.name, classes, parts["train"], parts["val"], parts["test"], skipped=task.skipped)
+    return Extension(
+        task.name, classes, parts["train"], parts["val"], parts["test"], skipped=task.skipped, purpose="extend"
+    )
 
 
 def absent_classes(task: Extension, learned: TaskMemory) -> list[str]:

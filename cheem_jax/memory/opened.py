@@ -28,7 +28,7 @@ from cheem_jax.core.keys import Keys
 from cheem_jax.core.metrics import calibration_error
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, TaskMemory
-from cheem_jax.data.task import Task, check_names, composed, copies_of, repeats, spelled_as
+from cheem_jax.data.task import SPLITS, Purpose, Task, check_names, composed, copies_of, repeats, spelled_as
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.compilation import Mark
@@ -274,7 +274,10 @@ class OpenMemory:
         were held out as test images. Tasks of the data go by their names; `task` says which one a single one is. Raises
         ValueError for tasks or classes that were not learned.
         """
-        found = tasks_of(data, self.config.image_size, upright=self.config.upright)
+        if split not in SPLITS:
+            raise ValueError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
+        size, upright = self.config.image_size, self.config.upright
+        found = tasks_of(data, size, upright=upright, purpose="measure", only=split)
         if task is not None and len(found) != 1:
             raise ValueError(f"{task!r} is one task, and the data hold {len(found)}: {[t.name for t in found]}")
         wanted = [task] if task is not None else [one.name for one in found]
@@ -290,8 +293,6 @@ class OpenMemory:
         keep_evaluated(self.directory, dataclasses.asdict(self.config), measured)
 
     def _score(self, task: Task, index: int, split: str, open_set: float | None) -> Score:
-        if split not in task.splits:
-            raise ValueError(f"split is {split!r}, expected one of {', '.join(task.splits)}")
         learned, parts, told = self.pools.tasks[index], [task.splits[split]], f"the {{}} {split} images"
         if split == "test" and "test" in task.cut:
             if data_hash(dataclasses.replace(task, name=learned.name)) in self._learned_from(learned.name):
@@ -299,14 +300,16 @@ class OpenMemory:
             else:
                 parts, told = list(task.splits.values()), "all {} images"
         labels = np.concatenate([part.labels for part in parts])
+        if not len(labels):
+            raise ValueError(f"task {task.name!r} has no {split} image to measure on; name another split")
         names = spelled_as(task.classes, learned.classes)
-        if unknown := sorted(set(names) - set(learned.classes)):
+        if unknown := sorted({names[label] for label in set(labels.tolist())} - set(learned.classes)):
             raise ValueError(
                 f"task {learned.name!r} has not learned the classes {unknown[:8]}; it knows {list(learned.classes)[:8]}"
             )
-        wanted = np.array([learned.classes.index(name) for name in names])[labels].tolist()
+        wanted = [learned.classes.index(names[label]) for label in labels.tolist()]
         targets, answers, own_answers = list[int](), list[np.ndarray](), list[np.ndarray]()
-        for part in parts:
+        for part in (part for part in parts if len(part.labels)):
             answered = self.predictor(open_set=open_set).answer(part.images)
             targets += answered.targets.tolist()
             answers += answered.logits
@@ -368,7 +371,8 @@ class OpenMemory:
         """
         self.check_writable()
         progress = progress or Progress()
-        tasks = tasks_of(data, self.config.image_size, progress, upright=self.config.upright)
+        purpose: Purpose = "learn" if extend is None else "extend"
+        tasks = tasks_of(data, self.config.image_size, progress, upright=self.config.upright, purpose=purpose)
         if extend is not None and (name is not None or len(tasks) != 1):
             given = f"the name {name!r}" if name is not None else f"{len(tasks)} tasks"
             raise ValueError(f"one task, {extend!r}, is extended by the images of one, but {given} came with it")
@@ -462,7 +466,8 @@ class OpenMemory:
         old = learned[index]
         number, method = self._begin(task, data_sha256, run), self.config.method
         run.progress.say(
-            f"{task.name}: {len(task.train.labels):,} more training images ({old['num_train']:,} before), "
+            f"{task.name}: {len(task.train.labels):,} more images to learn from ({old['num_train']:,} before), "
+            f"{len(task.val.labels):,} to decide on, "
             f"{len(task.classes) - len(classes)} more classes ({len(classes)} before)"
         )
         run.progress.say(
@@ -518,7 +523,8 @@ class OpenMemory:
     def _measure(self, tasks: Sequence[Task], run: RunContext) -> None:
         """Fill the record up: one measurement after each task, of those whose images are at hand."""
         measured = {entry["index"] for entry in read(self.directory) if entry["event"] == "evaluated"}
-        at_hand = {task.name: task for task in tasks}
+        # an extension may come without test images
+        at_hand = {t.name: t if len(t.test.labels) else dataclasses.replace(t, test=t.val) for t in tasks}
         for index in sorted(set(range(len(self.pools.tasks))) - measured):
             learned = self.pools.tasks[: index + 1]
             # after a later task was learned, what an earlier moment would have given can no longer be measured
