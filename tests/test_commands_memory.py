@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from commands import cheem
 from PIL import Image
 from rich.console import Console
 
+import cheem_jax
 from cheem_jax.backbone import weights
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted
@@ -27,6 +29,7 @@ from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Split
 from cheem_jax.memory import create
 from cheem_jax.run.record import read
+from cheem_jax.run.results import results_of
 
 TASKS = {task.name: task for task in demo_stream(image_size=32).tasks[:2]}
 FIRST, SECOND = TASKS
@@ -384,7 +387,7 @@ def test_a_task_is_extended_by_new_classes_and_info_tells(capsys, copied, photos
     said = " ".join(out.split())
     assert (
         status == 0
-        and f"{FIRST}: 16 more images to learn from (16 before), 8 to decide on, 2 more classes (2 before)" in said
+        and f"{FIRST}: 16 more images to learn from (16 before), 16 to decide on, 2 more classes (2 before)" in said
     )
     assert f"no new image of {', '.join(task.classes[:2])}; the network stays as it is" in said
     status, out, _ = cheem(capsys, "learn", copied, more, "--extend", FIRST)

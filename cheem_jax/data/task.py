@@ -29,7 +29,7 @@ Members = dict[str, dict[str, int]]
 
 Purpose = Literal["learn", "extend", "measure"]
 """What a task is for, and so what it needs: two classes and all of them in every split to `learn`; an image of each
-class in train and one for validation to `extend` a learned task; any image to `measure`."""
+class in train and one for validation to `extend` a learned task; one class to `measure`."""
 
 SPLITS = ("train", "val", "test")
 _SPLIT = re.compile(
@@ -326,8 +326,6 @@ def check_purpose(where: str, classes: Sequence[str], labels: Mapping[str, np.nd
         check_labels(f"{where}, split {split!r}", classes, own, all_classes=is_whole)
     if purpose == "extend" and not len(labels["val"]):
         raise ValueError(f"{where}: no image to decide on; to extend a task, give at least 2 images of one class")
-    if not any(map(len, labels.values())):
-        raise ValueError(f"{where}: no image; expected at least 1")
 
 
 def check_labels(where: str, classes: Sequence[object], labels: np.ndarray, *, all_classes: bool = True) -> None:
