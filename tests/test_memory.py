@@ -996,6 +996,9 @@ def test_info_leaves_what_only_opening_tells(copied, changed):
     file = copied / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     assert read_info(copied) is None
+    file.unlink()
+    with pytest.raises(ValueError, match="is not a memory"):  # without opening it
+        read_info(copied)
 
 
 def test_auto_takes_256_steps_within_bounds_and_the_rate_of_demo_where_images_are_few():

@@ -173,16 +173,17 @@ def read_info(directory: Path) -> dict[str, Any] | None:
     """What `OpenMemory.info` gives, from the record, the metadata of tasks and the hashes of their files.
 
     None where only opening the memory tells: a run, an empty memory, one that is being written to or has an unusual
-    history, and one with anything wrong, which opening names. The content hashes of tasks are not compared.
+    history, and one with anything wrong, which opening names. The content hashes of tasks are not compared. Raises
+    ValueError where there is neither a memory nor a run.
     """
+    held = read_config(directory)
     try:
-        return _read_info(directory)
+        return _read_info(directory, held)
     except (ValueError, OSError, LookupError, TypeError, AttributeError):
         return None
 
 
-def _read_info(directory: Path) -> dict[str, Any] | None:
-    held = read_config(directory)
+def _read_info(directory: Path, held: Mapping[str, Any]) -> dict[str, Any] | None:
     config, reports = config_of(held, directory), sorted(_reports(directory), key=lambda report: report["index"])
     # tasks that came from a run are not calibrated
     if held["format"] != FORMAT or config.forgetting is not None or config.begun_with_sha256 is not None:
