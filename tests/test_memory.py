@@ -619,7 +619,7 @@ def test_more_images_of_every_class_change_one_task_alone(copied, capsys):
     assert [(task["name"], task["num_train"]) for task in tasks] == [("task1", 40), ("task2", 40), ("task0", 88)]
     assert tasks[2]["extended"] == [{"num_train": [40, 88], "num_classes": [3, 3]}]
     caption = task_grid(results_of(read(copied))).caption
-    assert "T2 was learned from 40 training images of 3 classes and extended since" in caption
+    assert "T3 was learned from 40 training images of 3 classes and extended since" in caption
     assert num_forgotten(json.loads((copied / "config.json").read_text())) == 0
     after = contents(copied)
     for again in (MORE, dataclasses.replace(STREAM.tasks[0], name="again")):

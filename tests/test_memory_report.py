@@ -97,9 +97,9 @@ def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_
     assert "Corrupted" not in page.text and "nan" not in page.text.lower().split()
     tiles = page.text.split("Average accuracy", 1)[1].split("FLOPs per image")[0].split()
     assert tiles[:3] == ["–", "not", "measured:"] and f"`cheem evaluate {name} DATA` fills this in" in " ".join(tiles)
-    first = next(row for row in page.text.split("\n") if row.startswith("T0 task") and "40" in row)
+    first = next(row for row in page.text.split("\n") if row.startswith("T1 task") and "40" in row)
     assert "––" in first and "–0." in first  # found and given; routed, before the FLOPs
-    assert "Not measured after the last task, and shown as –: T0 task" in page.text
+    assert "Not measured after the last task, and shown as –: T1 task" in page.text
     assert "no task's images were available when a later" in page.text
     matrices = [chart["data"][0]["z"] for chart in page.charts if chart["data"][0]["type"] == "heatmap"]
     assert results["accuracy"][-1][:-1] == [None] * (num - 1) and any(
@@ -211,7 +211,7 @@ def test_what_one_watches_of_a_memory(moment):
     three = watched(moment("three"))
     assert "at rest since" in three and "3 tasks learned" in three and "right after learning" in three
     assert "– not measured: their images were not available" in three and "nan" not in three
-    assert next(row for row in three.split("\n") if "T0 task0" in row).split().count("–") == 3
+    assert next(row for row in three.split("\n") if "T1 task0" in row).split().count("–") == 3
     half = watched(moment("half"))
     assert "stopped in the middle of 'task9'; the same `cheem learn` resumes it" in half and "2 tasks learned" in half
     later = moment("later")
@@ -225,7 +225,7 @@ def test_event_files_hold_what_was_measured_and_no_average_that_was_not(moment, 
     write_tensorboard(Tensorboard((directory,)))
     file = directory / "tensorboard" / "cheem" / NAME
     numbers, diagonal = numbers_in(file), [row[i] for i, row in enumerate(results_in(directory)["accuracy"])]
-    assert [numbers[f"accuracy/T{i}_task{i}"] for i in range(3)] == [[(i + 1, diagonal[i])] for i in range(3)]
+    assert [numbers[f"accuracy/T{i + 1}_task{i}"] for i in range(3)] == [[(i + 1, diagonal[i])] for i in range(3)]
     assert [step for step, _ in numbers["average/accuracy"]] == [1] and "average/forgetting" not in numbers
     assert '"method": "cheem"' in texts_in(file)["config/text_summary", 0]
     empty = moment("empty")
@@ -252,7 +252,7 @@ def expert(origin: int | str, parent: int | None = None, kind: str = "") -> dict
 
 
 def test_an_expert_of_a_forgotten_task_counts_from_the_start_and_is_named():
-    # block 1: used by T1; block 2: T0's expert was adapted from it; blocks 3 and 4: gone
+    # block 1: used by T1; block 2: T1's expert was adapted from it; blocks 3 and 4: gone
     results = {
         "pool": [
             [expert("base"), expert("forgotten")],

@@ -90,7 +90,7 @@ def test_the_task_table_keeps_each_task_on_one_line_of_100_columns(names, num_bl
     results = made_up(names, num_blocks, backbone, size)
     text = on_paper(table.task_grid(results).without(table.SIZES).to_rich())
     for index, task in enumerate(results["tasks"]):
-        (line,) = [line for line in text.splitlines() if f"T{index} {task['name']} " in line]
+        (line,) = [line for line in text.splitlines() if f"T{index + 1} {task['name']} " in line]
         assert table.letters(task["architecture"]) in line
         assert f"{100 * results['accuracy'][-1][index]:.1f}" in line
 
@@ -158,7 +158,7 @@ def test_the_report_names_every_task_number_and_figure(tmp_path):
         "1.30 GB",
         "neutral",
         "58.3 M",
-        "T2",
+        "T3",
     ):
         assert shown in text
     for name in ("architectures", "accuracy"):

@@ -123,9 +123,9 @@ def test_hostile_names_are_text_and_nothing_else(tmp_path):
     assert HOSTILE in page.text
     assert [tag for tag, _ in page.elements].count("script") == 3 + 1 + len(page.charts)  # one holds the pool
     [label] = {
-        text for spec in page.charts for text in spec["layout"]["xaxis"].get("categoryarray", ()) if "T0" in text
+        text for spec in page.charts for text in spec["layout"]["xaxis"].get("categoryarray", ()) if "T1" in text
     }
-    assert label.startswith("T0 &lt;/script&gt;")  # plotly reads markup and entities
+    assert label.startswith("T1 &lt;/script&gt;")  # plotly reads markup and entities
 
 
 def test_json_cannot_end_the_script_it_stands_in():
@@ -149,25 +149,25 @@ def test_a_cell_names_the_task_that_its_expert_comes_from(run):
     cells = re.findall(r'<td class="(\w+)" tabindex="-1"(?: data-e="(\d)")?><span>(.*?)</span>', report(run))
     assert cells == [
         ("base", "0", "base"), ("base", "0", "base"), ("adapt", "1", "base+Δ"), ("new", "1", "new"),
-        ("adapt", "2", "T0+Δ"), ("skip", "", "skip"), ("adapt", "3", "T1+Δ"), ("skip", "", "skip"),
+        ("adapt", "2", "T1+Δ"), ("skip", "", "skip"), ("adapt", "3", "T2+Δ"), ("skip", "", "skip"),
     ]  # fmt: skip
 
 
 def test_charts_hold_the_numbers_of_the_run(run):
     page = parsed(run)
     pool, routed, given, forgetting, routing, *similarity = page.charts[:8]
-    assert pool["data"][0]["x"] == ["base", "T0 one", "T1 two", "T2 three"]
+    assert pool["data"][0]["x"] == ["base", "T1 one", "T2 two", "T3 three"]
     assert pool["data"][0]["z"] == [[1, 2, 3, 4], [1, 2, 2, 2]]
     assert routed["data"][0]["z"][1] == [84.33, 85.33, None] and given["data"][0]["z"][1] == [92.67, 93.67, None]
     assert [(trace["x"], trace["y"]) for trace in forgetting["data"]] == [
-        (["T0 one", "T1 two", "T2 three"], [85.33, 84.33, 83.33]), (["T1 two", "T2 three"], [85.33, 83.33]),
-        (["T2 three"], [83.33]),
+        (["T1 one", "T2 two", "T3 three"], [85.33, 84.33, 83.33]), (["T2 two", "T3 three"], [85.33, 83.33]),
+        (["T3 three"], [83.33]),
     ]  # fmt: skip
     assert routing["data"][0]["z"] == [[91.67, 8.333, 0.0], [0.0, 91.67, 8.333], [8.333, 0.0, 91.67]]
     assert [spec["data"][0]["z"] for spec in similarity] == [
         [[0.5, -0.5], *[[0.25, None]] * earlier] for earlier in range(3)
     ]
-    assert similarity[2]["data"][0]["y"] == ["base", "T0 one", "T1 two"]
+    assert similarity[2]["data"][0]["y"] == ["base", "T1 one", "T2 two"]
     assert {trace["name"]: trace["y"] for trace in page.charts[-1]["data"]} == {
         "supernet training": [1.0] * 3, "search": [0.5] * 3, "evaluation": [0.5] * 3,
     }  # fmt: skip
@@ -187,7 +187,7 @@ def test_examples_are_the_pictures_with_what_was_answered(run):
     # dogs are 60 lighter than cats; of ten right answers four, both wrong ones
     assert greys == 3 * [2, 5, 62, 65, 0, 1]
     assert [answer[:2] for answer in told[:4]] == [("right", "cat")] * 2 + [("right", "dog")] * 2
-    for index, next_one in enumerate(("T1 two", "T2 three", "T0 one")):
+    for index, next_one in enumerate(("T2 two", "T3 three", "T1 one")):
         assert told[6 * index + 4] == ("wrong", "cat", [f" routed to {next_one}", "task ID given: cat "])
         assert told[6 * index + 5] == ("wrong", "cat", [" dog "])
     assert text.count("10 right") == 3 and text.count("2 wrong") == 3

@@ -84,16 +84,16 @@ def test_every_number_of_the_record_is_there_once_at_its_task_or_epoch(tmp_path)
     assert found["average/accuracy"] == [(1, 0.9), (2, 0.7)]
     assert found["average/given_accuracy"] == [(1, 0.95), (2, 0.825)]
     assert found["average/forgetting"] == [(2, 0.1)]
-    assert found["accuracy/T0_digits"] == [(1, 0.9), (2, 0.8)]
-    assert found["accuracy/T1_letters__b_"] == [(2, 0.6)]
-    assert found["given_accuracy/T1_letters__b_"] == [(2, 0.7)]
-    assert found["loss_supernet/T0_digits"] == [(1, 2.0), (3, 1.0)]  # that of epoch 2 was not finite
-    assert found["loss_finetune/T1_letters__b_"] == [(1, 0.5)]
+    assert found["accuracy/T1_digits"] == [(1, 0.9), (2, 0.8)]
+    assert found["accuracy/T2_letters__b_"] == [(2, 0.6)]
+    assert found["given_accuracy/T2_letters__b_"] == [(2, 0.7)]
+    assert found["loss_supernet/T1_digits"] == [(1, 2.0), (3, 1.0)]  # that of epoch 2 was not finite
+    assert found["loss_finetune/T2_letters__b_"] == [(1, 0.5)]
     assert found["cost/flops_method"] == [(1, 58e6), (2, 58e6)]
     assert found["cost/params_added_percent"] == [(1, 2.5), (2, 2.5)]
     assert found["seconds/supernet"] == [(1, 4.0), (2, 4.0)] and found["seconds/evaluate"] == [(1, 1.5), (2, 1.5)]
     beside = numbers_in(tmp_path / "tensorboard" / "frozen_linear" / NAME)
-    assert beside["average/accuracy"] == [(1, 0.5), (2, 0.5)] and beside["loss_train/T0_digits"] == [(1, 0.25)]
+    assert beside["average/accuracy"] == [(1, 0.5), (2, 0.5)] and beside["loss_train/T1_digits"] == [(1, 0.25)]
 
 
 def test_events_carry_the_times_of_the_record(tmp_path):
@@ -102,14 +102,14 @@ def test_events_carry_the_times_of_the_record(tmp_path):
     events = events_in(write_events(tmp_path) / "cheem" / NAME)
     assert (events[0].file_version, events[0].wall_time) == ("brain.Event:2", times[0])
     by_tag = {value.tag: event.wall_time for event in events for value in event.summary.value}
-    assert by_tag["loss_finetune/T0_digits"] == times[1] and by_tag["average/accuracy"] == times[3]
+    assert by_tag["loss_finetune/T1_digits"] == times[1] and by_tag["average/accuracy"] == times[3]
 
 
 def test_architectures_and_settings_are_texts(tmp_path):
     learn(begin(tmp_path), 0, [0.9], [0.9])
     file = write_events(tmp_path) / "cheem" / NAME
     texts = texts_in(file)
-    assert texts["architecture/text_summary", 1] == "T0_digits: reuse:0, new"
+    assert texts["architecture/text_summary", 1] == "T1_digits: reuse:0, new"
     config = json.loads(texts["config/text_summary", 0].strip("`json\n"))
     assert config["cheem"]["ops"]["rank"] == 16 and config["method"] == "cheem" and "data_sha256" not in config
 
@@ -120,7 +120,7 @@ def test_an_upper_bound_lies_beside_the_methods(tmp_path):
     record.write("upper_bound", index=0, name="digits", test_accuracy=0.97, seconds=3.0)
     write_events(tmp_path)
     found = numbers_in(tmp_path / "tensorboard" / "full_finetune" / NAME)
-    assert found == {"given_accuracy/T0_digits": [(1, 0.97)], "seconds/bound": [(1, 3.0)]}
+    assert found == {"given_accuracy/T1_digits": [(1, 0.97)], "seconds/bound": [(1, 3.0)]}
 
 
 def test_a_record_that_grew_is_appended_without_a_point_twice(tmp_path):

@@ -147,9 +147,9 @@ def test_a_running_run_shows_tasks_phase_and_the_time_that_the_finished_ones_for
     assert "25 %" in line_with("finetune", text)
     assert "1,000 of 4,000 images, 50 images/s, 1 min 00 s left" in text
     assert "epoch 4/16 loss 0.250" in text
-    assert line_with("T0 digits", text).split()[:6] == ["T0", "digits", "learned", "AN", "85.0", "90.0"]
-    assert line_with("T1 letters", text).split()[:6] == ["T1", "letters", "learned", "AS", "70.0", "90.0"]
-    assert line_with("T2 textures", text).split() == ["T2", "textures", "learning"]
+    assert line_with("T1 digits", text).split()[:6] == ["T1", "digits", "learned", "AN", "85.0", "90.0"]
+    assert line_with("T2 letters", text).split()[:6] == ["T2", "letters", "learned", "AS", "70.0", "90.0"]
+    assert line_with("T3 textures", text).split() == ["T3", "textures", "learning"]
     for part in ("2 of 3 tasks", "[finetune] textures: 1,000 of 4,000 images", "about 15 s left in all"):
         assert part in said and "\n" not in said
 
@@ -168,7 +168,7 @@ def test_a_killed_run_is_told_with_the_phase_it_was_in_and_ends_the_view(tmp_pat
         text = text_of(tmp_path, now=now)
         assert "stopped" in text and "the same command resumes it" in text
         assert "3 of 4 images, last sign of life 1 min 30 s ago" in text
-        assert line_with("T1 letters", text).split() == ["T1", "letters", "waiting"]
+        assert line_with("T2 letters", text).split() == ["T2", "letters", "waiting"]
         watch_run(Watch(tmp_path), Console(file=io.StringIO(), width=80))  # ends by itself
     finally:
         ended.wait()
@@ -204,7 +204,7 @@ def test_every_width_keeps_names_states_and_accuracies_and_no_line_is_longer(tmp
     text = text_of(tmp_path, width)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     row = line_with("learned", text)
-    assert "T0" in row and "87.3" in row and (letters in row) == (width == 120)
+    assert "T1" in row and "87.3" in row and (letters in row) == (width == 120)
 
 
 def test_of_many_tasks_those_around_the_one_that_is_learned_are_shown_and_the_others_counted(tmp_path):
@@ -239,7 +239,7 @@ def test_a_damaged_record_is_told_and_the_rest_is_shown(tmp_path):
     file.write_text("".join([*lines[:2], "\0nonsense\n", *lines[3:]]))
     text = " ".join(text_of(tmp_path, 200).split())
     assert "line 3 is not as it was written" in text and "its numbers are missing below" in text
-    assert "made-up · vit_micro · CHEEM · seed 7" in text and "T0 digits waiting" in text
+    assert "made-up · vit_micro · CHEEM · seed 7" in text and "T1 digits waiting" in text
     (tmp_path / "config.json").write_text("{")
     assert "config.json cannot be read" in " ".join(text_of(tmp_path, 200).split())
 
@@ -306,7 +306,7 @@ def test_ctrl_c_ends_the_view_gives_the_terminal_back_and_leaves_the_run_alone(t
     shown = terminal.getvalue()
     for on, off in (("\x1b[?25l", "\x1b[?25h"), ("\x1b[?1049h", "\x1b[?1049l")):  # the cursor, the screen of its own
         assert shown.count(on) == shown.count(off) == 1 and shown.index(on) < shown.index(off)
-    assert "T0 digits" in shown[shown.index("\x1b[?1049l") :]  # the last view stays
+    assert "T1 digits" in shown[shown.index("\x1b[?1049l") :]  # the last view stays
 
 
 def test_once_shows_a_running_run_and_ends(tmp_path):

@@ -150,7 +150,7 @@ def save(figure: Figure, file: Path, *, bbox_inches: Literal["tight"] | None = N
 
 
 def _labels(results: Results) -> list[str]:
-    """`T3 food10`: tasks are numbered from 0, as everywhere in the results."""
+    """`T1 food10` of the first task."""
     names = [task["name"] for task in results["tasks"]]
     names = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
     names = [name.replace("$", r"\$") for name in names]  # a pair would start a formula
@@ -194,7 +194,7 @@ def contact_sheet(
 def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
     """Examples of each task in learning order over its name, its classes and images."""
     groups = [
-        (f"T{index} {row.name}: {row.classes:,} classes, {row.num_train:,} training, {row.num_val:,} validation and "
+        (f"T{index + 1} {row.name}: {row.classes:,} classes, {row.num_train:,} training, {row.num_val:,} validation and "
          f"{row.num_test:,} test images", row.examples)
         for index, row in enumerate(rows)
     ]  # fmt: skip

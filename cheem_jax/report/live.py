@@ -175,7 +175,7 @@ def _tasks(seen: Snapshot, width: int, rows: int) -> Table:
             task, *numbers = learned.rows[index]
             lines.append((task, "learned", *numbers))
         else:
-            lines.append((f"T{index} {seen.names[index]}", _waiting(seen, index), *[""] * num_empty))
+            lines.append((f"T{index + 1} {seen.names[index]}", _waiting(seen, index), *[""] * num_empty))
     columns = (learned.columns[0], "state", *learned.columns[1:])
     grid = Grid("", columns, tuple(lines), learned.num_left + 1, "\n".join(captions))
     if grid.width > width:

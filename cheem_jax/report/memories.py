@@ -137,8 +137,8 @@ def after_learning(results: Results) -> tuple[float | None, int]:
 
 
 def origin_name(origin: int | str) -> str:
-    """`T3`, `base`, or the mark of an expert whose task is gone."""
-    return f"T{origin}" if isinstance(origin, int) else MARK if origin == FORGOTTEN else origin
+    """`T1` of the first task, `base`, or the mark of an expert whose task is gone."""
+    return f"T{origin + 1}" if isinstance(origin, int) else MARK if origin == FORGOTTEN else origin
 
 
 def cell_text(choice: Choice, block: Sequence[Mapping[str, Any]]) -> str:

@@ -93,7 +93,7 @@ def points_of(entries: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
         match entry["event"]:
             case "learned":
                 report = entry["report"]
-                names[report["index"]] = f"T{report['index']}_{report['name']}"
+                names[report["index"]] = f"T{report['index'] + 1}_{report['name']}"
                 for tag, value, step in _learned(report, names[report["index"]]):
                     yield Point(entry["method"], tag, value, step, time)
             case "evaluated":
@@ -104,7 +104,7 @@ def points_of(entries: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
                     for tag, value in _measured(evaluated, method, names):
                         yield Point(method, tag, value, step, time)
             case "upper_bound":
-                tag = f"given_accuracy/T{entry['index']}_{entry['name']}"
+                tag = f"given_accuracy/T{entry['index'] + 1}_{entry['name']}"
                 yield Point("full_finetune", tag, entry["test_accuracy"], entry["index"] + 1, time)
                 yield Point("full_finetune", "seconds/bound", entry["seconds"], entry["index"] + 1, time)
 

@@ -90,11 +90,11 @@ def test_a_cell_tells_its_experts_history_and_who_shares_it(one_run, opened):
     tip = page.locator("#tip")
     cell(page, 3, 0).scroll_into_view_if_needed()
     cell(page, 3, 0).hover()
-    assert tip.locator("b").inner_text() == "T2 three, block 1: adapt"
+    assert tip.locator("b").inner_text() == "T3 three, block 1: adapt"
     assert tip.locator("li").all_inner_texts() == [
-        "expert 3 of T2 three: low-rank Δ on expert 2",
-        "expert 2 of T1 two: low-rank Δ on expert 1",
-        "expert 1 of T0 one: low-rank Δ on expert 0",
+        "expert 3 of T3 three: low-rank Δ on expert 2",
+        "expert 2 of T2 two: low-rank Δ on expert 1",
+        "expert 1 of T1 one: low-rank Δ on expert 0",
         "expert 0 of the backbone: pretrained, full",
     ]
     assert tip.locator("p").inner_text() == "No other task shares it"
@@ -110,7 +110,7 @@ def test_the_grid_can_be_asked_with_the_keyboard(one_run, opened_wide):
     cell(page, 0, 0).focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")
-    assert page.locator("#tip b").inner_text() == "T0 one, block 2: new"
+    assert page.locator("#tip b").inner_text() == "T1 one, block 2: new"
     page.keyboard.press("Escape")
     assert page.locator("#tip").is_hidden()
 
@@ -124,7 +124,7 @@ def test_moving_the_focus_past_the_edge_of_the_window_keeps_the_tip(one_run, ope
         page.keyboard.press("ArrowDown")
         page.wait_for_timeout(400)  # until the page has scrolled
     assert page.evaluate("scrollY") > before
-    assert page.locator("#tip b").inner_text() == "T3 four, block 1: adapt" and page.locator("#tip").is_visible()
+    assert page.locator("#tip b").inner_text() == "T4 four, block 1: adapt" and page.locator("#tip").is_visible()
     page.mouse.wheel(0, 3000)
     page.locator("#tip").wait_for(state="hidden")  # its cell is out of sight
 
@@ -145,7 +145,7 @@ def test_an_address_that_is_no_text_stops_nothing(one_run, opened_wide):
     page = opened_wide(one_run, "#%")
     cell(page, 1, 0).scroll_into_view_if_needed()
     cell(page, 1, 0).hover()
-    assert page.locator("#tip b").inner_text() == "T0 one, block 1: adapt"
+    assert page.locator("#tip b").inner_text() == "T1 one, block 1: adapt"
 
 
 def test_runs_are_switched_by_choice_and_by_address(three_runs, opened_wide):
@@ -184,7 +184,7 @@ def test_a_selector_shows_another_task(one_run, opened_wide):
     figure.scroll_into_view_if_needed()
     figure.locator(".ytick text").first.wait_for()
     assert figure.locator(".ytick").count() == 4  # of the last task: the base and three tasks
-    figure.locator("select").select_option("T0 one")
+    figure.locator("select").select_option("T1 one")
     page.wait_for_function("document.querySelectorAll('section[id$=similarity] .ytick').length === 1")
 
 

@@ -195,7 +195,7 @@ def architectures(results: Results) -> Architectures:
             if expert is not None and not 0 <= expert < len(block):
                 raise ValueError(f"task {task['name']!r} uses expert {expert} of a block with {len(block)}")
             cells.append((choice.kind, memories.cell_text(choice, block), expert))
-        rows.append((f"T{index} {task['name']}", cells, f"{task['params_added_percent']:.1f} %"))
+        rows.append((f"T{index + 1} {task['name']}", cells, f"{task['params_added_percent']:.1f} %"))
     caption = "Point at or tap a cell to see its expert's history and who shares it."
     if len(tasks) > MOST_ARCHITECTURES:
         caption += f" The first {MOST_ARCHITECTURES} of {len(tasks):,} tasks are shown."
@@ -262,7 +262,7 @@ def _about_memory(run: RunRecord) -> list[str]:
     elif later:
         warnings.append(f"Learned but not measured yet: {', '.join(later)}; the next `cheem learn` measures it.")
     if empty := memories.unmeasured(results):
-        named = ", ".join(f"T{index} {run.order[index]}" for index in empty[:5])
+        named = ", ".join(f"T{index + 1} {run.order[index]}" for index in empty[:5])
         named += f" and {len(empty) - 5} more" if len(empty) > 5 else ""
         warnings.append(f"Not measured after the last task, and shown as {NONE}: {named}; {memories.UNAVAILABLE}.")
     if forgotten := memories.num_forgotten(config):

@@ -180,7 +180,7 @@ def similarity(results: Results) -> Chart:
             scale="diverging", limits=(-1, 1), hover="%{y}<br>at %{x}<br><b>S = %{z:.2f}</b>", decimals=2,
         )  # fmt: skip
         spec["layout"]["height"] = int(np.clip(30 * len(kept) + 75, 130, 760))
-        variants[f"T{task} {results['tasks'][task]['name']}"] = spec
+        variants[f"T{task + 1} {results['tasks'][task]['name']}"] = spec
     height = max(spec["layout"]["height"] for spec in variants.values())
     caption = (
         "Similarity S of a new task to every earlier network, block by block: 1 is alike, –1 unlike; empty where that "
@@ -224,7 +224,7 @@ def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
     if not scored:
         raise EmptySection("No architecture of the search has a score.")
     kept = [scored[place] for place in spread(len(scored), PANELS)]
-    variants = {f"T{index} {reports[index]['name']}": _scatter(reports[index], tolerance) for index in kept}
+    variants = {f"T{index + 1} {reports[index]['name']}": _scatter(reports[index], tolerance) for index in kept}
     caption = (
         "Every architecture that the search evaluated: FLOPs of the architecture against "
         f"{SCORES[score_of(reports[0])][1]}. The colour is the generation; the ring marks the target network"
@@ -338,14 +338,14 @@ def category_axis(full: Sequence[str], short: Sequence[str], title: str = "") ->
 
 
 def task_axis(results: Results, tasks: Sequence[int], title: str = "", *, named: bool = False) -> Spec:
-    """An axis over tasks, -1 being the base; ticks are `T3`, or `T3 food10` where they are `named`."""
-    short = [label_of(results, task, 20) if named or task < 0 else f"T{task}" for task in tasks]
+    """An axis over tasks, -1 being the base; ticks are `T1`, or `T1 food10` where they are `named`."""
+    short = [label_of(results, task, 20) if named or task < 0 else f"T{task + 1}" for task in tasks]
     return category_axis([label_of(results, task) for task in tasks], short, title)
 
 
 def label_of(results: Results, task: int, limit: int = 60) -> str:
-    """`T3 food10`: unique, because tasks are numbered; -1 is the base."""
-    return "base" if task < 0 else shown(f"T{task} {results['tasks'][task]['name']}", limit)
+    """`T1 food10` of the first task, unique because of the number; -1 is the base."""
+    return "base" if task < 0 else shown(f"T{task + 1} {results['tasks'][task]['name']}", limit)
 
 
 def shown(text: str, limit: int = 60) -> str:

@@ -122,7 +122,7 @@ def _of_task(
             return Example(source, truth, "")
         if routed[row] == index:
             return Example(source, truth, task["classes"][classes[row]])
-        other = f"routed to T{routed[row]} {tasks[routed[row]]['name']}"
+        other = f"routed to T{routed[row] + 1} {tasks[routed[row]]['name']}"
         return Example(source, truth, other, task["classes"][given[row]])
 
     def some_of(rows: np.ndarray) -> list[Example]:
@@ -134,7 +134,7 @@ def _of_task(
         return list(map(example, chosen.tolist(), images))
 
     right, wrong = np.flatnonzero(is_right), np.flatnonzero(~is_right)
-    return f"T{index} {task['name']}", some_of(right), some_of(wrong), len(right), len(wrong)
+    return f"T{index + 1} {task['name']}", some_of(right), some_of(wrong), len(right), len(wrong)
 
 
 def data_uri(image: np.ndarray) -> str:

@@ -249,7 +249,7 @@ for (const figure of document.querySelectorAll(".architectures")) {
   const pool = JSON.parse(figure.querySelector("script").textContent);
   const rows = [...figure.querySelectorAll("tbody tr")];
   const table = figure.querySelector("table");
-  const name = task => task === -2 ? "a forgotten task" : task < 0 ? "the backbone" : rows[task + 1]?.cells[0].textContent ?? `T${task}`;
+  const name = task => task === -2 ? "a forgotten task" : task < 0 ? "the backbone" : rows[task + 1]?.cells[0].textContent ?? `T${task + 1}`;
   const column = block => rows.map(row => row.cells[block + 1]);
   rows[0].cells[1].tabIndex = 0;
 

@@ -66,7 +66,7 @@ def tasks_grid(runs: Runs, costs: Costs) -> Grid:
             frozen = [100 * results["yardsticks"]["frozen_linear"]["local_accuracy"][-1][index] for results in found]
             source = np.mean([count.source[0, index] for count in counts], axis=0)
             rows.append((
-                f"T{index} {name}", TITLES[sampling], spread(accuracy), spread(frozen),
+                f"T{index + 1} {name}", TITLES[sampling], spread(accuracy), spread(frozen),
                 f"{np.mean([100 * count.flops[0, index] / costs.plain for count in counts]):.1f}",
                 spread([float(count.added[0, index]) for count in counts], 2),
                 *(f"{blocks:.1f}" for blocks in source),
@@ -105,7 +105,7 @@ def page(runs: Runs, judged: Judged, costs: Costs, setting: str) -> str:
     parts = ["# Planted synergy", setting, "## Findings"]
     parts += findings(runs, judged.summaries)
     parts += ["![target networks of all runs](architectures.png)"]
-    plan = tuple((f"T{i} {task.name}", task.role, task.relative or NONE, task.answer) for i, task in enumerate(PLAN))
+    plan = tuple((f"T{i + 1} {task.name}", task.role, task.relative or NONE, task.answer) for i, task in enumerate(PLAN))
     criteria = tuple((claim.name, claim.statement, claim.value, claim.criterion) for claim in CLAIMS)
     for grid, note in (
         (Grid("What was planted", ("task", "role", "made from", "right answer"), plan, 4), ""),
