@@ -128,7 +128,9 @@ def task_grid(results: Results) -> Grid:
     for index, task in enumerate(results["tasks"]):
         if told := task.get("extended"):
             images, classes = told[0]["num_train"][0], told[0]["num_classes"][0]
-            caption += f"\nT{index + 1} was learned from {images:,} training images of {classes} classes and extended since"
+            caption += (
+                f"\nT{index + 1} was learned from {images:,} training images of {classes} classes and extended since"
+            )
     if has_architecture:
         caption = f"R reuse, A adapt, N new, S skip, one per block; {caption}, of the target network without the router"
     return Grid("per task, after the last one", tuple(columns), tuple(rows), 1 + has_architecture, caption)

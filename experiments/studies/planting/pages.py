@@ -105,7 +105,9 @@ def page(runs: Runs, judged: Judged, costs: Costs, setting: str) -> str:
     parts = ["# Planted synergy", setting, "## Findings"]
     parts += findings(runs, judged.summaries)
     parts += ["![target networks of all runs](architectures.png)"]
-    plan = tuple((f"T{i + 1} {task.name}", task.role, task.relative or NONE, task.answer) for i, task in enumerate(PLAN))
+    plan = tuple(
+        (f"T{i + 1} {task.name}", task.role, task.relative or NONE, task.answer) for i, task in enumerate(PLAN)
+    )
     criteria = tuple((claim.name, claim.statement, claim.value, claim.criterion) for claim in CLAIMS)
     for grid, note in (
         (Grid("What was planted", ("task", "role", "made from", "right answer"), plan, 4), ""),
