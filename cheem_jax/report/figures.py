@@ -194,9 +194,9 @@ def contact_sheet(
 def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
     """Examples of each task in learning order over its name, its classes and images."""
     groups = [
-        (f"T{index + 1} {row.name}: {row.classes:,} classes, {row.num_train:,} training, {row.num_val:,} validation and "
+        (f"T{number} {row.name}: {row.classes:,} classes, {row.num_train:,} training, {row.num_val:,} validation and "
          f"{row.num_test:,} test images", row.examples)
-        for index, row in enumerate(rows)
+        for number, row in enumerate(rows, 1)
     ]  # fmt: skip
     _draw(groups, MOST_OF_TASK, file, title)
 
