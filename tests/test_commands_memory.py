@@ -364,7 +364,8 @@ def test_a_class_alone_is_measured_and_added(capsys, copied, photos, tmp_path):
     assert re.search(rf"{FIRST}: [\d.]+ % on 2 validation images \(", said)
     memory.refresh()
     assert memory.tasks[-1].classes == task.classes[:3]
-    assert results_of(read(copied))["tasks"][-1]["num_test"] == 16, "as before"
+    reported = results_of(read(copied))["tasks"][-1]
+    assert (reported["num_test"], reported["tested_on"]) == (16, "validation"), "as many as before"
     status, out, _ = cheem(capsys, "learn", copied, new.parent, "--extend", FIRST)
     assert status == 0 and f"{FIRST}: learned already" in out
     for row in list(new.iterdir())[1:]:

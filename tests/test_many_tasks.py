@@ -11,6 +11,7 @@ import pytest
 import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.spatial import distance
 from scipy.spatial.distance import cdist
 
 from cheem_jax.cheem.expert_memory import TaskNetworks
@@ -127,7 +128,7 @@ def test_blocks_change_no_answer_and_bound_what_is_compared_together(monkeypatch
 
     monkeypatch.setattr(routing, "BLOCK_BYTES", 8 * 7 * 300)  # seven points beside three hundred centroids
     monkeypatch.setattr(routing, "PART", 64)
-    monkeypatch.setattr(routing, "cdist", counted)
+    monkeypatch.setattr(distance, "cdist", counted)
     np.testing.assert_array_equal(whole.distances(points), wanted)
     np.testing.assert_array_equal(whole.route(points), named)
     assert max(sizes) <= 7 * 64

@@ -465,10 +465,11 @@ class OpenMemory:
         learned = {e["report"]["index"]: e["report"] for e in read(self.directory) if e["event"] == "learned"}
         old = learned[index]
         number, method = self._begin(task, data_sha256, run), self.config.method
+        more = len(task.classes) - len(classes)
         run.progress.say(
             f"{task.name}: {len(task.train.labels):,} more images to learn from ({old['num_train']:,} before), "
             f"{len(task.val.labels):,} to decide on, "
-            f"{len(task.classes) - len(classes)} more classes ({len(classes)} before)"
+            f"{more} more class{'' if more == 1 else 'es'} ({len(classes)} before)"
         )
         run.progress.say(
             f"{task.name}: no new image of {', '.join(absent[:8])}{', ...' if len(absent) > 8 else ''}; the network "
@@ -490,7 +491,9 @@ class OpenMemory:
             self._learner.config, self._learner.memory = method, before
         sizes = {f"num_{name}": old[f"num_{name}"] + len(split.labels) for name, split in task.splits.items()}
         then = {"num_train": [old["num_train"], sizes["num_train"]], "num_classes": [len(classes), len(task.classes)]}
+        tested = "test" if len(task.splits["test"].labels) else "validation"
         report = {**old, **found, **sizes, "index": num, "extended": [*old.get("extended", []), then]}
+        report["tested_on"] = tested
         if left_out := [*old.get("skipped_images", []), *task.skipped]:
             report["skipped_images"] = left_out
         report["seconds"] = dict(Counter(old["seconds"]) + Counter(found["seconds"]))

@@ -123,7 +123,7 @@ def task_grid(results: Results) -> Grid:
     )
     if any(compared):
         caption += "\nval: on validation images, of the learned network and of the frozen backbone with a ridge head"
-        if used := [f"T{i}" for i, one in enumerate(compared) if one and one["kept"] == "frozen"]:
+        if used := [f"T{i}" for i, one in enumerate(compared, 1) if one and one["kept"] == "frozen"]:
             caption += f"; the latter is more accurate and used for {', '.join(used)}"
     for index, task in enumerate(results["tasks"]):
         if told := task.get("extended"):
@@ -131,6 +131,8 @@ def task_grid(results: Results) -> Grid:
             caption += (
                 f"\nT{index + 1} was learned from {images:,} training images of {classes} classes and extended since"
             )
+            if task.get("tested_on") == "validation":
+                caption += "; its accuracy since is on validation images, unless it was evaluated later"
     if has_architecture:
         caption = f"R reuse, A adapt, N new, S skip, one per block; {caption}, of the target network without the router"
     return Grid("per task, after the last one", tuple(columns), tuple(rows), 1 + has_architecture, caption)
