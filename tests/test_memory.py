@@ -986,7 +986,7 @@ def test_info_needs_no_network_and_tells_the_same(copied):
     assert is_same() and [task["name"] for task in read_info(copied)["tasks"]] == ["task1"]
     victim = next(copied.glob("generation-*/cheem/*-task1/arrays/**/d/*"))
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
-    assert read_info(copied) is None  # so that opening it names the task
+    assert read_info(copied) is None  # opening it then reports the corrupted task
 
 
 @pytest.mark.parametrize(

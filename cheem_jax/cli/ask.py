@@ -31,7 +31,7 @@ COLUMNS: list[str] = [
     "file", "task", "class", "probability", "second", "second_probability", "distance", "blocks", "error",
 ]  # fmt: skip
 OPEN_SET = 0.05
-"""The share of a task's own images that a server rejects, unless told otherwise."""
+"""Default share of a task's own images that a server rejects."""
 SHOW_PROGRESS_FROM = 500
 """Images from which on a bar is shown."""
 BATCH_SIZES = (1, 8, 16)

@@ -206,7 +206,7 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _reason(error: ValueError) -> dict[str, str]:
-    """What is wrong and the way out, which an error's sentence has behind its first semicolon."""
+    """Split an error message at its first semicolon: the problem, and the way out."""
     what, _, way_out = str(error).partition("; ")
     return {"reason": what, "way_out": way_out}
 

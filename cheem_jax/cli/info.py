@@ -1,4 +1,4 @@
-"""`cheem info`: what a memory contains, told without importing what only answering needs."""
+"""`cheem info`: the contents of a memory, without importing the packages that only predictions need."""
 
 import dataclasses
 import json

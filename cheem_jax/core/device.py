@@ -1,4 +1,4 @@
-"""What the devices of a run ask for: the one place where an accelerator differs from a CPU.
+"""Settings by kind of device: the one place where an accelerator differs from a CPU.
 
 Nothing here changes what is computed, beyond rounding.
 """

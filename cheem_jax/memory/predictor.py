@@ -94,7 +94,7 @@ class Predictor:
 
     `networks` are those of the targets; each is put together when the router first names it.
     `open_set` is the share of a target's own images that may be refused as foreign; None refuses none, as the paper
-    does. `upright`: files are turned as their EXIF orientation says. Raises ValueError where there is no target, or one
+    does. `upright`: rotate files by their EXIF orientation. Raises ValueError if there is no target, or one
     that was not calibrated.
     """
 
