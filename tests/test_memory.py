@@ -1049,7 +1049,7 @@ def test_a_network_worse_than_the_frozen_backbone_is_not_kept(tmp_path, capsys):
     assert f"the frozen backbone with a ridge head: {100 * compared['frozen']:.1f} %" in said
     assert "the learned network is not better, so the task uses the frozen backbone" in said
     caption = task_grid(results_of(read(tmp_path / "pets"))).caption
-    assert "the latter is more accurate and used for T0" in caption
+    assert "the latter is more accurate and used for T1" in caption
     sure = [answer.guesses[0].probability for answer in memory.predict(task.val.images, open_set=0.1) if answer.guesses]
     assert np.mean(sure) > 0.8, "its logits have a temperature"
     assert memory.export(tmp_path / "task0.stablehlo", task="task0").largest_difference < 1e-4
