@@ -1,4 +1,4 @@
-"""What every test runs under: shapes checked, reused PRNG keys refused, compiled programs counted."""
+"""What every test runs under: shapes checked, reused PRNG keys refused, compiled programs counted."""  # noqa: E501
 
 import os
 
@@ -12,8 +12,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # which has it from the process tha
     programs = tempfile.mkdtemp(prefix="cheem-programs-")
     atexit.register(shutil.rmtree, programs, ignore_errors=True)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", programs)
-    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2 * 2**30)  # with a limit JAX locks the folder
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"  # looking for a place among many costs too
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(
+        2 * 2**30
+    )  # with a limit JAX locks the folder  # noqa: E501
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = (
+        "0.05"  # looking for a place among many costs too  # noqa: E501
+    )
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import contextlib
@@ -27,7 +31,7 @@ import pytest
 from compiling import Compilations, count_compilations
 from jaxtyping import install_import_hook
 
-gc.disable()  # imports create millions of objects that stay; `pytest_collection_finish` enables collection again
+gc.disable()  # imports create millions of objects that stay; `pytest_collection_finish` enables collection again  # noqa: E501
 # Only what is imported from here on is checked, so nothing above may lead to these packages.
 # As pyright has it, an int will do for a float.
 _BEARTYPE = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
@@ -55,7 +59,7 @@ def bounded_memory_maps() -> Iterator[None]:
     """Between modules, free the compiled functions that earlier modules keep once they take a third of the limit.
 
     Each takes a hundred memory maps or more, and Linux ends a process that asks for more than `vm.max_map_count`.
-    """
+    """  # noqa: E501
     yield
     # imported late: what is imported before the hook above is not checked
     from cheem_jax.engine.whole import memory_map_limit, memory_maps
@@ -70,7 +74,9 @@ def shared() -> Path:
     """Real data and weights beside the project; a test without it is skipped, or fails in CI."""
     directory = Path(os.environ.get("CHEEM_SHARED", "../shared")).resolve()
     if not directory.is_dir():
-        reason = f"no folder {directory}: set CHEEM_SHARED to the one that holds the data and weights"
+        reason = (
+            f"no folder {directory}: set CHEEM_SHARED to the one that holds the data and weights"  # noqa: E501
+        )
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)

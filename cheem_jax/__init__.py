@@ -1,7 +1,8 @@
-"""Continual learning with Vision Transformers: earlier tasks keep their parameters, no old image is stored.
+"""Continual learning with Vision Transformers: earlier tasks keep their parameters, no old image is
+stored.
 
-`create`, `open` and `begin_with` give an `OpenMemory`: see `cheem_jax.memory`. The rest are CHEEM's parts for research:
-docs/guides/research.md goes through them.
+`create`, `open` and `begin_with` give an `OpenMemory`: see `cheem_jax.memory`. The rest are CHEEM's
+parts for research: docs/guides/research.md goes through them.
 """
 
 import importlib
@@ -25,9 +26,21 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "OpenMemory", "Prediction", "Supernet", "SupernetState", "begin_with", "closed_form_score", "create", "grow",
-    "make_step", "open", "sample", "search", "supernet_score", "train_step",
-]  # fmt: skip
+    "OpenMemory",
+    "Prediction",
+    "Supernet",
+    "SupernetState",
+    "begin_with",
+    "closed_form_score",
+    "create",
+    "grow",
+    "make_step",
+    "open",
+    "sample",
+    "search",
+    "supernet_score",
+    "train_step",
+]
 
 _PLACES = {
     "OpenMemory": "memory.OpenMemory",

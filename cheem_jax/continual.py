@@ -44,7 +44,8 @@ from cheem_jax.run_config import (
 )
 
 ROUTING_COST = 10
-"""Percentage points of accuracy that the router loses, from which on the reader is told where its images went."""
+"""Percentage points of accuracy that the router loses, from which on the reader is told where its
+images went."""
 SPARE_BYTES = 4 * 2**20
 """Room for what a task leaves besides its arrays: record, results, figures."""
 
@@ -64,26 +65,34 @@ def run_stream(
     data: Mapping[str, Any] | None = None,
     tensorboard: bool = False,
 ) -> dict[str, Any]:
-    """Learn the stream in `directory`, or resume where it stopped; returns the content of `results.json`.
+    """Learn the stream in `directory`, or resume where it stopped; returns the content of
+    `results.json`.
 
-    Killed at any moment and called again, a run ends as one that was not. Ctrl-C and SIGTERM raise Stopped after the
-    running step. Raises ValueError where the directory contains another run, or what it needs is corrupted.
+    Killed at any moment and called again, a run ends as one that was not. Ctrl-C and SIGTERM raise
+    Stopped after the running step. Raises ValueError where the directory contains another run, or
+    what it needs is corrupted.
 
     Args:
         base_images: images of the pretraining data, uint8 `[N, S, S, 3]`, for CHEEM's similarity.
         router: a lighter network that infers the task ID instead of the backbone (CHEEM-lite).
-        save_every: seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time.
+        save_every: seconds between rolling checkpoints; default: 30, more where they would take
+            over 2 % of the time.
         command: the command line that makes this run again, for the record.
         workshop: keeps compiled networks for other runs of this process.
         data: where the images come from, for the record, so that a report can show some.
         tensorboard: write event files after each task.
     """
-    start, directory = Mark.now(), absolute(directory)
+    start = Mark.now()
+    directory = absolute(directory)
     check_fits(stream, pretrained, router, config)
     if tensorboard:
         check_installed()
-    networks = networks_of(pretrained, router, config.method, config.engine, workshop=workshop, mesh=config.mesh)
-    base = base_means_of(pretrained, config.method, config.engine.precision, images=base_images, progress=progress)
+    networks = networks_of(
+        pretrained, router, config.method, config.engine, workshop=workshop, mesh=config.mesh
+    )
+    base = base_means_of(
+        pretrained, config.method, config.engine.precision, images=base_images, progress=progress
+    )
     identity = identity_of(stream, pretrained, config, base=base, router=router)
     conditions = fingerprint.take(identity)
     check_hosts(config, identity, conditions)
@@ -102,17 +111,31 @@ def run_stream(
         status = held.enter_context(Status(directory, writes=hosts.is_first()))
         record = Record(directory, fingerprint.digest(conditions), writes=hosts.is_first())
         run = RunContext(directory, record, progress, stop, save_every, status)
-        num_finished = hosts.in_order(lambda: restore(directory, stream, methods, record)) if is_resumed else 0
+        num_finished = (
+            hosts.in_order(lambda: restore(directory, stream, methods, record)) if is_resumed else 0
+        )
 
         begin = next((entry for entry in read(directory) if entry["event"] == "run"), None)
         shared = {
-            "command": command, "conditions": conditions, "upper_bound": bound is not None,
-            "devices": networks.executor.layout.num, "processes": hosts.count(),
-        }  # fmt: skip
+            "command": command,
+            "conditions": conditions,
+            "upper_bound": bound is not None,
+            "devices": networks.executor.layout.num,
+            "processes": hosts.count(),
+        }
         if begin is None:
             setting = setting_of(stream, pretrained, config, base=base, router=router)
-            record.write("run", **setting, executor=networks.executor.name, data=data, **shared, **start.since())
-        elif num_finished < num_tasks or (bound is not None and _missing_bounds(directory, num_tasks)):
+            record.write(
+                "run",
+                **setting,
+                executor=networks.executor.name,
+                data=data,
+                **shared,
+                **start.since(),
+            )
+        elif num_finished < num_tasks or (
+            bound is not None and _missing_bounds(directory, num_tasks)
+        ):
             record.write("continued", **shared, **start.since())
             if changed := fingerprint.apart(begin["conditions"], conditions):
                 progress.say(f"begun under other conditions, so numbers may differ: {changed}")
@@ -120,7 +143,9 @@ def run_stream(
         for remark in remarks(config, networks.executor, notes, base):
             progress.say(remark)
         if num_finished == num_tasks:
-            progress.say(f"{shown(directory)} contains all {num_tasks} tasks already; nothing to learn")
+            progress.say(
+                f"{shown(directory)} contains all {num_tasks} tasks already; nothing to learn"
+            )
         elif is_resumed:
             progress.say(f"resuming {shown(directory)} with task {num_finished + 1} of {num_tasks}")
 
@@ -154,13 +179,18 @@ class RunContext(NamedTuple):
 
     def phase(self, task: str, phase: str, total: int):
         """A phase on the screen and in the status file; `total` in images."""
-        return self.status.phase(phase, task, total, self.progress.phase(phase, task=task, total=total))
+        return self.status.phase(
+            phase, task, total, self.progress.phase(phase, task=task, total=total)
+        )
 
     def learning(self, method: str, task: Task, index: int) -> RunningTask:
         """One task while a method learns it."""
         rolling = Rolling(self.root(method), self.stop, every=self.save_every)
         running = RunningTask(
-            index, rolling, lambda phase, total: self.phase(task.name, phase, total), self.progress.say
+            index,
+            rolling,
+            lambda phase, total: self.phase(task.name, phase, total),
+            self.progress.say,
         )
         if running.saved is not None:
             self.progress.say(f"{task.name}: resuming from its rolling checkpoint")
@@ -171,13 +201,16 @@ class RunContext(NamedTuple):
         hosts.first_does(lambda: check_space(self.directory, num_bytes + SPARE_BYTES, what))
 
 
-def learn_task(task: Task, number: int, method: Method, run: RunContext, *, index: int | None = None) -> float:
+def learn_task(
+    task: Task, number: int, method: Method, run: RunContext, *, index: int | None = None
+) -> float:
     """Learn and save one task; from then on everything comes from disk, as after a restart.
 
-    `index` is its position among the tasks in memory; default: its number, from which it differs once a task was
-    forgotten. Returns the seconds that checkpoints took.
+    `index` is its position among the tasks in memory; default: its number, from which it differs
+    once a task was forgotten. Returns the seconds that checkpoints took.
     """
-    root, start = run.root(method.name), Mark.now()
+    root = run.root(method.name)
+    start = Mark.now()
     if hosts.agree_to_stop(run.stop):
         raise run.stop.stopped("everything learned is kept")
     if len(saved_tasks(root)) > number:
@@ -186,7 +219,11 @@ def learn_task(task: Task, number: int, method: Method, run: RunContext, *, inde
     run.check_room(method.bytes_needed(task), f"task {task.name!r}")
     running = run.learning(method.name, task, number)
     report = method.learn(task, running)
-    known = {"index": number if index is None else index, "name": task.name, "classes": list(task.classes)}
+    known = {
+        "index": number if index is None else index,
+        "name": task.name,
+        "classes": list(task.classes),
+    }
     known |= {f"num_{name}": len(split.labels) for name, split in task.splits.items()}
     known |= {"skipped_images": list(task.skipped)} if task.skipped else {}
     run.record.write("learned", method=method.name, report={**known, **report}, **start.since())
@@ -194,34 +231,47 @@ def learn_task(task: Task, number: int, method: Method, run: RunContext, *, inde
     method.save(root)
     running.rolling.clear()
     for name in report.get("not_kept", ()):
-        run.progress.say(f"{name}: no room to keep them (--engine.memory-gb), so every epoch computes them again")
+        run.progress.say(
+            f"{name}: no room to keep them (--engine.memory-gb), so every epoch computes them again"
+        )
     if num_skipped := report.get("skipped_steps"):
-        run.progress.say(f"{task.name}: {num_skipped} steps left out because of a non-finite loss or gradient")
+        run.progress.say(
+            f"{task.name}: {num_skipped} steps left out because of a non-finite loss or gradient"
+        )
     if compared := report.get("frozen_head"):
         learned, frozen = (f"{100 * compared[key]:.1f} %" for key in ("network", "frozen"))
         run.progress.say(
-            f"{task.name}: {learned} on {compared['validation_images']:,} validation images; the frozen backbone with "
-            f"a ridge head: {frozen}"
+            f"{task.name}: {learned} on {compared['validation_images']:,} validation images; the"
+            f" frozen backbone with a ridge head: {frozen}"
         )
         if compared["kept"] == "frozen":
-            run.progress.say(f"{task.name}: the learned network is not better, so the task uses the frozen backbone")
+            run.progress.say(
+                f"{task.name}: the learned network is not better, so the task uses the frozen"
+                " backbone"
+            )
     if "architecture" in report:
         run.progress.architecture(task.name, report["architecture"])
     return running.rolling.seconds + time.perf_counter() - saving
 
 
-def evaluate(learned: Sequence[Task | None], methods: tuple[Method, ...], run: RunContext, saving: float) -> None:
-    """Measure every task so far with every method; `saving` are the seconds that the last one's checkpoints took.
+def evaluate(
+    learned: Sequence[Task | None], methods: tuple[Method, ...], run: RunContext, saving: float
+) -> None:
+    """Measure every task so far with every method; `saving` are the seconds that the last one's
+    checkpoints took.
 
     None means a task without images: what would be measured on it is null in the record.
     """
-    num, start = len(learned), Mark.now()
+    num = len(learned)
+    start = Mark.now()
     present = [(index, task) for index, task in enumerate(learned) if task is not None]
     total = sum(len(task.test.labels) for _, task in present)
     measured, answered = {}, {}
     for method in methods:
         answers: dict[int, Answers] = {}
-        with run.phase(f"{num} task{'s' if num > 1 else ''}, {method.name}", "evaluate", total) as advance:
+        with run.phase(
+            f"{num} task{'s' if num > 1 else ''}, {method.name}", "evaluate", total
+        ) as advance:
             for index, task in present:
                 answers[index] = method.answers(index, task)
                 advance(len(task.test.labels), "")
@@ -229,31 +279,57 @@ def evaluate(learned: Sequence[Task | None], methods: tuple[Method, ...], run: R
                     raise run.stop.stopped("everything learned is kept, and measured again")
         measured[method.name] = accuracies(answers, dict(present), num)
         if method is methods[0]:
-            answered = {f"{name}_{i}": array for i, found in answers.items() for name, array in found._asdict().items()}
+            answered = {
+                f"{name}_{i}": array
+                for i, found in answers.items()
+                for name, array in found._asdict().items()
+            }
     hosts.first_does(lambda: write_answers(run.directory, answered))
     saved = {method.name: saved_tasks(run.root(method.name)) for method in methods}
-    contents = {name: [load_manifest(place)["content_sha256"] for place in places] for name, places in saved.items()}
+    contents = {
+        name: [load_manifest(place)["content_sha256"] for place in places]
+        for name, places in saved.items()
+    }
     run.record.write(
-        "evaluated", index=num - 1, methods=measured, checkpoints=contents, checkpoint_seconds=saving,
-        peak_memory_bytes=peak_memory_bytes(), **start.since(),
-    )  # fmt: skip
+        "evaluated",
+        index=num - 1,
+        methods=measured,
+        checkpoints=contents,
+        checkpoint_seconds=saving,
+        peak_memory_bytes=peak_memory_bytes(),
+        **start.since(),
+    )
     if present:
         _say_accuracy(present, measured[methods[0].name], run)
 
 
-def _say_accuracy(present: Sequence[tuple[int, Task]], measured: Mapping[str, Any], run: RunContext) -> None:
+def _say_accuracy(
+    present: Sequence[tuple[int, Task]], measured: Mapping[str, Any], run: RunContext
+) -> None:
     index, task = present[-1]
-    accuracy, given = measured["accuracy"], 100 * measured["local_accuracy"][index]
+    accuracy = measured["accuracy"]
+    given = 100 * measured["local_accuracy"][index]
     average = 100 * float(np.mean([accuracy[index] for index, _ in present]))
     over = f"; average over {len(present)} tasks {average:.1f} %" if len(present) > 1 else ""
     num = len(task.test.labels)
     # the validation images stand for test images that were not given
-    on = f"on {num:,} {'validation' if task.test is task.val else 'test'} image{'' if num == 1 else 's'}"
-    run.progress.say(f"{task.name}: {100 * accuracy[index]:.1f} % {on} ({given:.1f} % with the task ID given){over}")
+    on = (
+        f"on {num:,} {'validation' if task.test is task.val else 'test'}"
+        f" image{'' if num == 1 else 's'}"
+    )
+    run.progress.say(
+        f"{task.name}: {100 * accuracy[index]:.1f} % {on} ({given:.1f} % with the task ID"
+        f" given){over}"
+    )
     if given - 100 * accuracy[index] >= ROUTING_COST:
-        shares, num = np.array(measured["routing"][index]), len(task.test.labels)
+        shares = np.array(measured["routing"][index])
+        num = len(task.test.labels)
         shares[index] = 0
-        names = {e["report"]["index"]: e["report"]["name"] for e in read(run.directory) if e["event"] == "learned"}
+        names = {
+            e["report"]["index"]: e["report"]["name"]
+            for e in read(run.directory)
+            if e["event"] == "learned"
+        }
         run.progress.say(
             f"{round(num * shares.max())} of {num} test images of {task.name} were taken for "
             f"{names[int(shares.argmax())]}; are these the same kind of images?"
@@ -263,15 +339,20 @@ def _say_accuracy(present: Sequence[tuple[int, Task]], measured: Mapping[str, An
 def _measure_bounds(stream: Stream, bound: FullFinetune, run: RunContext) -> None:
     """Fine-tune the whole backbone for each task whose upper bound is not known yet."""
     for index in _missing_bounds(run.directory, len(stream.tasks)):
-        start, task = Mark.now(), stream.tasks[index]
+        start = Mark.now()
+        task = stream.tasks[index]
         run.check_room(bound.bytes_needed(task), f"the upper bound of task {task.name!r}")
         running = run.learning(bound.name, task, index)
         found = bound.bound(index, task, running)
         vit = bound.executor.config
         flops = {"flops_paper": backbone_flops(vit), "flops_executed": executed_backbone_flops(vit)}
-        run.record.write("upper_bound", index=index, name=task.name, **found._asdict(), **flops, **start.since())
+        run.record.write(
+            "upper_bound", index=index, name=task.name, **found._asdict(), **flops, **start.since()
+        )
         running.rolling.clear()
-        run.progress.say(f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (task ID given)")
+        run.progress.say(
+            f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (task ID given)"
+        )
     Rolling(run.root(bound.name), run.stop).clear()
 
 
@@ -286,7 +367,9 @@ def _write_results(directory: Path, tensorboard: bool, *, report: bool = False) 
     hosts.first_does(lambda: write_results(directory))
     results = results_of(read(directory))
     if report:
-        from cheem_jax.report.figures import write_report  # Matplotlib takes half a second to import
+        from cheem_jax.report.figures import (
+            write_report,
+        )  # Matplotlib takes half a second to import
 
         hosts.first_does(lambda: write_report(directory, results))
     return results
@@ -299,11 +382,14 @@ def peak_memory_bytes() -> int:
 
 
 def restore(directory: Path, stream: Stream, methods: tuple[Method, ...], record: Record) -> int:
-    """Open what is saved and drop an unfinished task from the record; returns the number of finished tasks.
+    """Open what is saved and drop an unfinished task from the record; returns the number of
+    finished tasks.
 
     Raises ValueError where checkpoints are corrupted, or differ from the record.
     """
-    saved = {method.name: saved_tasks(directory / "checkpoints" / method.name) for method in methods}
+    saved = {
+        method.name: saved_tasks(directory / "checkpoints" / method.name) for method in methods
+    }
     corrupted = []
     for method in methods:
         try:
@@ -317,7 +403,8 @@ def restore(directory: Path, stream: Stream, methods: tuple[Method, ...], record
     def belongs(entry: dict[str, Any]) -> bool:
         if entry["event"] != "learned":
             return True
-        method, index = entry["method"], entry["report"]["index"]
+        method = entry["method"]
+        index = entry["report"]["index"]
         if index >= len(saved[method]) or (method, index) in recorded:
             return False
         recorded.add((method, index))
@@ -328,23 +415,31 @@ def restore(directory: Path, stream: Stream, methods: tuple[Method, ...], record
     num_finished = len(evaluated)
     if (measured := [entry["index"] for entry in evaluated]) != list(range(num_finished)):
         raise ValueError(
-            f"{record.file} has lost a line: it contains measurements after the tasks {measured}, but expected are all "
-            "from 0 on in order; restore it from a copy, or choose another --run-dir"
+            f"{record.file} has lost a line: it contains measurements after the tasks {measured},"
+            " but expected are all from 0 on in order; restore it from a copy, or choose another"
+            " --run-dir"
         )
     for method, contents in evaluated[-1]["checkpoints"].items() if evaluated else ():
         for place, content in zip(saved[method], contents, strict=False):
             if load_manifest(place)["content_sha256"] != content:
-                raise ValueError(f"checkpoint {place} is whole, but not the one that this run saved; restore that one")
-    names = {name: [load_meta(d)["name"] for d in directories] for name, directories in saved.items()}
+                raise ValueError(
+                    f"checkpoint {place} is whole, but not the one that this run saved; restore"
+                    " that one"
+                )
+    names = {
+        name: [load_meta(d)["name"] for d in directories] for name, directories in saved.items()
+    }
     expected = [task.name for task in stream.tasks]
-    is_whole = {(name, index) for name, found in names.items() for index in range(len(found))} == recorded
+    is_whole = {
+        (name, index) for name, found in names.items() for index in range(len(found))
+    } == recorded
     if not is_whole or any(
         found != expected[: len(found)] or not num_finished <= len(found) <= num_finished + 1
         for found in names.values()
     ):
         raise ValueError(
-            f"record and checkpoints of {str(directory)!r} differ: the record has {num_finished} finished tasks and "
-            f"the learned tasks {sorted(recorded)}, the checkpoints contain {names}; restore what is missing, or "
-            "choose another --run-dir"
+            f"record and checkpoints of {str(directory)!r} differ: the record has {num_finished}"
+            f" finished tasks and the learned tasks {sorted(recorded)}, the checkpoints contain"
+            f" {names}; restore what is missing, or choose another --run-dir"
         )
     return num_finished

@@ -26,7 +26,8 @@ class Convert(command.Convert):
 
 
 def convert(options: Convert) -> Pretrained:
-    """Everything the command line does; raises ValueError, OSError or ImportError with one clear message."""
+    """Everything the command line does; raises ValueError, OSError or ImportError with one clear
+    message."""
     command.check(options)
     if options.from_timm and options.weights is not None:
         raise ValueError("--weights and --from-timm name two sources; give one")
@@ -51,16 +52,23 @@ def read_timm(backbone: str, *, pretrained: bool = True) -> Pretrained:
         model: Any = timm.create_model(name, pretrained=pretrained)
     except Exception as error:  # timm raises what its downloads raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"timm cannot make {name!r}: {reason}; pass a local file with --weights FILE") from error
+        raise ValueError(
+            f"timm cannot make {name!r}: {reason}; pass a local file with --weights FILE"
+        ) from error
     tensors = {key: value.detach().cpu().numpy() for key, value in model.state_dict().items()}
     config = known or infer_config(
-        backbone, tensors, {"pretrained_cfg": model.pretrained_cfg, "global_pool": model.global_pool}
+        backbone,
+        tensors,
+        {"pretrained_cfg": model.pretrained_cfg, "global_pool": model.global_pool},
     )
-    return Pretrained(config, from_timm(tensors, config), f"timm:{timm.__version__}:{name}", hash_of(tensors))
+    return Pretrained(
+        config, from_timm(tensors, config), f"timm:{timm.__version__}:{name}", hash_of(tensors)
+    )
 
 
 def hash_of(tensors: dict[str, np.ndarray]) -> str:
-    """SHA-256 over sorted names, dtypes, shapes and bytes, for weights that come from no single file."""
+    """SHA-256 over sorted names, dtypes, shapes and bytes, for weights that come from no single
+    file."""
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {value.shape} ".encode())

@@ -1,4 +1,5 @@
-"""Writes torchvision's AlexNet, which may choose the task, as a safetensors file under torchvision's names.
+"""Writes torchvision's AlexNet, which may choose the task, as a safetensors file under
+torchvision's names.
 
 python convert/torchvision_alexnet.py --output alexnet.safetensors
 python convert/torchvision_alexnet.py --checkpoint alexnet.pth --output alexnet.safetensors
@@ -23,13 +24,15 @@ class Convert:
     output: Path
     """The .safetensors file to write."""
     checkpoint: Path | None = None
-    """Local .pth file with torchvision's state dict; else torchvision downloads its ImageNet weights."""
+    """Local .pth file with torchvision's state dict; else torchvision downloads its ImageNet
+    weights."""
     overwrite: bool = False
     """Replace an output that exists."""
 
 
 def convert(options: Convert) -> dict[str, np.ndarray]:
-    """Everything the command line does; raises ValueError, OSError or ImportError with one clear message."""
+    """Everything the command line does; raises ValueError, OSError or ImportError with one clear
+    message."""
     from safetensors.numpy import save
 
     if options.output.suffix != ".safetensors":
@@ -37,12 +40,16 @@ def convert(options: Convert) -> dict[str, np.ndarray]:
     if options.output.exists() and not options.overwrite:
         raise ValueError(f"{options.output} exists; choose another --output or add --overwrite")
     if options.checkpoint is not None and not options.checkpoint.is_file():
-        raise FileNotFoundError(f"no checkpoint {str(options.checkpoint)!r}; expected torchvision's .pth file")
+        raise FileNotFoundError(
+            f"no checkpoint {str(options.checkpoint)!r}; expected torchvision's .pth file"
+        )
     try:
         import torch  # noqa: F401
         import torchvision  # noqa: F401
     except ImportError as error:
-        raise ImportError("this conversion needs torch and torchvision: `pip install cheem_jax[convert]`") from error
+        raise ImportError(
+            "this conversion needs torch and torchvision: `pip install cheem_jax[convert]`"
+        ) from error
     checkpoint = options.checkpoint or download()
     tensors = read_checkpoint(checkpoint)
     metadata = {"format": FORMAT, "source": checkpoint.name, "sha256": sha256_of(checkpoint)}
@@ -52,7 +59,8 @@ def convert(options: Convert) -> dict[str, np.ndarray]:
 
 
 def download() -> Path:
-    """torchvision's own copy of its ImageNet weights, fetched and checked by torchvision unless it is there already."""
+    """torchvision's own copy of its ImageNet weights, fetched and checked by torchvision unless it
+    is there already."""
     import torch
     from torchvision.models import AlexNet_Weights
 
@@ -61,20 +69,27 @@ def download() -> Path:
         weights.get_state_dict(progress=True, check_hash=True)
     except Exception as error:  # urllib's, ssl's and torch's errors have no common class
         raise ValueError(
-            f"torchvision cannot load {weights.url} ({_reason(error)}); fetch it elsewhere and pass --checkpoint FILE"
+            f"torchvision cannot load {weights.url} ({_reason(error)}); fetch it elsewhere and pass"
+            " --checkpoint FILE"
         ) from error
     return Path(torch.hub.get_dir(), "checkpoints", Path(weights.url).name)
 
 
 def read_checkpoint(checkpoint: Path) -> dict[str, np.ndarray]:
-    """A state dict's tensors in float32, found to be torchvision's AlexNet with or without its classifier."""
+    """A state dict's tensors in float32, found to be torchvision's AlexNet with or without its
+    classifier."""
     import torch
 
     try:
         state: Any = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        tensors = {name: np.ascontiguousarray(value.detach().float().numpy()) for name, value in state.items()}
+        tensors = {
+            name: np.ascontiguousarray(value.detach().float().numpy())
+            for name, value in state.items()
+        }
     except Exception as error:  # unpickling raises almost anything on a broken file
-        raise ValueError(f"{checkpoint} is no readable state dict ({_reason(error)}); is it complete?") from error
+        raise ValueError(
+            f"{checkpoint} is no readable state dict ({_reason(error)}); is it complete?"
+        ) from error
     try:
         from_torchvision(tensors, AlexNetConfig())
     except ValueError as error:

@@ -3,7 +3,7 @@
 README.md links to `docs/data.md`, and docs/experiments.md to `../README.md`: right on a code host, nowhere on a site
 whose root is docs/. Both are pointed at the pages they mean. A link to what does not exist stays, and fails a strict
 build.
-"""
+"""  # noqa: E501
 
 import posixpath
 import re

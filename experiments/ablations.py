@@ -1,13 +1,15 @@
-"""What each part of CHEEM is worth: the paper's ablations and more, one table and a figure for each.
+"""What each part of CHEEM is worth: the paper's ablations and more, one table and a figure for
+each.
 
     python experiments/ablations.py
     python experiments/ablations.py --only epsilon,sampling --seeds 0,1,2 --run-dir runs/ablations
     python experiments/ablations.py --stream mtil --preset paper --backbone vit_base --data-dir DATA
 
-The studies: epsilon (eps1 = eps2), tolerance (tau, beside S-Prompts and LoRA-CL), sampling (HEE against uniform),
-placement, ops (one removed), weights (inherited from the supernet or new), base_means (known or neutral), plus (a
-better router), orders (of the tasks: MTIL has the paper's three, any other stream is shuffled). CHEEM as it is belongs
-to all of them and is run once. `tables.py` reads the runs as well, for the paper's own tables.
+The studies: epsilon (eps1 = eps2), tolerance (tau, beside S-Prompts and LoRA-CL), sampling (HEE
+against uniform), placement, ops (one removed), weights (inherited from the supernet or new),
+base_means (known or neutral), plus (a better router), orders (of the tasks: MTIL has the paper's
+three, any other stream is shuffled). CHEEM as it is belongs to all of them and is run once.
+`tables.py` reads the runs as well, for the paper's own tables.
 """
 
 import dataclasses
@@ -48,14 +50,23 @@ class Ablations(Study):
 
 def main(settings: Ablations) -> None:
     """Run what is missing, then write a table per study."""
-    progress, studies = Progress(), studies_of(settings)
+    progress = Progress()
+    studies = studies_of(settings)
     variants = {variant.name: variant for study in studies.values() for variant in study}
-    found = run_all(settings, list(variants.values()), progress, lambda found: write(settings.run_dir, studies, found))
+    found = run_all(
+        settings,
+        list(variants.values()),
+        progress,
+        lambda found: write(settings.run_dir, studies, found),
+    )
     grids = write(settings.run_dir, studies, found)
     draw(settings.run_dir, studies, found)
     for grid in grids.values():
         progress.console.print(grid.to_rich())
-    progress.say(f"tables: {settings.run_dir / 'ablations.md'}   numbers: {settings.run_dir / 'ablations.json'}")
+    progress.say(
+        f"tables: {settings.run_dir / 'ablations.md'}   numbers:"
+        f" {settings.run_dir / 'ablations.json'}"
+    )
 
 
 def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
@@ -76,28 +87,41 @@ def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
         ],
         "tolerance": [
             *(
-                plain(f"tau = {100 * t:g} %") if t == tolerance
-                else Variant(f"tolerance-{t:g}", f"tau = {100 * t:g} %", config={"search.tolerance": t})
+                plain(f"tau = {100 * t:g} %")
+                if t == tolerance
+                else Variant(
+                    f"tolerance-{t:g}", f"tau = {100 * t:g} %", config={"search.tolerance": t}
+                )
                 for t in sorted({tolerance, *_checked("tolerances", settings.tolerances)})
             ),
             Variant("s_prompts", METHODS["s_prompts"], "s_prompts"),
             Variant("lora_cl", METHODS["lora_cl"], "lora_cl"),
         ],
         "sampling": [plain("HEE"), Variant("uniform", "uniform", config={"sampling": "uniform"})],
-        "placement": [plain("mlp_down"), Variant("attn_proj", "attn_proj", config={"placement": "attn_proj"})],
+        "placement": [
+            plain("mlp_down"),
+            Variant("attn_proj", "attn_proj", config={"placement": "attn_proj"}),
+        ],
         "ops": [
             plain("all four ops"),
-            *(Variant(f"no-{kind}", f"without {kind}", config={"remove": (kind,)}) for kind in KINDS),
+            *(
+                Variant(f"no-{kind}", f"without {kind}", config={"remove": (kind,)})
+                for kind in KINDS
+            ),
         ],
         "weights": [
             plain("newly initialised"),
             Variant("inherited", "inherited from the supernet", config={"weights": "inherited"}),
         ],
         "base_means": [
-            plain("base means where known"), Variant("neutral", "neutral base means", config={"base_means": "neutral"}),
+            plain("base means where known"),
+            Variant("neutral", "neutral base means", config={"base_means": "neutral"}),
         ],
-        "plus": [plain("the paper's"), Variant("plus", "what paid on small real sets", config=PLUS)],
-    }  # fmt: skip
+        "plus": [
+            plain("the paper's"),
+            Variant("plus", "what paid on small real sets", config=PLUS),
+        ],
+    }
     known = [*studies, "orders"]
     asked = known if settings.only is None else names_in("--only", settings.only, known)
     if "orders" in asked:  # looks for the stream's tasks
@@ -108,7 +132,9 @@ def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
 def orders_of(settings: Ablations) -> list[Variant]:
     """CHEEM on other orders of the tasks than the stream's own."""
     if settings.order != "default":
-        raise ValueError(f"--order is {settings.order}; the study `orders` runs several, leave it out")
+        raise ValueError(
+            f"--order is {settings.order}; the study `orders` runs several, leave it out"
+        )
     if settings.stream == "mtil" and settings.tasks is None:
         names = ("paper_a", "paper_b", "paper_c")
         return [Variant(name, name.replace("_", " "), run={"order": name}) for name in names]
@@ -117,9 +143,13 @@ def orders_of(settings: Ablations) -> list[Variant]:
     own = task_names(settings.stream, settings.tasks, settings.data_dir)
     if len(own) < 2:
         raise ValueError(f"{settings.stream!r} has one task, {own[0]!r}; orders need at least two")
-    orders, rng = [own], np.random.default_rng(settings.order_seed)
+    orders = [own]
+    rng = np.random.default_rng(settings.order_seed)
     for _ in range(1000):  # of two tasks there are no three orders
-        if len(orders) < settings.num_orders and (order := rng.permutation(own).tolist()) not in orders:
+        if (
+            len(orders) < settings.num_orders
+            and (order := rng.permutation(own).tolist()) not in orders
+        ):
             orders.append(order)
     return [
         Variant(f"order-{number}", ", ".join(order), run={"tasks": ",".join(order)})
@@ -136,13 +166,22 @@ def _checked(name: str, values: Sequence[float]) -> list[float]:
     return sorted(set(values))
 
 
-def write(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Found) -> dict[str, Grid]:
+def write(
+    directory: Path, studies: Mapping[str, Sequence[Variant]], found: Found
+) -> dict[str, Grid]:
     """All tables as Markdown and CSV, and their numbers; what was not run yet is left out."""
-    rows = {row["method"]: {**row, "ops": ops_of(found[row["method"]])} for row in comparison(found)}
+    rows = {
+        row["method"]: {**row, "ops": ops_of(found[row["method"]])} for row in comparison(found)
+    }
     first = next(iter(found.values()))[0]
     preset = first["preset"].split(",")[0]  # behind the comma it says that something was changed
-    head = f"# Ablations: {first['stream']}, {len(first['tasks'])} tasks, {first['backbone']}, preset {preset}"
-    pages, grids, numbers = [head, CAPTION], {}, {}
+    head = (
+        f"# Ablations: {first['stream']}, {len(first['tasks'])} tasks, {first['backbone']}, preset"
+        f" {preset}"
+    )
+    pages = [head, CAPTION]
+    grids = {}
+    numbers = {}
     for name, study in studies.items():
         kept = [variant for variant in study if variant.name in rows]
         if len(kept) > 1:  # one alone compares nothing
@@ -157,11 +196,12 @@ def write(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Foun
 
 CAPTION = """Accuracies in % (mean ± standard deviation over runs), FLOPs per image by the paper's convention with the
 router's pass, parameters added per task in % of the backbone, and the share of blocks, over all tasks, that chose
-each op."""
+each op."""  # noqa: E501
 
 
 def ops_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """The share of blocks that chose each op, over all tasks of all runs; None for a method without a choice."""
+    """The share of blocks that chose each op, over all tasks of all runs; None for a method without
+    a choice."""
     tasks = [task for result in results for task in result["tasks"]]
     if not all("architecture" in task for task in tasks):
         return None
@@ -175,44 +215,60 @@ SHOWN = ("average_accuracy", "local_average_accuracy", "average_forgetting")
 def grid_of(name: str, variants: Sequence[Variant], rows: Mapping[str, Mapping[str, Any]]) -> Grid:
     """The table of one study."""
     columns = (
-        "variant", "runs", "average\naccuracy", "task ID\ngiven", "forget-\nting", "FLOPs\npaper", "params\nadded %",
-        *KINDS, "learning s",
-    )  # fmt: skip
+        "variant",
+        "runs",
+        "average\naccuracy",
+        "task ID\ngiven",
+        "forget-\nting",
+        "FLOPs\npaper",
+        "params\nadded %",
+        *KINDS,
+        "learning s",
+    )
     lines = []
     for variant in variants:
         row = rows[variant.name]
         ops = row["ops"]
-        lines.append((
-            variant.title,
-            str(row["runs"]),
-            *(spread(row[key], factor=100) for key in SHOWN),
-            format_flops(row["flops_paper"]["mean"]),
-            f"{row['params_added_percent']['mean']:.2f}",
-            *(NONE if ops is None else f"{100 * ops[kind]:.0f} %" for kind in KINDS),
-            f"{row['seconds']['mean']:,.0f}",
-        ))  # fmt: skip
+        lines.append(
+            (
+                variant.title,
+                str(row["runs"]),
+                *(spread(row[key], factor=100) for key in SHOWN),
+                format_flops(row["flops_paper"]["mean"]),
+                f"{row['params_added_percent']['mean']:.2f}",
+                *(NONE if ops is None else f"{100 * ops[kind]:.0f} %" for kind in KINDS),
+                f"{row['seconds']['mean']:,.0f}",
+            )
+        )
     return Grid(name, columns, tuple(lines), 1)
 
 
 def draw(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Found) -> None:
-    """The paper's figures: both sweeps, and the networks of both samplings and of both placements side by side."""
+    """The paper's figures: both sweeps, and the networks of both samplings and of both placements
+    side by side."""
     if "epsilon" in studies:
         usual, *swept = studies["epsilon"]
         sweep_picture(
-            directory / "epsilon.png", "exploration probability eps1 = eps2",
+            directory / "epsilon.png",
+            "exploration probability eps1 = eps2",
             [(variant.config[EPSILONS[0]], found[variant.name]) for variant in swept],
-            "params_added_percent", {usual.title: found[usual.name]},
-        )  # fmt: skip
+            "params_added_percent",
+            {usual.title: found[usual.name]},
+        )
     if "tolerance" in studies:
         *swept, prompts, lora = studies["tolerance"]
         sweep_picture(
-            directory / "tolerance.png", "tolerance tau, points of accuracy",
+            directory / "tolerance.png",
+            "tolerance tau, points of accuracy",
             [(float(variant.title.split()[2]), found[variant.name]) for variant in swept],
-            "flops_paper", {variant.title: found[variant.name] for variant in (prompts, lora)},
-        )  # fmt: skip
+            "flops_paper",
+            {variant.title: found[variant.name] for variant in (prompts, lora)},
+        )
     for name in ("sampling", "placement"):
         if name in studies:
-            architecture_sheet(directory / f"{name}.png", [{v.title: found[v.name][0]} for v in studies[name]])
+            architecture_sheet(
+                directory / f"{name}.png", [{v.title: found[v.name][0]} for v in studies[name]]
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What the pages of studies share: means with their deviation, files, and figures drawn without a display."""
+"""What the pages of studies share: means with their deviation, files, and figures drawn without a
+display."""
 
 import io
 import json
@@ -27,14 +28,20 @@ COSTS = {
 
 
 def mean_std(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Mean and standard deviation (n - 1; None for one value) of what is there; None where nothing is."""
+    """Mean and standard deviation (n - 1; None for one value) of what is there; None where nothing
+    is."""
     found = np.array([value for value in values if value is not None], np.float64)
     if not found.size:
         return None
-    return {"mean": float(found.mean()), "std": float(found.std(ddof=1)) if found.size > 1 else None}
+    return {
+        "mean": float(found.mean()),
+        "std": float(found.std(ddof=1)) if found.size > 1 else None,
+    }
 
 
-def spread(found: Mapping[str, Any] | Sequence[float | None] | None, decimals: int = 1, factor: float = 1.0) -> str:
+def spread(
+    found: Mapping[str, Any] | Sequence[float | None] | None, decimals: int = 1, factor: float = 1.0
+) -> str:
     """`mean ± std` of values, or of what `mean_std` gave; a dash where nothing is."""
     if found is not None and not isinstance(found, Mapping):
         found = mean_std(found)
@@ -47,11 +54,15 @@ def spread(found: Mapping[str, Any] | Sequence[float | None] | None, decimals: i
 def check_folder(option: str, place: Path) -> None:
     """ValueError where an option for a folder names something else."""
     if place.exists() and not place.is_dir():
-        raise ValueError(f"{option} names {place}, which is not a folder; expected one that exists or can be made")
+        raise ValueError(
+            f"{option} names {place}, which is not a folder; expected one that exists or can be"
+            " made"
+        )
 
 
 def names_in(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """The names that an option lists, separated by commas, each once; ValueError for none and for unknown ones."""
+    """The names that an option lists, separated by commas, each once; ValueError for none and for
+    unknown ones."""
     names, known = list(dict.fromkeys(filter(None, map(str.strip, text.split(","))))), list(known)
     unknown = [name for name in names if name not in known]
     if unknown or not names:
@@ -66,18 +77,23 @@ def write_page(place: Path, text: str, numbers: Any, table: Grid | str | None = 
     write_atomically(place.with_suffix(".md"), text)
     write_atomically(place.with_suffix(".json"), json.dumps(numbers, indent=1) + "\n")
     if table is not None:
-        write_atomically(place.with_suffix(".csv"), table.to_csv() if isinstance(table, Grid) else table)
+        write_atomically(
+            place.with_suffix(".csv"), table.to_csv() if isinstance(table, Grid) else table
+        )
 
 
 def filled(title: str, columns: Mapping[str, Sequence[str]]) -> Grid:
-    """A table from its columns by heading, without those that have nothing; the first one is aligned to the left."""
+    """A table from its columns by heading, without those that have nothing; the first one is
+    aligned to the left."""
     kept = {heading: cells for heading, cells in columns.items() if any(cells)}
     return Grid(title, tuple(kept), tuple(zip(*kept.values(), strict=True)), 1)
 
 
 def frame(axes: Axes, title: str = "", x: str = "", y: str = "", *, grid: bool = False) -> None:
     """The look of all figures: title, names of the axes, no box around them."""
-    axes.set_title(title.replace("$", r"\$"), fontsize=10, color=INK, loc="left")  # a pair would start a formula
+    axes.set_title(
+        title.replace("$", r"\$"), fontsize=10, color=INK, loc="left"
+    )  # a pair would start a formula
     axes.set_xlabel(x, color=FAINT)
     axes.set_ylabel(y, color=FAINT)
     axes.tick_params(colors=INK, labelsize=9)
@@ -90,31 +106,67 @@ def frame(axes: Axes, title: str = "", x: str = "", y: str = "", *, grid: bool =
 def legend_below(figure: Figure, handles: Sequence[Line2D]) -> None:
     """One legend for all panels."""
     columns = min(4, len(handles))
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+    )
 
 
 def sweep_picture(
-    file: Path, label: str, points: Sequence[tuple[float, Runs]], cost: str, levels: Mapping[str, Runs]
+    file: Path,
+    label: str,
+    points: Sequence[tuple[float, Runs]],
+    cost: str,
+    levels: Mapping[str, Runs],
 ) -> None:
-    """Average accuracy (left) and a cost (right) over the values of one setting, with the deviation over runs.
+    """Average accuracy (left) and a cost (right) over the values of one setting, with the deviation
+    over runs.
 
     `levels` are runs to compare with, by title: horizontal lines.
     """
-    figure, values = Figure(figsize=(9.6, 4.0), dpi=DPI, layout="constrained"), [value for value, _ in points]
-    measures = {"average_accuracy": ("average accuracy, %", 100.0, ACCURACY), cost: (*COSTS[cost], COST)}
-    for axes, (name, (title, factor, colour)) in zip(figure.subplots(1, 2), measures.items(), strict=True):
+    figure = Figure(figsize=(9.6, 4.0), dpi=DPI, layout="constrained")
+    values = [value for value, _ in points]
+    measures = {
+        "average_accuracy": ("average accuracy, %", 100.0, ACCURACY),
+        cost: (*COSTS[cost], COST),
+    }
+    for axes, (name, (title, factor, colour)) in zip(
+        figure.subplots(1, 2), measures.items(), strict=True
+    ):
 
         def of(runs: Runs, name=name, factor=factor) -> dict[str, Any]:
-            found = mean_std([factor * value for run in runs if (value := measure(run, name)) is not None])
+            found = mean_std(
+                [factor * value for run in runs if (value := measure(run, name)) is not None]
+            )
             return found or {"mean": float("nan"), "std": None}
 
         found = [of(runs) for _, runs in points]
         means, errors = [each["mean"] for each in found], [each["std"] or 0.0 for each in found]
-        axes.errorbar(values, means, yerr=errors, fmt="o-", color=colour, markersize=5, capsize=3, linewidth=1.5)
+        axes.errorbar(
+            values,
+            means,
+            yerr=errors,
+            fmt="o-",
+            color=colour,
+            markersize=5,
+            capsize=3,
+            linewidth=1.5,
+        )
         for style, (level, runs) in zip(("--", ":", "-."), levels.items(), strict=False):
             mean = of(runs)["mean"]
             axes.axhline(mean, color=colour, linestyle=style, linewidth=1, alpha=0.8)
-            axes.annotate(level, (values[0], mean), (0, 2), textcoords="offset points", color=colour, fontsize=8)
+            axes.annotate(
+                level,
+                (values[0], mean),
+                (0, 2),
+                textcoords="offset points",
+                color=colour,
+                fontsize=8,
+            )
         frame(axes, title, label)
         axes.set_xticks(values, [f"{value:g}" for value in values])
     save(figure, file)
@@ -123,14 +175,17 @@ def sweep_picture(
 def architecture_sheet(file: Path, columns: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
     """The networks found for each task, one grid per run; columns of runs by title."""
     with TemporaryDirectory() as folder:
-        part, grids = Path(folder) / "grid.png", []
+        part = Path(folder) / "grid.png"
+        grids = []
         for column in columns:
             grids.append([])
             for title, results in column.items():
                 architecture_grid(results, part, title)
                 with Image.open(part) as grid:
                     grids[-1].append(grid.convert("RGB"))
-    width, height = (max(size) for size in zip(*(grid.size for column in grids for grid in column), strict=True))
+    width, height = (
+        max(size) for size in zip(*(grid.size for column in grids for grid in column), strict=True)
+    )
     sheet = Image.new("RGB", (width * len(grids), height * max(map(len, grids))), "white")
     for x, column in enumerate(grids):
         for y, grid in enumerate(column):

@@ -1,10 +1,13 @@
-"""One way to choose the settings of every method: by accuracy on validation images of a few of the stream's tasks.
+"""One way to choose the settings of every method: by accuracy on validation images of a few of the
+stream's tasks.
 
-The rate comes first, with everything else as the preset has it, then further settings one after the other. Of a grid,
-the two values in the middle are tried, then the next ones on the side of the better, as long as they are better still.
-A candidate learns the given tasks as a stream, is measured on their validation images, and the highest average accuracy
-wins (task-agnostic; with the task ID given for upper bounds; of equal ones the first). Every method has as many passes
-over the training images as CHEEM has in both phases together, half of them for a choice, and the cosine schedule.
+The rate comes first, with everything else as the preset has it, then further settings one after the
+other. Of a grid, the two values in the middle are tried, then the next ones on the side of the
+better, as long as they are better still. A candidate learns the given tasks as a stream, is
+measured on their validation images, and the highest average accuracy wins (task-agnostic; with the
+task ID given for upper bounds; of equal ones the first). Every method has as many passes over the
+training images as CHEEM has in both phases together, half of them for a choice, and the cosine
+schedule.
 """
 
 import dataclasses
@@ -40,12 +43,14 @@ FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "moal": {"bottleneck": (16, 64), "hidden": (1000, 5000)},
     "moe_adapters": {"bottleneck": (8, 64)},
 }
-"""At most two settings per method besides the rate: those that its own paper varies, and the rank of LoRA for all that
-have it, CHEEM among them: to choose it for one of them only would be unfair."""
+"""At most two settings per method besides the rate: those that its own paper varies, and the rank
+of LoRA for all that have it, CHEEM among them: to choose it for one of them only would be
+unfair."""
 
 
 def grids_of(method: str) -> dict[str, tuple[Any, ...]]:
-    """The values of each setting that is chosen, in the order of choosing; none for a method that trains no network."""
+    """The values of each setting that is chosen, in the order of choosing; none for a method that
+    trains no network."""
     if method == "frozen_linear":
         return {}
     rates = LOWER_RATES if method in ("ewc", "full_finetune") else RATES
@@ -63,51 +68,70 @@ def change(method: str, setting: str, value: Any) -> dict[str, Any]:
 
 
 def budget(method: str, preset: Any) -> dict[str, Any]:
-    """The fields that give a method CHEEM's passes over the training images, and the cosine schedule."""
-    config, cheem = preset_of(method, preset), PRESETS[preset]
+    """The fields that give a method CHEEM's passes over the training images, and the cosine
+    schedule."""
+    config = preset_of(method, preset)
+    cheem = PRESETS[preset]
     epochs = cheem.supernet.epochs + cheem.finetune.epochs
     if isinstance(config, CheemConfig) or method == "frozen_linear":
         return {}
-    own = {"epochs": epochs} if method == "full_finetune" else {"fit.epochs": epochs, "fit.schedule": "cosine"}
+    own = (
+        {"epochs": epochs}
+        if method == "full_finetune"
+        else {"fit.epochs": epochs, "fit.schedule": "cosine"}
+    )
     # one penalty at a time: a choice within the method would take passes that others do not have
     return own | ({"penalties": FURTHER["ewc"]["penalties"][1]} if method == "ewc" else {})
 
 
-def choose(study: Study, tasks: str, variants: Sequence[Variant], progress: Progress) -> list[Variant]:
-    """The variants with the settings that win on `tasks`; `chosen.md` and `chosen.json` say what was tried.
+def choose(
+    study: Study, tasks: str, variants: Sequence[Variant], progress: Progress
+) -> list[Variant]:
+    """The variants with the settings that win on `tasks`; `chosen.md` and `chosen.json` say what
+    was tried.
 
-    `tasks` are names of the stream's tasks, separated by commas. What was run before is not run again.
+    `tasks` are names of the stream's tasks, separated by commas. What was run before is not run
+    again.
     """
     for variant in variants:
         if variant.settings_of:
             raise ValueError(
-                f"--choose names tasks, but {variant.name} has the settings of {variant.settings_of}; choose those "
-                "first, then give --choose their chosen.json"
+                f"--choose names tasks, but {variant.name} has the settings of"
+                f" {variant.settings_of}; choose those first, then give --choose their chosen.json"
             )
     trying = dataclasses.replace(study, seeds="0", run_dir=study.run_dir / "choice")
     chosen, rows = [], []
     for variant in variants:
         config = {**budget(variant.method, study.chosen_preset), **variant.config}
-        usual, reached = preset_of(variant.method, study.chosen_preset), dict[Any, float]()
+        usual = preset_of(variant.method, study.chosen_preset)
+        reached = dict[Any, float]()
         for setting, values in grids_of(variant.method).items():
             shorter = half_as_long(changed(usual, config))
             candidates = [
                 Variant(
-                    f"{variant.name}-{setting}-{number}", f"{variant.title}, {setting} {_told(value)}", variant.method,
+                    f"{variant.name}-{setting}-{number}",
+                    f"{variant.title}, {setting} {_told(value)}",
+                    variant.method,
                     {**config, **change(variant.method, setting, value), **shorter},
                     {**variant.run, "tasks": tasks, "measured_on": "validation"},
                 )
                 for number, value in enumerate(values)
-            ]  # fmt: skip
+            ]
             accuracy = functools.partial(_accuracy, trying, progress, candidates, usual, reached)
             tried = climbed(accuracy, len(values))
             best = max(tried, key=lambda number: (tried[number], -number))
             config |= change(variant.method, setting, values[best])
-            rows.append({
-                "method": variant.name, "title": variant.title, "setting": setting, "values": list(values),
-                "accuracies": [tried.get(number) for number in range(len(values))], "chosen": values[best],
-                "at_the_end": best in (0, len(values) - 1),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "method": variant.name,
+                    "title": variant.title,
+                    "setting": setting,
+                    "values": list(values),
+                    "accuracies": [tried.get(number) for number in range(len(values))],
+                    "chosen": values[best],
+                    "at_the_end": best in (0, len(values) - 1),
+                }
+            )
             write_page(study.run_dir / "chosen", _page(tasks, rows), rows)
         chosen.append(variant._replace(config=config))
     return chosen
@@ -119,33 +143,42 @@ def chosen_before(file: Path, variants: Sequence[Variant], preset: Any) -> list[
         rows = json.loads(file.read_text())
         found = {(row["method"], row["setting"]): row["chosen"] for row in rows}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"--choose is {file}; expected the chosen.json of an earlier choice ({error!r})") from error
+        raise ValueError(
+            f"--choose is {file}; expected the chosen.json of an earlier choice ({error!r})"
+        ) from error
     chosen = []
     for variant in variants:
-        settings, owner = grids_of(variant.method), variant.settings_of or variant.name
+        settings = grids_of(variant.method)
+        owner = variant.settings_of or variant.name
         if missing := [name for name in settings if (owner, name) not in found]:
             raise ValueError(
-                f"--choose: {file} has no {missing[0]} of {owner}; name tasks instead, to choose on their images"
+                f"--choose: {file} has no {missing[0]} of {owner}; name tasks instead, to choose on"
+                " their images"
             )
         config = {**budget(variant.method, preset), **variant.config}
         for setting in settings:
             value = found[owner, setting]
-            config |= change(variant.method, setting, tuple(value) if isinstance(value, list) else value)
+            config |= change(
+                variant.method, setting, tuple(value) if isinstance(value, list) else value
+            )
         chosen.append(variant._replace(config=config))
     return chosen
 
 
 def half_as_long(config: Any) -> dict[str, int]:
-    """The fields that train for half of the epochs: a choice need not take as long as the run that it is made for."""
+    """The fields that train for half of the epochs: a choice need not take as long as the run that
+    it is made for."""
     phases = [name for name in ("supernet", "finetune", "fit") if hasattr(config, name)]
     epochs = {f"{name}.epochs": getattr(config, name).epochs for name in phases}
     return {name: max(one // 2, 1) for name, one in (epochs or {"epochs": config.epochs}).items()}
 
 
 def climbed(accuracy: Callable[[int], float], num: int) -> dict[int, float]:
-    """Accuracies of the values that are tried: the two in the middle, then outwards from the better while it rises.
+    """Accuracies of the values that are tried: the two in the middle, then outwards from the better
+    while it rises.
 
-    The values outside have neighbours that were better, so trying them costs passes and would hardly win.
+    The values outside have neighbours that were better, so trying them costs passes and would
+    hardly win.
     """
     low = (num - 1) // 2
     tried = {low: accuracy(low), low + 1: accuracy(low + 1)}
@@ -160,11 +193,18 @@ def climbed(accuracy: Callable[[int], float], num: int) -> dict[int, float]:
 
 
 def _accuracy(
-    study: Study, progress: Progress, candidates: Sequence[Variant], usual: Any, reached: dict[Any, float], number: int
+    study: Study,
+    progress: Progress,
+    candidates: Sequence[Variant],
+    usual: Any,
+    reached: dict[Any, float],
+    number: int,
 ) -> float:
-    """What a candidate reaches; the one chosen before is among those of the next setting and is not run again."""
+    """What a candidate reaches; the one chosen before is among those of the next setting and is not
+    run again."""
     own = candidates[number]
-    settings, key = changed(usual, own.config), "average_accuracy"
+    settings = changed(usual, own.config)
+    key = "average_accuracy"
     if own.method in UPPER_BOUNDS:
         key = "local_average_accuracy"
     if settings not in reached:
@@ -173,7 +213,13 @@ def _accuracy(
 
 
 def _told(value: Any) -> str:
-    return f"{value[0]:g}" if isinstance(value, tuple) else value if isinstance(value, str) else f"{value:g}"
+    return (
+        f"{value[0]:g}"
+        if isinstance(value, tuple)
+        else value
+        if isinstance(value, str)
+        else f"{value:g}"
+    )
 
 
 def _page(tasks: str, rows: Sequence[Mapping[str, Any]]) -> str:

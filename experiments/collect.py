@@ -1,10 +1,12 @@
-"""Copies of finished runs that may be published: numbers and settings, no image, no place of one machine.
+"""Copies of finished runs that may be published: numbers and settings, no image, no place of one
+machine.
 
     python experiments/collect.py --runs runs/compare --to docs/results/runs
 
-Every finished run below `--runs` becomes `TO/<its folder below RUNS>`. The stream has to be where the run found it,
-since which answers were right follows from its labels; no image is decoded. A run that is there already is replaced
-only where it differs. `experiments/tables.py --results` makes the page.
+Every finished run below `--runs` becomes `TO/<its folder below RUNS>`. The stream has to be where
+the run found it, since which answers were right follows from its labels; no image is decoded. A run
+that is there already is replaced only where it differs. `experiments/tables.py --results` makes the
+page.
 """
 
 import dataclasses
@@ -43,17 +45,23 @@ class Collect:
 
 def main(settings: Collect) -> int:
     """Collect what is finished; 1 where a finished run could not be collected."""
-    progress, opened, failed, done = Progress(), dict[str, Labels](), 0, set[Path]()
+    progress = Progress()
+    opened = dict[str, Labels]()
+    failed = 0
+    done = set[Path]()
     check_folder("--to", settings.to)
     for folder in settings.runs:
         runs, left_out = read([folder])
         for directory, why in left_out:
             progress.say(f"left out {directory}: {why}")
         for run in runs:
-            place = settings.to / (run.directory.relative_to(folder) if run.directory != folder else folder.name)
+            place = settings.to / (
+                run.directory.relative_to(folder) if run.directory != folder else folder.name
+            )
             if place in done:
                 raise ValueError(
-                    f"two runs would be published as {place}; collect one folder at a time, each --to its own"
+                    f"two runs would be published as {place}; collect one folder at a time, each"
+                    " --to its own"
                 )
             done.add(place)
             try:
@@ -79,34 +87,50 @@ def write(place: Path, files: Mapping[str, bytes]) -> str:
 
 
 def files_of(run: RunRecord, opened: dict[str, Labels]) -> dict[str, bytes]:
-    """What is published of a run, by file name; `results.json`, which makes a folder a finished run, comes last."""
+    """What is published of a run, by file name; `results.json`, which makes a folder a finished
+    run, comes last."""
     entries = list(record.read(run.directory))
     begin = next(entry for entry in entries if entry["event"] == "run")
     if not begin.get("data"):
-        raise ValueError("its record does not say where its images are, so no answer can be checked; run it again")
+        raise ValueError(
+            "its record does not say where its images are, so no answer can be checked; run it"
+            " again"
+        )
     right, given = right_of(run, labels_of(run, begin["data"], opened))
     check_right(run, right, given)
     names = places_of(begin["command"], begin["data"])
     told = {
         "command": [names.get(word, word) for word in begin["command"]],
         # of a path, a number or a list of tasks only a path may have a word
-        "data": {key: names.get(v, v) if isinstance(v, str) else v for key, v in begin["data"].items()},
+        "data": {
+            key: names.get(v, v) if isinstance(v, str) else v for key, v in begin["data"].items()
+        },
         "conditions": begin.get("conditions", {}),
     }
-    continued = [entry["conditions"] for entry in entries if entry["event"] == "continued" and "conditions" in entry]
-    if changed := dict.fromkeys(filter(None, (fingerprint.apart(told["conditions"], later) for later in continued))):
+    continued = [
+        entry["conditions"]
+        for entry in entries
+        if entry["event"] == "continued" and "conditions" in entry
+    ]
+    if changed := dict.fromkeys(
+        filter(None, (fingerprint.apart(told["conditions"], later) for later in continued))
+    ):
         told["continued"] = list(changed)
     documents = {"record.json": told, "config.json": run.config, "results.json": run.results}
     for name, content in documents.items():
         if leaked := next(leaks(content), None):
-            raise ValueError(f"{name} would hold {leaked!r}, a place on this machine; it is not published")
+            raise ValueError(
+                f"{name} would hold {leaked!r}, a place on this machine; it is not published"
+            )
     return {
-        "right.npz": packed(right, given), **{name: lines(content).encode() for name, content in documents.items()}
-    }  # fmt: skip
+        "right.npz": packed(right, given),
+        **{name: lines(content).encode() for name, content in documents.items()},
+    }
 
 
 def labels_of(run: RunRecord, data: Mapping[str, Any], opened: dict[str, Labels]) -> Labels:
-    """Labels of the test images by task; ValueError where other files are there now than the run has seen."""
+    """Labels of the test images by task; ValueError where other files are there now than the run
+    has seen."""
     key = json.dumps([data, run.results["image_size"]], sort_keys=True)
     if key not in opened:
         if data["stream"] == "demo":
@@ -115,24 +139,38 @@ def labels_of(run: RunRecord, data: Mapping[str, Any], opened: dict[str, Labels]
         else:
             data_dir = None if data["data_dir"] is None else Path(data["data_dir"])
             _, plans = plan_source(
-                data["stream"], data["tasks"], data_dir=data_dir, order=data["order"], seed=data["split_seed"]
+                data["stream"],
+                data["tasks"],
+                data_dir=data_dir,
+                order=data["order"],
+                seed=data["split_seed"],
             )
             wanted = run.results["split_sha256"]
-            if changed := [plan.name for plan in plans if wanted.get(plan.name) != plan.split_sha256]:
-                raise ValueError(f"other files or labels are there now than the run has seen: {', '.join(changed)}")
+            if changed := [
+                plan.name for plan in plans if wanted.get(plan.name) != plan.split_sha256
+            ]:
+                raise ValueError(
+                    "other files or labels are there now than the run has seen:"
+                    f" {', '.join(changed)}"
+                )
             opened[key] = {plan.name: plan.test.labels for plan in plans}
     return opened[key]
 
 
 def right_of(run: RunRecord, labels: Labels) -> tuple[ByTask, ByTask]:
     """Which answers were right: task and class found, and the class with the task ID given."""
-    file, right, given = run.directory / "answers.npz", [], []
+    file = run.directory / "answers.npz"
+    right = []
+    given = []
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
             for index, name in enumerate(run.order):
-                truth, chosen = labels[name], held[f"chosen_task_{index}"]
+                truth = labels[name]
+                chosen = held[f"chosen_task_{index}"]
                 if len(truth) != len(chosen):
-                    raise ValueError(f"{len(chosen)} answers for the {len(truth)} test images of {name}")
+                    raise ValueError(
+                        f"{len(chosen)} answers for the {len(truth)} test images of {name}"
+                    )
                 right.append((chosen == index) & (held[f"chosen_class_{index}"] == truth))
                 given.append(held[f"given_task_{index}"] == truth)
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
@@ -140,18 +178,38 @@ def right_of(run: RunRecord, labels: Labels) -> tuple[ByTask, ByTask]:
     return tuple(right), tuple(given)
 
 
-PLACEHOLDERS = {"--stream": "DATA", "--weights": "WEIGHTS", "--run-dir": "RUN_DIR", "--data-dir": "DATA_DIR"}
+PLACEHOLDERS = {
+    "--stream": "DATA",
+    "--weights": "WEIGHTS",
+    "--run-dir": "RUN_DIR",
+    "--data-dir": "DATA_DIR",
+}
 
 
 def places_of(command: Sequence[str], data: Mapping[str, Any]) -> dict[str, str]:
-    """Absolute paths of a command line, and the word for each: what lies in the stream's folder is named from there."""
-    stream, found = data["stream"], {}
-    told = [("--stream", stream), ("--data-dir", data.get("data_dir")), *zip(command, command[1:], strict=False)]
+    """Absolute paths of a command line, and the word for each: what lies in the stream's folder is
+    named from there."""
+    stream = data["stream"]
+    found = {}
+    told = [
+        ("--stream", stream),
+        ("--data-dir", data.get("data_dir")),
+        *zip(command, command[1:], strict=False),
+    ]
     for option, value in told:
-        if value and option.startswith("--") and PurePath(value).is_absolute() and value not in found:
-            word = PLACEHOLDERS.get(option, option.lstrip("-").upper().replace("-", "_").replace(".", "_"))
+        if (
+            value
+            and option.startswith("--")
+            and PurePath(value).is_absolute()
+            and value not in found
+        ):
+            word = PLACEHOLDERS.get(
+                option, option.lstrip("-").upper().replace("-", "_").replace(".", "_")
+            )
             is_inside = value != stream and PurePath(value).is_relative_to(stream)
-            found[value] = f"DATA/{PurePath(value).relative_to(stream).as_posix()}" if is_inside else word
+            found[value] = (
+                f"DATA/{PurePath(value).relative_to(stream).as_posix()}" if is_inside else word
+            )
     return found
 
 
@@ -160,7 +218,8 @@ PLACE = re.compile(r"(?:^|[\s=:'\"(\[,])(?:~|/[^\s/]+|[A-Za-z]:[\\/])")
 
 
 def leaks(content: Any) -> Iterator[str]:
-    """Texts that hold an absolute path; names of classes are the data's own and may look like anything."""
+    """Texts that hold an absolute path; names of classes are the data's own and may look like
+    anything."""
     if isinstance(content, str) and PLACE.search(content):
         yield content
     elif isinstance(content, Mapping):
@@ -174,14 +233,19 @@ def leaks(content: Any) -> Iterator[str]:
 
 
 def lines(content: Mapping[str, Any]) -> str:
-    """JSON with a line per key, and per element of a list of lists or objects: short, and its changes can be read."""
+    """JSON with a line per key, and per element of a list of lists or objects: short, and its
+    changes can be read."""
 
     def text(value: Any) -> str:
         if isinstance(value, list) and value and isinstance(value[0], list | dict):
             return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
         return json.dumps(value)
 
-    return "{\n " + ",\n ".join(f"{json.dumps(key)}: {text(value)}" for key, value in content.items()) + "\n}\n"
+    return (
+        "{\n "
+        + ",\n ".join(f"{json.dumps(key)}: {text(value)}" for key, value in content.items())
+        + "\n}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""Several methods on one stream under one protocol, with a table of what they reach and one of what training costs.
+"""Several methods on one stream under one protocol, with a table of what they reach and one of what
+training costs.
 
-    python experiments/compare.py --stream demo --methods all
-    python experiments/compare.py --stream FOLDER --backbone deit_tiny --weights FILE --image-size 96 \\
+    python experiments/compare.py --stream demo --methods all python experiments/compare.py --stream
+    FOLDER --backbone deit_tiny --weights FILE --image-size 96 \\
         --methods cheem,lora_cl,s_prompts --seeds 0,1,2 --run-dir runs/compare-real
-    python experiments/compare.py --stream FOLDER --methods cheem,lora_cl --choose TASK,TASK --run-dir runs/fair
-    python experiments/compare.py --stream mtil --preset paper --data-dir DATA --run-dir RUNS --launcher slurm
-    python experiments/compare.py --backbone clip_vit_base --methods cheem_lite --router deit_tiny,alexnet --smoke
+    python experiments/compare.py --stream FOLDER --methods cheem,lora_cl --choose TASK,TASK
+    --run-dir runs/fair python experiments/compare.py --stream mtil --preset paper --data-dir DATA
+    --run-dir RUNS --launcher slurm python experiments/compare.py --backbone clip_vit_base --methods
+    cheem_lite --router deit_tiny,alexnet --smoke
 
-Every run has a directory of its own, `RUN_DIR/<method>/seed-<seed>`, and is one that `cheem demo` or
-`experiments/mtil.py` could have made. What is finished is not run again, and what was stopped resumes.
-`experiments/tables.py --runs RUN_DIR` writes the paper's tables with these runs beside its numbers.
+Every run has a directory of its own, `RUN_DIR/<method>/seed-<seed>`, and is one that `cheem demo`
+or `experiments/mtil.py` could have made. What is finished is not run again, and what was stopped
+resumes. `experiments/tables.py --runs RUN_DIR` writes the paper's tables with these runs beside its
+numbers.
 """
 
 import dataclasses
@@ -50,26 +53,30 @@ class Compare(Study):
     """Methods side by side on one stream."""
 
     methods: str = "all"
-    """Names separated by commas, or all. `cheem:closed_form` is CHEEM with the search of `quick_plus`,
-    `cheem:uniform` the same with uniform sampling, and `lora_cl:nearest` is LoRA-CL that begins from the most similar
-    task; all other settings are the preset's."""
+    """Names separated by commas, or all. `cheem:closed_form` is CHEEM with the search of
+    `quick_plus`, `cheem:uniform` the same with uniform sampling, and `lora_cl:nearest` is LoRA-CL
+    that begins from the most similar task; all other settings are the preset's."""
     router: str = "vit_nano"
-    """Lighter networks of `cheem_lite` and `moe_adapters`, separated by commas: backbones, or alexnet."""
+    """Lighter networks of `cheem_lite` and `moe_adapters`, separated by commas: backbones, or
+    alexnet."""
     router_weights: Path | None = None
     """Weights of the router; of several routers, those of alexnet."""
     choose: str | None = None
-    """Names of tasks, separated by commas, on whose validation images the rate and at most two further settings of
-    every method are chosen first; all methods then have the same number of epochs and the cosine schedule. Or the
-    `chosen.json` of an earlier choice, whose settings are taken."""
+    """Names of tasks, separated by commas, on whose validation images the rate and at most two
+    further settings of every method are chosen first; all methods then have the same number of
+    epochs and the cosine schedule. Or the `chosen.json` of an earlier choice, whose settings are
+    taken."""
     smoke: bool = False
-    """Run every method on two blocks with random weights, which shows that it works and no accuracy."""
+    """Run every method on two blocks with random weights, which shows that it works and no
+    accuracy."""
     run_dir: Path = Path("runs/compare")
     """Where runs and tables are kept; what is unfinished is continued."""
 
 
 def main(settings: Compare) -> None:
     """Run what is missing, then print and save the table."""
-    progress, variants = Progress(), variants_of(settings)
+    progress = Progress()
+    variants = variants_of(settings)
     if settings.smoke:
         smoke(variants, settings.backbone or "deit_tiny", progress)
         return
@@ -78,10 +85,15 @@ def main(settings: Compare) -> None:
     elif settings.choose is not None:
         variants = choose(settings, settings.choose, variants, progress)
     titles = {variant.name: variant.title for variant in variants}
-    found = study.run_all(settings, variants, progress, lambda found: write(settings.run_dir, found, titles))
+    found = study.run_all(
+        settings, variants, progress, lambda found: write(settings.run_dir, found, titles)
+    )
     progress.console.print(narrow(comparison_grid(found, titles)).to_rich())
     place = settings.run_dir / "comparison"
-    progress.say(f"table: {place}.md   numbers: {place}.json   times: {settings.run_dir / 'training_time.md'}")
+    progress.say(
+        f"table: {place}.md   numbers: {place}.json   times:"
+        f" {settings.run_dir / 'training_time.md'}"
+    )
 
 
 def variants_of(settings: Compare) -> list[Variant]:
@@ -98,43 +110,66 @@ def variants_of(settings: Compare) -> list[Variant]:
             continue
         for router in routers:
             weights = settings.router_weights if router == "alexnet" or len(routers) == 1 else None
-            name, title = (method, METHODS[method])
+            name = method
+            title = METHODS[method]
             if len(routers) > 1:
                 name, title = f"{method}-{router}", f"{METHODS[method]}, {router}"
-            variants.append(Variant(name, title, method, run={"router": router, "router_weights": weights}))
+            variants.append(
+                Variant(name, title, method, run={"router": router, "router_weights": weights})
+            )
     return variants
 
 
 CLOSED_FORM = Variant(
-    "cheem-closed_form", f"{METHODS['cheem']}, closed-form score", "cheem",
-    {"supernet.epochs": QUICK_PLUS.supernet.epochs, "finetune.epochs": QUICK_PLUS.finetune.epochs, **{
-        name: getattr(QUICK_PLUS, name) for name in ("ops", "search", "score", "score_images")
-    }},
-)  # fmt: skip
+    "cheem-closed_form",
+    f"{METHODS['cheem']}, closed-form score",
+    "cheem",
+    {
+        "supernet.epochs": QUICK_PLUS.supernet.epochs,
+        "finetune.epochs": QUICK_PLUS.finetune.epochs,
+        **{name: getattr(QUICK_PLUS, name) for name in ("ops", "search", "score", "score_images")},
+    },
+)
 OTHERS = {
     "cheem:closed_form": CLOSED_FORM,
     "cheem:uniform": Variant(
-        "cheem-uniform", f"{METHODS['cheem']}, uniform, closed-form score", "cheem",
-        {**CLOSED_FORM.config, "sampling": "uniform"}, settings_of=CLOSED_FORM.name,
+        "cheem-uniform",
+        f"{METHODS['cheem']}, uniform, closed-form score",
+        "cheem",
+        {**CLOSED_FORM.config, "sampling": "uniform"},
+        settings_of=CLOSED_FORM.name,
     ),
     "lora_cl:nearest": Variant(
-        "lora_cl-nearest", f"{METHODS['lora_cl']}, from the nearest task", "lora_cl", {"begin": "nearest"}
+        "lora_cl-nearest",
+        f"{METHODS['lora_cl']}, from the nearest task",
+        "lora_cl",
+        {"begin": "nearest"},
     ),
-}  # fmt: skip
-"""Methods with other settings than a preset's, where a comparison without them would be incomplete."""
+}
+"""Methods with other settings than a preset's, where a comparison without them would be
+incomplete."""
 
 
 def methods_of(text: str) -> list[str]:
     """The methods that are asked for, in the order of the table."""
     if text == "all":
         return list(NAMES)
-    asked = {name if name in OTHERS else check_name(name) for name in (word.strip() for word in text.split(","))}
-    return [name for method in NAMES for name in (method, *OTHERS) if name in asked and name.split(":")[0] == method]
+    asked = {
+        name if name in OTHERS else check_name(name)
+        for name in (word.strip() for word in text.split(","))
+    }
+    return [
+        name
+        for method in NAMES
+        for name in (method, *OTHERS)
+        if name in asked and name.split(":")[0] == method
+    ]
 
 
 def write(directory: Path, found: Found, titles: Mapping[str, str] = METHODS) -> None:
     """The table as Markdown and CSV, its numbers, and the same of the training times."""
-    grid, rows = comparison_grid(found, titles), comparison(found)
+    grid = comparison_grid(found, titles)
+    rows = comparison(found)
     text = f"# {grid.title}\n\n{grid.to_markdown()}\n\n" + grid.caption.replace("\n", "  \n") + "\n"
     write_page(directory / "comparison", text, rows, csv_of(rows))
     devices = {run["engine"]["device"] for runs in found.values() for run in runs}
@@ -147,35 +182,66 @@ def write(directory: Path, found: Found, titles: Mapping[str, str] = METHODS) ->
 
 
 def phases_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Seconds per task of each phase of learning, mean and deviation over runs; evaluation is none of them."""
-    names = dict.fromkeys(phase for run in runs for task in run["tasks"] for phase in task["seconds"])
+    """Seconds per task of each phase of learning, mean and deviation over runs; evaluation is none
+    of them."""
+    names = dict.fromkeys(
+        phase for run in runs for task in run["tasks"] for phase in task["seconds"]
+    )
     return {
-        name: mean_std([float(np.mean([task["seconds"].get(name, 0.0) for task in run["tasks"]])) for run in runs])
+        name: mean_std([float(np.mean([task["seconds"].get(name, 0.0) for task in run["tasks"]])) for run in runs])  # noqa: E501
         for name in names if name != "evaluation"
     }  # fmt: skip  # pyright: ignore[reportReturnType]
 
 
-def times_grid(found: Found, phases: Mapping[str, Mapping[str, Any]], titles: Mapping[str, str]) -> Grid:
+def times_grid(
+    found: Found, phases: Mapping[str, Mapping[str, Any]], titles: Mapping[str, str]
+) -> Grid:
     """Seconds of training by method and phase.
 
-    The first run of a process compiles what others then share, so compiling is shown apart: seconds of the whole run.
+    The first run of a process compiles what others then share, so compiling is shown apart: seconds
+    of the whole run.
     """
     totals = {name: sum(each["mean"] for each in own.values()) for name, own in phases.items()}
     rows = []
     for name, own in phases.items():
         compiling = float(np.mean([run["compile"]["seconds"] for run in found[name]]))
         largest = sorted(own.items(), key=lambda item: -item[1]["mean"])[:4]
-        told = [f"{phase} {spread(each)}" for phase, each in largest if each["mean"] >= 0.005 * totals[name]]
+        told = [
+            f"{phase} {spread(each)}"
+            for phase, each in largest
+            if each["mean"] >= 0.005 * totals[name]
+        ]
         beside = f"{totals[name] / totals['cheem']:.2f}" if totals.get("cheem") else NONE
         runs = str(len(found[name]))
-        rows.append((titles[name], runs, f"{totals[name]:,.1f}", beside, f"{compiling:.1f}", ", ".join(told)))
+        rows.append(
+            (
+                titles[name],
+                runs,
+                f"{totals[name]:,.1f}",
+                beside,
+                f"{compiling:.1f}",
+                ", ".join(told),
+            )
+        )
     first = next(iter(found.values()))[0]
-    columns = ("method", "runs", "seconds\nper task", "of CHEEM's", "compiling,\nwhole run", "longest phases")
-    title = f"{first['stream']}, {first['backbone']}, {first['preset']}, {first['engine']['device']}: training per task"
+    columns = (
+        "method",
+        "runs",
+        "seconds\nper task",
+        "of CHEEM's",
+        "compiling,\nwhole run",
+        "longest phases",
+    )
+    title = (
+        f"{first['stream']}, {first['backbone']}, {first['preset']}, {first['engine']['device']}:"
+        " training per task"
+    )
     return Grid(title, columns, tuple(rows), 1)
 
 
-DEPTH, IMAGE_SIZE, TASKS = 2, 64, ("shapes", "colours")
+DEPTH = 2
+IMAGE_SIZE = 64
+TASKS = ("shapes", "colours")
 MARK = f"smoke run: {DEPTH} blocks, random weights"
 SHORT: Mapping[str, Mapping[str, Any]] = {
     "cheem": {
@@ -191,42 +257,73 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
 """One epoch, and prompts for the blocks that there are."""
 
 
-# ---- methods on two blocks with random weights, for backbones and routers whose weights are not at hand
+# ---- methods on two blocks with random weights, for backbones and routers whose weights are not at
+# hand
 
 
 def smoke(variants: Sequence[Variant], backbone: str, progress: Progress) -> None:
-    """Learn two small tasks with each variant and read them back; prints what was compiled and what it costs."""
+    """Learn two small tasks with each variant and read them back; prints what was compiled and what
+    it costs."""
     progress.say(
-        f"{MARK}; {len(TASKS)} tasks of a few {IMAGE_SIZE}x{IMAGE_SIZE} images. Accuracies would mean nothing."
+        f"{MARK}; {len(TASKS)} tasks of a few {IMAGE_SIZE}x{IMAGE_SIZE} images. Accuracies would"
+        " mean nothing."
     )
-    stream = select(demo_stream(image_size=IMAGE_SIZE, num_train=32, num_val=26, num_test=26), TASKS)
-    pretrained, workshop, lines = random_vit(backbone), dict[Any, Networks](), []
+    stream = select(
+        demo_stream(image_size=IMAGE_SIZE, num_train=32, num_val=26, num_test=26), TASKS
+    )
+    pretrained = random_vit(backbone)
+    workshop = dict[Any, Networks]()
+    lines = []
     for variant in variants:
         short = SHORT.get(variant.method.removesuffix("_lite"), {"fit.epochs": 1})
-        method = changed(preset_of(variant.method, "quick"), {**variant.config, **short, "batch_size": 16})
+        method = changed(
+            preset_of(variant.method, "quick"), {**variant.config, **short, "batch_size": 16}
+        )
         feature = "conv5" if variant.method == "moe_adapters" else "pooled_conv"
         router = random_router(variant.run["router"], feature) if "router" in variant.run else None
         quiet = Progress(Console(file=io.StringIO(), force_terminal=False))
         with TemporaryDirectory() as folder:
             results = run_stream(
-                stream, pretrained, RunConfig(method, "quick"), Path(folder) / "run", quiet, router=router,
+                stream,
+                pretrained,
+                RunConfig(method, "quick"),
+                Path(folder) / "run",
+                quiet,
+                router=router,
                 workshop=workshop,
-            )  # fmt: skip
+            )
         flops = results["flops"]["paper"]
         programs = results["compile"]["programs"] + results["compile"]["cached"]
-        lines.append((
-            variant.title, results["router"], format_flops(flops), f"{results['params_added_percent']:.2f}",
-            str(programs), f"{results['seconds_total']:.0f}",
-        ))  # fmt: skip
+        lines.append(
+            (
+                variant.title,
+                results["router"],
+                format_flops(flops),
+                f"{results['params_added_percent']:.2f}",
+                str(programs),
+                f"{results['seconds_total']:.0f}",
+            )
+        )
         progress.say(f"{variant.title}: learned, saved and read back {len(TASKS)} tasks")
-    columns = ("method", "frozen\nfeatures of", "FLOPs\npaper", "params\nadded %", "programs", "seconds")
+    columns = (
+        "method",
+        "frozen\nfeatures of",
+        "FLOPs\npaper",
+        "params\nadded %",
+        "programs",
+        "seconds",
+    )
     progress.console.print(Grid(f"{backbone}, {MARK}", columns, tuple(lines), 2).to_rich())
 
 
 def random_vit(name: str) -> Pretrained:
     """A named network with the first blocks alone and weights of no training."""
-    config = dataclasses.replace(at_image_size(config_of(name), IMAGE_SIZE), depth=DEPTH, num_classes=0)
-    return Pretrained(config, init_params(config, jax.random.key(0)), "random weights", f"random {name}", {})
+    config = dataclasses.replace(
+        at_image_size(config_of(name), IMAGE_SIZE), depth=DEPTH, num_classes=0
+    )
+    return Pretrained(
+        config, init_params(config, jax.random.key(0)), "random weights", f"random {name}", {}
+    )
 
 
 def random_router(name: str, feature: str) -> RouterWeights:
@@ -235,7 +332,10 @@ def random_router(name: str, feature: str) -> RouterWeights:
         return random_vit(name)
     config = AlexNetConfig(image_size=IMAGE_SIZE, feature=feature)  # pyright: ignore[reportArgumentType]
     rng = np.random.default_rng(0)
-    params = {key: 0.02 * rng.standard_normal(shape, np.float32) for key, shape in alexnet_shapes(config).items()}
+    params = {
+        key: 0.02 * rng.standard_normal(shape, np.float32)
+        for key, shape in alexnet_shapes(config).items()
+    }
     return PretrainedAlexNet(config, params, "random weights", "random alexnet")
 
 

@@ -1,12 +1,14 @@
-"""Where the memory could be placed: eleven components of a ViT block, each fine-tuned by itself (paper's appendix).
+"""Where the memory could be placed: eleven components of a ViT block, each fine-tuned by itself
+(paper's appendix).
 
-    python experiments/component_study.py --preset quick
-    python experiments/component_study.py --stream vdd --backbone vit_base --data-dir DATA --run-dir runs/components-vdd
+    python experiments/component_study.py --preset quick python experiments/component_study.py
+    --stream vdd --backbone vit_base --data-dir DATA --run-dir runs/components-vdd
 
-Every component is learned task to task, from the pretrained backbone each time (average accuracy: how well it
-transfers), and sequentially, one backbone through the stream (average forgetting). Every task has a head of its own,
-kept as it was when the task was learned, and the task ID is given. Per component one rate is chosen: the best on the
-validation splits, task to task. What is finished is not trained again, and what was stopped resumes.
+Every component is learned task to task, from the pretrained backbone each time (average accuracy:
+how well it transfers), and sequentially, one backbone through the stream (average forgetting).
+Every task has a head of its own, kept as it was when the task was learned, and the task ID is
+given. Per component one rate is chosen: the best on the validation splits, task to task. What is
+finished is not trained again, and what was stopped resumes.
 """
 
 import dataclasses
@@ -20,7 +22,16 @@ import numpy as np
 from charts import mean_std, spread, write_page
 from scipy.stats import rankdata
 from studies.components import learning
-from studies.components.learning import COMPONENTS, Component, Entry, Network, Place, Training, Units, found_at
+from studies.components.learning import (
+    COMPONENTS,
+    Component,
+    Entry,
+    Network,
+    Place,
+    Training,
+    Units,
+    found_at,
+)
 from studies.paper.printed import Cell, printed
 from study import recorded, seeds_of
 
@@ -51,12 +62,14 @@ class ComponentStudy(mtil.Data):
     stream: str = mtil.DEMO
     """demo, or whatever `experiments/mtil.py --stream` takes."""
     components: str = "all"
-    """Names or indices of the paper's table, separated by commas, or all; more can be added to a finished run."""
+    """Names or indices of the paper's table, separated by commas, or all; more can be added to a
+    finished run."""
     preset: Literal["paper", "quick"] = "quick"
-    """`paper`: 20 epochs, batches of 64, five rates from 1e-5 to 1e-3; `quick`: 6 epochs of at most 240 images per
-    task, batches of 32, rates 1e-3 and 3e-3."""
+    """`paper`: 20 epochs, batches of 64, five rates from 1e-5 to 1e-3; `quick`: 6 epochs of at most
+    240 images per task, batches of 32, rates 1e-3 and 3e-3."""
     seeds: str = "0"
-    """Seeds separated by commas; cells are then means with the standard deviation. More can be added later."""
+    """Seeds separated by commas; cells are then means with the standard deviation. More can be
+    added later."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     run_dir: Path = Path("runs/component_study")
@@ -68,21 +81,39 @@ class ComponentStudy(mtil.Data):
 def main(settings: ComponentStudy) -> None:
     """Train what is missing, then print and save the table."""
     progress = Progress()
-    components, seeds = learning.components_of(settings.components), seeds_of(settings.seeds)
+    components = learning.components_of(settings.components)
+    seeds = seeds_of(settings.seeds)
     data = {field.name: getattr(settings, field.name) for field in dataclasses.fields(mtil.Data)}
-    loaded, training = mtil.load(mtil.Mtil(cheem=CHEEM_PRESETS["quick"], **data), progress), PRESETS[settings.preset]
+    loaded = mtil.load(mtil.Mtil(cheem=CHEEM_PRESETS["quick"], **data), progress)
+    training = PRESETS[settings.preset]
     command = ["experiments/component_study.py", *arguments_of(settings)]
     learn(
-        settings.run_dir, loaded, training, components, seeds, progress, engine=settings.engine,
-        save_every=settings.save_every, command=command,
-    )  # fmt: skip
+        settings.run_dir,
+        loaded,
+        training,
+        components,
+        seeds,
+        progress,
+        engine=settings.engine,
+        save_every=settings.save_every,
+        command=command,
+    )
 
 
 def learn(
-    directory: Path, loaded: mtil.Loaded, training: Training, components: list[Component], seeds: list[int],
-    progress: Progress, *, engine: EngineConfig, save_every: float | None = None, command: list[str] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Train in `directory` what is missing there; returns the rows of the table, as `component_study.json` has them."""
+    directory: Path,
+    loaded: mtil.Loaded,
+    training: Training,
+    components: list[Component],
+    seeds: list[int],
+    progress: Progress,
+    *,
+    engine: EngineConfig,
+    save_every: float | None = None,
+    command: list[str] | None = None,
+) -> list[dict[str, Any]]:
+    """Train in `directory` what is missing there; returns the rows of the table, as
+    `component_study.json` has them."""
     stream, pretrained = loaded.stream, loaded.pretrained
     config = FullFinetuneConfig(batch_size=training.batch_size)
     executor = networks_of(pretrained, None, config, engine).executor
@@ -100,10 +131,17 @@ def learn(
     }
     with recorded(directory, identity, command) as (record, stop):
         # parameters and two moments of whatever a component may hold, and the checkpoint before
-        check_space(directory, 2 * 3 * 4 * sum(leaf.size for leaf in executor.leaves), "a rolling checkpoint")
+        check_space(
+            directory,
+            2 * 3 * 4 * sum(leaf.size for leaf in executor.leaves),
+            "a rolling checkpoint",
+        )
         network = Network(executor, training.batch_size)
         units = Units(directory, network, stream, training, record, stop, save_every, progress.say)
-        about = {name: identity[name] for name in ("stream", "tasks", "backbone", "image_size", "training")}
+        about = {
+            name: identity[name]
+            for name in ("stream", "tasks", "backbone", "image_size", "training")
+        }
         setting = {**about, "seeds": seeds, "backbone_params": backbone_params(pretrained.config)}
         sizes = learning.num_params(executor)
 
@@ -116,10 +154,14 @@ def learn(
             for number, component in enumerate(components, 1):
                 progress.say(f"{component.title}: component {number} of {len(components)}")
                 units.run(component, seeds, shown)
-                write(directory, rows(), setting)  # a study that is stopped has a table of what it has
+                write(
+                    directory, rows(), setting
+                )  # a study that is stopped has a table of what it has
         found = rows()
     progress.console.print(table(found, setting).to_rich())
-    progress.say(f"table: {directory / 'component_study.md'}   numbers: {directory / 'component_study.json'}")
+    progress.say(
+        f"table: {directory / 'component_study.md'}   numbers: {directory / 'component_study.json'}"
+    )
     return found
 
 
@@ -130,11 +172,17 @@ MEASURES = {"average_accuracy": -1, "average_forgetting": 1}
 
 
 def rows_of(
-    entries: Sequence[Entry], components: Sequence[Component], num_params: Mapping[str, int], setting: Mapping[str, Any]
+    entries: Sequence[Entry],
+    components: Sequence[Component],
+    num_params: Mapping[str, int],
+    setting: Mapping[str, Any],
 ) -> list[Row]:
     """A row per component whose units are all there; accuracies and forgetting in %."""
-    rates, seeds, num_tasks = setting["training"]["rates"], setting["seeds"], len(setting["tasks"])
-    rows, papers = [], printed()["components"]
+    rates = setting["training"]["rates"]
+    seeds = setting["seeds"]
+    num_tasks = len(setting["tasks"])
+    rows = []
+    papers = printed()["components"]
     for component in components:
         rate = learning.chosen_rate(entries, component, rates, seeds, num_tasks)
         if rate is None:
@@ -146,31 +194,45 @@ def rows_of(
             continue
         matrices = [] if diverged else [_matrix(sequence) for sequence in sequences]
         transfer = [found_at(entries, "transfer", place) for place in places]
-        accuracy = [[units[index]["test_accuracy"] for index in range(num_tasks)] for units in transfer]
+        accuracy = [
+            [units[index]["test_accuracy"] for index in range(num_tasks)] for units in transfer
+        ]
         forgetting = [metrics.average_forgetting(matrix) for matrix in matrices]
         cell = Cell("vdd", "vit_base", "component", "", str(component.index))
-        rows.append({
-            "index": component.index, "name": component.name, "title": component.title,
-            "params": num_params[component.name],
-            "params_percent": 100 * num_params[component.name] / setting["backbone_params"],
-            "rate": rate,
-            "validation": {
-                f"{r:g}": learning.mean_validation(entries, component, r, seeds, num_tasks) for r in rates
-            },
-            "average_accuracy": in_percent([np.mean(row) for row in accuracy]),
-            "average_forgetting": None if diverged or None in forgetting else in_percent(forgetting),
-            "sequential_average_accuracy":
-                None if diverged else in_percent([metrics.average_accuracy(matrix) for matrix in matrices]),
-            "accuracy": accuracy,
-            "sequential_accuracy": [metrics.matrix_to_json(matrix) for matrix in matrices],
-            "paper": {name: papers[cell._replace(measure=name)].value for name in MEASURES},
-        })  # fmt: skip
+        rows.append(
+            {
+                "index": component.index,
+                "name": component.name,
+                "title": component.title,
+                "params": num_params[component.name],
+                "params_percent": 100 * num_params[component.name] / setting["backbone_params"],
+                "rate": rate,
+                "validation": {
+                    f"{r:g}": learning.mean_validation(entries, component, r, seeds, num_tasks)
+                    for r in rates
+                },
+                "average_accuracy": in_percent([np.mean(row) for row in accuracy]),
+                "average_forgetting": (
+                    None if diverged or None in forgetting else in_percent(forgetting)
+                ),
+                "sequential_average_accuracy": (
+                    None
+                    if diverged
+                    else in_percent([metrics.average_accuracy(matrix) for matrix in matrices])
+                ),
+                "accuracy": accuracy,
+                "sequential_accuracy": [metrics.matrix_to_json(matrix) for matrix in matrices],
+                "paper": {name: papers[cell._replace(measure=name)].value for name in MEASURES},
+            }
+        )
     for row in rows:
         row["ranks"] = {}
     for measure, sign in MEASURES.items():
         if all(row[measure] for row in rows):
             # equal numbers of right answers may differ in the last bits
-            ours = rankdata(np.round([sign * row[measure]["mean"] for row in rows], 6), method="min")
+            ours = rankdata(
+                np.round([sign * row[measure]["mean"] for row in rows], 6), method="min"
+            )
             papers = rankdata([sign * row["paper"][measure] for row in rows], method="min")
             for row, rank, theirs in zip(rows, ours, papers, strict=True):
                 row["ranks"][measure] = {"ours": int(rank), "paper": int(theirs)}
@@ -192,20 +254,37 @@ def in_percent(values: Sequence[Any]) -> dict[str, Any]:
 def table(rows: Sequence[Row], setting: Mapping[str, Any]) -> Grid:
     """Ours, and the paper's numbers of another backbone and stream."""
     columns = (
-        "", "component", "params\nper\ntask", "% of\nback-\nbone", "rate", "accu-\nracy\nours", "for-\ngetting\nours",
-        "accu-\nracy\npaper", "for-\ngetting\npaper", "rank acc.\nours,\npaper", "rank forg.\nours,\npaper",
-    )  # fmt: skip
+        "",
+        "component",
+        "params\nper\ntask",
+        "% of\nback-\nbone",
+        "rate",
+        "accu-\nracy\nours",
+        "for-\ngetting\nours",
+        "accu-\nracy\npaper",
+        "for-\ngetting\npaper",
+        "rank acc.\nours,\npaper",
+        "rank forg.\nours,\npaper",
+    )
     ends = ends_of(setting)
     lines = []
     for row in rows:
         ranks = row["ranks"]
-        lines.append((
-            str(row["index"]), row["title"], f"{row['params']:,}", number(row["params_percent"], 2),
-            f"{row['rate']:g}" + ("*" if row["rate"] in ends else ""),
-            *(spread(row[measure], 2) for measure in MEASURES),
-            *(number(row["paper"][measure], 2) for measure in MEASURES),
-            *("{ours}, {paper}".format(**ranks[measure]) if measure in ranks else NONE for measure in MEASURES),
-        ))  # fmt: skip
+        lines.append(
+            (
+                str(row["index"]),
+                row["title"],
+                f"{row['params']:,}",
+                number(row["params_percent"], 2),
+                f"{row['rate']:g}" + ("*" if row["rate"] in ends else ""),
+                *(spread(row[measure], 2) for measure in MEASURES),
+                *(number(row["paper"][measure], 2) for measure in MEASURES),
+                *(
+                    "{ours}, {paper}".format(**ranks[measure]) if measure in ranks else NONE
+                    for measure in MEASURES
+                ),
+            )
+        )
     title = f"Components of a block, fine-tuned: {setting['stream']}, {setting['backbone']}"
     return Grid(title, columns, tuple(lines), 2, caption(rows, setting))
 
@@ -222,27 +301,41 @@ def caption(rows: Sequence[Row], setting: Mapping[str, Any]) -> str:
     most = training["max_train"]
     spread = ", with the standard deviation" if len(seeds) > 1 else ""
     lines = [
-        f"ours: {setting['backbone']} on {setting['stream']} ({', '.join(tasks)}); mean over seeds "
-        f"{', '.join(map(str, seeds))}{spread}. paper: {PAPER}, another backbone and stream: compare orders, not "
-        "values.",
-        "accuracy, %: each task learned from the pretrained backbone (transfer); forgetting, points: one backbone "
-        "through the stream, all tasks but the last. A head per task, the true task given.",
-        f"Adam, no weight decay, cosine to 0, {training['epochs']} epochs of "
-        f"{'all' if most is None else f'at most {most}'} training images per task, batches of "
-        f"{training['batch_size']}; heads begin at random and learn at {training['head_rate']:g}.",
-        f"rate: the best of {', '.join(f'{rate:g}' for rate in training['rates'])} on the validation splits, task to "
-        "task, one per component; the same sequentially." + (" *: at an end of the sweep." if ends_of(setting) else ""),
+        (
+            f"ours: {setting['backbone']} on {setting['stream']} ({', '.join(tasks)}); mean over"
+            f" seeds {', '.join(map(str, seeds))}{spread}. paper: {PAPER}, another backbone and"
+            " stream: compare orders, not values."
+        ),
+        (
+            "accuracy, %: each task learned from the pretrained backbone (transfer); forgetting,"
+            " points: one backbone through the stream, all tasks but the last. A head per task, the"
+            " true task given."
+        ),
+        (
+            f"Adam, no weight decay, cosine to 0, {training['epochs']} epochs of"
+            f" {'all' if most is None else f'at most {most}'} training images per task, batches of"
+            f" {training['batch_size']}; heads begin at random and learn at"
+            f" {training['head_rate']:g}."
+        ),
+        f"rate: the best of {', '.join(f'{rate:g}' for rate in training['rates'])} on the"
+        " validation splits, task to task, one per component; the same sequentially."
+        + (" *: at an end of the sweep." if ends_of(setting) else ""),
         "params: the component in all blocks, heads apart. MHSA: with its output projection.",
     ]
     if len(rows) > 2 and all(len(row["ranks"]) == 2 for row in rows):
         accuracy, forgetting = (
-            _rank_correlation([row[measure]["mean"] for row in rows], [row["paper"][measure] for row in rows])
+            _rank_correlation(
+                [row[measure]["mean"] for row in rows], [row["paper"][measure] for row in rows]
+            )
             for measure in MEASURES
         )
-        accuracy, forgetting = ("none" if np.isnan(found) else f"{found:.2f}" for found in (accuracy, forgetting))
+        accuracy, forgetting = (
+            "none" if np.isnan(found) else f"{found:.2f}" for found in (accuracy, forgetting)
+        )
         lines.append(
-            f"ranks: 1 is the most accurate and the least forgetful of these {len(rows)}; Spearman's correlation of "
-            f"ours with the paper's is {accuracy} for accuracy and {forgetting} for forgetting."
+            f"ranks: 1 is the most accurate and the least forgetful of these {len(rows)};"
+            f" Spearman's correlation of ours with the paper's is {accuracy} for accuracy and"
+            f" {forgetting} for forgetting."
         )
     if any(row["average_forgetting"] is None for row in rows) and len(tasks) > 1:
         lines.append(f"{NONE}: the sequence diverged at this rate.")

@@ -1,15 +1,17 @@
-"""All that an accelerator is wanted for, in one command that ends by itself: is it right, how fast is it, real runs.
+"""All that an accelerator is wanted for, in one command that ends by itself: is it right, how fast
+is it, real runs.
 
     python experiments/gpu.py --stream FOLDER --weights FILE --seconds 1500 --out runs/gpu
     python experiments/gpu.py --miniature --out runs/gpu-miniature
 
-Parts, in this order: `smoke` (training by every executor beside the CPU's, and deterministic training twice),
-`speed` (`bench/accelerator.py`: steps, scoring and whole tasks, PyTorch next to ours where it is installed), `runs`
-(`compare.py` per method, in the order of what their rows are worth, settings chosen on validation images first). With
-`--parallel` several runs go at a time, since a small backbone leaves a large accelerator mostly idle; without NVIDIA's
-multi-process service they take turns. What does not end in time is interrupted; a run resumes with the next call.
-OUT/records.tar.gz has what was found and no checkpoint. The miniature takes minutes on any machine, and its numbers
-mean nothing.
+Parts, in this order: `smoke` (training by every executor beside the CPU's, and deterministic
+training twice), `speed` (`bench/accelerator.py`: steps, scoring and whole tasks, PyTorch next to
+ours where it is installed), `runs` (`compare.py` per method, in the order of what their rows are
+worth, settings chosen on validation images first). With `--parallel` several runs go at a time,
+since a small backbone leaves a large accelerator mostly idle; without NVIDIA's multi-process
+service they take turns. What does not end in time is interrupted; a run resumes with the next call.
+OUT/records.tar.gz has what was found and no checkpoint. The miniature takes minutes on any machine,
+and its numbers mean nothing.
 """
 
 import contextlib
@@ -52,8 +54,17 @@ from cheem_jax.engine.choice import EngineConfig, make_executor
 PARTS = ("smoke", "speed", "runs")
 HERE = Path(__file__).parent
 LARGEST_DIFFERENCE: dict[Precision, float] = {"float32": 1e-2, "bfloat16": 5e-2}
-"""Of a loss from the CPU's in float32, as a share of the first one; accelerators round products more."""
-FIRST = ("frozen_linear", "lora_cl", "cheem:closed_form", "cheem", "full_finetune", "s_prompts", "lora_cl:nearest")
+"""Of a loss from the CPU's in float32, as a share of the first one; accelerators round products
+more."""
+FIRST = (
+    "frozen_linear",
+    "lora_cl",
+    "cheem:closed_form",
+    "cheem",
+    "full_finetune",
+    "s_prompts",
+    "lora_cl:nearest",
+)
 ONCE = ("moal", "tuna", "diki", "coda_prompt", "l2p", "dualprompt", "ewc", "moe_adapters")
 LIKE = "cheem:closed_form"
 """Whose settings the runs with uniform sampling and in reversed order have."""
@@ -89,11 +100,13 @@ class Gpu:
     base_data: str | None = None
     """Images of the pretraining data, as for `experiments/mtil.py`."""
     choose: str | None = None
-    """Names of the stream's tasks, separated by commas, on which settings are chosen; default: those of the presets."""
+    """Names of the stream's tasks, separated by commas, on which settings are chosen; default:
+    those of the presets."""
     chosen: Path | None = None
     """The `chosen.json` of an earlier choice: its methods are not chosen for again."""
     parallel: int = 1
-    """Processes of the part `runs` at a time; each has its share of the accelerator's memory, and a log in OUT/logs."""
+    """Processes of the part `runs` at a time; each has its share of the accelerator's memory, and a
+    log in OUT/logs."""
     only: str = ",".join(PARTS)
     """Parts, separated by commas."""
     seconds: float = 1500
@@ -105,37 +118,57 @@ class Gpu:
 
     def __post_init__(self) -> None:
         if not self.seconds > GRACE:
-            raise ValueError(f"--seconds is {self.seconds:g}; expected more than {GRACE}, which stopping may take")
+            raise ValueError(
+                f"--seconds is {self.seconds:g}; expected more than {GRACE}, which stopping may"
+                " take"
+            )
         if (self.choose or "").endswith(".json"):
-            raise ValueError(f"--choose is {self.choose}; expected names of tasks: --chosen takes an earlier choice")
+            raise ValueError(
+                f"--choose is {self.choose}; expected names of tasks: --chosen takes an earlier"
+                " choice"
+            )
         if self.chosen is not None and self.choose is None:
-            raise ValueError("--chosen also needs --choose: without it, methods that it lacks have other epochs")
+            raise ValueError(
+                "--chosen also needs --choose: without it, methods that it lacks have other epochs"
+            )
         if self.parallel < 1:
             raise ValueError(f"--parallel is {self.parallel}; expected 1 process or more")
 
 
 def main(settings: Gpu) -> None:
     """Run the parts, then pack what they found; a part that fails does not stop the others."""
-    parts, end = names_in("--only", settings.only, list(PARTS)), time.monotonic() + settings.seconds
+    parts = names_in("--only", settings.only, list(PARTS))
+    end = time.monotonic() + settings.seconds
     check_folder("--out", settings.out)
-    queued = list(commands(settings, parts))  # a stream that is not there is told before anything runs
+    queued = list(
+        commands(settings, parts)
+    )  # a stream that is not there is told before anything runs
     (settings.out / "logs").mkdir(parents=True, exist_ok=True)
-    ended, stopped = list[str](), Event()
+    ended = list[str]()
+    stopped = Event()
 
     def work(together: Sequence[Part]) -> None:
         for part in together:
             left = end - GRACE - time.monotonic()
             is_alone = settings.parallel == 1 or part.name in PARTS
-            log = None if is_alone else settings.out / "logs" / f"{re.sub(r'[^a-z0-9_]+', '-', part.name)}.log"
+            log = (
+                None
+                if is_alone
+                else settings.out / "logs" / f"{re.sub(r'[^a-z0-9_]+', '-', part.name)}.log"
+            )
             how = "no time was left"
             if left >= 1 and not stopped.is_set():
                 how = limited(part.command, left, log, 1 if is_alone else settings.parallel)
             ended.append(f"{part.name}: {how}")
             print(ended[-1], flush=True)
 
-    alone = [part for part in queued if part.name in PARTS]  # what is timed, or takes all of the memory
+    alone = [
+        part for part in queued if part.name in PARTS
+    ]  # what is timed, or takes all of the memory
     groups = dict[str, list[Part]]()
-    for part in queued[len(alone) :]:  # those that need one choice of settings come after the one that makes it
+    for part in queued[
+        len(alone) :
+    ]:  # those that need one choice of settings come after the one that makes it
         groups.setdefault(part.choice or part.name, []).append(part)
     try:
         work(alone)
@@ -149,11 +182,14 @@ def main(settings: Gpu) -> None:
         write_atomically(settings.out / "ended.txt", "\n".join(ended) + "\n")
         print(f"records: {pack(settings.out)}")
     if failed := [line for line in ended if "status" in line]:
-        raise SystemExit(f"error: these parts failed, see above or {settings.out / 'logs'}: {'; '.join(failed)}")
+        raise SystemExit(
+            f"error: these parts failed, see above or {settings.out / 'logs'}: {'; '.join(failed)}"
+        )
 
 
 class Part(NamedTuple):
-    """A process: its name, its command line, and the folder whose choice of settings it makes or waits for, if any."""
+    """A process: its name, its command line, and the folder whose choice of settings it makes or
+    waits for, if any."""
 
     name: str
     command: list[str]
@@ -162,44 +198,71 @@ class Part(NamedTuple):
 
 def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[Part]:
     """Every process, in the order in which they are wanted."""
-    small, out, known = settings.miniature, settings.out, methods_of(settings.chosen)
+    small = settings.miniature
+    out = settings.out
+    known = methods_of(settings.chosen)
     if "smoke" in parts:
         yield Part("smoke", [f"{HERE}/gpu.py", "--only", "check", "--out", f"{out}"])
     if "speed" in parts:
-        share = [] if settings.seconds > SPEED + 2 * GRACE else ["--seconds", f"{settings.seconds / 2:.0f}"]
+        share = (
+            []
+            if settings.seconds > SPEED + 2 * GRACE
+            else ["--seconds", f"{settings.seconds / 2:.0f}"]
+        )
         options = [*share, *(["--miniature"] if small else []), "--out", f"{out}/speed"]
         yield Part("speed", ["-m", "experiments.bench.accelerator", *options])
     if "runs" in parts:
         tasks = "shapes,colours" if small else None
         for method, preset, seed, order in QUEUE[:2] if small else QUEUE:
-            own, like = tasks, LIKE if order or method == "cheem:uniform" else method
-            chosen, choice = settings.choose, f"{place_of(out, like, preset)}" if settings.choose else ""
+            own = tasks
+            like = LIKE if order or method == "cheem:uniform" else method
+            chosen = settings.choose
+            choice = f"{place_of(out, like, preset)}" if settings.choose else ""
             if like.replace(":", "-") in known:
-                chosen, choice = settings.chosen, ""
+                chosen = settings.chosen
+                choice = ""
             elif (like != method or order) and chosen is not None:
                 chosen = f"{choice}/chosen.json"
             if order:
                 own = ",".join(reversed(task_names(settings.stream, tasks)))
             given = {
-                "--stream": settings.stream, "--methods": method, "--preset": "demo" if small else preset,
-                "--seeds": seed, "--weights": settings.weights, "--base-data": settings.base_data, "--choose": chosen,
-                "--backbone": "vit_nano" if small else "deit_tiny", "--tasks": own,
+                "--stream": settings.stream,
+                "--methods": method,
+                "--preset": "demo" if small else preset,
+                "--seeds": seed,
+                "--weights": settings.weights,
+                "--base-data": settings.base_data,
+                "--choose": chosen,
+                "--backbone": "vit_nano" if small else "deit_tiny",
+                "--tasks": own,
                 "--run-dir": place_of(out, method, preset, order),
-            }  # fmt: skip
-            options = [word for name, value in given.items() if value is not None for word in (name, f"{value}")]
+            }
+            options = [
+                word
+                for name, value in given.items()
+                if value is not None
+                for word in (name, f"{value}")
+            ]
             name = ", ".join(filter(None, (method, preset, f"seed {seed}", order)))
             yield Part(name, [f"{HERE}/compare.py", *options], choice)
 
 
 def methods_of(chosen: Path | None) -> set[str]:
-    """The methods of which an earlier choice has every setting; ValueError where the file is none."""
+    """The methods of which an earlier choice has every setting; ValueError where the file is
+    none."""
     found = defaultdict[str, set[str]](set)
     try:
         for row in [] if chosen is None else json.loads(chosen.read_text()):
             found[row["method"]].add(row["setting"])
-        return {name for name, settings in found.items() if settings >= grids_of(name.split("-")[0]).keys()}
+        return {
+            name
+            for name, settings in found.items()
+            if settings >= grids_of(name.split("-")[0]).keys()
+        }
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"--chosen is {chosen}; expected the chosen.json of an earlier choice ({error!r})") from error
+        raise ValueError(
+            f"--chosen is {chosen}; expected the chosen.json of an earlier choice ({error!r})"
+        ) from error
 
 
 def place_of(out: Path, method: str, preset: str, order: str = "") -> Path:
@@ -208,12 +271,16 @@ def place_of(out: Path, method: str, preset: str, order: str = "") -> Path:
 
 
 def limited(command: list[str], seconds: float, log: Path | None = None, sharing: int = 1) -> str:
-    """Run a script for so long at most, `sharing` of them at a time on one accelerator; how it ended."""
+    """Run a script for so long at most, `sharing` of them at a time on one accelerator; how it
+    ended."""
     start = time.monotonic()
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / sharing:.3f}"} if sharing > 1 else {}
     with contextlib.nullcontext() if log is None else log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, *command], stdout=output, stderr=output and subprocess.STDOUT, env=share | os.environ
+            [sys.executable, *command],
+            stdout=output,
+            stderr=output and subprocess.STDOUT,
+            env=share | os.environ,
         )
     try:
         status = process.wait(seconds)
@@ -229,18 +296,28 @@ def limited(command: list[str], seconds: float, log: Path | None = None, sharing
 
 
 def check(out: Path) -> None:
-    """Every executor beside the CPU, and two trainings that must have the same bits; writes `smoke.json`."""
+    """Every executor beside the CPU, and two trainings that must have the same bits; writes
+    `smoke.json`."""
     same: Case = ("stages", "float32", True)
     cases: list[Case] = [
-        *((name, precision, False) for precision in LARGEST_DIFFERENCE for name in get_args(choice.Name)), same
-    ]  # fmt: skip
+        *(
+            (name, precision, False)
+            for precision in LARGEST_DIFFERENCE
+            for name in get_args(choice.Name)
+        ),
+        same,
+    ]
     (wanted,) = measure.in_child(trainings, [same], environment={"JAX_PLATFORMS": "cpu"})
     found, (again,) = measure.in_child(trainings, cases), measure.in_child(trainings, [same])
-    report, wrong = dict[str, Any](), []
+    report = dict[str, Any]()
+    wrong = []
     for (name, precision, _), ours in zip(cases[:-1], found, strict=False):
         largest = measure.difference(ours["losses"], np.asarray(wanted["losses"]))
         report[f"{name} {precision}"] = {**ours, "largest_difference": largest}
-        told = f"{name}, {precision} on {ours['device']}: largest difference from the CPU {largest:.1e}"
+        told = (
+            f"{name}, {precision} on {ours['device']}: largest difference from the CPU"
+            f" {largest:.1e}"
+        )
         print(told, flush=True)
         wrong += [] if largest <= LARGEST_DIFFERENCE[precision] else [told]
     report["deterministic"] = found[-1]["losses"] == again["losses"]
@@ -259,21 +336,32 @@ def training(name: choice.Name, precision: Precision, deterministic: bool) -> di
     pretrained = load_pretrained("vit_nano")
     vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
     executor = make_executor(
-        vit, "mlp_down", EngineConfig(name, deterministic=deterministic, steps_per_call=4), batch_size=16
+        vit,
+        "mlp_down",
+        EngineConfig(name, deterministic=deterministic, steps_per_call=4),
+        batch_size=16,
     )
     supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), 4, OpSettings(rank=4))
     ops = ["reuse:0", "adapt:0", "skip", "new", "adapt:0", "reuse:0"]
     drawn = [from_strings(ops[turn:] + ops[:turn]) for turn in (0, 1, 2, 3)] * 2
-    images, labels = measure.random_images(16, pretrained.config), np.arange(16, dtype=np.int32) % 4
+    images = measure.random_images(16, pretrained.config)
+    labels = np.arange(16, dtype=np.int32) % 4
     steps = [make_step(executor, images, labels) for _ in drawn]
-    _, losses = train_steps(executor, supernet, supernet.init(), drawn, steps, rates=[1e-3] * len(drawn))
+    _, losses = train_steps(
+        executor, supernet, supernet.init(), drawn, steps, rates=[1e-3] * len(drawn)
+    )
     device = jax.devices()[0]
     memory = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    return {"device": device.device_kind, "peak_memory_bytes": memory, "losses": [float(loss) for loss in losses]}
+    return {
+        "device": device.device_kind,
+        "peak_memory_bytes": memory,
+        "losses": [float(loss) for loss in losses],
+    }
 
 
 def pack(out: Path) -> Path:
-    """The folder's small files in one archive: no checkpoint, no TensorBoard, nothing above 1 MB."""
+    """The folder's small files in one archive: no checkpoint, no TensorBoard, nothing above 1
+    MB."""
     file = out / "records.tar.gz"
     with tarfile.open(file, "w:gz") as archive:
         for found in sorted(out.rglob("*")):

@@ -1,10 +1,12 @@
-"""Designs of the head: accuracy with one head over all tasks and within the task, beside what theory says of the two.
+"""Designs of the head: accuracy with one head over all tasks and within the task, beside what
+theory says of the two.
 
     python experiments/head_analysis.py --runs runs/compare --out runs/heads
     python experiments/head_analysis.py --runs runs/mtil --data-dir DATA
 
-Of methods with one head over all classes the logits of all test images are computed again, from the run's checkpoints
-and the images that it saw. Without runs: the paper's numbers and the theory alone.
+Of methods with one head over all classes the logits of all test images are computed again, from the
+run's checkpoints and the images that it saw. Without runs: the paper's numbers and the theory
+alone.
 """
 
 import dataclasses
@@ -29,7 +31,14 @@ from studies.paper.printed import Cell, printed
 from cheem_jax.cheem.config import PRESETS
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.figures import DPI, FAINT, INK, save
-from cheem_jax.report.finished import RunRecord, check_comparable, numbers_of, order_names, read, variant_of
+from cheem_jax.report.finished import (
+    RunRecord,
+    check_comparable,
+    numbers_of,
+    order_names,
+    read,
+    variant_of,
+)
 from cheem_jax.report.table import METHODS, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
 
@@ -39,7 +48,8 @@ GAPS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadAnalysis:
-    """The paper's table of head designs, and when the argmax within a task is that over all tasks."""
+    """The paper's table of head designs, and when the argmax within a task is that over all
+    tasks."""
 
     stream: str | None = None
     """Where the run's images are, as for mtil.py; default: what the run calls its stream."""
@@ -55,17 +65,25 @@ class HeadAnalysis:
     """Where tables and figures are written."""
 
     def settings(self, config: Mapping[str, Any]) -> mtil.Mtil:
-        """What `mtil.load` needs to load the images and weights of a run, from its `config.json`."""
+        """What `mtil.load` needs to load the images and weights of a run, from its
+        `config.json`."""
         return mtil.Mtil(
-            cheem=PRESETS["quick"], stream=self.stream or config["stream"], tasks=",".join(config["tasks"]),
-            data_dir=self.data_dir, split_seed=self.split_seed, backbone=config["backbone"], weights=self.weights,
-            image_size=config["image_size"], pixel_norm="unit" if "pixels" in config else "checkpoint",
-        )  # fmt: skip
+            cheem=PRESETS["quick"],
+            stream=self.stream or config["stream"],
+            tasks=",".join(config["tasks"]),
+            data_dir=self.data_dir,
+            split_seed=self.split_seed,
+            backbone=config["backbone"],
+            weights=self.weights,
+            image_size=config["image_size"],
+            pixel_norm="unit" if "pixels" in config else "checkpoint",
+        )
 
 
 def main(settings: HeadAnalysis) -> None:
     """Measure, write tables and figures."""
-    progress, out = Progress(), settings.out
+    progress = Progress()
+    out = settings.out
     check_folder("--out", out)
     runs, left_out = shown(settings.runs)
     check_comparable(runs)
@@ -79,20 +97,29 @@ def main(settings: HeadAnalysis) -> None:
 def write(out: Path, measured: Sequence[Measured], left_out: Sequence[tuple[Path, str]]) -> None:
     """The page with its figures, and all numbers."""
     out.mkdir(parents=True, exist_ok=True)
-    rows, curves = rows_of(measured), theory()
+    rows = rows_of(measured)
+    curves = theory()
     page = pages(rows, measured, curves, out)
     if left_out:
-        page.append("## Left out\n\n" + "\n".join(f"- {directory}: {why}" for directory, why in left_out))
-    numbers = {"methods": rows, "tasks": [task for one in measured for task in by_task(one)], "theory": curves}
+        page.append(
+            "## Left out\n\n" + "\n".join(f"- {directory}: {why}" for directory, why in left_out)
+        )
+    numbers = {
+        "methods": rows,
+        "tasks": [task for one in measured for task in by_task(one)],
+        "theory": curves,
+    }
     write_page(out / "heads", "\n\n".join(page) + "\n", numbers)
 
 
 def shown(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, str]]]:
     """The runs that the table is about, and what is left out."""
     runs, left_out = read(folders)
-    orders, kept = order_names(runs), []
+    orders = order_names(runs)
+    kept = []
     for run in runs:
-        order, variant = orders[run.results["stream"], run.order], variant_of(run)
+        order = orders[run.results["stream"], run.order]
+        variant = variant_of(run)
         if run.results["method"] in UPPER_BOUNDS:
             left_out.append((run.directory, "an upper bound is given the task"))
         elif order != "default" or variant:
@@ -102,8 +129,11 @@ def shown(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, st
     return kept, left_out
 
 
-def measure_all(runs: Sequence[RunRecord], settings: HeadAnalysis, progress: Progress) -> list[Measured]:
-    """Margins of the runs with one head over all classes; images and weights are read once for all that share them.
+def measure_all(
+    runs: Sequence[RunRecord], settings: HeadAnalysis, progress: Progress
+) -> list[Measured]:
+    """Margins of the runs with one head over all classes; images and weights are read once for all
+    that share them.
 
     Raises ValueError where images or weights are not those that a run saw.
     """
@@ -123,7 +153,8 @@ def measure_all(runs: Sequence[RunRecord], settings: HeadAnalysis, progress: Pro
 
 
 def theory() -> list[dict[str, Any]]:
-    """Match probability over the number of rivals for each gap, by quadrature, and in closed form for one rival."""
+    """Match probability over the number of rivals for each gap, by quadrature, and in closed form
+    for one rival."""
     rivals = np.unique(np.geomspace(1, 10_000, 60).round().astype(int)).tolist()
     return [
         {
@@ -137,7 +168,8 @@ def theory() -> list[dict[str, Any]]:
 
 
 def rows_of(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """A row per stream, backbone and method: mean and deviation over runs (n - 1), in %, and the paper's.
+    """A row per stream, backbone and method: mean and deviation over runs (n - 1), in %, and the
+    paper's.
 
     Raises ValueError for runs that may not stand in one table.
     """
@@ -152,17 +184,23 @@ def rows_of(measured: Sequence[Measured]) -> list[dict[str, Any]]:
         numbers = [numbers_of(one.run.results) for one in own]
         pooled = [summary(one.margins) for one in own if one.margins]
         printed_cells = {name: theirs.get(Cell(*place, name)) for name in ACCURACIES}
-        rows.append({
-            **dict(zip(("stream", "backbone", "method"), place, strict=True)),
-            "runs": len(own),
-            **{name: mean_std([number[name, ""] for number in numbers]) for name in ACCURACIES},
-            **{name: mean_std([100 * run[name] for run in pooled]) for name in MATCHES},
-            "paper": {name: cell.text for name, cell in printed_cells.items() if cell},
-        })  # fmt: skip
+        rows.append(
+            {
+                **dict(zip(("stream", "backbone", "method"), place, strict=True)),
+                "runs": len(own),
+                **{name: mean_std([number[name, ""] for number in numbers]) for name in ACCURACIES},
+                **{name: mean_std([100 * run[name] for run in pooled]) for name in MATCHES},
+                "paper": {name: cell.text for name, cell in printed_cells.items() if cell},
+            }
+        )
     return rows
 
 
-ACCURACIES = {"average_accuracy": "Acc_Global", "local_average_accuracy": "Acc_Local", "just_trained": "Acc_Train"}
+ACCURACIES = {
+    "average_accuracy": "Acc_Global",
+    "local_average_accuracy": "Acc_Local",
+    "just_trained": "Acc_Train",
+}
 MATCHES = {"match": "match", "predicted": "predicted", "predicted_by_class": "predicted by class"}
 Row = Mapping[str, Any]
 
@@ -175,12 +213,15 @@ learned. In %, means over runs with the standard deviation; `paper` is what the 
 Match: how often the argmax within the task is that over all classes, after the last task and over all test images.
 Only one head over all classes has it. Predicted: by the paper's theory, for normal and independent logits, from the
 mean and deviation of the best logit within the task, those of all other classes' logits, and their number. Predicted by
-class: the same with a mean and a deviation for each other class and each true class."""
+class: the same with a mean and a deviation for each other class and each true class."""  # noqa: E501
 
 
-def pages(rows: Sequence[Row], measured: Sequence[Measured], curves: Sequence[Row], out: Path) -> list[str]:
+def pages(
+    rows: Sequence[Row], measured: Sequence[Measured], curves: Sequence[Row], out: Path
+) -> list[str]:
     """Tables, figures and sentences for each stream and backbone; draws the figures into `out`."""
-    tasks, page = [task for one in measured for task in by_task(one)], [HEAD]
+    tasks = [task for one in measured for task in by_task(one)]
+    page = [HEAD]
     if not tasks:
         match_figure(curves, [], out / "match.png")
         page.append("![Match probability by the number of rivals](match.png)")
@@ -195,8 +236,14 @@ def pages(rows: Sequence[Row], measured: Sequence[Measured], curves: Sequence[Ro
         page += [
             verdict(here),
             agreement([one for one in measured if one.margins and one.run.place == place]),
-            f"![Match probability by the number of rivals, and measured against predicted](match-{stem}.png)",
-            "Task by task, means over runs; the gap is that of the means in standard deviations, probabilities in %.",
+            (
+                "![Match probability by the number of rivals, and measured against"
+                f" predicted](match-{stem}.png)"
+            ),
+            (
+                "Task by task, means over runs; the gap is that of the means in standard"
+                " deviations, probabilities in %."
+            ),
             task_grid(here).to_markdown(),
         ]
     return page
@@ -204,7 +251,10 @@ def pages(rows: Sequence[Row], measured: Sequence[Measured], curves: Sequence[Ro
 
 def accuracy_grid(rows: Sequence[Row]) -> Grid:
     """The paper's table, with match probabilities behind it."""
-    columns = {"method": [METHODS[row["method"]] for row in rows], "runs": [str(row["runs"] or "") for row in rows]}
+    columns = {
+        "method": [METHODS[row["method"]] for row in rows],
+        "runs": [str(row["runs"] or "") for row in rows],
+    }
     for name, title in {**ACCURACIES, **MATCHES}.items():
         columns[title] = [spread(row[name], 2) if row[name] else "" for row in rows]
         if name in ACCURACIES:
@@ -223,25 +273,33 @@ def task_grid(tasks: Sequence[Row]) -> Grid:
             return float(np.mean([task[key] for task in own]))
 
         percents = (f"{100 * mean(key):.1f}" for key in (*MATCHES, "accuracy", "local_accuracy"))
-        rows.append((METHODS[method], name, f"{mean('rivals'):.0f}", f"{mean('scaled_gap'):.2f}", *percents))
+        rows.append(
+            (METHODS[method], name, f"{mean('rivals'):.0f}", f"{mean('scaled_gap'):.2f}", *percents)
+        )
     return Grid("tasks", columns, tuple(rows), 2)
 
 
 def verdict(tasks: Sequence[Row]) -> str:
     """Where the theory fails: measured minus predicted."""
     off, off_by_class = (
-        100 * np.array([task["match"] - task[name] for task in tasks]) for name in ("predicted", "predicted_by_class")
+        100 * np.array([task["match"] - task[name] for task in tasks])
+        for name in ("predicted", "predicted_by_class")
     )
     far = tasks[int(np.abs(off).argmax())]
     rms, rms_by_class = (float(np.sqrt((errors**2).mean())) for errors in (off, off_by_class))
-    fails = "the rivals are not alike" if rms_by_class < rms / 2 else "logits are not normal, or not independent"
+    fails = (
+        "the rivals are not alike"
+        if rms_by_class < rms / 2
+        else "logits are not normal, or not independent"
+    )
     return (
-        f"Measured minus predicted match probability, over {len(off)} tasks: {off.mean():+.1f} points on average, from "
-        f"{off.min():+.1f} to {off.max():+.1f}, root mean square {rms:.1f}; predicted is too high for "
-        f"{int((off < 0).sum())} of them. Farthest off is {METHODS[far['method']]} on {far['task']}: measured "
-        f"{100 * far['match']:.1f} %, predicted {100 * far['predicted']:.1f} %. Predicted by class it is "
-        f"{off_by_class.mean():+.1f} points on average, root mean square {rms_by_class:.1f}: the approximation fails "
-        f"mainly because {fails}."
+        f"Measured minus predicted match probability, over {len(off)} tasks: {off.mean():+.1f}"
+        f" points on average, from {off.min():+.1f} to {off.max():+.1f}, root mean square"
+        f" {rms:.1f}; predicted is too high for {int((off < 0).sum())} of them. Farthest off is"
+        f" {METHODS[far['method']]} on {far['task']}: measured {100 * far['match']:.1f} %,"
+        f" predicted {100 * far['predicted']:.1f} %. Predicted by class it is"
+        f" {off_by_class.mean():+.1f} points on average, root mean square {rms_by_class:.1f}: the"
+        f" approximation fails mainly because {fails}."
     )
 
 
@@ -255,7 +313,10 @@ def agreement(measured: Sequence[Measured]) -> str:
     )
     if farthest == 0:
         return "The logits give the very accuracies that the runs had recorded."
-    return f"Accuracies by these logits are up to {100 * farthest:.2f} points from those that the runs had recorded."
+    return (
+        f"Accuracies by these logits are up to {100 * farthest:.2f} points from those that the runs"
+        " had recorded."
+    )
 
 
 MARKERS = {"ewc": "^", "moal": "v", "coda_prompt": "D", "dualprompt": "s", "l2p": "o"}
@@ -264,9 +325,11 @@ COLOURS = colormaps["viridis_r"]
 
 
 def match_figure(curves: Sequence[Row], measured: Sequence[Row], file: Path) -> None:
-    """What the theory says for several gaps, with measured tasks laid over it and, beside it, held against it.
+    """What the theory says for several gaps, with measured tasks laid over it and, beside it, held
+    against it.
 
-    Left, the theory's deviations are equal: a task stands at its number of rivals, coloured by its gap in sigmas.
+    Left, the theory's deviations are equal: a task stands at its number of rivals, coloured by its
+    gap in sigmas.
     """
     figure = Figure(figsize=(10.5 if measured else 6.4, 4.8), dpi=DPI, layout="constrained")
     panels = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]
@@ -274,11 +337,18 @@ def match_figure(curves: Sequence[Row], measured: Sequence[Row], file: Path) -> 
     for curve in curves:
         colour = COLOURS(SHADES(curve["gap"]))
         axes.plot(curve["rivals"], curve["quadrature"], color=colour, linewidth=1.8)
-        axes.plot(1, curve["one_rival"], "D", markersize=8, markerfacecolor="none", markeredgecolor=colour)
+        axes.plot(
+            1, curve["one_rival"], "D", markersize=8, markerfacecolor="none", markeredgecolor=colour
+        )
     for task in measured:
         _point(axes, task, task["rivals"])
     axes.set(xscale="log", ylim=(-0.03, 1.03))
-    frame(axes, x="classes of other tasks, M", y="P(argmax within the task = argmax of all)", grid=True)
+    frame(
+        axes,
+        x="classes of other tasks, M",
+        y="P(argmax within the task = argmax of all)",
+        grid=True,
+    )
     bar = figure.colorbar(ScalarMappable(SHADES, COLOURS), ax=axes, pad=0.01, fraction=0.045)
     bar.set_label("gap of the means, in standard deviations", color=FAINT, fontsize=9)
     bar.ax.tick_params(colors=INK, labelsize=8)
@@ -286,29 +356,56 @@ def match_figure(curves: Sequence[Row], measured: Sequence[Row], file: Path) -> 
     if measured:
         panels[1].plot([0, 1], [0, 1], color=FAINT, linewidth=1)
         for task in measured:
-            marker, x, y = MARKERS[task["method"]], task["predicted_by_class"], task["match"]
-            panels[1].plot(x, y, marker, markersize=5, markerfacecolor="none", markeredgecolor=FAINT)
+            marker = MARKERS[task["method"]]
+            x = task["predicted_by_class"]
+            y = task["match"]
+            panels[1].plot(
+                x, y, marker, markersize=5, markerfacecolor="none", markeredgecolor=FAINT
+            )
             _point(panels[1], task, task["predicted"])
         panels[1].set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
         x = "predicted for rivals that are alike (hollow: class by class)"
         frame(panels[1], x=x, y="measured", grid=True)
     handles = [
         Line2D([], [], color=FAINT, linewidth=1.8, label="quadrature"),
-        Line2D([], [], color=FAINT, marker="D", markerfacecolor="none", linestyle="none", label="closed form, M = 1"),
+        Line2D(
+            [],
+            [],
+            color=FAINT,
+            marker="D",
+            markerfacecolor="none",
+            linestyle="none",
+            label="closed form, M = 1",
+        ),
     ]
     for method in dict.fromkeys(task["method"] for task in measured):
         handles.append(
-            Line2D([], [], color=FAINT, marker=MARKERS[method], linestyle="none", label=f"{METHODS[method]}, a task")
+            Line2D(
+                [],
+                [],
+                color=FAINT,
+                marker=MARKERS[method],
+                linestyle="none",
+                label=f"{METHODS[method]}, a task",
+            )
         )
     legend_below(figure, handles)
-    figure.suptitle("How often the argmax within a task is the argmax of all", fontsize=12, color=INK)
+    figure.suptitle(
+        "How often the argmax within a task is the argmax of all", fontsize=12, color=INK
+    )
     save(figure, file)
 
 
 def _point(axes: Axes, task: Row, x: float) -> None:
     colour = COLOURS(SHADES(task["scaled_gap"]))
     axes.plot(
-        x, task["match"], MARKERS[task["method"]], color=colour, markersize=7, markeredgecolor=INK, markeredgewidth=0.6
+        x,
+        task["match"],
+        MARKERS[task["method"]],
+        color=colour,
+        markersize=7,
+        markeredgecolor=INK,
+        markeredgewidth=0.6,
     )
 
 

@@ -1,9 +1,12 @@
-"""How fast the executors run a supernet's steps, what their programs cost, and where each is the fastest.
+"""How fast the executors run a supernet's steps, what their programs cost, and where each is the
+fastest.
 
-    python experiments/jit_profile.py --backbones vit_micro,deit_tiny --batch-sizes 16,64 --out docs/profile
+    python experiments/jit_profile.py --backbones vit_micro,deit_tiny --batch-sizes 16,64 --out
+    docs/profile
 
-Every executor meets the same architectures in a process of its own that has compiled nothing yet: first every draw
-once (the cold pass), then all again, the executors taking turns, so that what else the machine does hits all alike.
+Every executor meets the same architectures in a process of its own that has compiled nothing yet:
+first every draw once (the cold pass), then all again, the executors taking turns, so that what else
+the machine does hits all alike.
 """
 
 import contextlib
@@ -54,7 +57,8 @@ class Profile:
     """Compare the executors over sampled architectures."""
 
     backbones: str = "vit_micro,deit_tiny"
-    """Names separated by commas; those that are not bundled get random weights, which are as fast as others."""
+    """Names separated by commas; those that are not bundled get random weights, which are as fast
+    as others."""
     image_size: int | None = None
     """Pixels of the square images; default: each backbone's own."""
     batch_sizes: str = "16,64"
@@ -87,7 +91,10 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.config.name} {self.config.image_size} px, batch {self.batch_size}, {self.config.precision}"
+        return (
+            f"{self.config.name} {self.config.image_size} px, batch {self.batch_size},"
+            f" {self.config.precision}"
+        )
 
     @property
     def architectures(self) -> list[Architecture]:
@@ -119,22 +126,29 @@ class Subject:
     def train(self) -> list[float]:
         """Every draw once: the seconds of each step, from images to updated parameters.
 
-        As training does, it waits for the device every eighth step; the seconds between two waits are shared among
-        their steps, the padding of a last call among them.
+        As training does, it waits for the device every eighth step; the seconds between two waits
+        are shared among their steps, the padding of a last call among them.
         """
         executor, fitting = self.executor, self.fitting
-        seconds, start, waiting, run = list[float](), time.perf_counter(), 0, 0
+        seconds = list[float]()
+        start = time.perf_counter()
+        waiting = 0
+        run = 0
         for first in range(0, len(self.architectures), executor.steps_per_call):
             drawn = self.architectures[first : first + executor.steps_per_call]
             steps = [step_of(executor, self.feed, self.labels, self.batch) for _ in drawn]
             rates = [1e-3] * len(drawn)
-            fitting.state, losses = train_steps(executor, fitting.supernet, fitting.state, drawn, steps, rates=rates)
+            fitting.state, losses = train_steps(
+                executor, fitting.supernet, fitting.state, drawn, steps, rates=rates
+            )
             waiting, run = waiting + len(drawn), run + executor.steps_per_call
             if waiting >= NOTE_EVERY or len(seconds) + waiting == len(self.architectures):
                 jax.block_until_ready((losses, fitting.state))
                 now = time.perf_counter()
                 seconds += [(now - start) / run] * waiting
-                start, waiting, run = now, 0, 0
+                start = now
+                waiting = 0
+                run = 0
         return seconds
 
 
@@ -146,7 +160,8 @@ def cold_pass(case: Case, name: str) -> dict[str, Any]:
     """In a fresh process: build the executor, then every draw once, with all that compiles."""
     measure.compile_everything()
     _subjects[:] = [Subject(case, name)]
-    memory, before = peak_bytes(), compilations()
+    memory = peak_bytes()
+    before = compilations()
     seconds = _subjects[0].train()
     found = compilations().since(before)
     return {
@@ -169,15 +184,24 @@ def measure_case(case: Case, executors: Sequence[str], repeats: int) -> dict[str
     signatures = {tuple(choice.kind for choice in architecture) for architecture in architectures}
     spawn = multiprocessing.get_context("spawn")  # a fork would inherit threads and programs
     with contextlib.ExitStack() as stack:
-        pools = {name: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for name in executors}
+        pools = {
+            name: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn))
+            for name in executors
+        }
         try:
-            found = {name: pool.submit(cold_pass, case, name).result() for name, pool in pools.items()}
+            found = {
+                name: pool.submit(cold_pass, case, name).result() for name, pool in pools.items()
+            }
             turns, peaks = [], []
             for _ in range(repeats):
-                turns.append({name: pool.submit(repeated_pass).result() for name, pool in pools.items()})
+                turns.append(
+                    {name: pool.submit(repeated_pass).result() for name, pool in pools.items()}
+                )
                 peaks.append(product_peak(case.config.precision))
         except BrokenProcessPool:
-            raise OSError(f"a measuring process died at {case.name}; is there too little memory?") from None
+            raise OSError(
+                f"a measuring process died at {case.name}; is there too little memory?"
+            ) from None
     peak = statistics.median(peaks)
     for name, entry in found.items():
         per_draw = np.median([turn[name] for turn in turns], axis=0)
@@ -223,9 +247,21 @@ def peak_bytes() -> int:
 
 
 _HEADER = (
-    "backbone", "px", "batch", "precision", "executor", "functions", "compile s", "cold step s", "step s",
-    "images/s", "GFLOP/s", "peak", "of peak", "memory MB",
-)  # fmt: skip
+    "backbone",
+    "px",
+    "batch",
+    "precision",
+    "executor",
+    "functions",
+    "compile s",
+    "cold step s",
+    "step s",
+    "images/s",
+    "GFLOP/s",
+    "peak",
+    "of peak",
+    "memory MB",
+)
 
 
 def profile_table(results: Mapping[str, Any]) -> str:
@@ -235,19 +271,37 @@ def profile_table(results: Mapping[str, Any]) -> str:
     rows: list[tuple[Any, ...]] = [_HEADER]
     for case in results["configurations"]:
         for name, entry in case["executors"].items():
-            rows.append((
-                case["backbone"], case["image_size"], case["batch_size"], case["precision"], name, entry["programs"],
-                f"{entry['compile_seconds']:.1f}", f"{entry['first_step_seconds']:.3g}",
-                f"{entry['step_seconds']:.3g}", f"{entry['images_per_second']:.4g}",
-                f"{entry['flops_per_second'] / 1e9:.3g}", f"{case['peak_flops_per_second'] / 1e9:.4g}",
-                f"{100 * entry['share_of_peak']:.0f} %", f"{entry['memory_bytes'] / 1e6:.0f}",
-            ))  # fmt: skip
+            rows.append(
+                (
+                    case["backbone"],
+                    case["image_size"],
+                    case["batch_size"],
+                    case["precision"],
+                    name,
+                    entry["programs"],
+                    f"{entry['compile_seconds']:.1f}",
+                    f"{entry['first_step_seconds']:.3g}",
+                    f"{entry['step_seconds']:.3g}",
+                    f"{entry['images_per_second']:.4g}",
+                    f"{entry['flops_per_second'] / 1e9:.3g}",
+                    f"{case['peak_flops_per_second'] / 1e9:.4g}",
+                    f"{100 * entry['share_of_peak']:.0f} %",
+                    f"{entry['memory_bytes'] / 1e6:.0f}",
+                )
+            )
     head, *body = ("| " + " | ".join(map(str, cells)) + " |" for cells in rows)
-    table = "\n".join([head, "|---|" + "---:|" * 2 + "---|---|" + "---:|" * (len(_HEADER) - 5), *body])
+    table = "\n".join(
+        [head, "|---|" + "---:|" * 2 + "---|---|" + "---:|" * (len(_HEADER) - 5), *body]
+    )
     signatures = {
-        case["backbone"]: f"{case['num_signatures']} of {case['num_draws']}" for case in results["configurations"]
+        case["backbone"]: f"{case['num_signatures']} of {case['num_draws']}"
+        for case in results["configurations"]
     }
-    where = "of the process, the compiler's own memory included." if machine["platform"] == "cpu" else "on the device."
+    where = (
+        "of the process, the compiler's own memory included."
+        if machine["platform"] == "cpu"
+        else "on the device."
+    )
     return f"""# Executors compared
 
 {machine["device"]} ({machine["platform"]}; {machine["system"]}); {versions}; {machine["date"]}.
@@ -265,13 +319,15 @@ def profile_table(results: Mapping[str, Any]) -> str:
 - GFLOP/s: FLOPs that these architectures need at least (`step_flops`) over the time taken; peak: of one
   large matrix product, measured after every pass.
 - memory MB: growth of the peak during the cold pass, {where}
-"""
+"""  # noqa: E501
 
 
 def merge_measurements(results: dict[str, Any], file: Path) -> None:
-    """Put what a step costs in a run of fresh draws into the file that `auto` reads; same places are replaced.
+    """Put what a step costs in a run of fresh draws into the file that `auto` reads; same places
+    are replaced.
 
-    For `whole` that is the mean step of the cold pass, since nearly every draw is a signature of its own.
+    For `whole` that is the mean step of the cold pass, since nearly every draw is a signature of
+    its own.
     """
     platform_, device = results["machine"]["platform"], results["machine"]["device"]
     new = {}
@@ -280,10 +336,21 @@ def merge_measurements(results: dict[str, Any], file: Path) -> None:
             name: entry["first_step_seconds" if name == "whole" else "step_seconds"]
             for name, entry in case["executors"].items()
         }
-        entry = {"platform": platform_, "device": device, "name": case["name"], "precision": case["precision"]}
-        new[platform_, device, case["name"]] = {**entry, "flops": case["backbone_flops"], "seconds": seconds}
+        entry = {
+            "platform": platform_,
+            "device": device,
+            "name": case["name"],
+            "precision": case["precision"],
+        }
+        new[platform_, device, case["name"]] = {
+            **entry,
+            "flops": case["backbone_flops"],
+            "seconds": seconds,
+        }
     known = json.loads(file.read_text())["measurements"] if file.exists() else []
-    kept = [entry for entry in known if (entry["platform"], entry["device"], entry["name"]) not in new]
+    kept = [
+        entry for entry in known if (entry["platform"], entry["device"], entry["name"]) not in new
+    ]
     write_atomically(file, json.dumps({"measurements": [*kept, *new.values()]}, indent=2) + "\n")
 
 
@@ -295,15 +362,22 @@ def cases_of(settings: Profile) -> tuple[list[Case], list[str]]:
     OpSettings(settings.rank)
     executors = names_in("--executors", settings.executors, get_args(choice.Name))
     if settings.record and set(executors) != set(get_args(choice.Name)):
-        raise ValueError(f"--record compares all executors, not only {', '.join(executors)}; leave out --executors")
+        raise ValueError(
+            f"--record compares all executors, not only {', '.join(executors)}; leave out"
+            " --executors"
+        )
     sizes = [size.strip() for size in settings.batch_sizes.split(",")]
     if wrong := [size for size in sizes if not size.isdigit() or int(size) < 1]:
         raise ValueError(f"batch size {wrong[0]!r} is no whole number from 1 on, such as 16")
     cases = []
     precisions = names_in("--precisions", settings.precisions, get_args(Precision))
-    for name, precision, size in itertools.product(settings.backbones.split(","), precisions, sizes):
+    for name, precision, size in itertools.product(
+        settings.backbones.split(","), precisions, sizes
+    ):
         config = dataclasses.replace(config_of(name.strip()), precision=precision)
-        config = config if settings.image_size is None else at_image_size(config, settings.image_size)
+        config = (
+            config if settings.image_size is None else at_image_size(config, settings.image_size)
+        )
         table = uniform_table([1] * config.depth).astype(np.float32)
         codes = np.asarray(sample(jax.random.key(settings.seed), table, num=settings.num_draws))
         cases.append(Case(config, int(size), settings.rank, codes))
@@ -312,7 +386,9 @@ def cases_of(settings: Profile) -> tuple[list[Case], list[str]]:
 
 def main(settings: Profile) -> None:
     """Measure every configuration and write numbers and table."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share an accelerator's memory
+    os.environ.setdefault(
+        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+    )  # the processes share an accelerator's memory
     progress = Progress()
     cases, executors = cases_of(settings)
     check_folder("--out", settings.out)
@@ -322,9 +398,11 @@ def main(settings: Profile) -> None:
         machine["device"] = f"{machine['cpu']}, {machine['cores']} cores"
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     results: dict[str, Any] = {
-        "machine": {**machine, "system": platform.platform(), "date": now}, "repeats": settings.repeats,
-        "rank": settings.rank, "configurations": [],
-    }  # fmt: skip
+        "machine": {**machine, "system": platform.platform(), "date": now},
+        "repeats": settings.repeats,
+        "rank": settings.rank,
+        "configurations": [],
+    }
     for case in cases:
         found = measure_case(case, executors, settings.repeats)
         results["configurations"].append(found)
@@ -338,7 +416,9 @@ def main(settings: Profile) -> None:
         write_atomically(settings.out / "jit_profile.md", profile_table(results))
         if settings.record:
             merge_measurements(results, MEASURED)
-    progress.say(f"table: {settings.out / 'jit_profile.md'}   numbers: {settings.out / 'jit_profile.json'}")
+    progress.say(
+        f"table: {settings.out / 'jit_profile.md'}   numbers: {settings.out / 'jit_profile.json'}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Runs of a study as jobs: processes of this machine, or jobs of a cluster's own scheduler (SLURM), through submitit.
+"""Runs of a study as jobs: processes of this machine, or jobs of a cluster's own scheduler (SLURM),
+through submitit.
 
-A job is one run and does what `python experiments/mtil.py` does with the run's arguments. Scripts, logs and the ids of
-SLURM's jobs are kept in `RUN_DIR/jobs`. The same command again submits what is neither finished nor worked on.
+A job is one run and does what `python experiments/mtil.py` does with the run's arguments. Scripts,
+logs and the ids of SLURM's jobs are kept in `RUN_DIR/jobs`. The same command again submits what is
+neither finished nor worked on.
 """
 
 import collections
@@ -43,13 +45,16 @@ SECONDS_BETWEEN_LOOKS = {"local": 0.5, "slurm": 15.0}
 class LauncherConfig:
     """Where the runs of a study work."""
 
-    kind: Annotated[Literal["none", "local", "slurm"], tyro.conf.arg(name="launcher", prefix_name=False)] = "none"
-    """none: in this process, one after another; local: each in a separate process; slurm: each as a job of SLURM
-    (both: extra `cluster`)."""
+    kind: Annotated[
+        Literal["none", "local", "slurm"], tyro.conf.arg(name="launcher", prefix_name=False)
+    ] = "none"
+    """none: in this process, one after another; local: each in a separate process; slurm: each as a
+    job of SLURM (both: extra `cluster`)."""
     jobs: int | None = None
     """Runs at work at a time; default: local 1, slurm all."""
     gpus: int | None = None
-    """GPUs of a run on each of its nodes; local: runs at work share none; default: local what there is, slurm none."""
+    """GPUs of a run on each of its nodes; local: runs at work share none; default: local what there
+    is, slurm none."""
     wait: bool = False
     """slurm: stay until all jobs have ended, as local always does."""
     minutes: int = 1440
@@ -99,15 +104,19 @@ class Job:
         self.arguments = arguments
 
     def __call__(self) -> None:
-        """Ends as `mtil.py` does; asked by submitit's signal, it stops after the running step and queues again."""
-        queue_again, asked = signal.getsignal(signal.SIGUSR2), False
+        """Ends as `mtil.py` does; asked by submitit's signal, it stops after the running step and
+        queues again."""
+        queue_again = signal.getsignal(signal.SIGUSR2)
+        asked = False
 
         def ask(number: int, frame: object) -> None:
             nonlocal asked
             asked = True
             signal.raise_signal(signal.SIGTERM)
 
-        def end(number: int, frame: object) -> None:  # until learning, which has a handler of its own
+        def end(
+            number: int, frame: object
+        ) -> None:  # until learning, which has a handler of its own
             raise SystemExit(128 + number)
 
         signal.signal(signal.SIGTERM, end)
@@ -123,7 +132,9 @@ class Job:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGUSR2, queue_again)
             if asked:
-                signal.raise_signal(signal.SIGUSR2)  # ends the process, but for those of a run's further nodes
+                signal.raise_signal(
+                    signal.SIGUSR2
+                )  # ends the process, but for those of a run's further nodes
                 return
             if os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
                 sleep(SECONDS_TO_BE_TAKEN_BACK)
@@ -136,7 +147,8 @@ class Job:
 
 def results_of(directory: Path) -> dict[str, Any] | None:
     """What a finished run measured; None while tasks are missing."""
-    results, tasks = read_object(directory / "results.json"), read_object(directory / "config.json").get("tasks")
+    results = read_object(directory / "results.json")
+    tasks = read_object(directory / "config.json").get("tasks")
     return results if tasks and len(results.get("tasks", ())) == len(tasks) else None
 
 
@@ -147,7 +159,10 @@ def watch(sweep: Sweep, look: Callable[[], dict[str, State]]) -> dict[str, State
         states = look()
         counts = collections.Counter[str](states.values())
         if counts != said:
-            sweep.progress.say(f"{len(states)} runs: {', '.join(f'{num} {state}' for state, num in counts.items())}")
+            sweep.progress.say(
+                f"{len(states)} runs:"
+                f" {', '.join(f'{num} {state}' for state, num in counts.items())}"
+            )
             if counts["finished"] > said["finished"]:
                 sweep.after_each()
             said = counts
@@ -171,7 +186,9 @@ def alone(logs: Path) -> Iterator[None]:
     try:
         held = filelock.FileLock(logs / ".lock", fallback_to_soft=False).acquire(timeout=0)
     except filelock.Timeout:
-        raise ValueError(f"another command starts jobs in {str(logs.parent)!r}; wait for it") from None
+        raise ValueError(
+            f"another command starts jobs in {str(logs.parent)!r}; wait for it"
+        ) from None
     with held:
         yield
 
@@ -186,7 +203,9 @@ def load_submitit() -> ModuleType:
     try:
         import submitit
     except ImportError as error:
-        raise ValueError(f"jobs need submitit ({error}); pip install 'cheem_jax[cluster]'") from error
+        raise ValueError(
+            f"jobs need submitit ({error}); pip install 'cheem_jax[cluster]'"
+        ) from error
     return submitit
 
 
@@ -194,15 +213,19 @@ def check(launcher: LauncherConfig) -> None:
     """Raises ValueError for values that mean nothing."""
     used = {"none": {"kind"}, "local": {"kind", "jobs", "gpus"}}.get(launcher.kind)
     for field in dataclasses.fields(LauncherConfig):
-        option, value = f"--launcher.{field.name.replace('_', '-')}", getattr(launcher, field.name)
+        option = f"--launcher.{field.name.replace('_', '-')}"
+        value = getattr(launcher, field.name)
         if used is not None and field.name not in used and value != field.default:
-            raise ValueError(f"{option} is given, and --launcher {launcher.kind} has no use for it; leave it out")
+            raise ValueError(
+                f"{option} is given, and --launcher {launcher.kind} has no use for it; leave it out"
+            )
         if type(value) is int and value < 1:
             raise ValueError(f"{option} is {value}; expected at least 1")
 
 
 def host_arguments(launcher: LauncherConfig) -> list[str]:
-    """What every process of a run is told beside the run's settings, so that it uses all that its job was given."""
+    """What every process of a run is told beside the run's settings, so that it uses all that its
+    job was given."""
     if launcher.nodes > 1:
         return ["--hosts.coordinator", "auto", "--devices", "all"]
     return ["--devices", "all"] if (launcher.gpus or 1) > 1 else []
@@ -211,22 +234,29 @@ def host_arguments(launcher: LauncherConfig) -> list[str]:
 def finish(sweep: Sweep) -> None:
     """Returns when all runs are finished.
 
-    SystemExit ends the process before: status 0 where runs are left to SLURM or to other processes, 1 where some
-    failed. ValueError where there is no SLURM, or it refuses the jobs.
+    SystemExit ends the process before: status 0 where runs are left to SLURM or to other processes,
+    1 where some failed. ValueError where there is no SLURM, or it refuses the jobs.
     """
     launcher, logs = sweep.launcher, sweep.logs
     if all(results_of(run.directory) for run in sweep.runs):
         return
     if launcher.kind == "slurm" and shutil.which("sbatch") is None:
-        raise ValueError("--launcher slurm needs SLURM's sbatch, which is not on this machine; try --launcher local")
+        raise ValueError(
+            "--launcher slurm needs SLURM's sbatch, which is not on this machine; try --launcher"
+            " local"
+        )
     load_submitit()
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{logs}, for the logs of jobs, cannot be made ({error}); choose another --run-dir") from error
+        raise ValueError(
+            f"{logs}, for the logs of jobs, cannot be made ({error}); choose another --run-dir"
+        ) from error
     states = work_here(sweep) if launcher.kind == "local" else on_slurm(sweep)
     if failed := [name for name, state in states.items() if state == "failed"]:
-        sweep.progress.say(f"{len(failed)} of {len(states)} runs failed; the same command tries them again")
+        sweep.progress.say(
+            f"{len(failed)} of {len(states)} runs failed; the same command tries them again"
+        )
         raise SystemExit(1)
     if set(states.values()) != {"finished"}:
         raise SystemExit(0)
@@ -237,10 +267,13 @@ NO_LIMIT = 525_600
 
 
 def work_here(sweep: Sweep) -> dict[str, State]:
-    """Every run in a process of this machine, some at a time; a request to stop waits for their running steps."""
-    submitit, say = load_submitit(), sweep.progress.say
+    """Every run in a process of this machine, some at a time; a request to stop waits for their
+    running steps."""
+    submitit = load_submitit()
+    say = sweep.progress.say
     devices = [devices_of(sweep.launcher, place) for place in range(sweep.launcher.jobs or 1)]
-    waiting, jobs = collections.deque(sweep.runs), dict[int, tuple[Run, Any]]()
+    waiting = collections.deque(sweep.runs)
+    jobs = dict[int, tuple[Run, Any]]()
     states: dict[str, State] = {run.name: "queued" for run in sweep.runs}
 
     def start(place: int, run: Run) -> None:
@@ -283,7 +316,8 @@ def work_here(sweep: Sweep) -> dict[str, State]:
 
 
 def devices_of(launcher: LauncherConfig, place: int) -> list[str]:
-    """Words of `env` that show the run at a place its GPUs; all where no number is told, which submitit would hide."""
+    """Words of `env` that show the run at a place its GPUs; all where no number is told, which
+    submitit would hide."""
     name = "CUDA_VISIBLE_DEVICES"
     told = os.environ.get(name)
     if launcher.gpus is None:
@@ -291,7 +325,9 @@ def devices_of(launcher: LauncherConfig, place: int) -> list[str]:
     needed = (launcher.jobs or 1) * launcher.gpus
     gpus = [str(number) for number in range(needed)] if told is None else told.split(",")
     if len(gpus) < needed:
-        raise ValueError(f"--launcher.jobs and --launcher.gpus ask for {needed} GPUs; {name} is {told!r}")
+        raise ValueError(
+            f"--launcher.jobs and --launcher.gpus ask for {needed} GPUs; {name} is {told!r}"
+        )
     return [f"{name}={','.join(gpus[place * launcher.gpus :][: launcher.gpus])}"]
 
 
@@ -302,13 +338,20 @@ SECONDS_TO_STOP = 120
 
 
 def on_slurm(sweep: Sweep) -> dict[str, State]:
-    """Submits what nobody works on and tells how things stand; waits for all where that is asked for."""
-    logs, say = sweep.logs, sweep.progress.say
+    """Submits what nobody works on and tells how things stand; waits for all where that is asked
+    for."""
+    logs = sweep.logs
+    say = sweep.progress.say
     jobs = _submit(sweep)
     say(f"logs: {logs}   a run: cheem watch {sweep.runs[0].directory}")
-    states: dict[str, State] = {run.name: "finished" if results_of(run.directory) else "queued" for run in sweep.runs}
+    states: dict[str, State] = {
+        run.name: "finished" if results_of(run.directory) else "queued" for run in sweep.runs
+    }
     if not sweep.launcher.wait:
-        say("the same command tells how they stand, submits again what failed, and writes the tables")
+        say(
+            "the same command tells how they stand, submits again what failed, and writes the"
+            " tables"
+        )
         if "finished" in states.values():
             sweep.after_each()
         return states
@@ -341,16 +384,21 @@ def on_slurm(sweep: Sweep) -> dict[str, State]:
 
 
 def _submit(sweep: Sweep) -> dict[str, str]:
-    """Submits what is neither finished nor worked on, and prints a row per run; returns the ids of jobs by run."""
+    """Submits what is neither finished nor worked on, and prints a row per run; returns the ids of
+    jobs by run."""
     with alone(sweep.logs):
         jobs: dict[str, str] = read_object(sweep.logs / SUBMITTED)
-        alive, notes, new = _alive(jobs.values()), dict[str, str](), list[Run]()
+        alive = _alive(jobs.values())
+        notes = dict[str, str]()
+        new = list[Run]()
         for run in sweep.runs:
             job = jobs.get(run.name)
             state, notes[run.name] = _standing(run, job, alive)
             if state is None:
                 new.append(run)
-                notes[run.name] = "submitted" + (f" again after {last_error(sweep.logs, job)}" if job else "")
+                notes[run.name] = "submitted" + (
+                    f" again after {last_error(sweep.logs, job)}" if job else ""
+                )
         if new:
             jobs |= _sbatch(sweep.launcher, sweep.logs, new)
             write_atomically(sweep.logs / SUBMITTED, json.dumps(jobs, indent=1) + "\n")
@@ -370,17 +418,30 @@ def _sbatch(launcher: LauncherConfig, logs: Path, runs: Sequence[Run]) -> dict[s
     # srun takes them from sbatch no more, since SLURM 22.05
     srun_args = None if launcher.cpus is None else [f"--cpus-per-task={launcher.cpus}"]
     parameters = {
-        "job_name": logs.parent.name, "time": launcher.minutes, "nodes": launcher.nodes, "ntasks_per_node": 1,
-        "cpus_per_task": launcher.cpus, "gpus_per_node": launcher.gpus, "partition": launcher.partition,
-        "mem": None if launcher.memory_gb is None else f"{launcher.memory_gb}GB", "account": launcher.account,
-        "qos": launcher.qos, "array_parallelism": launcher.jobs or len(runs), "setup": list(launcher.setup),
-        "signal_delay_s": min(SECONDS_TO_STOP, 30 * launcher.minutes), "additional_parameters": further,
+        "job_name": logs.parent.name,
+        "time": launcher.minutes,
+        "nodes": launcher.nodes,
+        "ntasks_per_node": 1,
+        "cpus_per_task": launcher.cpus,
+        "gpus_per_node": launcher.gpus,
+        "partition": launcher.partition,
+        "mem": None if launcher.memory_gb is None else f"{launcher.memory_gb}GB",
+        "account": launcher.account,
+        "qos": launcher.qos,
+        "array_parallelism": launcher.jobs or len(runs),
+        "setup": list(launcher.setup),
+        "signal_delay_s": min(SECONDS_TO_STOP, 30 * launcher.minutes),
+        "additional_parameters": further,
         "srun_args": srun_args,
-    }  # fmt: skip
+    }
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # of what the error tells as well
-            executor = load_submitit().SlurmExecutor(logs, max_num_timeout=launcher.requeues, python=python_command())
-            executor.update_parameters(**{key: value for key, value in parameters.items() if value is not None})
+            executor = load_submitit().SlurmExecutor(
+                logs, max_num_timeout=launcher.requeues, python=python_command()
+            )
+            executor.update_parameters(
+                **{key: value for key, value in parameters.items() if value is not None}
+            )
             jobs = executor.submit_array([Job(run.arguments) for run in runs])
     except RuntimeError as error:
         raise ValueError(f"sbatch refused the jobs: {error}") from error
@@ -388,12 +449,21 @@ def _sbatch(launcher: LauncherConfig, logs: Path, runs: Sequence[Run]) -> dict[s
 
 
 def _alive(jobs: Collection[str]) -> dict[str, str]:
-    """What SLURM tells of those of the jobs that have not ended. ValueError where it does not answer."""
+    """What SLURM tells of those of the jobs that have not ended. ValueError where it does not
+    answer."""
     if not jobs:
         return {}
-    command = ["squeue", "--noheader", "--array", "--format=%i|%T", f"--jobs={','.join(_arrays(jobs))}"]
+    command = [
+        "squeue",
+        "--noheader",
+        "--array",
+        "--format=%i|%T",
+        f"--jobs={','.join(_arrays(jobs))}",
+    ]
     answer = subprocess.run(command, capture_output=True, text=True)
-    if answer.returncode and "Invalid job id" not in answer.stderr:  # what it says of one that ended long ago
+    if (
+        answer.returncode and "Invalid job id" not in answer.stderr
+    ):  # what it says of one that ended long ago
         raise ValueError(f"squeue does not tell which jobs are at work: {answer.stderr.strip()}")
     rows = (line.strip().partition("|") for line in answer.stdout.splitlines())
     return {job: state for job, _, state in rows}
@@ -406,13 +476,15 @@ def _arrays(jobs: Collection[str]) -> list[str]:
 def _standing(run: Run, job: str | None, alive: dict[str, str]) -> tuple[State | None, str]:
     """How a run stands, and the words for it; None where nobody works on it.
 
-    A killed job leaves its name with the run, and no other machine can be asked: what it submitted itself SLURM knows
-    better.
+    A killed job leaves its name with the run, and no other machine can be asked: what it submitted
+    itself SLURM knows better.
     """
     if results_of(run.directory):
         return "finished", "finished"
     if job in alive:
-        return "running" if alive[job] in ("RUNNING", "COMPLETING") else "queued", f"is {alive[job].lower()}"
+        return (
+            "running" if alive[job] in ("RUNNING", "COMPLETING") else "queued"
+        ), f"is {alive[job].lower()}"
     owner = read_owner(run.directory)
     if owner and (job is None or owner.host == socket.gethostname()):
         return "elsewhere", f"left to process {owner.pid} on {owner.host}"

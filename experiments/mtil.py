@@ -1,11 +1,12 @@
 """CHEEM, or any other method, on MTIL or on any other stream of image tasks, with a pretrained ViT.
 
-    python experiments/mtil.py --backbone deit_tiny --data-dir DATA
-    python experiments/mtil.py --method l2p --options.key-loss batch --data-dir DATA --run-dir runs/l2p
-    python experiments/mtil.py --backbone deit_tiny --stream FOLDER --image-size 96 --preset quick --run-dir runs/real
+    python experiments/mtil.py --backbone deit_tiny --data-dir DATA python experiments/mtil.py
+    --method l2p --options.key-loss batch --data-dir DATA --run-dir runs/l2p python
+    experiments/mtil.py --backbone deit_tiny --stream FOLDER --image-size 96 --preset quick
+    --run-dir runs/real
 
-DATA is the data folder that `cheem data prepare mtil --data-dir DATA` fills. FOLDER holds one folder or zip per task
-with `<split>/<class>/<image>` inside.
+DATA is the data folder that `cheem data prepare mtil --data-dir DATA` fills. FOLDER holds one
+folder or zip per task with `<split>/<class>/<image>` inside.
 """
 
 import dataclasses
@@ -53,13 +54,14 @@ class Data:
     """Images and weights."""
 
     backbone: str | None = None
-    """deit_tiny (the default), vit_base, vit_base_augreg, clip_vit_base, vit_micro (the demo stream's default),
-    vit_nano, or another plain timm ViT by name."""
+    """deit_tiny (the default), vit_base, vit_base_augreg, clip_vit_base, vit_micro (the demo
+    stream's default), vit_nano, or another plain timm ViT by name."""
     weights: Path | None = None
-    """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from the hub."""
+    """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from
+    the hub."""
     stream: str = "mtil"
-    """mtil or vdd (see `cheem data list`), a stream file (TOML), a folder with one folder or zip per task, or demo: the
-    bundled stream of small tasks."""
+    """mtil or vdd (see `cheem data list`), a stream file (TOML), a folder with one folder or zip
+    per task, or demo: the bundled stream of small tasks."""
     data_dir: Path | None = None
     """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     tasks: str | None = None
@@ -75,19 +77,22 @@ class Common(Data):
     """What a run has in common with a study of several."""
 
     order: Order = "default"
-    """Order of MTIL's tasks: of the paper's tables, of its table on task orders, or the second one of ZSCL."""
+    """Order of MTIL's tasks: of the paper's tables, of its table on task orders, or the second one
+    of ZSCL."""
     base_data: str | None = None
-    """Images of the pretraining data (anything that `--stream` takes for one task), whose mean CLS tokens
-    anchor the similarity."""
+    """Images of the pretraining data (anything that `--stream` takes for one task), whose mean CLS
+    tokens anchor the similarity."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     devices: Literal["all"] | int = 1
-    """Devices that share each batch: a number, or all, those of every process together; the same results beyond
-    rounding."""
+    """Devices that share each batch: a number, or all, those of every process together; the same
+    results beyond rounding."""
     fsdp: int = 1
-    """Devices over which the frozen backbone's weights are split, for one that a single device cannot hold."""
+    """Devices over which the frozen backbone's weights are split, for one that a single device
+    cannot hold."""
     save_every: float | None = None
-    """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
+    """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the
+    time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,36 +102,41 @@ class Mtil(Common):
     cheem: CheemConfig
     """Settings of `cheem` and `cheem_lite`; `--preset` chooses their defaults."""
     preset: Preset = "paper"
-    """`paper`: the paper's settings, ours where it states none; `quick`: every part on, sized for a CPU; `demo`: for a
-    few hundred images; `cheem_plus` and `quick_plus`: `paper` and `quick` with a router that paid on small real sets,
-    `quick_plus` with another search, too."""
+    """`paper`: the paper's settings, ours where it states none; `quick`: every part on, sized for a
+    CPU; `demo`: for a few hundred images; `cheem_plus` and `quick_plus`: `paper` and `quick` with a
+    router that paid on small real sets, `quick_plus` with another search, too."""
     augment: bool = False
-    """Short for --cheem.augment: crop, flip and change training images at random, new in every epoch."""
+    """Short for --cheem.augment: crop, flip and change training images at random, new in every
+    epoch."""
     method: Name = "cheem"
-    """What learns; full_finetune and lora_finetune are upper bounds, which are given the task ID."""
+    """What learns; full_finetune and lora_finetune are upper bounds, which are given the task
+    ID."""
     options: AvoidSubcommands[Baseline | None] = None
     """Settings of every method but `cheem` and `cheem_lite`."""
     split_seed: int = 0
-    """Seed of the splits that a data set lacks; not `--seed`, so that runs of several seeds see the same splits."""
+    """Seed of the splits that a data set lacks; not `--seed`, so that runs of several seeds see the
+    same splits."""
     pixel_norm: Literal["checkpoint", "unit"] = "checkpoint"
-    """How pixels are scaled: as the weights were trained, or to 0..1, as the CODA-Prompt code does whatever they were
-    trained with."""
+    """How pixels are scaled: as the weights were trained, or to 0..1, as the CODA-Prompt code does
+    whatever they were trained with."""
     router: str | None = None
-    """A lighter network that infers the task (`cheem_lite`, `moe_adapters`): a backbone, or alexnet; default: the
-    backbone itself."""
+    """A lighter network that infers the task (`cheem_lite`, `moe_adapters`): a backbone, or
+    alexnet; default: the backbone itself."""
     router_weights: Path | None = None
-    """Weights of the router, as for `--weights`; for alexnet what convert/torchvision_alexnet.py writes."""
+    """Weights of the router, as for `--weights`; for alexnet what convert/torchvision_alexnet.py
+    writes."""
     hosts: HostsConfig = HostsConfig()
     """Several processes as one job; each is started with the same command, and --devices all."""
     seed: int = 0
     """Root of every PRNG key in the run."""
     num_seeds: int | None = None
-    """Runs with this seed and the following ones, each in a separate folder below the run directory; default: 3 for
-    the presets `paper` and `cheem_plus`, else 1."""
+    """Runs with this seed and the following ones, each in a separate folder below the run
+    directory; default: 3 for the presets `paper` and `cheem_plus`, else 1."""
     seeds: SeedsConfig = SeedsConfig()
     """Separate seeds for parts of the run."""
     measured_on: Literal["test", "validation"] = "test"
-    """Images that accuracies are of; `validation`, to choose settings without a look at the test images."""
+    """Images that accuracies are of; `validation`, to choose settings without a look at the test
+    images."""
     upper_bound: bool = False
     """Also fine-tune the whole backbone per task, the task ID given; takes its own time."""
     tensorboard: bool = False
@@ -157,16 +167,20 @@ def main(settings: Mtil) -> None:
     if settings.preset.endswith("_plus") and not isinstance(config.method, CheemConfig):
         preset = settings.preset.replace("cheem_plus", "paper").removesuffix("_plus")
         progress.say(
-            f"{settings.method}: preset {settings.preset} changes CHEEM alone; the settings are those of {preset}"
+            f"{settings.method}: preset {settings.preset} changes CHEEM alone; the settings are"
+            f" those of {preset}"
         )
     make_layout(config.mesh)  # devices that are not there are told before pictures are read
     runs = runs_of(settings)
-    loaded, workshop = load(settings, progress), dict[Any, Networks]()
+    loaded = load(settings, progress)
+    workshop = dict[Any, Networks]()
     found = []
     for one in runs:
         if len(runs) > 1:
             progress.say(f"seed {one.seed}: run {len(found) + 1} of {len(runs)}")
-        found.append(run(one, dataclasses.replace(config, seed=one.seed), loaded, progress, workshop))
+        found.append(
+            run(one, dataclasses.replace(config, seed=one.seed), loaded, progress, workshop)
+        )
         if hosts.is_first():
             show(progress, found[-1], one.run_dir)
     if len(runs) > 1:
@@ -175,17 +189,26 @@ def main(settings: Mtil) -> None:
 
 def runs_of(settings: Mtil) -> list[Mtil]:
     """One run per seed; several have folders of their own."""
-    num = (3 if settings.preset in FULL else 1) if settings.num_seeds is None else settings.num_seeds
+    num = (
+        (3 if settings.preset in FULL else 1) if settings.num_seeds is None else settings.num_seeds
+    )
     if num < 1:
         raise ValueError(f"--num-seeds is {num}; expected at least 1")
     if num > 1 and (settings.run_dir / "config.json").exists():
         raise ValueError(
-            f"{str(settings.run_dir)!r} contains a run of one seed; choose another --run-dir for {num} seeds, or give "
-            "--num-seeds 1"
+            f"{str(settings.run_dir)!r} contains a run of one seed; choose another --run-dir for"
+            f" {num} seeds, or give --num-seeds 1"
         )
     seeds = range(settings.seed, settings.seed + num)
-    folder = (lambda seed: settings.run_dir / f"seed-{seed}") if num > 1 else (lambda seed: settings.run_dir)
-    return [dataclasses.replace(settings, seed=seed, num_seeds=1, run_dir=folder(seed)) for seed in seeds]
+    folder = (
+        (lambda seed: settings.run_dir / f"seed-{seed}")
+        if num > 1
+        else (lambda seed: settings.run_dir)
+    )
+    return [
+        dataclasses.replace(settings, seed=seed, num_seeds=1, run_dir=folder(seed))
+        for seed in seeds
+    ]
 
 
 def config_of(settings: Mtil) -> RunConfig:
@@ -196,9 +219,13 @@ def config_of(settings: Mtil) -> RunConfig:
         assert isinstance(bound, FullFinetuneConfig)
     method = method_of(settings)
     if settings.base_data is not None and not isinstance(method, CheemConfig):
-        raise ValueError(f"--base-data anchors CHEEM's similarity, and {method.name} has none; leave it out")
+        raise ValueError(
+            f"--base-data anchors CHEEM's similarity, and {method.name} has none; leave it out"
+        )
     mesh = MeshConfig(settings.devices, settings.fsdp)
-    return RunConfig(method, settings.preset, settings.seed, bound, settings.engine, settings.seeds, mesh)
+    return RunConfig(
+        method, settings.preset, settings.seed, bound, settings.engine, settings.seeds, mesh
+    )
 
 
 def method_of(settings: Mtil) -> MethodConfig:
@@ -208,12 +235,20 @@ def method_of(settings: Mtil) -> MethodConfig:
         method = type(preset)(**vars(settings.cheem))
         return dataclasses.replace(method, augment=method.augment or settings.augment)
     if settings.augment:
-        raise ValueError(f"--augment is a setting of cheem, and {settings.method} has none; leave it out")
+        raise ValueError(
+            f"--augment is a setting of cheem, and {settings.method} has none; leave it out"
+        )
     if settings.cheem != PRESETS[settings.preset]:
-        raise ValueError(f"--cheem.* are settings of cheem; those of {settings.method} are --options.*, see --help")
+        raise ValueError(
+            f"--cheem.* are settings of cheem; those of {settings.method} are --options.*, see"
+            " --help"
+        )
     options = preset if settings.options is None else settings.options
     if options.name != settings.method:
-        raise ValueError(f"--method is {settings.method}, but its options are those of {options.name}; give it once")
+        raise ValueError(
+            f"--method is {settings.method}, but its options are those of {options.name}; give it"
+            " once"
+        )
     return options
 
 
@@ -224,16 +259,22 @@ def load(settings: Mtil, progress: Progress) -> Loaded:
     if settings.stream != DEMO:
         try:
             planned = plan_source(
-                settings.stream, names, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed
+                settings.stream,
+                names,
+                data_dir=settings.data_dir,
+                order=settings.order,
+                seed=settings.split_seed,
             )
         except MissingTasks as error:
             way_out = (
-                "or give images of your own with --stream FOLDER, one folder or zip per task in it, or --stream demo"
+                "or give images of your own with --stream FOLDER, one folder or zip per task in it,"
+                " or --stream demo"
             )
             raise MissingTasks(f"{error}; {way_out}", error.advice) from error
     elif settings.order != "default":
         raise ValueError(
-            f"--order {settings.order} belongs to mtil; name the demo stream's tasks in the order you want"
+            f"--order {settings.order} belongs to mtil; name the demo stream's tasks in the order"
+            " you want"
         )
     backbone = settings.backbone or ("vit_micro" if planned is None else "deit_tiny")
     pretrained = load_pretrained(backbone, weights=settings.weights, image_size=settings.image_size)
@@ -247,15 +288,26 @@ def load(settings: Mtil, progress: Progress) -> Loaded:
     cache_dir = settings.images.cache_dir or cache_dir_of(settings.stream, settings.data_dir)
     images = dataclasses.replace(settings.images, cache_dir=cache_dir)
     if planned is None:
-        stream = demo_stream(image_size=size) if names is None else select(demo_stream(image_size=size), names)
+        stream = (
+            demo_stream(image_size=size)
+            if names is None
+            else select(demo_stream(image_size=size), names)
+        )
     else:
         stream = Stream(planned[0], load_tasks(planned[1], size, images, decoding(progress)))
     base_images = None
-    if settings.base_data is not None:  # of the pretraining data the training images; its other splits are left alone
-        _, plans = plan_source(settings.base_data, data_dir=settings.data_dir, seed=settings.split_seed)
+    if (
+        settings.base_data is not None
+    ):  # of the pretraining data the training images; its other splits are left alone
+        _, plans = plan_source(
+            settings.base_data, data_dir=settings.data_dir, seed=settings.split_seed
+        )
         if len(plans) != 1:
             found = [plan.name for plan in plans]
-            raise ValueError(f"--base-data {settings.base_data!r} contains {len(plans)} tasks, expected one: {found}")
+            raise ValueError(
+                f"--base-data {settings.base_data!r} contains {len(plans)} tasks, expected one:"
+                f" {found}"
+            )
         base_images = load_train(plans[0], size, images, decoding(progress)).images
     return Loaded(stream, pretrained, router, base_images)
 
@@ -264,24 +316,45 @@ def load_router(settings: Mtil, size: int) -> RouterWeights | None:
     """The network that infers the task, if it is not the backbone."""
     if settings.router != "alexnet":
         router = settings.router
-        return None if router is None else load_pretrained(router, weights=settings.router_weights, image_size=size)
+        return (
+            None
+            if router is None
+            else load_pretrained(router, weights=settings.router_weights, image_size=size)
+        )
     feature = "conv5" if settings.method == "moe_adapters" else "pooled_conv"
     return load_alexnet(settings.router_weights, image_size=size, feature=feature)
 
 
 def run(
-    settings: Mtil, config: RunConfig, loaded: Loaded, progress: Progress, workshop: dict[Any, Networks] | None = None
+    settings: Mtil,
+    config: RunConfig,
+    loaded: Loaded,
+    progress: Progress,
+    workshop: dict[Any, Networks] | None = None,
 ) -> dict[str, Any]:
     """Learn the stream, or go on with it."""
     stream = loaded.stream
     if settings.measured_on == "validation":
-        stream = Stream(stream.name, tuple(dataclasses.replace(task, test=task.val) for task in stream.tasks))
+        stream = Stream(
+            stream.name, tuple(dataclasses.replace(task, test=task.val) for task in stream.tasks)
+        )
     return run_stream(
-        stream, loaded.pretrained, config, settings.run_dir, progress, base_images=loaded.base_images,
-        router=loaded.router, save_every=settings.save_every, workshop=workshop, data=data_of(settings, loaded.stream),
+        stream,
+        loaded.pretrained,
+        config,
+        settings.run_dir,
+        progress,
+        base_images=loaded.base_images,
+        router=loaded.router,
+        save_every=settings.save_every,
+        workshop=workshop,
+        data=data_of(settings, loaded.stream),
         tensorboard=settings.tensorboard,
-        command=["experiments/mtil.py", *arguments_of(dataclasses.replace(anywhere(settings), num_seeds=1))],
-    )  # fmt: skip
+        command=[
+            "experiments/mtil.py",
+            *arguments_of(dataclasses.replace(anywhere(settings), num_seeds=1)),
+        ],
+    )
 
 
 def anywhere(settings: Mtil) -> Mtil:
@@ -298,9 +371,12 @@ def data_of(settings: Mtil, stream: Stream) -> dict[str, Any]:
         return {"stream": DEMO, "tasks": names}
     data_dir = None if settings.data_dir is None else str(settings.data_dir)
     return {
-        "stream": anywhere(settings).stream, "data_dir": data_dir, "order": settings.order, "tasks": names,
+        "stream": anywhere(settings).stream,
+        "data_dir": data_dir,
+        "order": settings.order,
+        "tasks": names,
         "split_seed": settings.split_seed,
-    }  # fmt: skip
+    }
 
 
 def decoding(progress: Progress) -> Phase:
@@ -308,24 +384,31 @@ def decoding(progress: Progress) -> Phase:
     return lambda task, num_images: progress.phase("decode", task=task, total=num_images)
 
 
-def read_arguments(arguments: list[str], description: str | None = __doc__, **defaults: Any) -> Mtil:
+def read_arguments(
+    arguments: list[str], description: str | None = __doc__, **defaults: Any
+) -> Mtil:
     """The command line; method and preset are looked at first, since they decide the defaults."""
     preset: Preset = peek(arguments, "preset", PRESETS) or "paper"
     method: Name = peek(arguments, "method", NAMES) or "cheem"
     config = preset_of(method, preset)
     options = None if isinstance(config, CheemConfig) else config
-    settings = Mtil(cheem=PRESETS[preset], preset=preset, method=method, options=options, **defaults)
+    settings = Mtil(
+        cheem=PRESETS[preset], preset=preset, method=method, options=options, **defaults
+    )
     return parse(settings, arguments, description=description)
 
 
 def peek(arguments: Sequence[str], option: str, known: Iterable[T]) -> T | None:
-    """The value of an option before the command line is parsed; None where it is not among those known."""
+    """The value of an option before the command line is parsed; None where it is not among those
+    known."""
     found = None
     for word, following in itertools.zip_longest(arguments, arguments[1:]):
         name, is_one, value = word.partition("=")
         if name == f"--{option}":
             told = value if is_one else following
-            found = next((name for name in known if name == told), None)  # the last one counts, as for the parser
+            found = next(
+                (name for name in known if name == told), None
+            )  # the last one counts, as for the parser
     return found
 
 

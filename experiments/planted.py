@@ -1,11 +1,13 @@
-"""Planted synergy: how often CHEEM finds a structure that is known to be right, with HEE and with uniform sampling.
+"""Planted synergy: how often CHEEM finds a structure that is known to be right, with HEE and with
+uniform sampling.
 
     python experiments/planted.py --run-dir runs/planted
     python experiments/planted.py --preset paper --run-dir runs/planted-paper
 
-Six generated tasks: shapes, unrelated letters, easy colours, shapes in other colours (kin), alien noise, shapes again
-(twin). Every run has a directory of its own, `RUN_DIR/<sampling>/seed-<seed>`. What is finished is not run again, and
-what was stopped resumes. `planted.md` holds findings, tables and figures, `planted.json` the numbers.
+Six generated tasks: shapes, unrelated letters, easy colours, shapes in other colours (kin), alien
+noise, shapes again (twin). Every run has a directory of its own, `RUN_DIR/<sampling>/seed-<seed>`.
+What is finished is not run again, and what was stopped resumes. `planted.md` holds findings, tables
+and figures, `planted.json` the numbers.
 """
 
 import dataclasses
@@ -53,7 +55,8 @@ class Planted:
     """CHEEM on a stream whose right structure is known."""
 
     preset: Literal["quick", "paper"] = "quick"
-    """quick: a few hundred images per task, sized for a laptop; paper: epochs and search of the paper, more images."""
+    """quick: a few hundred images per task, sized for a laptop; paper: epochs and search of the
+    paper, more images."""
     sampling: Literal["both", "hee", "uniform"] = "both"
     """How architectures are sampled."""
     seeds: str | None = None
@@ -70,11 +73,14 @@ class Planted:
 
 def main(settings: Planted) -> None:
     """Run what is missing, then judge all runs."""
-    progress, size = Progress(), SIZES[settings.preset]
+    progress = Progress()
+    size = SIZES[settings.preset]
     seeds = seeds_of(size.seeds if settings.seeds is None else settings.seeds)
     if settings.stream_seed is not None and settings.stream_seed < 0:
         raise ValueError(f"--stream-seed is {settings.stream_seed}; expected 0 or more")
-    samplings: tuple[Sampling, ...] = SAMPLINGS if settings.sampling == "both" else (settings.sampling,)
+    samplings: tuple[Sampling, ...] = (
+        SAMPLINGS if settings.sampling == "both" else (settings.sampling,)
+    )
     pretrained = load_pretrained("vit_micro")
     found: dict[str, list[dict[str, Any]]] = {sampling: [] for sampling in samplings}
     workshop = dict[Any, Networks]()
@@ -83,21 +89,37 @@ def main(settings: Planted) -> None:
         for sampling in samplings:
             progress.say(f"{sampling} sampling, seed {seed}")
             directory = settings.run_dir / sampling / f"seed-{seed}"
-            found[sampling].append(run(settings, sampling, seed, stream, directory, pretrained, progress, workshop))
+            found[sampling].append(
+                run(settings, sampling, seed, stream, directory, pretrained, progress, workshop)
+            )
     write(settings, found, pretrained, progress)
 
 
 def run(
-    settings: Planted, sampling: Sampling, seed: int, stream: Stream, directory: Path, pretrained: Pretrained,
-    progress: Progress, workshop: dict[Any, Networks] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    settings: Planted,
+    sampling: Sampling,
+    seed: int,
+    stream: Stream,
+    directory: Path,
+    pretrained: Pretrained,
+    progress: Progress,
+    workshop: dict[Any, Networks] | None = None,
+) -> dict[str, Any]:
     """Learn the stream, or go on with it, or read what is finished."""
     alone = dataclasses.replace(settings, sampling=sampling, seeds=str(seed), run_dir=directory)
-    config = RunConfig(method_of(settings, sampling), SIZES[settings.preset].cheem, seed, engine=settings.engine)
+    config = RunConfig(
+        method_of(settings, sampling), SIZES[settings.preset].cheem, seed, engine=settings.engine
+    )
     return run_stream(
-        stream, pretrained, config, directory, progress,
-        save_every=settings.save_every, command=["experiments/planted.py", *arguments_of(alone)], workshop=workshop,
-    )  # fmt: skip
+        stream,
+        pretrained,
+        config,
+        directory,
+        progress,
+        save_every=settings.save_every,
+        command=["experiments/planted.py", *arguments_of(alone)],
+        workshop=workshop,
+    )
 
 
 def run_alone(settings: Planted) -> None:
@@ -105,7 +127,15 @@ def run_alone(settings: Planted) -> None:
     progress, (seed,) = Progress(), seeds_of(settings.seeds or "")
     assert settings.sampling != "both"
     stream = stream_of(settings, seed)
-    run(settings, settings.sampling, seed, stream, settings.run_dir, load_pretrained("vit_micro"), progress)
+    run(
+        settings,
+        settings.sampling,
+        seed,
+        stream,
+        settings.run_dir,
+        load_pretrained("vit_micro"),
+        progress,
+    )
 
 
 def method_of(settings: Planted, sampling: Sampling) -> CheemConfig:
@@ -115,32 +145,45 @@ def method_of(settings: Planted, sampling: Sampling) -> CheemConfig:
 
 def stream_of(settings: Planted, seed: int) -> Stream:
     """The images of a run."""
-    size, chosen = SIZES[settings.preset], settings.stream_seed
+    size = SIZES[settings.preset]
+    chosen = settings.stream_seed
     return planted_stream(
         seed=seed if chosen is None else chosen,
-        num_train=size.num_train, num_val=size.num_val, num_test=size.num_test,
-    )  # fmt: skip
+        num_train=size.num_train,
+        num_val=size.num_val,
+        num_test=size.num_test,
+    )
 
 
 def write(settings: Planted, found: pages.Runs, pretrained: Pretrained, progress: Progress) -> None:
     """Page, table, numbers and figures."""
-    size, first = SIZES[settings.preset], next(iter(found.values()))[0]
+    size = SIZES[settings.preset]
+    first = next(iter(found.values()))[0]
     costs = costs_of(pretrained.config, PRESETS[size.cheem])
     judged = pages.judge_all(found, costs)
     setting = (
-        f"{first['backbone']}, settings of `{size.cheem}`, {size.num_train} training, {size.num_val} validation and "
-        f"{size.num_test} test images per task; mean class tokens of the backbone's own task: {first['base_means']}."
+        f"{first['backbone']}, settings of `{size.cheem}`, {size.num_train} training,"
+        f" {size.num_val} validation and {size.num_test} test images per task; mean class tokens of"
+        f" the backbone's own task: {first['base_means']}."
     )
     if settings.stream_seed is not None:
-        setting += f" All runs on the pictures of seed {settings.stream_seed}: intervals and p are of these alone."
+        setting += (
+            f" All runs on the pictures of seed {settings.stream_seed}: intervals and p are of"
+            " these alone."
+        )
     text = pages.page(found, judged, costs, setting)
     write_page(settings.run_dir / "planted", text, pages.numbers(found, judged))
-    titled = [{f"{name} sampling, seed {run['seed']}": run for run in runs} for name, runs in found.items()]
+    titled = [
+        {f"{name} sampling, seed {run['seed']}": run for run in runs}
+        for name, runs in found.items()
+    ]
     architecture_sheet(settings.run_dir / "architectures.png", titled)
     progress.console.print(pages.claims_grid(judged.summaries).to_rich())
     for sentence in pages.findings(found, judged.summaries):
         progress.say(sentence)
-    progress.say(f"page: {settings.run_dir / 'planted.md'}   numbers: {settings.run_dir / 'planted.json'}")
+    progress.say(
+        f"page: {settings.run_dir / 'planted.md'}   numbers: {settings.run_dir / 'planted.json'}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Pretrain a bundled backbone on formula images: `python experiments/pretrain_micro.py --backbone vit_micro`.
+"""Pretrain a bundled backbone on formula images: `python experiments/pretrain_micro.py --backbone
+vit_micro`.
 
-Telling 480 classes of images made by formulas apart (`formula_images.py`) teaches a small ViT features that
-carry over to digits, letters, shapes and textures, without one photograph and so without anybody's licence.
-The classifier is dropped; weights (float16) and mean CLS tokens (float32) go into one converted file.
-Stopped and started again with the same `--work-dir`, it continues and ends with the same weights.
+Telling 480 classes of images made by formulas apart (`formula_images.py`) teaches a small ViT
+features that carry over to digits, letters, shapes and textures, without one photograph and so
+without anybody's licence. The classifier is dropped; weights (float16) and mean CLS tokens
+(float32) go into one converted file. Stopped and started again with the same `--work-dir`, it
+continues and ends with the same weights.
 """
 
 import dataclasses
@@ -79,7 +81,8 @@ class Pretrain:
 
 
 class Learned(NamedTuple):
-    """What the optimiser moves: the backbone's state and the classifier that is dropped in the end."""
+    """What the optimiser moves: the backbone's state and the classifier that is dropped in the
+    end."""
 
     vit: nnx.State
     weight: Float[Array, "D classes"]
@@ -96,24 +99,34 @@ class Trainer(NamedTuple):
 
 
 def make_trainer(config: Pretrain, num_classes: int = NUM_CLASSES) -> Trainer:
-    """One jitted step `(learned, moments, step, images, labels) -> (learned, moments, loss, accuracy)`."""
+    """One jitted step `(learned, moments, step, images, labels) -> (learned, moments, loss,
+    accuracy)`."""
     vit_config = config_of(config.backbone)
     init_key, augment_key = jax.random.split(jax.random.key(config.seed))
     graphdef, state = nnx.split(build(vit_config, wide_init(vit_config, init_key)))
     learned = Learned(state, jnp.zeros((vit_config.width, num_classes)), jnp.zeros(num_classes))
-    # Orthogonalised updates need about half the steps of AdamW here, and steps are what a CPU lacks.
+    # Orthogonalised updates need about half the steps of AdamW here, and steps are what a CPU
+    # lacks.
     names = jax.tree_util.tree_map_with_path(
-        lambda place, leaf: "muon" if "blocks" in jax.tree_util.keystr(place) and leaf.ndim == 2 else "adam",
+        lambda place, leaf: (
+            "muon" if "blocks" in jax.tree_util.keystr(place) and leaf.ndim == 2 else "adam"
+        ),
         learned,
     )
 
     def rate(peak: float) -> optax.Schedule:
-        return optax.warmup_cosine_decay_schedule(0.0, peak, max(config.steps // 40, 1), config.steps)
+        return optax.warmup_cosine_decay_schedule(
+            0.0, peak, max(config.steps // 40, 1), config.steps
+        )
 
     optimiser = optax.partition(
         {
-            "muon": optax.contrib.muon(rate(config.learning_rate), weight_decay=config.weight_decay),
-            "adam": optax.adamw(rate(config.adam_learning_rate), b2=0.98, weight_decay=config.weight_decay),
+            "muon": optax.contrib.muon(
+                rate(config.learning_rate), weight_decay=config.weight_decay
+            ),
+            "adam": optax.adamw(
+                rate(config.adam_learning_rate), b2=0.98, weight_decay=config.weight_decay
+            ),
         },
         names,
     )
@@ -122,7 +135,10 @@ def make_trainer(config: Pretrain, num_classes: int = NUM_CLASSES) -> Trainer:
         features = nnx.merge(graphdef, learned.vit)(images)
         logits = features @ learned.weight + learned.bias
         targets = optax.smooth_labels(jax.nn.one_hot(labels, num_classes), 0.1)
-        return optax.softmax_cross_entropy(logits, targets).mean(), (logits.argmax(-1) == labels).mean()
+        return (
+            optax.softmax_cross_entropy(logits, targets).mean(),
+            (logits.argmax(-1) == labels).mean(),
+        )
 
     @jax.jit
     def train_step(learned, moments, step, images, labels):
@@ -135,12 +151,15 @@ def make_trainer(config: Pretrain, num_classes: int = NUM_CLASSES) -> Trainer:
 
 
 def wide_init(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
-    """`init_params` with kernels of deviation 1/sqrt(inputs), half at a branch's end: 0.02 starts slowly."""
+    """`init_params` with kernels of deviation 1/sqrt(inputs), half at a branch's end: 0.02 starts
+    slowly."""
     params = init_params(config, key)
     for name, value in params.items():
         if name.endswith("kernel"):
             end = "proj" in name or "down" in name
-            params[name] = value * np.float32((0.5 if end else 1.0) / (0.02 * value.shape[0] ** 0.5))
+            params[name] = value * np.float32(
+                (0.5 if end else 1.0) / (0.02 * value.shape[0] ** 0.5)
+            )
     return params
 
 
@@ -151,7 +170,9 @@ def augment(key: jax.Array, images: UInt8[Array, "B H W 3"]) -> Float[Array, "B 
     x = images.astype(jnp.float32) / 127.5 - 1.0
     x = jnp.pad(x, ((0, 0), (3, 3), (3, 3), (0, 0)), mode="edge")
     corners = jax.random.randint(move_key, (count, 2), 0, 7)
-    x = jax.vmap(lambda image, at: jax.lax.dynamic_slice(image, (at[0], at[1], 0), (size, size, 3)))(x, corners)
+    x = jax.vmap(
+        lambda image, at: jax.lax.dynamic_slice(image, (at[0], at[1], 0), (size, size, 3))
+    )(x, corners)
     contrast = jax.random.uniform(contrast_key, (count, 1, 1, 1), minval=0.7, maxval=1.2)
     return x * contrast + 0.08 * jax.random.normal(light_key, (count, 1, 1, 3))
 
@@ -164,19 +185,24 @@ def batch_at(step: int, num_images: int, *, seed: int, batch_size: int) -> np.nd
 
 
 def save_state(file: Path, config: Pretrain, state, step: int) -> None:
-    """The arrays of `state` in tree order, the step and the settings, written whole or not at all."""
+    """The arrays of `state` in tree order, the step and the settings, written whole or not at
+    all."""
     leaves = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, save(leaves, {"step": str(step), "settings": json.dumps(_settings(config))}))
+    write_atomically(
+        file, save(leaves, {"step": str(step), "settings": json.dumps(_settings(config))})
+    )
 
 
 def load_state(file: Path, config: Pretrain, state):
-    """The state and step saved under the same settings; ValueError names every setting that differs."""
+    """The state and step saved under the same settings; ValueError names every setting that
+    differs."""
     with safe_open(file, framework="numpy") as saved:
         metadata = saved.metadata()
         if found := settings_apart(json.loads(metadata["settings"]), _settings(config)):
             raise ValueError(
-                f"{file} belongs to another run: {summary(found, 'settings')}; delete it or choose another --work-dir"
+                f"{file} belongs to another run: {summary(found, 'settings')}; delete it or choose"
+                " another --work-dir"
             )
         leaves = [jnp.asarray(saved.get_tensor(str(i))) for i in range(len(jax.tree.leaves(state)))]
         return jax.tree.unflatten(jax.tree.structure(state), leaves), int(metadata["step"])
@@ -185,7 +211,11 @@ def load_state(file: Path, config: Pretrain, state):
 def _settings(config: Pretrain) -> dict:
     """What decides the result, as JSON values."""
     settings = dataclasses.asdict(config)
-    return {name: settings[name] for name in settings if name not in ("output", "work_dir", "save_seconds")}
+    return {
+        name: settings[name]
+        for name in settings
+        if name not in ("output", "work_dir", "save_seconds")
+    }
 
 
 def train(
@@ -197,9 +227,11 @@ def train(
     until: int | None = None,
     on_save=lambda vit, step: None,
 ) -> nnx.Module:
-    """The backbone after `config.steps` steps or `until`; begins at the state in `work_dir`, if any."""
+    """The backbone after `config.steps` steps or `until`; begins at the state in `work_dir`, if
+    any."""
     file = config.work_dir / f"{config.backbone}.state.safetensors"
-    state, first = (trainer.learned, trainer.moments), 0
+    state = (trainer.learned, trainer.moments)
+    first = 0
     if file.exists():
         state, first = load_state(file, config, state)
         print(f"continuing {file} at step {first}")
@@ -208,7 +240,9 @@ def train(
     loss, accuracy = jnp.nan, jnp.nan
     for step in range(first, last):
         rows = batch_at(step, len(images), seed=config.seed, batch_size=config.batch_size)
-        learned, moments, loss, accuracy = trainer.step(*state, np.uint32(step), images[rows], labels[rows])
+        learned, moments, loss, accuracy = trainer.step(
+            *state, np.uint32(step), images[rows], labels[rows]
+        )
         state = (learned, moments)
         done = step + 1
         if done % 25 == 0 or done == last:
@@ -228,26 +262,41 @@ def train(
 
 
 def digits_probe(params: Params, backbone: str) -> dict[str, float]:
-    """Test accuracy of ridge on real digits, the best of four strengths, 600 to learn from: on features and pixels."""
+    """Test accuracy of ridge on real digits, the best of four strengths, 600 to learn from: on
+    features and pixels."""
     scans, labels = load_digits(return_X_y=True)
     scans = (scans.reshape(-1, 8, 8) * 255 / 16).astype(np.uint8)
-    pictures = np.stack([np.asarray(Image.fromarray(scan).resize((32, 32), _BICUBIC)) for scan in scans])
+    pictures = np.stack(
+        [np.asarray(Image.fromarray(scan).resize((32, 32), _BICUBIC)) for scan in scans]
+    )
     graphdef, state = nnx.split(build(config_of(backbone), params))
     images = np.repeat(pictures[..., None], 3, axis=-1)
     features = jax.jit(lambda state, images: nnx.merge(graphdef, state)(images))(state, images)
     order = np.random.default_rng(0).permutation(len(pictures))
     fit, test = order[:600], order[600:1600]
     found = {}
-    for name, x in (("features", np.asarray(features)), ("pixels", pictures.reshape(len(pictures), -1) / 255.0)):
-        ridges = (make_pipeline(StandardScaler(), RidgeClassifier(strength)) for strength in (1, 10, 100, 1000))
-        found[name] = max(ridge.fit(x[fit], labels[fit]).score(x[test], labels[test]) for ridge in ridges)
+    for name, x in (
+        ("features", np.asarray(features)),
+        ("pixels", pictures.reshape(len(pictures), -1) / 255.0),
+    ):
+        ridges = (
+            make_pipeline(StandardScaler(), RidgeClassifier(strength))
+            for strength in (1, 10, 100, 1000)
+        )
+        found[name] = max(
+            ridge.fit(x[fit], labels[fit]).score(x[test], labels[test]) for ridge in ridges
+        )
     return found
 
 
-def export(file: Path, config: Pretrain, vit, images: UInt8[np.ndarray, "N H W 3"], step: int) -> None:
+def export(
+    file: Path, config: Pretrain, vit, images: UInt8[np.ndarray, "N H W 3"], step: int
+) -> None:
     """The converted file: float16 weights and the mean CLS tokens of the network that has them."""
     params = {name: value.astype(np.float16) for name, value in params_of(vit).items()}
-    means = base_means(build(config_of(config.backbone), params), images[:: max(1, len(images) // 4800)])
+    means = base_means(
+        build(config_of(config.backbone), params), images[:: max(1, len(images) // 4800)]
+    )
     source = (
         f"formula-driven pretraining, seed {config.seed}: {NUM_CLASSES} classes, "
         f"{config.per_class * NUM_CLASSES} images, {step * config.batch_size} seen in {step} steps"
@@ -261,7 +310,10 @@ def main(config: Pretrain) -> None:
     config.check()
     began = time.monotonic()
     images, labels = formula_images(config.seed, config.per_class)
-    print(f"{len(images)} images of {NUM_CLASSES} classes in {time.monotonic() - began:.0f} s", flush=True)
+    print(
+        f"{len(images)} images of {NUM_CLASSES} classes in {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
     file = config.output or BUNDLED / f"{config.backbone}.safetensors"
     vit_config = config_of(config.backbone)
     random = init_params(vit_config, jax.random.key(1))
@@ -272,7 +324,9 @@ def main(config: Pretrain) -> None:
         export(file, config, vit, images, step)
 
     train(config, make_trainer(config), images, labels, on_save=on_save)
-    print(f"wrote {file} ({file.stat().st_size / 1e6:.2f} MB) after {time.monotonic() - began:.0f} s")
+    print(
+        f"wrote {file} ({file.stat().st_size / 1e6:.2f} MB) after {time.monotonic() - began:.0f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Run a run again and say whether every number came out the same, and if not, where the first one differs.
+"""Run a run again and say whether every number came out the same, and if not, where the first one
+differs.
 
     python experiments/reproduce.py runs/demo
     python experiments/reproduce.py runs/demo --against runs/copied-from-another-machine
@@ -32,7 +33,10 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], Any], Callable[[Any], None]]] = 
         lambda arguments: dataclasses.replace(mtil.read_arguments(arguments), num_seeds=1),
         mtil.main,
     ),
-    "experiments/planted.py": (lambda arguments: parse(planted.Planted, arguments), planted.run_alone),
+    "experiments/planted.py": (
+        lambda arguments: parse(planted.Planted, arguments),
+        planted.run_alone,
+    ),
 }
 """What reads the arguments of a recorded command, and what then runs it."""
 
@@ -44,19 +48,24 @@ class Reproduce:
     run_dir: Annotated[Path, tyro.conf.Positional]
     """Run directory to reproduce."""
     into: Path | None = None
-    """Where the reproduction is kept, an unfinished one is continued; default: next to the run, ending in -again."""
+    """Where the reproduction is kept, an unfinished one is continued; default: next to the run,
+    ending in -again."""
     against: Path | None = None
     """Compare with this run directory and run nothing."""
 
 
 def main(settings: Reproduce) -> None:
     """Reproduce and compare; SystemExit with status 1 where anything differs."""
-    progress, first, second = Progress(), settings.run_dir, settings.against
+    progress = Progress()
+    first = settings.run_dir
+    second = settings.against
     if second is None:
         second = again_of(first) if settings.into is None else settings.into
         run_again(first, second, progress)
     elif settings.into is not None:
-        raise ValueError("--against compares and runs nothing, so there is nothing to keep; leave out --into")
+        raise ValueError(
+            "--against compares and runs nothing, so there is nothing to keep; leave out --into"
+        )
     else:
         for directory in (first, second):
             config_of(directory)
@@ -74,19 +83,25 @@ def run_again(first: Path, second: Path, progress: Progress) -> None:
         raise ValueError(f"--into {str(second)!r} is the run itself; name another directory")
     if (second / "config.json").exists() and (found := settings_apart(config_of(second), config)):
         raise ValueError(
-            f"{str(second)!r} contains another run than {str(first)!r}: {summary(found, 'settings')}; compare them "
-            "with --against, or name another directory with --into"
+            f"{str(second)!r} contains another run than {str(first)!r}:"
+            f" {summary(found, 'settings')}; compare them with --against, or name another directory"
+            " with --into"
         )
     tell_fingerprints(progress, fingerprints_of(first), [fingerprint.take(config)])
-    finished, total = sum(entry["event"] == "evaluated" for entry in read(first)), len(config["tasks"])
+    finished = sum(entry["event"] == "evaluated" for entry in read(first))
+    total = len(config["tasks"])
     if finished < total:
-        progress.say(f"{first} was stopped after {finished} of {total} tasks: only what it holds can be compared")
+        progress.say(
+            f"{first} was stopped after {finished} of {total} tasks: only what it holds can be"
+            " compared"
+        )
     progress.say(f"running again in {second}: {shlex.join(command)}")
     run(second)
 
 
 def compare(first: Path, second: Path, progress: Progress, *, may_go_on: bool = False) -> bool:
-    """Print which checkpoints are equal and where the first difference is; returns whether the runs are identical.
+    """Print which checkpoints are equal and where the first difference is; returns whether the runs
+    are identical.
 
     The second run `may_go_on` where the first one stopped.
     """
@@ -104,7 +119,10 @@ def compare(first: Path, second: Path, progress: Progress, *, may_go_on: bool = 
 def task_grid(first: Path, second: Path) -> Grid:
     """A row per task: whether its checkpoints have equal content."""
     names = config_of(first)["tasks"]
-    records = [[entry for entry in read(directory) if entry["event"] == "evaluated"] for directory in (first, second)]
+    records = [
+        [entry for entry in read(directory) if entry["event"] == "evaluated"]
+        for directory in (first, second)
+    ]
     held: list[Mapping[str, Sequence[str]]] = [
         record[-1].get("checkpoints", {}) if record else {} for record in records
     ]
@@ -114,8 +132,17 @@ def task_grid(first: Path, second: Path) -> Grid:
         hashes = [side.get(method, [])[index : index + 1] for side in held]
         return NONE if [] in hashes else "equal" if hashes[0] == hashes[1] else "differs"
 
-    rows = tuple((f"{i + 1} {name}", *(cell(method, i) for method in methods)) for i, name in enumerate(names))
-    return Grid("content of the checkpoints", ("task", *methods), rows, 1, "equal: the same arrays, bit for bit")
+    rows = tuple(
+        (f"{i + 1} {name}", *(cell(method, i) for method in methods))
+        for i, name in enumerate(names)
+    )
+    return Grid(
+        "content of the checkpoints",
+        ("task", *methods),
+        rows,
+        1,
+        "equal: the same arrays, bit for bit",
+    )
 
 
 def fingerprints_of(directory: Path) -> list[dict[str, Any]]:
@@ -125,22 +152,27 @@ def fingerprints_of(directory: Path) -> list[dict[str, Any]]:
 
 def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
     """The recorded command, and what runs it in a given directory."""
-    command = next((entry.get("command") for entry in read(directory) if entry["event"] == "run"), None)
+    command = next(
+        (entry.get("command") for entry in read(directory) if entry["event"] == "run"), None
+    )
     if not command:
         raise ValueError(
-            f"the record of {str(directory)!r} names no command: it was begun by your own Python code, or "
-            f"before commands were recorded; run that again yourself and compare with --against"
+            f"the record of {str(directory)!r} names no command: it was begun by your own Python"
+            " code, or before commands were recorded; run that again yourself and compare with"
+            " --against"
         )
     name = next((name for name in COMMANDS if command[: len(name.split())] == name.split()), None)
     if name is None:
         raise ValueError(
-            f"{str(directory)!r} was made by {shlex.join(command)!r}; expected one of: {', '.join(COMMANDS)}; run it "
-            f"again yourself and compare with --against"
+            f"{str(directory)!r} was made by {shlex.join(command)!r}; expected one of:"
+            f" {', '.join(COMMANDS)}; run it again yourself and compare with --against"
         )
     read_arguments, run = COMMANDS[name]
     settings = read_arguments(command[len(name.split()) :])
     if any(entry["event"] == "upper_bound" for entry in read(directory)):
-        settings = dataclasses.replace(settings, upper_bound=True)  # it may have been added to a finished run
+        settings = dataclasses.replace(
+            settings, upper_bound=True
+        )  # it may have been added to a finished run
     return command, lambda into: run(dataclasses.replace(settings, run_dir=into))
 
 
@@ -150,12 +182,19 @@ def again_of(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}-again")
 
 
-def tell_fingerprints(progress: Progress, first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
+def tell_fingerprints(
+    progress: Progress, first: list[dict[str, Any]], second: list[dict[str, Any]]
+) -> None:
     """Whether equal numbers can be expected."""
     pairs = itertools.product(first, second)
-    changed = dict.fromkeys(sentence for one, other in pairs for sentence in map(str, leaves(one, other)))
+    changed = dict.fromkeys(
+        sentence for one, other in pairs for sentence in map(str, leaves(one, other))
+    )
     if not first or not second:
-        progress.say("note: a record without fingerprint; whether code, versions and device are the same is not known")
+        progress.say(
+            "note: a record without fingerprint; whether code, versions and device are the same is"
+            " not known"
+        )
     elif changed:
         progress.say(f"note: numbers may differ, since {'; '.join(changed)}")
     else:

@@ -1,12 +1,15 @@
-"""The search for a task's network: how well scores rank networks, and what each recipe's search finds at which cost.
+"""The search for a task's network: how well scores rank networks, and what each recipe's search
+finds at which cost.
 
-    python experiments/search_study.py --stream DATA --tasks gtsrb,omniglot --image-size 96 --run-dir runs/search
-    python experiments/search_study.py --stream DATA --tasks gtsrb,omniglot --image-size 96 --run-dir runs/search \\
+    python experiments/search_study.py --stream DATA --tasks gtsrb,omniglot --image-size 96
+    --run-dir runs/search python experiments/search_study.py --stream DATA --tasks gtsrb,omniglot
+    --image-size 96 --run-dir runs/search \\
         --behind caltech101,cifar10,food10
 
-Every task is learned by every recipe, at every rate and with every seed, as the first task and, with `--behind`, behind
-a memory of these tasks, which the preset `quick` learns. Architectures sampled from a supernet are scored both ways and
-trained. What is finished is not computed again, and more tasks, recipes, rates and seeds can be added later.
+Every task is learned by every recipe, at every rate and with every seed, as the first task and,
+with `--behind`, behind a memory of these tasks, which the preset `quick` learns. Architectures
+sampled from a supernet are scored both ways and trained. What is finished is not computed again,
+and more tasks, recipes, rates and seeds can be added later.
 """
 
 import dataclasses
@@ -50,7 +53,8 @@ class SearchStudy(mtil.Data):
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     recipes: str = "quick,plus"
-    """Names of recipes separated by commas: quick (the paper's search), plus, uniform (plus without HEE)."""
+    """Names of recipes separated by commas: quick (the paper's search), plus, uniform (plus without
+    HEE)."""
     rates: str = "1e-3,3e-3"
     """Learning rates of both phases, separated by commas."""
     seeds: str = "0,1,2"
@@ -62,7 +66,9 @@ class SearchStudy(mtil.Data):
 
     def __post_init__(self) -> None:
         if self.sampled and self.sampled < 4:
-            raise ValueError(f"--sampled is {self.sampled}; a rank correlation needs at least 4 architectures")
+            raise ValueError(
+                f"--sampled is {self.sampled}; a rank correlation needs at least 4 architectures"
+            )
 
 
 class Plan(NamedTuple):
@@ -75,7 +81,8 @@ class Plan(NamedTuple):
     behind: list[str] = []
 
     def works(self, units: list[TaskUnits]) -> Iterator[Callable[[], None]]:
-        """Every unit's work, all of a seed before the next, so that a study that is stopped compares alike."""
+        """Every unit's work, all of a seed before the next, so that a study that is stopped
+        compares alike."""
         for seed in self.seeds:
             for one in units:
                 for rate in self.rates:
@@ -91,18 +98,29 @@ def main(settings: SearchStudy) -> None:
     """Compute what is missing, then print and save the tables."""
     progress = Progress()
     plan = Plan(
-        names_in("--recipes", settings.recipes, RECIPES), rates_of(settings.rates), seeds_of(settings.seeds),
-        settings.sampled, [] if settings.behind is None else [name.strip() for name in settings.behind.split(",")],
-    )  # fmt: skip
+        names_in("--recipes", settings.recipes, RECIPES),
+        rates_of(settings.rates),
+        seeds_of(settings.seeds),
+        settings.sampled,
+        [] if settings.behind is None else [name.strip() for name in settings.behind.split(",")],
+    )
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(mtil.Data)}
     if settings.tasks is not None:
         asked = [name.strip() for name in settings.tasks.split(",")]
-        fields["tasks"] = ",".join([*plan.behind, *(name for name in asked if name not in plan.behind)])
-    source = mtil.Mtil(**fields, base_data=settings.base_data, engine=settings.engine, cheem=RECIPES["quick"])
+        fields["tasks"] = ",".join(
+            [*plan.behind, *(name for name in asked if name not in plan.behind)]
+        )
+    source = mtil.Mtil(
+        **fields, base_data=settings.base_data, engine=settings.engine, cheem=RECIPES["quick"]
+    )
     study(
-        settings.run_dir, mtil.load(source, progress), plan, progress, engine=settings.engine,
+        settings.run_dir,
+        mtil.load(source, progress),
+        plan,
+        progress,
+        engine=settings.engine,
         command=["experiments/search_study.py", *arguments_of(settings)],
-    )  # fmt: skip
+    )
 
 
 def rates_of(text: str) -> list[float]:
@@ -112,7 +130,9 @@ def rates_of(text: str) -> list[float]:
     except ValueError:
         rates = [0.0]
     if min(rates) <= 0:
-        raise ValueError(f"--rates is {text!r}; expected positive numbers separated by commas, such as 1e-3,3e-3")
+        raise ValueError(
+            f"--rates is {text!r}; expected positive numbers separated by commas, such as 1e-3,3e-3"
+        )
     return rates
 
 
@@ -130,22 +150,36 @@ def study(
 
     `loaded` holds the images of all tasks. `workshop` keeps compiled networks, as for `run_stream`.
     """
-    pretrained, stream, workshop = loaded.pretrained, loaded.stream, {} if workshop is None else workshop
+    pretrained = loaded.pretrained
+    stream = loaded.stream
+    workshop = {} if workshop is None else workshop
     engine = engine or EngineConfig()
     names = [task.name for task in stream.tasks]
     if unknown := [name for name in plan.behind if name not in names]:
-        raise ValueError(f"--behind names {', '.join(unknown)}; the stream's tasks are {', '.join(names)}")
+        raise ValueError(
+            f"--behind names {', '.join(unknown)}; the stream's tasks are {', '.join(names)}"
+        )
     quick = RECIPES["quick"]
-    base = base_means_of(pretrained, quick, engine.precision, images=loaded.base_images, progress=progress)
+    base = base_means_of(
+        pretrained, quick, engine.precision, images=loaded.base_images, progress=progress
+    )
     identity = {
-        "format": "cheem_jax-search_study/1", "stream": stream.name, "backbone": pretrained.config.name,
-        "image_size": pretrained.config.image_size, "weights_sha256": pretrained.sha256,
-        "base_means_sha256": base.means_sha256, "engine": dataclasses.asdict(engine),
-        "data_sha256": {"base": base.data_sha256},  # tasks can be added: each entry names its own images
-    }  # fmt: skip
+        "format": "cheem_jax-search_study/1",
+        "stream": stream.name,
+        "backbone": pretrained.config.name,
+        "image_size": pretrained.config.image_size,
+        "weights_sha256": pretrained.sha256,
+        "base_means_sha256": base.means_sha256,
+        "engine": dataclasses.asdict(engine),
+        "data_sha256": {
+            "base": base.data_sha256
+        },  # tasks can be added: each entry names its own images
+    }
     memories: dict[str, Path | None] = {"first": None}
     if plan.behind:
-        memories[f"behind {', '.join(plan.behind)}"] = directory / "memories" / "+".join(plan.behind)
+        memories[f"behind {', '.join(plan.behind)}"] = (
+            directory / "memories" / "+".join(plan.behind)
+        )
 
     def learner(place: Path | None, config: CheemConfig, seed: int) -> Cheem:
         networks = networks_of(pretrained, None, config, engine, workshop=workshop)
@@ -157,9 +191,14 @@ def study(
     with recorded(directory, identity, command) as (record, stop):
         for place in filter(None, memories.values()):
             run_stream(
-                select(stream, plan.behind), pretrained, RunConfig(quick, "quick", engine=engine), place, progress,
-                base_images=loaded.base_images, workshop=workshop,
-            )  # fmt: skip
+                select(stream, plan.behind),
+                pretrained,
+                RunConfig(quick, "quick", engine=engine),
+                place,
+                progress,
+                base_images=loaded.base_images,
+                workshop=workshop,
+            )
         units = [
             TaskUnits(functools.partial(learner, place), task, position, record, stop, progress)
             for position, place in memories.items()
@@ -168,10 +207,14 @@ def study(
         ]
         for work in plan.works(units):
             work()
-            write(directory, read(directory), identity)  # a study that is stopped has tables of what it has
+            write(
+                directory, read(directory), identity
+            )  # a study that is stopped has tables of what it has
     for grid in write(directory, read(directory), identity):
         progress.console.print(grid.to_rich())
-    progress.say(f"tables: {directory / 'search_study.md'}   numbers: {directory / 'search_study.json'}")
+    progress.say(
+        f"tables: {directory / 'search_study.md'}   numbers: {directory / 'search_study.json'}"
+    )
 
 
 if __name__ == "__main__":

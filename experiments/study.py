@@ -1,7 +1,7 @@
 """What the studies share: several runs of `mtil.py` on the same data, and one resumable record.
 
-Every run has a directory of its own, `RUN_DIR/<variant>/seed-<seed>`, and is one that `mtil.py` could have made. What
-is finished is not run again, and what was stopped resumes.
+Every run has a directory of its own, `RUN_DIR/<variant>/seed-<seed>`, and is one that `mtil.py`
+could have made. What is finished is not run again, and what was stopped resumes.
 """
 
 import contextlib
@@ -61,7 +61,8 @@ class Study(mtil.Common):
 def recorded(
     directory: Path, identity: Mapping[str, Any], command: Sequence[str] | None
 ) -> Iterator[tuple[Record, Stop]]:
-    """One record for all units of a study that is not made of runs; no other process may write to it meanwhile.
+    """One record for all units of a study that is not made of runs; no other process may write to
+    it meanwhile.
 
     `identity` is what must be the same when the study resumes; ValueError where it is not.
     """
@@ -74,7 +75,8 @@ def recorded(
 
 
 class Variant(NamedTuple):
-    """One row of a study: a method, and what is changed in its settings (dotted names) and in those of the run."""
+    """One row of a study: a method, and what is changed in its settings (dotted names) and in those
+    of the run."""
 
     name: str
     title: str
@@ -82,7 +84,8 @@ class Variant(NamedTuple):
     config: Mapping[str, Any] = {}
     run: Mapping[str, Any] = {}
     settings_of: str = ""
-    """An ablation's settings are chosen for this variant, so that the two differ in one thing; else for itself."""
+    """An ablation's settings are chosen for this variant, so that the two differ in one thing; else
+    for itself."""
 
 
 def seeds_of(text: str) -> list[int]:
@@ -92,19 +95,30 @@ def seeds_of(text: str) -> list[int]:
     except ValueError:
         seeds = [-1]
     if min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise ValueError(f"--seeds is {text!r}; expected different whole numbers separated by commas, such as 0,1,2")
+        raise ValueError(
+            f"--seeds is {text!r}; expected different whole numbers separated by commas, such as"
+            " 0,1,2"
+        )
     return seeds
 
 
 def run_all(
-    study: Study, variants: Sequence[Variant], progress: Progress, after_each: Callable[[Found], object]
+    study: Study,
+    variants: Sequence[Variant],
+    progress: Progress,
+    after_each: Callable[[Found], object],
 ) -> Found:
-    """Run what is missing; `after_each` gets what there is so far, so that a stopped study has its tables.
+    """Run what is missing; `after_each` gets what there is so far, so that a stopped study has its
+    tables.
 
     With a launcher the process ends here, by SystemExit, until all runs are finished.
     """
     check(study.launcher)
-    settings = [(variant, run_settings(study, variant, seed)) for variant in variants for seed in study.chosen_seeds]
+    settings = [
+        (variant, run_settings(study, variant, seed))
+        for variant in variants
+        for seed in study.chosen_seeds
+    ]
     check_folder("--run-dir", study.run_dir)
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
@@ -113,7 +127,9 @@ def run_all(
         check_held(one.run_dir, known_of(one), defaults_of(mtil.config_of(one).method))
     if study.launcher.kind != "none":
         return run_as_jobs(study, settings, progress, after_each)
-    found, workshop, load = Found(), dict[Any, Networks](), loader(study, progress)
+    found = Found()
+    workshop = dict[Any, Networks]()
+    load = loader(study, progress)
     for _, one in settings:
         if one.router is not None:
             load(one)
@@ -135,7 +151,9 @@ def run_as_jobs(
     for one in {place_of(one): one for _, one in settings}.values():
         if one.stream != mtil.DEMO:
             tasks = None if one.tasks is None else [name.strip() for name in one.tasks.split(",")]
-            plan_source(one.stream, tasks, data_dir=one.data_dir, order=one.order, seed=one.split_seed)
+            plan_source(
+                one.stream, tasks, data_dir=one.data_dir, order=one.order, seed=one.split_seed
+            )
 
     def tell() -> Found:
         found = Found()
@@ -147,32 +165,41 @@ def run_as_jobs(
 
     runs = [
         Run(
-            f"{variant.name}/seed-{one.seed}", one.run_dir,
+            f"{variant.name}/seed-{one.seed}",
+            one.run_dir,
             [*arguments_of(mtil.anywhere(one)), *host_arguments(study.launcher)],
         )
         for variant, one in settings
-    ]  # fmt: skip
+    ]
     finish(Sweep(study.launcher, study.run_dir / "jobs", runs, progress, tell))
     return tell()
 
 
 def known_of(settings: mtil.Mtil) -> dict[str, Any]:
-    """What the configuration of a run will say, as far as that is known before weights and images are read."""
+    """What the configuration of a run will say, as far as that is known before weights and images
+    are read."""
     config = mtil.config_of(settings)
     known = {
-        config.method.name: dataclasses.asdict(config.method), "seed": config.seed,
-        "seeds": dataclasses.asdict(config.seeds), "engine": dataclasses.asdict(config.engine),
-    }  # fmt: skip
+        config.method.name: dataclasses.asdict(config.method),
+        "seed": config.seed,
+        "seeds": dataclasses.asdict(config.seeds),
+        "engine": dataclasses.asdict(config.engine),
+    }
     if settings.tasks is not None:
         known["tasks"] = [name.strip() for name in settings.tasks.split(",")]
     return known
 
 
 def task_names(stream: str, tasks: str | None = None, data_dir: Path | None = None) -> list[str]:
-    """The names of a stream's tasks in learning order, without reading an image; of `tasks` those that it names."""
+    """The names of a stream's tasks in learning order, without reading an image; of `tasks` those
+    that it names."""
     if tasks is not None:
         return [name.strip() for name in tasks.split(",")]
-    return list(TASKS) if stream == mtil.DEMO else [plan.name for plan in plan_source(stream, data_dir=data_dir)[1]]
+    return (
+        list(TASKS)
+        if stream == mtil.DEMO
+        else [plan.name for plan in plan_source(stream, data_dir=data_dir)[1]]
+    )
 
 
 def run_settings(study: Study, variant: Variant, seed: int) -> mtil.Mtil:
@@ -181,23 +208,28 @@ def run_settings(study: Study, variant: Variant, seed: int) -> mtil.Mtil:
     config = changed(preset_of(variant.method, preset), variant.config)
     is_cheem = isinstance(config, CheemConfig)
     names = [field.name for field in dataclasses.fields(mtil.Common)]
-    return mtil.Mtil(**{
-        **{name: getattr(study, name) for name in names},
-        "preset": preset,
-        "seeds": SeedsConfig(),
-        "run_dir": study.run_dir / variant.name / f"seed-{seed}",
-        "method": variant.method,
-        "cheem": CheemConfig(**vars(config)) if is_cheem else PRESETS[preset],
-        "options": None if is_cheem else config,
-        "base_data": study.base_data if is_cheem else None,  # no other method asks for similarity
-        "seed": seed,
-        "num_seeds": 1,
-        **variant.run,
-    })  # fmt: skip
+    return mtil.Mtil(
+        **{
+            **{name: getattr(study, name) for name in names},
+            "preset": preset,
+            "seeds": SeedsConfig(),
+            "run_dir": study.run_dir / variant.name / f"seed-{seed}",
+            "method": variant.method,
+            "cheem": CheemConfig(**vars(config)) if is_cheem else PRESETS[preset],
+            "options": None if is_cheem else config,
+            "base_data": (
+                study.base_data if is_cheem else None
+            ),  # no other method asks for similarity
+            "seed": seed,
+            "num_seeds": 1,
+            **variant.run,
+        }
+    )
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A settings dataclass with other values; `search.epsilon` is the field epsilon of its field search."""
+    """A settings dataclass with other values; `search.epsilon` is the field epsilon of its field
+    search."""
     for name, value in changes.items():
         outer, _, inner = name.partition(".")
         value = changed(getattr(config, outer), {inner: value}) if inner else value
@@ -207,18 +239,24 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def place_of(settings: mtil.Mtil) -> tuple[Any, ...]:
     """Where weights and images of a run come from."""
-    return (settings.order, *(getattr(settings, field.name) for field in dataclasses.fields(mtil.Data)))
+    return (
+        settings.order,
+        *(getattr(settings, field.name) for field in dataclasses.fields(mtil.Data)),
+    )
 
 
 def loader(study: Study, progress: Progress) -> Callable[[mtil.Mtil], mtil.Loaded]:
-    """Loads weights and images of a run; those of the last one serve again where they are the same."""
+    """Loads weights and images of a run; those of the last one serve again where they are the
+    same."""
     held: dict[tuple[Any, ...], mtil.Loaded] = {}
 
     def load(settings: mtil.Mtil) -> mtil.Loaded:
         place = place_of(settings)
         if place not in held:
             held.clear()
-            shared = dataclasses.replace(settings, router=None, router_weights=None, base_data=study.base_data)
+            shared = dataclasses.replace(
+                settings, router=None, router_weights=None, base_data=study.base_data
+            )
             held[place] = mtil.load(shared, progress)
         loaded = held[place]
         if settings.base_data is None:

@@ -4,10 +4,10 @@
     python experiments/tables.py --only fom,heads
     python experiments/tables.py --results docs/results/runs --page docs/results.md
 
-Every folder below `--runs` that holds a finished run is read. Cells are means over seeds with the standard deviation
-(n - 1) and the number of runs; what was not run stays empty. Without runs the tables hold the paper's numbers alone.
-With `--results`, a folder that `experiments/collect.py` filled, a page of results is written instead, with paired tests
-of the paper's claims.
+Every folder below `--runs` that holds a finished run is read. Cells are means over seeds with the
+standard deviation (n - 1) and the number of runs; what was not run stays empty. Without runs the
+tables hold the paper's numbers alone. With `--results`, a folder that `experiments/collect.py`
+filled, a page of results is written instead, with paired tests of the paper's claims.
 """
 
 import dataclasses
@@ -23,7 +23,14 @@ from studies.paper.results_page import write_page
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core import metrics
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.report.finished import RunRecord, check_comparable, numbers_of, order_names, read, variant_of
+from cheem_jax.report.finished import (
+    RunRecord,
+    check_comparable,
+    numbers_of,
+    order_names,
+    read,
+    variant_of,
+)
 from cheem_jax.report.table import METHODS, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
 
@@ -39,8 +46,9 @@ class Tables:
     only: str | None = None
     """Names of tables, separated by commas; default: all."""
     results: Path | None = None
-    """Folder with collected runs: the page of results is written, and no table. Next to it may be `notes.md`, the
-    `chosen.json` of `compare.py --choose` and the `routers.json` of `router_study.py`."""
+    """Folder with collected runs: the page of results is written, and no table. Next to it may be
+    `notes.md`, the `chosen.json` of `compare.py --choose` and the `routers.json` of
+    `router_study.py`."""
     page: Path = Path("docs/results.md")
     """Where that page is written; its figure lies in the folder of the same name."""
 
@@ -56,38 +64,65 @@ class Layout(NamedTuple):
 
 
 BASELINES = (
-    "ewc", "coda_prompt", "dualprompt", "l2p", "s_prompts", "diki", "lora_cl", "tuna", "moal", "frozen_linear",
-)  # fmt: skip
+    "ewc",
+    "coda_prompt",
+    "dualprompt",
+    "l2p",
+    "s_prompts",
+    "diki",
+    "lora_cl",
+    "tuna",
+    "moal",
+    "frozen_linear",
+)
 SUMMARY = ("average_accuracy", "average_forgetting", "flops")
 LAYOUTS = {
     "fom": Layout("Figure of merit of CHEEM", ("fom",), BASELINES, ("",)),
     "upper_bounds": Layout("CHEEM and the upper bounds", SUMMARY, (*UPPER_BOUNDS, "cheem"), ("",)),
     "breakdown": Layout("Accuracy, forgetting and FLOPs", SUMMARY, (*BASELINES, "cheem"), ("",)),
-    "taskwise_flops": Layout("FLOPs of CHEEM by task", ("flops",), ("cheem",), ("",), per_task=True),
+    "taskwise_flops": Layout(
+        "FLOPs of CHEEM by task", ("flops",), ("cheem",), ("",), per_task=True
+    ),
     "training_time": Layout("Hours of training per task", ("hours",), (*BASELINES, "cheem"), ("",)),
     "placement": Layout(
-        "Where the memory is placed", ("average_accuracy", "flops", "params_added_percent"), ("cheem",),
+        "Where the memory is placed",
+        ("average_accuracy", "flops", "params_added_percent"),
+        ("cheem",),
         ("mlp_down", "attn_proj"),
     ),
     "sampling": Layout(
-        "HEE against uniform sampling", ("average_accuracy", "flops", "params_added_percent"), ("cheem",),
+        "HEE against uniform sampling",
+        ("average_accuracy", "flops", "params_added_percent"),
+        ("cheem",),
         ("hee", "uniform"),
     ),
-    "full": Layout("Accuracy by task", ("accuracy", "average_accuracy", "average_forgetting"), per_task=True),
+    "full": Layout(
+        "Accuracy by task", ("accuracy", "average_accuracy", "average_forgetting"), per_task=True
+    ),
     "clip": Layout("Backbones pretrained by CLIP", SUMMARY, variants=("",)),
-    "lite": Layout("A lighter network names the task", SUMMARY, ("moe_adapters", "cheem", "cheem_lite")),
+    "lite": Layout(
+        "A lighter network names the task", SUMMARY, ("moe_adapters", "cheem", "cheem_lite")
+    ),
     "heads": Layout(
-        "Designs of the head", ("average_accuracy", "local_average_accuracy", "just_trained"), variants=("",)
+        "Designs of the head",
+        ("average_accuracy", "local_average_accuracy", "just_trained"),
+        variants=("",),
     ),
     "task_orders": Layout(
-        "Orders of the tasks", ("accuracy", "average_accuracy", "average_forgetting"), ("cheem",), per_task=True
+        "Orders of the tasks",
+        ("accuracy", "average_accuracy", "average_forgetting"),
+        ("cheem",),
+        per_task=True,
     ),
     "ablations": Layout(
-        "Ablations of CHEEM", ("average_accuracy", "local_average_accuracy", "flops", "params_added_percent"),
+        "Ablations of CHEEM",
+        ("average_accuracy", "local_average_accuracy", "flops", "params_added_percent"),
         ("cheem",),
     ),
-    "components": Layout("Components of a block, fine-tuned", ("average_accuracy", "average_forgetting"), ()),
-}  # fmt: skip
+    "components": Layout(
+        "Components of a block, fine-tuned", ("average_accuracy", "average_forgetting"), ()
+    ),
+}
 TITLES = {
     "average_accuracy": "accuracy %",
     "average_forgetting": "forgetting",
@@ -106,7 +141,9 @@ def main(settings: Tables) -> None:
     progress = Progress()
     if settings.results is not None:
         if settings.runs or settings.only:
-            raise ValueError("--results writes the page of results and no table; leave out --runs and --only")
+            raise ValueError(
+                "--results writes the page of results and no table; leave out --runs and --only"
+            )
         progress.say(f"{write_page(settings.results, settings.page)} runs: {settings.page}")
         return
     asked = LAYOUTS if settings.only is None else names_in("--only", settings.only, LAYOUTS)
@@ -116,15 +153,17 @@ def main(settings: Tables) -> None:
     if settings.runs and not runs:
         why = "".join(f"; left out {directory}: {reason}" for directory, reason in left_out)
         raise ValueError(
-            f"no finished run below {', '.join(map(str, settings.runs))}{why}; expected finished run "
-            "directories of experiments/mtil.py or experiments/compare.py, or no --runs for the paper's numbers alone"
+            f"no finished run below {', '.join(map(str, settings.runs))}{why}; expected finished"
+            " run directories of experiments/mtil.py or experiments/compare.py, or no --runs for"
+            " the paper's numbers alone"
         )
     ours, unused = measured(runs)
     left_out += unused
     settings.out.mkdir(parents=True, exist_ok=True)
     pages = []
     for name in names:
-        grids, page = grids_of(name, ours.get(name, {})), [f"## {LAYOUTS[name].title}"]
+        grids = grids_of(name, ours.get(name, {}))
+        page = [f"## {LAYOUTS[name].title}"]
         for index, grid in enumerate(grids):
             stem = name if len(grids) == 1 else f"{name}-{index + 1}"
             write_atomically(settings.out / f"{stem}.csv", grid.to_csv())
@@ -133,7 +172,9 @@ def main(settings: Tables) -> None:
         page += [NOTES[name]] if name in NOTES else []
         pages.append("\n\n".join(page))
     if left_out:
-        pages.append("## Left out\n\n" + "\n".join(f"- {directory}: {why}" for directory, why in left_out))
+        pages.append(
+            "## Left out\n\n" + "\n".join(f"- {directory}: {why}" for directory, why in left_out)
+        )
     write_atomically(settings.out / "tables.md", HEAD + "\n\n".join(pages) + "\n")
     for directory, why in left_out:
         progress.say(f"left out {directory}: {why}")
@@ -145,7 +186,7 @@ HEAD = """# The paper's tables
 `ours` is the mean over runs with its standard deviation and, behind it, the number of runs; `paper` is what the paper
 prints. An empty cell was not run, or is not in the paper.
 
-"""
+"""  # noqa: E501
 
 
 def measured(runs: Sequence[RunRecord]) -> tuple[Found, list[tuple[Path, str]]]:
@@ -155,7 +196,9 @@ def measured(runs: Sequence[RunRecord]) -> tuple[Found, list[tuple[Path, str]]]:
     found: dict[str, dict[Cell, list[float]]] = {name: {} for name in LAYOUTS}
     unused = []
     for run in runs:
-        order, variant, method = orders[run.results["stream"], run.order], variant_of(run), run.results["method"]
+        order = orders[run.results["stream"], run.order]
+        variant = variant_of(run)
+        method = run.results["method"]
         values = {key: value for key, value in numbers_of(run.results).items() if value is not None}
         shown = False
         for name, layout in LAYOUTS.items():
@@ -175,16 +218,26 @@ def measured(runs: Sequence[RunRecord]) -> tuple[Found, list[tuple[Path, str]]]:
                 continue
             shown = True
             for (measure, task), value in values.items():
-                if measure in layout.measures and (layout.per_task or not task or name == "training_time"):
-                    found[name].setdefault(Cell(*run.place, method, measure, own, task), []).append(value)
+                if measure in layout.measures and (
+                    layout.per_task or not task or name == "training_time"
+                ):
+                    found[name].setdefault(Cell(*run.place, method, measure, own, task), []).append(
+                        value
+                    )
         if not shown:
-            unused.append((run.directory, f"no table shows {method}{variant and f' ({variant})'} in the order {order}"))
+            unused.append(
+                (
+                    run.directory,
+                    f"no table shows {method}{variant and f' ({variant})'} in the order {order}",
+                )
+            )
     found["fom"] = figures_of_merit(found)
     return found, unused
 
 
 def belongs(table: str, results: Mapping[str, Any]) -> bool:
-    """Whether a table is about such a run: of the paper's summaries CLIP's backbones have one of their own."""
+    """Whether a table is about such a run: of the paper's summaries CLIP's backbones have one of
+    their own."""
     anywhere = ("full", "heads", "lite", "task_orders", "ablations")
     return results["backbone"].startswith("clip") == (table == "clip") or table in anywhere
 
@@ -201,9 +254,12 @@ def figures_of_merit(found: Found) -> dict[Cell, list[float]]:
         if cell.measure != "average_accuracy" or cell.method == "cheem":
             continue
         given = (
-            mean(cell._replace(method=TOLD_METHOD)), mean(cell._replace(method="cheem")),
-            mean(cell._replace(method="cheem", measure="flops")), mean(cell), mean(cell._replace(measure="flops")),
-        )  # fmt: skip
+            mean(cell._replace(method=TOLD_METHOD)),
+            mean(cell._replace(method="cheem")),
+            mean(cell._replace(method="cheem", measure="flops")),
+            mean(cell),
+            mean(cell._replace(measure="flops")),
+        )
         value = None if None in given else metrics.figure_of_merit(*given)  # pyright: ignore[reportArgumentType]
         if value is not None:
             figures[cell._replace(measure="fom")] = [value]
@@ -218,28 +274,42 @@ def grids_of(name: str, ours: Mapping[Cell, Sequence[float]]) -> list[Grid]:
 
 
 def _grid(
-    name: str, place: tuple[str, str], theirs: Mapping[Cell, Printed], ours: Mapping[Cell, Sequence[float]]
+    name: str,
+    place: tuple[str, str],
+    theirs: Mapping[Cell, Printed],
+    ours: Mapping[Cell, Sequence[float]],
 ) -> Grid:
     layout = LAYOUTS[name]
     own = sorted(ours, key=lambda cell: list(METHODS).index(cell.method))
     cells = [cell for cell in (*theirs, *own) if (cell.stream, cell.backbone) == place]
     if name == "training_time":  # the phases are rows, like methods
         cells = [cell._replace(variant=cell.task, task="") for cell in cells]
-        theirs = {cell._replace(variant=cell.task, task=""): value for cell, value in theirs.items()}
+        theirs = {
+            cell._replace(variant=cell.task, task=""): value for cell, value in theirs.items()
+        }
         ours = {cell._replace(variant=cell.task, task=""): value for cell, value in ours.items()}
     rows = list(dict.fromkeys((cell.method, cell.variant) for cell in cells))
     tasks = list(dict.fromkeys(cell.task for cell in cells if cell.task))
-    heads = [(measure, task) for measure in layout.measures for task in (tasks if measure == "accuracy" else [""])]
+    heads = [
+        (measure, task)
+        for measure in layout.measures
+        for task in (tasks if measure == "accuracy" else [""])
+    ]
     if name == "taskwise_flops":
         heads = [("flops", task) for task in [*tasks, ""]]
     columns = {
-        "method": [METHODS.get(method, method) + (f", {variant}" if variant else "") for method, variant in rows]
+        "method": [
+            METHODS.get(method, method) + (f", {variant}" if variant else "")
+            for method, variant in rows
+        ]
     }
     for measure, task in heads:
         column = [Cell(*place, method, measure, variant, task) for method, variant in rows]
         title = task or TITLES[measure]
         columns[f"{title}, ours"] = [our_text(ours.get(cell)) for cell in column]
-        columns[f"{title}, paper"] = [theirs[cell].text if cell in theirs else "" for cell in column]
+        columns[f"{title}, paper"] = [
+            theirs[cell].text if cell in theirs else "" for cell in column
+        ]
         if name == "fom":
             again = [recomputed_fom(cell.stream, cell.backbone, cell.method) for cell in column]
             columns[f"{title}, recomputed"] = [_number(value) for value in again]

@@ -23,11 +23,20 @@ def stream_of_colours() -> Stream:
 
     def split(task: int, num: int) -> Split:
         labels = np.arange(num, dtype=np.int32) % 2
-        base = np.array([[200, 30, 30], [30, 200, 30], [30, 30, 200], [200, 200, 30]], np.uint8)[2 * task + labels]
-        return Split(base[:, None, None] + rng.integers(0, 30, (num, 32, 32, 3)).astype(np.uint8), labels)
+        base = np.array([[200, 30, 30], [30, 200, 30], [30, 30, 200], [200, 200, 30]], np.uint8)[
+            2 * task + labels
+        ]
+        return Split(
+            base[:, None, None] + rng.integers(0, 30, (num, 32, 32, 3)).astype(np.uint8), labels
+        )
 
     names = ("warm", "cold")
-    return Stream("demo", tuple(Task(n, ("a", "b"), *(split(t, m) for m in (24, 8, 10))) for t, n in enumerate(names)))
+    return Stream(
+        "demo",
+        tuple(
+            Task(n, ("a", "b"), *(split(t, m) for m in (24, 8, 10))) for t, n in enumerate(names)
+        ),
+    )
 
 
 @pytest.fixture
@@ -53,9 +62,17 @@ def test_every_choice_is_of_settings_that_the_method_has(method, preset):
 
 @pytest.mark.parametrize(
     ("accuracies", "tried"),
-    [((1, 2, 3, 4), {1, 2, 3}), ((4, 3, 2, 1), {0, 1, 2}), ((9, 2, 3, 1), {1, 2, 3}), ((3, 3, 3, 3), {0, 1, 2}),
-     ((1, 3, 2), {0, 1, 2}), ((3, 1, 2), {1, 2}), ((1, 2), {0, 1}), ((5, 4, 3, 2, 1), {0, 1, 2, 3})],
-)  # fmt: skip
+    [
+        ((1, 2, 3, 4), {1, 2, 3}),
+        ((4, 3, 2, 1), {0, 1, 2}),
+        ((9, 2, 3, 1), {1, 2, 3}),
+        ((3, 3, 3, 3), {0, 1, 2}),
+        ((1, 3, 2), {0, 1, 2}),
+        ((3, 1, 2), {1, 2}),
+        ((1, 2), {0, 1}),
+        ((5, 4, 3, 2, 1), {0, 1, 2, 3}),
+    ],
+)
 def test_a_grid_is_tried_from_the_middle_towards_the_better_side(accuracies, tried):
     asked = []
 
@@ -63,12 +80,16 @@ def test_a_grid_is_tried_from_the_middle_towards_the_better_side(accuracies, tri
         asked.append(number)
         return accuracies[number]
 
-    assert choosing.climbed(accuracy, len(accuracies)) == {number: accuracies[number] for number in tried}
+    assert choosing.climbed(accuracy, len(accuracies)) == {
+        number: accuracies[number] for number in tried
+    }
     assert len(asked) == len(set(asked))
 
 
 @pytest.mark.full
-def test_settings_are_chosen_on_validation_images_and_never_on_test_images(settings, monkeypatch, capsys):
+def test_settings_are_chosen_on_validation_images_and_never_on_test_images(
+    settings, monkeypatch, capsys
+):
     settings = dataclasses.replace(settings, methods="diki", choose="warm,cold")
     monkeypatch.setattr(choosing, "RATES", (1e-6, 1e-2))
     monkeypatch.setitem(choosing.FURTHER, "diki", {"length": (2, 8)})
@@ -78,15 +99,22 @@ def test_settings_are_chosen_on_validation_images_and_never_on_test_images(setti
     for row in rows:
         assert row["chosen"] == row["values"][int(np.nanargmax(np.array(row["accuracies"], float)))]
     config = json.loads((settings.run_dir / "diki" / "seed-0" / "config.json").read_text())
-    assert (config["diki"]["fit"]["learning_rate"], config["diki"]["length"]) == tuple(row["chosen"] for row in rows)
-    tried = json.loads((settings.run_dir / "choice" / "diki-rate-0" / "seed-0" / "config.json").read_text())
+    assert (config["diki"]["fit"]["learning_rate"], config["diki"]["length"]) == tuple(
+        row["chosen"] for row in rows
+    )
+    tried = json.loads(
+        (settings.run_dir / "choice" / "diki-rate-0" / "seed-0" / "config.json").read_text()
+    )
     assert 2 * tried["diki"]["fit"]["epochs"] == config["diki"]["fit"]["epochs"]
     shown = (settings.run_dir / "chosen.md").read_text()
     assert "Settings chosen on warm, cold" in shown and "(an end)" in shown
 
     # other test images change no choice, and what was tried is not tried again
     stream = mtil.demo_stream(image_size=32)
-    other = [dataclasses.replace(task, test=Split(255 - task.test.images, task.test.labels)) for task in stream.tasks]
+    other = [
+        dataclasses.replace(task, test=Split(255 - task.test.images, task.test.labels))
+        for task in stream.tasks
+    ]
     monkeypatch.setattr(mtil, "demo_stream", lambda image_size: Stream("demo", tuple(other)))
     before = read(settings.run_dir / "choice" / "diki-rate-0" / "seed-0")
     capsys.readouterr()
@@ -121,7 +149,9 @@ def test_an_earlier_choice_gives_the_settings_that_choosing_gave(tmp_path):
 def test_uniform_sampling_has_the_settings_chosen_for_the_search_that_it_is_compared_with(tmp_path):
     file = tmp_path / "chosen.json"
     rows = [("rate", 1e-2), ("ops.rank", 64)]
-    file.write_text(json.dumps([{"method": "cheem-closed_form", "setting": s, "chosen": c} for s, c in rows]))
+    file.write_text(
+        json.dumps([{"method": "cheem-closed_form", "setting": s, "chosen": c} for s, c in rows])
+    )
     variants = compare.variants_of(compare.Compare(methods="cheem:closed_form,cheem:uniform"))
     usual, uniform = choosing.chosen_before(file, variants, "quick")
     assert usual.config["ops.rank"] == 64 and usual.config["supernet.learning_rate"] == 1e-2
@@ -130,15 +160,23 @@ def test_uniform_sampling_has_the_settings_chosen_for_the_search_that_it_is_comp
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "No such file"), ("{", "JSONDecodeError"), ("[3]", "TypeError"), ('{"a": 1}', "TypeError"),
-     ("[{}]", "KeyError"), ("[]", "has no rate of diki; name tasks instead"),
-     (json.dumps(CHOSEN[:1]), "has no layers of diki")],
-)  # fmt: skip
+    [
+        (None, "No such file"),
+        ("{", "JSONDecodeError"),
+        ("[3]", "TypeError"),
+        ('{"a": 1}', "TypeError"),
+        ("[{}]", "KeyError"),
+        ("[]", "has no rate of diki; name tasks instead"),
+        (json.dumps(CHOSEN[:1]), "has no layers of diki"),
+    ],
+)
 def test_what_is_no_earlier_choice_is_refused(settings, text, message, tmp_path, capsys):
     file = tmp_path / "chosen.json"
     if text is not None:
         file.write_text(text)
-    settings = dataclasses.replace(settings, methods="diki", choose=str(file), run_dir=tmp_path / "runs")
+    settings = dataclasses.replace(
+        settings, methods="diki", choose=str(file), run_dir=tmp_path / "runs"
+    )
     with pytest.raises(SystemExit) as stop:
         run_command(compare.main, settings, settings.run_dir)
     said = " ".join(capsys.readouterr().err.split())
@@ -147,7 +185,9 @@ def test_what_is_no_earlier_choice_is_refused(settings, text, message, tmp_path,
 
 
 @pytest.mark.full
-def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_are(settings, monkeypatch, capsys):
+def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_are(
+    settings, monkeypatch, capsys
+):
     run = mtil.run
 
     def stopped_after_diki(run_settings, *given):
@@ -167,7 +207,10 @@ def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_ar
     capsys.readouterr()
     compare.main(settings)
     said = capsys.readouterr().out
-    assert "seed-0 contains all 2 tasks already" in "".join(said.split("\n")) and "frozen, linear heads" in said
+    assert (
+        "seed-0 contains all 2 tasks already" in "".join(said.split("\n"))
+        and "frozen, linear heads" in said
+    )
     assert read(settings.run_dir / "diki" / "seed-0") == before
     rows = json.loads((settings.run_dir / "comparison.json").read_text())
     assert [row["method"] for row in rows] == ["diki", "frozen_linear"]  # in the order of the table
@@ -185,7 +228,10 @@ def test_wrong_names_and_seeds_are_refused_before_anything_is_made(settings, cap
         ({"tasks": "warm,colt"}, "stream 'demo' has no task 'colt'; did you mean cold"),
         ({"order": "paper_a"}, "--order paper_a belongs to mtil"),
         ({"backbone": "vit_huge_27"}, "vit_huge_27"),
-        ({"methods": "cheem:uniform", "choose": "warm"}, "cheem-uniform has the settings of cheem-closed_form; choose"),
+        (
+            {"methods": "cheem:uniform", "choose": "warm"},
+            "cheem-uniform has the settings of cheem-closed_form; choose",
+        ),
     ):
         with pytest.raises(SystemExit) as stop:
             run_command(compare.main, dataclasses.replace(settings, **changed), settings.run_dir)
@@ -199,7 +245,9 @@ def test_all_means_every_method_once():
 
 
 @pytest.mark.full
-def test_a_folder_of_tasks_is_compared_with_any_backbone_and_the_network_that_names_tasks(tmp_path, capsys):
+def test_a_folder_of_tasks_is_compared_with_any_backbone_and_the_network_that_names_tasks(
+    tmp_path, capsys
+):
     stream = stream_of_colours()
     for task in stream.tasks:
         for split in task.splits:
@@ -210,15 +258,20 @@ def test_a_folder_of_tasks_is_compared_with_any_backbone_and_the_network_that_na
                 file.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(image).save(file)
     settings = compare.Compare(
-        stream=str(tmp_path / "data"), methods="frozen_linear,moe_adapters", backbone="vit_micro",
+        stream=str(tmp_path / "data"),
+        methods="frozen_linear,moe_adapters",
+        backbone="vit_micro",
         run_dir=tmp_path / "runs",
-    )  # fmt: skip
+    )
     compare.main(settings)
     rows = json.loads((settings.run_dir / "comparison.json").read_text())
     assert [(row["method"], row["router"]) for row in rows] == [
         ("moe_adapters", "vit_nano"),
         ("frozen_linear", "vit_micro"),
     ]
-    assert "MoE-Adapters: vit_nano infers the task ID" in (settings.run_dir / "comparison.md").read_text()
+    assert (
+        "MoE-Adapters: vit_nano infers the task ID"
+        in (settings.run_dir / "comparison.md").read_text()
+    )
     config = json.loads((settings.run_dir / "moe_adapters" / "seed-0" / "config.json").read_text())
     assert config["moe_adapters"]["fit"]["epochs"] == 8  # quick, as no preset is named

@@ -1,4 +1,5 @@
-"""The command for an accelerator: on a CPU everything but the hardware, within the time that it is given."""
+"""The command for an accelerator: on a CPU everything but the hardware, within the time that it is
+given."""
 
 import json
 import sys
@@ -13,15 +14,23 @@ from cheem_jax.data.demo import TASKS
 
 
 @pytest.mark.full
-def test_the_smoke_part_and_the_first_run_leave_their_records_and_no_checkpoint(tmp_path, monkeypatch):
+def test_the_smoke_part_and_the_first_run_leave_their_records_and_no_checkpoint(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(gpu, "QUEUE", gpu.QUEUE[:1])
     gpu.main(gpu.Gpu(only="smoke,runs", miniature=True, out=tmp_path))
     smoke = json.loads((tmp_path / "smoke.json").read_text())
     assert smoke["deterministic"] and smoke["scan bfloat16"]["largest_difference"] > 0
-    assert all(smoke[f"{name} float32"]["largest_difference"] < 1e-4 for name in ("stages", "whole", "scan"))
+    assert all(
+        smoke[f"{name} float32"]["largest_difference"] < 1e-4
+        for name in ("stages", "whole", "scan")
+    )
     with tarfile.open(tmp_path / "records.tar.gz") as archive:
         names = archive.getnames()
-    assert "smoke.json" in names and "runs/frozen_linear-quick/frozen_linear/seed-0/results.json" in names
+    assert (
+        "smoke.json" in names
+        and "runs/frozen_linear-quick/frozen_linear/seed-0/results.json" in names
+    )
     assert not any("checkpoints" in name for name in names)
 
 
@@ -33,23 +42,27 @@ def test_what_does_not_end_in_time_is_interrupted_and_what_fails_is_told(tmp_pat
     assert gpu.limited(["-c", "raise SystemExit(3)"], 60).endswith("status 3")
 
 
-def test_no_part_begins_without_time_left_and_a_failed_one_ends_with_an_error(tmp_path, monkeypatch):
+def test_no_part_begins_without_time_left_and_a_failed_one_ends_with_an_error(
+    tmp_path, monkeypatch
+):
     scripts = [gpu.Part("fails", ["-c", "raise SystemExit(2)"]), gpu.Part("works", ["-c", "pass"])]
     monkeypatch.setattr(gpu, "commands", lambda settings, parts: iter(scripts))
     with pytest.raises(SystemExit, match="fails: .*status 2"):
         gpu.main(gpu.Gpu(out=tmp_path))
     assert "status" not in (tmp_path / "ended.txt").read_text().splitlines()[1]
     gpu.main(gpu.Gpu(out=tmp_path, seconds=gpu.GRACE + 0.5))
-    assert (tmp_path / "ended.txt").read_text() == "fails: no time was left\nworks: no time was left\n"
+    assert (
+        tmp_path / "ended.txt"
+    ).read_text() == "fails: no time was left\nworks: no time was left\n"
 
 
 def test_processes_side_by_side_share_the_memory_and_have_logs_of_their_own(tmp_path, monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     wait = (  # until the other one has begun as well
-        "import os, sys, time; from pathlib import Path; here = Path(sys.argv[2]); (here / sys.argv[1]).touch()\n"
-        "begun = time.monotonic()\n"
-        "while len([*here.iterdir()]) < 2 and time.monotonic() < begun + 300: time.sleep(0.01)\n"
-        "print(sys.argv[1], os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'])"
+        "import os, sys, time; from pathlib import Path; here = Path(sys.argv[2]); (here /"
+        " sys.argv[1]).touch()\nbegun = time.monotonic()\nwhile len([*here.iterdir()]) < 2 and"
+        " time.monotonic() < begun + 300: time.sleep(0.01)\nprint(sys.argv[1],"
+        " os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'])"
     )
     (here := tmp_path / "begun").mkdir()
     scripts = [gpu.Part(name, ["-c", wait, name, f"{here}"]) for name in ("one", "two")]
@@ -61,41 +74,68 @@ def test_processes_side_by_side_share_the_memory_and_have_logs_of_their_own(tmp_
 
 
 def test_what_needs_a_choice_waits_for_the_run_that_makes_it(tmp_path, monkeypatch):
-    begin = "import sys; from pathlib import Path; Path(sys.argv[1]).mkdir(); import time; time.sleep(0.2)"
+    begin = (
+        "import sys; from pathlib import Path; Path(sys.argv[1]).mkdir(); import time;"
+        " time.sleep(0.2)"
+    )
     alone = f"{begin}; Path(sys.argv[1]).rmdir()"  # fails where the other one is at work
-    scripts = [gpu.Part(name, ["-c", alone, f"{tmp_path / 'place'}"], "one choice") for name in ("seed 0", "seed 1")]
+    scripts = [
+        gpu.Part(name, ["-c", alone, f"{tmp_path / 'place'}"], "one choice")
+        for name in ("seed 0", "seed 1")
+    ]
     monkeypatch.setattr(gpu, "commands", lambda settings, parts: iter(scripts))
     gpu.main(gpu.Gpu(out=tmp_path / "out", parallel=2))
     assert "status" not in (tmp_path / "out" / "ended.txt").read_text()
     monkeypatch.undo()
-    found = {part.name: part.choice for part in gpu.commands(gpu.Gpu(choose="shapes", only="runs"), ["runs"])}
+    found = {
+        part.name: part.choice
+        for part in gpu.commands(gpu.Gpu(choose="shapes", only="runs"), ["runs"])
+    }
     like = [name for name, choice in found.items() if choice.endswith("cheem-closed_form-quick")]
-    assert {"cheem:closed_form, quick, seed 1", "cheem:uniform, quick, seed 0"} < set(like) and len(like) == 5
+    assert {"cheem:closed_form, quick, seed 1", "cheem:uniform, quick, seed 0"} < set(like) and len(
+        like
+    ) == 5
 
 
 def test_what_an_earlier_choice_lacks_is_chosen_on_the_named_tasks(tmp_path):
     chosen = tmp_path / "chosen.json"
-    whole = [("lora_cl", "rate"), ("lora_cl", "rank"), ("cheem-closed_form", "rate"), ("cheem-closed_form", "ops.rank")]
-    rows = [{"method": method, "setting": setting} for method, setting in (*whole, ("s_prompts", "rate"))]
+    whole = [
+        ("lora_cl", "rate"),
+        ("lora_cl", "rank"),
+        ("cheem-closed_form", "rate"),
+        ("cheem-closed_form", "ops.rank"),
+    ]
+    rows = [
+        {"method": method, "setting": setting}
+        for method, setting in (*whole, ("s_prompts", "rate"))
+    ]
     chosen.write_text(json.dumps(rows))
     settings = gpu.Gpu(stream="demo", choose="shapes", chosen=chosen, only="runs")
-    given = {name: words[words.index("--choose") + 1] for name, words, _ in gpu.commands(settings, ["runs"])}
+    given = {
+        name: words[words.index("--choose") + 1]
+        for name, words, _ in gpu.commands(settings, ["runs"])
+    }
     known = {name for name, file in given.items() if file == f"{chosen}"}
     assert {"lora_cl, quick, seed 2", "cheem:uniform, quick, seed 0"} < known
     assert "cheem:closed_form, quick, seed 0, reversed" in known
     # the choice for S-Prompts was interrupted
-    assert {given[f"{method}, quick, seed 0"] for method in ("cheem", "l2p", "s_prompts")} == {"shapes"}
+    assert {given[f"{method}, quick, seed 0"] for method in ("cheem", "l2p", "s_prompts")} == {
+        "shapes"
+    }
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"seconds": 5.0}, "--seconds is 5"), ({"parallel": 0}, "--parallel is 0"), ({"only": "quickly"}, "--only"),
+        ({"seconds": 5.0}, "--seconds is 5"),
+        ({"parallel": 0}, "--parallel is 0"),
+        ({"only": "quickly"}, "--only"),
         ({"choose": "x/chosen.json"}, "--choose is x/chosen.json; expected names"),
-        ({"stream": "x/y"}, "x/y: no such folder"), ({"chosen": Path("x/y.json")}, "--chosen also needs --choose"),
+        ({"stream": "x/y"}, "x/y: no such folder"),
+        ({"chosen": Path("x/y.json")}, "--chosen also needs --choose"),
         ({"chosen": Path("x/y.json"), "choose": "shapes"}, "--chosen is x/y.json; expected"),
     ],
-)  # fmt: skip
+)
 def test_wrong_settings_are_refused(tmp_path, wrong, message):
     with pytest.raises((ValueError, OSError), match=message):
         gpu.main(gpu.Gpu(out=tmp_path / "new", **wrong))
@@ -107,10 +147,16 @@ def test_the_queue_begins_with_what_the_evidence_needs_first():
     first, second, *others = list(gpu.commands(settings, ["runs"]))
     assert first[0] == "frozen_linear, quick, seed 0" and second[1][-1].endswith("lora_cl-quick")
     assert len({part.name for part in (first, second, *others)}) == len(gpu.QUEUE)
-    assert second[1][0].endswith("compare.py") and "--choose" in second[1] and sys.executable not in second[1]
+    assert (
+        second[1][0].endswith("compare.py")
+        and "--choose" in second[1]
+        and sys.executable not in second[1]
+    )
 
 
-def test_uniform_sampling_and_the_reversed_order_have_the_settings_chosen_for_their_search(monkeypatch):
+def test_uniform_sampling_and_the_reversed_order_have_the_settings_chosen_for_their_search(
+    monkeypatch,
+):
     ablations = (("cheem:uniform", "quick", 0, ""), (gpu.LIKE, "quick", 0, "reversed"))
     assert set(ablations) < set(gpu.QUEUE)
     monkeypatch.setattr(gpu, "QUEUE", ((gpu.LIKE, "quick", 0, ""), *ablations))

@@ -18,18 +18,26 @@ def test_a_small_study_writes_numbers_and_a_table(tmp_path, monkeypatch):
     monkeypatch.setenv(
         "XLA_FLAGS", "--xla_backend_optimization_level=0"
     )  # for the measuring processes: quick to compile
-    settings = jit_profile.Profile("vit_nano", None, "4", "stages,whole", num_draws=2, repeats=1, out=tmp_path / "new")
+    settings = jit_profile.Profile(
+        "vit_nano", None, "4", "stages,whole", num_draws=2, repeats=1, out=tmp_path / "new"
+    )
     jit_profile.main(settings)
 
     results = json.loads((tmp_path / "new" / "jit_profile.json").read_text())
     [case] = results["configurations"]
-    assert results["machine"]["platform"] == "cpu" and case["name"] == "vit_nano 32 px, batch 4, float32"
+    assert (
+        results["machine"]["platform"] == "cpu"
+        and case["name"] == "vit_nano 32 px, batch 4, float32"
+    )
     assert case["num_draws"] == case["num_signatures"] == 2
     forward = case["backbone_flops"]
     assert 0.5 * forward < case["step_flops"] < 4 * forward
     assert list(case["executors"]) == ["stages", "whole"]
     for entry in case["executors"].values():
-        assert entry["programs"] > 2 and len(entry["cold_seconds"]) == len(entry["repeated_seconds"][0]) == 2
+        assert (
+            entry["programs"] > 2
+            and len(entry["cold_seconds"]) == len(entry["repeated_seconds"][0]) == 2
+        )
         assert 0 < entry["compile_seconds"] < sum(entry["cold_seconds"]) < 100
         assert 0 < entry["step_seconds"] < entry["first_step_seconds"]
         assert entry["images_per_second"] == pytest.approx(4 / entry["step_seconds"])
@@ -38,7 +46,13 @@ def test_a_small_study_writes_numbers_and_a_table(tmp_path, monkeypatch):
     assert table.count("\n| vit_nano | 32 | 4 | float32 | ") == 2
 
     measured = tmp_path / "measured.json"
-    other = {"platform": "gpu", "device": "some", "name": case["name"], "flops": 1, "seconds": {"scan": 1.0}}
+    other = {
+        "platform": "gpu",
+        "device": "some",
+        "name": case["name"],
+        "flops": 1,
+        "seconds": {"scan": 1.0},
+    }
     measured.write_text(json.dumps({"measurements": [other]}))
     for _ in range(2):  # the second time it replaces what the first one wrote
         jit_profile.merge_measurements(results, measured)
@@ -52,7 +66,9 @@ def test_a_small_study_writes_numbers_and_a_table(tmp_path, monkeypatch):
     }
 
 
-@pytest.mark.parametrize("steps_per_call, waits", [(1, [8, 16, 19]), (3, [9, 18, 21]), (8, [8, 16, 24])])
+@pytest.mark.parametrize(
+    "steps_per_call, waits", [(1, [8, 16, 19]), (3, [9, 18, 21]), (8, [8, 16, 24])]
+)
 def test_steps_wait_for_the_device_as_often_as_training_does(monkeypatch, steps_per_call, waits):
     clock, waited = [0.0], []
 
@@ -66,7 +82,8 @@ def test_steps_wait_for_the_device_as_often_as_training_does(monkeypatch, steps_
     monkeypatch.setattr(jit_profile.jax, "block_until_ready", lambda _: waited.append(clock[0]))
     subject = object.__new__(jit_profile.Subject)
     subject.executor = SimpleNamespace(steps_per_call=steps_per_call)
-    subject.fitting, subject.architectures = SimpleNamespace(supernet=None, state=None), [None] * 19
+    subject.fitting = SimpleNamespace(supernet=None, state=None)
+    subject.architectures = [None] * 19
     subject.feed = subject.labels = subject.batch = None
     assert subject.train() == [1.0] * 19 and waited == waits
 
@@ -74,12 +91,18 @@ def test_steps_wait_for_the_device_as_often_as_training_does(monkeypatch, steps_
 @pytest.mark.parametrize(
     "changed, said",
     [
-        ({"executors": "stages,hole"}, "--executors names 'hole'; expected some of: stages, whole, scan"),
+        (
+            {"executors": "stages,hole"},
+            "--executors names 'hole'; expected some of: stages, whole, scan",
+        ),
         ({"backbones": "vit_nono"}, "unknown backbone 'vit_nono'; nearest: vit_nano"),
         ({"batch_sizes": "16,0"}, "batch size '0' is no whole number from 1 on"),
         ({"precisions": "float16"}, "--precisions names 'float16'"),
         ({"num_draws": 0}, "num_draws is 0; expected at least 1"),
-        ({"executors": "stages", "record": True}, "--record compares all executors, not only stages"),
+        (
+            {"executors": "stages", "record": True},
+            "--record compares all executors, not only stages",
+        ),
         ({"out": Path(__file__)}, "which is not a folder; expected one that exists or can be made"),
     ],
 )
@@ -97,4 +120,6 @@ def test_a_real_backbone_costs_what_its_shapes_say():
     config = config_of("deit_tiny")
     frozen = measure.step_flops(config, from_strings(["reuse:0"] * 12), 16)
     learned = measure.step_flops(config, from_strings(["new"] + ["reuse:0"] * 11), 16)
-    assert 2.2e9 < frozen < 2.5e9 and 1.9 < learned / frozen < 2.1  # 2.507 G if the last block did all its tokens
+    assert (
+        2.2e9 < frozen < 2.5e9 and 1.9 < learned / frozen < 2.1
+    )  # 2.507 G if the last block did all its tokens

@@ -1,4 +1,5 @@
-"""Runs of a study as jobs: of this machine for real, and of SLURM as far as it goes without a cluster."""
+"""Runs of a study as jobs: of this machine for real, and of SLURM as far as it goes without a
+cluster."""
 
 import contextlib
 import dataclasses
@@ -60,30 +61,35 @@ def wait_for(condition) -> None:
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch) -> Path:
-    """A folder with SLURM's commands, which note what they are given; `queue` holds what squeue then tells."""
+    """A folder with SLURM's commands, which note what they are given; `queue` holds what squeue
+    then tells."""
     folder = tmp_path / "slurm"
     folder.mkdir()
     (folder / "next").write_text("4711")
     (folder / "queue").write_text("")
     commands = {
         # one row per element, as `squeue --array` tells them
-        "sbatch": """
+        "sbatch": (
+            """
             num=$(cat next); echo $((num + 1)) > next; cp "$1" $num.sh
             last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$1")
             if [ -n "$last" ]; then for i in $(seq 0 $last); do echo "${num}_$i|PENDING" >> queue; done
             else echo "$num|PENDING" >> queue; fi
             echo "Submitted batch job $num"
-        """,
+        """  # noqa: E501
+        ),
         "squeue": 'echo "$@" > asked; cat queue',
         "scontrol": 'echo "$@" >> requeued',
-        "srun": """
+        "srun": (
+            """
             cd "$OLDPWD"
             while true; do case "$1" in
                 --output|--error) shift 2;;
                 --*) shift;;
                 *) exec "$@";;
             esac; done
-        """,
+        """
+        ),
     }
     for name, script in commands.items():
         (folder / name).write_text(f'#!/bin/sh\ncd "{folder}"\n{script}')
@@ -102,7 +108,8 @@ def submit(settings: compare.Compare, variants, progress: Progress) -> int:
 
 @pytest.mark.full
 def test_jobs_of_this_machine_stop_go_on_fail_and_are_not_repeated(tmp_path, said):
-    settings, tables = settings_of(tmp_path / "runs", "--launcher", "local"), []
+    settings = settings_of(tmp_path / "runs", "--launcher", "local")
+    tables = []
     directory = settings.run_dir / "linear" / "seed-0"
 
     def stop_when_it_works() -> None:
@@ -117,7 +124,11 @@ def test_jobs_of_this_machine_stop_go_on_fail_and_are_not_repeated(tmp_path, sai
     assert read_owner(directory) is None and results_of(directory) is None and not tables
 
     assert submit(settings, [SHORT, BROKEN], said) == 1
-    (log,) = {file.stem for file in (settings.run_dir / "jobs").glob("*_log.err") if "nowhere.npz" in file.read_text()}
+    (log,) = {
+        file.stem
+        for file in (settings.run_dir / "jobs").glob("*_log.err")
+        if "nowhere.npz" in file.read_text()
+    }
     assert "broken/seed-0 failed: error: " in text_of(said) and log in text_of(said)
     assert "2 runs: 1 running, 1 queued" in text_of(said) and "2 running" not in text_of(said)
     assert "1 of 2 runs failed; the same command tries them again" in text_of(said)
@@ -152,9 +163,12 @@ def test_a_preempted_job_queues_again_and_goes_on(tmp_path, slurm, said):
 
 
 @pytest.mark.parametrize(
-    ("number", "expected"), [(signal.SIGUSR2, ["stopped", "queued"]), (signal.SIGTERM, ["stopped", 600])]
+    ("number", "expected"),
+    [(signal.SIGUSR2, ["stopped", "queued"]), (signal.SIGTERM, ["stopped", 600])],
 )
-def test_a_job_stops_before_it_queues_again_and_stays_where_slurm_takes_it_back(number, expected, monkeypatch):
+def test_a_job_stops_before_it_queues_again_and_stays_where_slurm_takes_it_back(
+    number, expected, monkeypatch
+):
     happened = []
 
     def work(settings: mtil.Mtil) -> None:
@@ -169,7 +183,11 @@ def test_a_job_stops_before_it_queues_again_and_stays_where_slurm_takes_it_back(
     usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     signal.signal(signal.SIGUSR2, lambda number, frame: happened.append("queued"))
     try:
-        with contextlib.nullcontext() if number == signal.SIGUSR2 else pytest.raises(SystemExit, match="143"):
+        with (
+            contextlib.nullcontext()
+            if number == signal.SIGUSR2
+            else pytest.raises(SystemExit, match="143")
+        ):
             Job(["--stream", "demo", "--preset", "demo"])()
     finally:
         for number, handler in usual.items():
@@ -177,22 +195,57 @@ def test_a_job_stops_before_it_queues_again_and_stays_where_slurm_takes_it_back(
     assert happened == expected
 
 
-def test_the_batch_file_says_what_was_asked_for_and_a_queued_run_is_not_submitted_twice(tmp_path, slurm, said):
+def test_the_batch_file_says_what_was_asked_for_and_a_queued_run_is_not_submitted_twice(
+    tmp_path, slurm, said
+):
     arguments = (
-        "--launcher", "slurm", "--launcher.jobs", "2", "--launcher.minutes", "30", "--launcher.cpus", "8",
-        "--launcher.gpus", "1", "--launcher.memory-gb", "32", "--launcher.partition", "gpu", "--launcher.account", "a1",
-        "--launcher.qos", "low", "--launcher.parameters", "constraint=a100", "exclusive",
-        "--launcher.setup", "module load cuda",
-    )  # fmt: skip
+        "--launcher",
+        "slurm",
+        "--launcher.jobs",
+        "2",
+        "--launcher.minutes",
+        "30",
+        "--launcher.cpus",
+        "8",
+        "--launcher.gpus",
+        "1",
+        "--launcher.memory-gb",
+        "32",
+        "--launcher.partition",
+        "gpu",
+        "--launcher.account",
+        "a1",
+        "--launcher.qos",
+        "low",
+        "--launcher.parameters",
+        "constraint=a100",
+        "exclusive",
+        "--launcher.setup",
+        "module load cuda",
+    )
     settings = settings_of(tmp_path / "runs", "--seeds", "0,1,2", *arguments)
     assert submit(settings, [SHORT], said) == 0
     script = (slurm / "4711.sh").read_text()
     lines = {line.removeprefix("#SBATCH --") for line in script.splitlines()}
     assert lines >= {
-        "job-name=runs", "array=0-2%2", "time=30", "signal=USR2@120", "requeue", "open-mode=append", "nodes=1",
-        "ntasks-per-node=1", "cpus-per-task=8", "gpus-per-node=1", "mem=32GB", "partition=gpu", "account=a1", "qos=low",
-        "constraint=a100", "exclusive", "module load cuda",
-    }  # fmt: skip
+        "job-name=runs",
+        "array=0-2%2",
+        "time=30",
+        "signal=USR2@120",
+        "requeue",
+        "open-mode=append",
+        "nodes=1",
+        "ntasks-per-node=1",
+        "cpus-per-task=8",
+        "gpus-per-node=1",
+        "mem=32GB",
+        "partition=gpu",
+        "account=a1",
+        "qos=low",
+        "constraint=a100",
+        "exclusive",
+        "module load cuda",
+    }
     assert f"PYTHONPATH={Path(__file__).parent}" in script and "submitit.core._submit" in script
     assert "--cpus-per-task=8 env" in script
     submitted = json.loads((settings.run_dir / "jobs" / "submitted.json").read_text())
@@ -205,7 +258,9 @@ def test_the_batch_file_says_what_was_asked_for_and_a_queued_run_is_not_submitte
     assert not (slurm / "4712.sh").exists() and "--jobs=4711" in (slurm / "asked").read_text()
 
     (slurm / "queue").write_text("4711_0|RUNNING\n4711_2|PENDING\n")
-    (settings.run_dir / "jobs" / "4711_1_0_log.err").write_text("a warning\nerror: no such weights\n\n")
+    (settings.run_dir / "jobs" / "4711_1_0_log.err").write_text(
+        "a warning\nerror: no such weights\n\n"
+    )
     assert submit(settings, [SHORT], said) == 0
     assert "#SBATCH --array" not in (slurm / "4712.sh").read_text()
     assert "submitted again after error: no such weights" in text_of(said)
@@ -220,7 +275,9 @@ def test_a_run_of_another_process_is_left_to_it_but_a_killed_job_is_not(tmp_path
         directory.mkdir(parents=True)
         (directory / ".owner.json").write_text(json.dumps({"pid": os.getpid(), "host": host}))
     assert submit(settings, [SHORT], said) == 0
-    assert not (slurm / "4711.sh").exists() and f"left to process {os.getpid()} on elsewhere" in text_of(said)
+    assert not (
+        slurm / "4711.sh"
+    ).exists() and f"left to process {os.getpid()} on elsewhere" in text_of(said)
     # as killed jobs leave it
     (settings.run_dir / "jobs" / "submitted.json").write_text(
         json.dumps({"linear/seed-0": "17_0", "linear/seed-1": "17_1"})
@@ -246,17 +303,23 @@ def test_whoever_waits_is_told_of_every_run_that_ends(tmp_path, slurm, said, mon
             *) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;;
         esac
     """)
-    logs, calls = tmp_path / "runs" / "jobs", []
+    logs = tmp_path / "runs" / "jobs"
+    calls = []
     logs.mkdir()
     (logs / "4711_1_0_log.err").write_text("error: out of memory")
     waiting = LauncherConfig("slurm", wait=True)
     with pytest.raises(SystemExit) as stop:
         launching.finish(Sweep(waiting, logs, runs, said, lambda: calls.append("tables")))
     assert stop.value.code == 1 and calls == ["tables"]
-    told = [line for line in text_of(said).splitlines() if line.startswith(("2 runs:", "bad", "squeue"))]
+    told = [
+        line for line in text_of(said).splitlines() if line.startswith(("2 runs:", "bad", "squeue"))
+    ]
     assert told == [
         "2 runs: 1 running, 1 queued",
-        "squeue does not tell which jobs are at work: slurm_load_jobs error: Socket timed out; asking again",
+        (
+            "squeue does not tell which jobs are at work: slurm_load_jobs error: Socket timed out;"
+            " asking again"
+        ),
         "2 runs: 1 finished, 1 running",
         f"bad failed: error: out of memory ({logs / '4711_1_0_log.err'})",
         "2 runs: 1 finished, 1 failed",
@@ -268,7 +331,9 @@ def test_ctrl_c_ends_the_waiting_and_not_the_jobs(tmp_path, slurm, said, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launching, "sleep", interrupt)
-    settings = settings_of(tmp_path / "runs", "--launcher", "slurm", "--launcher.wait", "--seeds", "0,1")
+    settings = settings_of(
+        tmp_path / "runs", "--launcher", "slurm", "--launcher.wait", "--seeds", "0,1"
+    )
     assert submit(settings, [SHORT], said) == 130
     assert "the jobs go on; to end them: scancel 4711\n" in text_of(said)
 
@@ -279,7 +344,10 @@ def test_a_job_reads_the_settings_that_it_was_given(method, tmp_path):
     (variant,) = compare.variants_of(settings)
     one = study.run_settings(settings, variant, 3)
     again = mtil.read_arguments(arguments_of(mtil.anywhere(one)))
-    assert mtil.config_of(again) == mtil.config_of(one) and again.run_dir == tmp_path / method / "seed-3"
+    assert (
+        mtil.config_of(again) == mtil.config_of(one)
+        and again.run_dir == tmp_path / method / "seed-3"
+    )
     assert again == dataclasses.replace(one, options=again.options)
 
 
@@ -289,7 +357,9 @@ def test_runs_at_work_share_no_gpu(monkeypatch):
     assert launching.devices_of(config, 1) == ["CUDA_VISIBLE_DEVICES=2,3"]
     assert launching.devices_of(LauncherConfig("local"), 0) == ["-u", "CUDA_VISIBLE_DEVICES"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert launching.devices_of(dataclasses.replace(config, gpus=1), 1) == ["CUDA_VISIBLE_DEVICES=5"]
+    assert launching.devices_of(dataclasses.replace(config, gpus=1), 1) == [
+        "CUDA_VISIBLE_DEVICES=5"
+    ]
     assert launching.devices_of(LauncherConfig("local"), 0) == ["CUDA_VISIBLE_DEVICES=4,5,6"]
     with pytest.raises(ValueError, match="ask for 4 GPUs; CUDA_VISIBLE_DEVICES is '4,5,6'"):
         launching.devices_of(config, 0)
@@ -298,14 +368,25 @@ def test_runs_at_work_share_no_gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--launcher slurm", "needs SLURM's sbatch, which is not on this machine; try --launcher local"),
-        ("--launcher.partition gpu", "--launcher.partition is given, and --launcher none has no use for it"),
-        ("--launcher local --launcher.nodes 2", "--launcher.nodes is given, and --launcher local has no use for it"),
+        (
+            "--launcher slurm",
+            "needs SLURM's sbatch, which is not on this machine; try --launcher local",
+        ),
+        (
+            "--launcher.partition gpu",
+            "--launcher.partition is given, and --launcher none has no use for it",
+        ),
+        (
+            "--launcher local --launcher.nodes 2",
+            "--launcher.nodes is given, and --launcher local has no use for it",
+        ),
         ("--launcher local --launcher.jobs 0", "--launcher.jobs is 0; expected at least 1"),
         ("--launcher local --stream NOWHERE", "NOWHERE"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line_and_nothing_is_made(arguments, message, tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_is_told_in_one_line_and_nothing_is_made(
+    arguments, message, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     settings = settings_of(tmp_path / "runs", *arguments.split())
     with pytest.raises(SystemExit) as stop:
@@ -315,22 +396,36 @@ def test_what_cannot_be_is_told_in_one_line_and_nothing_is_made(arguments, messa
     assert not list(tmp_path.rglob("*"))
 
 
-def test_a_missing_submitit_and_a_folder_that_cannot_be_written_are_told(tmp_path, said, monkeypatch):
+def test_a_missing_submitit_and_a_folder_that_cannot_be_written_are_told(
+    tmp_path, said, monkeypatch
+):
     settings = settings_of(tmp_path, "--launcher", "local")
     (tmp_path / "jobs").write_text("")
-    with pytest.raises(ValueError, match=r"jobs, for the logs of jobs, cannot be made .*; choose another --run-dir"):
+    with pytest.raises(
+        ValueError, match=r"jobs, for the logs of jobs, cannot be made .*; choose another --run-dir"
+    ):
         study.run_all(settings, [SHORT], said, lambda found: None)
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(ValueError, match=r"jobs need submitit .*; pip install 'cheem_jax\[cluster\]'"):
+    with pytest.raises(
+        ValueError, match=r"jobs need submitit .*; pip install 'cheem_jax\[cluster\]'"
+    ):
         study.run_all(settings, [SHORT], said, lambda found: None)
 
 
 def test_what_slurm_refuses_is_told_in_its_words(tmp_path, slurm, said, capsys):
     settings = settings_of(tmp_path / "runs", "--launcher", "slurm", "--launcher.partition", "none")
-    (slurm / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: none' >&2; exit 1")
-    with pytest.raises(ValueError, match="sbatch refused the jobs: sbatch: error: invalid partition specified: none"):
+    (slurm / "sbatch").write_text(
+        "#!/bin/sh\necho 'sbatch: error: invalid partition specified: none' >&2; exit 1"
+    )
+    with pytest.raises(
+        ValueError,
+        match="sbatch refused the jobs: sbatch: error: invalid partition specified: none",
+    ):
         study.run_all(settings, [SHORT], said, lambda found: None)
-    assert capsys.readouterr().err == "" and not (settings.run_dir / "jobs" / "submitted.json").exists()
+    assert (
+        capsys.readouterr().err == ""
+        and not (settings.run_dir / "jobs" / "submitted.json").exists()
+    )
 
 
 def test_a_run_on_several_nodes_is_told_to_find_the_others():

@@ -1,4 +1,5 @@
-"""Running a run again: the same command, the first place of difference, and what cannot be reproduced."""
+"""Running a run again: the same command, the first place of difference, and what cannot be
+reproduced."""
 
 import dataclasses
 import io
@@ -47,7 +48,10 @@ def edit(directory: Path, **values: Any) -> None:
     entries = record.read(directory)
     [run] = [entry for entry in entries if entry["event"] == "run"]
     run |= values
-    rewrite(directory, [{key: value for key, value in entry.items() if value is not None} for entry in entries])
+    rewrite(
+        directory,
+        [{key: value for key, value in entry.items() if value is not None} for entry in entries],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,11 @@ def original(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("runs") / "small"
     learn_small(Small(directory))
     config = json.loads((directory / "config.json").read_text())
-    edit(directory, command=["small", *arguments_of(Small(directory))], conditions=fingerprint.take(config))
+    edit(
+        directory,
+        command=["small", *arguments_of(Small(directory))],
+        conditions=fingerprint.take(config),
+    )
     return directory
 
 
@@ -67,7 +75,9 @@ def run_dir(original, tmp_path, monkeypatch) -> Path:
     def learn(settings: Small) -> None:
         shutil.copytree(original, settings.run_dir, dirs_exist_ok=True)
 
-    monkeypatch.setitem(reproduce.COMMANDS, "small", (lambda arguments: parse(Small(Path()), arguments), learn))
+    monkeypatch.setitem(
+        reproduce.COMMANDS, "small", (lambda arguments: parse(Small(Path()), arguments), learn)
+    )
     shutil.copytree(original, tmp_path / "run")
     return tmp_path / "run"
 
@@ -75,7 +85,9 @@ def run_dir(original, tmp_path, monkeypatch) -> Path:
 def status_of(capsys, *arguments: str | Path) -> tuple[Any, str, str]:
     """Status, output and errors of the command line."""
     try:
-        run_command(reproduce.main, parse(reproduce.Reproduce, [str(argument) for argument in arguments]))
+        run_command(
+            reproduce.main, parse(reproduce.Reproduce, [str(argument) for argument in arguments])
+        )
         status: Any = 0
     except SystemExit as stop:
         status = stop.code
@@ -89,7 +101,10 @@ def test_a_run_that_comes_out_the_same_is_identical(capsys, run_dir, monkeypatch
     status, said, errors = status_of(capsys, run_dir)
     again = run_dir.with_name("run-again")
     assert (status, errors) == (0, "") and f"identical: {run_dir} and {again}" in said
-    assert f"fingerprints equal: {fingerprint.digest(fingerprint.take(reproduce.config_of(run_dir)))}" in said
+    assert (
+        f"fingerprints equal: {fingerprint.digest(fingerprint.take(reproduce.config_of(run_dir)))}"
+        in said
+    )
     assert "1 task0 equal equal" in said
     first, second = (record.read(directory) for directory in (run_dir, again))
     assert first != second and len(first) == len(second)  # it was run, not copied
@@ -98,15 +113,27 @@ def test_a_run_that_comes_out_the_same_is_identical(capsys, run_dir, monkeypatch
 @pytest.mark.parametrize(
     "event, keys, value, said",
     [
-        ("learned", ("report", "supernet_losses", 1), 0.125, "task 1 'task0', cheem: supernet_losses[1] is 0."),
         (
-            "evaluated", ("methods", "cheem", "accuracy", 0), 0.25,
-            "the evaluation after task 1 'task0': methods.cheem.accuracy[0] is 1 there and 0.25 here",
+            "learned",
+            ("report", "supernet_losses", 1),
+            0.125,
+            "task 1 'task0', cheem: supernet_losses[1] is 0.",
+        ),
+        (
+            "evaluated",
+            ("methods", "cheem", "accuracy", 0),
+            0.25,
+            (
+                "the evaluation after task 1 'task0': methods.cheem.accuracy[0] is 1 there and 0.25"
+                " here"
+            ),
         ),
         ("evaluated", ("checkpoints", "frozen_linear", 0), "ff", "checkpoints.frozen_linear[0] is"),
     ],
-)  # fmt: skip
-def test_a_number_that_came_out_otherwise_is_named_with_status_1(capsys, run_dir, event, keys, value, said):
+)
+def test_a_number_that_came_out_otherwise_is_named_with_status_1(
+    capsys, run_dir, event, keys, value, said
+):
     other = run_dir.with_name("other")
     shutil.copytree(run_dir, other)
     status, output, _ = status_of(capsys, run_dir, "--against", other)
@@ -118,11 +145,17 @@ def test_a_number_that_came_out_otherwise_is_named_with_status_1(capsys, run_dir
     at[keys[-1]] = value
     rewrite(other, entries)
     status, output, _ = status_of(capsys, run_dir, "--against", other)
-    assert status == 1 and f"first difference: {said}" in output or said in output.partition("first difference")[2]
+    assert (
+        status == 1
+        and f"first difference: {said}" in output
+        or said in output.partition("first difference")[2]
+    )
     assert ("1 task0 equal differs" if value == "ff" else "1 task0 equal equal") in output
 
 
-def test_a_run_of_other_settings_differs_from_its_config_on_and_the_record_tells_more(capsys, run_dir):
+def test_a_run_of_other_settings_differs_from_its_config_on_and_the_record_tells_more(
+    capsys, run_dir
+):
     other = run_dir.with_name("other")
     shutil.copytree(run_dir, other)
     config = json.loads((other / "config.json").read_text())
@@ -139,24 +172,39 @@ def test_other_code_versions_or_devices_are_told_before_the_run_begins(capsys, r
     edit(run_dir, conditions={**known, "versions": {**known["versions"], "jax": "0.0.1"}})
     status, output, _ = status_of(capsys, run_dir)
     note = (
-        f'note: numbers may differ, since versions.jax is "0.0.1" there and "{known["versions"]["jax"]}" here running'
+        'note: numbers may differ, since versions.jax is "0.0.1" there and'
+        f' "{known["versions"]["jax"]}" here running'
     )
-    assert status == 0 and output.index(note) < output.index("running again in") < output.index("identical")
+    assert status == 0 and output.index(note) < output.index("running again in") < output.index(
+        "identical"
+    )
 
 
 def test_a_run_that_another_version_went_on_with_says_so_and_may_be_identical(capsys, run_dir):
     known = fingerprint.take(reproduce.config_of(run_dir))
-    record.Record(run_dir).write("continued", conditions={**known, "weights_sha256": "w"}, command=["a"])
+    record.Record(run_dir).write(
+        "continued", conditions={**known, "weights_sha256": "w"}, command=["a"]
+    )
     status, output, _ = status_of(capsys, run_dir)
-    assert status == 0 and 'note: numbers may differ, since weights_sha256 is "w" there and "seed 0" here' in output
+    assert (
+        status == 0
+        and 'note: numbers may differ, since weights_sha256 is "w" there and "seed 0" here'
+        in output
+    )
 
 
 def test_of_a_run_that_stopped_only_what_it_holds_is_compared(capsys, run_dir):
     rewrite(run_dir, record.read(run_dir)[:2])
     (run_dir / "results.json").unlink()
     status, output, _ = status_of(capsys, run_dir, "--into", run_dir.with_name("there"))
-    assert status == 0 and "was stopped after 0 of 1 tasks: only what it holds can be compared" in output
-    assert "equal as far as both go, but the first run stopped before task 1 'task0', frozen_linear" in output
+    assert (
+        status == 0
+        and "was stopped after 0 of 1 tasks: only what it holds can be compared" in output
+    )
+    assert (
+        "equal as far as both go, but the first run stopped before task 1 'task0', frozen_linear"
+        in output
+    )
     status, output, _ = status_of(capsys, run_dir.with_name("there"), "--against", run_dir)
     assert status == 1 and "equal as far as both go, but the second run stopped before" in output
 
@@ -165,7 +213,9 @@ def test_an_upper_bound_that_was_added_later_is_asked_for_as_well(run_dir, monke
     begun: list[Small] = []
     monkeypatch.setitem(reproduce.COMMANDS, "small", (reproduce.COMMANDS["small"][0], begun.append))
     reproduce.runnable(run_dir)[1](Path("/a"))
-    rewrite(run_dir, [*record.read(run_dir), {"event": "upper_bound", "index": 0, "test_accuracy": 1.0}])
+    rewrite(
+        run_dir, [*record.read(run_dir), {"event": "upper_bound", "index": 0, "test_accuracy": 1.0}]
+    )
     reproduce.runnable(run_dir)[1](Path("/b"))
     assert begun == [Small(Path("/a")), Small(Path("/b"), upper_bound=True)]
 
@@ -191,11 +241,17 @@ def refused(capsys, *arguments: str | Path) -> str:
 
 def test_what_is_no_run_or_has_no_command_is_refused_in_one_line(capsys, run_dir, tmp_path):
     assert "gone' is not a run directory" in refused(capsys, tmp_path / "gone")
-    assert "gone' is not a run directory" in refused(capsys, run_dir, "--against", tmp_path / "gone")
+    assert "gone' is not a run directory" in refused(
+        capsys, run_dir, "--against", tmp_path / "gone"
+    )
     assert "is the run itself" in refused(capsys, run_dir, "--into", run_dir)
-    assert "leave out --into" in refused(capsys, run_dir, "--into", tmp_path / "x", "--against", run_dir)
+    assert "leave out --into" in refused(
+        capsys, run_dir, "--into", tmp_path / "x", "--against", run_dir
+    )
     edit(run_dir, command=["experiments/other.py", "--seed", "1"])
-    assert "made by 'experiments/other.py --seed 1'; expected one of: cheem demo" in refused(capsys, run_dir)
+    assert "made by 'experiments/other.py --seed 1'; expected one of: cheem demo" in refused(
+        capsys, run_dir
+    )
     edit(run_dir, command=["small", "--sead", "1"])
     assert "--sead" in refused(capsys, run_dir)
     edit(run_dir, command=None)
@@ -218,12 +274,18 @@ def test_data_that_is_gone_is_named(capsys, run_dir, tmp_path):
         (
             ["experiments/mtil.py"],
             reproduce.mtil.Mtil(
-                cheem=PRESETS["quick"], preset="quick", run_dir=Path("/somewhere"), seed=3, num_seeds=1
+                cheem=PRESETS["quick"],
+                preset="quick",
+                run_dir=Path("/somewhere"),
+                seed=3,
+                num_seeds=1,
             ),
         ),
     ],
 )
-def test_every_command_that_leaves_a_run_is_run_with_the_settings_it_had(run_dir, monkeypatch, words, settings):
+def test_every_command_that_leaves_a_run_is_run_with_the_settings_it_had(
+    run_dir, monkeypatch, words, settings
+):
     begun: list[Any] = []
     read_arguments, _ = reproduce.COMMANDS[" ".join(words)]
     monkeypatch.setitem(reproduce.COMMANDS, " ".join(words), (read_arguments, begun.append))

@@ -18,7 +18,9 @@ from cheem_jax.cheem.config import PRESETS, CheemConfig
 from cheem_jax.cli.main import run_command
 
 
-def results_of(method="cheem", accuracy=0.8, flops=5e9, seed=0, names=("shapes", "letters"), **more) -> dict[str, Any]:
+def results_of(
+    method="cheem", accuracy=0.8, flops=5e9, seed=0, names=("shapes", "letters"), **more
+) -> dict[str, Any]:
     """What a run gives, as far as studies read it."""
     matrix = [[accuracy, None], [accuracy - 0.1, accuracy]]
     tasks = [
@@ -31,14 +33,29 @@ def results_of(method="cheem", accuracy=0.8, flops=5e9, seed=0, names=("shapes",
     ]  # fmt: skip
     base = {"kind": "full", "origin": "base"}
     return {
-        "stream": "demo", "backbone": "vit_micro", "method": method, "router": "vit_micro", "image_size": 32,
-        "preset": "demo", "seed": seed, "accuracy": matrix, "tasks": tasks, "average_accuracy": accuracy - 0.05,
-        "average_forgetting": 0.1, "local_average_accuracy": accuracy, "local_average_forgetting": 0.0,
-        "just_trained": [accuracy, accuracy], "flops": {"paper": flops, "explicit": None, "executed": flops},
-        "params_learned": 10.0, "params_stored": 20, "params_added_percent": 2.0, "seconds": 18.0,
-        "compile": {"programs": 3, "cached": 0, "seconds": 4.0}, "engine": {"device": "cpu: cpu"},
+        "stream": "demo",
+        "backbone": "vit_micro",
+        "method": method,
+        "router": "vit_micro",
+        "image_size": 32,
+        "preset": "demo",
+        "seed": seed,
+        "accuracy": matrix,
+        "tasks": tasks,
+        "average_accuracy": accuracy - 0.05,
+        "average_forgetting": 0.1,
+        "local_average_accuracy": accuracy,
+        "local_average_forgetting": 0.0,
+        "just_trained": [accuracy, accuracy],
+        "flops": {"paper": flops, "explicit": None, "executed": flops},
+        "params_learned": 10.0,
+        "params_stored": 20,
+        "params_added_percent": 2.0,
+        "seconds": 18.0,
+        "compile": {"programs": 3, "cached": 0, "seconds": 4.0},
+        "engine": {"device": "cpu: cpu"},
         "pool": [[base], [base], [base, base], [base, base]],
-    } | more  # fmt: skip
+    } | more
 
 
 def settings_of(*arguments: str) -> ablations.Ablations:
@@ -64,31 +81,47 @@ def test_each_ablation_changes_one_thing_and_all_share_cheem_as_it_is():
         for variant in variants:
             config = study.run_settings(settings_of(), variant, 3).cheem
             changed = {key for key in vars(usual) if getattr(config, key) != getattr(usual, key)}
-            expected = {"epsilon": {"exploration", "search"}, "tolerance": {"search"}, "ops": {"remove"}}
+            expected = {
+                "epsilon": {"exploration", "search"},
+                "tolerance": {"search"},
+                "ops": {"remove"},
+            }
             expected["plus"] = {"router", "search"}
             is_usual = variant.name in ("cheem", "s_prompts", "lora_cl")
-            assert changed <= expected.get(name, {name}) and bool(changed or variant.run) != is_usual, variant
+            assert (
+                changed <= expected.get(name, {name}) and bool(changed or variant.run) != is_usual
+            ), variant
     folders = [variant.name for study_of in studies.values() for variant in study_of]
     assert len(set(folders)) == len(folders) - len(studies) + 1
 
 
 def test_a_variant_is_a_run_of_mtil_with_a_folder_of_its_own():
-    settings = settings_of("--stream", "FOLDER", "--image-size", "96", "--seeds", "4", "--base-data", "PICTURES")
-    variant = study.Variant("epsilon-0.9", "", config={"exploration.epsilon": 0.9, "search.epsilon": 0.9})
+    settings = settings_of(
+        "--stream", "FOLDER", "--image-size", "96", "--seeds", "4", "--base-data", "PICTURES"
+    )
+    variant = study.Variant(
+        "epsilon-0.9", "", config={"exploration.epsilon": 0.9, "search.epsilon": 0.9}
+    )
     run = study.run_settings(settings, variant, 4)
     assert (run.stream, run.image_size, run.seed, run.preset) == ("FOLDER", 96, 4, "quick")
     assert (run.cheem.exploration.epsilon, run.cheem.search.epsilon) == (0.9, 0.9)
     assert run.cheem.search.population == PRESETS["quick"].search.population
-    assert run.run_dir == settings.run_dir / "epsilon-0.9" / "seed-4" and run.base_data == "PICTURES"
+    assert (
+        run.run_dir == settings.run_dir / "epsilon-0.9" / "seed-4" and run.base_data == "PICTURES"
+    )
     baseline = study.run_settings(settings, study.Variant("lora_cl", "", "lora_cl", {"rank": 3}), 4)
     assert isinstance(mtil.method_of(baseline), LoraClConfig) and baseline.base_data is None
     assert mtil.config_of(baseline).method.rank == 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_augmentation_is_short_for_the_setting_of_cheem():
-    given = [mtil.method_of(mtil.read_arguments([f"--{prefix}augment"])) for prefix in ("", "cheem.")]
+    given = [
+        mtil.method_of(mtil.read_arguments([f"--{prefix}augment"])) for prefix in ("", "cheem.")
+    ]
     assert given == [dataclasses.replace(PRESETS["paper"], augment=True)] * 2
-    with pytest.raises(ValueError, match="--augment is a setting of cheem, and lora_cl has none; leave it out"):
+    with pytest.raises(
+        ValueError, match="--augment is a setting of cheem, and lora_cl has none; leave it out"
+    ):
         mtil.method_of(mtil.read_arguments(["--method", "lora_cl", "--augment"]))
 
 
@@ -102,8 +135,10 @@ def test_seeds_and_settings_follow_from_the_stream_and_the_preset():
 def test_mtil_runs_three_seeds_with_the_papers_settings():
     runs = mtil.runs_of(mtil.read_arguments(["--run-dir", "/r", "--seed", "5"]))
     assert [(run.seed, str(run.run_dir), run.num_seeds) for run in runs] == [
-        (5, "/r/seed-5", 1), (6, "/r/seed-6", 1), (7, "/r/seed-7", 1),
-    ]  # fmt: skip
+        (5, "/r/seed-5", 1),
+        (6, "/r/seed-6", 1),
+        (7, "/r/seed-7", 1),
+    ]
     (one,) = mtil.runs_of(mtil.read_arguments(["--run-dir", "/r", "--preset", "quick"]))
     assert (one.seed, str(one.run_dir)) == (0, "/r")
     with pytest.raises(ValueError, match="--num-seeds is 0; expected at least 1"):
@@ -113,22 +148,36 @@ def test_mtil_runs_three_seeds_with_the_papers_settings():
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        (ablations, ["--only", "epsilon,tau"], "--only names 'tau'; expected some of: epsilon, tolerance"),
-        (ablations, ["--epsilons", "0.5", "1.5"], "--epsilons is 0.5 1.5; expected numbers from 0 to 1"),
+        (
+            ablations,
+            ["--only", "epsilon,tau"],
+            "--only names 'tau'; expected some of: epsilon, tolerance",
+        ),
+        (
+            ablations,
+            ["--epsilons", "0.5", "1.5"],
+            "--epsilons is 0.5 1.5; expected numbers from 0 to 1",
+        ),
         (ablations, ["--num-orders", "1"], "--num-orders is 1; expected at least 2"),
         (ablations, ["--order", "paper_a"], "the study `orders` runs several"),
         (ablations, ["--tasks", "digits"], "orders need at least two"),
         (compare, ["--methods", "chem"], "unknown method 'chem'"),
         pytest.param(
-            compare, ["--methods", "cheem_lite", "--router", "alexnet", "--image-size", "64"],
-            "AlexNet's weights do not ship with the package", marks=pytest.mark.full,
+            compare,
+            ["--methods", "cheem_lite", "--router", "alexnet", "--image-size", "64"],
+            "AlexNet's weights do not ship with the package",
+            marks=pytest.mark.full,
         ),
         (compare, ["--seeds", "-1"], "--seeds is '-1'"),
     ],
-)  # fmt: skip
-def test_wrong_values_are_refused_before_anything_is_made(module, arguments, message, tmp_path, capsys):
+)
+def test_wrong_values_are_refused_before_anything_is_made(
+    module, arguments, message, tmp_path, capsys
+):
     kind = next(
-        value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
     )
     with pytest.raises(SystemExit) as stop:
         settings = module.parse(kind, [*arguments, "--run-dir", str(tmp_path / "runs")])
@@ -139,7 +188,13 @@ def test_wrong_values_are_refused_before_anything_is_made(module, arguments, mes
 
 def test_ablations_are_written_with_shares_of_ops_and_spreads(tmp_path):
     settings = settings_of(
-        "--only", "sampling,ops,epsilon,tolerance", "--epsilons", "0.1", "0.9", "--tolerances", "0.05"
+        "--only",
+        "sampling,ops,epsilon,tolerance",
+        "--epsilons",
+        "0.1",
+        "0.9",
+        "--tolerances",
+        "0.05",
     )
     studies = ablations.studies_of(settings)
     names = {variant.name for variants in studies.values() for variant in variants} - {"no-new"}
@@ -147,9 +202,23 @@ def test_ablations_are_written_with_shares_of_ops_and_spreads(tmp_path):
     grids = ablations.write(tmp_path, studies, found)
     assert list(grids) == ["epsilon", "tolerance", "sampling", "ops"]
     row = dict(zip(grids["sampling"].columns, grids["sampling"].rows[0], strict=True))
-    assert row["average\naccuracy"] == "80.0 ± 7.1" and row["reuse"] == "25 %" and row["variant"] == "HEE"
-    assert [line[0] for line in grids["ops"].rows] == ["all four ops", "without reuse", "without adapt", "without skip"]
-    assert [line[0] for line in grids["tolerance"].rows] == ["tau = 2 %", "tau = 5 %", "S-Prompts", "LoRA-CL"]
+    assert (
+        row["average\naccuracy"] == "80.0 ± 7.1"
+        and row["reuse"] == "25 %"
+        and row["variant"] == "HEE"
+    )
+    assert [line[0] for line in grids["ops"].rows] == [
+        "all four ops",
+        "without reuse",
+        "without adapt",
+        "without skip",
+    ]
+    assert [line[0] for line in grids["tolerance"].rows] == [
+        "tau = 2 %",
+        "tau = 5 %",
+        "S-Prompts",
+        "LoRA-CL",
+    ]
     numbers = json.loads((tmp_path / "ablations.json").read_text())
     assert numbers["sampling"][0]["average_accuracy"]["mean"] == pytest.approx(0.8)
     assert "## ops" in (tmp_path / "ablations.md").read_text()
@@ -176,8 +245,9 @@ def test_training_time_leaves_out_evaluation_and_tells_the_deviation_over_runs(t
         task["seconds"] = {"supernet": 8.0, "search": 3.0, "evaluation": 100.0}
     phases = compare.phases_of([results_of(), slow])
     assert phases == {
-        "supernet": {"mean": 7.0, "std": pytest.approx(2**0.5)}, "search": {"mean": 3.0, "std": 0.0},
-    }  # fmt: skip
+        "supernet": {"mean": 7.0, "std": pytest.approx(2**0.5)},
+        "search": {"mean": 3.0, "std": 0.0},
+    }
     compare.write(tmp_path, {"cheem": [results_of()], "l2p": [results_of("l2p")]})
     page = (tmp_path / "training_time.md").read_text()
     assert "| CHEEM | 1 | 9.0 | 1.00 | 4.0 | supernet 6.0, search 3.0 |" in page
@@ -197,13 +267,17 @@ def test_several_seeds_are_not_begun_inside_the_run_of_one(tmp_path):
 
 
 def test_a_folder_with_other_settings_is_told_before_any_run(tmp_path):
-    settings = ablations.Ablations(tasks="shapes,colours", only="orders", num_orders=2, run_dir=tmp_path)
+    settings = ablations.Ablations(
+        tasks="shapes,colours", only="orders", num_orders=2, run_dir=tmp_path
+    )
     variants = ablations.studies_of(settings)["orders"]
     known = study.known_of(study.run_settings(settings, variants[1], 0))
     assert known["tasks"] == ["colours", "shapes"] and known["cheem"]["supernet"]["epochs"] == 12
     folder = tmp_path / "order-2" / "seed-0"
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**known, "seed": 1, "data_sha256": {"shapes": "x"}}))
+    (folder / "config.json").write_text(
+        json.dumps({**known, "seed": 1, "data_sha256": {"shapes": "x"}})
+    )
     with pytest.raises(ValueError, match="order-2.*seed is 1 there and 0 here"):
         study.run_all(settings, variants, compare.Progress(), lambda found: None)
     assert [file.name for file in tmp_path.iterdir()] == ["order-2"]
@@ -211,26 +285,40 @@ def test_a_folder_with_other_settings_is_told_before_any_run(tmp_path):
 
 def test_methods_with_a_lighter_network_are_run_with_each():
     weights = Path("a.safetensors")
-    settings = compare.Compare(methods="cheem,cheem_lite", router="deit_tiny,alexnet", router_weights=weights)
-    assert [(v.name, v.run.get("router"), v.run.get("router_weights")) for v in compare.variants_of(settings)] == [
+    settings = compare.Compare(
+        methods="cheem,cheem_lite", router="deit_tiny,alexnet", router_weights=weights
+    )
+    assert [
+        (v.name, v.run.get("router"), v.run.get("router_weights"))
+        for v in compare.variants_of(settings)
+    ] == [
         ("cheem", None, None),
         ("cheem_lite-deit_tiny", "deit_tiny", None),
         ("cheem_lite-alexnet", "alexnet", weights),
     ]
     (one,) = compare.variants_of(compare.Compare(methods="moe_adapters", router_weights=weights))
-    assert (one.name, one.run) == ("moe_adapters", {"router": "vit_nano", "router_weights": weights})
+    assert (one.name, one.run) == (
+        "moe_adapters",
+        {"router": "vit_nano", "router_weights": weights},
+    )
 
 
 def test_a_removed_op_is_asked_for_on_the_command_line():
-    settings = mtil.read_arguments(["--cheem.remove", "new", "skip", "--cheem.weights", "inherited"])
+    settings = mtil.read_arguments(
+        ["--cheem.remove", "new", "skip", "--cheem.weights", "inherited"]
+    )
     assert isinstance(settings.cheem, CheemConfig) and settings.cheem.remove == ("new", "skip")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["cheem", "cheem_lite", "moe_adapters", "dualprompt", "full_finetune"])
+@pytest.mark.parametrize(
+    "method", ["cheem", "cheem_lite", "moe_adapters", "dualprompt", "full_finetune"]
+)
 def test_a_smoke_run_shows_costs_and_no_accuracy(method, capsys):
     run = {"router": "alexnet"} if method in ("cheem_lite", "moe_adapters") else {}
-    compare.smoke([study.Variant(method, method.upper(), method, run=run)], "vit_base", compare.Progress())
+    compare.smoke(
+        [study.Variant(method, method.upper(), method, run=run)], "vit_base", compare.Progress()
+    )
     said = capsys.readouterr().out
     assert "random weights" in said and "learned, saved and read back 2 tasks" in said
     assert "%" not in said.replace("added %", "")

@@ -1,7 +1,7 @@
 """CHEEM, or any other method, on the nine tasks of VDD: the command of mtil.py with another stream.
 
-    python experiments/vdd.py --backbone deit_tiny --data-dir DATA
-    python experiments/vdd.py --method lora_cl --backbone vit_base --data-dir DATA --run-dir runs/vdd-lora
+    python experiments/vdd.py --backbone deit_tiny --data-dir DATA python experiments/vdd.py
+    --method lora_cl --backbone vit_base --data-dir DATA --run-dir runs/vdd-lora
 
 DATA is the data folder that `cheem data prepare vdd --data-dir DATA` fills.
 """

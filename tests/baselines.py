@@ -24,7 +24,8 @@ class Interrupted(Exception):
 
 
 class Watched:
-    """A task that is stopped after `until` reports of progress, with what a rolling checkpoint would then hold."""
+    """A task that is stopped after `until` reports of progress, with what a rolling checkpoint
+    would then hold."""
 
     def __init__(self, until: int | None = None, saved: Saved | None = None):
         self.until, self.saved, self.left = until, saved, saved
@@ -64,15 +65,24 @@ def stages() -> Stages:
 
 
 def learner(
-    kind: Callable[..., Method], config: Any, *, seed: int = 0, num_tasks: int = 3,
+    kind: Callable[..., Method],
+    config: Any,
+    *,
+    seed: int = 0,
+    num_tasks: int = 3,
     router_features: FrozenFeatures | None = None,
-) -> Any:  # fmt: skip
-    """A method over the small backbone, which also infers the task ID where no other features are given."""
+) -> Any:
+    """A method over the small backbone, which also infers the task ID where no other features are
+    given."""
     features = FrozenFeatures(stages(), config.batch_size)
-    return kind(Networks(stages(), features, router_features or features), config, Keys(seed), num_tasks)
+    return kind(
+        Networks(stages(), features, router_features or features), config, Keys(seed), num_tasks
+    )
 
 
-def check_method(begun: Method, directory: Path, *, needs_task_id: bool = False, stops: bool = True) -> Method:
+def check_method(
+    begun: Method, directory: Path, *, needs_task_id: bool = False, stops: bool = True
+) -> Method:
     """Every law that holds for any method, from before its first task.
 
     Those that need the task ID are given it; those that do not stop are too fast to be worth it.
@@ -81,17 +91,25 @@ def check_method(begun: Method, directory: Path, *, needs_task_id: bool = False,
     def make() -> Method:
         return fresh(begun)
 
-    method, tasks = make(), small.stream(3).tasks
+    method = make()
+    tasks = small.stream(3).tasks
     method.check(tasks)
     for task in tasks:
         assert method.bytes_needed(task) > 0
         report = method.learn(task, Watched())
         method.save(directory / "one")
-        costs = ("flops_method", "flops_explicit", "flops_executed", "params_learned", "params_stored")
+        costs = (
+            "flops_method",
+            "flops_explicit",
+            "flops_executed",
+            "params_learned",
+            "params_stored",
+        )
         assert all(report[cost] >= 0 for cost in costs) and sum(report["seconds"].values()) > 0
     images = np.concatenate([task.test.images[:9] for task in tasks])
     true = np.repeat(np.arange(3), 9).astype(np.int32)
-    given, answers = true if needs_task_id else None, method.answers(1, tasks[1])
+    given = true if needs_task_id else None
+    answers = method.answers(1, tasks[1])
     found = method.predict(images, given)
     assert found.tasks.max() <= 2 and found.classes.min() >= 0
 
@@ -117,7 +135,8 @@ def check_method(begun: Method, directory: Path, *, needs_task_id: bool = False,
 
     # stopped in the middle of the second task and gone on with elsewhere
     if stops:
-        halted, watched = make(), Watched(4)
+        halted = make()
+        watched = Watched(4)
         halted.learn(tasks[0], Watched())
         halted.save(directory / "two")
         try:

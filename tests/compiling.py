@@ -7,7 +7,8 @@ import jax
 
 
 class Compilations:
-    """`count` programs compiled by the XLA backend since the block was entered; final once it is left."""
+    """`count` programs compiled by the XLA backend since the block was entered; final once it is
+    left."""
 
     def __init__(self) -> None:
         self.count = 0

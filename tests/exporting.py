@@ -29,10 +29,13 @@ NUM_CLASSES = {"plain": 3, "grown": 4, "chained": 2, "early": 5}
 
 @functools.cache
 def subject(
-    placement: Placement = "mlp_down", metric: str = "l1", thresholds: tuple[float, ...] | None = None
+    placement: Placement = "mlp_down",
+    metric: str = "l1",
+    thresholds: tuple[float, ...] | None = None,
 ) -> Subject:
-    """Four tasks: the backbone as it is, a new expert and an adapted one, an adapted adapted one and a skipped block,
-    one that leaves the backbone at once. Picture i lies at a centroid of task i."""
+    """Four tasks: the backbone as it is, a new expert and an adapted one, an adapted adapted one
+    and a skipped block, one that leaves the backbone at once. Picture i lies at a centroid of task
+    i."""
     rng = np.random.default_rng(5)
     pool = [list(block) for block in base_pool(VIT.experts(placement))]
 
@@ -43,7 +46,9 @@ def subject(
         rows, width = pool[block][0].params.weight.shape
         return LowRank(normal(rows, 2), normal(2, width))
 
-    pool[1].append(StoredExpert(Expert(normal(*pool[1][0].params.weight.shape), normal(16)), None, 1))
+    pool[1].append(
+        StoredExpert(Expert(normal(*pool[1][0].params.weight.shape), normal(16)), None, 1)
+    )
     pool[2] += [StoredExpert(pair(2), 0, 1), StoredExpert(pair(2), 1, 2)]
     pool[3].append(StoredExpert(pair(3), 0, 3))
     architectures = [
@@ -58,11 +63,28 @@ def subject(
         strings, experts = architectures[index]
         head = Head(normal(16, num), normal(num))
         # one to three centroids; the others lie far from every feature
-        centroids = np.concatenate([features[index : index + 1], np.full((index % 3, 16), 9.0, np.float32)])
+        centroids = np.concatenate(
+            [features[index : index + 1], np.full((index % 3, 16), 9.0, np.float32)]
+        )
         classes = tuple(f"{name} {i}" for i in range(num))
-        task = TaskMemory(name, classes, from_strings(strings), experts, head, np.zeros((4, 16), np.float32), centroids)
+        task = TaskMemory(
+            name,
+            classes,
+            from_strings(strings),
+            experts,
+            head,
+            np.zeros((4, 16), np.float32),
+            centroids,
+        )
         tasks.append(task)
-    return Subject(VIT, placement, tuple(map(tuple, pool)), tuple(tasks), RouterConfig(metric=metric), thresholds)
+    return Subject(
+        VIT,
+        placement,
+        tuple(map(tuple, pool)),
+        tuple(tasks),
+        RouterConfig(metric=metric),
+        thresholds,
+    )
 
 
 @functools.cache
@@ -71,9 +93,13 @@ def encoder(placement: Placement, features: Reads) -> Backbone:
     return Backbone(Stages(VIT, placement), RouterConfig(features=features))
 
 
-def routed(placement: Placement, router: RouterConfig, thresholds: tuple[float, ...] | None = None) -> Subject:
+def routed(
+    placement: Placement, router: RouterConfig, thresholds: tuple[float, ...] | None = None
+) -> Subject:
     """The same tasks behind another router, each fitted to its picture with noise."""
-    rng, begun, tasks = np.random.default_rng(6), subject(placement), []
+    rng = np.random.default_rng(6)
+    begun = subject(placement)
+    tasks = []
     for picture, task in zip(PICTURES, begun.tasks, strict=False):
         noisy = np.clip(picture + rng.normal(0, 12, (12, 8, 8, 3)), 0, 255).astype(np.uint8)
         features = encoder(placement, router.features).features(noisy, batch_size=12)
@@ -90,7 +116,8 @@ def logits(placement: Placement, index: int) -> np.ndarray:
 
 def plain_logits(memory: Subject, index: int, images: np.ndarray) -> np.ndarray:
     """The same of any memory and images."""
-    task, ops = memory.tasks[index], list[Op]()
+    task = memory.tasks[index]
+    ops = list[Op]()
     for pool, expert in zip(memory.pool, task.experts, strict=True):
         ops.append(Skip() if expert is None else Reuse(_merged(pool, expert)))
     run = _compiled(memory.vit, memory.placement)
@@ -108,4 +135,6 @@ def _merged(pool, expert: int) -> Expert:
     if parent is None:
         return params
     below = _merged(pool, parent)
-    return Expert(jnp.asarray(below.weight + np.asarray(params.down) @ np.asarray(params.up)), below.bias)
+    return Expert(
+        jnp.asarray(below.weight + np.asarray(params.down) @ np.asarray(params.up)), below.bias
+    )

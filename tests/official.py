@@ -1,4 +1,5 @@
-"""Small copies of the data sets' official archives: the real layout and quirks, a few pictures of eight pixels."""
+"""Small copies of the data sets' official archives: the real layout and quirks, a few pictures of
+eight pixels."""
 
 import io
 import itertools
@@ -24,11 +25,15 @@ SCENES = ("/a/abbey", "/c/church/outdoor")
 TRUTH_HEADER = "Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId"
 
 
-def picture(value: int, format: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (8, 8)) -> bytes:
+def picture(
+    value: int, format: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (8, 8)
+) -> bytes:
     """No two values give the same bytes."""
     color = value % 256 if mode == "L" else (value % 256, value // 256, 7)
     buffer = io.BytesIO()
-    Image.new(mode, size, color).save(buffer, format, **({"comment": str(value).encode()} if format == "JPEG" else {}))
+    Image.new(mode, size, color).save(
+        buffer, format, **({"comment": str(value).encode()} if format == "JPEG" else {})
+    )
     return buffer.getvalue()
 
 
@@ -70,10 +75,14 @@ def gtsrb() -> Contents:
             name = f"00000_{frame:05d}.ppm"
             rows.append(f"{name};8;8;1;1;7;7;{label}")
             train[f"GTSRB/Training/{label:05d}/{name}"] = picture(10 * label + frame, "PPM")
-        train[f"GTSRB/Training/{label:05d}/GT-{label:05d}.csv"] = text(TRUTH_HEADER, *rows, end="\r\n")
+        train[f"GTSRB/Training/{label:05d}/GT-{label:05d}.csv"] = text(
+            TRUTH_HEADER, *rows, end="\r\n"
+        )
     test = {f"GTSRB/Final_Test/Images/{i:05d}.ppm": picture(500 + i, "PPM") for i in range(43)}
     test["GTSRB/Final_Test/Images/GT-final_test.test.csv"] = text("Filename;Width;Height")
-    truth = text(TRUTH_HEADER, *(f"{i:05d}.ppm;8;8;1;1;7;7;{42 - i}" for i in range(43)), end="\r\n")
+    truth = text(
+        TRUTH_HEADER, *(f"{i:05d}.ppm;8;8;1;1;7;7;{42 - i}" for i in range(43)), end="\r\n"
+    )
     return {
         "GTSRB-Training_fixed.zip": train,
         "GTSRB_Final_Test_Images.zip": test,
@@ -86,13 +95,17 @@ def cars() -> Contents:
     names = np.array([list(CARS)], object)
     return {
         "cars_train.tgz": {f"cars_train/{name}": picture(i) for i, (name, _) in enumerate(rows)},
-        "cars_test.tgz": {f"cars_test/{name}": picture(9 + i, mode="L") for i, (name, _) in enumerate(rows)},
+        "cars_test.tgz": {
+            f"cars_test/{name}": picture(9 + i, mode="L") for i, (name, _) in enumerate(rows)
+        },
         "car_devkit.tgz": {
             "devkit/cars_meta.mat": mat(class_names=names),
             "devkit/cars_train_annos.mat": car_annotations(rows),
             "devkit/README.txt": b"",
         },
-        CAR_TEST_LIST: {CAR_TEST_LIST: car_annotations([(name, 3 - number) for name, number in rows])},
+        CAR_TEST_LIST: {
+            CAR_TEST_LIST: car_annotations([(name, 3 - number) for name, number in rows])
+        },
     }
 
 
@@ -125,20 +138,31 @@ def eurosat() -> Contents:
 
 def caltech101() -> Contents:
     folders = {name: name for name in BY_NAME["caltech101"].class_names}
-    folders |= {"background_google": "BACKGROUND_Google", "faces": "Faces", "motorbikes": "Motorbikes"}
+    folders |= {
+        "background_google": "BACKGROUND_Google",
+        "faces": "Faces",
+        "motorbikes": "Motorbikes",
+    }
     files = {f"101_ObjectCategories/{folders[name]}/tmp": b"" for name in ("background_google",)}
     for label, folder in enumerate(folders.values()):
         mode = "L" if label % 3 == 0 else "RGB"
         files[f"101_ObjectCategories/{folder}/image_0001.jpg"] = picture(label, mode=mode)
-    inner = {"caltech-101/101_ObjectCategories.tar.gz": tar(files), "caltech-101/Annotations.tar": b"not read"}
-    return {"caltech-101.zip": {**inner, "__MACOSX/caltech-101/._101_ObjectCategories.tar.gz": b"x"}}
+    inner = {
+        "caltech-101/101_ObjectCategories.tar.gz": tar(files),
+        "caltech-101/Annotations.tar": b"not read",
+    }
+    return {
+        "caltech-101.zip": {**inner, "__MACOSX/caltech-101/._101_ObjectCategories.tar.gz": b"x"}
+    }
 
 
 def tar(files: Files, mode: Literal["w", "w:gz"] = "w:gz") -> bytes:
     """Folders are members of their own, as `tar` writes them."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode=mode) as archive:
-        for folder in sorted({str(parent) for name in files for parent in Path(name).parents} - {"."}):
+        for folder in sorted(
+            {str(parent) for name in files for parent in Path(name).parents} - {"."}
+        ):
             header = tarfile.TarInfo(folder)
             header.type = tarfile.DIRTYPE
             archive.addfile(header)
@@ -174,7 +198,9 @@ def put(place: Path, contents: Contents, *, unpacked: bool = False) -> Path:
         elif not unpacked:
             (place / name).write_bytes(zipped(files) if name.endswith(".zip") else tar(files))
         elif name == "caltech-101.zip":
-            with tarfile.open(fileobj=io.BytesIO(files["caltech-101/101_ObjectCategories.tar.gz"])) as archive:
+            with tarfile.open(
+                fileobj=io.BytesIO(files["caltech-101/101_ObjectCategories.tar.gz"])
+            ) as archive:
                 archive.extractall(place / "caltech-101", filter="data")
         else:
             write(place / "Partitions" if name == "Partitions.zip" else place, files)

@@ -22,7 +22,9 @@ RIGHT = 10 / 12
 """The accuracy of the answers that `write_run` leaves for two classes."""
 
 
-def write_pictures(folder: Path, names: Sequence[str], classes: Sequence[str] = ("cat", "dog")) -> Path:
+def write_pictures(
+    folder: Path, names: Sequence[str], classes: Sequence[str] = ("cat", "dog")
+) -> Path:
     """A folder stream: each class in a grey of its own."""
     for name in names:
         for split in ("train", "val", "test"):
@@ -35,7 +37,9 @@ def write_pictures(folder: Path, names: Sequence[str], classes: Sequence[str] = 
     return folder
 
 
-def write_run(directory: Path, *, pictures: Path | None = None, planned: int | None = None, **made: Any) -> Path:
+def write_run(
+    directory: Path, *, pictures: Path | None = None, planned: int | None = None, **made: Any
+) -> Path:
     """A run directory as a run leaves it; `made` is what `entries` takes.
 
     `planned` above the number of tasks leaves the run unfinished.
@@ -47,8 +51,16 @@ def write_run(directory: Path, *, pictures: Path | None = None, planned: int | N
     splits = {plan.name: plan.split_sha256 for plan in plans}
     loaded = load_tasks(plans, SIZE, ImagesConfig("memory"))
     other = made.pop("data_sha256", "x")
-    hashes = {str(name): str(other) for name in names} | {task.name: fingerprint(task) for task in loaded}
-    data = {"stream": str(pictures), "data_dir": None, "order": "default", "tasks": list(names), "split_seed": 0}
+    hashes = {str(name): str(other) for name in names} | {
+        task.name: fingerprint(task) for task in loaded
+    }
+    data = {
+        "stream": str(pictures),
+        "data_dir": None,
+        "order": "default",
+        "tasks": list(names),
+        "split_seed": 0,
+    }
     later = [f"later{index}" for index in range((planned or len(names)) - len(names))]
     write_config(directory, [*names, *later], made.get("seed", 0), hashes)
     record = Record(directory)
@@ -60,13 +72,21 @@ def write_run(directory: Path, *, pictures: Path | None = None, planned: int | N
 
 
 def write_config(
-    directory: Path, names: Sequence[str], seed: int = 0, data_sha256: Mapping[str, str] | None = None
+    directory: Path,
+    names: Sequence[str],
+    seed: int = 0,
+    data_sha256: Mapping[str, str] | None = None,
 ) -> None:
     config = {
-        "stream": "small", "tasks": list(names), "backbone": "vit_micro", "image_size": SIZE, "seed": seed,
-        "weights_sha256": "w", "data_sha256": data_sha256 or dict.fromkeys(names, "x"),
+        "stream": "small",
+        "tasks": list(names),
+        "backbone": "vit_micro",
+        "image_size": SIZE,
+        "seed": seed,
+        "weights_sha256": "w",
+        "data_sha256": data_sha256 or dict.fromkeys(names, "x"),
         "cheem": {"search": {"tolerance": 0.02}},
-    }  # fmt: skip
+    }
     (directory / "config.json").write_text(json.dumps(config))
 
 
@@ -81,54 +101,114 @@ def entries(
     data: Mapping[str, Any] | None = None,
     blocks: int = 2,
 ) -> Iterator[dict[str, Any]]:
-    """The record of a run: in block 1 each task adapts the last one's expert, in the others task 0 learns one.
+    """The record of a run: in block 1 each task adapts the last one's expert, in the others task 0
+    learns one.
 
     Of the answers to task i, the first image is sent to the
     next task and the second gets a wrong class.
     """
-    num, compiled = len(names), {"programs": 1, "cached": 2, "seconds": 0.25}
+    num = len(names)
+    compiled = {"programs": 1, "cached": 2, "seconds": 0.25}
     yield {
-        "event": "run", "method": method, "backbone": "vit_micro", "stream": "small", "seed": seed,
-        "placement": "mlp_down", "preset": "demo", "image_size": SIZE, "base_means": "known", "source": "bundled",
-        "router": "vit_micro", "executor": "whole", "precision": "float32", "device": "cpu",
-        "split_sha256": splits or {}, "command": ["cheem", "train", "--data.stream=my pictures"],
+        "event": "run",
+        "method": method,
+        "backbone": "vit_micro",
+        "stream": "small",
+        "seed": seed,
+        "placement": "mlp_down",
+        "preset": "demo",
+        "image_size": SIZE,
+        "base_means": "known",
+        "source": "bundled",
+        "router": "vit_micro",
+        "executor": "whole",
+        "precision": "float32",
+        "device": "cpu",
+        "split_sha256": splits or {},
+        "command": ["cheem", "train", "--data.stream=my pictures"],
         "conditions": {"code": {"version": "0.1.0"}, "versions": {"python": "3.11"}},
         "data": data,
-    }  # fmt: skip
+    }
     for index, name in enumerate(names):
         last = index == num - 1
         report = _report(index, name, classes, last=last, blocks=blocks if method == "cheem" else 0)
-        yield {"event": "learned", "method": method, "report": report, "seconds": 2.0, "compile": compiled}
-        row = [accuracy + 0.09 * (num - 1 - index) * (task + 1) / num**2 for task in range(index + 1)]
-        routing = ((11 * np.eye(num) + np.roll(np.eye(num), 1, axis=1)) / 12).tolist() if last else []
-        measured = {"accuracy": row, "local_accuracy": [value + 1 / 12 for value in row], "routing": routing}
         yield {
-            "event": "evaluated", "index": index, "methods": {method: measured}, "checkpoints": {},
-            "peak_memory_bytes": 10**9, "seconds": 0.5, "compile": compiled,
-        }  # fmt: skip
+            "event": "learned",
+            "method": method,
+            "report": report,
+            "seconds": 2.0,
+            "compile": compiled,
+        }
+        row = [
+            accuracy + 0.09 * (num - 1 - index) * (task + 1) / num**2 for task in range(index + 1)
+        ]
+        routing = (
+            ((11 * np.eye(num) + np.roll(np.eye(num), 1, axis=1)) / 12).tolist() if last else []
+        )
+        measured = {
+            "accuracy": row,
+            "local_accuracy": [value + 1 / 12 for value in row],
+            "routing": routing,
+        }
+        yield {
+            "event": "evaluated",
+            "index": index,
+            "methods": {method: measured},
+            "checkpoints": {},
+            "peak_memory_bytes": 10**9,
+            "seconds": 0.5,
+            "compile": compiled,
+        }
 
 
 def _report(index: int, name: str, classes: Sequence[str], *, last: bool, blocks: int):
     found: dict[str, Any] = {
-        "index": index, "name": name, "classes": list(classes), "num_train": 2, "num_val": 2, "num_test": 12,
-        "flops_method": 30e6, "flops_executed": 28e6, "flops_explicit": 31e6, "params_added_percent": 1.5,
-        "params_learned": 100, "params_stored": 120, "seconds": {"train": 1.0},
-    }  # fmt: skip
+        "index": index,
+        "name": name,
+        "classes": list(classes),
+        "num_train": 2,
+        "num_val": 2,
+        "num_test": 12,
+        "flops_method": 30e6,
+        "flops_executed": 28e6,
+        "flops_explicit": 31e6,
+        "params_added_percent": 1.5,
+        "params_learned": 100,
+        "params_stored": 120,
+        "seconds": {"train": 1.0},
+    }
     if blocks:
         found["seconds"] = {"supernet": 1.0, "search": 0.5}
         found |= {"flops": 20e6, "params_added": 90, "head_params": 20, "centroid_params": 10}
-        found["architecture"] = [f"adapt:{index}", *["new" if index == 0 else "skip"] * (blocks - 1)]
+        found["architecture"] = [
+            f"adapt:{index}",
+            *["new" if index == 0 else "skip"] * (blocks - 1),
+        ]
         found["experts"] = [index + 1, *[1 if index == 0 else None] * (blocks - 1)]
-        found["similarity"] = [[0.5, *[-0.5] * (blocks - 1)]] + [[0.25, *[None] * (blocks - 1)]] * index
-        chain = [{"origin": i, "kind": "adapted", "parent": i} for i in range(index + 1)] if last else []
+        found["similarity"] = [[0.5, *[-0.5] * (blocks - 1)]] + [
+            [0.25, *[None] * (blocks - 1)]
+        ] * index
+        chain = (
+            [{"origin": i, "kind": "adapted", "parent": i} for i in range(index + 1)]
+            if last
+            else []
+        )
         base = {"origin": "base", "kind": "full", "parent": None}
         found["pool"] = (
-            [[base, *chain], *[[base, {"origin": 0, "kind": "full", "parent": None}]] * (blocks - 1)] if last else []
+            [
+                [base, *chain],
+                *[[base, {"origin": 0, "kind": "full", "parent": None}]] * (blocks - 1),
+            ]
+            if last
+            else []
         )
         found["search"] = {
-            "correct": [5, 6, None, 8, 9, 9], "flops": [10e6, 20e6, 5e6, 15e6, 30e6, 12e6], "population": 2,
-            "num_images": 10, "chosen": 5,
-        }  # fmt: skip
+            "correct": [5, 6, None, 8, 9, 9],
+            "flops": [10e6, 20e6, 5e6, 15e6, 30e6, 12e6],
+            "population": 2,
+            "num_images": 10,
+            "chosen": 5,
+        }
     return found
 
 
@@ -136,8 +216,13 @@ def _answers(num_tasks: int, num_classes: int) -> dict[str, np.ndarray]:
     found = {}
     labels = np.repeat(np.arange(num_classes, dtype=np.int32), EACH)
     for index in range(num_tasks):
-        routed, answered = np.full_like(labels, index), labels.copy()
+        routed = np.full_like(labels, index)
+        answered = labels.copy()
         routed[0] = (index + 1) % num_tasks
         answered[1] = (labels[1] + 1) % num_classes
-        found |= {f"given_task_{index}": answered, f"chosen_task_{index}": routed, f"chosen_class_{index}": answered}
+        found |= {
+            f"given_task_{index}": answered,
+            f"chosen_task_{index}": routed,
+            f"chosen_class_{index}": answered,
+        }
     return found

@@ -1,4 +1,5 @@
-"""Small data sets, prepared by TFDS with the features of the real ones and pictures drawn at random."""
+"""Small data sets, prepared by TFDS with the features of the real ones and pictures drawn at
+random."""
 
 import io
 from collections.abc import Mapping
@@ -29,11 +30,13 @@ def features_of(spec: str) -> Any:
     if name in OWN_FEATURES:
         key, num = OWN_FEATURES[name]
         classes = [f"class {label}" for label in range(num)]
-        return tfds.features.FeaturesDict({
-            "image": tfds.features.Image(shape=(None, None, 3)),
-            "label": tfds.features.ClassLabel(names=classes),
-            key: tfds.features.Text(),
-        })  # fmt: skip
+        return tfds.features.FeaturesDict(
+            {
+                "image": tfds.features.Image(shape=(None, None, 3)),
+                "label": tfds.features.ClassLabel(names=classes),
+                key: tfds.features.Text(),
+            }
+        )
     return tfds.builder(f"{name}:{version}", data_dir="/nonexistent").info.features
 
 
@@ -51,8 +54,11 @@ def value_of(feature: Any, rng: np.random.Generator) -> Any:
     raise AssertionError(feature)
 
 
-def prepare_small(data_dir: Path, spec: str, labels: Mapping[str, np.ndarray], *, key: str | None = None) -> Path:
-    """Writes a data set with these labels in its splits; `key` is the text feature that names the pictures."""
+def prepare_small(
+    data_dir: Path, spec: str, labels: Mapping[str, np.ndarray], *, key: str | None = None
+) -> Path:
+    """Writes a data set with these labels in its splits; `key` is the text feature that names the
+    pictures."""
     name, _, version = spec.partition(":")
     name, _, config = name.partition("/")
     features = features_of(spec)
@@ -71,7 +77,11 @@ def prepare_small(data_dir: Path, spec: str, labels: Mapping[str, np.ndarray], *
         def _generate_examples(self, split):
             shape = tuple(side or 6 for side in features["image"].shape)
             for row, label in enumerate(labels[split].tolist()):
-                example = {n: value_of(f, rng) for n, f in features.items() if n not in ("image", "label", key)}
+                example = {
+                    n: value_of(f, rng)
+                    for n, f in features.items()
+                    if n not in ("image", "label", key)
+                }
                 example |= {"image": png(rng, shape), "label": label}
                 if key is not None:
                     example[key] = f"{split}_{row:05d}.png"
@@ -81,7 +91,9 @@ def prepare_small(data_dir: Path, spec: str, labels: Mapping[str, np.ndarray], *
     tfds.disable_progress_bar()
     try:
         builder = Small(data_dir=data_dir, config=config or None)
-        builder.download_and_prepare(file_format="array_record", download_dir=data_dir / "downloads")
+        builder.download_and_prepare(
+            file_format="array_record", download_dir=data_dir / "downloads"
+        )
     finally:
         tqdm_utils.display_progress_bar(True)
     return Path(builder.data_dir)

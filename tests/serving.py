@@ -29,7 +29,8 @@ def name_of(colour: tuple[int, int, int]) -> str:
 
 
 class Colours(Predictor):
-    """The nearest of 64 colours, in two tasks; black is in neither. `gate` holds up every call while it is clear."""
+    """The nearest of 64 colours, in two tasks; black is in neither. `gate` holds up every call
+    while it is clear."""
 
     image_size, upright = 8, True
     open_set = 0.05
@@ -45,7 +46,11 @@ class Colours(Predictor):
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        self.gate, self.prepared, self.entered = threading.Event(), threading.Event(), threading.Event()
+        self.gate, self.prepared, self.entered = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self.gate.set()
         self.prepared.set()
         self.error: Exception | None = None
@@ -68,19 +73,25 @@ class Colours(Predictor):
 
     def answer(self, colour: np.ndarray) -> Prediction:
         near = tuple(
-            NearTask(task, abs(float(colour[0]) - red)) for task, red in zip(self.tasks, (64, 192), strict=True)
+            NearTask(task, abs(float(colour[0]) - red))
+            for task, red in zip(self.tasks, (64, 192), strict=True)
         )
         near = tuple(sorted(near, key=lambda one: one.distance))
         if colour.max() < 2:
             return Prediction(None, (), near, ())
         task = near[0].task
-        gaps = {name: np.abs(np.array(name.split("-"), float) - colour).sum() for name in self.classes[task]}
+        gaps = {
+            name: np.abs(np.array(name.split("-"), float) - colour).sum()
+            for name in self.classes[task]
+        }
         best = sorted(gaps, key=gaps.__getitem__)[:5]
         guesses = tuple(Guess(name, 0.6 / 2**place) for place, name in enumerate(best))
         return Prediction(task, guesses, near, self.architectures[task])
 
 
-def picture(colour: tuple[int, int, int], size: tuple[int, int] = (8, 8), kind: str = "PNG") -> bytes:
+def picture(
+    colour: tuple[int, int, int], size: tuple[int, int] = (8, 8), kind: str = "PNG"
+) -> bytes:
     """A picture of one colour."""
     buffer = io.BytesIO()
     Image.new("RGB", size, colour).save(buffer, kind)
@@ -99,10 +110,16 @@ class Answer(NamedTuple):
 
 def ask(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
     """One request on a connection of its own; `_` in a header's name stands for `-`."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
-        connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    ) as connection:
+        connection.request(
+            method, path, body, {name.replace("_", "-"): value for name, value in headers.items()}
+        )
         response = connection.getresponse()
-        return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        return Answer(
+            response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
+        )
 
 
 class Served(NamedTuple):
@@ -137,14 +154,21 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def serving(
-    predictor: Predictor, limits: Limits = DEFAULTS, *, is_warm: bool = True, public: Sequence[str] = (), name: str = ""
+    predictor: Predictor,
+    limits: Limits = DEFAULTS,
+    *,
+    is_warm: bool = True,
+    public: Sequence[str] = (),
+    name: str = "",
 ) -> Iterator[Served]:
     """A server on a free port, warm unless told otherwise."""
     with listen("127.0.0.1", 0) as listening:
         app = make_app(predictor, limits, hosts_of(listening, "127.0.0.1", public), name=name)
-        server, service = make_server(app, limits), app.state.service
+        server = make_server(app, limits)
+        service = app.state.service
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        url, port = address_of(listening), listening.getsockname()[1]
+        url = address_of(listening)
+        port = listening.getsockname()[1]
         thread.start()
         try:
             wait_until(lambda: server.started and (service.is_warm or not is_warm))
@@ -157,7 +181,8 @@ def serving(
 
 @contextlib.contextmanager
 def behind_a_proxy(port: int, prefix: str) -> Iterator[int]:
-    """The port of a proxy that passes what is below `prefix` on to `port`, with the Host that the client sent."""
+    """The port of a proxy that passes what is below `prefix` on to `port`, with the Host that the
+    client sent."""
 
     class Proxy(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -165,7 +190,13 @@ def behind_a_proxy(port: int, prefix: str) -> Iterator[int]:
                 self.send_error(404)
                 return
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            answer = ask(port, self.command, self.path.removeprefix(prefix) or "/", body, **dict(self.headers))
+            answer = ask(
+                port,
+                self.command,
+                self.path.removeprefix(prefix) or "/",
+                body,
+                **dict(self.headers),
+            )
             self.send_response(answer.status)
             for name, value in answer.headers.items():
                 self.send_header(name, value)

@@ -33,7 +33,9 @@ QUICK = CheemConfig(
 def pretrained(seed: int = 0) -> Pretrained:
     """Random weights ten times as large as a start of training, so that blocks and ops matter."""
     params = init_params(CONFIG, jax.random.key(seed))
-    params = {name: 10 * value if name.endswith("kernel") else value for name, value in params.items()}
+    params = {
+        name: 10 * value if name.endswith("kernel") else value for name, value in params.items()
+    }
     return Pretrained(CONFIG, params, "random", f"seed {seed}", {})
 
 
@@ -44,25 +46,37 @@ def backbone(seed: int = 0) -> ViT:
 
 
 def task(name: str, seed: int, num_classes: int = 3, num: int = 40) -> Task:
-    """Classes are colours with noise, drawn from the seed: easy enough to be learned in a few steps."""
+    """Classes are colours with noise, drawn from the seed: easy enough to be learned in a few
+    steps."""
     rng = np.random.default_rng(seed)
     colours = rng.integers(0, 256, (num_classes, 3))
 
     def split(size: int) -> Split:
         labels = np.arange(size, dtype=np.int32) % num_classes
         noise = rng.normal(0, 25, (size, 8, 8, 3))
-        return Split(np.clip(colours[labels][:, None, None] + noise, 0, 255).astype(np.uint8), labels)
+        return Split(
+            np.clip(colours[labels][:, None, None] + noise, 0, 255).astype(np.uint8), labels
+        )
 
-    return Task(name, tuple(f"c{i}" for i in range(num_classes)), split(num), split(num // 2), split(num // 2))
+    return Task(
+        name,
+        tuple(f"c{i}" for i in range(num_classes)),
+        split(num),
+        split(num // 2),
+        split(num // 2),
+    )
 
 
 def stream(num_tasks: int = 2) -> Stream:
-    return Stream("small", tuple(task(f"task{i}", i, num_classes=3 + i % 2) for i in range(num_tasks)))
+    return Stream(
+        "small", tuple(task(f"task{i}", i, num_classes=3 + i % 2) for i in range(num_tasks))
+    )
 
 
 @contextlib.contextmanager
 def shared_executors():
-    """Memories of equal weights share what is compiled, as those of several processes do by programs on the disk."""
+    """Memories of equal weights share what is compiled, as those of several processes do by
+    programs on the disk."""
     made = {}
 
     def make(vit, placement, engine, **settings):
@@ -86,7 +100,10 @@ class Given(NamedTuple):
     @property
     def outlines(self) -> list[Outline]:
         """See `Networks`."""
-        return [Outline(tuple(step.code for step in network), self.num_classes) for network in self.networks]
+        return [
+            Outline(tuple(step.code for step in network), self.num_classes)
+            for network in self.networks
+        ]
 
     def network(self, index: int) -> Network:
         """See `Networks`."""

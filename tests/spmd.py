@@ -1,8 +1,10 @@
-"""What tests of several devices and several processes start: programs that need an interpreter of their own.
+"""What tests of several devices and several processes start: programs that need an interpreter of
+their own.
 
     python tests/spmd.py TASK OUT JSON-SETTINGS
 
-The number of a CPU's devices (JAX_NUM_CPU_DEVICES) and the job are fixed before JAX computes anything.
+The number of a CPU's devices (JAX_NUM_CPU_DEVICES) and the job are fixed before JAX computes
+anything.
 """
 
 import atexit
@@ -18,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-STEPS, BATCH, NUM = 50, 10, 50
+STEPS = 50
+BATCH = 10
+NUM = 50
 """BATCH is no multiple of 4 or 8 devices, so every batch is filled up."""
 
 
@@ -33,17 +37,27 @@ def _programs() -> str:
 def start(task: str, out: Path, *, devices: int, **settings: Any) -> subprocess.Popen[str]:
     """One process with so many CPU devices; it writes JSON to `out`."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-    environment |= {"JAX_COMPILATION_CACHE_DIR": _programs(), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment |= {
+        "JAX_COMPILATION_CACHE_DIR": _programs(),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     return subprocess.Popen(
         [sys.executable, __file__, task, str(out), json.dumps(settings)],
-        env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
-def start_job(task: str, folder: Path, *, processes: int = 2, devices: int = 2, **settings: Any) -> list:
-    """All processes of one job over loopback; `each` in the settings holds what differs, by process."""
+def start_job(
+    task: str, folder: Path, *, processes: int = 2, devices: int = 2, **settings: Any
+) -> list:
+    """All processes of one job over loopback; `each` in the settings holds what differs, by
+    process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -51,10 +65,14 @@ def start_job(task: str, folder: Path, *, processes: int = 2, devices: int = 2, 
     each = settings.pop("each", [{}] * processes)
     hosts = {"coordinator": f"127.0.0.1:{port}", "num_processes": processes}
     return [
-        start(task, folder / f"{number}.json", hosts={**hosts, "process_id": number},
-              **{"devices": devices, **settings, **each[number]})
+        start(
+            task,
+            folder / f"{number}.json",
+            hosts={**hosts, "process_id": number},
+            **{"devices": devices, **settings, **each[number]},
+        )
         for number in range(processes)
-    ]  # fmt: skip
+    ]
 
 
 def finish(processes: list, seconds: float = 500) -> list[tuple[int, str]]:
@@ -75,7 +93,8 @@ def finish(processes: list, seconds: float = 500) -> list[tuple[int, str]]:
 
 
 def devices(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same training, search and answers on one device and on several layouts of all, by every executor."""
+    """The same training, search and answers on one device and on several layouts of all, by every
+    executor."""
     import jax
     import small
 
@@ -99,7 +118,14 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     from cheem_jax.cheem.closed_form import closed_form_score
     from cheem_jax.cheem.hee import uniform_table
     from cheem_jax.cheem.supernet import OpSettings, Supernet
-    from cheem_jax.cheem.training import FitConfig, SupernetFit, constant_draws, fit, supernet_draws, supernet_score
+    from cheem_jax.cheem.training import (
+        FitConfig,
+        SupernetFit,
+        constant_draws,
+        fit,
+        supernet_draws,
+        supernet_score,
+    )
     from cheem_jax.core.pool import dense_expert, dense_experts, pool_sizes
     from cheem_jax.engine.choice import EngineConfig, make_executor
     from cheem_jax.engine.executor import Dense
@@ -107,7 +133,8 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     from cheem_jax.engine.passes import answers, token_means
 
     rng = np.random.default_rng(0)
-    images, labels = rng.integers(0, 256, (NUM, 8, 8, 3), dtype=np.uint8), rng.integers(0, 3, NUM).astype(np.int32)
+    images = rng.integers(0, 256, (NUM, 8, 8, 3), dtype=np.uint8)
+    labels = rng.integers(0, 3, NUM).astype(np.int32)
     executor = make_executor(
         vit,
         "mlp_down",
@@ -117,7 +144,9 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     )
     network = Supernet(jax.random.key(1), dense_experts(executor.base_pool), 3, OpSettings(rank=2))
     table = uniform_table(pool_sizes(executor.base_pool))
-    draws = supernet_draws(jax.random.key(2), jax.random.key(3), exploit=table, uniform=table, epsilon=0.3)
+    draws = supernet_draws(
+        jax.random.key(2), jax.random.key(3), exploit=table, uniform=table, epsilon=0.3
+    )
     drawn = np.concatenate([draws(epoch, NUM // BATCH) for epoch in range(STEPS * BATCH // NUM)])
     # `whole` compiles every signature anew, so it repeats one
     followed = constant_draws(drawn[0]) if name == "whole" else draws
@@ -135,23 +164,45 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     plain = feed_images(executor, images, budget)
     feed = keep_tokens("images", executor, plain, NUM, (), batch_size=BATCH, budget=budget)
     state = fit(
-        executor, SupernetFit(network, network.init()), feed, labels, draws=followed,
-        config=FitConfig(epochs=STEPS * BATCH // NUM), batch_size=BATCH, order_key=jax.random.key(4), advance=quiet,
-    ).state  # fmt: skip
+        executor,
+        SupernetFit(network, network.init()),
+        feed,
+        labels,
+        draws=followed,
+        config=FitConfig(epochs=STEPS * BATCH // NUM),
+        batch_size=BATCH,
+        order_key=jax.random.key(4),
+        advance=quiet,
+    ).state
     genomes = np.unique(drawn, axis=0)[: 3 if name == "whole" else 12]
-    score = supernet_score(executor, network, state, feed, labels, batch_size=BATCH, advance=quiet)(genomes)
+    score = supernet_score(executor, network, state, feed, labels, batch_size=BATCH, advance=quiet)(
+        genomes
+    )
     closed_form = closed_form_score(
-        executor, network, state, train=feed, train_labels=labels, val=plain, val_labels=labels, batch_size=BATCH
+        executor,
+        network,
+        state,
+        train=feed,
+        train_labels=labels,
+        val=plain,
+        val_labels=labels,
+        batch_size=BATCH,
     )(genomes)
     base = [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]
     means = token_means(executor, [base], plain, NUM, batch_size=BATCH, advance=quiet)
-    chosen = answers(executor, base, state.head.params, plain, num=NUM, num_classes=3, batch_size=BATCH)
+    chosen = answers(
+        executor, base, state.head.params, plain, num=NUM, num_classes=3, batch_size=BATCH
+    )
     return {
-        "drawn": drawn.tolist(), "losses": losses, "score": score.tolist(), "closed_form": closed_form.tolist(),
+        "drawn": drawn.tolist(),
+        "losses": losses,
+        "score": score.tolist(),
+        "closed_form": closed_form.tolist(),
         "answers": chosen.tolist(),
-        "means": means.means.tolist(), "features": means.features.tolist(),
+        "means": means.means.tolist(),
+        "features": means.features.tolist(),
         "weight_bytes": sum(leaf.addressable_shards[0].data.nbytes for leaf in executor.leaves),
-    }  # fmt: skip
+    }
 
 
 def stream(settings: dict[str, Any]) -> dict[str, Any]:
@@ -171,24 +222,41 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
 
     if settings.get("fsdp", 1) > 1:
         layout.SMALL = 64
-    hosts.connect(HostsConfig(**settings.get("hosts", {}), timeout=settings.get("hosts_timeout", 30)))
+    hosts.connect(
+        HostsConfig(**settings.get("hosts", {}), timeout=settings.get("hosts_timeout", 30))
+    )
     method = preset_of(settings["method"], "demo")
     if isinstance(method, CheemConfig):
-        config = {field.name: getattr(small.QUICK, field.name) for field in dataclasses.fields(small.QUICK)}
+        config = {
+            field.name: getattr(small.QUICK, field.name)
+            for field in dataclasses.fields(small.QUICK)
+        }
         method = type(method)(**config)
         method = dataclasses.replace(
             method, supernet=dataclasses.replace(method.supernet, **settings.get("supernet", {}))
         )
     elif method.name in ("dualprompt", "coda_prompt"):  # as few blocks as the network has
-        layers = {"general_layers": (0,), "expert_layers": (1,)} if method.name == "dualprompt" else {"layers": (0, 1)}
+        layers = (
+            {"general_layers": (0,), "expert_layers": (1,)}
+            if method.name == "dualprompt"
+            else {"layers": (0, 1)}
+        )
         method = dataclasses.replace(method, **layers)
     router = small.pretrained(1) if settings["method"] in NEED_A_ROUTER else None
-    progress = Progress(Console(file=sys.stdout if hosts.is_first() else open(os.devnull, "w"), width=200))
+    progress = Progress(
+        Console(file=sys.stdout if hosts.is_first() else open(os.devnull, "w"), width=200)
+    )
     found = run_stream(
-        small.stream(settings.get("tasks", 2)), small.pretrained(),
-        RunConfig(method, "demo", settings.get("seed", 0), mesh=MeshConfig("all", settings.get("fsdp", 1))),
-        Path(settings["run_dir"]), progress, save_every=settings.get("save_every"), router=router,
-    )  # fmt: skip
+        small.stream(settings.get("tasks", 2)),
+        small.pretrained(),
+        RunConfig(
+            method, "demo", settings.get("seed", 0), mesh=MeshConfig("all", settings.get("fsdp", 1))
+        ),
+        Path(settings["run_dir"]),
+        progress,
+        save_every=settings.get("save_every"),
+        router=router,
+    )
     return {"accuracy": found["accuracy"], "process": hosts.index(), "count": hosts.count()}
 
 

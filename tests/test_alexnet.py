@@ -28,7 +28,8 @@ LAYERS = {0: (64, 3, 11), 3: (192, 64, 5), 6: (384, 192, 3), 8: (256, 384, 3), 1
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, np.ndarray]:
-    """Random convolutions under torchvision's names, scaled to keep the size of what goes through them."""
+    """Random convolutions under torchvision's names, scaled to keep the size of what goes through
+    them."""
     rng = np.random.default_rng(0)
     found = {}
     for index, (outputs, inputs, kernel) in LAYERS.items():
@@ -40,7 +41,9 @@ def tensors() -> dict[str, np.ndarray]:
 
 def run(config: AlexNetConfig, params, images) -> np.ndarray:
     graphdef, state = nnx.split(build_alexnet(config, params))
-    return np.asarray(jax.jit(lambda state, images: nnx.merge(graphdef, state)(images))(state, images))
+    return np.asarray(
+        jax.jit(lambda state, images: nnx.merge(graphdef, state)(images))(state, images)
+    )
 
 
 def plain_conv(x, weight, bias, stride, padding):
@@ -48,7 +51,10 @@ def plain_conv(x, weight, bias, stride, padding):
     side = weight.shape[2]
     x = np.pad(x, [(0, 0), (0, 0), (padding, padding), (padding, padding)])
     windows = sliding_window_view(x, (side, side), axis=(2, 3))[:, :, ::stride, ::stride]
-    return np.tensordot(windows, weight, ([1, 4, 5], [1, 2, 3])).transpose(0, 3, 1, 2) + bias[:, None, None]
+    return (
+        np.tensordot(windows, weight, ([1, 4, 5], [1, 2, 3])).transpose(0, 3, 1, 2)
+        + bias[:, None, None]
+    )
 
 
 def plain_pool(x):
@@ -84,8 +90,12 @@ def plain_alexnet(tensors, images):
 def test_both_convolutional_features_are_what_numpy_computes(tensors):
     conv5, pooled = plain_alexnet(tensors, IMAGES)
     params = from_torchvision(tensors, SMALL)
-    np.testing.assert_allclose(run(SMALL, params, IMAGES), pooled, rtol=0, atol=1e-5 * np.abs(pooled).max())
-    np.testing.assert_allclose(run(CONV5, params, IMAGES), conv5, rtol=0, atol=1e-5 * np.abs(conv5).max())
+    np.testing.assert_allclose(
+        run(SMALL, params, IMAGES), pooled, rtol=0, atol=1e-5 * np.abs(pooled).max()
+    )
+    np.testing.assert_allclose(
+        run(CONV5, params, IMAGES), conv5, rtol=0, atol=1e-5 * np.abs(conv5).max()
+    )
     assert (conv5 < 0).any() and (pooled >= 0).all()
 
 
@@ -100,7 +110,9 @@ def test_an_answer_does_not_depend_on_its_company(tensors):
 def test_normalised_floats_are_taken_as_they_are(tensors):
     params = from_torchvision(tensors, SMALL)
     normalised = ((IMAGES / 255.0 - SMALL.mean) / SMALL.std).astype(np.float32)
-    np.testing.assert_allclose(run(SMALL, params, normalised), run(SMALL, params, IMAGES), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        run(SMALL, params, normalised), run(SMALL, params, IMAGES), rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2), (5, 4), (6, 6), (7, 13), (12, 6)])
@@ -162,7 +174,9 @@ def test_images_of_another_size_are_refused(tensors):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "npz"])
-def test_a_file_under_torchvisions_names_is_read_in_float32_with_its_hash(tmp_path, tensors, suffix):
+def test_a_file_under_torchvisions_names_is_read_in_float32_with_its_hash(
+    tmp_path, tensors, suffix
+):
     file = tmp_path / f"alexnet.{suffix}"
     halves = {name: value.astype(np.float16) for name, value in tensors.items()}
     if suffix == "npz":
@@ -175,13 +189,19 @@ def test_a_file_under_torchvisions_names_is_read_in_float32_with_its_hash(tmp_pa
     assert {value.dtype for value in loaded.params.values()} == {np.dtype(np.float32)}
     kernel = halves["features.3.weight"].astype(np.float32)
     np.testing.assert_array_equal(loaded.params["conv2.kernel"], kernel.transpose(2, 3, 1, 0))
-    np.testing.assert_array_equal(loaded.params["conv5.bias"], halves["features.10.bias"].astype(np.float32))
+    np.testing.assert_array_equal(
+        loaded.params["conv5.bias"], halves["features.10.bias"].astype(np.float32)
+    )
 
 
-def test_a_converted_file_passes_on_its_origin_and_leaves_an_unused_classifier_alone(tmp_path, tensors):
+def test_a_converted_file_passes_on_its_origin_and_leaves_an_unused_classifier_alone(
+    tmp_path, tensors
+):
     file = tmp_path / "alexnet.safetensors"
     metadata = {"format": FORMAT, "source": "alexnet.pth", "sha256": "ab" * 32}
-    safetensors.numpy.save_file(tensors | {"classifier.6.bias": np.zeros(7, np.float32)}, file, metadata)
+    safetensors.numpy.save_file(
+        tensors | {"classifier.6.bias": np.zeros(7, np.float32)}, file, metadata
+    )
     loaded = load_alexnet(file)
     assert (loaded.source, loaded.sha256) == ("alexnet.pth", "ab" * 32)
     assert loaded.params.keys() == shapes_of(AlexNetConfig()).keys()
@@ -189,20 +209,34 @@ def test_a_converted_file_passes_on_its_origin_and_leaves_an_unused_classifier_a
 
 def test_weights_of_another_network_are_refused_in_one_message(tmp_path, tensors):
     wrong = {name: value for name, value in tensors.items() if name != "features.0.bias"}
-    wrong |= {"layer1.weight": np.zeros(3, np.float32), "features.3.weight": np.zeros((5, 4, 3, 2), np.float32)}
+    wrong |= {
+        "layer1.weight": np.zeros(3, np.float32),
+        "features.3.weight": np.zeros((5, 4, 3, 2), np.float32),
+    }
     safetensors.numpy.save_file(wrong, tmp_path / "other.safetensors")
     with pytest.raises(ValueError) as error:
         load_alexnet(tmp_path / "other.safetensors")
     message = str(error.value)
-    assert message.startswith("other.safetensors: ") and "python convert/torchvision_alexnet.py" in message
-    assert "missing: features.0.bias; unexpected: layer1.weight; misshapen: features.3.weight is" in message
+    assert (
+        message.startswith("other.safetensors: ")
+        and "python convert/torchvision_alexnet.py" in message
+    )
+    assert (
+        "missing: features.0.bias; unexpected: layer1.weight; misshapen: features.3.weight is"
+        in message
+    )
     assert "(5, 4, 3, 2), expected (192, 64, 5, 5)" in message
 
 
 def test_building_from_parameters_that_do_not_fit_names_them(tensors):
     params = from_torchvision(tensors, SMALL)
-    with pytest.raises(ValueError, match=r"missing: conv1.bias; misshapen: conv2.bias is \(1,\), expected \(192,\)"):
-        build_alexnet(SMALL, {k: v for k, v in params.items() if k != "conv1.bias"} | {"conv2.bias": np.zeros(1)})
+    with pytest.raises(
+        ValueError, match=r"missing: conv1.bias; misshapen: conv2.bias is \(1,\), expected \(192,\)"
+    ):
+        build_alexnet(
+            SMALL,
+            {k: v for k, v in params.items() if k != "conv1.bias"} | {"conv2.bias": np.zeros(1)},
+        )
 
 
 @pytest.mark.parametrize(
@@ -219,6 +253,7 @@ def test_what_cannot_be_read_is_named_with_the_way_to_get_it(tmp_path, name, kin
         (tmp_path / existing).write_bytes(b"\x01garbage" * 9)
     with pytest.raises(kind, match=shown) as error:
         load_alexnet(None if name is None else tmp_path / name)
-    assert name == "broken.safetensors" or "convert/torchvision_alexnet.py --output alexnet.safetensors" in str(
-        error.value
+    assert (
+        name == "broken.safetensors"
+        or "convert/torchvision_alexnet.py --output alexnet.safetensors" in str(error.value)
     )

@@ -13,11 +13,15 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (7, 63, 63, 3), dtype=np.uint
 
 @pytest.fixture(scope="module")
 def network() -> AlexNet:
-    config, rng = AlexNetConfig(63, "conv5"), np.random.default_rng(1)
-    return build_alexnet(config, {
-        name: rng.standard_normal(shape, np.float32) * (2 / max(np.prod(shape[:-1]), 2)) ** 0.5
-        for name, shape in shapes_of(config).items()
-    })  # fmt: skip
+    config = AlexNetConfig(63, "conv5")
+    rng = np.random.default_rng(1)
+    return build_alexnet(
+        config,
+        {
+            name: rng.standard_normal(shape, np.float32) * (2 / max(np.prod(shape[:-1]), 2)) ** 0.5
+            for name, shape in shapes_of(config).items()
+        },
+    )
 
 
 def test_the_encoder_gives_the_networks_features_and_its_cost(network):
@@ -26,11 +30,18 @@ def test_the_encoder_gives_the_networks_features_and_its_cost(network):
     found = FrozenFeatures(encoder, 4).compute(IMAGES)
     assert found.shape == (7, 2304) and found.dtype == np.float32
     wanted = np.asarray(network(jnp.asarray(IMAGES)))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())  # which is above 10
+    np.testing.assert_allclose(
+        found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max()
+    )  # which is above 10
     assert np.abs(found[0] - found[1]).max() > 1e-3
     # 15, 7, 3, 3 and 3 pixels a side
     products = 15**2 * 23_232 + 7**2 * 307_200 + 9 * (663_552 + 884_736 + 589_824)
-    assert encoder.flops() == encoder.flops(count_attention=True) == encoder.executed_flops() == 2 * products
+    assert (
+        encoder.flops()
+        == encoder.flops(count_attention=True)
+        == encoder.executed_flops()
+        == 2 * products
+    )
 
 
 def test_all_numbers_of_images_share_one_program_and_company_changes_nothing(network, compilations):

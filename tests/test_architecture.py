@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cheem_jax.core.architecture import Choice, decode, encode, from_strings, num_candidates, to_strings
+from cheem_jax.core.architecture import (
+    Choice,
+    decode,
+    encode,
+    from_strings,
+    num_candidates,
+    to_strings,
+)
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
@@ -19,8 +26,13 @@ def test_every_candidate_decodes_to_a_choice_and_back(sizes, data):
 
 def test_candidates_are_reuse_then_adapt_then_new_and_skip():
     assert decode([0, 1, 2, 3, 4, 5], [2] * 6) == (
-        Choice("reuse", 0), Choice("reuse", 1), Choice("adapt", 0), Choice("adapt", 1), Choice("new"), Choice("skip"),
-    )  # fmt: skip
+        Choice("reuse", 0),
+        Choice("reuse", 1),
+        Choice("adapt", 0),
+        Choice("adapt", 1),
+        Choice("new"),
+        Choice("skip"),
+    )
 
 
 @pytest.mark.parametrize("text", ["reuse", "adapt:x", "new:1", "skp", ""])

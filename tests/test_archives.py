@@ -49,12 +49,17 @@ def test_a_folder_and_every_archive_of_it_hold_the_same(tmp_path):
     }.items():
         before = sorted(tmp_path.rglob("*"))
         assert contents(with_file(tmp_path, name, data)) == FILES, name
-        assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / name])  # nothing was unpacked
+        assert sorted(tmp_path.rglob("*")) == sorted(
+            [*before, tmp_path / name]
+        )  # nothing was unpacked
 
 
 def test_what_an_archiver_on_a_mac_adds_is_left_out(tmp_path):
     extra = {"__MACOSX/top/._a.txt": b"x", "top/._a.txt": b"x", "top/.DS_Store": b"x"}
-    for name, data in {"a.zip": official.zipped(FILES | extra), "a.tgz": official.tar(FILES | extra)}.items():
+    for name, data in {
+        "a.zip": official.zipped(FILES | extra),
+        "a.tgz": official.tar(FILES | extra),
+    }.items():
         assert contents(with_file(tmp_path, name, data)) == FILES
 
 
@@ -65,32 +70,44 @@ def test_nothing_but_the_files_of_a_tar_is_read_and_nothing_is_written(tmp_path)
         header("evil", tarfile.FIFOTYPE),
         header("evil", tarfile.CHRTYPE),
     ]
-    path = with_file(tmp_path, "a.tgz", tar_of(header("good", size=5), *others, header("../up", size=1)))
+    path = with_file(
+        tmp_path, "a.tgz", tar_of(header("good", size=5), *others, header("../up", size=1))
+    )
     assert contents(path) == {"good": bytes(5)}
     assert list(tmp_path.iterdir()) == [path] and not (tmp_path.parent / "up").exists()
 
 
 def test_a_tar_member_of_absurd_size_is_refused_before_it_is_read(tmp_path):
     huge = header("huge.jpg", size=2**40).tobuf(tarfile.GNU_FORMAT)
-    with pytest.raises(ValueError, match=r"a\.tgz.*'huge\.jpg': it unpacks to 1099511627776 bytes, expected"):
+    with pytest.raises(
+        ValueError, match=r"a\.tgz.*'huge\.jpg': it unpacks to 1099511627776 bytes, expected"
+    ):
         contents(with_file(tmp_path, "a.tgz", gzip.compress(huge + bytes(1024))))
-    long_name = header("././@LongLink", tarfile.GNUTYPE_LONGNAME, size=2**30).tobuf(tarfile.GNU_FORMAT)
+    long_name = header("././@LongLink", tarfile.GNUTYPE_LONGNAME, size=2**30).tobuf(
+        tarfile.GNU_FORMAT
+    )
     with pytest.raises(ValueError, match=r"a\.tgz.*it unpacks to 1073741824 bytes"):
         contents(with_file(tmp_path, "a.tgz", gzip.compress(long_name + bytes(1024))))
 
 
 def test_zip_members_that_no_image_set_has_are_refused(tmp_path):
     for name in ("../evil", "/evil", "top/../../evil"):
-        with pytest.raises(ValueError, match=r"a\.zip: refused because of member .*not a plain relative one"):
+        with pytest.raises(
+            ValueError, match=r"a\.zip: refused because of member .*not a plain relative one"
+        ):
             contents(with_file(tmp_path, "a.zip", official.zipped({name: b"x"})))
     data = bytearray(official.zipped({"secret.jpg": b"x"}))
     data[6] |= 1  # the flags of the file and of its entry in the directory
     data[data.index(b"PK\x01\x02") + 8] |= 1
-    with pytest.raises(ValueError, match=r"a\.zip: refused because of member 'secret\.jpg': it is encrypted"):
+    with pytest.raises(
+        ValueError, match=r"a\.zip: refused because of member 'secret\.jpg': it is encrypted"
+    ):
         contents(with_file(tmp_path, "a.zip", bytes(data)))
     data = bytearray(official.zipped({"huge.jpg": b"x"}))
     struct.pack_into("<I", data, data.index(b"PK\x01\x02") + 24, 2**30)
-    with pytest.raises(ValueError, match=r"a\.zip: refused .*'huge\.jpg': it unpacks to 1073741824 bytes"):
+    with pytest.raises(
+        ValueError, match=r"a\.zip: refused .*'huge\.jpg': it unpacks to 1073741824 bytes"
+    ):
         contents(with_file(tmp_path, "a.zip", bytes(data)))
 
 
@@ -112,10 +129,14 @@ def test_flipped_bytes_are_noticed(tmp_path):
         contents(with_file(tmp_path, "a.zip", stored))
 
 
-@pytest.mark.parametrize("data", [b"<!DOCTYPE html><html>404</html>", b"quite another thing" * 99, b""])
+@pytest.mark.parametrize(
+    "data", [b"<!DOCTYPE html><html>404</html>", b"quite another thing" * 99, b""]
+)
 def test_what_is_no_archive_or_not_there_is_named(tmp_path, data):
     for name in ("a.zip", "a.tar.gz"):
-        with pytest.raises(ValueError, match=rf"{name}: corrupted, truncated or neither a zip nor a tar\.gz"):
+        with pytest.raises(
+            ValueError, match=rf"{name}: corrupted, truncated or neither a zip nor a tar\.gz"
+        ):
             contents(with_file(tmp_path, name, data))
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder or zip"):
         contents(tmp_path / "nowhere")
@@ -139,8 +160,12 @@ def test_a_tar_that_unpacks_to_a_hundred_times_its_size_is_refused(tmp_path, mon
     path = with_file(tmp_path, "a.tgz", official.tar({f"{i}.bin": bytes(2**20) for i in range(9)}))
     with pytest.raises(ValueError, match=r"a\.tgz: .*refused as a bomb"):
         contents(path)
-    path = with_file(tmp_path, "b.tgz", gzip.compress(official.tar({"a": b"x"}, "w") + bytes(2**24)))
-    with pytest.raises(ValueError, match=r"b\.tgz: .*refused as a bomb: more than \d+ bytes unpacked"):
+    path = with_file(
+        tmp_path, "b.tgz", gzip.compress(official.tar({"a": b"x"}, "w") + bytes(2**24))
+    )
+    with pytest.raises(
+        ValueError, match=r"b\.tgz: .*refused as a bomb: more than \d+ bytes unpacked"
+    ):
         contents(path)
 
 

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 
 from cheem_jax.baselines import catalogue
-from cheem_jax.cheem.config import PRESETS, CheemConfig, ExplorationConfig, FitConfig, OpSettings, SearchConfig
+from cheem_jax.cheem.config import (
+    PRESETS,
+    CheemConfig,
+    ExplorationConfig,
+    FitConfig,
+    OpSettings,
+    SearchConfig,
+)
 from cheem_jax.cli.arguments import arguments_of, located
 from cheem_jax.cli.demo import Demo
 from cheem_jax.cli.main import parse
@@ -20,8 +27,12 @@ from cheem_jax.engine.choice import EngineConfig
 from experiments import mtil
 
 # "None" is how a command line writes that there is no value; an argument holds no NUL
-TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0")).filter(lambda text: text != "None")
-TEXTS = TEXT | st.sampled_from(["", "-x", "--seed", "--preset=demo", "a b", "=", "'\"", "@file", "-1"])
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0")).filter(
+    lambda text: text != "None"
+)
+TEXTS = TEXT | st.sampled_from(
+    ["", "-x", "--seed", "--preset=demo", "a b", "=", "'\"", "@file", "-1"]
+)
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/~"), min_size=1, max_size=9)
 PATHS = st.lists(NAMES.filter(lambda name: name not in (".", "..")), min_size=1, max_size=3).map(
     lambda names: Path.cwd().joinpath(*names)
@@ -39,13 +50,24 @@ ENGINES = st.builds(
     steps_per_call=COUNTS,
 )
 FITS = st.builds(
-    FitConfig, COUNTS, POSITIVE, st.sampled_from(["cosine", "constant"]), st.sampled_from(["stop", "skip"])
+    FitConfig,
+    COUNTS,
+    POSITIVE,
+    st.sampled_from(["cosine", "constant"]),
+    st.sampled_from(["stop", "skip"]),
 )
-SEEDS = st.builds(SeedsConfig, initialisation=st.none() | st.integers(), search=st.none() | st.integers())
+SEEDS = st.builds(
+    SeedsConfig, initialisation=st.none() | st.integers(), search=st.none() | st.integers()
+)
 DEMOS = st.builds(
-    Demo, run_dir=PATHS, seed=st.integers(), seeds=SEEDS, upper_bound=st.booleans(), engine=ENGINES,
+    Demo,
+    run_dir=PATHS,
+    seed=st.integers(),
+    seeds=SEEDS,
+    upper_bound=st.booleans(),
+    engine=ENGINES,
     save_every=st.none() | POSITIVE,
-)  # fmt: skip
+)
 METHODS = st.builds(
     CheemConfig,
     placement=st.sampled_from(["mlp_down", "attn_proj"]),
@@ -71,7 +93,9 @@ MTILS = st.builds(
     data_dir=st.none() | PATHS,
     tasks=st.none() | TEXTS,
     split_seed=st.integers(),
-    images=st.builds(ImagesConfig, keep=st.sampled_from(["auto", "cache"]), cache_dir=st.none() | PATHS),
+    images=st.builds(
+        ImagesConfig, keep=st.sampled_from(["auto", "cache"]), cache_dir=st.none() | PATHS
+    ),
     image_size=st.none() | st.integers(),
     engine=ENGINES,
     seed=st.integers(),
@@ -91,7 +115,9 @@ def test_a_demos_arguments_give_it_again_whatever_the_defaults_are(demo, bound):
 
 
 # beartype looks at a random item of `remove`, a tuple of any length
-@pytest.mark.filterwarnings("ignore:Do not use the .random. module:hypothesis.errors.HypothesisDeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Do not use the .random. module:hypothesis.errors.HypothesisDeprecationWarning"
+)
 @given(MTILS)
 @settings(max_examples=25)
 def test_the_arguments_of_mtil_give_it_again_from_any_preset(given_settings):
@@ -103,14 +129,24 @@ def test_the_arguments_of_mtil_give_it_again_from_any_preset(given_settings):
 def test_the_arguments_of_every_method_give_its_settings_again(method, preset):
     options = None if method in ("cheem", "cheem_lite") else catalogue.preset_of(method, preset)
     if hasattr(options, "fit"):
-        options = dataclasses.replace(options, fit=dataclasses.replace(options.fit, epochs=3), batch_size=7)
-    asked = mtil.Mtil(cheem=PRESETS["quick"], preset="quick", method=method, options=options, run_dir=Path("/runs"))
+        options = dataclasses.replace(
+            options, fit=dataclasses.replace(options.fit, epochs=3), batch_size=7
+        )
+    asked = mtil.Mtil(
+        cheem=PRESETS["quick"],
+        preset="quick",
+        method=method,
+        options=options,
+        run_dir=Path("/runs"),
+    )
     assert mtil.read_arguments(arguments_of(asked)) == asked
     assert mtil.method_of(asked).name == method
 
 
 def test_of_options_given_twice_the_last_one_counts_everywhere():
-    twice = mtil.read_arguments(["--method", "ewc", "--method=l2p", "--preset", "quick", "--preset", "demo"])
+    twice = mtil.read_arguments(
+        ["--method", "ewc", "--method=l2p", "--preset", "quick", "--preset", "demo"]
+    )
     assert mtil.method_of(twice) == catalogue.preset_of("l2p", "demo")
 
 
@@ -184,4 +220,8 @@ def test_a_source_of_data_is_found_again_from_another_folder(tmp_path, monkeypat
     (tmp_path / "mtil").mkdir()
     monkeypatch.chdir(tmp_path)
     assert located("birds/stream.toml") == str(tmp_path / "birds" / "stream.toml")
-    assert [located(name) for name in ("mtil", "dtd", "tfds:mnist")] == ["mtil", "dtd", "tfds:mnist"]
+    assert [located(name) for name in ("mtil", "dtd", "tfds:mnist")] == [
+        "mtil",
+        "dtd",
+        "tfds:mnist",
+    ]

@@ -41,7 +41,9 @@ def test_a_change_keeps_the_form_and_only_the_identity_keeps_the_image(monkeypat
     image = np.random.default_rng(2).integers(32, 256, (32, 32, 3), np.uint8)
     found = augment(image, np.random.default_rng(1))
     assert found.shape == image.shape and found.dtype == np.uint8
-    assert (name == "identity") == any(np.array_equal(found, like) for like in (image, image[:, ::-1]))
+    assert (name == "identity") == any(
+        np.array_equal(found, like) for like in (image, image[:, ::-1])
+    )
 
 
 @pytest.mark.full
@@ -49,7 +51,9 @@ def test_only_training_sees_augmented_images():
     learned = {}
     for config in (small.QUICK, AUGMENTED):
         stages = Stages(small.backbone(), config.placement, token=config.token)
-        cheem = Cheem(stages, config, Keys(0), np.ones((4, 16), np.float32), FrozenFeatures(stages, 16))
+        cheem = Cheem(
+            stages, config, Keys(0), np.ones((4, 16), np.float32), FrozenFeatures(stages, 16)
+        )
         learned[config.augment] = cheem.learn(TASK, Undisturbed()), cheem.memory.tasks[0]
         assert bool(cheem.check([TASK])) == config.augment
     (plain, task), (varied, other) = learned[False], learned[True]
@@ -61,7 +65,8 @@ def test_only_training_sees_augmented_images():
 
 @pytest.mark.full
 def test_an_augmented_run_resumes_with_the_same_bits_and_the_setting_is_in_its_identity(tmp_path):
-    config, stream = RunConfig(AUGMENTED, "quick", engine=EngineConfig(executor="stages")), small.stream(1)
+    config = RunConfig(AUGMENTED, "quick", engine=EngineConfig(executor="stages"))
+    stream = small.stream(1)
     whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
     for phase, number in (("supernet", 2), ("supernet", 2), ("finetune", 5)):
         with pytest.raises(Stopped):

@@ -35,7 +35,10 @@ def changed(programs: AutoEncoders, **changes: int) -> AutoEncoders:
 def clusters(num: int = 30, width: int = 12) -> list[np.ndarray]:
     """Features of three tasks, each around a place of its own."""
     rng = np.random.default_rng(0)
-    return [(3 * rng.normal(size=width) + 0.3 * rng.normal(size=(num, width))).astype(np.float32) for _ in range(3)]
+    return [
+        (3 * rng.normal(size=width) + 0.3 * rng.normal(size=(num, width))).astype(np.float32)
+        for _ in range(3)
+    ]
 
 
 def fitted(programs: AutoEncoders, features: np.ndarray, advance=lambda num, note="": None):
@@ -50,7 +53,9 @@ def test_the_error_of_an_image_is_the_mean_square_that_numpy_computes():
     down, down_bias, up, up_bias = (np.asarray(leaf, np.float64) for leaf in made)
     inputs = expit(features.astype(np.float64))
     rebuilt = expit(np.maximum(inputs @ down + down_bias, 0) @ up + up_bias)
-    np.testing.assert_allclose(errors(made, jnp.asarray(features)), ((inputs - rebuilt) ** 2).mean(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(
+        errors(made, jnp.asarray(features)), ((inputs - rebuilt) ** 2).mean(axis=1), rtol=1e-5
+    )
 
 
 def test_each_tasks_images_go_to_their_own_auto_encoder_in_any_company(programs):
@@ -70,10 +75,15 @@ def test_equal_errors_go_to_the_first_task(programs):
     np.testing.assert_array_equal(found, 0)
 
 
-@pytest.mark.parametrize(("num", "iterations", "images"), [(20, 7, 20 + 20 + 8), (20, 6, 40), (5, 3, 15), (64, 3, 24)])
+@pytest.mark.parametrize(
+    ("num", "iterations", "images"), [(20, 7, 20 + 20 + 8), (20, 6, 40), (5, 3, 15), (64, 3, 24)]
+)
 def test_a_fit_takes_as_many_steps_as_it_was_told(programs, num, iterations, images):
-    programs, reported = changed(programs, iterations=iterations), []
-    _, losses = fitted(programs, np.zeros((num, 12), np.float32), lambda num, note="": reported.append(num))
+    programs = changed(programs, iterations=iterations)
+    reported = []
+    _, losses = fitted(
+        programs, np.zeros((num, 12), np.float32), lambda num, note="": reported.append(num)
+    )
     assert len(reported) == iterations and sum(reported) == images == programs.images(num)
     assert len(losses) == -(-iterations // -(-num // 8))
 
@@ -82,7 +92,10 @@ def test_the_rate_falls_to_a_tenth_and_the_error_with_it(programs):
     # one step per epoch; Adam's first steps move every weight that has a gradient by the rate
     features = clusters()[0][:8]
     ends = [fitted(changed(programs, iterations=n, decay_every=2), features)[0] for n in (1, 2, 3)]
-    moves = [np.abs(np.asarray(b.up_bias) - np.asarray(a.up_bias)).max() for a, b in zip(ends, ends[1:], strict=False)]
+    moves = [
+        np.abs(np.asarray(b.up_bias) - np.asarray(a.up_bias)).max()
+        for a, b in zip(ends, ends[1:], strict=False)
+    ]
     np.testing.assert_allclose(np.abs(ends[0].up_bias), 0.01, rtol=1e-3)
     assert 0.008 < moves[0] < 0.011 and 0.0008 < moves[1] < 0.0011
     _, losses = fitted(programs, clusters()[0])

@@ -17,7 +17,8 @@ NANO = CONFIGS["vit_nano"]
 
 @pytest.fixture(scope="module")
 def nano():
-    """A nano backbone whose biases and scales are random too, so that none can be forgotten unseen."""
+    """A nano backbone whose biases and scales are random too, so that none can be forgotten
+    unseen."""
     rng = np.random.default_rng(0)
     return build(NANO, {name: _random(rng, name, shape) for name, shape in shapes_of(NANO).items()})
 
@@ -31,7 +32,9 @@ def _images(*shape: int) -> np.ndarray:
 
 
 def test_deit_tiny_agrees_with_the_float64_reference_in_every_block_and_in_the_logits(shared):
-    pretrained = load_pretrained("deit_tiny", weights=shared / "weights" / "deit_tiny_patch16_224.fp16.safetensors")
+    pretrained = load_pretrained(
+        "deit_tiny", weights=shared / "weights" / "deit_tiny_patch16_224.fp16.safetensors"
+    )
     graphdef, state = nnx.split(build(pretrained.config, pretrained.params))
 
     @jax.jit
@@ -71,20 +74,29 @@ def test_uint8_images_are_normalised_by_the_mean_and_std_of_the_weights(nano):
 def test_patches_are_read_row_by_row_and_each_in_height_width_channel_order(nano):
     images = np.random.default_rng(2).standard_normal((1, 32, 32, 3)).astype(np.float32)
     params = params_of(nano)
-    patch = images[0, 8:16, 16:24].reshape(-1)  # row 1 and column 2 of a 4 x 4 grid: patch 6, token 7
+    patch = images[0, 8:16, 16:24].reshape(
+        -1
+    )  # row 1 and column 2 of a 4 x 4 grid: patch 6, token 7
     expected = patch @ params["patch.kernel"] + params["patch.bias"] + params["position"][7]
     tokens = nnx.jit(lambda vit, images: vit.embed(images))(nano, images)
     np.testing.assert_allclose(tokens[0, 7], expected, rtol=0, atol=1e-5)
 
 
-def test_products_of_rotated_queries_and_keys_depend_on_offsets_only_and_class_token_and_registers_do_not_turn():
+def test_rotated_products_depend_on_offsets_and_class_token_and_registers_do_not_turn():
     cos, sin = rotations(100.0, 5, 3 + 25, 16)
     tokens = np.random.default_rng(4).standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
-    query, key = (np.asarray(rotate(jnp.broadcast_to(t, (1, 1, 28, 16)), cos, sin))[0, 0] for t in tokens)
+    query, key = (
+        np.asarray(rotate(jnp.broadcast_to(t, (1, 1, 28, 16)), cos, sin))[0, 0] for t in tokens
+    )
     np.testing.assert_array_equal(query[:3], np.broadcast_to(tokens[0, 0, 0], (3, 16)))
-    products = (query[3:] @ key[3:].T).reshape(5, 5, 5, 5)  # row and column of the query, then of the key
+    products = (query[3:] @ key[3:].T).reshape(
+        5, 5, 5, 5
+    )  # row and column of the query, then of the key
     np.testing.assert_allclose(products[:-1, :-1, :-1, :-1], products[1:, 1:, 1:, 1:], atol=1e-4)
-    one, right, below, left = products[2, 2, 2, 2], products[2, 2, 2, 3], products[2, 2, 3, 2], products[2, 2, 2, 1]
+    one = products[2, 2, 2, 2]
+    right = products[2, 2, 2, 3]
+    below = products[2, 2, 3, 2]
+    left = products[2, 2, 2, 1]
     assert min(abs(np.diff(sorted([one, right, below, left])))) > 1e-2
 
 
@@ -130,7 +142,9 @@ def test_random_weights_start_as_timm_starts_a_vit():
     assert np.all(params["blocks.0.norm1.scale"] == 1) and np.all(params["norm.bias"] == 0)
     kernel = params["blocks.0.up.kernel"]
     assert np.abs(kernel).max() <= 0.04
-    np.testing.assert_allclose(kernel.std(), 0.02 * 0.8796, rtol=0.05)  # standard deviation of N(0, 1) cut at 2
+    np.testing.assert_allclose(
+        kernel.std(), 0.02 * 0.8796, rtol=0.05
+    )  # standard deviation of N(0, 1) cut at 2
     assert not np.array_equal(kernel, params["blocks.1.up.kernel"])
 
 
@@ -140,7 +154,9 @@ def test_an_unknown_backbone_is_answered_with_the_nearest_names():
 
 
 def test_an_image_size_off_the_patch_grid_is_answered_with_its_neighbours():
-    with pytest.raises(ValueError, match="100 is no multiple of deit_tiny's patch size 16; try 96 or 112"):
+    with pytest.raises(
+        ValueError, match="100 is no multiple of deit_tiny's patch size 16; try 96 or 112"
+    ):
         at_image_size(CONFIGS["deit_tiny"], 100)
 
 

@@ -1,4 +1,5 @@
-"""Every task of MTIL and VDD through the code that a user's run takes, from small data sets that TFDS has prepared."""
+"""Every task of MTIL and VDD through the code that a user's run takes, from small data sets that
+TFDS has prepared."""
 
 import dataclasses
 import json
@@ -44,7 +45,10 @@ def test_the_papers_counts_follow_from_the_split_rules(task):
     sizes = dict(OFFICIAL_SIZES[task.name])
     if task.name == "imagenet12":  # the same rule on a twentieth part, which is quicker to sort
         sizes["train"] //= 20
-    members = {split: {f"{split}{row}": row % task.num_classes for row in range(num)} for split, num in sizes.items()}
+    members = {
+        split: {f"{split}{row}": row % task.num_classes for row in range(num)}
+        for split, num in sizes.items()
+    }
     before = {key: label for labels in members.values() for key, label in labels.items()}
     classes = [f"class {label}" for label in range(task.num_classes)]
     cut_missing(task.name, classes, members, 0, floor=task.rule == "decathlon")
@@ -59,7 +63,11 @@ def test_the_papers_counts_follow_from_the_split_rules(task):
 
 
 def test_the_streams_are_those_of_the_paper():
-    assert len(members_of("mtil")) == 11 and len(members_of("vdd")) == 10 and "imagenet12" not in order_of("vdd")
+    assert (
+        len(members_of("mtil")) == 11
+        and len(members_of("vdd")) == 10
+        and "imagenet12" not in order_of("vdd")
+    )
     assert {frozenset(order.split()) for order in MTIL.values()} == {frozenset(members_of("mtil"))}
     assert order_of("mtil")[:3] == ("aircraft", "caltech101", "cifar100")
     assert order_of("mtil", "paper_c")[0] == "mnist" and order_of("mtil", "zscl_ii")[0] == "cars"
@@ -70,11 +78,13 @@ def test_the_streams_are_those_of_the_paper():
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """All tasks, four pictures of each class in each of TFDS's splits; and the counts that follow."""
+    """All tasks, four pictures of each class in each of TFDS's splits; and the counts that
+    follow."""
     pytest.importorskip("tensorflow_datasets", reason="the extra `datasets` is not installed")
     from prepared import small_task
 
-    data_dir, tasks = tmp_path_factory.mktemp("data"), {}
+    data_dir = tmp_path_factory.mktemp("data")
+    tasks = {}
     for task in TASKS:
         splits = [*task.train, *task.val, *task.test]
         small_task(data_dir, task, dict.fromkeys(splits, 4))
@@ -83,7 +93,9 @@ def prepared(tmp_path_factory):
             "official": Counts(4 * num, 4 * num, 4 * num),
             "val": Counts(3 * num, num, 4 * num),  # a tenth would be less than one of each class
             "decathlon": Counts(3 * num, num, 4 * num),
-            "test and val": Counts(464, 101, 243) if task.name == "caltech101" else Counts(18, 10, 12),
+            "test and val": (
+                Counts(464, 101, 243) if task.name == "caltech101" else Counts(18, 10, 12)
+            ),
         }[task.rule]
         tasks[task.name] = dataclasses.replace(task, counts=counts)
     return data_dir, tasks
@@ -94,11 +106,16 @@ def test_every_task_loads_as_a_users_run_loads_it(prepared, name):
     data_dir, tasks = prepared
     plan = plan_of(tasks[name], data_dir)
     assert plan.name == name and len(plan.classes) == tasks[name].num_classes
-    few = dataclasses.replace(plan, **{
-        split: dataclasses.replace(part, files=Chosen(part.files, rows.tolist()), labels=part.labels[rows])
-        for split, part in plan.splits.items()
-        for rows in [np.unique(part.labels, return_index=True)[1]]
-    })  # fmt: skip
+    few = dataclasses.replace(
+        plan,
+        **{
+            split: dataclasses.replace(
+                part, files=Chosen(part.files, rows.tolist()), labels=part.labels[rows]
+            )
+            for split, part in plan.splits.items()
+            for rows in [np.unique(part.labels, return_index=True)[1]]
+        },
+    )
     (task,) = load_tasks([few], 8)
     assert task.train.images.shape == (len(plan.classes), 8, 8, 3)
     assert task.train.images.std() > 5  # noise was stored, and noise is what comes out
@@ -109,8 +126,12 @@ def test_classes_that_a_benchmark_leaves_out_take_their_pictures_along(prepared)
     data_dir, tasks = prepared
     plan = plan_of(tasks["caltech101"], data_dir)
     assert "background_google" not in plan.classes and plan.classes[:5] == (
-        "accordion", "airplanes", "anchor", "ant", "barrel",
-    )  # fmt: skip
+        "accordion",
+        "airplanes",
+        "anchor",
+        "ant",
+        "barrel",
+    )
     keys = [part.files.key(row) for part in plan.splits.values() for row in range(len(part.files))]
     assert len(keys) == 808 and not any("background" in key for key in keys)
     assert all(
@@ -125,7 +146,11 @@ def test_splits_depend_on_the_seed_and_are_written_down(prepared):
     plans = [plan_of(tasks["pets"], data_dir, seed=seed) for seed in (3, 3, 4)]
     assert plans[0].split_sha256 == plans[1].split_sha256 != plans[2].split_sha256
     told = json.loads(splits_file(data_dir, "pets", 3).read_text())
-    assert told["sha256"] == plans[0].split_sha256 and told["counts"] == {"train": 111, "val": 37, "test": 148}
+    assert told["sha256"] == plans[0].split_sha256 and told["counts"] == {
+        "train": 111,
+        "val": 37,
+        "test": 148,
+    }
     assert len(splits_file(data_dir, "pets", 3).read_text()) < 1000
 
 
@@ -135,7 +160,9 @@ def test_splits_other_than_those_written_down_are_refused(prepared):
     file = splits_file(data_dir, "pets", 5)
     told = json.loads(file.read_text())
     file.write_text(json.dumps(told | {"sha256": "0" * 64}))
-    with pytest.raises(ValueError, match="task 'pets': the splits are not those of .*pets-seed5.json"):
+    with pytest.raises(
+        ValueError, match="task 'pets': the splits are not those of .*pets-seed5.json"
+    ):
         plan_of(tasks["pets"], data_dir, seed=5)
     file.write_text("{")
     with pytest.raises(ValueError, match="pets-seed5.json is corrupted"):
@@ -144,7 +171,10 @@ def test_splits_other_than_those_written_down_are_refused(prepared):
 
 def test_wrong_counts_name_the_task_and_both_numbers(prepared):
     data_dir, _ = prepared
-    with pytest.raises(ValueError, match=r"task 'mnist' has 30/10/40 train/val/test .* expected 54,000/6,000/10,000"):
+    with pytest.raises(
+        ValueError,
+        match=r"task 'mnist' has 30/10/40 train/val/test .* expected 54,000/6,000/10,000",
+    ):
         plan_of(BY_NAME["mnist"], data_dir)
 
 
@@ -166,7 +196,9 @@ def test_withheld_labels_are_refused(prepared):
 
     data_dir, _ = prepared
     labels = {"train": np.repeat([0, 1], 6), "test": np.full(4, -1)}
-    prepare_small(data_dir / "withheld", "visual_domain_decathlon/daimlerpedcls:1.2.0", labels, key="name")
+    prepare_small(
+        data_dir / "withheld", "visual_domain_decathlon/daimlerpedcls:1.2.0", labels, key="name"
+    )
     with pytest.raises(
         ValueError,
         match="4 of 4 examples of split 'test' have labels outside 0..1 .*are withheld",
@@ -177,7 +209,9 @@ def test_withheld_labels_are_refused(prepared):
 def test_any_prepared_data_set_is_a_task(prepared):
     data_dir, _ = prepared
     plan = plan_tfds("dtd:3.0.1", data_dir, name="textures")
-    assert plan.name == "textures" and [len(part.labels) for part in plan.splits.values()] == [188] * 3
+    assert (
+        plan.name == "textures" and [len(part.labels) for part in plan.splits.values()] == [188] * 3
+    )
     plan = plan_tfds("eurosat/rgb", data_dir)
     assert [len(part.labels) for part in plan.splits.values()] == [18, 10, 12]
     assert plan.split_sha256 == plan_tfds("eurosat", data_dir).split_sha256
@@ -214,13 +248,19 @@ def test_a_data_set_in_tfrecord_format_says_what_to_do(prepared, tmp_path):
     shutil.copytree(data_dir / "dtd", tmp_path / "dtd")
     info = tmp_path / "dtd" / "3.0.1" / "dataset_info.json"
     info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
-    with pytest.raises(ValueError, match="format 'tfrecord', which needs TensorFlow .* prepare it again"):
+    with pytest.raises(
+        ValueError, match="format 'tfrecord', which needs TensorFlow .* prepare it again"
+    ):
         open_prepared("dtd", tmp_path)
 
 
 def test_the_documents_table_is_the_programs():
     lines = (Path(__file__).parent.parent / "docs" / "data.md").read_text().splitlines()
-    rows = {cells[1].strip("` "): cells for line in lines if len(cells := line.split("|")) == 10 and "`" in cells[1]}
+    rows = {
+        cells[1].strip("` "): cells
+        for line in lines
+        if len(cells := line.split("|")) == 10 and "`" in cells[1]
+    }
     assert set(rows) == set(BY_NAME)
     for name, cells in rows.items():
         task = BY_NAME[name]
@@ -231,12 +271,15 @@ def test_the_documents_table_is_the_programs():
         assert (told[3], told[4], told[6]) == (task.rule, task.spec, task.licence)
 
 
-def test_a_stream_file_takes_prepared_data_sets_and_tasks_of_the_benchmarks(prepared, tmp_path, monkeypatch):
+def test_a_stream_file_takes_prepared_data_sets_and_tasks_of_the_benchmarks(
+    prepared, tmp_path, monkeypatch
+):
     data_dir, tasks = prepared
     monkeypatch.setitem(BY_NAME, "dtd", tasks["dtd"])
     file = tmp_path / "mixed.toml"
     file.write_text(
-        '[[task]]\ntfds = "eurosat/rgb:2.0.0"\n[[task]]\nbenchmark = "dtd"\n[[task]]\ntfds = "mnist"\nname = "digits"\n'
+        '[[task]]\ntfds = "eurosat/rgb:2.0.0"\n[[task]]\nbenchmark = "dtd"\n[[task]]\ntfds ='
+        ' "mnist"\nname = "digits"\n'
     )
     name, plans = plan_source(str(file), data_dir=data_dir)
     assert (name, [plan.name for plan in plans]) == ("mixed", ["eurosat", "dtd", "digits"])
@@ -301,16 +344,22 @@ def test_a_data_set_cannot_have_modules_imported(prepared, tmp_path, monkeypatch
         text = file.read_text()
         if legacy:
             inner = json.dumps({"image": {"type": "hostile_module.Feature", "content": {}}})
-            told = {"type": "tensorflow_datasets.core.features.features_dict.FeaturesDict", "content": inner}
+            told = {
+                "type": "tensorflow_datasets.core.features.features_dict.FeaturesDict",
+                "content": inner,
+            }
             file.write_text(json.dumps(told))
         else:
             file.write_text(
-                text.replace("tensorflow_datasets.core.features.image_feature.Image", "hostile_module.Image")
+                text.replace(
+                    "tensorflow_datasets.core.features.image_feature.Image", "hostile_module.Image"
+                )
             )
         assert file.read_text() != text
 
     with pytest.raises(
-        ValueError, match=r"features\.json names the classes \['hostile_module\.\w+'\]; only features of TFDS"
+        ValueError,
+        match=r"features\.json names the classes \['hostile_module\.\w+'\]; only features of TFDS",
     ):
         opened(prepared, tmp_path, change)
 
@@ -324,7 +373,9 @@ def test_metadata_that_promises_more_than_the_files_hold_is_refused(prepared, tm
 
     def classes(place):
         file = place / "features.json"
-        file.write_text(re.sub(r'"numClasses": "\d+"', f'"numClasses": "{10**12}"', file.read_text()))
+        file.write_text(
+            re.sub(r'"numClasses": "\d+"', f'"numClasses": "{10**12}"', file.read_text())
+        )
         for names in place.glob("*.labels.txt"):
             names.unlink()
 
@@ -369,8 +420,14 @@ def test_a_record_of_splits_that_makes_no_sense_is_told(prepared, tmp_path, text
 
 
 def test_every_file_that_a_stock_builder_fetches_has_a_registered_hash():
-    """Some of their addresses are not encrypted, so nothing else would tell a file that was changed on the way."""
+    """Some of their addresses are not encrypted, so nothing else would tell a file that was changed
+    on the way."""
     pytest.importorskip("tensorflow_datasets", reason="the extra `datasets` is not installed")
-    archives = [a for task in TASKS if not task.archives for a in registered(task, Path("/nonexistent"))]
+    archives = [
+        a for task in TASKS if not task.archives for a in registered(task, Path("/nonexistent"))
+    ]
     assert sum(archive.url.startswith("http://") for archive in archives) > 5
-    assert all(re.fullmatch("[0-9a-f]{64}", archive.hash or "") and archive.num_bytes for archive in archives)
+    assert all(
+        re.fullmatch("[0-9a-f]{64}", archive.hash or "") and archive.num_bytes
+        for archive in archives
+    )

@@ -18,8 +18,11 @@ from cheem_jax.data.benchmarks.builders import (
 )
 from cheem_jax.data.benchmarks.table import BY_NAME
 
-# by builder: where it is stored, what is read, the feature that holds the key, and what it makes of a key
-BUILDERS: dict[str, tuple[str, Callable[[Path], Reading], Callable[[], official.Contents], str, Callable]] = {
+# by builder: where it is stored, what is read, the feature that holds the key, and what it makes of
+# a key
+BUILDERS: dict[
+    str, tuple[str, Callable[[Path], Reading], Callable[[], official.Contents], str, Callable]
+] = {
     "fgvc_aircraft/default": (
         "fgvc_aircraft/default/1.0.0",
         read_aircraft,
@@ -35,7 +38,13 @@ BUILDERS: dict[str, tuple[str, Callable[[Path], Reading], Callable[[], official.
         lambda key: key.removesuffix(".jpg"),
     ),
     "gtsrb": ("gtsrb/1.0.0", read_gtsrb, official.gtsrb, "file_name", str),
-    "cars196": ("cars196/2.1.0", read_cars, official.cars, "id", lambda key: key.removesuffix(".jpg")),
+    "cars196": (
+        "cars196/2.1.0",
+        read_cars,
+        official.cars,
+        "id",
+        lambda key: key.removesuffix(".jpg"),
+    ),
     "sun397/standard-part1-120k": (
         "sun397/standard-part1-120k/4.0.0",
         read_sun397,
@@ -43,8 +52,20 @@ BUILDERS: dict[str, tuple[str, Callable[[Path], Reading], Callable[[], official.
         "file_name",
         str,
     ),
-    "eurosat/rgb": ("eurosat/rgb/2.0.0", read_eurosat, official.eurosat, "filename", os.path.basename),
-    "caltech101": ("caltech101/3.0.2", read_caltech101, official.caltech101, "image/file_name", os.path.basename),
+    "eurosat/rgb": (
+        "eurosat/rgb/2.0.0",
+        read_eurosat,
+        official.eurosat,
+        "filename",
+        os.path.basename,
+    ),
+    "caltech101": (
+        "caltech101/3.0.2",
+        read_caltech101,
+        official.caltech101,
+        "image/file_name",
+        os.path.basename,
+    ),
 }
 
 
@@ -85,17 +106,25 @@ def test_what_a_builder_stores_is_what_its_reader_reads(tfds, prepare, tmp_path,
     for split, images in reading.sources.items():
         source = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
         found = [(e[key_feature].decode(), e["image"], int(e["label"])) for e in source]
-        assert sorted(found) == sorted((text(key), image, label) for key, image, label in images.read())
+        assert sorted(found) == sorted(
+            (text(key), image, label) for key, image, label in images.read()
+        )
 
 
-@pytest.mark.parametrize("name", ["cars196", "sun397/standard-part1-120k", "eurosat/rgb", "caltech101"])
+@pytest.mark.parametrize(
+    "name", ["cars196", "sun397/standard-part1-120k", "eurosat/rgb", "caltech101"]
+)
 def test_names_versions_and_features_are_those_of_the_stock_builder(tfds, prepare, tmp_path, name):
     contents = BUILDERS[name][2]
     directory = prepare(name, tmp_path / "data", official.put(tmp_path / "place", contents()))
     stock = tfds.builder(name, data_dir=tmp_path / "stock")
-    assert directory.relative_to(tmp_path / "data") == Path(stock.data_dir).relative_to(tmp_path / "stock")
+    assert directory.relative_to(tmp_path / "data") == Path(stock.data_dir).relative_to(
+        tmp_path / "stock"
+    )
     ours = tfds.builder_from_directory(directory).info.features
-    shared = {feature for feature in stock.info.features if feature != "bbox"}  # left out on purpose
+    shared = {
+        feature for feature in stock.info.features if feature != "bbox"
+    }  # left out on purpose
     assert set(ours) == shared
     for feature in shared - {"label"}:
         theirs = stock.info.features[feature]
@@ -109,7 +138,9 @@ def test_class_names_are_in_the_order_of_the_stock_builders(tfds, tmp_path):
 
 
 def test_the_description_tells_where_the_images_come_from(tfds, prepare, tmp_path):
-    directory = prepare(SUN397, tmp_path / "data", official.put(tmp_path / "place", official.sun397()))
+    directory = prepare(
+        SUN397, tmp_path / "data", official.put(tmp_path / "place", official.sun397())
+    )
     info = tfds.builder_from_directory(directory).info
     assert "folder that the user filled" in info.description and "original" in info.description
 
@@ -140,9 +171,13 @@ def test_an_error_midway_leaves_nothing_and_the_next_attempt_succeeds(prepare, t
 
 def test_missing_files_and_unknown_names_leave_nothing_behind(prepare, tmp_path):
     (tmp_path / "place").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"place: missing SUN397\.tar\.gz .*Partitions\.zip"):
+    with pytest.raises(
+        FileNotFoundError, match=r"place: missing SUN397\.tar\.gz .*Partitions\.zip"
+    ):
         prepare(SUN397, tmp_path / "data", tmp_path / "place")
-    with pytest.raises(ValueError, match=r"no builder named 'sun'; there are fgvc_aircraft/default, .*caltech101"):
+    with pytest.raises(
+        ValueError, match=r"no builder named 'sun'; there are fgvc_aircraft/default, .*caltech101"
+    ):
         prepare("sun", tmp_path / "data", tmp_path / "place")
     assert not (tmp_path / "data").exists()
 
@@ -156,4 +191,7 @@ def test_progress_bars_of_tfds_are_shown_again_afterwards(tfds, prepare, tmp_pat
     from tensorflow_datasets.core.utils import tqdm_utils
 
     prepare(SUN397, tmp_path / "data", official.put(tmp_path / "place", official.sun397()))
-    assert list(tqdm_utils.tqdm(range(2), desc="again")) == [0, 1] and "again" in capfd.readouterr().err
+    assert (
+        list(tqdm_utils.tqdm(range(2), desc="again")) == [0, 1]
+        and "again" in capfd.readouterr().err
+    )

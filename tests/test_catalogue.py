@@ -11,7 +11,14 @@ import small
 from baselines import Watched, check_method, stages
 
 from cheem_jax.backbone.params import build, init_params
-from cheem_jax.baselines.catalogue import NAMES, NEED_A_ROUTER, Networks, check_name, make, preset_of
+from cheem_jax.baselines.catalogue import (
+    NAMES,
+    NEED_A_ROUTER,
+    Networks,
+    check_name,
+    make,
+    preset_of,
+)
 from cheem_jax.cheem.config import PRESETS, CheemLiteConfig, FitConfig
 from cheem_jax.core.keys import Keys
 from cheem_jax.engine.stages import Stages
@@ -30,7 +37,9 @@ def fitting_config(name: str, preset: str = "demo"):
     config = preset_of(name, preset)
     if name in ("coda_prompt", "dualprompt"):
         fields = [f.name for f in dataclasses.fields(config) if f.name.endswith("layers")]
-        config = dataclasses.replace(config, **{field: (index,) for index, field in enumerate(fields)})
+        config = dataclasses.replace(
+            config, **{field: (index,) for index, field in enumerate(fields)}
+        )
     return config
 
 
@@ -51,7 +60,9 @@ def test_every_method_is_made_from_its_settings(name):
     assert getattr(method, "needs_task_id", False) == (name in UPPER_BOUNDS)
 
 
-@pytest.mark.parametrize("name", ["frozen_linear", pytest.param("cheem_lite", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", ["frozen_linear", pytest.param("cheem_lite", marks=pytest.mark.full)]
+)
 def test_what_every_method_holds_to_holds_for(name, tmp_path):
     config = preset_of(name, "demo")
     if name == "cheem_lite":
@@ -65,7 +76,9 @@ POOLED = ("diki", "l2p", "moe_adapters", "s_prompts")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"cheem", "cheem_lite", "frozen_linear", "lora_finetune"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(NAMES) - {"cheem", "cheem_lite", "frozen_linear", "lora_finetune"})
+)
 def test_given_the_task_id_every_baseline_is_as_accurate_as_frozen_heads_on_an_easy_stream(name):
     executor = pooled_stages() if name in POOLED else stages()
     reference = FrozenFeatures(executor, 16)
@@ -75,10 +88,13 @@ def test_given_the_task_id_every_baseline_is_as_accurate_as_frozen_heads_on_an_e
         config = dataclasses.replace(config, batch_size=8, epochs=30, learning_rates=(1e-3,))
     else:
         rate = 1e-3 if name == "ewc" else 1e-2
-        config = dataclasses.replace(config, batch_size=8, fit=FitConfig(epochs=30, learning_rate=rate))
+        config = dataclasses.replace(
+            config, batch_size=8, fit=FitConfig(epochs=30, learning_rate=rate)
+        )
     if name == "ewc":
         config = dataclasses.replace(config, penalties=(10.0,))
-    tasks, reached = small.stream(2).tasks, []
+    tasks = small.stream(2).tasks
+    reached = []
     for settings, router in ((preset_of("frozen_linear", "demo"), reference), (config, own)):
         method = make(settings, Networks(executor, reference, router), Keys(0), 2)
         method.check(tasks)
@@ -95,7 +111,10 @@ def pooled_stages() -> Stages:
     """A small backbone without class token."""
     config = dataclasses.replace(small.CONFIG, pool="attention")
     params = init_params(config, jax.random.key(0))
-    return Stages(build(config, {k: 10 * v if k.endswith("kernel") else v for k, v in params.items()}), "mlp_down")
+    return Stages(
+        build(config, {k: 10 * v if k.endswith("kernel") else v for k, v in params.items()}),
+        "mlp_down",
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -41,9 +41,11 @@ def grown(memory, name, texts, seed):
 
     architecture = from_strings(texts)
     learned = {
-        block: LowRank(jax.numpy.asarray(draw(64, 2)), jax.numpy.asarray(draw(2, 16)))
-        if choice.kind == "adapt"
-        else Expert(jax.numpy.asarray(draw(64, 16)), jax.numpy.asarray(draw(16)))
+        block: (
+            LowRank(jax.numpy.asarray(draw(64, 2)), jax.numpy.asarray(draw(2, 16)))
+            if choice.kind == "adapt"
+            else Expert(jax.numpy.asarray(draw(64, 16)), jax.numpy.asarray(draw(16)))
+        )
         for block, choice in enumerate(architecture)
         if choice.kind in ("adapt", "new")
     }
@@ -87,7 +89,10 @@ def test_a_directory_holds_only_what_the_task_added(tmp_path):
     for index in range(2):
         save_memory_task(tmp_path, memory, index, rank=2)
     arrays, meta = load_task(saved_tasks(tmp_path)[1])
-    assert sorted(arrays["experts"]) == ["0", "3"]  # its Adapt and New; what it reuses is the first task's
+    assert sorted(arrays["experts"]) == [
+        "0",
+        "3",
+    ]  # its Adapt and New; what it reuses is the first task's
     assert meta["architecture"] == ["adapt:1", "reuse:1", "skip", "new"]
 
 
@@ -126,15 +131,27 @@ def test_a_task_that_added_no_expert_comes_back(tmp_path):
     memory = grown(InternalMemory(POOL), "easy", ["reuse:0", "skip", "skip", "reuse:0"], 0)
     save_memory_task(tmp_path, memory, 0, rank=2)
     opened = open_memory(tmp_path, POOL)
-    assert opened.tasks[0].experts == (0, None, None, 0) and same(opened.tasks[0].head, memory.tasks[0].head)
+    assert opened.tasks[0].experts == (0, None, None, 0) and same(
+        opened.tasks[0].head, memory.tasks[0].head
+    )
 
 
 def test_the_content_hash_depends_on_content_alone(tmp_path):
-    arrays, meta = {"x": np.arange(3.0), "y": {"z": np.ones((2, 2), np.float32)}}, {"name": "a", "classes": ["b"]}
+    arrays, meta = (
+        {"x": np.arange(3.0), "y": {"z": np.ones((2, 2), np.float32)}},
+        {
+            "name": "a",
+            "classes": ["b"],
+        },
+    )
     for root in ("one", "two"):
         save_task(tmp_path / root / "000-a", arrays, meta)
     first, second = (load_manifest(tmp_path / root / "000-a") for root in ("one", "two"))
-    assert first["content_sha256"] == second["content_sha256"] == content_hash(arrays, {"format": FORMAT, **meta})
+    assert (
+        first["content_sha256"]
+        == second["content_sha256"]
+        == content_hash(arrays, {"format": FORMAT, **meta})
+    )
     others = [
         ({**arrays, "x": np.arange(3)}, meta),
         ({**arrays, "x": np.arange(3.0)[:, None]}, meta),
@@ -167,7 +184,9 @@ def test_every_damaged_or_missing_file_is_found(tmp_path):
                 (copy / name).mkdir()
             else:
                 continue
-            with pytest.raises(ValueError, match="000-textures-two is corrupted .*restore it from a copy"):
+            with pytest.raises(
+                ValueError, match="000-textures-two is corrupted .*restore it from a copy"
+            ):
                 load_task(copy)
 
 
@@ -178,10 +197,18 @@ def test_foreign_files_beside_what_belongs_there_change_nothing(tmp_path):
     first, second = saved = saved_tasks(tmp_path)
     own = {place: sorted(files_of(place)) for place in saved}
     assert all(
-        names == sorted(f.relative_to(p).as_posix() for f in p.rglob("*") if f.is_file()) for p, names in own.items()
+        names == sorted(f.relative_to(p).as_posix() for f in p.rglob("*") if f.is_file())
+        for p, names in own.items()
     )
     for folder in [tmp_path, *(place for place in tmp_path.rglob("*") if place.is_dir())]:
-        for name in (".DS_Store", "._task.json", "Thumbs.db", ".nfs00a1", "task.json.swp", "a.sync-conflict-1.json"):
+        for name in (
+            ".DS_Store",
+            "._task.json",
+            "Thumbs.db",
+            ".nfs00a1",
+            "task.json.swp",
+            "a.sync-conflict-1.json",
+        ):
             (folder / name).write_bytes(b"x")
     shutil.copytree(second, tmp_path / f"{first.name} (copy)")
     (tmp_path / "002-pets.zip").write_bytes(b"x")
@@ -204,14 +231,22 @@ def test_a_checkpoint_of_the_first_public_format_opens_for_ever():
         made = importlib.import_module("make_checkpoint")
     finally:
         sys.path.remove(str(FIXTURES))
-    root, expected = FIXTURES / "checkpoint-task-2", made.memory()
+    root = FIXTURES / "checkpoint-task-2"
+    expected = made.memory()
     opened = open_memory(root, made.base_pool())
     assert same(opened.pool, expected.pool) and len(opened.tasks) == 2
     assert [[stored[1:] for stored in block] for block in opened.pool] == [
-        [(None, None), (None, 0), (1, 1)], [(None, None), (0, 0)], [(None, None)]
-    ]  # fmt: skip
+        [(None, None), (None, 0), (1, 1)],
+        [(None, None), (0, 0)],
+        [(None, None)],
+    ]
     for a, b in zip(opened.tasks, expected.tasks, strict=True):
-        assert (a.name, a.classes, a.architecture, a.experts) == (b.name, b.classes, b.architecture, b.experts)
+        assert (a.name, a.classes, a.architecture, a.experts) == (
+            b.name,
+            b.classes,
+            b.architecture,
+            b.experts,
+        )
         assert same((a.head, a.means, a.centroids), (b.head, b.means, b.centroids))
     contents = [load_manifest(directory)["content_sha256"][:16] for directory in saved_tasks(root)]
     assert contents == ["be885c35f983466d", "1dd8e6155c5bc93a"]
@@ -227,7 +262,8 @@ def test_all_damaged_tasks_are_named_at_once(tmp_path):
     for directory in directories[1:]:
         (directory / "task.json").unlink()
     with pytest.raises(
-        ValueError, match="001-shapes is corrupted.*002-letters is corrupted.*the other tasks are intact"
+        ValueError,
+        match="001-shapes is corrupted.*002-letters is corrupted.*the other tasks are intact",
     ):
         open_memory(tmp_path, POOL)
 
@@ -245,7 +281,9 @@ def test_what_does_not_build_on_a_damaged_task_stays_usable(tmp_path):
     directories = [save_memory_task(tmp_path, memory, index, rank=2) for index in range(3)]
     (directories[1] / "task.json").write_text("{")
     usable, lost = open_usable(tmp_path, POOL)
-    assert [task.name for task in usable.tasks] == ["Textures, two"] and "is corrupted" in lost["001-shapes"]
+    assert [task.name for task in usable.tasks] == ["Textures, two"] and "is corrupted" in lost[
+        "001-shapes"
+    ]
     assert "builds on experts" in lost["002-letters"]
 
     shutil.rmtree(tmp_path)
@@ -253,12 +291,17 @@ def test_what_does_not_build_on_a_damaged_task_stays_usable(tmp_path):
     directories = [save_memory_task(tmp_path, independent, index, rank=2) for index in range(3)]
     shutil.rmtree(directories[1] / "arrays")
     usable, lost = open_usable(tmp_path, POOL)
-    assert [task.name for task in usable.tasks] == ["Textures, two", "alone"] and set(lost) == {"001-shapes"}
+    assert [task.name for task in usable.tasks] == ["Textures, two", "alone"] and set(lost) == {
+        "001-shapes"
+    }
     for kept, whole in zip(usable.tasks, (independent.tasks[0], independent.tasks[2]), strict=True):
         assert kept.experts == whole.experts and same(kept.head, whole.head)
         for block, expert in enumerate(kept.experts):
             if expert is not None:
-                assert same(dense_expert(usable.pool[block], expert), dense_expert(independent.pool[block], expert))
+                assert same(
+                    dense_expert(usable.pool[block], expert),
+                    dense_expert(independent.pool[block], expert),
+                )
     with pytest.raises(TypeError):  # a lost expert computes nothing
         jnp.zeros((1, 64)) @ dense_expert(usable.pool[3], 1).weight
 
@@ -295,25 +338,41 @@ def test_only_what_is_corrupted_is_called_so(tmp_path, monkeypatch):
         return read
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_hash_file", fails(PermissionError(13, "Permission denied", "arrays/d/0")))
-        with pytest.raises(OSError, match=r"000-textures-two cannot be read .*Permission denied") as found:
+        patch.setattr(
+            checkpoint, "_hash_file", fails(PermissionError(13, "Permission denied", "arrays/d/0"))
+        )
+        with pytest.raises(
+            OSError, match=r"000-textures-two cannot be read .*Permission denied"
+        ) as found:
             load_task(whole)
         assert "from a copy" not in str(found.value)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_hash_file", fails(MemoryError("full")))
         with pytest.raises(MemoryError, match="full"):
             load_task(whole)
-    with monkeypatch.context() as patch:  # as a library refuses what has nothing to do with the bytes
-        patch.setattr(ocp.Checkpointer, "restore", fails(ValueError("INVALID_ARGUMENT: Invalid file path")))
-        with pytest.raises(OSError, match="have the hashes of its manifest, but .*Invalid file path") as found:
+    with (
+        monkeypatch.context() as patch
+    ):  # as a library refuses what has nothing to do with the bytes
+        patch.setattr(
+            ocp.Checkpointer, "restore", fails(ValueError("INVALID_ARGUMENT: Invalid file path"))
+        )
+        with pytest.raises(
+            OSError, match="have the hashes of its manifest, but .*Invalid file path"
+        ) as found:
             load_task(whole)
         assert "from a copy" not in str(found.value)
-    (whole / "task.json").write_text((whole / "task.json").read_text().replace(FORMAT, "cheem_jax-task/99"))
-    with pytest.raises(ValueError, match="does not fit .the format in its task.json is 'cheem_jax-task/99'"):
+    (whole / "task.json").write_text(
+        (whole / "task.json").read_text().replace(FORMAT, "cheem_jax-task/99")
+    )
+    with pytest.raises(
+        ValueError, match="does not fit .the format in its task.json is 'cheem_jax-task/99'"
+    ):
         load_task(whole)
 
 
-def test_a_corrupted_task_among_unreadable_ones_is_lost_and_the_others_answer(tmp_path, monkeypatch):
+def test_a_corrupted_task_among_unreadable_ones_is_lost_and_the_others_answer(
+    tmp_path, monkeypatch
+):
     directories = [save_memory_task(tmp_path, two_tasks(), index, rank=2) for index in range(2)]
     whole = checkpoint.load_task
 
@@ -324,4 +383,6 @@ def test_a_corrupted_task_among_unreadable_ones_is_lost_and_the_others_answer(tm
 
     monkeypatch.setattr("cheem_jax.cheem.saved_memory.load_task", load)
     usable, lost = open_usable(tmp_path, POOL)
-    assert [task.name for task in usable.tasks] == ["Textures, two"] and "Permission denied" in lost["001-shapes"]
+    assert [task.name for task in usable.tasks] == [
+        "Textures, two"
+    ] and "Permission denied" in lost["001-shapes"]

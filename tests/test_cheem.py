@@ -41,11 +41,17 @@ def learner(config=small.QUICK, stages=None, key=0, base_means=None):
 def leaves_of(memory, index):
     """Every array that task `index` needs."""
     task = memory.tasks[index]
-    experts = [dense_expert(memory.pool[block], e) for block, e in enumerate(task.experts) if e is not None]
-    return [np.array(leaf) for leaf in jax.tree.leaves((experts, task.head, task.means, task.centroids))]
+    experts = [
+        dense_expert(memory.pool[block], e) for block, e in enumerate(task.experts) if e is not None
+    ]
+    return [
+        np.array(leaf) for leaf in jax.tree.leaves((experts, task.head, task.means, task.centroids))
+    ]
 
 
-@pytest.mark.parametrize("placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)]
+)
 def test_learning_a_task_changes_no_byte_of_what_earlier_tasks_need(placement, tmp_path):
     cheem = learner(dataclasses.replace(small.QUICK, placement=placement))
     tasks = small.stream(3).tasks
@@ -53,11 +59,21 @@ def test_learning_a_task_changes_no_byte_of_what_earlier_tasks_need(placement, t
     for index, task in enumerate(tasks):
         report = cheem.learn(task, Undisturbed())
         cheem.save(tmp_path)
-        assert set(report["seconds"]) == {"similarity", "prepare", "supernet", "search", "finetune", "router", "keep"}
+        assert set(report["seconds"]) == {
+            "similarity",
+            "prepare",
+            "supernet",
+            "search",
+            "finetune",
+            "router",
+            "keep",
+        }
         assert report["searched"] == 12
         for earlier in range(index):
             chex.assert_trees_all_equal(kept[earlier], leaves_of(cheem.memory, earlier))
-            np.testing.assert_array_equal(answers[earlier], cheem.predict_given(earlier, tasks[earlier]))
+            np.testing.assert_array_equal(
+                answers[earlier], cheem.predict_given(earlier, tasks[earlier])
+            )
         kept.append(leaves_of(cheem.memory, index))
         answers.append(cheem.predict_given(index, task))
 
@@ -76,11 +92,14 @@ print(json.dumps([cheem.predict_given(i, t).tolist() for i, t in enumerate(small
     assert json.loads(run.stdout.splitlines()[-1]) == [a.tolist() for a in answers]
 
 
-def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_scored_image(monkeypatch):
+def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_scored_image(
+    monkeypatch,
+):
     """At one second per reading of the clock, eight images take one second."""
     clock = itertools.count().__next__
     monkeypatch.setattr(learner_module, "time", SimpleNamespace(perf_counter=clock))
-    config, task = dataclasses.replace(small.QUICK, batch_size=8), small.task("colours", 0)
+    config = dataclasses.replace(small.QUICK, batch_size=8)
+    task = small.task("colours", 0)
     cheem = learner(config)
     trained = 3 * len(task.train.labels) * (config.supernet.epochs + config.finetune.epochs)
     searched = len(task.val.labels) * config.search.population * config.search.generations
@@ -152,7 +171,10 @@ def test_no_task_chooses_an_op_that_was_removed(removed):
         report = cheem.learn(task, Undisturbed())
         assert not {choice.split(":")[0] for choice in report["architecture"]} & set(removed)
         chosen = report["search"]["chosen"]
-        assert report["search"]["correct"][chosen] == report["validation_accuracy"] * report["search"]["num_images"]
+        assert (
+            report["search"]["correct"][chosen]
+            == report["validation_accuracy"] * report["search"]["num_images"]
+        )
 
 
 @pytest.mark.parametrize("removed", [("reuse", "adapt", "new", "skip"), ("new", "new")])
@@ -163,7 +185,8 @@ def test_removing_every_op_or_one_twice_is_refused(removed):
 
 @pytest.mark.full
 def test_inherited_weights_begin_fine_tuning_where_the_supernet_ended():
-    """At a rate of almost nothing, fine-tuning from the supernet's weights ends at their loss, from new ones not."""
+    """At a rate of almost nothing, fine-tuning from the supernet's weights ends at their loss, from
+    new ones not."""
     still = dataclasses.replace(small.QUICK.finetune, learning_rate=1e-9)
     last = {}
     for weights in ("initial", "inherited"):
@@ -171,7 +194,10 @@ def test_inherited_weights_begin_fine_tuning_where_the_supernet_ended():
         report = cheem.learn(small.stream(1).tasks[0], Undisturbed())
         last[weights] = report["finetune_losses"][-1]
         trained = report["supernet_losses"]
-    assert last["inherited"] < trained[0] < last["initial"] + 0.5 and last["inherited"] < last["initial"] - 0.05
+    assert (
+        last["inherited"] < trained[0] < last["initial"] + 0.5
+        and last["inherited"] < last["initial"] - 0.05
+    )
 
 
 @pytest.mark.full
@@ -181,30 +207,38 @@ def test_uniform_sampling_never_asks_the_similarity():
     stages = Stages(small.backbone(), "mlp_down")
     one, other = (learner(config, stages, base_means=m) for m in (means, -means))
     task = small.task("colours", 0)
-    assert one.learn(task, Undisturbed())["architecture"] == other.learn(task, Undisturbed())["architecture"]
+    assert (
+        one.learn(task, Undisturbed())["architecture"]
+        == other.learn(task, Undisturbed())["architecture"]
+    )
 
 
 @pytest.mark.full
 def test_a_recoloured_task_is_more_similar_to_its_original_than_an_unrelated_one():
-    """Planted kin of the demo stream, seen by the bundled backbone: raw cosine of mean class tokens, all blocks."""
+    """Planted kin of the demo stream, seen by the bundled backbone: raw cosine of mean class
+    tokens, all blocks."""
     stream = demo_stream(num_train=64, num_val=16, num_test=16)
     loaded = load_pretrained("vit_micro")
     stages = Stages(build(loaded.config, loaded.params), "mlp_down")
     network = task_network([[block[0].params] for block in stages.base_pool], (0,) * 8)
     means = {
-        task.name: token_means(
-            stages,
-            [network],
-            HostImages(stages, task.train.images),
-            64,
-            batch_size=64,
-            advance=lambda num, note="": None,
-        ).means
+        task.name: (
+            token_means(
+                stages,
+                [network],
+                HostImages(stages, task.train.images),
+                64,
+                batch_size=64,
+                advance=lambda num, note="": None,
+            ).means
+        )
         for task in stream.tasks
     }
     present = np.ones((1, 8), bool)
     similarity = {
-        name: hee.cosines(means["shapes"], mean, present).mean() for name, mean in means.items() if name != "shapes"
+        name: hee.cosines(means["shapes"], mean, present).mean()
+        for name, mean in means.items()
+        if name != "shapes"
     }
     assert max(similarity, key=similarity.get) == "shapes_recoloured"
 
@@ -218,7 +252,9 @@ def test_a_lighter_router_gives_its_own_centroids():
     cheem.learn(task, Undisturbed())
     own.learn(task, Undisturbed())
     assert not np.allclose(cheem.memory.tasks[0].centroids, own.memory.tasks[0].centroids)
-    np.testing.assert_array_equal(cheem.memory.tasks[0].head.weight, own.memory.tasks[0].head.weight)
+    np.testing.assert_array_equal(
+        cheem.memory.tasks[0].head.weight, own.memory.tasks[0].head.weight
+    )
 
 
 def test_a_ridge_head_of_two_classes_answers_like_scikit_learn():
@@ -256,7 +292,11 @@ def test_presets_switch_every_part_on():
         64,
     )
     assert PAPER.search.population * PAPER.search.generations == 1000
-    assert (PAPER.exploration.epsilon, PAPER.search.epsilon, PAPER.search.tolerance) == (0.3, 0.5, 0.02)
+    assert (PAPER.exploration.epsilon, PAPER.search.epsilon, PAPER.search.tolerance) == (
+        0.3,
+        0.5,
+        0.02,
+    )
     assert QUICK.supernet.epochs >= 8 and QUICK.finetune.epochs >= 8
     assert QUICK.search.population * QUICK.search.generations >= 160
     assert set(PRESETS) == {"paper", "quick", "demo", "cheem_plus", "quick_plus"}

@@ -17,10 +17,27 @@ from cheem_jax.engine.choice import EngineConfig, choose, make_executor
 
 SMALL, LARGE = config_of("vit_micro"), config_of("vit_base")
 MEASURED = [
-    {"platform": "gpu", "device": "a card", "name": name, "precision": precision, "flops": flops, "seconds": seconds}
+    {
+        "platform": "gpu",
+        "device": "a card",
+        "name": name,
+        "precision": precision,
+        "flops": flops,
+        "seconds": seconds,
+    }
     for name, precision, flops, seconds in (
-        ("small", "float32", 32 * backbone_flops(SMALL), {"stages": 2.0, "whole": 9.0, "scan": 1.0}),
-        ("large", "float32", 64 * backbone_flops(LARGE), {"stages": 2.0, "whole": 9.0, "scan": 3.0}),
+        (
+            "small",
+            "float32",
+            32 * backbone_flops(SMALL),
+            {"stages": 2.0, "whole": 9.0, "scan": 1.0},
+        ),
+        (
+            "large",
+            "float32",
+            64 * backbone_flops(LARGE),
+            {"stages": 2.0, "whole": 9.0, "scan": 3.0},
+        ),
         ("rounded", "bfloat16", 32 * backbone_flops(LARGE), {"stages": 1.5, "scan": 1.0}),
     )
 ]
@@ -28,7 +45,10 @@ MEASURED = [
 
 def test_auto_takes_the_fastest_of_the_nearest_measurement(monkeypatch):
     monkeypatch.setattr(choice, "measurements", lambda: MEASURED)
-    small_one, large_one = choose(EngineConfig(), SMALL, 16, "gpu"), choose(EngineConfig(), LARGE, 256, "gpu")
+    small_one, large_one = (
+        choose(EngineConfig(), SMALL, 16, "gpu"),
+        choose(EngineConfig(), LARGE, 256, "gpu"),
+    )
     assert small_one == (
         "scan",
         "the fastest when measured with small on a card; a batch here has 0.5 times its FLOPs",
@@ -41,7 +61,10 @@ def test_auto_takes_the_fastest_of_the_nearest_measurement(monkeypatch):
 
 def test_a_measurement_of_this_very_batch_is_reported_as_it_is(monkeypatch):
     monkeypatch.setattr(choice, "measurements", lambda: MEASURED)
-    assert choose(EngineConfig(), SMALL, 32, "gpu")[1] == "the fastest when measured with small on a card"
+    assert (
+        choose(EngineConfig(), SMALL, 32, "gpu")[1]
+        == "the fastest when measured with small on a card"
+    )
 
 
 def test_where_nothing_was_measured_it_says_so(monkeypatch):
@@ -53,7 +76,9 @@ def test_where_nothing_was_measured_it_says_so(monkeypatch):
         (dataclasses.replace(SMALL, precision="bfloat16"), 16, "cpu", "stages"),
     ):
         taken, reason = choose(EngineConfig(), config, batch_size, platform)
-        assert taken == name and f"nothing was measured on {platform} in {config.precision}" in reason
+        assert (
+            taken == name and f"nothing was measured on {platform} in {config.precision}" in reason
+        )
 
 
 def test_a_measurement_in_another_precision_is_none(monkeypatch):
@@ -67,7 +92,9 @@ def test_a_measurement_in_another_precision_is_none(monkeypatch):
 
 @pytest.mark.parametrize("name", ["stages", "whole", "scan"])
 def test_the_users_choice_stands(name):
-    executor = make_executor(small.backbone(), "mlp_down", EngineConfig(name, memory_gb=0.25), batch_size=4)
+    executor = make_executor(
+        small.backbone(), "mlp_down", EngineConfig(name, memory_gb=0.25), batch_size=4
+    )
     assert executor.name == executor.counters()["executor"] == name
     assert executor.budget == 2**28
     assert choose(EngineConfig(name), SMALL, 16) == (name, "as set")
@@ -75,7 +102,9 @@ def test_the_users_choice_stands(name):
 
 def test_what_was_measured_names_executors_that_exist():
     for entry in choice.measurements():
-        assert {"stages"} <= set(entry["seconds"]) <= set(get_args(choice.Name)) and entry["flops"] > 0
+        assert {"stages"} <= set(entry["seconds"]) <= set(get_args(choice.Name)) and entry[
+            "flops"
+        ] > 0
         assert entry["precision"] in get_args(Precision)
         assert min(entry["seconds"].values()) > 0
 
@@ -83,7 +112,10 @@ def test_what_was_measured_names_executors_that_exist():
 def test_memory_for_less_than_a_batch_is_refused_and_none_is_not():
     with pytest.raises(ValueError, match="one batch of 64 images"):
         make_executor(small.backbone(), "mlp_down", EngineConfig(memory_gb=1e-6), batch_size=64)
-    assert make_executor(small.backbone(), "mlp_down", EngineConfig(memory_gb=0), batch_size=64).budget == 0
+    assert (
+        make_executor(small.backbone(), "mlp_down", EngineConfig(memory_gb=0), batch_size=64).budget
+        == 0
+    )
 
 
 @pytest.mark.parametrize("field", ["programs", "steps_per_call"])

@@ -72,7 +72,14 @@ def stream(tmp_path):
 )
 def test_a_mistyped_value_is_named_with_the_way_out(capsys, stream, tmp_path, arguments, said):
     code, error = error_of(
-        capsys, "--backbone", "vit_micro", "--stream", str(stream), "--run-dir", str(tmp_path / "run"), *arguments
+        capsys,
+        "--backbone",
+        "vit_micro",
+        "--stream",
+        str(stream),
+        "--run-dir",
+        str(tmp_path / "run"),
+        *arguments,
     )
     assert code == 2 and error.startswith("error: ") and error.count("\n") == 1
     assert said in error
@@ -87,9 +94,13 @@ def test_a_stream_that_is_not_there_is_named(capsys, tmp_path):
 def test_without_prepared_data_every_missing_task_is_told_with_its_command(capsys, tmp_path):
     code, error = error_of(capsys, "--backbone", "vit_micro", "--data-dir", str(tmp_path / "EMPTY"))
     first, *lines = error.splitlines()
-    assert code == 2 and first.startswith(f"error: 11 of 11 tasks of 'mtil' are not prepared in {tmp_path}")
+    assert code == 2 and first.startswith(
+        f"error: 11 of 11 tasks of 'mtil' are not prepared in {tmp_path}"
+    )
     assert [line.split(":")[0].strip() for line in lines] == list(order_of("mtil"))
-    assert all(f"cheem data prepare {line.split(':')[0].strip()} --data-dir" in line for line in lines)
+    assert all(
+        f"cheem data prepare {line.split(':')[0].strip()} --data-dir" in line for line in lines
+    )
     assert "--stream FOLDER" in first
     assert "cars_train.tgz" in error and not (tmp_path / "EMPTY").exists()
 
@@ -107,18 +118,34 @@ def test_a_broken_image_is_named_and_nothing_is_begun(capsys, stream, tmp_path):
     file = stream / "fish" / "train" / "class1" / "2.png"
     file.write_bytes(file.read_bytes()[:60])
     code, error = error_of(
-        capsys, "--backbone", "vit_micro", "--stream", str(stream), "--run-dir", str(tmp_path / "run")
+        capsys,
+        "--backbone",
+        "vit_micro",
+        "--stream",
+        str(stream),
+        "--run-dir",
+        str(tmp_path / "run"),
     )
     assert code == 2 and "2.png" in error and not (tmp_path / "run").exists()
 
 
 def test_a_preset_that_changes_cheem_alone_says_so_of_another_method(capsys, tmp_path):
-    given = ("--backbone", "vit_micro", "--data-dir", str(tmp_path), "--preset", "quick_plus", "--method")
+    given = (
+        "--backbone",
+        "vit_micro",
+        "--data-dir",
+        str(tmp_path),
+        "--preset",
+        "quick_plus",
+        "--method",
+    )
     for method, says in (("frozen_linear", True), ("cheem", False)):
         with pytest.raises(SystemExit):
             run_command(mtil.main, mtil.read_arguments([*given, method]))
         said = capsys.readouterr().out
-        assert ("preset quick_plus changes CHEEM alone; the settings are those of quick\n" in said) == says
+        assert (
+            "preset quick_plus changes CHEEM alone; the settings are those of quick\n" in said
+        ) == says
 
 
 def test_help_is_a_command_too(capsys, monkeypatch):
@@ -132,20 +159,31 @@ def test_help_is_a_command_too(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_takes_nothing_is_reported_with_path_room_and_way_out(capsys, monkeypatch, tmp_path, number):
+def test_a_disk_that_takes_nothing_is_reported_with_path_room_and_way_out(
+    capsys, monkeypatch, tmp_path, number
+):
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", refuse)
     for command, said in (
-        (lambda _: write_atomically(tmp_path / "a.json", 3000 * "x"), f"{tmp_path / 'a.json'} cannot be written: "),
+        (
+            lambda _: write_atomically(tmp_path / "a.json", 3000 * "x"),
+            f"{tmp_path / 'a.json'} cannot be written: ",
+        ),
         (lambda _: refuse(), f"{tmp_path} cannot be written: "),
     ):
         with pytest.raises(SystemExit) as stop:
             run_command(command, None, tmp_path, computes=False)
         error = capsys.readouterr().err
-        assert stop.value.code == 2 and error.startswith(f"error: {said}") and "choose a folder" in error
-        assert os.strerror(number) in error and ("2.9 kB are to be written" in error) == ("a.json" in said)
+        assert (
+            stop.value.code == 2
+            and error.startswith(f"error: {said}")
+            and "choose a folder" in error
+        )
+        assert os.strerror(number) in error and ("2.9 kB are to be written" in error) == (
+            "a.json" in said
+        )
 
 
 def test_an_unknown_command_is_named(capsys, monkeypatch):
@@ -153,10 +191,15 @@ def test_an_unknown_command_is_named(capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         cli_main()
     assert stop.value.code == 2
-    assert "unknown command 'demmo'; nearest: demo; expected one of: learn, predict, " in capsys.readouterr().err
+    assert (
+        "unknown command 'demmo'; nearest: demo; expected one of: learn, predict, "
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("option", [["--presett", "quick"], ["--preset", "fast"], ["--seed", "one"]])
+@pytest.mark.parametrize(
+    "option", [["--presett", "quick"], ["--preset", "fast"], ["--seed", "one"]]
+)
 def test_an_unknown_option_or_value_ends_with_status_2(capsys, option):
     with pytest.raises(SystemExit) as stop:
         mtil.read_arguments(option)
@@ -203,7 +246,11 @@ def test_the_preset_decides_the_defaults_and_options_change_them():
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")]
+    "error",
+    [
+        MemoryError(),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
+    ],
 )
 def test_out_of_memory_names_what_to_change(capsys, error):
     def command(settings):
@@ -216,10 +263,13 @@ def test_out_of_memory_names_what_to_change(capsys, error):
     assert "out of memory" in said and "batch size" in said and "memory_gb" in said
 
 
-def test_a_cache_of_programs_that_cannot_be_written_is_no_reason_to_stop(capsys, monkeypatch, tmp_path):
+def test_a_cache_of_programs_that_cannot_be_written_is_no_reason_to_stop(
+    capsys, monkeypatch, tmp_path
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    before, done = jax.config.jax_compilation_cache_dir, []
+    before = jax.config.jax_compilation_cache_dir
+    done = []
     try:
         jax.config.update("jax_compilation_cache_dir", None)
         run_command(done.append, "settings")
@@ -246,11 +296,15 @@ def test_help_lists_all_commands_under_their_headings(capsys):
     headings = [line[:-1] for line in shown.splitlines() if line.endswith(":")]
     assert headings == list(GROUPS)
     _, below, _ = cheem(capsys, "data")
-    assert [name for name in names if f"  {name} " in below] == [name for name in names if name.startswith("data ")]
+    assert [name for name in names if f"  {name} " in below] == [
+        name for name in names if name.startswith("data ")
+    ]
 
 
 @pytest.mark.parametrize("width", [60, 100])
-def test_help_fits_the_terminal_and_shows_advanced_options_only_where_asked(capsys, monkeypatch, width):
+def test_help_fits_the_terminal_and_shows_advanced_options_only_where_asked(
+    capsys, monkeypatch, width
+):
     monkeypatch.setenv("COLUMNS", str(width))
     for words in ([], ["learn"], ["predict"], ["info"]):
         status, shown, _ = cheem(capsys, *words, "--help")
@@ -258,8 +312,13 @@ def test_help_fits_the_terminal_and_shows_advanced_options_only_where_asked(caps
         assert "None" not in shown and "False" not in shown and "(default: )" not in shown
     shown, everything = (cheem(capsys, "learn", option)[1] for option in ("--help", "--help-all"))
     assert "--engine" not in shown and shown.endswith("`--help-all` also shows advanced options.\n")
-    assert "--engine.executor {auto,stages,whole,scan}" in everything and "--help-all" not in everything
-    assert "usage: cheem learn [-h] [OPTIONS] MEMORY DATA\n" in shown and "  --backbone TEXT" in shown
+    assert (
+        "--engine.executor {auto,stages,whole,scan}" in everything
+        and "--help-all" not in everything
+    )
+    assert (
+        "usage: cheem learn [-h] [OPTIONS] MEMORY DATA\n" in shown and "  --backbone TEXT" in shown
+    )
     learned = main.parse(Learn, ["pets", "dogs", "--engine.executor", "scan", "--no-keep-base"])
     assert learned.engine.executor == "scan"  # options that are not shown are taken all the same
 
@@ -269,22 +328,25 @@ def test_the_version_is_told(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "nearest"), [(["predct"], "predict"), (["lst"], "data list"), (["data", "prepar"], "data prepare")]
+    ("words", "nearest"),
+    [(["predct"], "predict"), (["lst"], "data list"), (["data", "prepar"], "data prepare")],
 )
 def test_an_unknown_command_is_answered_with_the_nearest(capsys, words, nearest):
     status, _, error = cheem(capsys, *words)
-    assert status == 2 and f"nearest: {nearest}; expected one of" in error and error.count("\n") == 1
+    assert (
+        status == 2 and f"nearest: {nearest}; expected one of" in error and error.count("\n") == 1
+    )
     assert "nearest" not in cheem(capsys, "xyzzy")[2]
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["demmo"], ["doctor", "--json", "--timeout", "0.01"]])
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["--version"], ["demmo"], ["doctor", "--json", "--timeout", "0.01"]]
+)
 def test_what_computes_nothing_imports_neither_jax_nor_the_commands_that_need_it(words):
     program = (
-        f"import sys; sys.argv = {['cheem', *words]}\n"
-        "from cheem_jax.cli.main import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "print([name for name in ('jax', 'jaxlib', 'flax', 'orbax', 'optax', 'numpy') if name in sys.modules])"
+        f"import sys; sys.argv = {['cheem', *words]}\nfrom cheem_jax.cli.main import main\ntry:"
+        " main()\nexcept SystemExit: pass\nprint([name for name in ('jax', 'jaxlib', 'flax',"
+        " 'orbax', 'optax', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr
@@ -306,14 +368,22 @@ def test_a_missing_package_is_one_line_and_a_fault_of_our_own_is_not_hidden(caps
         return command
 
     with pytest.raises(SystemExit) as stop:
-        run_command(needs(ImportError("this needs x:\n`pip install 'cheem_jax[serve]'`")), None, computes=False)
+        run_command(
+            needs(ImportError("this needs x:\n`pip install 'cheem_jax[serve]'`")),
+            None,
+            computes=False,
+        )
     assert stop.value.code == 2
     assert capsys.readouterr().err == "error: this needs x: `pip install 'cheem_jax[serve]'`\n"
     with pytest.raises(SystemExit):
-        run_command(needs(ModuleNotFoundError("No module named 'flax'", name="flax")), None, computes=False)
+        run_command(
+            needs(ModuleNotFoundError("No module named 'flax'", name="flax")), None, computes=False
+        )
     assert capsys.readouterr().err.startswith("error: No module named 'flax'; `cheem doctor` tells")
     with pytest.raises(ImportError):
-        run_command(needs(ImportError("no such name", name="cheem_jax.core.ops")), None, computes=False)
+        run_command(
+            needs(ImportError("no such name", name="cheem_jax.core.ops")), None, computes=False
+        )
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
@@ -329,7 +399,9 @@ def test_output_that_is_closed_from_the_start_is_no_failure(closed, tmp_path):
     assert kept.read_text() == ""
 
 
-@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unable to initialize backend 'tpu'")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [AssertionError(), RuntimeError("Unable to initialize backend 'tpu'")], ids=repr
+)
 def test_a_platform_that_is_not_there_is_told_in_a_line(monkeypatch, capsys, error):
     def fails(*_):
         raise error
@@ -344,8 +416,14 @@ def test_a_platform_that_is_not_there_is_told_in_a_line(monkeypatch, capsys, err
     with pytest.raises(SystemExit) as end:
         run_command(fails, None, computes=False)
     shown = capsys.readouterr().err
-    assert end.value.code == 2 and shown.startswith("error: JAX has no device for JAX_PLATFORMS=tpu")
-    assert "set JAX_PLATFORMS=cpu, or unset it" in shown and shown.count("\n") == 1 and str(error) in shown
+    assert end.value.code == 2 and shown.startswith(
+        "error: JAX has no device for JAX_PLATFORMS=tpu"
+    )
+    assert (
+        "set JAX_PLATFORMS=cpu, or unset it" in shown
+        and shown.count("\n") == 1
+        and str(error) in shown
+    )
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():
@@ -356,7 +434,11 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
         "run_command(command, None, computes=False)"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
@@ -379,16 +461,29 @@ def test_bash_completes_commands_options_values_and_files(capsys, tmp_path):
     script = tmp_path / "cheem"
     script.write_text(capsys.readouterr().out)
     assert script.read_text().startswith("# cheem completion bash > ")
-    asked = [["", "cheem"], ["da", "cheem"], ["", "cheem", "data"], ["--or", "cheem", "data", "show"]]
-    asked += [["stag", "cheem", "demo", "--engine.executor"], ["runs/d", "cheem", "report"], ["", "cheem", "report"]]
+    asked = [
+        ["", "cheem"],
+        ["da", "cheem"],
+        ["", "cheem", "data"],
+        ["--or", "cheem", "data", "show"],
+    ]
+    asked += [
+        ["stag", "cheem", "demo", "--engine.executor"],
+        ["runs/d", "cheem", "report"],
+        ["", "cheem", "report"],
+    ]
     lines = ["complete -p cheem"]
     for word, *before in asked:
         words = " ".join(f"'{text}'" for text in [*before, word])
         lines.append(
-            f"COMP_WORDS=({words}); COMP_CWORD={len(before)}; _cheem cheem '{word}'; echo \"${{COMPREPLY[*]}}\""
+            f"COMP_WORDS=({words}); COMP_CWORD={len(before)}; _cheem cheem '{word}'; echo"
+            ' "${COMPREPLY[*]}"'
         )
     done = subprocess.run(
-        ["bash", "-c", f"source {script}\n" + "\n".join(lines)], capture_output=True, text=True, check=True
+        ["bash", "-c", f"source {script}\n" + "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     registered, *answers = done.stdout.splitlines()
     assert registered == "complete -o default -F _cheem cheem"
@@ -404,4 +499,6 @@ def test_other_shells_complete_the_same(capsys, shell, place):
     printed = capsys.readouterr().out
     assert printed.splitlines()[place].startswith(f"# cheem completion {shell} > ")
     assert all(word in printed for word in ("tensorboard", "verify", "--upper-bound"))
-    assert shell != "zsh" or (printed.startswith("#compdef cheem\n") and printed.endswith(" || _files\n"))
+    assert shell != "zsh" or (
+        printed.startswith("#compdef cheem\n") and printed.endswith(" || _files\n")
+    )

@@ -10,7 +10,13 @@ from sklearn.linear_model import Ridge
 
 from cheem_jax.backbone.params import build
 from cheem_jax.cheem import closed_form
-from cheem_jax.cheem.closed_form import HEAD_PENALTIES, PENALTIES, closed_form_score, fit_head, ridge_head
+from cheem_jax.cheem.closed_form import (
+    HEAD_PENALTIES,
+    PENALTIES,
+    closed_form_score,
+    fit_head,
+    ridge_head,
+)
 from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.supernet import Supernet
@@ -34,9 +40,12 @@ def images(num: int, width: int, labels: np.ndarray, seed: int = 0) -> np.ndarra
 
 
 def brute_force(features: np.ndarray, labels: np.ndarray, num_classes: int) -> tuple[int, float]:
-    """The most right answers over the penalties, each image answered by scikit-learn's ridge without it."""
+    """The most right answers over the penalties, each image answered by scikit-learn's ridge
+    without it."""
     x = (features - features.mean(0)) / np.where(features.std(0) > 1e-6, features.std(0), np.inf)
-    y, num, right = np.eye(num_classes)[labels], len(labels), {}
+    y = np.eye(num_classes)[labels]
+    num = len(labels)
+    right = {}
     for penalty in sorted(PENALTIES, reverse=True):
         right[penalty] = 0
         for out in range(num):
@@ -58,15 +67,22 @@ SETS = {
 
 @pytest.mark.parametrize("labels", SETS.values(), ids=SETS.keys())
 def test_the_ridge_head_is_that_of_the_least_squared_error_without_each_image(labels):
-    features, num_classes, num = images(len(labels), 12, labels), int(labels.max()) + 1, len(labels)
-    x, y, errors = (features - features.mean(0)) / features.std(0), np.eye(num_classes)[labels], {}
+    features = images(len(labels), 12, labels)
+    num_classes = int(labels.max()) + 1
+    num = len(labels)
+    x = (features - features.mean(0)) / features.std(0)
+    y = np.eye(num_classes)[labels]
+    errors = {}
     for penalty in HEAD_PENALTIES:
         left = [np.arange(num) != out for out in range(num)]
-        alone = [Ridge(alpha=penalty * num).fit(x[kept], y[kept]).predict(x[~kept])[0] for kept in left]
+        alone = [
+            Ridge(alpha=penalty * num).fit(x[kept], y[kept]).predict(x[~kept])[0] for kept in left
+        ]
         errors[penalty] = np.square(np.array(alone) - y).sum()
     head, penalty = ridge_head(features, labels, num_classes)
     assert penalty == pytest.approx(min(errors, key=errors.__getitem__))
-    logits, wanted = logits_of(features, head), Ridge(alpha=penalty * num).fit(x, y).predict(x)
+    logits = logits_of(features, head)
+    wanted = Ridge(alpha=penalty * num).fit(x, y).predict(x)
     scale = np.std(logits) / np.std(wanted)
     np.testing.assert_allclose(logits, scale * wanted, rtol=1e-3, atol=1e-3 * scale)
     assert 4 <= scale <= 100, "the scale of logits, not that of targets 0 and 1"
@@ -74,8 +90,11 @@ def test_the_ridge_head_is_that_of_the_least_squared_error_without_each_image(la
 
 @pytest.mark.parametrize("labels", SETS.values(), ids=SETS.keys())
 def test_leave_one_out_is_that_of_heads_fitted_without_each_image(labels):
-    features, num_classes = images(len(labels), 12, labels), int(labels.max()) + 1
-    fit = fit_head(features, labels, np.ones(len(labels), bool), num_classes, num_outputs=num_classes)
+    features = images(len(labels), 12, labels)
+    num_classes = int(labels.max()) + 1
+    fit = fit_head(
+        features, labels, np.ones(len(labels), bool), num_classes, num_outputs=num_classes
+    )
     expected, penalty = brute_force(features, labels, num_classes)
     assert int(fit.left_out) == expected and int(fit.held_out) == 0
     np.testing.assert_allclose(fit.penalty, penalty, rtol=1e-6)
@@ -83,22 +102,30 @@ def test_leave_one_out_is_that_of_heads_fitted_without_each_image(labels):
 
 def test_images_that_are_not_fitted_are_answered_by_the_head_of_the_others():
     labels = np.arange(60) % 3
-    features, fitted = images(60, 8, labels), np.arange(60) < 40
+    features = images(60, 8, labels)
+    fitted = np.arange(60) < 40
     fit = fit_head(features, labels, fitted, 3, num_outputs=3)
-    mean, deviation = features[:40].mean(0), features[:40].std(0)
-    head = Ridge(alpha=40 * float(fit.penalty)).fit((features[:40] - mean) / deviation, np.eye(3)[labels[:40]])
+    mean = features[:40].mean(0)
+    deviation = features[:40].std(0)
+    head = Ridge(alpha=40 * float(fit.penalty)).fit(
+        (features[:40] - mean) / deviation, np.eye(3)[labels[:40]]
+    )
     answers = head.predict((features[40:] - mean) / deviation).argmax(1)
     assert int(fit.held_out) == (answers == labels[40:]).sum() > 10
 
 
 def test_padding_of_images_and_classes_changes_nothing():
     labels = np.arange(50) % 5
-    features, fitted = images(50, 8, labels), np.arange(50) < 40
+    features = images(50, 8, labels)
+    fitted = np.arange(50) < 40
     fit = fit_head(features, labels, fitted, 5, num_outputs=5)
     padded = fit_head(
-        np.pad(features, ((0, 14), (0, 0))), np.pad(labels, (0, 14), constant_values=-1), np.pad(fitted, (0, 14)), 5,
+        np.pad(features, ((0, 14), (0, 0))),
+        np.pad(labels, (0, 14), constant_values=-1),
+        np.pad(fitted, (0, 14)),
+        5,
         num_outputs=8,
-    )  # fmt: skip
+    )
     assert [int(n) for n in padded[:2]] == [int(n) for n in fit[:2]]
 
 
@@ -113,7 +140,9 @@ def test_features_that_never_change_or_are_no_numbers_say_nothing():
     assert int(fit_head(features, labels, np.ones(30, bool), 3, num_outputs=4).left_out) == 0
 
 
-GENOMES = np.array([[0, 0, 0, 0], [2, 0, 3, 0], [1, 2, 3, 0], [2, 2, 2, 2], [0, 0, 3, 3], [3, 3, 3, 3]])
+GENOMES = np.array(
+    [[0, 0, 0, 0], [2, 0, 3, 0], [1, 2, 3, 0], [2, 2, 2, 2], [0, 0, 3, 3], [3, 3, 3, 3]]
+)
 EASY = small.task("colours", 0, num=40)
 # many labels are wrong, so that no head answers all images
 WRONG = np.where(np.arange(40) % 5 < 2, 1, EASY.train.labels).astype(np.int32)
@@ -121,18 +150,27 @@ TASK = dataclasses.replace(EASY, train=dataclasses.replace(EASY.train, labels=WR
 
 
 def scored(executor, genomes=GENOMES):
-    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), len(TASK.classes), OpSettings(rank=2))
+    supernet = Supernet(
+        jax.random.key(1), dense_experts(executor.base_pool), len(TASK.classes), OpSettings(rank=2)
+    )
     score = closed_form_score(
-        executor, supernet, supernet.init(), train=HostImages(executor, TASK.train.images),
-        train_labels=TASK.train.labels, val=HostImages(executor, TASK.val.images), val_labels=TASK.val.labels,
+        executor,
+        supernet,
+        supernet.init(),
+        train=HostImages(executor, TASK.train.images),
+        train_labels=TASK.train.labels,
+        val=HostImages(executor, TASK.val.images),
+        val_labels=TASK.val.labels,
         batch_size=16,
-    )  # fmt: skip
+    )
     return supernet, score(genomes)
 
 
 def executor_of(name, precision="float32"):
     vit = build(dataclasses.replace(small.CONFIG, precision=precision), small.pretrained().params)
-    return make_executor(vit, "mlp_down", EngineConfig(executor=name, precision=precision), batch_size=16)
+    return make_executor(
+        vit, "mlp_down", EngineConfig(executor=name, precision=precision), batch_size=16
+    )
 
 
 def test_each_candidate_is_scored_on_the_features_of_its_own_network():
@@ -142,7 +180,13 @@ def test_each_candidate_is_scored_on_the_features_of_its_own_network():
     for codes, found in zip(GENOMES, right, strict=True):
         network = dense_network(supernet, supernet.init(), codes, {})
         features = [
-            network_features(executor, [network], HostImages(executor, split.images), len(split.labels), batch_size=16)
+            network_features(
+                executor,
+                [network],
+                HostImages(executor, split.images),
+                len(split.labels),
+                batch_size=16,
+            )
             for split in (TASK.train, TASK.val)
         ]
         alone = np.concatenate(features, axis=1)[0]
@@ -161,10 +205,14 @@ def test_candidates_in_parts_score_as_all_at_once(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name, precision, apart", [("whole", "float32", 1), ("scan", "float32", 1), ("stages", "bfloat16", 3)]
+    "name, precision, apart",
+    [("whole", "float32", 1), ("scan", "float32", 1), ("stages", "bfloat16", 3)],
 )
-def test_every_executor_and_precision_gives_the_same_scores_but_for_rounding(name, precision, apart):
-    found, expected = scored(executor_of(name, precision))[1], scored(executor_of("stages"))[1]
+def test_every_executor_and_precision_gives_the_same_scores_but_for_rounding(
+    name, precision, apart
+):
+    found = scored(executor_of(name, precision))[1]
+    expected = scored(executor_of("stages"))[1]
     np.testing.assert_allclose(found, expected, atol=apart)
 
 
@@ -180,10 +228,16 @@ def test_more_candidates_compile_nothing(compilations):
 def test_the_report_says_what_the_search_ranked_by():
     config = dataclasses.replace(small.QUICK, score="closed_form", score_images=24)
     stages = executor_of("stages")
-    report = Cheem(stages, config, Keys(0), None, FrozenFeatures(stages, 16)).learn(TASK, Undisturbed())
+    report = Cheem(stages, config, Keys(0), None, FrozenFeatures(stages, 16)).learn(
+        TASK, Undisturbed()
+    )
     search = report["search"]
     assert search["score"] == "closed_form" and search["num_images"] == 24 + len(TASK.val.labels)
-    assert report["score"] == search["correct"][search["chosen"]] / search["num_images"] <= report["best_score"]
+    assert (
+        report["score"]
+        == search["correct"][search["chosen"]] / search["num_images"]
+        <= report["best_score"]
+    )
     assert "validation_accuracy" not in report
     (chart,) = search_chart(Recorded({}, [report]), 0.02).variants.values()
     assert "ridge head" in str(chart)

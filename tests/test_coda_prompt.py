@@ -1,4 +1,5 @@
-"""CODA-Prompt: rows of a task's own, orthogonal at the start and untouched afterwards; weights without a softmax."""
+"""CODA-Prompt: rows of a task's own, orthogonal at the start and untouched afterwards; weights
+without a softmax."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -13,13 +14,23 @@ from baselines import check_method, fresh, learner
 
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.flops import backbone_flops
-from cheem_jax.baselines.coda_prompt import CodaPrompt, CodaPromptConfig, component_weights, departure
+from cheem_jax.baselines.coda_prompt import (
+    CodaPrompt,
+    CodaPromptConfig,
+    component_weights,
+    departure,
+)
 from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.keys import Phase
 from cheem_jax.run.method import Undisturbed
 
 CONFIG = CodaPromptConfig(
-    pool=7, length=4, layers=(0, 2), orthogonality=0.1, fit=FitConfig(2, 1e-2, "epoch_cosine"), batch_size=16
+    pool=7,
+    length=4,
+    layers=(0, 2),
+    orthogonality=0.1,
+    fit=FitConfig(2, 1e-2, "epoch_cosine"),
+    batch_size=16,
 )
 
 
@@ -32,7 +43,9 @@ def begun():
 def test_coda_prompt_learns_saves_opens_and_answers_per_image(tmp_path):
     coda: Any = check_method(learner(CodaPrompt, CONFIG, num_tasks=4), tmp_path)
     # what was divided among four tasks means something else among two
-    with pytest.raises(ValueError, match="divided among 4 tasks, not 2; open it with the number of tasks"):
+    with pytest.raises(
+        ValueError, match="divided among 4 tasks, not 2; open it with the number of tasks"
+    ):
         learner(CodaPrompt, CONFIG, num_tasks=2).open(tmp_path / "one")
     assert coda.check([]) == ["each of 4 tasks gets 1 of 7 components; 3 stay unused"]
 
@@ -41,7 +54,8 @@ def test_coda_prompt_learns_saves_opens_and_answers_per_image(tmp_path):
 def test_earlier_rows_and_head_columns_keep_their_bytes_and_later_rows_stay_empty(begun):
     coda: Any = fresh(begun)
     reports = [coda.learn(small.task("first", 0), Undisturbed())]
-    before, head = jax.tree.map(np.array, coda.known.prompts), np.array(coda.known.head.weight[:, :3])
+    before = jax.tree.map(np.array, coda.known.prompts)
+    head = np.array(coda.known.head.weight[:, :3])
     started = coda.begin_task(coda.keys.at(1, Phase.METHOD_INIT, 0), coda.known.prompts, 1)
     reports.append(coda.learn(small.task("second", 1, num_classes=4), Undisturbed()))
     for name, values in coda.known.prompts.items():
@@ -55,13 +69,16 @@ def test_earlier_rows_and_head_columns_keep_their_bytes_and_later_rows_stay_empt
 
 
 def test_each_task_starts_orthonormal_to_all_rows_before():
-    coda, prompts = learner(CodaPrompt, dataclasses.replace(CONFIG, pool=12), num_tasks=4), {}
+    coda = learner(CodaPrompt, dataclasses.replace(CONFIG, pool=12), num_tasks=4)
+    prompts = {}
     for index in range(4):
         prompts = coda.begin_task(jax.random.key(index), prompts, index)
         seen = 3 * (index + 1)
         for values in prompts.values():
             rows = np.asarray(values).reshape(2, 12, -1)[:, :seen]
-            np.testing.assert_allclose(rows @ rows.swapaxes(1, 2), np.tile(np.eye(seen), (2, 1, 1)), atol=1e-5)
+            np.testing.assert_allclose(
+                rows @ rows.swapaxes(1, 2), np.tile(np.eye(seen), (2, 1, 1)), atol=1e-5
+            )
 
 
 @pytest.mark.full
@@ -82,17 +99,26 @@ def test_eleven_tasks_own_nine_of_a_hundred_components_each():
 
 @pytest.mark.full
 def test_prompts_are_weighted_sums_of_the_rows_so_far_in_numpy(begun):
-    coda, prompts = begun, {}
+    coda = begun
+    prompts = {}
     for index in range(2):
         prompts = coda.begin_task(jax.random.key(index), prompts, index)
     query = np.asarray(jax.random.normal(jax.random.key(5), (3, 16)))
     attached = coda.attach(prompts, jnp.asarray(query), jnp.int32(1), None)
     for place, layer in enumerate((0, 2)):
-        rows, keys, attention = (np.asarray(prompts[n][place]) for n in ("components", "keys", "attention"))
+        rows, keys, attention = (
+            np.asarray(prompts[n][place]) for n in ("components", "keys", "attention")
+        )
         for image in range(3):
             attended = query[image] * attention[:4]
-            cosines = (attended * keys[:4]).sum(1) / np.linalg.norm(attended, axis=1) / np.linalg.norm(keys[:4], axis=1)
-            mixed = np.sum([weight * row for weight, row in zip(cosines, rows[:4], strict=True)], axis=0)
+            cosines = (
+                (attended * keys[:4]).sum(1)
+                / np.linalg.norm(attended, axis=1)
+                / np.linalg.norm(keys[:4], axis=1)
+            )
+            mixed = np.sum(
+                [weight * row for weight, row in zip(cosines, rows[:4], strict=True)], axis=0
+            )
             np.testing.assert_allclose(attached.prefixes[layer].keys[image], mixed[:2], atol=1e-5)
             np.testing.assert_allclose(attached.prefixes[layer].values[image], mixed[2:], atol=1e-5)
     # a task of which nothing is known yet takes no part
@@ -103,18 +129,23 @@ def test_prompts_are_weighted_sums_of_the_rows_so_far_in_numpy(begun):
 @pytest.mark.full
 def test_the_weight_of_an_empty_row_is_zero_with_a_finite_gradient():
     empty = jnp.zeros((2, 16))
-    weights, grads = jax.value_and_grad(lambda a, k: component_weights(jnp.ones((3, 16)), a, k).sum(), (0, 1))(
-        empty, empty
-    )
+    weights, grads = jax.value_and_grad(
+        lambda a, k: component_weights(jnp.ones((3, 16)), a, k).sum(), (0, 1)
+    )(empty, empty)
     assert weights == 0 and all(np.isfinite(grad).all() for grad in grads)
 
 
 @pytest.mark.full
-def test_the_orthogonality_loss_is_the_mean_departure_of_the_rows_in_use_and_moves_only_the_tasks_own(begun):
+def test_the_orthogonality_loss_counts_the_rows_in_use_and_moves_only_the_tasks_own(
+    begun,
+):
     rows = np.array([[3.0, 0.0], [1.0, 1.0], [9.0, 9.0]], np.float32)
     # products [[9, 3], [3, 2]] against the identity: (64 + 9 + 9 + 1) / 4
-    assert float(departure(jnp.asarray(rows), jnp.array([True, True, False]))) == pytest.approx(83 / 4)
-    coda, prompts = begun, {}
+    assert float(departure(jnp.asarray(rows), jnp.array([True, True, False]))) == pytest.approx(
+        83 / 4
+    )
+    coda = begun
+    prompts = {}
     for index in range(2):
         prompts = coda.begin_task(jax.random.key(index), prompts, index)
     prompts = jax.tree.map(lambda values: 2.0 * values, prompts)
@@ -126,7 +157,9 @@ def test_the_orthogonality_loss_is_the_mean_departure_of_the_rows_in_use_and_mov
     assert float(loss(prompts)) == pytest.approx(0.1 * 2 * 3 * 9 * 4 / 16, rel=1e-4)
     for grad in jax.grad(loss)(prompts).values():
         moved = np.abs(np.asarray(grad)).reshape(2, 7, -1).max(axis=2) > 0
-        np.testing.assert_array_equal(moved, np.tile([False, False, True, True, False, False, False], (2, 1)))
+        np.testing.assert_array_equal(
+            moved, np.tile([False, False, True, True, False, False, False], (2, 1))
+        )
 
 
 @pytest.mark.parametrize("backbone, paper", [("vit_base", 70.3), ("deit_tiny", 5.0)])
@@ -134,7 +167,9 @@ def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flop
     vit = config_of(backbone)
     coda = SimpleNamespace(config=CodaPromptConfig(), executor=SimpleNamespace(config=vit))
     prefixes = CodaPrompt.added_flops(coda)["attention"]  # pyright: ignore
-    assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(paper, abs=0.05)
+    assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(
+        paper, abs=0.05
+    )
     # the two passes alone are 70.25 and 5.014: the row cannot tell prefixes from none
     assert prefixes == 4 * 197 * 4 * vit.width * 5
 
@@ -148,7 +183,9 @@ def test_impossible_settings_are_refused():
         dataclasses.replace(CONFIG, orthogonality=-1.0)
     with pytest.raises(ValueError, match=r"layers \(0, 4\) are invalid"):
         learner(CodaPrompt, dataclasses.replace(CONFIG, layers=(0, 4)))
-    with pytest.raises(ValueError, match="7 components cannot be divided among 8 tasks; set pool to at least 8"):
+    with pytest.raises(
+        ValueError, match="7 components cannot be divided among 8 tasks; set pool to at least 8"
+    ):
         learner(CodaPrompt, CONFIG, num_tasks=8).check(small.stream(2).tasks)
     with pytest.raises(ValueError, match="divided among 2 tasks and has none left for task 3"):
         learner(CodaPrompt, CONFIG, num_tasks=2).check(small.stream(3).tasks)

@@ -49,20 +49,34 @@ def test_list_tells_state_size_licence_and_the_way_to_each_task(cheem, tmp_path)
     status, out, _ = cheem("data", "list", "--data-dir", tmp_path)
     assert status == 0 and "0 of 17 ready" in out
     status, out, _ = cheem("data", "list", "gtsrb,mtil,mnist", "--json", "--data-dir", tmp_path)
-    assert status == 0 and [task["task"] for task in json.loads(out)["tasks"]][:2] == ["gtsrb", "aircraft"]
+    assert status == 0 and [task["task"] for task in json.loads(out)["tasks"]][:2] == [
+        "gtsrb",
+        "aircraft",
+    ]
     assert len(json.loads(out)["tasks"]) == 12
     status, out, _ = cheem("data", "list", "mtil", "--json", "--data-dir", tmp_path)
     tasks = {task["task"]: task for task in json.loads(out)["tasks"]}
-    assert status == 0 and len(tasks) == 11 and tasks["mnist"]["images"] == {"train": 54000, "val": 6000, "test": 10000}
-    assert tasks["dtd"]["benchmarks"] == ["mtil", "vdd"] and tasks["dtd"]["licence"] == "research only"
-    assert all(task["state"] == "missing" and "cheem data prepare" in task["advice"] for task in tasks.values())
+    assert (
+        status == 0
+        and len(tasks) == 11
+        and tasks["mnist"]["images"] == {"train": 54000, "val": 6000, "test": 10000}
+    )
+    assert (
+        tasks["dtd"]["benchmarks"] == ["mtil", "vdd"] and tasks["dtd"]["licence"] == "research only"
+    )
+    assert all(
+        task["state"] == "missing" and "cheem data prepare" in task["advice"]
+        for task in tasks.values()
+    )
 
 
 def test_verify_and_show_turn_photos_upright(cheem, tmp_path):
     for label in ("cat", "dog"):
         (tmp_path / "pets" / label).mkdir(parents=True)
         for number in range(4):
-            (tmp_path / "pets" / label / f"{number}.png").write_bytes(stored(four_colours(24, 16), 6))
+            (tmp_path / "pets" / label / f"{number}.png").write_bytes(
+                stored(four_colours(24, 16), 6)
+            )
     status, out, _ = cheem("data", "verify", tmp_path / "pets", "--json")
     assert status == 0 and json.loads(out)["tasks"]["pets"]["smallest_image"] == [24, 16]
     sheets = []
@@ -70,7 +84,9 @@ def test_verify_and_show_turn_photos_upright(cheem, tmp_path):
         if name == "upright":
             for file in (tmp_path / "pets").rglob("*.png"):
                 file.write_bytes(stored(four_colours(24, 16), 1))
-        assert cheem("data", "show", tmp_path / "pets", "--output", tmp_path / f"{name}.png")[0] == 0
+        assert (
+            cheem("data", "show", tmp_path / "pets", "--output", tmp_path / f"{name}.png")[0] == 0
+        )
         sheets.append(picture(tmp_path / f"{name}.png"))
     np.testing.assert_array_equal(*sheets)
 
@@ -93,7 +109,9 @@ def test_prepare_verify_and_show_a_task_from_its_archives(cheem, gtsrb, tmp_path
 def test_prepare_goes_on_with_the_others_and_tells_at_the_end_what_is_to_be_done(cheem, gtsrb):
     status, out, err = cheem("data", "prepare", "cars,gtsrb", "--data-dir", gtsrb)
     assert status == 2 and "cars: not ready" in out and "gtsrb: ready" in out
-    assert "cars_train.tgz" in err and err.splitlines()[-1].startswith("error: 1 task(s) could not be prepared: cars")
+    assert "cars_train.tgz" in err and err.splitlines()[-1].startswith(
+        "error: 1 task(s) could not be prepared: cars"
+    )
 
 
 def test_a_damaged_cache_is_found(cheem, gtsrb):
@@ -109,8 +127,12 @@ def test_a_damaged_cache_is_found(cheem, gtsrb):
 
 def test_a_stream_of_ones_own_is_verified_from_its_file(cheem, tmp_path):
     pictures(tmp_path / "pets")
-    rows = [f"pets/{split}/{name}/{row}.png,{name},{split}" for split in ("train", "val", "test")
-            for name in ("cat", "dog") for row in range(6)]  # fmt: skip
+    rows = [
+        f"pets/{split}/{name}/{row}.png,{name},{split}"
+        for split in ("train", "val", "test")
+        for name in ("cat", "dog")
+        for row in range(6)
+    ]
     (tmp_path / "list.csv").write_text("\n".join(["path,label,split", *rows]) + "\n")
     toml = tmp_path / "my_stream.toml"
     toml.write_text('[[task]]\npath = "pets"\n\n[[task]]\nname = "same"\nmanifest = "list.csv"\n')
@@ -127,7 +149,9 @@ def test_a_stream_of_ones_own_is_verified_from_its_file(cheem, tmp_path):
     assert json.loads(out)["tasks"]["pets"]["skipped"] == ["test/dog/3.png"]
 
 
-def test_copies_that_the_cut_separates_are_told_apart_from_those_in_two_given_splits(cheem, tmp_path):
+def test_copies_that_the_cut_separates_are_told_apart_from_those_in_two_given_splits(
+    cheem, tmp_path
+):
     pets = pictures(tmp_path / "pets")
     shutil.rmtree(pets / "val")
     copied = (pets / "train" / "cat" / "0.png").read_bytes()
@@ -137,7 +161,8 @@ def test_copies_that_the_cut_separates_are_told_apart_from_those_in_two_given_sp
     assert status == 0 and "pets: 10 train, 2 val, 12 test (val cut from train); 2 classes" in out
     assert "copies that the cut put into two splits" in out and "copies in two splits" not in out
     assert re.search(
-        r"first train/cat/\d\.png \(cat, train\) and train/cat/\d\.png \(cat, val\)", " ".join(out.split())
+        r"first train/cat/\d\.png \(cat, train\) and train/cat/\d\.png \(cat, val\)",
+        " ".join(out.split()),
     )
     (pets / "test" / "cat" / "0.png").write_bytes(copied)
     out = cheem("data", "verify", pets)[1]
@@ -150,7 +175,10 @@ def test_show_draws_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch
         pictures(tmp_path / "stream" / name)
     status, out, _ = cheem("data", "show", "stream")
     assert status == 0
-    assert sorted(file.name for file in (tmp_path / "stream-sheets").iterdir()) == ["birds.png", "fish.png"]
+    assert sorted(file.name for file in (tmp_path / "stream-sheets").iterdir()) == [
+        "birds.png",
+        "fish.png",
+    ]
     status, out, _ = cheem("data", "show", "--stream", "stream", "--output", "out/all.png")
     figure = picture(tmp_path / "out" / "all.png")
     assert status == 0 and figure.shape[1] > 500 and figure.std() > 5
@@ -168,7 +196,10 @@ def test_show_draws_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch
         (("verify", "tfds:mnist"), "'mnist' is not prepared in"),
         (("show",), "give either the task to show or --stream"),
         (("show", "mnist", "--stream", "mtil"), "give either the task to show or --stream"),
-        (("frobnicate",), "unknown command 'data frobnicate'; expected one of: data list, data prepare"),
+        (
+            ("frobnicate",),
+            "unknown command 'data frobnicate'; expected one of: data list, data prepare",
+        ),
     ],
 )
 def test_wrong_words_are_named(cheem, tmp_path, monkeypatch, words, said):
@@ -181,7 +212,9 @@ def test_wrong_words_are_named(cheem, tmp_path, monkeypatch, words, said):
 
 def test_help_lists_the_commands(cheem):
     status, out, _ = cheem("data", "--help")
-    assert status == 0 and all(name in out for name in ("data list", "data prepare", "data verify", "data show"))
+    assert status == 0 and all(
+        name in out for name in ("data list", "data prepare", "data verify", "data show")
+    )
     status, out, _ = cheem("data", "prepare", "--help")
     assert status == 0 and "--image-size" in out
 
@@ -190,5 +223,7 @@ def test_verify_finds_caches_of_any_size(cheem, tmp_path):
     plan = plan_task(pictures(tmp_path / "pets"))
     for size in (8, 12):
         load_tasks([plan], size, ImagesConfig("cache", tmp_path / "cache"))
-    status, out, _ = cheem("data", "verify", tmp_path / "pets", "--cache-dir", tmp_path / "cache", "--json")
+    status, out, _ = cheem(
+        "data", "verify", tmp_path / "pets", "--cache-dir", tmp_path / "cache", "--json"
+    )
     assert status == 0 and len(json.loads(out)["tasks"]["pets"]["caches"]) == 2

@@ -64,7 +64,16 @@ def photos(tmp_path_factory):
 def made_with(photos):
     """Options of every command that learns into `memory`, as in a loop over folders."""
     bundled = Path(weights.__file__).parent / "bundled" / "vit_micro.safetensors"
-    return ["--backbone", "vit_micro", "--weights", bundled, "--preset", "demo", "--base-data", photos / SECOND]
+    return [
+        "--backbone",
+        "vit_micro",
+        "--weights",
+        bundled,
+        "--preset",
+        "demo",
+        "--base-data",
+        photos / SECOND,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +82,9 @@ def memory(tmp_path_factory, photos, made_with):
     directory = tmp_path_factory.mktemp("memory") / "mine"
     with pytest.MonkeyPatch.context() as patched:
         for words in ([photos / FIRST], [photos / SECOND, "--save-every", "0"]):
-            patched.setattr(sys, "argv", ["cheem", "learn", *map(str, [directory, *words, *made_with])])
+            patched.setattr(
+                sys, "argv", ["cheem", "learn", *map(str, [directory, *words, *made_with])]
+            )
             main()
     return directory
 
@@ -88,13 +99,17 @@ def png(width, height):
     import struct
 
     def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     packer = zlib.compressobj(9)
     row = bytes(1 + width)
     rows = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    )
 
 
 def test_info_tells_what_there_is(capsys, memory):
@@ -102,7 +117,9 @@ def test_info_tells_what_there_is(capsys, memory):
     assert status == 0 and FIRST in out and SECOND in out and "calibrated" in out
     status, out, _ = cheem(capsys, "info", memory, "--json")
     found = json.loads(out)
-    assert [task["name"] for task in found["tasks"]] == [FIRST, SECOND] and found["backbone"] == "vit_micro"
+    assert [task["name"] for task in found["tasks"]] == [FIRST, SECOND] and found[
+        "backbone"
+    ] == "vit_micro"
     assert all(len(task["architecture"]) == 8 and task["bytes"] > 0 for task in found["tasks"])
 
 
@@ -131,7 +148,8 @@ def test_predict_answers_in_three_forms(capsys, memory, photos):
     ],
 )
 def test_strict_options_of_jax_stop_no_answer(capsys, memory, photos, name, strict, instead):
-    image, before = next((photos / FIRST / "test").rglob("*.png")), getattr(jax.config, name)
+    image = next((photos / FIRST / "test").rglob("*.png"))
+    before = getattr(jax.config, name)
     [usual] = json.loads(f"[{cheem(capsys, 'predict', memory, image, '--json')[1]}]")
     try:
         jax.config.update(name, strict)
@@ -141,15 +159,20 @@ def test_strict_options_of_jax_stop_no_answer(capsys, memory, photos, name, stri
         jax.config.update(name, before or "allow" if name == "jax_transfer_guard" else before)
     assert status == 0 and (f"note: {name.upper()}={strict} " in err) == (instead is not None)
     [answer] = json.loads(f"[{out}]")
-    assert answer["class"] == usual["class"] and answer["probability"] == pytest.approx(usual["probability"], abs=1e-4)
+    assert answer["class"] == usual["class"] and answer["probability"] == pytest.approx(
+        usual["probability"], abs=1e-4
+    )
 
 
 @pytest.mark.full
 def test_answers_need_no_compiler(memory, photos):
     image = next((photos / FIRST / "test").rglob("*.png"))
-    # in a process of its own, since uncompiled functions get NumPy's arrays, which the tests' type checks refuse
+    # in a process of its own, since uncompiled functions get NumPy's arrays, which the tests' type
+    # checks refuse
     words = [sys.executable, "-m", "cheem_jax", "predict", memory, image, "--json"]
-    done = subprocess.run(words, env=os.environ | {"JAX_DISABLE_JIT": "1"}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        words, env=os.environ | {"JAX_DISABLE_JIT": "1"}, capture_output=True, text=True, check=True
+    )
     assert json.loads(done.stdout)["task"] in TASKS
 
 
@@ -157,7 +180,11 @@ def test_a_folder_is_answered_and_what_is_left_out_is_counted(capsys, memory, ph
     shutil.copy(next((photos / FIRST / "test").rglob("*.png")), tmp_path / "no_suffix")
     (tmp_path / "video.mp4").write_bytes(b"x")
     status, out, err = cheem(capsys, "predict", memory, tmp_path, "--json")
-    assert status == 0 and len(out.splitlines()) == 1 and f"{tmp_path.name}: 1 file ignored (.mp4)" in err
+    assert (
+        status == 0
+        and len(out.splitlines()) == 1
+        and f"{tmp_path.name}: 1 file ignored (.mp4)" in err
+    )
 
 
 @pytest.mark.full
@@ -173,7 +200,9 @@ def test_a_list_with_missing_and_broken_files_is_answered_as_far_as_it_goes(
     (tmp_path / "cut.png").write_bytes(good.read_bytes()[:-30])
     wrong = ["text.png", "empty.jpg", "huge.png", "cut.png", "nowhere.png"]
     listed = [str(good), *(str(tmp_path / name) for name in wrong), str(tmp_path / "moving.gif")]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(("\n".join(listed) + "\n").encode())))
+    monkeypatch.setattr(
+        sys, "stdin", io.TextIOWrapper(io.BytesIO(("\n".join(listed) + "\n").encode()))
+    )
     status, out, err = cheem(capsys, "predict", memory, "-", "--json")
     lines = {line["file"]: line for line in map(json.loads, out.splitlines())}
     assert status == 1 and "5 of 7 could not be answered" in err and list(lines) == listed
@@ -197,7 +226,9 @@ def test_an_image_may_come_on_standard_input(capsys, memory, photos, monkeypatch
         _, alone, _ = cheem(capsys, "predict", memory, file, "--json")
         assert status == 0 and found == {**json.loads(alone), "file": "-"}
     else:
-        assert status == 1 and found["error"].startswith("not an image file") and err.count("\n") == 1
+        assert (
+            status == 1 and found["error"].startswith("not an image file") and err.count("\n") == 1
+        )
 
 
 @pytest.mark.parametrize("width", [60, 100])
@@ -217,8 +248,15 @@ def test_tables_of_a_memory_fit_the_terminal(capsys, monkeypatch, memory, photos
 
 def test_copies_under_another_name_are_reported_before_and_after_learning(capsys, copied, photos):
     status, out, _ = cheem(capsys, "learn", copied, photos / FIRST, "--name", "same")
-    warning, accuracy = (next(n for n, line in enumerate(out.splitlines()) if w in line) for w in ("warning", "same: "))
-    assert status == 0 and f"warning: same has the same images as {FIRST};" in out and warning < accuracy
+    warning, accuracy = (
+        next(n for n, line in enumerate(out.splitlines()) if w in line)
+        for w in ("warning", "same: ")
+    )
+    assert (
+        status == 0
+        and f"warning: same has the same images as {FIRST};" in out
+        and warning < accuracy
+    )
     assert f"16 test images of same were taken for {FIRST}; are these" in out
 
 
@@ -236,7 +274,9 @@ def test_evaluate_measures_tasks_by_name(capsys, memory, photos):
     scores = json.loads(out)["tasks"]
     assert status == 0 and {score["task"] for score in scores} == {FIRST, SECOND}
     kept = json.loads((memory / "evaluated.json").read_text())["tasks"]
-    assert {(name, one["accuracy"]) for name, one in kept.items()} == {(s["task"], s["accuracy"]) for s in scores}
+    assert {(name, one["accuracy"]) for name, one in kept.items()} == {
+        (s["task"], s["accuracy"]) for s in scores
+    }
     assert all(0 <= score["calibration_error"] <= 1 for score in scores)
     status, out, _ = cheem(capsys, "evaluate", memory, photos / FIRST)
     assert status == 0 and FIRST in out and "ECE %" in out and "average" not in out
@@ -246,12 +286,20 @@ def test_evaluate_measures_tasks_by_name(capsys, memory, photos):
 
 def test_learning_again_with_equal_data_changes_nothing(capsys, copied, photos):
     config = json.loads((copied / "config.json").read_text())
-    assert config["method"].pop("augment") is False  # as memories were before there was such a setting
+    assert (
+        config["method"].pop("augment") is False
+    )  # as memories were before there was such a setting
     (copied / "config.json").write_text(json.dumps(config))
-    before = {file: file.read_bytes() for file in copied.rglob("*") if file.is_file() and "generation" in str(file)}
+    before = {
+        file: file.read_bytes()
+        for file in copied.rglob("*")
+        if file.is_file() and "generation" in str(file)
+    }
     status, out, _ = cheem(capsys, "learn", copied, photos / FIRST, "--discard-unfinished")
     assert status == 0 and "learned already" in out and "no task is interrupted" in out
-    assert before == {f: f.read_bytes() for f in copied.rglob("*") if f.is_file() and "generation" in str(f)}
+    assert before == {
+        f: f.read_bytes() for f in copied.rglob("*") if f.is_file() and "generation" in str(f)
+    }
 
 
 @pytest.mark.parametrize(
@@ -270,11 +318,26 @@ def test_a_memory_keeps_its_settings(capsys, copied, photos, words, said):
     assert status == 2 and err.startswith("error: ") and said in err and err.count("\n") == 1
 
 
-def test_a_memory_accepts_the_settings_that_it_was_made_with_wherever_the_files_are(capsys, copied, photos, tmp_path):
+def test_a_memory_accepts_the_settings_that_it_was_made_with_wherever_the_files_are(
+    capsys, copied, photos, tmp_path
+):
     """The files have other names than in the command that made the memory, and equal content."""
     bundled = Path(weights.__file__).parent / "bundled" / "vit_micro.safetensors"
-    file, base = shutil.copy(bundled, tmp_path / "w.safetensors"), shutil.copytree(photos / SECOND, tmp_path / "base")
-    words = ["learn", copied, photos / FIRST, "--weights", file, "--base-data", base, "--seed", "0", "--image-size", 32]
+    file = shutil.copy(bundled, tmp_path / "w.safetensors")
+    base = shutil.copytree(photos / SECOND, tmp_path / "base")
+    words = [
+        "learn",
+        copied,
+        photos / FIRST,
+        "--weights",
+        file,
+        "--base-data",
+        base,
+        "--seed",
+        "0",
+        "--image-size",
+        32,
+    ]
     status, out, err = cheem(capsys, *words)
     assert status == 0 and "learned already" in out, err
     next((base / "train").rglob("*.png")).unlink()
@@ -286,7 +349,10 @@ def test_a_memory_accepts_the_settings_that_it_was_made_with_wherever_the_files_
     status, _, err = cheem(capsys, *words)
     assert status == 2 and "was made with weights of SHA-256" in err and "has 111111111111" in err
     config = json.loads((copied / "config.json").read_text())
-    del config["base_data_sha256"], config["begun_with_sha256"]  # as in a memory of an earlier version
+    del (
+        config["base_data_sha256"],
+        config["begun_with_sha256"],
+    )  # as in a memory of an earlier version
     (copied / "config.json").write_text(json.dumps(config))
     status, out, _ = cheem(capsys, *words[:3], "--base-data", base)
     assert status == 0 and "does not record base_data: it is not compared" in out
@@ -299,19 +365,45 @@ def test_the_kept_classes_of_the_pretraining_data_are_compared_by_name(capsys, p
     params = init_params(config, jax.random.key(0))
     save_converted(tmp_path / "w.safetensors", Pretrained(config, params, "random", "0" * 64, {}))
     (tmp_path / "names.txt").write_text("one\ntwo\n")
-    base = ["--weights", tmp_path / "w.safetensors", "--base-data", photos / FIRST, "--keep-base", "--augment"]
+    base = [
+        "--weights",
+        tmp_path / "w.safetensors",
+        "--base-data",
+        photos / FIRST,
+        "--keep-base",
+        "--augment",
+    ]
     create(
-        tmp_path / "pets", backbone=name, weights=base[1], base_data=base[3], keep_base=True, augment=True,
-        base_classes=["one", "two"], method=small.QUICK,
-    )  # fmt: skip
-    words = ["learn", tmp_path / "pets", photos / FIRST, "--base-classes", tmp_path / "names.txt", *base]
+        tmp_path / "pets",
+        backbone=name,
+        weights=base[1],
+        base_data=base[3],
+        keep_base=True,
+        augment=True,
+        base_classes=["one", "two"],
+        method=small.QUICK,
+    )
+    words = [
+        "learn",
+        tmp_path / "pets",
+        photos / FIRST,
+        "--base-classes",
+        tmp_path / "names.txt",
+        *base,
+    ]
     status, _, err = cheem(capsys, *words, "--backbone", f"timm/{name}", "--extend", "nothing")
     assert status == 2 and "no task 'nothing'" in err  # which is said once all settings fit
     (tmp_path / "names.txt").write_text("one\nthree\n")
     status, _, err = cheem(capsys, *words)
     assert status == 2 and 'base_classes[1] is "two" there and "three" here' in err
     with pytest.raises(ValueError, match="give keep_base"):
-        create(tmp_path / "more", backbone=name, weights=base[1], base_data=base[3], base_classes=["one", "two"])
+        create(
+            tmp_path / "more",
+            backbone=name,
+            weights=base[1],
+            base_data=base[3],
+            base_classes=["one", "two"],
+        )
 
 
 def test_wrong_data_leave_no_memory_behind(capsys, tmp_path, photos):
@@ -325,11 +417,17 @@ def test_wrong_data_leave_no_memory_behind(capsys, tmp_path, photos):
     taken.mkdir()
     (taken / "letter.txt").write_text("dear")
     status, _, err = cheem(capsys, "learn", taken, photos / FIRST, "--backbone", "vit_micro")
-    assert status == 2 and "not empty" in err and [file.name for file in taken.iterdir()] == ["letter.txt"]
+    assert (
+        status == 2
+        and "not empty" in err
+        and [file.name for file in taken.iterdir()] == ["letter.txt"]
+    )
 
 
 @pytest.mark.full
-def test_broken_images_are_left_out_where_that_is_asked_for_and_the_record_names_them(capsys, copied, tmp_path):
+def test_broken_images_are_left_out_where_that_is_asked_for_and_the_record_names_them(
+    capsys, copied, tmp_path
+):
     task = demo_stream(image_size=32).tasks[2]
     folder = write_task(tmp_path / "more", task, num=4)
     broken = sorted((folder / "train" / task.classes[0]).iterdir())[0]
@@ -337,14 +435,19 @@ def test_broken_images_are_left_out_where_that_is_asked_for_and_the_record_names
     status, _, err = cheem(capsys, "learn", copied, folder)
     assert status == 2 and "1 image file(s) cannot be used" in err and str(broken) in err
     status, out, _ = cheem(capsys, "learn", copied, folder, "--skip-broken")
-    assert status == 0 and f"left out: {broken}" in out and "more: unreadable images left out: 1; kept: 23" in out
+    assert (
+        status == 0
+        and f"left out: {broken}" in out
+        and "more: unreadable images left out: 1; kept: 23" in out
+    )
     learned = [entry for entry in read(copied) if entry["event"] == "learned"]
     assert learned[-1]["report"]["skipped_images"] == [broken.relative_to(folder).as_posix()]
     assert "skipped_images" not in learned[0]["report"]
 
 
 def test_a_class_alone_is_measured_and_added(capsys, copied, photos, tmp_path):
-    task, images = TASKS[FIRST], TASKS[FIRST].train
+    task = TASKS[FIRST]
+    images = TASKS[FIRST].train
     folder = tmp_path / "held_out" / task.classes[0]
     shutil.copytree(photos / FIRST / "test" / task.classes[0], folder)
     status, out, _ = cheem(capsys, "evaluate", copied, folder.parent, "--task", FIRST, "--json")
@@ -353,14 +456,22 @@ def test_a_class_alone_is_measured_and_added(capsys, copied, photos, tmp_path):
     memory = cheem_jax.open(copied)
     assert [memory.evaluate(folder.parent, task=FIRST)[0]._asdict()] == [score]
     with pytest.raises(ValueError, match="has no val image to measure on; name another split"):
-        memory.evaluate(Path(shutil.move(folder.parent, tmp_path / "a" / "test")).parent, split="val", task=FIRST)
+        memory.evaluate(
+            Path(shutil.move(folder.parent, tmp_path / "a" / "test")).parent,
+            split="val",
+            task=FIRST,
+        )
     new = tmp_path / "more" / task.classes[2]
     new.mkdir(parents=True)
     for row in np.flatnonzero(images.labels == 2)[:20]:
         Image.fromarray(images.images[row]).save(new / f"{row}.png")
     status, out, _ = cheem(capsys, "learn", copied, new.parent, "--extend", FIRST)
     said = " ".join(out.split())
-    assert status == 0 and f"{FIRST}: 18 more images to learn from (16 before), 2 to decide on, 1 more class" in said
+    assert (
+        status == 0
+        and f"{FIRST}: 18 more images to learn from (16 before), 2 to decide on, 1 more class"
+        in said
+    )
     assert re.search(rf"{FIRST}: [\d.]+ % on 2 validation images \(", said)
     memory.refresh()
     assert memory.tasks[-1].classes == task.classes[:3]
@@ -381,21 +492,28 @@ def test_a_task_is_extended_by_new_classes_and_info_tells(capsys, copied, photos
         dataclasses.replace(
             task,
             classes=task.classes[::-1],
-            **{name: Split(part.images, len(task.classes) - 1 - part.labels) for name, part in task.splits.items()},
+            **{
+                name: Split(part.images, len(task.classes) - 1 - part.labels)
+                for name, part in task.splits.items()
+            },
         ),
     )
     status, out, _ = cheem(capsys, "learn", copied, more, "--extend", FIRST)
     said = " ".join(out.split())
     assert (
         status == 0
-        and f"{FIRST}: 16 more images to learn from (16 before), 16 to decide on, 2 more classes (2 before)" in said
+        and f"{FIRST}: 16 more images to learn from (16 before), 16 to decide on, 2 more classes (2 before)"  # noqa: E501
+        in said
     )
     assert f"no new image of {', '.join(task.classes[:2])}; the network stays as it is" in said
     status, out, _ = cheem(capsys, "learn", copied, more, "--extend", FIRST)
     assert status == 0 and f"{FIRST}: learned already" in out
     status, out, _ = cheem(capsys, "info", copied)
     said = " ".join(out.split())
-    assert f"{FIRST}: extended from 16 training images of 2 classes to 32 of 4" in said and "forgotten" not in said
+    assert (
+        f"{FIRST}: extended from 16 training images of 2 classes to 32 of 4" in said
+        and "forgotten" not in said
+    )
     for words, reason in (
         ([copied, more, "--extend", "dgos"], "no task 'dgos'"),
         ([tmp_path / "no", more, "--extend", FIRST], "no memory"),
@@ -421,7 +539,12 @@ def test_forget_says_what_went(capsys, copied, photos):
 
 @pytest.mark.parametrize("command", ["predict", "evaluate", "info", "forget", "export"])
 def test_no_memory_is_told_by_every_command(capsys, tmp_path, command):
-    words = {"predict": ["a.png"], "evaluate": [tmp_path], "forget": ["x"], "export": [tmp_path / "a.onnx"]}
+    words = {
+        "predict": ["a.png"],
+        "evaluate": [tmp_path],
+        "forget": ["x"],
+        "export": [tmp_path / "a.onnx"],
+    }
     status, _, err = cheem(capsys, command, tmp_path / "nowhere", *words.get(command, []))
     assert status == 2 and "no memory" in err and err.count("\n") == 1
 
@@ -432,7 +555,8 @@ def test_the_first_answer_of_a_process_needs_no_second_look(memory, photos):
     picture = next((photos / SECOND / "test").rglob("*.png"))
     done = subprocess.run(
         [sys.executable, "-m", "cheem_jax", "predict", str(memory), str(picture), "--json"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["file"] == str(picture)

@@ -20,18 +20,39 @@ TASKS = ("colours", "textures")
 
 def learned(index):
     report = {
-        "index": index, "name": TASKS[index], "flops": 300, "params_added": 7,
-        "similarity": [[0.5, -0.5], [0.25, None]][: index + 1], "supernet_losses": [1.5, 0.5312100052833557, 0.25],
-        "finetune_losses": [0.75, 0.125], "searched": 12, "validation_accuracy": 0.9, "best_validation_accuracy": 0.95,
-        "architecture": ["reuse:0", "skip"], "engine": {"executor": "whole", "hits": 3, "compile_seconds": 0.5},
+        "index": index,
+        "name": TASKS[index],
+        "flops": 300,
+        "params_added": 7,
+        "similarity": [[0.5, -0.5], [0.25, None]][: index + 1],
+        "supernet_losses": [1.5, 0.5312100052833557, 0.25],
+        "finetune_losses": [0.75, 0.125],
+        "searched": 12,
+        "validation_accuracy": 0.9,
+        "best_validation_accuracy": 0.95,
+        "architecture": ["reuse:0", "skip"],
+        "engine": {"executor": "whole", "hits": 3, "compile_seconds": 0.5},
         "seconds": {"search": 1.0},
-    }  # fmt: skip
-    return {"event": "learned", "time": "t", "method": "cheem", "report": report, "seconds": 2.0, "compile": {}}
+    }
+    return {
+        "event": "learned",
+        "time": "t",
+        "method": "cheem",
+        "report": report,
+        "seconds": 2.0,
+        "compile": {},
+    }
 
 
 def linear(index):
     report = {"index": index, "name": TASKS[index], "penalty": 10.0, "seconds": {"head": 1.0}}
-    return {"event": "learned", "time": "t", "method": "frozen_linear", "report": report, "seconds": 2.0}
+    return {
+        "event": "learned",
+        "time": "t",
+        "method": "frozen_linear",
+        "report": report,
+        "seconds": 2.0,
+    }
 
 
 def evaluated(index):
@@ -42,16 +63,35 @@ def evaluated(index):
     }  # fmt: skip
     hashes = {name: ["0a" * 32, "1b" * 32][: index + 1] for name in methods}
     return {
-        "event": "evaluated", "time": "t", "index": index, "methods": methods, "checkpoints": hashes,
-        "peak_memory_bytes": 5, "seconds": 1.0,
-    }  # fmt: skip
+        "event": "evaluated",
+        "time": "t",
+        "index": index,
+        "methods": methods,
+        "checkpoints": hashes,
+        "peak_memory_bytes": 5,
+        "seconds": 1.0,
+    }
 
 
 def story():
     """The record of a run of two tasks with an upper bound for the first."""
-    run = {"event": "run", "time": "t", "method": "cheem", "executor": "whole", "device": "cpu", "command": ["a"]}
+    run = {
+        "event": "run",
+        "time": "t",
+        "method": "cheem",
+        "executor": "whole",
+        "device": "cpu",
+        "command": ["a"],
+    }
     tasks = [entry for i in range(2) for entry in (learned(i), linear(i), evaluated(i))]
-    bound = {"event": "upper_bound", "time": "t", "index": 0, "name": "colours", "test_accuracy": 0.9, "seconds": 1.0}
+    bound = {
+        "event": "upper_bound",
+        "time": "t",
+        "index": 0,
+        "name": "colours",
+        "test_accuracy": 0.9,
+        "seconds": 1.0,
+    }
     return [run, *tasks, bound]
 
 
@@ -71,56 +111,78 @@ def changed(*places_and_values):
     [
         ((0, "executor"), "scan", 'the run\'s setting: executor is "whole" there and "scan" here'),
         (
-            (4, "report", "similarity", 0, 1), -0.25,
+            (4, "report", "similarity", 0, 1),
+            -0.25,
             "task 2 'textures', cheem: similarity[0][1] is -0.5 there and -0.25 here",
         ),
         (
-            (4, "report", "similarity", 1, 1), 0.5,
+            (4, "report", "similarity", 1, 1),
+            0.5,
             "task 2 'textures', cheem: similarity[1][1] is null there and 0.5 here",
         ),
         (
-            (4, "report", "supernet_losses", 1), 0.5311900079250336,
+            (4, "report", "supernet_losses", 1),
+            0.5311900079250336,
             "task 2 'textures', cheem: supernet_losses[1] is 0.53121 there and 0.53119 here",
         ),
         (
-            (4, "report", "searched"), 11,
+            (4, "report", "searched"),
+            11,
             "task 2 'textures', cheem: searched is 12 there and 11 here",
         ),
         (
-            (1, "report", "validation_accuracy"), 0.9000000000000001,
-            "task 1 'colours', cheem: validation_accuracy is 0.9 there and 0.9000000000000001 "
-            "here",
+            (1, "report", "validation_accuracy"),
+            0.9000000000000001,
+            "task 1 'colours', cheem: validation_accuracy is 0.9 there and 0.9000000000000001 here",
         ),
         (
-            (1, "report", "architecture", 1), "adapt:0",
-            "task 1 'colours', cheem: architecture[1] is \"skip\" there and \"adapt:0\" here",
+            (1, "report", "architecture", 1),
+            "adapt:0",
+            'task 1 \'colours\', cheem: architecture[1] is "skip" there and "adapt:0" here',
         ),
         (
-            (1, "report", "finetune_losses"), [0.75],
+            (1, "report", "finetune_losses"),
+            [0.75],
             "task 1 'colours', cheem: finetune_losses[1] is 0.125 there and missing here",
         ),
         ((1, "report", "flops"), 301, "task 1 'colours', cheem: flops is 300 there and 301 here"),
-        ((2, "report", "penalty"), 1.0, "task 1 'colours', frozen_linear: penalty is 10 there and 1 here"),
         (
-            (6, "methods", "cheem", "accuracy", 0), 0.625,
-            "the evaluation after task 2 'textures': methods.cheem.accuracy[0] is 0.5 there and 0.625 here",
+            (2, "report", "penalty"),
+            1.0,
+            "task 1 'colours', frozen_linear: penalty is 10 there and 1 here",
         ),
         (
-            (6, "methods", "cheem", "routing", 1, 0), 0.5,
-            "the evaluation after task 2 'textures': methods.cheem.routing[1][0] is 0.25 there and 0.5 here",
+            (6, "methods", "cheem", "accuracy", 0),
+            0.625,
+            (
+                "the evaluation after task 2 'textures': methods.cheem.accuracy[0] is 0.5 there and"
+                " 0.625 here"
+            ),
         ),
         (
-            (6, "checkpoints", "cheem", 1), "2c" * 32,
-            "the evaluation after task 2 'textures': checkpoints.cheem[1] is "
-            '"1b1b1b1b1b1b1b1b1b1b1b1b… there and "2c2c2c2c2c2c2c2c2c2c2c2c… here',
+            (6, "methods", "cheem", "routing", 1, 0),
+            0.5,
+            (
+                "the evaluation after task 2 'textures': methods.cheem.routing[1][0] is 0.25 there"
+                " and 0.5 here"
+            ),
         ),
         (
-            (7, "test_accuracy"), 0.8,
+            (6, "checkpoints", "cheem", 1),
+            "2c" * 32,
+            (
+                "the evaluation after task 2 'textures': checkpoints.cheem[1] is "
+                '"1b1b1b1b1b1b1b1b1b1b1b1b… there and "2c2c2c2c2c2c2c2c2c2c2c2c… here'
+            ),
+        ),
+        (
+            (7, "test_accuracy"),
+            0.8,
             "the upper bound of task 1 'colours': test_accuracy is 0.9 there and 0.8 here",
         ),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
-)  # fmt: skip
+)
 def test_a_changed_value_is_named_where_it_came_about(place, value, said):
     found = difference_of_records(story(), changed((place, value)), TASKS)
     assert str(found) == said and found is not None and found.stopped is None
@@ -170,7 +232,11 @@ def test_clocks_memory_and_the_history_of_a_process_make_no_difference():
         "upper_bound",
         "device",
     )
-    one = {**kept, **dict.fromkeys(names, 1), "tasks": [{"searched": 12, "seconds": {"search": 1.0}}]}
+    one = {
+        **kept,
+        **dict.fromkeys(names, 1),
+        "tasks": [{"searched": 12, "seconds": {"search": 1.0}}],
+    }
     assert timeless(one) == kept and set(names) == CIRCUMSTANCES
     entries = changed(
         *(((i, "time"), "later") for i in range(8)),
@@ -185,10 +251,17 @@ def test_clocks_memory_and_the_history_of_a_process_make_no_difference():
 
 def test_a_run_that_stopped_is_equal_as_far_as_both_go():
     found = difference_of_records(story(), story()[:4], TASKS)
-    assert str(found) == "equal as far as both go, but the second run stopped before task 2 'textures', cheem"
+    assert (
+        str(found)
+        == "equal as far as both go, but the second run stopped before task 2 'textures', cheem"
+    )
     assert found is not None and found.stopped == "second"
     found = difference_of_records(story()[:7], story(), TASKS)
-    assert str(found) == "equal as far as both go, but the first run stopped before the upper bound of task 1 'colours'"
+    assert (
+        str(found)
+        == "equal as far as both go, but the first run stopped before the upper bound of task 1"
+        " 'colours'"
+    )
     assert difference_of_records([], [], TASKS) is None
 
 
@@ -199,11 +272,13 @@ def test_a_difference_before_the_stop_counts_more_than_the_stop():
 
 def test_an_entry_that_only_one_run_has_is_told_as_such():
     without = [entry for entry in story() if entry.get("method") != "frozen_linear"]
-    assert str(difference_of_records(story(), without, TASKS)) == (
-        "task 1 'colours', frozen_linear: only in the record of the first run"
+    assert (
+        str(difference_of_records(story(), without, TASKS))
+        == "task 1 'colours', frozen_linear: only in the record of the first run"
     )
-    assert str(difference_of_records(without, story(), TASKS)) == (
-        "task 1 'colours', frozen_linear: only in the record of the second run"
+    assert (
+        str(difference_of_records(without, story(), TASKS))
+        == "task 1 'colours', frozen_linear: only in the record of the second run"
     )
 
 
@@ -211,12 +286,13 @@ def test_what_nobody_knows_yet_is_compared_all_the_same():
     new = {"event": "pruned", "index": 1, "share": {"kept": [0.5, 0.25]}}
     other = copy.deepcopy(new)
     other["share"]["kept"][1] = 0.125
-    assert str(difference_of_records([*story(), new], [*story(), other], TASKS)) == (
-        "event 'pruned', task 2 'textures': share.kept[1] is 0.25 there and 0.125 here"
+    assert (
+        str(difference_of_records([*story(), new], [*story(), other], TASKS))
+        == "event 'pruned', task 2 'textures': share.kept[1] is 0.25 there and 0.125 here"
     )
-    assert str(difference_of_records([*story(), new, new], [*story(), new, other], TASKS)).startswith(
-        "event 'pruned', task 2 'textures' (2)"
-    )
+    assert str(
+        difference_of_records([*story(), new, new], [*story(), new, other], TASKS)
+    ).startswith("event 'pruned', task 2 'textures' (2)")
     found = difference_of_records(story(), changed(((1, "report", "warmth"), 3)), TASKS)
     assert str(found) == "task 1 'colours', cheem: warmth is missing there and 3 here"
 
@@ -225,7 +301,10 @@ def test_settings_of_another_method_are_reported_without_their_values():
     here = {"seed": 0, "cheem": {"rank": 4, "search": {"cost": "network"}}}
     found = settings_apart({"seed": 1, "l2p": {"rank": 4}}, here)
     assert summary(found, "settings") == "seed is 1 there and 0 here (2 more settings differ)"
-    assert list(map(str, found[1:])) == ["l2p is given there and missing here", "cheem is missing there and given here"]
+    assert list(map(str, found[1:])) == [
+        "l2p is given there and missing here",
+        "cheem is missing there and given here",
+    ]
 
 
 def write(directory, entries):

@@ -10,12 +10,25 @@ from cheem_jax.report.comparison import comparison, comparison_grid, csv_of, nar
 
 def run(method, accuracy, flops, seed=0, forgetting=0.0, router="vit_micro"):
     return {
-        "method": method, "seed": seed, "router": router, "backbone": "vit_micro", "stream": "demo", "preset": "demo",
-        "image_size": 32, "tasks": [{}, {}], "average_accuracy": accuracy, "local_average_accuracy": accuracy + 0.05,
-        "just_trained": [accuracy, accuracy + 0.1], "average_forgetting": forgetting, "local_average_forgetting": None,
-        "flops": {"paper": flops, "explicit": flops, "executed": flops}, "params_learned": 10.0, "params_stored": 2000,
-        "params_added_percent": 1.0, "seconds": 3.5,
-    }  # fmt: skip
+        "method": method,
+        "seed": seed,
+        "router": router,
+        "backbone": "vit_micro",
+        "stream": "demo",
+        "preset": "demo",
+        "image_size": 32,
+        "tasks": [{}, {}],
+        "average_accuracy": accuracy,
+        "local_average_accuracy": accuracy + 0.05,
+        "just_trained": [accuracy, accuracy + 0.1],
+        "average_forgetting": forgetting,
+        "local_average_forgetting": None,
+        "flops": {"paper": flops, "explicit": flops, "executed": flops},
+        "params_learned": 10.0,
+        "params_stored": 2000,
+        "params_added_percent": 1.0,
+        "seconds": 3.5,
+    }
 
 
 FOUND = {
@@ -41,7 +54,9 @@ def test_the_figure_of_merit_follows_the_paper_and_needs_both_cheem_and_the_boun
     # upper 0.92: gaps 0.32 and 0.10, twice the FLOPs
     assert rows["l2p"]["fom"]["mean"] == pytest.approx(0.32 / 0.10 * 2)
     assert rows["cheem"]["fom"] is None and rows["full_finetune"]["fom"] is None
-    without = {row["method"]: row for row in comparison({"cheem": FOUND["cheem"], "l2p": FOUND["l2p"]})}
+    without = {
+        row["method"]: row for row in comparison({"cheem": FOUND["cheem"], "l2p": FOUND["l2p"]})
+    }
     assert without["l2p"]["fom"] is None
 
 

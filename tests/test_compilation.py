@@ -1,4 +1,5 @@
-"""Counts of the compiler's work, the persistent cache, and options that another jaxlib may not know."""
+"""Counts of the compiler's work, the persistent cache, and options that another jaxlib may not
+know."""
 
 import os
 import subprocess
@@ -8,7 +9,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from cheem_jax.engine.compilation import DETERMINISTIC, Compilations, NotKept, compilations, jit_options, keep_programs
+from cheem_jax.engine.compilation import (
+    DETERMINISTIC,
+    Compilations,
+    NotKept,
+    compilations,
+    jit_options,
+    keep_programs,
+)
 
 PROGRAM = """
 import jax
@@ -25,14 +33,18 @@ def run(tmp_path, **environment):
     keep = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     environment = {**keep, "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path), **environment}
     environment.pop("XDG_CACHE_HOME", None)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\n")
 
 
 def test_a_second_process_reads_what_the_first_compiled(tmp_path):
     first, second = run(tmp_path), run(tmp_path)
-    assert first[0] == second[0] and first[0].startswith(str(tmp_path / ".cache" / "cheem_jax" / "programs"))
+    assert first[0] == second[0] and first[0].startswith(
+        str(tmp_path / ".cache" / "cheem_jax" / "programs")
+    )
     assert first[1] == "1 0 True" and second[1] == "0 1 True"
 
 
@@ -48,7 +60,9 @@ def test_programs_torn_by_a_kill_are_removed_so_that_others_are_kept(tmp_path):
 
 @pytest.mark.full
 def test_the_user_names_another_directory_or_does_without(tmp_path):
-    assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "here"))[0] == str(tmp_path / "here")
+    assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "here"))[0] == str(
+        tmp_path / "here"
+    )
     assert run(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false")[0] == "None"
 
 
@@ -61,7 +75,9 @@ def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(tmp_path, 
         with pytest.raises(NotKept, match="JAX_COMPILATION_CACHE_DIR"):
             keep_programs()
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file" / "programs"))
-        with pytest.raises(ValueError, match=r"cannot keep compiled functions in .*file/programs") as error:
+        with pytest.raises(
+            ValueError, match=r"cannot keep compiled functions in .*file/programs"
+        ) as error:
             keep_programs()
         assert error.type is ValueError
     finally:
@@ -73,7 +89,10 @@ def test_a_user_whom_the_system_does_not_know_does_without_in_one_line(tmp_path,
         raise KeyError("getpwuid(): uid not found: 12345")
 
     monkeypatch.setattr(Path, "owner", owner)
-    before, was_enabled = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+    before, was_enabled = (
+        jax.config.jax_compilation_cache_dir,
+        jax.config.jax_enable_compilation_cache,
+    )
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
         with pytest.raises(NotKept, match=r"uid not found: 12345.*/etc/passwd"):
@@ -108,7 +127,9 @@ def test_every_program_is_counted():
 
 def test_the_compiler_knows_the_options_of_deterministic_runs():
     assert jax.jit(lambda x: x + 1, compiler_options=DETERMINISTIC)(1.0) == 2.0
-    assert jit_options("float32", True) == jit_options("float32", False)  # on a CPU, which needs none
+    assert jit_options("float32", True) == jit_options(
+        "float32", False
+    )  # on a CPU, which needs none
 
 
 def test_bfloat16_products_keep_the_compilers_own_choice():

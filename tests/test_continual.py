@@ -1,4 +1,5 @@
-"""The loop over a stream: its files, its numbers, going on after a stop, and another config refused."""
+"""The loop over a stream: its files, its numbers, going on after a stop, and another config
+refused."""
 
 import contextlib
 import dataclasses
@@ -53,13 +54,16 @@ _made = {}
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once():
-    """One executor and one upper bound for all runs of equal settings and weights: programs are compiled once."""
+    """One executor and one upper bound for all runs of equal settings and weights: programs are
+    compiled once."""
     make = run_config.make_executor
 
     bound = run_config.FullFinetune
 
     def once(make, vit, *settings, **named):
-        weights = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(nnx.state(vit))))
+        weights = hashlib.sha256(
+            b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(nnx.state(vit)))
+        )
         key = (make, weights.hexdigest(), settings, tuple(named.items()))
         if key not in _made:
             _made[key] = make(vit, *settings, **named)
@@ -107,7 +111,11 @@ def test_a_run_leaves_its_files_and_the_record_tells_its_numbers(finished):
         "accuracy.png",
     }
     events = [entry["event"] for entry in read(directory)]
-    assert events == ["run", "learned", "learned", "evaluated", "learned", "learned", "evaluated"] + ["upper_bound"] * 2
+    assert (
+        events
+        == ["run", "learned", "learned", "evaluated", "learned", "learned", "evaluated"]
+        + ["upper_bound"] * 2
+    )
 
 
 def test_the_results_hold_what_a_reader_expects(finished):
@@ -144,7 +152,8 @@ def test_the_results_hold_what_a_reader_expects(finished):
     ids=lambda p: p[0],
 )
 def test_a_stopped_run_ends_as_one_that_was_not(finished, tmp_path, place):
-    stream, directory = small.stream(2), tmp_path / "stopped"
+    stream = small.stream(2)
+    directory = tmp_path / "stopped"
     config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
 
     class Stop(Exception):
@@ -159,7 +168,9 @@ def test_a_stopped_run_ends_as_one_that_was_not(finished, tmp_path, place):
             return super().phase(phase, task=task, total=total)
 
     with pytest.raises(Stop):
-        run_stream(stream, small.pretrained(), config, directory, Stopping(quiet().console), save_every=0)
+        run_stream(
+            stream, small.pretrained(), config, directory, Stopping(quiet().console), save_every=0
+        )
     assert json.loads((directory / "results.json").read_text())["tasks"][0]["name"] == "task0"
     results = run_stream(stream, small.pretrained(), config, directory, quiet())
     assert timeless(results) == timeless(finished[1])
@@ -202,10 +213,13 @@ STOPS = [
 def test_a_signal_saves_after_the_running_step_and_the_run_goes_on_exactly(
     finished, tmp_path, phase, task, number, saved
 ):
-    directory, stream = tmp_path / "run", small.stream(2)
+    directory = tmp_path / "run"
+    stream = small.stream(2)
     kind = signal.SIGTERM if number % 2 else signal.SIGINT
     with pytest.raises(Stopped) as stopped:
-        run_stream(stream, small.pretrained(), CONFIG, directory, Signalling((phase, task), number, kind))
+        run_stream(
+            stream, small.pretrained(), CONFIG, directory, Signalling((phase, task), number, kind)
+        )
     assert stopped.value.signal_number == kind
     assert saved == any((directory / "checkpoints" / "cheem").glob("running-*"))
     found = run_stream(stream, small.pretrained(), CONFIG, directory, quiet())
@@ -222,7 +236,8 @@ def alone(finished):
 
 @pytest.mark.full
 def test_the_sweep_of_the_upper_bound_goes_on_in_the_middle(finished, tmp_path):
-    stream, directory = small.stream(2), tmp_path / "run"
+    stream = small.stream(2)
+    directory = tmp_path / "run"
     config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-9, 1e-3), 16))
     whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
     for number in (2, 9):  # in the first rate, and in the second
@@ -231,14 +246,20 @@ def test_the_sweep_of_the_upper_bound_goes_on_in_the_middle(finished, tmp_path):
             progress = Signalling(place, number, signal.SIGINT)
             run_stream(stream, small.pretrained(), config, directory, progress)
         assert any((directory / "checkpoints" / "full_finetune").glob("running-*"))
-    assert timeless(run_stream(stream, small.pretrained(), config, directory, quiet())) == timeless(whole)
+    assert timeless(run_stream(stream, small.pretrained(), config, directory, quiet())) == timeless(
+        whole
+    )
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name, score", [("whole", "shared_head"), ("scan", "shared_head"), ("stages", "closed_form")])
+@pytest.mark.parametrize(
+    "name, score", [("whole", "shared_head"), ("scan", "shared_head"), ("stages", "closed_form")]
+)
 def test_going_on_is_exact_with_every_executor_and_score(tmp_path, name, score):
     method = dataclasses.replace(CONFIG.method, score=score, score_images=24)
-    config = dataclasses.replace(CONFIG, method=method, engine=EngineConfig(executor=name, steps_per_call=2))
+    config = dataclasses.replace(
+        CONFIG, method=method, engine=EngineConfig(executor=name, steps_per_call=2)
+    )
     stream = small.stream(1)
     whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
     for phase, number in (("supernet", 3), ("search", 5), ("finetune", 3)):
@@ -277,7 +298,9 @@ def test_seeds_of_parts_vary_that_part_alone(tmp_path):
 def test_a_full_disk_is_told_before_a_task_begins(tmp_path, monkeypatch):
     free = shutil.disk_usage(tmp_path)._replace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda directory: free)
-    with pytest.raises(ValueError, match=r"task 'task0' takes at most 4\.\d MB on the disk .* has 1\.0 MB left"):
+    with pytest.raises(
+        ValueError, match=r"task 'task0' takes at most 4\.\d MB on the disk .* has 1\.0 MB left"
+    ):
         run_stream(small.stream(1), small.pretrained(), CONFIG, tmp_path / "run", quiet())
     monkeypatch.undo()
     run_stream(small.stream(1), small.pretrained(), CONFIG, tmp_path / "run", quiet())
@@ -299,9 +322,12 @@ def test_another_runs_checkpoint_in_the_place_of_ones_own_is_noticed(finished, t
     shutil.copytree(finished[0], directory)
     shutil.rmtree(directory / "checkpoints" / "frozen_linear" / "000-task0")
     shutil.copytree(
-        tmp_path / "other/checkpoints/frozen_linear/000-task0", directory / "checkpoints/frozen_linear/000-task0"
+        tmp_path / "other/checkpoints/frozen_linear/000-task0",
+        directory / "checkpoints/frozen_linear/000-task0",
     )
-    with pytest.raises(ValueError, match="frozen_linear/000-task0 is whole, but not the one that this run saved"):
+    with pytest.raises(
+        ValueError, match="frozen_linear/000-task0 is whole, but not the one that this run saved"
+    ):
         run_stream(small.stream(2), small.pretrained(), CONFIG, directory, quiet())
 
 
@@ -314,23 +340,37 @@ def test_a_finished_run_is_shown_again_and_learns_nothing(finished):
 
 
 @pytest.mark.full
-def test_a_run_with_other_settings_without_effect_is_resumed_and_others_are_refused(finished, tmp_path):
+def test_a_run_with_other_settings_without_effect_is_resumed_and_others_are_refused(
+    finished, tmp_path
+):
     directory, results = finished
     old = tmp_path / "old"
     shutil.copytree(directory, old)
     config = json.loads((old / "config.json").read_text())
-    del config["cheem"]["router"]["kind"], config["cheem"]["similarity_images"], config["base_data_sha256"]
+    del (
+        config["cheem"]["router"]["kind"],
+        config["cheem"]["similarity_images"],
+        config["base_data_sha256"],
+    )
     (old / "config.json").write_text(json.dumps(config))
     known = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
     assert run_stream(small.stream(2), small.pretrained(), known, old, quiet()) == results
-    fewer = dataclasses.replace(known, method=dataclasses.replace(CONFIG.method, similarity_images=2))
-    with pytest.raises(ValueError, match=r"cheem.similarity_images is missing there and 2 here\. Choose"):
+    fewer = dataclasses.replace(
+        known, method=dataclasses.replace(CONFIG.method, similarity_images=2)
+    )
+    with pytest.raises(
+        ValueError, match=r"cheem.similarity_images is missing there and 2 here\. Choose"
+    ):
         run_stream(small.stream(2), small.pretrained(), fewer, old, quiet())
-    (old / "config.json").write_text(json.dumps({**config, "cheem": {**config["cheem"], "gone": 2}}))
+    (old / "config.json").write_text(
+        json.dumps({**config, "cheem": {**config["cheem"], "gone": 2}})
+    )
     with pytest.raises(ValueError, match=r"cheem.gone is 2 there and missing here\. Choose"):
         run_stream(small.stream(2), small.pretrained(), known, old, quiet())
     (old / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"seed is 0 there and 7 here \(1 more settings differ\)\. Choose"):
+    with pytest.raises(
+        ValueError, match=r"seed is 0 there and 7 here \(1 more settings differ\)\. Choose"
+    ):
         images = small.task("base", 9).train.images
         other = dataclasses.replace(known, seed=7)
         run_stream(small.stream(2), small.pretrained(), other, old, quiet(), base_images=images)
@@ -340,7 +380,13 @@ def test_a_directory_of_another_run_is_refused_with_the_difference(finished):
     directory, _ = finished
     before = (directory / "config.json").read_text()
     with pytest.raises(ValueError, match=r"seed is 0 there and 7 here"):
-        run_stream(small.stream(2), small.pretrained(), dataclasses.replace(CONFIG, seed=7), directory, quiet())
+        run_stream(
+            small.stream(2),
+            small.pretrained(),
+            dataclasses.replace(CONFIG, seed=7),
+            directory,
+            quiet(),
+        )
     changed = Stream("small", (small.task("task0", 5), *small.stream(2).tasks[1:]))
     with pytest.raises(ValueError, match=r"data_sha256.task0 is"):
         run_stream(changed, small.pretrained(), CONFIG, directory, quiet())
@@ -355,8 +401,12 @@ def test_the_same_tasks_in_another_order_are_another_run(finished):
 
 
 @pytest.mark.full
-def test_a_run_that_measured_base_means_goes_on_where_they_are_rounded_otherwise(tmp_path, monkeypatch):
-    stream, directory, pictures = small.stream(2), tmp_path / "run", small.task("base", 9).train.images
+def test_a_run_that_measured_base_means_goes_on_where_they_are_rounded_otherwise(
+    tmp_path, monkeypatch
+):
+    stream = small.stream(2)
+    directory = tmp_path / "run"
+    pictures = small.task("base", 9).train.images
     run = functools.partial(run_stream, config=CONFIG, directory=directory, progress=quiet())
     with monkeypatch.context() as patched:
         patched.setattr(run_config.FrozenLinear, "learn", stopped)
@@ -371,7 +421,9 @@ def test_a_run_that_measured_base_means_goes_on_where_they_are_rounded_otherwise
         run(stream, small.pretrained())
 
     def on_another_machine(vit, images, *, batch_size):
-        return {place: means * np.float32(1 + 1e-6) for place, means in base_means(vit, images).items()}
+        return {
+            place: means * np.float32(1 + 1e-6) for place, means in base_means(vit, images).items()
+        }
 
     monkeypatch.setattr(run_config, "base_means", on_another_machine)
     assert run(stream, small.pretrained(), base_images=pictures)["base_means"] == "known"
@@ -383,7 +435,8 @@ def stopped(*_):
 
 @pytest.mark.full
 def test_an_upper_bound_can_be_added_to_a_finished_run(tmp_path):
-    stream, directory = small.stream(1), tmp_path / "run"
+    stream = small.stream(1)
+    directory = tmp_path / "run"
     alone = run_stream(stream, small.pretrained(), CONFIG, directory, quiet())
     assert set(alone["yardsticks"]) == {"frozen_linear"} and alone["average_forgetting"] is None
     bound = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(1, (1e-3,), 16))
@@ -418,7 +471,9 @@ def test_a_first_write_that_was_killed_does_not_block_the_directory(tmp_path):
 
 def test_images_of_another_size_than_the_backbones_are_refused(tmp_path):
     big = small.task("task0", 0)
-    split = dataclasses.replace(big.train, images=np.repeat(np.repeat(big.train.images, 2, 1), 2, 2))
+    split = dataclasses.replace(
+        big.train, images=np.repeat(np.repeat(big.train.images, 2, 1), 2, 2)
+    )
     val = dataclasses.replace(big.val, images=np.repeat(np.repeat(big.val.images, 2, 1), 2, 2))
     test = dataclasses.replace(big.test, images=np.repeat(np.repeat(big.test.images, 2, 1), 2, 2))
     task = dataclasses.replace(big, train=split, val=val, test=test)
@@ -435,13 +490,25 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_pa
     )
     command = [sys.executable, "-c", program, str(tmp_path / "run")]
     root = Path(__file__).parent.parent
-    other = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None and other.stdin is not None and other.stdout.readline() == "held\n"
-    with pytest.raises(ValueError, match=f"is in use by process {other.pid} on {socket.gethostname()}"):
+    other = subprocess.Popen(
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert (
+        other.stdout is not None and other.stdin is not None and other.stdout.readline() == "held\n"
+    )
+    with pytest.raises(
+        ValueError, match=f"is in use by process {other.pid} on {socket.gethostname()}"
+    ):
         with hold(tmp_path / "run"):
             pass
     with pytest.raises(ValueError, match=f"is in use by process {other.pid}"):
-        run_stream(small.stream(1), small.pretrained(), dataclasses.replace(CONFIG, seed=5), tmp_path / "run", quiet())
+        run_stream(
+            small.stream(1),
+            small.pretrained(),
+            dataclasses.replace(CONFIG, seed=5),
+            tmp_path / "run",
+            quiet(),
+        )
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"seed": 0}
     other.kill()
     other.wait()
@@ -455,27 +522,35 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_pa
     "method",
     [
         pytest.param(
-            L2pConfig(pool=4, length=4, top_k=1, fit=FitConfig(2, 1e-2), batch_size=16), marks=pytest.mark.full
+            L2pConfig(pool=4, length=4, top_k=1, fit=FitConfig(2, 1e-2), batch_size=16),
+            marks=pytest.mark.full,
         ),
         LoraFinetuneConfig(rank=2, fit=FitConfig(2, 1e-2), batch_size=16),
     ],
     ids=lambda config: config.name,
 )
 def test_any_method_runs_stops_goes_on_and_has_a_report(method, tmp_path):
-    config, stream = RunConfig(method, "quick"), small.stream(2)
+    config = RunConfig(method, "quick")
+    stream = small.stream(2)
     whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
     with pytest.raises(Stopped):
         progress = Signalling(("train", "task1"), 2, signal.SIGINT)
         run_stream(stream, small.pretrained(), config, tmp_path / "run", progress)
     found = run_stream(stream, small.pretrained(), config, tmp_path / "run", quiet())
     assert timeless(found) == timeless(whole)
-    assert found["method"] == method.name and found["yardsticks"] == {} and found["base_means"] is None
+    assert (
+        found["method"] == method.name and found["yardsticks"] == {} and found["base_means"] is None
+    )
     assert found["flops"].keys() == {"paper", "explicit", "executed"}
     assert found["params_stored"] == sum(task["params_stored"] for task in found["tasks"])
     told = method.name == "lora_finetune"
     assert (found["accuracy"] == found["local_accuracy"]) == told
     report = (tmp_path / "run" / "report.md").read_text()
-    assert ("## Networks" in report) == told and "## Similarity" not in report and "base means" not in report
+    assert (
+        ("## Networks" in report) == told
+        and "## Similarity" not in report
+        and "base means" not in report
+    )
     pictures = {file.name for file in (tmp_path / "run" / "figures").iterdir()}
     assert pictures == ({"accuracy.png", "architectures.png"} if told else {"accuracy.png"})
 
@@ -483,23 +558,43 @@ def test_any_method_runs_stops_goes_on_and_has_a_report(method, tmp_path):
 def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_is_made(tmp_path):
     for config, message in (
         (CodaPromptConfig(pool=1, layers=(0,), batch_size=16), "pool"),
-        (DualPromptConfig(pool=1, general_layers=(0,), expert_layers=(1,), batch_size=16), "has none for task 2"),
+        (
+            DualPromptConfig(pool=1, general_layers=(0,), expert_layers=(1,), batch_size=16),
+            "has none for task 2",
+        ),
         (preset_of("cheem_lite", "demo"), "give it one: --router"),
     ):
         with pytest.raises(ValueError, match=message):
-            run_stream(small.stream(2), small.pretrained(), RunConfig(config, "demo"), tmp_path / "run", quiet())
+            run_stream(
+                small.stream(2),
+                small.pretrained(),
+                RunConfig(config, "demo"),
+                tmp_path / "run",
+                quiet(),
+            )
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full
-def test_a_run_writes_event_files_as_it_goes_and_tells_beforehand_where_it_cannot(tmp_path, monkeypatch):
+def test_a_run_writes_event_files_as_it_goes_and_tells_beforehand_where_it_cannot(
+    tmp_path, monkeypatch
+):
     config = RunConfig(preset_of("frozen_linear", "quick"), "quick")
-    run_stream(small.stream(2), small.pretrained(), config, tmp_path / "run", quiet(), tensorboard=True)
+    run_stream(
+        small.stream(2), small.pretrained(), config, tmp_path / "run", quiet(), tensorboard=True
+    )
     events = tmp_path / "run" / "tensorboard" / "frozen_linear" / "events.out.tfevents.cheem_jax"
     assert events.read_bytes().count(b"average/accuracy") >= 2
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match=r"pip install 'cheem_jax\[tensorboard\]'"):
-        run_stream(small.stream(2), small.pretrained(), config, tmp_path / "other", quiet(), tensorboard=True)
+        run_stream(
+            small.stream(2),
+            small.pretrained(),
+            config,
+            tmp_path / "other",
+            quiet(),
+            tensorboard=True,
+        )
     assert not (tmp_path / "other").exists()
 
 
@@ -510,4 +605,6 @@ def test_the_answers_of_a_run_give_its_accuracies_again(finished):
             right = answers[f"chosen_class_{index}"] == task.test.labels
             right &= answers[f"chosen_task_{index}"] == index
             assert right.mean() == results["accuracy"][-1][index]
-            assert (answers[f"given_task_{index}"] == task.test.labels).mean() == results["local_accuracy"][-1][index]
+            assert (answers[f"given_task_{index}"] == task.test.labels).mean() == results[
+                "local_accuracy"
+            ][-1][index]

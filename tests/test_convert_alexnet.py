@@ -42,16 +42,27 @@ def checkpoint(model, tmp_path_factory) -> Path:
         (["--output", "x.safetensors", "--chekpoint", "y"], "--checkpoint"),
         (["--output", "x.pth"], "must end in .safetensors, got 'x.pth'"),
         (["--output", "x.safetensors", "--checkpoint", "none.pth"], "no checkpoint 'none.pth'"),
-        (["--output", "there.safetensors"], "there.safetensors exists; choose another --output or add --overwrite"),
+        (
+            ["--output", "there.safetensors"],
+            "there.safetensors exists; choose another --output or add --overwrite",
+        ),
     ],
 )
-def test_wrong_arguments_end_in_one_line_and_status_two(tmp_path, monkeypatch, capsys, arguments, shown):
+def test_wrong_arguments_end_in_one_line_and_status_two(
+    tmp_path, monkeypatch, capsys, arguments, shown
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.safetensors").write_bytes(b"precious")
     assert status_of(torchvision_alexnet, arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and shown in error.replace(f"{tmp_path}/", "")
-    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("there.safetensors", b"precious")]
+    assert (
+        error.startswith("error: ")
+        and error.count("\n") == 1
+        and shown in error.replace(f"{tmp_path}/", "")
+    )
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [
+        ("there.safetensors", b"precious")
+    ]
 
 
 @pytest.mark.parametrize("module", ["torch", "torchvision"])
@@ -83,10 +94,14 @@ def test_every_feature_is_torchvisions(model, size):
         config = AlexNetConfig(size, feature)
         built = build_alexnet(config, from_torchvision(tensors, config))
         graphdef, state = nnx.split(built)
-        found = jax.jit(lambda state, images, graphdef=graphdef: nnx.merge(graphdef, state)(images))(state, images)
+        found = jax.jit(
+            lambda state, images, graphdef=graphdef: nnx.merge(graphdef, state)(images)
+        )(state, images)
         np.testing.assert_allclose(found, expected[feature], rtol=0, atol=1e-4, err_msg=feature)
         # random weights make numbers so small that 1e-4 alone would say little
-        np.testing.assert_allclose(found, expected[feature], rtol=0, atol=1e-4 * np.abs(expected[feature]).max())
+        np.testing.assert_allclose(
+            found, expected[feature], rtol=0, atol=1e-4 * np.abs(expected[feature]).max()
+        )
 
 
 @pytest.mark.convert
@@ -112,7 +127,8 @@ def test_a_converted_checkpoint_loads_with_the_numbers_and_hash_of_its_origin(
     loaded = load_alexnet(output, image_size=96)
     assert (loaded.source, loaded.sha256) == (checkpoint.name, sha256_of(checkpoint))
     np.testing.assert_array_equal(
-        loaded.params["conv1.kernel"], model.features[0].weight.detach().numpy().transpose(2, 3, 1, 0)
+        loaded.params["conv1.kernel"],
+        model.features[0].weight.detach().numpy().transpose(2, 3, 1, 0),
     )
     assert [file.name for file in output.parent.iterdir()] == ["alexnet.safetensors"]
 
@@ -121,10 +137,20 @@ def test_a_converted_checkpoint_loads_with_the_numbers_and_hash_of_its_origin(
 def test_a_checkpoint_without_classifier_is_enough_for_the_convolutions(tmp_path, model):
     import torch
 
-    state = {name: value.half() for name, value in model.state_dict().items() if name.startswith("features.")}
+    state = {
+        name: value.half()
+        for name, value in model.state_dict().items()
+        if name.startswith("features.")
+    }
     torch.save(state, tmp_path / "convs.pth")
     output = tmp_path / "convs.safetensors"
-    assert status_of(torchvision_alexnet, ["--checkpoint", str(tmp_path / "convs.pth"), "--output", str(output)]) == 0
+    assert (
+        status_of(
+            torchvision_alexnet,
+            ["--checkpoint", str(tmp_path / "convs.pth"), "--output", str(output)],
+        )
+        == 0
+    )
     assert safetensors.numpy.load_file(output).keys() == state.keys()
     assert load_alexnet(output, feature="conv5").params["conv5.bias"].dtype == np.float32
 
@@ -151,11 +177,18 @@ def test_bad_checkpoints_end_in_one_line_and_leave_the_old_output(tmp_path, caps
     if isinstance(content, bytes):
         file.write_bytes(content)
     elif isinstance(content, dict):
-        torch.save({k: torch.zeros(v) if isinstance(v, tuple) else v for k, v in content.items()}, file)
+        torch.save(
+            {k: torch.zeros(v) if isinstance(v, tuple) else v for k, v in content.items()}, file
+        )
     else:
         torch.save(content, file)
     output.write_bytes(b"precious")
-    assert status_of(torchvision_alexnet, ["--checkpoint", str(file), "--output", str(output), "--overwrite"]) == 2
+    assert (
+        status_of(
+            torchvision_alexnet, ["--checkpoint", str(file), "--output", str(output), "--overwrite"]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and re.search(shown, error)
     assert output.read_bytes() == b"precious" and len(list(tmp_path.iterdir())) == 2
@@ -172,5 +205,9 @@ def test_without_a_network_the_way_out_is_told_in_one_line(tmp_path, monkeypatch
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
     assert status_of(torchvision_alexnet, ["--output", str(tmp_path / "x.safetensors")]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "alexnet-owt-7be5be79.pth" in error and "pass --checkpoint FILE" in error
+    assert (
+        error.count("\n") == 1
+        and "alexnet-owt-7be5be79.pth" in error
+        and "pass --checkpoint FILE" in error
+    )
     assert not (tmp_path / "x.safetensors").exists()

@@ -16,7 +16,13 @@ from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.means import base_means, pooled_means
 from cheem_jax.backbone.params import build, shapes_of
 from cheem_jax.backbone.timm_names import from_timm, infer_config, timm_name_of
-from cheem_jax.backbone.weights import Pretrained, load_pretrained, resample_position, resize, save_converted
+from cheem_jax.backbone.weights import (
+    Pretrained,
+    load_pretrained,
+    resample_position,
+    resize,
+    save_converted,
+)
 from cheem_jax.cli import convert
 from cheem_jax.cli import main as cli
 from cheem_jax.core.ops import Reuse
@@ -33,7 +39,10 @@ FROM_TIMM = [config for config in CONFIGS.values() if config.timm_name]
 def nano_file(tmp_path) -> Path:
     """A converted file of random nano weights, with means at 32 pixels."""
     rng = np.random.default_rng(0)
-    params = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes_of(NANO).items()}
+    params = {
+        name: rng.standard_normal(shape).astype(np.float32)
+        for name, shape in shapes_of(NANO).items()
+    }
     file = tmp_path / "nano.safetensors"
     means = {"32/mlp_down/block": np.zeros((NANO.depth, NANO.width), np.float32)}
     save_converted(file, Pretrained(NANO, params, "origin.npz", "cd" * 32, means))
@@ -55,11 +64,20 @@ def pictures(tmp_path) -> Path:
 
 
 @pytest.mark.full
-def test_the_command_line_adds_base_means_of_the_training_images_and_keeps_the_rest(tmp_path, nano_file, pictures):
+def test_the_command_line_adds_base_means_of_the_training_images_and_keeps_the_rest(
+    tmp_path, nano_file, pictures
+):
     output = tmp_path / "new" / "out.safetensors"
     done = subprocess.run(
         [
-            *(sys.executable, "convert/timm_vit.py", "--backbone", "vit_nano", "--weights", nano_file),
+            *(
+                sys.executable,
+                "convert/timm_vit.py",
+                "--backbone",
+                "vit_nano",
+                "--weights",
+                nano_file,
+            ),
             *("--output", output, "--base-data", pictures, "--image-size", "40"),
         ],
         capture_output=True,
@@ -69,11 +87,17 @@ def test_the_command_line_adds_base_means_of_the_training_images_and_keeps_the_r
     assert done.returncode == 0, done.stderr
     before = load_pretrained("vit_nano", weights=nano_file)
     after = load_pretrained("vit_nano", weights=output)
-    assert (after.config, after.source, after.sha256) == (before.config, before.source, before.sha256)
+    assert (after.config, after.source, after.sha256) == (
+        before.config,
+        before.source,
+        before.sha256,
+    )
     for name, value in before.params.items():
         np.testing.assert_array_equal(after.params[name], value)
     sized = resize(before, 40)
-    expected = base_means(build(sized.config, sized.params), load_task(pictures, image_size=40).train.images)
+    expected = base_means(
+        build(sized.config, sized.params), load_task(pictures, image_size=40).train.images
+    )
     assert after.base_means.keys() == before.base_means.keys() | expected.keys()
     for key, value in expected.items():
         np.testing.assert_allclose(after.base_means[key], value, rtol=1e-5, atol=1e-4)
@@ -81,13 +105,22 @@ def test_the_command_line_adds_base_means_of_the_training_images_and_keeps_the_r
 
 def test_cheem_convert_writes_what_the_script_writes(tmp_path, nano_file, monkeypatch, capsys):
     arguments = ["--backbone", "vit_nano", "--weights", str(nano_file), "--output"]
-    monkeypatch.setattr("sys.argv", ["cheem", "convert", *arguments, str(tmp_path / "a.safetensors")])
+    monkeypatch.setattr(
+        "sys.argv", ["cheem", "convert", *arguments, str(tmp_path / "a.safetensors")]
+    )
     cli.main()
     told = capsys.readouterr().out
     assert status_of(timm_vit, [*arguments, str(tmp_path / "b.safetensors")]) == 0
     assert capsys.readouterr().out == told.replace("a.safetensors", "b.safetensors")
-    a, b = (load_pretrained("vit_nano", weights=tmp_path / name) for name in ("a.safetensors", "b.safetensors"))
-    assert (a.config, a.source, a.sha256) == (b.config, b.source, b.sha256) and a.base_means.keys() == {*b.base_means}
+    a, b = (
+        load_pretrained("vit_nano", weights=tmp_path / name)
+        for name in ("a.safetensors", "b.safetensors")
+    )
+    assert (a.config, a.source, a.sha256) == (
+        b.config,
+        b.source,
+        b.sha256,
+    ) and a.base_means.keys() == {*b.base_means}
     assert all(np.array_equal(value, b.params[name]) for name, value in a.params.items())
     with pytest.raises(SystemExit) as stop:
         cli.main()
@@ -108,7 +141,10 @@ def test_an_existing_output_stays_unless_overwriting_is_asked_for(tmp_path, nano
     output.write_bytes(b"precious")
     arguments = ["--backbone", "vit_nano", "--weights", str(nano_file), "--output", str(output)]
     assert status_of(timm_vit, arguments) == 2
-    assert "out.safetensors exists; choose another --output or add --overwrite" in capsys.readouterr().err
+    assert (
+        "out.safetensors exists; choose another --output or add --overwrite"
+        in capsys.readouterr().err
+    )
     assert output.read_bytes() == b"precious"
     assert status_of(timm_vit, [*arguments, "--overwrite"]) == 0
     assert load_pretrained("vit_nano", weights=output).source == "origin.npz"
@@ -124,7 +160,10 @@ def test_an_existing_output_stays_unless_overwriting_is_asked_for(tmp_path, nano
         (["--output", "x.safetensors", "--weights", "none.npz"], "no weights file 'none.npz'"),
         (["--output", "x.safetensors", "--weights", "none.npz", "--from-timm"], "two sources"),
         (["--output", "x.safetensors", "--image-size", "96"], "give both or neither"),
-        (["--output", "x.safetensors", "--backbone", "vit_nano", "--from-timm"], "'vit_nano' is not timm's"),
+        (
+            ["--output", "x.safetensors", "--backbone", "vit_nano", "--from-timm"],
+            "'vit_nano' is not timm's",
+        ),
         ([*FROM_NANO, "--base-data", "tfds:x"], "expected tfds:NAME:SPLIT"),
         ([*FROM_NANO, "--base-data", "none"], "none: no such"),
         (
@@ -133,12 +172,21 @@ def test_an_existing_output_stays_unless_overwriting_is_asked_for(tmp_path, nano
         ),
     ],
 )
-def test_wrong_arguments_end_in_one_line_and_status_two(tmp_path, nano_file, monkeypatch, capsys, arguments, shown):
+def test_wrong_arguments_end_in_one_line_and_status_two(
+    tmp_path, nano_file, monkeypatch, capsys, arguments, shown
+):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
-    assert status_of(timm_vit, [str(nano_file) if value == "NANO" else value for value in arguments]) == 2
+    assert (
+        status_of(timm_vit, [str(nano_file) if value == "NANO" else value for value in arguments])
+        == 2
+    )
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and shown in error.replace(f"{tmp_path}/", "")
+    assert (
+        error.startswith("error: ")
+        and error.count("\n") == 1
+        and shown in error.replace(f"{tmp_path}/", "")
+    )
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -149,10 +197,15 @@ def test_wrong_arguments_end_in_one_line_and_status_two(tmp_path, nano_file, mon
         ("datasets", "tensorflow_datasets", [*FROM_NANO, "--base-data", "tfds:imagenet_v2:test"]),
     ],
 )
-def test_a_missing_extra_is_named(tmp_path, nano_file, monkeypatch, capsys, extra, module, arguments):
+def test_a_missing_extra_is_named(
+    tmp_path, nano_file, monkeypatch, capsys, extra, module, arguments
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    assert status_of(timm_vit, [str(nano_file) if value == "NANO" else value for value in arguments]) == 2
+    assert (
+        status_of(timm_vit, [str(nano_file) if value == "NANO" else value for value in arguments])
+        == 2
+    )
     assert f"cheem_jax[{extra}]" in capsys.readouterr().err
 
 
@@ -177,7 +230,10 @@ def _random_model(name: str, **options):
     model = timm.create_model(name, pretrained=False, **options).eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
-            value.normal_(1.0 if "norm" in key and key.endswith("weight") else 0.0, 0.1 if value.ndim == 1 else 0.04)
+            value.normal_(
+                1.0 if "norm" in key and key.endswith("weight") else 0.0,
+                0.1 if value.ndim == 1 else 0.04,
+            )
     return model
 
 
@@ -189,7 +245,10 @@ def _timm_outputs(model, images: np.ndarray) -> dict[str, np.ndarray]:
     import torch
 
     tokens = []
-    hooks = [block.register_forward_hook(lambda *args: tokens.append(args[2][:, 0])) for block in model.blocks]
+    hooks = [
+        block.register_forward_hook(lambda *args: tokens.append(args[2][:, 0]))
+        for block in model.blocks
+    ]
     with torch.no_grad():
         normed = model.forward_features(torch.from_numpy(images.transpose(0, 3, 1, 2).copy()))
         logits = model.forward_head(normed)
@@ -206,7 +265,8 @@ def _our_outputs(config, params, images: np.ndarray) -> dict[str, np.ndarray]:
     @jax.jit
     def outputs(state, images):
         vit = nnx.merge(graphdef, state)
-        x, tokens = vit.embed(images), []
+        x = vit.embed(images)
+        tokens = []
         for block in vit.blocks:
             x, _ = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
             tokens.append(x[:, 0])
@@ -220,7 +280,8 @@ def _our_outputs(config, params, images: np.ndarray) -> dict[str, np.ndarray]:
 def _assert_parity(config, params, model) -> None:
     size = config.image_size
     images = np.random.default_rng(3).standard_normal((2, size, size, 3)).astype(np.float32)
-    ours, timms = _our_outputs(config, params, images), _timm_outputs(model, images)
+    ours = _our_outputs(config, params, images)
+    timms = _timm_outputs(model, images)
     for name, value in ours.items():
         # 1e-5 of the largest entry: random weights make larger numbers than trained ones
         scale = max(1.0, float(np.abs(timms[name]).max()))
@@ -233,7 +294,9 @@ def test_known_backbones_compute_what_timm_computes(config):
     config = dataclasses.replace(config, depth=12 if config.width < 384 else 3)
     model = _random_model(config.timm_name, depth=config.depth)
     tensors = _numpy(model)
-    assert ("head.weight" in tensors and config.num_classes == 0) == (config.name == "clip_vit_base")
+    assert ("head.weight" in tensors and config.num_classes == 0) == (
+        config.name == "clip_vit_base"
+    )
     _assert_parity(config, from_timm(tensors, config), model)
 
 
@@ -257,7 +320,9 @@ def test_other_plain_vits_compute_what_timm_computes_from_an_inferred_config_and
     params = from_timm(_numpy(model), config)
     _assert_parity(config, params, model)
 
-    exported = _random_model(timm_weights._architecture(config), depth=3, **timm_weights._arguments(config))
+    exported = _random_model(
+        timm_weights._architecture(config), depth=3, **timm_weights._arguments(config)
+    )
     tensors = timm_weights.to_timm(params, config)
     exported.load_state_dict({key: torch.tensor(value) for key, value in tensors.items()})
     _assert_parity(config, params, exported)
@@ -270,16 +335,27 @@ SWIGLU = {"embed_dim": 128, "num_heads": 2}
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *[(f"vit_small_{kind}.lvd1689m", {}) for kind in ("patch16_dinov3_qkvb", "plus_patch16_dinov3")],
+        *[
+            (f"vit_small_{kind}.lvd1689m", {})
+            for kind in ("patch16_dinov3_qkvb", "plus_patch16_dinov3")
+        ],
         *[(f"vit_{size}_patch16_dinov3.lvd1689m", SWIGLU) for size in ("large", "huge_plus")],
-        *[(f"vit_giant_patch14_{kind}.lvd142m", SWIGLU | {"img_size": 70}) for kind in ("dinov2", "reg4_dinov2")],
+        *[
+            (f"vit_giant_patch14_{kind}.lvd142m", SWIGLU | {"img_size": 70})
+            for kind in ("dinov2", "reg4_dinov2")
+        ],
     ],
 )
 def test_rotary_and_gated_models_compute_what_timm_computes_at_two_image_sizes(name, options):
     model = _random_model(name, depth=2, dynamic_img_size=True, **options)
     hub_config = {"global_pool": "avg"} if "dinov3" in name else {}
-    config = infer_config(name, _numpy(model), hub_config | {"pretrained_cfg": model.pretrained_cfg})
-    assert (config.rotary is not None, config.gated) == ("dinov3" in name, "plus" in name or "giant" in name)
+    config = infer_config(
+        name, _numpy(model), hub_config | {"pretrained_cfg": model.pretrained_cfg}
+    )
+    assert (config.rotary is not None, config.gated) == (
+        "dinov3" in name,
+        "plus" in name or "giant" in name,
+    )
     pretrained = Pretrained(config, from_timm(_numpy(model), config), "", "")
     for size in (config.image_size, 8 * config.patch_size):
         sized = resize(pretrained, size)
@@ -309,7 +385,9 @@ def test_models_without_a_class_token_compute_what_timm_computes_at_two_image_si
 def test_every_siglip_of_timm_is_known_by_its_tensors():
     import timm
 
-    names = timm.list_models("vit_*siglip*", exclude_filters="*_gap_*")  # which are the same but for the pool
+    names = timm.list_models(
+        "vit_*siglip*", exclude_filters="*_gap_*"
+    )  # which are the same but for the pool
     assert len(names) >= 16
     for name in names:
         _assert_inferred(name)
@@ -326,14 +404,20 @@ def test_a_network_at_another_image_size_computes_what_timm_computes(size):
 
 
 @pytest.mark.convert
-@pytest.mark.parametrize(("before", "after"), [(14, 6), (14, 7), (14, 24), (4, 14), (16, 37), (14, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(14, 6), (14, 7), (14, 24), (4, 14), (16, 37), (14, 1)]
+)
 def test_position_embeddings_are_resampled_as_timm_does(before, after):
     import torch
     from timm.layers import resample_abs_pos_embed
 
     position = np.random.default_rng(4).standard_normal((before**2 + 1, 32)).astype(np.float32)
-    timms = resample_abs_pos_embed(torch.from_numpy(position)[None], new_size=[after, after], num_prefix_tokens=1)
-    np.testing.assert_allclose(resample_position(position, after**2), timms[0].numpy(), rtol=0, atol=1e-5)
+    timms = resample_abs_pos_embed(
+        torch.from_numpy(position)[None], new_size=[after, after], num_prefix_tokens=1
+    )
+    np.testing.assert_allclose(
+        resample_position(position, after**2), timms[0].numpy(), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.convert
@@ -365,12 +449,18 @@ def test_sizes_heads_and_norms_are_inferred_as_timm_builds_them(name):
 
 def _assert_inferred(name: str) -> None:
     model = _on_meta(name)
-    config = infer_config(name, _shapes_only(model), {"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 1, 1]}})
+    config = infer_config(
+        name, _shapes_only(model), {"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 1, 1]}}
+    )
     block = model.blocks[0]
     assert (config.depth, config.width) == (len(model.blocks), model.embed_dim)
     assert (config.num_heads, config.mlp_width) == (block.attn.num_heads, block.mlp.fc2.in_features)
-    patch_size, image_size = model.patch_embed.patch_size[0], model.patch_embed.img_size[0]
-    assert (config.image_size, config.patch_size) == (image_size // patch_size * patch_size, patch_size)
+    patch_size = model.patch_embed.patch_size[0]
+    image_size = model.patch_embed.img_size[0]
+    assert (config.image_size, config.patch_size) == (
+        image_size // patch_size * patch_size,
+        patch_size,
+    )
     assert config.layer_norm_eps == model.norm.eps == block.norm1.eps
     names = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu", "SiLU": "silu"}
     assert config.activation == names[type(block.mlp.act).__name__]
@@ -391,7 +481,9 @@ def _assert_inferred(name: str) -> None:
 def test_timm_models_that_are_not_plain_are_refused(name):
     tensors = _shapes_only(_on_meta(name))
     with pytest.raises(ValueError, match="no plain timm ViT|missing: (blocks|norm)"):
-        config = infer_config(name, tensors, {"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 1, 1]}})
+        config = infer_config(
+            name, tensors, {"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 1, 1]}}
+        )
         from_timm(tensors, config)
 
 
@@ -405,7 +497,10 @@ def _on_meta(name: str):
 
 def _shapes_only(model) -> dict[str, np.ndarray]:
     """Arrays of the right shapes that take no memory."""
-    return {key: np.broadcast_to(np.float32(0), value.shape) for key, value in model.state_dict().items()}
+    return {
+        key: np.broadcast_to(np.float32(0), value.shape)
+        for key, value in model.state_dict().items()
+    }
 
 
 def _unused(config) -> set[str]:

@@ -27,7 +27,9 @@ def pictures(root: Path, per_class: int = 6) -> Path:
             folder = root / split / name
             folder.mkdir(parents=True)
             for row in range(per_class):
-                Image.fromarray(rng.integers(0, 256, (9, 7, 3), np.uint8)).save(folder / f"{row}.png")
+                Image.fromarray(rng.integers(0, 256, (9, 7, 3), np.uint8)).save(
+                    folder / f"{row}.png"
+                )
     return root
 
 
@@ -47,14 +49,22 @@ def test_memory_and_cache_hold_the_same_pixels_and_have_one_fingerprint(tmp_path
 
 
 @pytest.mark.parametrize("keep", ["memory", "cache", "stream"])
-def test_photos_are_turned_in_folders_and_zips_and_keep_another_place_than_as_stored(keep, tmp_path):
-    kinds: list[list[bytes]] = [[], [], []]  # upright files, turned ones, and their pixels as stored
+def test_photos_are_turned_in_folders_and_zips_and_keep_another_place_than_as_stored(
+    keep, tmp_path
+):
+    kinds: list[list[bytes]] = [
+        [],
+        [],
+        [],
+    ]  # upright files, turned ones, and their pixels as stored
     for seed, orientation in enumerate((1, 3, 6, 8)):
         pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
         as_stored = stored(Image.fromarray(pixels), orientation)
         with Image.open(io.BytesIO(as_stored)) as image:
             plain = Image.fromarray(np.asarray(image))
-        for kind, data in zip(kinds, (encode(Image.fromarray(pixels)), as_stored, encode(plain)), strict=True):
+        for kind, data in zip(
+            kinds, (encode(Image.fromarray(pixels)), as_stored, encode(plain)), strict=True
+        ):
             kind.append(data)
     places = []
     for name, files in zip("abc", kinds, strict=True):
@@ -63,7 +73,11 @@ def test_photos_are_turned_in_folders_and_zips_and_keep_another_place_than_as_st
             folder.mkdir(parents=True)
             for number, data in enumerate(files):
                 (folder / f"{number}.png").write_bytes(data)
-        places.append(Path(shutil.make_archive(str(tmp_path / name / "pets"), "zip", tmp_path / name / "pets")))
+        places.append(
+            Path(
+                shutil.make_archive(str(tmp_path / name / "pets"), "zip", tmp_path / name / "pets")
+            )
+        )
         places.append(tmp_path / name / "pets")
     upright, _, photos, folder, plain, _ = map(plan_task, places)
     want = kept(upright, tmp_path / "cache", keep).train.images[:]
@@ -79,7 +93,8 @@ def test_photos_are_turned_in_folders_and_zips_and_keep_another_place_than_as_st
 
 
 def test_a_cache_is_made_once_and_again_when_something_changes(tmp_path):
-    folder, root = pictures(tmp_path / "pets"), tmp_path / "cache"
+    folder = pictures(tmp_path / "pets")
+    root = tmp_path / "cache"
     plan = plan_task(folder)
     first = cache_place(plan, 8, root)
     kept(plan, root, "cache")
@@ -100,7 +115,8 @@ def test_another_decoder_makes_another_cache(tmp_path, monkeypatch):
 
 
 def test_a_broken_picture_is_named_and_nothing_is_left(tmp_path):
-    folder, root = pictures(tmp_path / "pets"), tmp_path / "cache"
+    folder = pictures(tmp_path / "pets")
+    root = tmp_path / "cache"
     file = folder / "val" / "dog" / "3.png"
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(ValueError, match="1 image file.*val/dog/3.png"):
@@ -110,7 +126,8 @@ def test_a_broken_picture_is_named_and_nothing_is_left(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_disk_that_fills_up_is_told_and_nothing_is_left(tmp_path, monkeypatch):
-    plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
+    plan = plan_task(pictures(tmp_path / "pets"))
+    root = tmp_path / "cache"
     write = load._write
 
     def to_a_full_disk(file, *others):
@@ -118,13 +135,16 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_left(tmp_path, monkeypatch)
         return write(file, *others)
 
     monkeypatch.setattr(load, "_write", to_a_full_disk)
-    with pytest.raises(OSError, match=r"'pets' cannot be kept in .*No space left on device.*name another folder"):
+    with pytest.raises(
+        OSError, match=r"'pets' cannot be kept in .*No space left on device.*name another folder"
+    ):
         kept(plan, root, "cache")
     assert not any(entry.is_dir() for entry in root.iterdir())
 
 
 def test_too_little_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
-    plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
+    plan = plan_task(pictures(tmp_path / "pets"))
+    root = tmp_path / "cache"
     usage = load.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(load.shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(OSError, match="0.0 GB are needed and 0.0 GB free"):
@@ -140,7 +160,8 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
 
 
 def test_damaged_caches_say_what_to_remove(tmp_path):
-    plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
+    plan = plan_task(pictures(tmp_path / "pets"))
+    root = tmp_path / "cache"
     kept(plan, root, "cache")
     place = cache_place(plan, 8, root)
     (place / "train.npy").write_bytes((place / "train.npy").read_bytes()[:-5])
@@ -176,7 +197,8 @@ def start(folder, root, seconds):
 
 
 def test_a_process_that_is_killed_midway_leaves_nothing_that_is_trusted(tmp_path):
-    folder, root = pictures(tmp_path / "pets"), tmp_path / "cache"
+    folder = pictures(tmp_path / "pets")
+    root = tmp_path / "cache"
     process = start(folder, root, 60)
     assert process.stdout is not None and process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGKILL)
@@ -190,7 +212,8 @@ def test_a_process_that_is_killed_midway_leaves_nothing_that_is_trusted(tmp_path
 
 
 def test_a_second_process_waits_for_the_first_and_both_have_the_same(tmp_path):
-    folder, root = pictures(tmp_path / "pets"), tmp_path / "cache"
+    folder = pictures(tmp_path / "pets")
+    root = tmp_path / "cache"
     first, second = start(folder, root, 0.3), start(folder, root, 0.3)
     told = [process.communicate()[0].split() for process in (first, second)]
     assert [words[-2:] for words in told] == [told[0][-2:]] * 2 and told[0][-2] == "done"
@@ -209,7 +232,8 @@ def test_only_the_training_pictures_of_the_backbones_own_task_are_decoded(tmp_pa
 def test_only_what_is_measured_is_decoded_and_from_the_copy_of_all_if_there_is_one(tmp_path, keep):
     if keep == "stream":
         pytest.importorskip("grain", reason="needs the extra `datasets`")
-    folder, config = pictures(tmp_path / "pets"), ImagesConfig(keep, tmp_path / "cache")
+    folder = pictures(tmp_path / "pets")
+    config = ImagesConfig(keep, tmp_path / "cache")
     plan = plan_task(folder, purpose="measure")
     (whole,) = load_tasks([plan], 8, config)
     copies = len(list((tmp_path / "cache").glob("pets-8-*[!k]")))
@@ -226,17 +250,25 @@ def test_only_what_is_measured_is_decoded_and_from_the_copy_of_all_if_there_is_o
     assert "test" in task.cut and sum(len(split.images) for split in task.splits.values()) == 18
 
 
-def test_auto_streams_what_is_too_large_and_caches_the_rest_of_a_large_stream(tmp_path, monkeypatch):
+def test_auto_streams_what_is_too_large_and_caches_the_rest_of_a_large_stream(
+    tmp_path, monkeypatch
+):
     pytest.importorskip("grain", reason="needs the extra `datasets`")
-    plans = [plan_task(pictures(tmp_path / name, num), name=name) for name, num in (("small", 2), ("large", 9))]
+    plans = [
+        plan_task(pictures(tmp_path / name, num), name=name)
+        for name, num in (("small", 2), ("large", 9))
+    ]
     monkeypatch.setattr(load, "IN_MEMORY", 2500)  # more than the small one takes, less than both
     monkeypatch.setattr(load, "CACHED", 9000)
     small, large = load_tasks(plans, 8, ImagesConfig("auto", tmp_path / "cache"))
-    assert isinstance(small.train.images, np.memmap) and isinstance(large.train.images, StreamedImages)
+    assert isinstance(small.train.images, np.memmap) and isinstance(
+        large.train.images, StreamedImages
+    )
 
 
 def test_folders_of_one_name_and_time_are_told_apart(tmp_path, monkeypatch):
-    """Copies that keep their times differ in nothing but where they lie; of BMP all have one size."""
+    """Copies that keep their times differ in nothing but where they lie; of BMP all have one
+    size."""
     found = []
     for version, value in (("v1", 0), ("v2", 255)):
         folder = tmp_path / version / "birds"
@@ -247,13 +279,19 @@ def test_folders_of_one_name_and_time_are_told_apart(tmp_path, monkeypatch):
                 Image.new("L", (4, 4), value).save(file)
                 os.utime(file, ns=(1, 1))
         monkeypatch.chdir(folder.parent)
-        found.append(kept(plan_task(Path("birds")), tmp_path / "cache", "cache").train.images.mean())
+        found.append(
+            kept(plan_task(Path("birds")), tmp_path / "cache", "cache").train.images.mean()
+        )
     assert found == [0, 255]
 
 
 def test_a_manifest_over_two_roots_is_two_caches(tmp_path):
     """Copies that keep their times, and one list for both; of BMP all have one size."""
-    rows = [f"{split}/{name}/0.bmp,{name},{split}" for split in ("train", "val", "test") for name in ("cat", "dog")]
+    rows = [
+        f"{split}/{name}/0.bmp,{name},{split}"
+        for split in ("train", "val", "test")
+        for name in ("cat", "dog")
+    ]
     (tmp_path / "list.csv").write_text("\n".join(["path,label,split", *rows]) + "\n")
     found = []
     for version, value in (("v1", 0), ("v2", 255)):
@@ -269,7 +307,8 @@ def test_a_manifest_over_two_roots_is_two_caches(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"image_size": 8, "splits": {}}', b"[]"])
 def test_a_cache_whose_description_was_lost_is_damaged(tmp_path, content):
-    plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
+    plan = plan_task(pictures(tmp_path / "pets"))
+    root = tmp_path / "cache"
     kept(plan, root, "cache")
     (cache_place(plan, 8, root) / "cache.json").write_bytes(content)
     with pytest.raises(ValueError, match="is corrupted"):
@@ -277,7 +316,8 @@ def test_a_cache_whose_description_was_lost_is_damaged(tmp_path, content):
 
 
 def test_an_empty_file_of_pictures_is_damage(tmp_path):
-    plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
+    plan = plan_task(pictures(tmp_path / "pets"))
+    root = tmp_path / "cache"
     kept(plan, root, "cache")
     (cache_place(plan, 8, root) / "train.npy").write_bytes(b"")
     with pytest.raises(ValueError, match="is corrupted"):
@@ -285,7 +325,8 @@ def test_an_empty_file_of_pictures_is_damage(tmp_path):
 
 
 def test_ctrl_c_while_decoding_leaves_nothing_behind(tmp_path):
-    folder, root = pictures(tmp_path / "pets"), tmp_path / "cache"
+    folder = pictures(tmp_path / "pets")
+    root = tmp_path / "cache"
     process = start(folder, root, 60)
     assert process.stdout is not None and process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGINT)
@@ -295,7 +336,8 @@ def test_ctrl_c_while_decoding_leaves_nothing_behind(tmp_path):
 
 
 def test_auto_keeps_a_small_stream_in_memory_and_a_large_one_on_the_disk(tmp_path, monkeypatch):
-    plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
+    plan = plan_task(pictures(tmp_path / "pets"))
+    root = tmp_path / "cache"
     assert not isinstance(kept(plan, root, "auto").train.images, np.memmap) and not root.exists()
     monkeypatch.setattr(load, "IN_MEMORY", 1000)
     assert isinstance(kept(plan, root, "auto").train.images, np.memmap)
@@ -322,12 +364,16 @@ def test_a_header_that_promises_other_numbers_than_there_are_is_damage(tmp_path,
     kept(plan, tmp_path / "cache", "cache")
     place = cache_place(plan, 8, tmp_path / "cache")
     whole = (place / "train.npy").read_bytes()
-    (place / "train.npy").write_bytes(whole[:8] + len(header).to_bytes(2, "little") + header.encode() + whole[128:])
+    (place / "train.npy").write_bytes(
+        whole[:8] + len(header).to_bytes(2, "little") + header.encode() + whole[128:]
+    )
     with pytest.raises(ValueError, match=f"the cache {place} is corrupted .*remove this folder"):
         open_cache(place, plan)
 
 
-@pytest.mark.parametrize("meta", ["[]", '{"splits": 3}', '{"splits": {"../../x": {}}}', "[" * 100_000, "\ud800"])
+@pytest.mark.parametrize(
+    "meta", ["[]", '{"splits": 3}', '{"splits": {"../../x": {}}}', "[" * 100_000, "\ud800"]
+)
 def test_any_other_json_is_a_damaged_cache(tmp_path, meta):
     plan = plan_task(pictures(tmp_path / "pets"))
     (tmp_path / "cache.json").write_bytes(meta.encode("utf-8", "surrogatepass"))

@@ -61,7 +61,9 @@ def test_avif_is_read():
 
 def test_heic_is_read_with_its_extra_and_told_without(monkeypatch):
     monkeypatch.setattr(decode, "READS_HEIF", False)
-    with pytest.raises(ValueError, match=r"phone: .*HEIC images need pillow-heif: pip install 'cheem_jax\[heic\]'"):
+    with pytest.raises(
+        ValueError, match=r"phone: .*HEIC images need pillow-heif: pip install 'cheem_jax\[heic\]'"
+    ):
         decode_image(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", 8, name="phone")
     pillow_heif = pytest.importorskip("pillow_heif", reason="needs the extra `heic`")
     monkeypatch.setattr(decode, "READS_HEIF", True)
@@ -77,7 +79,9 @@ def test_one_bit_pixels_become_0_and_255():
 
 def test_a_pointer_of_git_lfs_says_so():
     with pytest.raises(ValueError, match=r"cat\.jpg: a pointer of Git LFS .*`git lfs pull`"):
-        decode_image(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", 8, name="cat.jpg")
+        decode_image(
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", 8, name="cat.jpg"
+        )
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
@@ -94,26 +98,37 @@ def test_big_endian_sixteen_bit_tiff_reads_the_same():
 
 
 def test_alpha_is_dropped_and_no_background_assumed():
-    assert corners(encode(halves("RGBA", (200, 100, 50, 0), (1, 2, 3, 128)))) == ([200, 100, 50], [1, 2, 3])
+    assert corners(encode(halves("RGBA", (200, 100, 50, 0), (1, 2, 3, 128)))) == (
+        [200, 100, 50],
+        [1, 2, 3],
+    )
     assert corners(encode(halves("LA", (90, 0), (7, 255)))) == ([90, 90, 90], [7, 7, 7])
 
 
 def test_cmyk_jpeg_has_the_right_colours():
-    left, right = corners(encode(halves("CMYK", (0, 255, 255, 0), (0, 0, 0, 255), (16, 16)), "JPEG", quality=100))
+    left, right = corners(
+        encode(halves("CMYK", (0, 255, 255, 0), (0, 0, 0, 255), (16, 16)), "JPEG", quality=100)
+    )
     np.testing.assert_allclose(left, (255, 0, 0), atol=3)
     np.testing.assert_allclose(right, (0, 0, 0), atol=3)
 
 
 STORED = {
-    1: None, 2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE,
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_270,
-}  # fmt: skip
+}
 """How a camera stores an upright image for each orientation in EXIF."""
 
 
 def stored(upright: Image.Image, orientation: int, kind: str = "PNG", **options) -> bytes:
-    exif, turn = Image.Exif(), STORED[orientation]
+    exif = Image.Exif()
+    turn = STORED[orientation]
     exif[0x0112] = orientation
     image = upright if turn is None else upright.transpose(turn)
     return encode(image, kind, exif=exif if kind == "TIFF" else exif.tobytes(), **options)
@@ -132,7 +147,13 @@ def test_eight_orientations_give_the_upright_image_in_every_format(kind):
         pytest.importorskip("pillow_heif", reason="needs the extra `heic`").register_heif_opener()
     if kind == "AVIF" and not features.check("avif"):
         pytest.skip("this Pillow reads no AVIF")
-    options = {"lossless": True} if kind == "WEBP" else {} if kind in ("PNG", "TIFF") else {"quality": 100}
+    options = (
+        {"lossless": True}
+        if kind == "WEBP"
+        else {}
+        if kind in ("PNG", "TIFF")
+        else {"quality": 100}
+    )
     image = four_colours(96, 64)
     want = np.asarray(image.resize((16, 16), Image.Resampling.BICUBIC)).astype(int)
     for orientation in STORED:
@@ -155,11 +176,16 @@ def test_images_may_be_decoded_as_stored():
 
 @pytest.mark.parametrize(
     "exif",
-    [b"Exif\0\0", b"Exif\0\0MM", b"Exif\0\0II*\0\xff\xff\xff\x7f",
-     b"Exif\0\0MM\0*\0\0\0\x08\0\xff\x01\x12", b"\xff" * 40,
-     b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\x09\0\0\0\0\0\0"],
+    [
+        b"Exif\0\0",
+        b"Exif\0\0MM",
+        b"Exif\0\0II*\0\xff\xff\xff\x7f",
+        b"Exif\0\0MM\0*\0\0\0\x08\0\xff\x01\x12",
+        b"\xff" * 40,
+        b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\x09\0\0\0\0\0\0",
+    ],
     ids=["empty", "cut", "far away", "half an entry", "noise", "orientation 9"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.filterwarnings("ignore:.*EXIF:UserWarning")  # Pillow's, about exactly this
 def test_an_image_with_corrupted_exif_is_decoded_as_stored(kind, exif):
@@ -172,7 +198,9 @@ def test_an_image_with_corrupted_exif_is_decoded_as_stored(kind, exif):
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF"])
 def test_every_accepted_format_is_decoded(kind):
     options = {"lossless": True} if kind == "WEBP" else {}
-    left, right = corners(encode(halves("RGB", (255, 255, 255), (0, 0, 0), (16, 16)), kind, **options))
+    left, right = corners(
+        encode(halves("RGB", (255, 255, 255), (0, 0, 0), (16, 16)), kind, **options)
+    )
     assert min(left) > 250 and max(right) < 5
 
 
@@ -186,15 +214,20 @@ def test_a_palette_is_looked_up_before_resizing():
     image = halves("P", 0, 2, (4, 4))
     image.putpalette([0, 0, 0, 255, 0, 0, 255, 255, 255])
     pixels = decode_image(encode(image), 8)
-    assert len(np.unique(pixels)) > 2  # mixed greys at the edge, as nearest-neighbour indices would not give
-    assert (pixels[..., 0] == pixels[..., 1]).all()  # entry 1 lies between the indices but is no mixture
+    assert (
+        len(np.unique(pixels)) > 2
+    )  # mixed greys at the edge, as nearest-neighbour indices would not give
+    assert (
+        pixels[..., 0] == pixels[..., 1]
+    ).all()  # entry 1 lies between the indices but is no mixture
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "PPM", "WEBP", "TIFF", "GIF"])
 def test_a_file_cut_off_anywhere_is_refused_or_still_whole(kind):
     pixels = np.random.default_rng(2).integers(0, 256, (16, 16, 3), np.uint8)
     data = encode(Image.fromarray(pixels), kind)
-    whole, refused = decode_image(data, 16), 0
+    whole = decode_image(data, 16)
+    refused = 0
     for length in range(0, len(data), 3):
         try:
             # A few formats end in checksums and markers that no pixel needs.
@@ -206,7 +239,8 @@ def test_a_file_cut_off_anywhere_is_refused_or_still_whole(kind):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0junk", b"%!PS-Adobe-3.0 EPSF-3.0\n"]
+    "data",
+    [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0junk", b"%!PS-Adobe-3.0 EPSF-3.0\n"],
 )
 def test_files_that_are_no_images_are_refused_by_name(data):
     with pytest.raises(ValueError, match=r"notes\.png: "):
@@ -265,7 +299,9 @@ def test_decode_many_reports_all_broken_files_at_once(tmp_path):
     good = encode(Image.new("L", (4, 4)))
     for name, data in {"a.png": good, "b.png": good[:40], "d.png": b""}.items():
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=r"3 image file.*b\.png: .*c\.png: no such file.*d\.png: ") as caught:
+    with pytest.raises(
+        ValueError, match=r"3 image file.*b\.png: .*c\.png: no such file.*d\.png: "
+    ) as caught:
         decode_many(FolderFiles(tmp_path, ["a.png", "b.png", "c.png", "d.png"]), 4)
     assert str(tmp_path / "b.png") in str(caught.value)
     with pytest.raises(ValueError, match="9 image file.*and 4 more"):
@@ -294,7 +330,14 @@ def test_a_tiff_with_enormous_tiles_is_refused_before_one_is_made():
         (325, 9),
     ]
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
-    data = b"II*\0" + struct.pack("<I", 24) + bytes(16) + struct.pack("<H", len(tags)) + entries + bytes(4)
+    data = (
+        b"II*\0"
+        + struct.pack("<I", 24)
+        + bytes(16)
+        + struct.pack("<H", len(tags))
+        + entries
+        + bytes(4)
+    )
     with pytest.raises(ValueError, match=r"x\.tif: .*tiles of 30000 x 30000 pixels, at most"):
         decode_image(data, 8, name="x.tif")
 
@@ -303,7 +346,9 @@ def test_texts_and_profiles_that_unpack_to_much_more_are_refused():
     data = encode(Image.new("L", (4, 4)))
     for kind in (b"zTXt", b"iCCP"):
         body = b"x\0\0" + zlib.compress(bytes(2**27))
-        chunk = struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        chunk = (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
         with pytest.raises(ValueError, match=r"x\.png: the image cannot be decoded"):
             decode_image(data[:33] + chunk + data[33:], 8, name="x.png")
 

@@ -15,7 +15,9 @@ def test_the_demo_stream_has_six_tasks_of_32_pixels(stream):
         *("shapes", "letters", "colours", "textures", "shapes_recoloured", "digits")
     ]
     for task in stream.tasks:
-        assert [split.images.shape for split in task.splits.values()] == [(n, 32, 32, 3) for n in (600, 150, 250)]
+        assert [split.images.shape for split in task.splits.values()] == [
+            (n, 32, 32, 3) for n in (600, 150, 250)
+        ]
         counts = np.bincount(task.train.labels)
         assert counts.max() - counts.min() <= (5 if task.name == "digits" else 1)
 
@@ -39,7 +41,8 @@ def test_test_images_do_not_depend_on_the_number_of_training_images():
 def test_no_picture_occurs_twice(stream):
     for task in stream.tasks:
         pictures = [image.tobytes() for split in task.splits.values() for image in split.images]
-        # scikit-learn's digits are real and small; two of them may look alike, copies of one may not
+        # scikit-learn's digits are real and small; two of them may look alike, copies of one may
+        # not
         assert len(set(pictures)) == len(pictures)
 
 
@@ -94,7 +97,9 @@ def test_hues_turn_into_the_colours_one_expects():
     hue = np.array([0.0, 1 / 6, 1 / 3, 2 / 3])
     want = [[1, 0, 0], [1, 1, 0], [0, 1, 0], [0, 0, 1]]
     np.testing.assert_allclose(demo.hsv(hue, np.ones(4), np.ones(4)), want, atol=1e-12)
-    np.testing.assert_allclose(demo.hsv(hue[:1], np.array([0.5]), np.array([0.8])), [[0.8, 0.4, 0.4]])
+    np.testing.assert_allclose(
+        demo.hsv(hue[:1], np.array([0.5]), np.array([0.8])), [[0.8, 0.4, 0.4]]
+    )
 
 
 def test_letters_stand_inside_their_pictures(stream):

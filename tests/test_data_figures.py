@@ -12,7 +12,9 @@ RED, GREEN, EMPTY = (200, 30, 40), (10, 160, 60), (0xF4, 0xF4, 0xF4)
 
 
 def plain(colours: list[tuple[int, int, int]], side: int = 8) -> np.ndarray:
-    return np.broadcast_to(np.array(colours, np.uint8)[:, None, None], (len(colours), side, side, 3)).copy()
+    return np.broadcast_to(
+        np.array(colours, np.uint8)[:, None, None], (len(colours), side, side, 3)
+    ).copy()
 
 
 def sheet(file: Path, images: np.ndarray, labels: list[int], classes: list[str]) -> np.ndarray:
@@ -29,15 +31,21 @@ def count(pixels: np.ndarray, colour: tuple[int, int, int]) -> int:
 def test_every_class_has_one_example_with_its_own_pixels(tmp_path):
     images = plain([RED, GREEN] + [(index, 0, 0) for index in range(1, 10)])
     pixels = sheet(tmp_path / "sub" / "a.png", images, [*range(11)], [f"c{i}" for i in range(11)])
-    assert count(pixels, RED) == count(pixels, GREEN) == 112**2  # 8 pixels a side, fourteen times as large
+    assert (
+        count(pixels, RED) == count(pixels, GREEN) == 112**2
+    )  # 8 pixels a side, fourteen times as large
     assert [file.name for file in (tmp_path / "sub").iterdir()] == ["a.png"]
 
 
 def test_few_classes_get_several_examples_each(tmp_path):
-    pixels = sheet(tmp_path / "a.png", plain([RED] * 3 + [GREEN] * 12), [0] * 3 + [1] * 12, ["red", "green"])
+    pixels = sheet(
+        tmp_path / "a.png", plain([RED] * 3 + [GREEN] * 12), [0] * 3 + [1] * 12, ["red", "green"]
+    )
     assert count(pixels, RED) == 3 * 112**2 and count(pixels, GREEN) == 8 * 112**2
     images = plain([RED] * 20 + [(0, 0, index) for index in range(19)])
-    pixels = sheet(tmp_path / "b.png", images, [0] * 20 + [*range(1, 20)], [f"c{i}" for i in range(20)])
+    pixels = sheet(
+        tmp_path / "b.png", images, [0] * 20 + [*range(1, 20)], [f"c{i}" for i in range(20)]
+    )
     assert count(pixels, RED) == 4 * 112**2
 
 
@@ -49,7 +57,9 @@ def test_several_examples_are_different_pictures(tmp_path):
 
 def test_many_classes_are_chosen_evenly_with_the_first_and_the_last(tmp_path):
     images = plain([RED] + [(0, 0, 0)] * 1621 + [GREEN])
-    pixels = sheet(tmp_path / "a.png", images, list(range(1623)), [f"class_{i}" for i in range(1623)])
+    pixels = sheet(
+        tmp_path / "a.png", images, list(range(1623)), [f"class_{i}" for i in range(1623)]
+    )
     assert count(pixels, RED) == count(pixels, GREEN) == 112**2
     assert pixels.shape[0] < 1500 and pixels.shape[1] < 1500
 
@@ -83,7 +93,8 @@ def test_small_pictures_are_enlarged_in_whole_steps_and_large_ones_reduced(tmp_p
 )
 @pytest.mark.parametrize("num_classes", [1, 6, 30])
 def test_any_class_name_is_drawn_and_leaves_the_size_as_it_is(tmp_path, name, num_classes):
-    images, labels = plain([RED] * num_classes), list(range(num_classes))
+    images = plain([RED] * num_classes)
+    labels = list(range(num_classes))
     odd = sheet(tmp_path / "odd.png", images, labels, [name] * num_classes)
     assert odd.shape == sheet(tmp_path / "a.png", images, labels, ["a"] * num_classes).shape
     contact_sheet(images, np.array(labels), ["a"] * num_classes, tmp_path / "title.png", title=name)
@@ -93,14 +104,18 @@ def test_any_class_name_is_drawn_and_leaves_the_size_as_it_is(tmp_path, name, nu
 
 def test_a_class_without_examples_leaves_an_empty_box(tmp_path):
     pixels = sheet(tmp_path / "a.png", plain([RED]), [1], ["none", "red"])
-    assert count(pixels, RED) == 112**2 and count(pixels, EMPTY) == pytest.approx(112**2, rel=0.01)  # smooth text
+    assert count(pixels, RED) == 112**2 and count(pixels, EMPTY) == pytest.approx(
+        112**2, rel=0.01
+    )  # smooth text
     sheet(tmp_path / "b.png", np.zeros((0, 8, 8, 3), np.uint8), [], ["none"] * 20)
 
 
 NONE = np.zeros((0, 8, 8, 3), np.uint8)
 
 
-def row(name: str = "task", classes: int = 10, num_train: int = 1000, examples: np.ndarray = NONE) -> StreamRow:
+def row(
+    name: str = "task", classes: int = 10, num_train: int = 1000, examples: np.ndarray = NONE
+) -> StreamRow:
     return StreamRow(name, classes, num_train, num_val=100, num_test=200, examples=examples)
 
 
@@ -112,7 +127,10 @@ def stream(file: Path, rows: list[StreamRow], title: str = "A stream") -> np.nda
 
 
 def test_a_task_shows_at_most_five_examples_or_an_empty_box(tmp_path):
-    pixels = stream(tmp_path / "a.png", [row(examples=plain([RED] * 9)), row(examples=plain([GREEN] * 2, 300)), row()])
+    pixels = stream(
+        tmp_path / "a.png",
+        [row(examples=plain([RED] * 9)), row(examples=plain([GREEN] * 2, 300)), row()],
+    )
     assert count(pixels, RED) == 5 * 112**2 and count(pixels, GREEN) == 2 * 112**2
     assert count(pixels, EMPTY) == pytest.approx(112**2, rel=0.01)  # some of it in the smooth text
 

@@ -36,7 +36,8 @@ def write_zip(file: Path, files: dict[str, bytes]) -> Path:
 
 
 def layout(**splits: dict[str, int]) -> dict[str, bytes]:
-    """`layout(train={"cat": 3})`: files train/cat/00.png ..; each image of a class has its own grey."""
+    """`layout(train={"cat": 3})`: files train/cat/00.png ..; each image of a class has its own
+    grey."""
     return {
         f"{split}/{name}/{i:02d}.png": png(i)
         for split, classes in splits.items()
@@ -74,14 +75,18 @@ def test_a_folder_and_a_zip_give_the_same_task(tmp_path):
 )
 def test_split_folders_may_bear_other_usual_names(tmp_path, names):
     renamed = {
-        file.replace("train/", f"{names[0]}/").replace("val/", f"{names[1]}/").replace("test/", f"{names[2]}/"): data
+        file.replace("train/", f"{names[0]}/")
+        .replace("val/", f"{names[1]}/")
+        .replace("test/", f"{names[2]}/"): data
         for file, data in FULL.items()
     }
     want = load_task(write(tmp_path / "a" / "pets", FULL), image_size=4)
     pets = write(tmp_path / "b" / "pets", renamed)
     assert fingerprint(load_task(pets, image_size=4)) == fingerprint(want)
     (plan,) = plan_stream(pets)
-    assert plan.split_sha256 == plan_task(write_zip(tmp_path / "b" / "pets.zip", renamed)).split_sha256
+    assert (
+        plan.split_sha256 == plan_task(write_zip(tmp_path / "b" / "pets.zip", renamed)).split_sha256
+    )
 
 
 def test_an_enclosing_folder_and_hidden_files_are_looked_through(tmp_path):
@@ -90,12 +95,20 @@ def test_an_enclosing_folder_and_hidden_files_are_looked_through(tmp_path):
     files |= {"pets-main/train/cat/.hidden.png": b"x", "pets-main/README.md": b"hello"}
     want = load_task(write_zip(tmp_path / "pets.zip", FULL), image_size=4)
     (tmp_path / "b").mkdir()
-    for place in (write(tmp_path / "b" / "pets", files), write_zip(tmp_path / "b" / "pets.zip", files)):
+    for place in (
+        write(tmp_path / "b" / "pets", files),
+        write_zip(tmp_path / "b" / "pets.zip", files),
+    ):
         assert fingerprint(load_task(place, image_size=4)) == fingerprint(want)
 
 
 def test_folders_of_network_storage_are_left_out_with_a_note(tmp_path):
-    extra = ("train/cat/@eaDir/00.jpg", "train/dog/@eaDir/x/00.jpg", "#recycle/old/1.png", "__MACOSX/a/1.png")
+    extra = (
+        "train/cat/@eaDir/00.jpg",
+        "train/dog/@eaDir/x/00.jpg",
+        "#recycle/old/1.png",
+        "__MACOSX/a/1.png",
+    )
     files = FULL | dict.fromkeys(extra, png()) | {"train/cat/.thumbnails/1.png": png()}
     for place in (write(tmp_path / "pets", files), write_zip(tmp_path / "pets.zip", files)):
         plan = plan_task(place)
@@ -113,12 +126,17 @@ def test_suffixes_count_in_either_case_and_other_files_are_left_out(tmp_path):
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
 
 
-def test_what_is_no_image_is_counted_by_folder_and_kind_and_content_counts_where_a_suffix_is_unknown(
+def test_other_files_are_counted_by_folder_and_kind_and_unknown_suffixes_by_content(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("cheem_jax.data.files.READS_HEIF", False)
     files = FULL | {f"train/cat/{i}.HEIC": HEIC for i in range(20)} | {"train/cat/phone": HEIC}
-    files |= {"train/dog/no_suffix": png(9), "train/dog/odd": b"x", "train/dog/a.txt": b"x", "train/cat/b.txt": b"x"}
+    files |= {
+        "train/dog/no_suffix": png(9),
+        "train/dog/odd": b"x",
+        "train/dog/a.txt": b"x",
+        "train/cat/b.txt": b"x",
+    }
     files |= {"meta.json": b"{}", "train/cat/.DS_Store": b"x", "train/dog/x.npy": b"x"}
     for place in (write(tmp_path / "pets", files), write_zip(tmp_path / "pets.zip", files)):
         plan = plan_task(place)
@@ -136,14 +154,17 @@ def test_what_is_no_image_is_counted_by_folder_and_kind_and_content_counts_where
 
 def test_many_folders_with_other_files_take_ten_lines(tmp_path):
     files = layout(train={f"c{i:02d}": 3 for i in range(12)})
-    plan = plan_task(write(tmp_path / "pets", files | {f"train/c{i:02d}/x.npy": b"x" for i in range(12)}))
+    plan = plan_task(
+        write(tmp_path / "pets", files | {f"train/c{i:02d}/x.npy": b"x" for i in range(12)})
+    )
     assert len(plan.ignored) == 11 and plan.ignored[-1] == "pets: 2 more folders with ignored files"
 
 
 def test_a_known_suffix_is_believed_without_opening_the_file(tmp_path, monkeypatch):
     folder = write(tmp_path / "pets", FULL | {"train/cat/a.txt": b"x"})
     monkeypatch.setattr(
-        "cheem_jax.data.files.head_of", lambda files, row: pytest.fail(f"{files.where(row)} was opened")
+        "cheem_jax.data.files.head_of",
+        lambda files, row: pytest.fail(f"{files.where(row)} was opened"),
     )
     assert plan_task(folder).counts["train"] == 5
 
@@ -152,7 +173,9 @@ def test_a_known_suffix_is_believed_without_opening_the_file(tmp_path, monkeypat
 def test_a_task_of_unreadable_images_alone_does_not_vanish(tmp_path, monkeypatch, read):
     monkeypatch.setattr("cheem_jax.data.files.READS_HEIF", False)
     folder = write(tmp_path / "pets", {"cat/1.heic": b"x", "dog/1.heic": b"x"})
-    with pytest.raises(ValueError, match=r"no images in it.*pets/cat: 1 file ignored \(\.heic; pip install"):
+    with pytest.raises(
+        ValueError, match=r"no images in it.*pets/cat: 1 file ignored \(\.heic; pip install"
+    ):
         read(folder)
     write(tmp_path / "stream" / "birds", FULL)
     (tmp_path / "pets").rename(tmp_path / "stream" / "pets")
@@ -161,9 +184,14 @@ def test_a_task_of_unreadable_images_alone_does_not_vanish(tmp_path, monkeypatch
 
 
 def test_meta_json_names_the_classes_in_label_order(tmp_path):
-    numbered = layout(train={"0000": 2, "0001": 1}, val={"0000": 1, "0001": 1}, test={"0000": 1, "0001": 1})
+    numbered = layout(
+        train={"0000": 2, "0001": 1}, val={"0000": 1, "0001": 1}, test={"0000": 1, "0001": 1}
+    )
     meta = {"meta.json": json.dumps({"classes": ["zebra/1", "ant"]}).encode()}
-    assert load_task(write(tmp_path / "a", numbered | meta), image_size=4).classes == ("zebra/1", "ant")
+    assert load_task(write(tmp_path / "a", numbered | meta), image_size=4).classes == (
+        "zebra/1",
+        "ant",
+    )
     meta = {"meta.json": json.dumps({"classes": ["dog", "cat"]}).encode()}
     task = load_task(write(tmp_path / "b", FULL | meta), image_size=4)
     assert task.classes == ("dog", "cat") and task.train.labels.tolist() == [1, 1, 1, 0, 0]
@@ -200,9 +228,17 @@ def test_missing_validation_takes_a_tenth_of_train_rounded_up(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["train/", "", "photos/"])
 def test_without_splits_test_takes_three_tenths_first(tmp_path, prefix):
-    files = {f"{prefix}{name}/{i:02d}.png": png(i) for name, n in {"cat": 30, "dog": 11}.items() for i in range(n)}
+    files = {
+        f"{prefix}{name}/{i:02d}.png": png(i)
+        for name, n in {"cat": 30, "dog": 11}.items()
+        for i in range(n)
+    }
     task = load_task(write(tmp_path / "pets", files), image_size=4)
-    assert [len(split.labels) for split in task.splits.values()] == [25, 3, 13]  # ceil(12.3), ceil(2.8)
+    assert [len(split.labels) for split in task.splits.values()] == [
+        25,
+        3,
+        13,
+    ]  # ceil(12.3), ceil(2.8)
     everything = [pair for split in task.splits.values() for pair in values(split)]
     assert sorted(everything) == [(0, i) for i in range(30)] + [(1, i) for i in range(11)]
 
@@ -211,7 +247,9 @@ def test_the_cut_depends_on_the_seed_alone(tmp_path):
     files = layout(train={"cat": 20, "dog": 20}, test={"cat": 1, "dog": 1})
     folder = write(tmp_path / "pets", dict(reversed(files.items())))
     zipped = write_zip(tmp_path / "pets.zip", files)
-    prints = [fingerprint(load_task(place, image_size=4, seed=7)) for place in (folder, folder, zipped)]
+    prints = [
+        fingerprint(load_task(place, image_size=4, seed=7)) for place in (folder, folder, zipped)
+    ]
     assert len(set(prints)) == 1
     assert fingerprint(load_task(folder, image_size=4, seed=8)) != prints[0]
 
@@ -221,8 +259,16 @@ def test_the_cut_depends_on_the_seed_alone(tmp_path):
     ("files", "counts", "cut"),
     [
         ({f"cat/{i}.png": png(i) for i in range(10)}, (6, 1, 3), ("val", "test")),
-        ({f"{name}/{i}.png": png(i) for name in ("cat", "dog") for i in range(2)}, (4, 0, 0), ("val", "test")),
-        (layout(train={"cat": 3, "dog": 3, "eel": 3}, test={"cat": 2, "dog": 1}), (6, 3, 3), ("val",)),
+        (
+            {f"{name}/{i}.png": png(i) for name in ("cat", "dog") for i in range(2)},
+            (4, 0, 0),
+            ("val", "test"),
+        ),
+        (
+            layout(train={"cat": 3, "dog": 3, "eel": 3}, test={"cat": 2, "dog": 1}),
+            (6, 3, 3),
+            ("val",),
+        ),
         (layout(train={"cat": 3}, test={"cat": 1, "dog": 2}), (3, 0, 3), ("val",)),
         (layout(test={"cat": 4}), (0, 0, 4), ("train", "val")),
         (layout(test={"cat": 4}, val={"dog": 1}), (0, 1, 4), ("train",)),
@@ -246,7 +292,9 @@ def test_what_is_too_little_to_learn_from_can_be_measured(tmp_path, zipped, file
 def test_what_can_be_learned_is_split_alike_to_be_measured_and_otherwise_to_extend(tmp_path):
     files = {f"{name}/{i}.png": png(i) for name in ("cat", "dog") for i in range(30)}
     place = write_zip(tmp_path / "pets.zip", files)
-    learned, measured, more = (plan_task(place, purpose=purpose) for purpose in ("learn", "measure", "extend"))
+    learned, measured, more = (
+        plan_task(place, purpose=purpose) for purpose in ("learn", "measure", "extend")
+    )
     assert measured.split_sha256 == learned.split_sha256
     assert more.counts == {"train": 54, "val": 6, "test": 0} and more.cut == ("val", "test")
 
@@ -283,10 +331,14 @@ def test_a_cut_follows_the_class_sizes():
 
 def test_classes_too_small_to_be_cut_are_named(tmp_path):
     files = layout(train={"cat": 4, "dog": 1}, test={"cat": 1, "dog": 1})
-    with pytest.raises(ValueError, match="to cut val from train every class needs 2 images or more.*'dog'"):
+    with pytest.raises(
+        ValueError, match="to cut val from train every class needs 2 images or more.*'dog'"
+    ):
         load_task(write(tmp_path / "pets", files), image_size=4)
     files = layout(train={"cat": 2, "dog": 3})
-    with pytest.raises(ValueError, match="to cut test and val from train every class needs 3.*'cat'"):
+    with pytest.raises(
+        ValueError, match="to cut test and val from train every class needs 3.*'cat'"
+    ):
         load_task(write(tmp_path / "both", files), image_size=4)
 
 
@@ -304,26 +356,53 @@ def test_classes_too_small_to_be_cut_are_named(tmp_path):
             layout(train={"cat": 3, "dog": 3}, test={"cat": 1, "dog": 1, "eel": 1}),
             r"test.*train does not.*\['eel'\]",
         ),
-        (layout(train={"cat": 3, "dog": 3}, val={"cat": 1, "dog": 1}), "train and val but no test split"),
+        (
+            layout(train={"cat": 3, "dog": 3}, val={"cat": 1, "dog": 1}),
+            "train and val but no test split",
+        ),
         (
             layout(val={"cat": 3, "dog": 3}, test={"cat": 1, "dog": 1}),
             r"no split 'train', only \['test', 'val'\]",
         ),
-        (FULL | layout(tset={"cat": 1}), r"\['tset'\] are not splits; known are train, val, test \("),
+        (
+            FULL | layout(tset={"cat": 1}),
+            r"\['tset'\] are not splits; known are train, val, test \(",
+        ),
         (
             layout(birds={"owl": 3, "rook": 3}, pets={"cat": 3}),
             r"\['birds', 'pets'\] are not splits.*a \[\[task\]\] of",
         ),
-        ({f"{split}/{i}.png": png() for split in ("Train", "test") for i in range(4)}, "Train, test are splits, but"),
+        (
+            {f"{split}/{i}.png": png() for split in ("Train", "test") for i in range(4)},
+            "Train, test are splits, but",
+        ),
         (FULL | layout(valid={"cat": 1}), r"several names for one split \['val'\]"),
-        (FULL | {"train/3.png": png()}, "1 of 11 images are at an unexpected place, such as 'train/3.png'"),
-        ({"1.png": png(), "2.png": png()}, "2 of 2 images are at an unexpected place, such as '1.png'"),
-        (FULL | {"train/cat/new/3.png": png()}, "unexpected place, such as 'train/cat/new/3.png'; expected"),
-        ({f"a/cat/{i}.png": png() for i in range(4)} | {"a/cat/b/3.png": png()}, "such as 'a/cat/b/3.png'"),
-        ({f"{at}/3.png": png() for at in ("cat/b", "cat/c", "dog")}, "2 of 3 .*, such as 'cat/b/3.png'"),
+        (
+            FULL | {"train/3.png": png()},
+            "1 of 11 images are at an unexpected place, such as 'train/3.png'",
+        ),
+        (
+            {"1.png": png(), "2.png": png()},
+            "2 of 2 images are at an unexpected place, such as '1.png'",
+        ),
+        (
+            FULL | {"train/cat/new/3.png": png()},
+            "unexpected place, such as 'train/cat/new/3.png'; expected",
+        ),
+        (
+            {f"a/cat/{i}.png": png() for i in range(4)} | {"a/cat/b/3.png": png()},
+            "such as 'a/cat/b/3.png'",
+        ),
+        (
+            {f"{at}/3.png": png() for at in ("cat/b", "cat/c", "dog")},
+            "2 of 3 .*, such as 'cat/b/3.png'",
+        ),
         (
             FULL | {"train/eel/1.npy": b"x"},
-            r"folders without any image: \['train/eel'\]; fill these folders.*pets/train/eel: 1 file ignored \(\.npy\)",
+            (
+                r"folders without any image: \['train/eel'\]; fill these folders.*pets/train/eel: 1"
+                r" file ignored \(\.npy\)"
+            ),
         ),
         (
             FULL | {"val/dog/00.png": png()[:44]},
@@ -346,20 +425,27 @@ def test_a_missing_path_and_a_file_that_is_no_zip_are_refused(tmp_path):
         load_task(tmp_path / "fake.zip", image_size=4)
 
 
-@pytest.mark.parametrize("name", ["../up.png", "/root.png", "a/../../b.png", "a//b.png", "C:/x.png", "./a.png"])
+@pytest.mark.parametrize(
+    "name", ["../up.png", "/root.png", "a/../../b.png", "a//b.png", "C:/x.png", "./a.png"]
+)
 def test_zip_members_with_unsafe_names_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match="its name is not a plain relative one"):
         load_task(write_zip(tmp_path / "x.zip", FULL | {name: png()}), image_size=4)
 
 
 def test_a_zip_with_backslashes_is_refused_with_the_way_out(tmp_path):
-    with pytest.raises(ValueError, match=r"'cat.*as it has a backslash; unpack it, and zip it again"):
+    with pytest.raises(
+        ValueError, match=r"'cat.*as it has a backslash; unpack it, and zip it again"
+    ):
         load_task(write_zip(tmp_path / "x.zip", FULL | {"cat\\1.png": png()}), image_size=4)
 
 
 def test_absurd_zip_members_are_refused(tmp_path, monkeypatch):
     doubled = tmp_path / "doubled.zip"
-    with zipfile.ZipFile(doubled, "w") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+    with (
+        zipfile.ZipFile(doubled, "w") as archive,
+        pytest.warns(UserWarning, match="Duplicate name"),
+    ):
         archive.writestr("train/cat/1.png", png())
         archive.writestr("train/cat/1.png", png())
     with pytest.raises(ValueError, match="'train/cat/1.png' occurs twice"):
@@ -374,7 +460,9 @@ def test_absurd_zip_members_are_refused(tmp_path, monkeypatch):
 def test_encrypted_and_damaged_zip_members_are_refused_by_name(tmp_path):
     file = write_zip(tmp_path / "x.zip", FULL)
     whole = file.read_bytes()
-    first = whole.index(b"PK\x01\x02")  # the central directory's first entry; its flags are 8 bytes further on
+    first = whole.index(
+        b"PK\x01\x02"
+    )  # the central directory's first entry; its flags are 8 bytes further on
     file.write_bytes(whole[: first + 8] + b"\x01" + whole[first + 9 :])
     with pytest.raises(ValueError, match="'train/cat/00.png': it is encrypted"):
         load_task(file, image_size=4)
@@ -396,7 +484,10 @@ def test_a_stream_takes_all_tasks_sorted_or_the_named_ones_in_order(tmp_path):
     write_zip(tmp_path / "digits.zip", FULL)
     write(tmp_path, {"README.md": b"x", "raw/data.bin": b"x", ".cache/x/1.png": b"x"})
     stream = load_stream(tmp_path, image_size=4)
-    assert (stream.name, [task.name for task in stream.tasks]) == (tmp_path.name, ["birds", "cars", "digits"])
+    assert (stream.name, [task.name for task in stream.tasks]) == (
+        tmp_path.name,
+        ["birds", "cars", "digits"],
+    )
     stream = load_stream(tmp_path, ["digits", "birds"], image_size=4)
     assert [task.name for task in stream.tasks] == ["digits", "birds"]
 
@@ -430,7 +521,11 @@ def test_a_real_pack_is_read_with_its_class_names(shared):
     assert np.bincount(mnist.test.labels).tolist() == [100] * 10
     assert pedestrians.classes == ("non-pedestrian", "pedestrian")
     with zipfile.ZipFile(shared / "data" / "mnist.zip") as archive:
-        picture = Image.open(io.BytesIO(archive.read("test/0003/0000.png"))).convert("RGB").resize((16, 16), 3)
+        picture = (
+            Image.open(io.BytesIO(archive.read("test/0003/0000.png")))
+            .convert("RGB")
+            .resize((16, 16), 3)
+        )
     index = int(np.flatnonzero(mnist.test.labels == 3)[0])
     np.testing.assert_array_equal(mnist.test.images[index], np.asarray(picture))
 
@@ -464,7 +559,10 @@ def test_a_zip_that_unpacks_to_a_hundred_times_its_size_is_refused(tmp_path, mon
     file = tmp_path / "bomb.zip"
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("train/cat/1.png", bytes(2**22))
-    with pytest.raises(ValueError, match=r"bomb\.zip: refused as a bomb: \d+ bytes unpack to 4194304, over 100 times"):
+    with pytest.raises(
+        ValueError,
+        match=r"bomb\.zip: refused as a bomb: \d+ bytes unpack to 4194304, over 100 times",
+    ):
         load_task(file, image_size=4)
 
 
@@ -472,10 +570,14 @@ def test_zip_members_that_overlap_are_refused(tmp_path):
     file = write_zip(tmp_path / "x.zip", {"train/cat/1.png": bytes(5000), "train/dog/1.png": b""})
     data = bytearray(file.read_bytes())
     second = data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 4)
-    struct.pack_into("<II", data, second + 20, 5000, 5000)  # as long as the first, and at the same place
+    struct.pack_into(
+        "<II", data, second + 20, 5000, 5000
+    )  # as long as the first, and at the same place
     struct.pack_into("<I", data, second + 42, 0)
     file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"x\.zip: its members take more bytes than the file has, so they overlap"):
+    with pytest.raises(
+        ValueError, match=r"x\.zip: its members take more bytes than the file has, so they overlap"
+    ):
         load_task(file, image_size=4)
 
 
@@ -483,7 +585,9 @@ def test_zip_members_that_overlap_are_refused(tmp_path):
 def test_packings_that_are_unpacked_without_bound_are_refused(tmp_path, method):
     with zipfile.ZipFile(tmp_path / "x.zip", "w", method) as archive:
         archive.writestr("train/cat/1.png", b"x")
-    with pytest.raises(ValueError, match=rf"'train/cat/1\.png': it is packed by method {method}; zip it again"):
+    with pytest.raises(
+        ValueError, match=rf"'train/cat/1\.png': it is packed by method {method}; zip it again"
+    ):
         load_task(tmp_path / "x.zip", image_size=4)
 
 
@@ -492,7 +596,9 @@ def test_a_member_gives_no_more_than_the_directory_tells(tmp_path):
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("1.png", bytes(2**28))
     data = bytearray(file.read_bytes())
-    struct.pack_into("<I", data, data.index(b"PK\x01\x02") + 24, 10)  # what it says that it unpacks to
+    struct.pack_into(
+        "<I", data, data.index(b"PK\x01\x02") + 24, 10
+    )  # what it says that it unpacks to
     file.write_bytes(data)
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"1\.png cannot be read: Bad CRC-32"):
@@ -520,11 +626,19 @@ def test_a_meta_json_nested_without_end_is_refused(tmp_path):
 
 
 def test_a_folder_of_class_folders_is_a_task_of_its_own(tmp_path):
-    pets = write(tmp_path / "photos" / "pets", {f"{name}/{i}.png": png(i) for name in ("cat", "dog") for i in range(8)})
-    write(tmp_path / "photos" / "birds", {f"{name}/{i}.png": png(i) for name in ("owl", "rook") for i in range(8)})
+    pets = write(
+        tmp_path / "photos" / "pets",
+        {f"{name}/{i}.png": png(i) for name in ("cat", "dog") for i in range(8)},
+    )
+    write(
+        tmp_path / "photos" / "birds",
+        {f"{name}/{i}.png": png(i) for name in ("owl", "rook") for i in range(8)},
+    )
     assert [plan.name for plan in plan_stream(pets)] == ["pets"]
     assert [plan.name for plan in plan_stream(tmp_path / "photos")] == ["birds", "pets"]
-    with pytest.raises(ValueError, match="8 images and no folder; put those of each class into a separate folder"):
+    with pytest.raises(
+        ValueError, match="8 images and no folder; put those of each class into a separate folder"
+    ):
         plan_stream(pets / "cat")
 
 
@@ -532,7 +646,9 @@ def test_class_folders_that_differ_in_case_alone_are_refused_unless_they_are_lis
     files = layout(train={"cat": 4, "Cat": 4, "dog": 4})
     with pytest.raises(ValueError, match=r"\['Cat', 'cat'\] differ only in upper and lower case"):
         plan_task(write(tmp_path / "pets", files))
-    listed = write(tmp_path / "listed", {**files, "meta.json": b'{"classes": ["cat", "Cat", "dog"]}'})
+    listed = write(
+        tmp_path / "listed", {**files, "meta.json": b'{"classes": ["cat", "Cat", "dog"]}'}
+    )
     assert plan_task(listed).classes == ("cat", "Cat", "dog")
 
 
@@ -541,8 +657,12 @@ NFC, NFD = "mus\u00e9e", "muse\u0301e"
 
 
 def test_a_name_with_accents_is_one_class_however_they_are_composed(tmp_path):
-    files = layout(train={NFC: 2, NFD: 3, "dog": 3}, val={NFC: 1, "dog": 1}, test={NFD: 2, "dog": 1})
-    files = {file.replace(f"{NFD}/0", f"{NFD}/9"): data for file, data in files.items()}  # for folders that are one
+    files = layout(
+        train={NFC: 2, NFD: 3, "dog": 3}, val={NFC: 1, "dog": 1}, test={NFD: 2, "dog": 1}
+    )
+    files = {
+        file.replace(f"{NFD}/0", f"{NFD}/9"): data for file, data in files.items()
+    }  # for folders that are one
     for place in (write(tmp_path / "pets", files), write_zip(tmp_path / "pets.zip", files)):
         plan = plan_task(place)
         assert plan.classes == ("dog", NFC) and plan.counts == {"train": 8, "val": 2, "test": 3}
@@ -550,9 +670,14 @@ def test_a_name_with_accents_is_one_class_however_they_are_composed(tmp_path):
     listed = files | {"meta.json": json.dumps({"classes": [NFD, "dog"]}).encode()}
     assert plan_task(write_zip(tmp_path / "listed.zip", listed)).classes == (NFD, "dog")
     alone = write_zip(tmp_path / "mac.zip", layout(train={NFD: 5, "dog": 5}))
-    assert plan_task(alone).classes == ("dog", NFD)  # as spelled, so that memories of earlier versions know their data
+    assert plan_task(alone).classes == (
+        "dog",
+        NFD,
+    )  # as spelled, so that memories of earlier versions know their data
     files = layout(train={NFC: 3, NFD.upper(): 3, "dog": 3})
-    with pytest.raises(ValueError, match=r"classes \['MUS.*', 'mus.*'\] differ only in upper and lower case"):
+    with pytest.raises(
+        ValueError, match=r"classes \['MUS.*', 'mus.*'\] differ only in upper and lower case"
+    ):
         plan_task(write_zip(tmp_path / "cases.zip", files))
 
 
@@ -574,21 +699,32 @@ def test_splits_without_train_are_no_tasks(tmp_path, names):
 
 
 def test_folders_that_look_like_parts_of_one_task_are_tasks_only_if_they_are_named(tmp_path):
-    write(tmp_path / "all", layout(part1={"cat": 9, NFC: 9}, part2={"Cat": 9, NFD: 9}, other={"cat": 9, "cow": 9}))
+    write(
+        tmp_path / "all",
+        layout(part1={"cat": 9, NFC: 9}, part2={"Cat": 9, NFD: 9}, other={"cat": 9, "cow": 9}),
+    )
     write(tmp_path / "all", {f"empty/{split}/x.txt": b"" for split in ("train", "test")})
     with pytest.raises(
-        ValueError, match=r"all: part1, part2 have the same classes \(cat; mus.*rename.*--tasks part1,part2"
+        ValueError,
+        match=r"all: part1, part2 have the same classes \(cat; mus.*rename.*--tasks part1,part2",
     ):
         plan_stream(tmp_path / "all")
-    assert [plan.name for plan in plan_stream(tmp_path / "all", ["part1", "part2"])] == ["part1", "part2"]
+    assert [plan.name for plan in plan_stream(tmp_path / "all", ["part1", "part2"])] == [
+        "part1",
+        "part2",
+    ]
     toml = tmp_path / "all.toml"
     toml.write_text("".join(f"[[task]]\npath = 'all/part{number}'\n" for number in (1, 2)))
     assert [plan.name for plan in plan_stream_file(toml)[1]] == ["part1", "part2"]
     (tmp_path / "zips").mkdir()
     for name in ("train", "test"):
-        write_zip(tmp_path / "zips" / f"{name}.zip", {f"{name}/{at}/{i}.png": png() for at in "ab" for i in range(9)})
+        write_zip(
+            tmp_path / "zips" / f"{name}.zip",
+            {f"{name}/{at}/{i}.png": png() for at in "ab" for i in range(9)},
+        )
     with pytest.raises(
-        ValueError, match=r"zips named \['test', 'train'\] are splits of one task; unpack them into one"
+        ValueError,
+        match=r"zips named \['test', 'train'\] are splits of one task; unpack them into one",
     ):
         plan_stream(tmp_path / "zips")
 
@@ -596,18 +732,34 @@ def test_folders_that_look_like_parts_of_one_task_are_tasks_only_if_they_are_nam
 def test_tasks_with_splits_of_their_own_or_listed_classes_may_have_the_same_classes(tmp_path):
     for name in ("real", "sketch"):
         write(tmp_path / "domains" / name, FULL)
-        write_zip(tmp_path / "domains" / f"{name}_zip.zip", {f"x/{file}": data for file, data in FULL.items()})
+        write_zip(
+            tmp_path / "domains" / f"{name}_zip.zip",
+            {f"x/{file}": data for file, data in FULL.items()},
+        )
         numbered = {f"{name}/{label}/{i}.png": png() for label in "01" for i in range(4)}
-        write(tmp_path / "listed", numbered | {f"{name}/meta.json": json.dumps({"classes": [name, "x"]}).encode()})
-    assert [plan.name for plan in plan_stream(tmp_path / "domains")] == ["real", "real_zip", "sketch", "sketch_zip"]
+        write(
+            tmp_path / "listed",
+            numbered | {f"{name}/meta.json": json.dumps({"classes": [name, "x"]}).encode()},
+        )
+    assert [plan.name for plan in plan_stream(tmp_path / "domains")] == [
+        "real",
+        "real_zip",
+        "sketch",
+        "sketch_zip",
+    ]
     assert [plan.classes[0] for plan in plan_stream(tmp_path / "listed")] == ["real", "sketch"]
 
 
 def test_classes_above_splits_are_refused(tmp_path):
     files = {
-        f"{name}/{split}/{i}.png": png() for name in ("cat", "dog") for split in ("train", "test") for i in range(9)
+        f"{name}/{split}/{i}.png": png()
+        for name in ("cat", "dog")
+        for split in ("train", "test")
+        for i in range(9)
     }
-    with pytest.raises(ValueError, match="cat: test, train are splits, but their images are in no class folder"):
+    with pytest.raises(
+        ValueError, match="cat: test, train are splits, but their images are in no class folder"
+    ):
         plan_stream(write(tmp_path / "pets", files))
     vehicles = {f"{name}/{i}.png": png() for name in ("bus", "train") for i in range(9)}
     assert plan_stream(write(tmp_path / "vehicles", vehicles))[0].classes == ("bus", "train")
@@ -625,7 +777,9 @@ class Foreign(zipfile.ZipInfo):
 def test_names_of_another_encoding_and_other_archives_are_refused_with_the_way_out(tmp_path):
     with zipfile.ZipFile(tmp_path / "gbk.zip", "w") as archive:
         archive.writestr(Foreign("猫/0.png"), b"")
-    with pytest.raises(ValueError, match="neither UTF-8 nor of MS-DOS; unpack it with the right encoding"):
+    with pytest.raises(
+        ValueError, match="neither UTF-8 nor of MS-DOS; unpack it with the right encoding"
+    ):
         list_files(tmp_path / "gbk.zip")
     Foreign.encoding = "cp437"
     with zipfile.ZipFile(tmp_path / "dos.zip", "w") as archive:
@@ -633,5 +787,7 @@ def test_names_of_another_encoding_and_other_archives_are_refused_with_the_way_o
     assert list_files(tmp_path / "dos.zip") == ["Gänse/0.png"]
     with tarfile.open(tmp_path / "pets.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / "dos.zip", "pets")
-    with pytest.raises(ValueError, match=r"pets\.tar\.gz is not a readable zip file .*unpack it first"):
+    with pytest.raises(
+        ValueError, match=r"pets\.tar\.gz is not a readable zip file .*unpack it first"
+    ):
         list_files(tmp_path / "pets.tar.gz")

@@ -1,4 +1,5 @@
-"""Data sets of the hub: read from a folder that `save_to_disk` wrote, as the hub's are from its cache."""
+"""Data sets of the hub: read from a folder that `save_to_disk` wrote, as the hub's are from its
+cache."""
 
 import io
 import logging
@@ -25,8 +26,11 @@ def png(pixels) -> bytes:
 
 
 def table(rows, labels=None, *, image="image", label="label", more=(), broken=()):
-    """Rows of a data set: columns of images and one of labels, so called; the images of some rows are `broken`."""
-    images = [{"bytes": b"no image" if row in broken else png(PIXELS[row]), "path": None} for row in rows]
+    """Rows of a data set: columns of images and one of labels, so called; the images of some rows
+    are `broken`."""
+    images = [
+        {"bytes": b"no image" if row in broken else png(PIXELS[row]), "path": None} for row in rows
+    ]
     features = dict.fromkeys((image, *more), datasets.Image())
     features |= {label: datasets.ClassLabel(names=["cat", "dog"]), "id": datasets.Value("int64")}
     found = dict.fromkeys((image, *more), images) | {"id": list(rows)}
@@ -47,10 +51,18 @@ def saved(tmp_path):
 
 
 def test_a_saved_data_set_is_a_task_with_its_splits_classes_and_pixels(saved):
-    folder = saved(train=table(range(20), image="photo", label="kind"), validation=table(range(20, 30), image="photo",
-        label="kind"), test=table(range(30, 40), image="photo", label="kind"))  # fmt: skip
+    folder = saved(
+        train=table(range(20), image="photo", label="kind"),
+        validation=table(range(20, 30), image="photo", label="kind"),
+        test=table(range(30, 40), image="photo", label="kind"),
+    )
     name, (plan,) = plan_source(str(folder))
-    assert (name, plan.name, plan.classes, plan.source) == ("pets", "pets", ("cat", "dog"), str(folder))
+    assert (name, plan.name, plan.classes, plan.source) == (
+        "pets",
+        "pets",
+        ("cat", "dog"),
+        str(folder),
+    )
     assert plan.counts == {"train": 20, "val": 10, "test": 10}
     (task,) = load_tasks([plan], 6, ImagesConfig("memory"))
     np.testing.assert_array_equal(task.train.images, PIXELS[:20])
@@ -58,18 +70,27 @@ def test_a_saved_data_set_is_a_task_with_its_splits_classes_and_pixels(saved):
 
 
 def test_splits_of_a_saved_data_set_have_usual_names_too(saved):
-    plan = plan_hub(saved(Training=table(range(20)), dev=table(range(20, 30)), test_set=table(range(30, 40))))
+    plan = plan_hub(
+        saved(Training=table(range(20)), dev=table(range(20, 30)), test_set=table(range(30, 40)))
+    )
     assert plan.counts == {"train": 20, "val": 10, "test": 10} and plan.cut == ()
     plan = plan_hub(saved(train=table(range(20)), extra=table(range(20, 30))))
     assert plan.cut == ("val", "test")
-    with pytest.raises(ValueError, match=r"several names for one split \['val'\]: \['val', 'validation'\]; join"):
+    with pytest.raises(
+        ValueError, match=r"several names for one split \['val'\]: \['val', 'validation'\]; join"
+    ):
         plan_hub(saved(train=table(range(8)), val=table(range(8)), validation=table(range(8))))
 
 
 def test_photos_of_a_saved_data_set_are_turned(saved):
     rows = [stored(Image.fromarray(PIXELS[row]), 1 + row % 8) for row in range(40)]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
-    found = {"image": [{"bytes": data, "path": None} for data in rows], "label": [row % 2 for row in range(40)]}
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    )
+    found = {
+        "image": [{"bytes": data, "path": None} for data in rows],
+        "label": [row % 2 for row in range(40)],
+    }
     (plan,) = plan_source(str(saved(train=datasets.Dataset.from_dict(found, features=features))))[1]
     task, plain = load_tasks([plan.turned(True), plan], 6, ImagesConfig("memory"))
     for name, split in task.splits.items():
@@ -84,7 +105,9 @@ def test_one_split_is_cut_by_the_seed_as_a_folder_is_and_a_task_of_a_stream(tmp_
     name, plans = plan_source(str(tmp_path / "stream"))
     assert (name, [plan.name for plan in plans]) == ("stream", ["birds", "pets"])
     assert plans[0].counts == {"train": 25, "val": 3, "test": 12}
-    again, other = (plan_source(str(tmp_path / "stream" / "pets"), seed=seed)[1][0] for seed in (0, 1))
+    again, other = (
+        plan_source(str(tmp_path / "stream" / "pets"), seed=seed)[1][0] for seed in (0, 1)
+    )
     assert again.split_sha256 == plans[1].split_sha256 != other.split_sha256
     file = tmp_path / "own.toml"
     file.write_text('[[task]]\npath = "stream/pets"\nname = "mine"')
@@ -103,15 +126,24 @@ def test_a_name_on_the_hub_is_read_through_the_library(monkeypatch, tmp_path, ca
     file = tmp_path / "own.toml"
     file.write_text('[[task]]\nhub = "someone/pets:small"')
     (one,), (two,) = plan_source("hf:someone/pets")[1], plan_source(str(file))[1]
-    assert cache_dir_of("hf:someone/pets", None) == cache_dir_of("photos", None) != cache_dir_of("mnist", None)
-    assert asked == [("someone/pets", None), ("someone/pets", "small")] and (one.name, two.name) == ("pets", "pets")
+    assert (
+        cache_dir_of("hf:someone/pets", None)
+        == cache_dir_of("photos", None)
+        != cache_dir_of("mnist", None)
+    )
+    assert asked == [("someone/pets", None), ("someone/pets", "small")] and (
+        one.name,
+        two.name,
+    ) == ("pets", "pets")
 
     def fail(*words):
         logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
         return 1 / 0
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(ValueError, match="^hf:someone/pets cannot be read: division by zero; check the name") as caught:
+    with pytest.raises(
+        ValueError, match="^hf:someone/pets cannot be read: division by zero; check the name"
+    ) as caught:
         plan_source("hf:someone/pets")
     assert "\n" not in str(caught.value) and not caplog.records
 
@@ -124,9 +156,14 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_not_at_all_offline(monkeyp
 
         return dataset_info
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda *words: datasets.DatasetDict(train=table(range(40))))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *words: datasets.DatasetDict(train=table(range(40)))
+    )
     monkeypatch.setattr(HfApi, "dataset_info", fails(ConnectionError("timed out")))
-    with pytest.raises(OSError, match=r"cannot read 'hf:a/pets': the hub does not answer \(timed out\); .*HF_HUB_OFF"):
+    with pytest.raises(
+        OSError,
+        match=r"cannot read 'hf:a/pets': the hub does not answer \(timed out\); .*HF_HUB_OFF",
+    ):
         plan_source("hf:a/pets")
     monkeypatch.setattr(HfApi, "dataset_info", fails(OfflineModeIsEnabled("offline")))
     assert plan_source("hf:a/pets")[1][0].name == "pets"
@@ -136,16 +173,28 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_not_at_all_offline(monkeyp
     ("splits", "said"),
     [
         ({"test": table(range(8))}, r"has no train split, only \['test'\]"),
-        ({"train": table(range(8)).remove_columns("label")}, "expected one column of ClassLabel, found none among"),
+        (
+            {"train": table(range(8)).remove_columns("label")},
+            "expected one column of ClassLabel, found none among",
+        ),
         (
             {"train": table(range(8), image="a", more=["c"])},
             r"expected one column of Image, found \['a', 'c'\]",
         ),
-        ({"train": table(range(8)), "test": table(range(4), [-1] * 4)}, "4 of 4 images of test have no label; save"),
-        ({"train": table(range(8)), "test": table(range(4)).remove_columns("image")}, "columns of test are not those"),
-        ({"train": table(range(3))}, "to cut test and val from train every class needs 3 images or more"),
+        (
+            {"train": table(range(8)), "test": table(range(4), [-1] * 4)},
+            "4 of 4 images of test have no label; save",
+        ),
+        (
+            {"train": table(range(8)), "test": table(range(4)).remove_columns("image")},
+            "columns of test are not those",
+        ),
+        (
+            {"train": table(range(3))},
+            "to cut test and val from train every class needs 3 images or more",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_told_in_one_line(saved, splits, said):
     with pytest.raises(ValueError, match=said) as caught:
         plan_hub(saved(**splits))
@@ -153,7 +202,9 @@ def test_what_does_not_fit_is_told_in_one_line(saved, splits, said):
 
 
 def test_a_broken_image_or_folder_is_named(saved):
-    folder = saved(train=table(range(20), broken=[3]), test=table(range(20, 40)), val=table(range(20, 40)))
+    folder = saved(
+        train=table(range(20), broken=[3]), test=table(range(20, 40)), val=table(range(20, 40))
+    )
     with pytest.raises(ValueError, match=r"split 'train' #3: not an image file"):
         load_tasks([plan_hub(folder)], 6, ImagesConfig("memory"))
     (folder / "train" / "state.json").write_text("{}")

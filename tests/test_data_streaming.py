@@ -31,8 +31,11 @@ ORDER = [np.array(rows) for rows in ([3, 1, 11, 0], [5, 5, 2, 10], [9, 8, 7, 6],
 
 
 def test_a_stream_behaves_like_an_array(plan):
-    memory, stream = kept(plan, None, "memory").train.images, kept(plan, None, "stream").train.images
-    assert stream.shape == memory.shape and stream.dtype == memory.dtype and len(stream) == len(memory)
+    memory = kept(plan, None, "memory").train.images
+    stream = kept(plan, None, "stream").train.images
+    assert (
+        stream.shape == memory.shape and stream.dtype == memory.dtype and len(stream) == len(memory)
+    )
     np.testing.assert_array_equal(stream[np.array([3, 1, 3])], memory[[3, 1, 3]])
     np.testing.assert_array_equal(stream[:], memory)
     assert stream[:0].shape == (0, 8, 8, 3)
@@ -103,9 +106,15 @@ def test_training_on_streamed_pictures_is_training_on_the_same_pictures(plan):
         task = kept(plan, None, keep)
         net = Supernet(jax.random.key(1), dense_experts(executor.base_pool), 2, small.QUICK.ops)
         return fit(
-            executor, SupernetFit(net, net.init()), HostImages(executor, task.train.images), task.train.labels,
-            draws=constant_draws(np.array([0, 1, 0, 0])), config=FitConfig(epochs=3), batch_size=8,
-            order_key=jax.random.key(0), advance=lambda num, note="": None,
-        ).progress  # fmt: skip
+            executor,
+            SupernetFit(net, net.init()),
+            HostImages(executor, task.train.images),
+            task.train.labels,
+            draws=constant_draws(np.array([0, 1, 0, 0])),
+            config=FitConfig(epochs=3),
+            batch_size=8,
+            order_key=jax.random.key(0),
+            advance=lambda num, note="": None,
+        ).progress
 
     assert losses("memory") == losses("stream")

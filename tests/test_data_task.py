@@ -9,7 +9,9 @@ from cheem_jax.data.task import cut_for_extension
 
 def make_split(labels, size=4, dtype=np.int32) -> Split:
     labels = np.array(labels, dtype)
-    images = np.arange(len(labels) * size * size * 3, dtype=np.uint8).reshape(len(labels), size, size, 3)
+    images = np.arange(len(labels) * size * size * 3, dtype=np.uint8).reshape(
+        len(labels), size, size, 3
+    )
     return Split(images, labels)
 
 
@@ -20,13 +22,21 @@ def make_task(name="pets", classes=("cat", "dog"), purpose="learn", **splits) ->
 
 def test_a_sound_task_keeps_what_it_was_given():
     task = make_task()
-    assert (task.name, task.classes, list(task.splits)) == ("pets", ("cat", "dog"), ["train", "val", "test"])
+    assert (task.name, task.classes, list(task.splits)) == (
+        "pets",
+        ("cat", "dog"),
+        ["train", "val", "test"],
+    )
     assert task.train.labels.tolist() == [0, 1, 1]
 
 
 def test_a_class_without_image_is_named_with_task_and_split():
-    with pytest.raises(ValueError, match=r"task 'pets', split 'val'.*no image of 2 of 3.*'cat', 'eel'"):
-        make_task(classes=("cat", "dog", "eel"), train=make_split([0, 1, 2]), val=make_split([1, 1]))
+    with pytest.raises(
+        ValueError, match=r"task 'pets', split 'val'.*no image of 2 of 3.*'cat', 'eel'"
+    ):
+        make_task(
+            classes=("cat", "dog", "eel"), train=make_split([0, 1, 2]), val=make_split([1, 1])
+        )
 
 
 def test_an_empty_split_is_refused():
@@ -60,7 +70,9 @@ def test_wrong_dtypes_and_shapes_are_refused():
 def test_class_names_must_be_two_or_more_and_unique():
     with pytest.raises(ValueError, match="has 1 class"):
         make_task(classes=("cat",))
-    with pytest.raises(ValueError, match="unique, repeated: .'mus\u00e9e'"):  # composed, and as a Mac stores it
+    with pytest.raises(
+        ValueError, match="unique, repeated: .'mus\u00e9e'"
+    ):  # composed, and as a Mac stores it
         make_task(classes=("mus\u00e9e", "muse\u0301e"))
     with pytest.raises(ValueError, match=r"unique, repeated: \['cat'\]"):
         make_task(classes=("cat", "cat"))
@@ -113,7 +125,7 @@ def test_the_fingerprint_sees_names_pixels_labels_and_shapes():
     assert fingerprint(make_task(test=turned)) == fingerprint(task)
 
 
-def test_measuring_needs_any_image_and_extending_all_classes_to_learn_from_and_one_image_to_decide_on():
+def test_measuring_needs_one_image_and_extending_every_class_and_one_validation_image():
     none, one = make_split([]), make_split([0])
     parts = {"train": none, "val": none, "test": one}
     assert make_task(classes=("cat", "dog"), **parts, purpose="measure").test is one
@@ -122,7 +134,10 @@ def test_measuring_needs_any_image_and_extending_all_classes_to_learn_from_and_o
     assert make_task(classes=("cat",), train=one, val=one, test=none, purpose="extend").train is one
     for words, complaint in (
         ({"train": one}, "split 'train': no image of 1 of 2 classes: 'dog'"),
-        ({"val": none}, "no image to decide on; to extend a task, give at least 2 images of one class"),
+        (
+            {"val": none},
+            "no image to decide on; to extend a task, give at least 2 images of one class",
+        ),
         ({"classes": ()}, "expected at least 1"),
     ):
         with pytest.raises(ValueError, match=complaint):
@@ -131,12 +146,16 @@ def test_measuring_needs_any_image_and_extending_all_classes_to_learn_from_and_o
         dataclasses.replace(make_task(**parts, purpose="measure"), purpose="learn")
 
 
-@pytest.mark.parametrize(("sizes", "num"), [([60], 6), ([2, 1], 1), ([9, 9, 2], 3), ([1, 1], 0), ([95, 2], 10)])
+@pytest.mark.parametrize(
+    ("sizes", "num"), [([60], 6), ([2, 1], 1), ([9, 9, 2], 3), ([1, 1], 0), ([95, 2], 10)]
+)
 def test_to_extend_a_tenth_is_cut_for_validation_and_nothing_for_test(sizes, num):
     given = {f"{label}/{row}": label for label, size in enumerate(sizes) for row in range(size)}
     members = {"train": dict(given)}
     cut_for_extension(members, 0)
-    assert (len(members["val"]), members["test"]) == (num, {}) and members["train"] | members["val"] == given
+    assert (len(members["val"]), members["test"]) == (num, {}) and members["train"] | members[
+        "val"
+    ] == given
     assert set(members["train"].values()) == set(range(len(sizes)))
     assert set(members["val"].values()) == {label for label, size in enumerate(sizes) if size > 1}
     own = {"train": dict(given), "val": {"v": 0}, "test": {"t": 0}}

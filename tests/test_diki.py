@@ -13,7 +13,15 @@ from scipy.stats import multivariate_normal
 
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.flops import backbone_flops
-from cheem_jax.baselines.diki import Diki, DikiConfig, fit_gaussian, gaussian_of, layers_of, log_density, mixing_weight
+from cheem_jax.baselines.diki import (
+    Diki,
+    DikiConfig,
+    fit_gaussian,
+    gaussian_of,
+    layers_of,
+    log_density,
+    mixing_weight,
+)
 from cheem_jax.cheem.config import FitConfig
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures, Undisturbed
@@ -39,7 +47,8 @@ def test_with_the_routers_confidence_as_weight_too(tmp_path):
 
 @pytest.mark.full
 def test_a_task_starts_exactly_at_the_plain_network(begun):
-    vit, images = small.backbone(), jnp.asarray(small.task("any", 0).test.images[:4])
+    vit = small.backbone()
+    images = jnp.asarray(small.task("any", 0).test.images[:4])
     prompts = {
         name: jnp.broadcast_to(values, (4, *values.shape))
         for name, values in begun.begin_prompts(jax.random.key(0)).items()
@@ -47,21 +56,28 @@ def test_a_task_starts_exactly_at_the_plain_network(begun):
     assert not prompts["values"].any() and 0.9 < float(jnp.abs(prompts["keys"]).max()) <= 1.0
     tokens = begun.enter(vit, images)
     np.testing.assert_array_equal(
-        begun.prompted(vit, tokens, prompts, jnp.ones(4)), vit.features(vit.run_blocks(tokens, begin=1))
+        begun.prompted(vit, tokens, prompts, jnp.ones(4)),
+        vit.features(vit.run_blocks(tokens, begin=1)),
     )
-    np.testing.assert_allclose(begun.prompted(vit, tokens, prompts, jnp.ones(4)), vit(images), atol=1e-5)
+    np.testing.assert_allclose(
+        begun.prompted(vit, tokens, prompts, jnp.ones(4)), vit(images), atol=1e-5
+    )
 
 
 @pytest.mark.full
 def test_prefixes_have_a_softmax_of_their_own_in_numpy():
-    method, vit = learner(Diki, dataclasses.replace(CONFIG, layers=(3,))), small.backbone()
+    method = learner(Diki, dataclasses.replace(CONFIG, layers=(3,)))
+    vit = small.backbone()
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 5, 16)), np.float64)
     keys, values = np.asarray(jax.random.normal(jax.random.key(1), (2, 2, 1, 2, 16)), np.float64)
     weight = np.array([0.3, 1.0])
 
     def norm(layer, x):
         centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + layer.epsilon) * layer.scale + layer.bias
+        return (
+            centred / np.sqrt((centred**2).mean(-1, keepdims=True) + layer.epsilon) * layer.scale
+            + layer.bias
+        )
 
     def linear(layer, x):
         return x @ np.asarray(layer.kernel[...], np.float64) + np.asarray(layer.bias[...])
@@ -71,26 +87,37 @@ def test_prefixes_have_a_softmax_of_their_own_in_numpy():
         share = np.exp(scores - scores.max(-1, keepdims=True))
         return share / share.sum(-1, keepdims=True) @ value
 
-    block, expected = vit.blocks[3], []
+    block = vit.blocks[3]
+    expected = []
     for image in range(2):
         query, key, value = np.split(linear(block.qkv, norm(block.norm1, x[image])), 3, axis=-1)
         heads = []
         for cut in (slice(0, 8), slice(8, 16)):
             beside = attention(query[:, cut], keys[image, 0][:, cut], values[image, 0][:, cut])
-            heads.append(attention(query[:, cut], key[:, cut], value[:, cut]) + weight[image] * beside)
+            heads.append(
+                attention(query[:, cut], key[:, cut], value[:, cut]) + weight[image] * beside
+            )
         z = x[image] + linear(block.proj, np.concatenate(heads, axis=-1))
-        up = np.asarray(jax.nn.gelu(jnp.asarray(linear(block.up, norm(block.norm2, z))), approximate=False))
+        up = np.asarray(
+            jax.nn.gelu(jnp.asarray(linear(block.up, norm(block.norm2, z))), approximate=False)
+        )
         expected.append(norm(vit.norm, (z + linear(block.down, up))[0]))
     prompts = {"keys": jnp.asarray(keys, jnp.float32), "values": jnp.asarray(values, jnp.float32)}
-    found = method.prompted(vit, jnp.asarray(x, jnp.float32), prompts, jnp.asarray(weight, jnp.float32))
+    found = method.prompted(
+        vit, jnp.asarray(x, jnp.float32), prompts, jnp.asarray(weight, jnp.float32)
+    )
     np.testing.assert_allclose(found, np.stack(expected), atol=1e-4)
 
 
 def test_log_densities_are_scipys():
     rng = np.random.default_rng(0)
-    features = rng.normal(size=(50, 6)).astype(np.float32) @ rng.normal(size=(6, 6)).astype(np.float32)
+    features = rng.normal(size=(50, 6)).astype(np.float32) @ rng.normal(size=(6, 6)).astype(
+        np.float32
+    )
     gaussian = fit_gaussian(features, jitter=1e-6)
-    points = features.astype(np.float64) / np.linalg.norm(features.astype(np.float64), axis=1, keepdims=True)
+    points = features.astype(np.float64) / np.linalg.norm(
+        features.astype(np.float64), axis=1, keepdims=True
+    )
     covariance = np.cov(points, rowvar=False) + 1e-6 * np.eye(6)
     # scipy annotates no argument: a type checker takes that of the default
     expected = multivariate_normal.logpdf(points, points.mean(axis=0), covariance)  # pyright: ignore[reportArgumentType]
@@ -98,21 +125,29 @@ def test_log_densities_are_scipys():
 
 
 def test_shrinkage_moves_a_covariance_to_a_multiple_of_the_identity():
-    # mean (1/2, 1/2), covariance [[1/2, -1/2], [-1/2, 1/2]], of which half goes to 1/2 on the diagonal
+    # mean (1/2, 1/2), covariance [[1/2, -1/2], [-1/2, 1/2]], of which half goes to 1/2 on the
+    # diagonal
     corners = np.array([[3.0, 0.0], [0.0, 7.0]], np.float32)
     gaussian = fit_gaussian(corners, shrinkage=0.5, jitter=1e-9)
-    np.testing.assert_allclose(gaussian.factor @ gaussian.factor.T, [[0.5, -0.25], [-0.25, 0.5]], atol=1e-8)
+    np.testing.assert_allclose(
+        gaussian.factor @ gaussian.factor.T, [[0.5, -0.25], [-0.25, 0.5]], atol=1e-8
+    )
     # twelve images in sixteen dimensions: unseen images of the same kind look far less strange
     rng = np.random.default_rng(0)
-    seen, unseen = rng.normal(1, 1, (12, 16)).astype(np.float32), rng.normal(1, 1, (12, 16)).astype(np.float32)
+    seen, unseen = (
+        rng.normal(1, 1, (12, 16)).astype(np.float32),
+        rng.normal(1, 1, (12, 16)).astype(np.float32),
+    )
     plain, shrunk = fit_gaussian(seen), fit_gaussian(seen, shrinkage="ledoit_wolf")
     assert log_density(unseen, plain).max() < -1e3 < log_density(unseen, shrunk).min()
     one = fit_gaussian(seen[:1], shrinkage="ledoit_wolf")
     np.testing.assert_allclose(one.factor, np.sqrt(1e-7) * np.eye(16))
 
 
-def test_confidence_is_half_at_a_log_density_of_one_per_dimension_and_vanishes_far_from_every_task():
-    np.testing.assert_allclose(mixing_weight(np.array([16.0, 0.0, -1e5]), 16), [0.5, 1 / (1 + np.e), 0.0], rtol=1e-6)
+def test_confidence_is_half_at_a_log_density_of_one_per_dimension_and_vanishes_far_away():
+    np.testing.assert_allclose(
+        mixing_weight(np.array([16.0, 0.0, -1e5]), 16), [0.5, 1 / (1 + np.e), 0.0], rtol=1e-6
+    )
 
 
 @pytest.mark.full
@@ -120,7 +155,10 @@ def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(begun
     def learned(order, budget):
         method: Any = fresh(begun)
         method.executor.budget = budget
-        reports = {f"task{index}": method.learn(small.task(f"task{index}", index), Undisturbed()) for index in order}
+        reports = {
+            f"task{index}": method.learn(small.task(f"task{index}", index), Undisturbed())
+            for index in order
+        }
         return dict(zip(method.classes.names, method.tasks, strict=True)), reports, method
 
     before = begun.executor.budget
@@ -133,28 +171,37 @@ def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(begun
     for name, task in forwards.items():
         for part in ("keys", "values"):
             np.testing.assert_array_equal(task.prompts[part], backwards[name].prompts[part])
-            np.testing.assert_allclose(task.prompts[part], from_images[name].prompts[part], atol=1e-4)
+            np.testing.assert_allclose(
+                task.prompts[part], from_images[name].prompts[part], atol=1e-4
+            )
         np.testing.assert_array_equal(task.head.weight, backwards[name].head.weight)
-        np.testing.assert_allclose(reports[name]["losses"], images_reports[name]["losses"], rtol=1e-3)
+        np.testing.assert_allclose(
+            reports[name]["losses"], images_reports[name]["losses"], rtol=1e-3
+        )
         assert np.abs(task.prompts["values"]).max(axis=(1, 2)).min() > 0
         # 2 blocks x 2 pairs of 16, a head of 17 x 3; a mean and a triangle of 16 x 17 / 2
         assert reports[name]["params_learned"] == 128 + 51
         assert reports[name]["params_stored"] == 128 + 51 + 16 + 136
     features = method.features(small.task("task1", 1), "train")
-    found, expected = gaussian_of(method.tasks[1]), fit_gaussian(features)
+    found = gaussian_of(method.tasks[1])
+    expected = fit_gaussian(features)
     np.testing.assert_array_equal(found.factor, expected.factor)
 
 
 @pytest.mark.parametrize("backbone, printed", [("vit_base", 42.4), ("deit_tiny", 2.8)])
-def test_a_fused_pass_and_three_blocks_with_explicit_attention_come_near_the_papers_flops(backbone, printed, begun):
+def test_a_fused_pass_and_three_blocks_with_explicit_attention_come_near_the_papers_flops(
+    backbone, printed, begun
+):
     class Stub:
         config = config_of(backbone)
 
     method: Any = fresh(begun)
-    method.executor, method.config = Stub(), DikiConfig()
+    method.executor = Stub()
+    method.config = DikiConfig()
     method.layers = layers_of("last3", 12)
     method.classes.add("headless", ())
-    found, vit = method.costs(), Stub.config
+    found = method.costs()
+    vit = Stub.config
     assert round(found["flops_as_printed"] / 1e9, 1) == printed  # the paper prints 42.5 and 2.8
     # all attention counted, the routing pass's too, is more
     attention = backbone_flops(vit, count_attention=True) - backbone_flops(vit)
@@ -168,7 +215,9 @@ def test_a_fused_pass_and_three_blocks_with_explicit_attention_come_near_the_pap
 def test_impossible_settings_are_refused_and_thin_covariances_told(begun):
     with pytest.raises(ValueError, match="length is 0"):
         dataclasses.replace(CONFIG, length=0)
-    with pytest.raises(ValueError, match=r"cov_shrinkage is 2; expected a share in \[0, 1\], or ledoit_wolf"):
+    with pytest.raises(
+        ValueError, match=r"cov_shrinkage is 2; expected a share in \[0, 1\], or ledoit_wolf"
+    ):
         dataclasses.replace(CONFIG, cov_shrinkage=2)
     with pytest.raises(ValueError, match=r"jitter is 0\.0; expected a positive number"):
         dataclasses.replace(CONFIG, jitter=0.0)

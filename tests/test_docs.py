@@ -1,4 +1,5 @@
-"""The documentation site, without building it: pages, links, names, commands, drawings and worked numbers.
+"""The documentation site, without building it: pages, links, names, commands, drawings and worked
+numbers.
 
 `make docs` builds it and also checks anchors.
 """
@@ -46,7 +47,8 @@ def pages_of(nav: list) -> Iterator[str]:
 
 
 def commands_in(text: str) -> Iterator[list[str]]:
-    """The words after `cheem` of every command in a page: in consoles, scripts and `inline code`."""
+    """The words after `cheem` of every command in a page: in consoles, scripts and `inline
+    code`."""
     for code in CODE.findall(text):
         for line in code.strip("`").splitlines():
             for command in line.split("|"):
@@ -61,7 +63,11 @@ def unknown_in(words: list[str]) -> str | None:
         return None if words[:1] in ([], ["--help"], ["data"]) else f"cheem {words[0]}"
     settings, _ = COMMANDS[name].load()
     known = {field.name.replace("_", "-") for field in dataclasses.fields(settings)} | {"help"}
-    options = [word.removeprefix("--").split("=")[0].split(".")[0] for word in words if word.startswith("--")]
+    options = [
+        word.removeprefix("--").split("=")[0].split(".")[0]
+        for word in words
+        if word.startswith("--")
+    ]
     return next((f"cheem {name} --{option}" for option in options if option not in known), None)
 
 
@@ -85,7 +91,9 @@ def test_every_page_of_the_site_exists():
     missing = [
         page
         for page in pages_of(SITE["nav"])
-        if not (ROOT / page.removeprefix(PROJECT) if page.startswith(PROJECT) else DOCS / page).is_file()
+        if not (
+            ROOT / page.removeprefix(PROJECT) if page.startswith(PROJECT) else DOCS / page
+        ).is_file()
     ]
     assert not missing
 
@@ -125,24 +133,38 @@ def test_every_name_of_the_package_and_every_script_in_a_page_exists(page):
     names = re.findall(r"^::: ([\w.]+)|[`\[](cheem_jax(?:\.\w+)+)[`\]]", text, re.MULTILINE)
     found = {name for pair in names for name in pair if name}
     # docs/log.md tells of what was tried and may be gone
-    scripts = set(re.findall(r"\bexperiments/[a-z_]+\.py\b", text)) if page.name != "log.md" else set()
+    scripts = (
+        set(re.findall(r"\bexperiments/[a-z_]+\.py\b", text)) if page.name != "log.md" else set()
+    )
     assert not [name for name in sorted(found) if not resolves(name)]
     assert not [script for script in sorted(scripts) if not (ROOT / script).is_file()]
 
 
 def test_the_pages_of_names_name_some():
-    for page in ("paper-to-code.md", *(f"reference/{name}.md" for name in ("use", "method", "memory", "engine"))):
+    for page in (
+        "paper-to-code.md",
+        *(f"reference/{name}.md" for name in ("use", "method", "memory", "engine")),
+    ):
         assert len(re.findall(r"cheem_jax\.\w+", (DOCS / page).read_text())) >= 4
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
 def test_every_command_in_a_page_is_known_with_its_options(page):
-    assert not [unknown for words in commands_in(page.read_text()) if (unknown := unknown_in(words))]
+    assert not [
+        unknown for words in commands_in(page.read_text()) if (unknown := unknown_in(words))
+    ]
 
 
 def test_an_unknown_command_or_option_in_a_page_would_be_noticed():
-    text = "`cheem leran X`, `cheem data list`, then\n```console\n$ cheem report runs/demo --colour red  # no\n```\n"
-    assert [unknown_in(words) for words in commands_in(text)] == ["cheem leran", None, "cheem report --colour"]
+    text = (
+        "`cheem leran X`, `cheem data list`, then\n```console\n$ cheem report runs/demo --colour"
+        " red  # no\n```\n"
+    )
+    assert [unknown_in(words) for words in commands_in(text)] == [
+        "cheem leran",
+        None,
+        "cheem report --colour",
+    ]
 
 
 @pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.stem)
@@ -163,7 +185,9 @@ def test_a_drawing_can_be_read_aloud_in_the_dark_and_without_a_network(drawing):
 
 def test_every_drawing_has_a_page():
     shown = {
-        PurePosixPath(name).stem for page in PAGES for name in re.findall(r"drawings/[\w-]+\.svg", page.read_text())
+        PurePosixPath(name).stem
+        for page in PAGES
+        for name in re.findall(r"drawings/[\w-]+\.svg", page.read_text())
     }
     assert shown == {drawing.stem for drawing in DRAWINGS}
 
@@ -184,12 +208,19 @@ def test_the_worked_sampling_is_what_the_code_computes():
 
 
 def figures_of(record: dict) -> list[float]:
-    """What a benchmark's record says of its rows: seconds, what was reached, goals and the numbers in its notes."""
+    """What a benchmark's record says of its rows: seconds, what was reached, goals and the numbers
+    in its notes."""
     if "cells" in record:  # of an accelerator: every number of every cell
         return numbers_in([record["cells"], record["before"]])
     found = []
     for row in record["rows"]:
-        found += [*row["seconds"].values(), row["reached"], row["goal"], row["ceiling"], row.get("share")]
+        found += [
+            *row["seconds"].values(),
+            row["reached"],
+            row["goal"],
+            row["ceiling"],
+            row.get("share"),
+        ]
         found += re.findall(r"\d+(?:\.\d+)?", row["note"].replace(",", ""))
     return [float(value) for value in found if value is not None]
 
@@ -202,8 +233,12 @@ def numbers_in(values) -> list[float]:
 
 
 def test_the_figures_of_the_benchmarks_are_those_of_their_records():
-    records = {file.stem: json.loads(file.read_text()) for file in (DOCS / "benchmarks").glob("*.json")}
-    checked, wrong, head = 0, [], []
+    records = {
+        file.stem: json.loads(file.read_text()) for file in (DOCS / "benchmarks").glob("*.json")
+    }
+    checked = 0
+    wrong = []
+    head = []
     for line in (DOCS / "benchmarks.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[-1] == "record":
@@ -211,10 +246,16 @@ def test_the_figures_of_the_benchmarks_are_those_of_their_records():
         if (record := records.get(cells[-1].strip("`"))) is None:
             continue
         known = figures_of(record)
-        described = 2 if "time" in head else 1  # the other cells have figures: times, ratios and goals
-        for number in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)", " ".join(cells[described:-1])):
+        described = (
+            2 if "time" in head else 1
+        )  # the other cells have figures: times, ratios and goals
+        for number in re.findall(
+            r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)", " ".join(cells[described:-1])
+        ):
             decimals = len(number.partition(".")[2])
-            printed = {f"{scale * value:.{decimals}f}" for value in known for scale in (1, 100, 1000)}  # as is, %, ms
+            printed = {
+                f"{scale * value:.{decimals}f}" for value in known for scale in (1, 100, 1000)
+            }  # as is, %, ms
             checked += 1
             if number.replace(",", "") not in printed:
                 wrong.append((number, line))
@@ -230,7 +271,9 @@ def test_the_benchmarks_say_where_each_record_was_measured():
         [row] = [line for line in places if line.startswith("|") and f"`{file.stem}`" in line]
         _, cpu, date, *_ = row.split(" | ")
         assert machine["cpu"].replace("(R)", "").startswith(cpu) and machine["date"] == date
-        assert f"jax {machine['jax']}, jaxlib {machine['jaxlib']} and flax {machine['flax']}" in text
+        assert (
+            f"jax {machine['jax']}, jaxlib {machine['jaxlib']} and flax {machine['flax']}" in text
+        )
 
 
 def test_the_bytes_that_a_task_leaves_are_those_of_its_arrays():
@@ -242,7 +285,11 @@ def test_the_bytes_that_a_task_leaves_are_those_of_its_arrays():
 
     def told(num: int) -> str:
         kilobytes = 4 * num / 1000
-        return f"{kilobytes / 1000:.1f} MB" if kilobytes >= 1000 else f"{kilobytes:.{int(kilobytes < 10)}f} kB"
+        return (
+            f"{kilobytes / 1000:.1f} MB"
+            if kilobytes >= 1000
+            else f"{kilobytes:.{int(kilobytes < 10)}f} kB"
+        )
 
     for column, backbone in enumerate(("deit_tiny", "vit_base")):
         vit = CONFIGS[backbone]
@@ -255,4 +302,6 @@ def test_the_bytes_that_a_task_leaves_are_those_of_its_arrays():
             "means, 12 blocks": vit.depth * vit.width,
             "centroids, K = 5": 5 * vit.width,
         }
-        assert {part: rows[part][column] for part in sizes} == {part: told(num) for part, num in sizes.items()}
+        assert {part: rows[part][column] for part in sizes} == {
+            part: told(num) for part, num in sizes.items()
+        }

@@ -1,4 +1,5 @@
-"""`cheem doctor` on sound and on broken installations: what is wrong is a finding and never a crash."""
+"""`cheem doctor` on sound and on broken installations: what is wrong is a finding and never a
+crash."""
 
 import json
 import os
@@ -18,8 +19,11 @@ def run(*arguments, before="", **environment):
     """The command in a process of its own, in which `before` comes first on the path."""
     return subprocess.run(
         [sys.executable, "-m", "cheem_jax", "doctor", *arguments],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(before), **environment}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(before), **environment},
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.fixture
@@ -30,7 +34,9 @@ def installed(tmp_path, monkeypatch):
     def write(name, *lines):
         folder = tmp_path / f"{name}-1.0.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text("\n".join(["Metadata-Version: 2.4", f"Name: {name}", "Version: 1.0", *lines]))
+        (folder / "METADATA").write_text(
+            "\n".join(["Metadata-Version: 2.4", f"Name: {name}", "Version: 1.0", *lines])
+        )
 
     return write
 
@@ -54,7 +60,12 @@ def gpu(tmp_path, monkeypatch):
 
 
 def test_a_sound_installation_computes_and_tells_where_everything_is(tmp_path):
-    done = run("--json", HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "c"), JAX_COMPILATION_CACHE_DIR="")
+    done = run(
+        "--json",
+        HOME=str(tmp_path),
+        XDG_CACHE_HOME=str(tmp_path / "c"),
+        JAX_COMPILATION_CACHE_DIR="",
+    )
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["works"] is True, done.stdout + done.stderr
     assert {"python", "cheem_jax", *PACKAGES} <= {name.lower() for name in found["versions"]}
@@ -66,7 +77,9 @@ def test_a_sound_installation_computes_and_tells_where_everything_is(tmp_path):
 
 
 def test_without_a_home_folder_it_names_what_is_not_kept(monkeypatch, sound, capsys):
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as Python answers where it finds no home
+    monkeypatch.setattr(
+        os.path, "expanduser", lambda path: path
+    )  # as Python answers where it finds no home
     for name in ("XDG_CACHE_HOME", "TFDS_DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
     step, found = next(doctor._tried(False))
@@ -74,19 +87,28 @@ def test_without_a_home_folder_it_names_what_is_not_kept(monkeypatch, sound, cap
     assert doctor.examine(doctor.Doctor()) == 0
     note, verdict = capsys.readouterr().out.splitlines()[-2:]
     assert note.startswith("note: ") and "the home folder is unknown" in note
-    assert note.endswith("way out: set HOME, or give the full path") and verdict == "cheem can work here"
+    assert (
+        note.endswith("way out: set HOME, or give the full path")
+        and verdict == "cheem can work here"
+    )
 
 
 def test_a_broken_jax_is_told_last_with_the_way_out(tmp_path):
     (tmp_path / "jax").mkdir()
-    (tmp_path / "jax" / "__init__.py").write_text("raise RuntimeError('jaxlib is too old\\nfor this jax')")
+    (tmp_path / "jax" / "__init__.py").write_text(
+        "raise RuntimeError('jaxlib is too old\\nfor this jax')"
+    )
     done = run(before=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
     *table, problem, verdict = done.stdout.splitlines()
-    assert problem.startswith("PROBLEM: devices: RuntimeError: jaxlib is too old for this jax; way out: pip install")
+    assert problem.startswith(
+        "PROBLEM: devices: RuntimeError: jaxlib is too old for this jax; way out: pip install"
+    )
     assert verdict == "cheem cannot work here"
     shown = "\n".join(table)
-    assert "cheem_jax" in shown and "serve" in shown  # but nothing for developers, nor packages that are as they should
+    assert (
+        "cheem_jax" in shown and "serve" in shown
+    )  # but nothing for developers, nor packages that are as they should
     assert "scikit-learn" not in shown and "browser" not in shown
 
 
@@ -107,12 +129,18 @@ def test_a_process_that_crashes_is_told_with_its_status(tmp_path):
 
 def test_a_gpu_that_jax_does_not_use_is_told_with_the_extra(installed, sound, gpu, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS")
-    installed("cheem_jax", "Provides-Extra: cuda12", "Requires-Dist: jax[cuda12] ; extra == 'cuda12'")
+    installed(
+        "cheem_jax", "Provides-Extra: cuda12", "Requires-Dist: jax[cuda12] ; extra == 'cuda12'"
+    )
     installed("jax", "Provides-Extra: cuda12", "Requires-Dist: a-plugin ; extra == 'cuda12'")
     found, (note,) = doctor.look(doctor.Doctor())
     assert found["devices"]["nvidia-smi 0"] == "NVIDIA H200, 143771 MiB, 570.1"
     assert found["extras"]["cuda12"] == "missing: a-plugin; pip install 'cheem_jax[cuda12]'"
-    assert note == ("JAX does not use NVIDIA H200, 143771 MiB, 570.1", "pip install 'cheem_jax[cuda12]'", False)
+    assert note == (
+        "JAX does not use NVIDIA H200, 143771 MiB, 570.1",
+        "pip install 'cheem_jax[cuda12]'",
+        False,
+    )
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     _, (note,) = doctor.look(doctor.Doctor())
     assert note.way_out == "unset JAX_PLATFORMS"
@@ -120,11 +148,17 @@ def test_a_gpu_that_jax_does_not_use_is_told_with_the_extra(installed, sound, gp
 
 @pytest.mark.parametrize(
     ("given", "libc", "tunables", "is_told"),
-    [("always [madvise] never", ("glibc", "2.36"), "", True), ("[always] madvise never", ("glibc", "2.36"), "", False),
-     ("always [madvise] never", ("glibc", "2.31"), "", False), ("always [madvise] never", ("", ""), "", False),
-     ("always [madvise] never", ("glibc", "2.36"), "glibc.malloc.hugetlb=1", False)],
-)  # fmt: skip
-def test_huge_pages_that_nobody_asks_for_are_a_note(given, libc, tunables, is_told, sound, monkeypatch, tmp_path):
+    [
+        ("always [madvise] never", ("glibc", "2.36"), "", True),
+        ("[always] madvise never", ("glibc", "2.36"), "", False),
+        ("always [madvise] never", ("glibc", "2.31"), "", False),
+        ("always [madvise] never", ("", ""), "", False),
+        ("always [madvise] never", ("glibc", "2.36"), "glibc.malloc.hugetlb=1", False),
+    ],
+)
+def test_huge_pages_that_nobody_asks_for_are_a_note(
+    given, libc, tunables, is_told, sound, monkeypatch, tmp_path
+):
     (tmp_path / "enabled").write_text(given)
     monkeypatch.setattr(doctor, "HUGE_PAGES", tmp_path / "enabled")
     monkeypatch.setattr(doctor.platform, "libc_ver", lambda: libc)
@@ -145,7 +179,9 @@ def test_what_is_needed_and_missing_is_a_problem_and_what_is_old_a_note(installe
     )
     assert doctor.examine(doctor.Doctor(json=True)) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["versions"]["no-such-package"] is None and "only-elsewhere" not in found["versions"]
+    assert (
+        found["versions"]["no-such-package"] is None and "only-elsewhere" not in found["versions"]
+    )
     assert found["extras"] == {"more": "missing: no-such-extra; pip install 'cheem_jax[more]'"}
     missing, old = found["problems"][:2]
     assert missing == {

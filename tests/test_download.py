@@ -21,7 +21,8 @@ from cheem_jax.data.benchmarks.table import TASKS
 BODY = bytes(range(256)) * 4096 * 3  # 3 MiB
 CUT = 15 * 2**16
 """Where connections break: after whole chunks, since the rest of one is lost."""
-SHA256, MD5 = hashlib.sha256(BODY).hexdigest(), hashlib.md5(BODY).hexdigest()
+SHA256 = hashlib.sha256(BODY).hexdigest()
+MD5 = hashlib.md5(BODY).hexdigest()
 
 
 class Server(ThreadingHTTPServer):
@@ -31,8 +32,11 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.body, self.etag = BODY, '"one"'
-        self.content_type, self.ranges, self.sized = "application/zip", True, True
+        self.body = BODY
+        self.etag = '"one"'
+        self.content_type = "application/zip"
+        self.ranges = True
+        self.sized = True
         self.faults: list[Callable[[Handler], None]] = []
         self.requested: list[str | None] = []  # the Range of each request
         self.released = threading.Event()
@@ -54,7 +58,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def send(self, until: int | None = None) -> None:
         server = self.server
-        start, wanted = 0, self.headers["Range"]
+        start = 0
+        wanted = self.headers["Range"]
         if wanted and server.ranges and self.headers["If-Range"] in (None, server.etag):
             start = int(wanted.removeprefix("bytes=").removesuffix("-"))
         if start and start >= len(server.body):
@@ -64,7 +69,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(206 if start else 200)
         if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(server.body) - 1}/{len(server.body)}")
+            self.send_header(
+                "Content-Range", f"bytes {start}-{len(server.body) - 1}/{len(server.body)}"
+            )
         if server.sized:
             self.send_header("Content-Length", str(len(server.body) - start))
         self.send_header("Content-Type", server.content_type)
@@ -128,22 +135,31 @@ def quick(monkeypatch):
 def interrupted(server: Server, file: Path) -> None:
     """A download whose connection breaks after `CUT` bytes, for good."""
     server.faults = [cut_after(CUT)] + [cut_after(0)] * 9
-    with pytest.raises(OSError, match=rf"images.zip cannot be downloaded: .*resumes from byte {CUT}.*put the file at"):
+    with pytest.raises(
+        OSError,
+        match=rf"images.zip cannot be downloaded: .*resumes from byte {CUT}.*put the file at",
+    ):
         download(server.url, file, SHA256)
     server.faults.clear()
     server.requested.clear()
 
 
 def test_a_plain_download_leaves_the_file_alone_and_reports_its_bytes(server, tmp_path):
-    file, seen = tmp_path / "sub" / "images.zip", []
+    file = tmp_path / "sub" / "images.zip"
+    seen = []
     download(server.url, file, SHA256.upper(), on_progress=seen.append)
-    assert file.read_bytes() == BODY and names(file.parent) == ["images.zip"] and sum(seen) == len(BODY)
+    assert (
+        file.read_bytes() == BODY
+        and names(file.parent) == ["images.zip"]
+        and sum(seen) == len(BODY)
+    )
     download(server.url, tmp_path / "b.zip", f"md5:{MD5}")
     assert server.requested == [None, None]
 
 
 def test_a_body_without_a_length_ends_with_the_connection(server, tmp_path):
-    server.sized, seen = False, []
+    server.sized = False
+    seen = []
     download(server.url, tmp_path / "a.zip", SHA256, on_progress=seen.append)
     assert (tmp_path / "a.zip").read_bytes() == BODY and sum(seen) == len(BODY)
 
@@ -151,15 +167,22 @@ def test_a_body_without_a_length_ends_with_the_connection(server, tmp_path):
 def test_a_cut_connection_is_resumed_where_it_broke(server, tmp_path):
     server.faults, seen = [cut_after(CUT), cut_after(2 * CUT)], []
     download(server.url, tmp_path / "a.zip", SHA256, on_progress=seen.append)
-    assert server.requested == [None, f"bytes={CUT}-", f"bytes={2 * CUT}-"] and sum(seen) == len(BODY)
+    assert server.requested == [None, f"bytes={CUT}-", f"bytes={2 * CUT}-"] and sum(seen) == len(
+        BODY
+    )
 
 
 def test_a_later_call_resumes_what_an_earlier_one_left(server, tmp_path):
-    file, seen = tmp_path / "a.zip", []
+    file = tmp_path / "a.zip"
+    seen = []
     interrupted(server, file)
     assert names(tmp_path) == ["a.zip.part"]
     download(server.url, file, SHA256, on_progress=seen.append)
-    assert server.requested == [f"bytes={CUT}-"] and file.read_bytes() == BODY and sum(seen) == len(BODY)
+    assert (
+        server.requested == [f"bytes={CUT}-"]
+        and file.read_bytes() == BODY
+        and sum(seen) == len(BODY)
+    )
     assert names(tmp_path) == ["a.zip"]
 
 
@@ -170,7 +193,9 @@ def test_an_interrupted_download_leaves_no_file_and_is_resumed(server, tmp_path)
 
     server.faults = [cut_after(2**20 + 2**19)]
     with pytest.raises(KeyboardInterrupt):
-        download(server.url, tmp_path / "a.zip", SHA256, on_progress=lambda num: num and ctrl_c(num))
+        download(
+            server.url, tmp_path / "a.zip", SHA256, on_progress=lambda num: num and ctrl_c(num)
+        )
     assert names(tmp_path) == ["a.zip.part"]
     download(server.url, tmp_path / "a.zip", SHA256)
     assert server.requested[-1] is not None and (tmp_path / "a.zip").read_bytes() == BODY
@@ -185,7 +210,9 @@ def test_retries_count_failures_without_headway(server, tmp_path, monkeypatch):
 
 
 def test_a_server_that_ignores_ranges_sends_all_again(server, tmp_path):
-    server.ranges, server.faults, seen = False, [cut_after(CUT)], []
+    server.ranges = False
+    server.faults = [cut_after(CUT)]
+    seen = []
     download(server.url, tmp_path / "a.zip", SHA256, on_progress=seen.append)
     assert server.requested == [None, f"bytes={CUT}-"] and sum(seen) == len(BODY)
 
@@ -219,7 +246,10 @@ def test_a_part_that_is_complete_already_only_gets_its_name(server, tmp_path):
 def test_a_part_that_is_too_long_is_downloaded_again(server, tmp_path):
     (tmp_path / "a.zip.part").write_bytes(BODY + b"x")
     download(server.url, tmp_path / "a.zip", SHA256)
-    assert server.requested == [f"bytes={len(BODY) + 1}-", None] and (tmp_path / "a.zip").read_bytes() == BODY
+    assert (
+        server.requested == [f"bytes={len(BODY) + 1}-", None]
+        and (tmp_path / "a.zip").read_bytes() == BODY
+    )
 
 
 def test_a_corrupted_part_is_told_and_the_next_call_starts_again(server, tmp_path):
@@ -232,7 +262,9 @@ def test_a_corrupted_part_is_told_and_the_next_call_starts_again(server, tmp_pat
 
 
 def test_a_wrong_hash_names_both_and_keeps_nothing(server, tmp_path):
-    with pytest.raises(ValueError, match=f"images.zip: MD5 hash .*expected md5:1{{32}} but got {MD5}"):
+    with pytest.raises(
+        ValueError, match=f"images.zip: MD5 hash .*expected md5:1{{32}} but got {MD5}"
+    ):
         download(server.url, tmp_path / "a.zip", f"md5:{'1' * 32}")
     assert names(tmp_path) == [] and len(server.requested) == 1
 
@@ -241,7 +273,8 @@ def test_a_wrong_hash_names_both_and_keeps_nothing(server, tmp_path):
 def test_a_refused_file_is_not_asked_for_again(server, tmp_path, code):
     server.faults = [status(code)]
     with pytest.raises(
-        OSError, match=rf"images.zip cannot be downloaded: HTTP status {code} .*put the file at .*a.zip"
+        OSError,
+        match=rf"images.zip cannot be downloaded: HTTP status {code} .*put the file at .*a.zip",
     ):
         download(server.url, tmp_path / "a.zip", SHA256)
     assert len(server.requested) == 1 and names(tmp_path) == []
@@ -259,7 +292,11 @@ def test_a_busy_server_is_asked_again(server, tmp_path, code):
 def test_a_server_is_waited_for_as_long_as_it_asks_but_not_for_ever(server, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_PAUSE", 1)
     date = formatdate(0, usegmt=True)  # gone by
-    server.faults = [status(503, Retry_After="1"), status(429, Retry_After="99999"), status(500, Retry_After=date)]
+    server.faults = [
+        status(503, Retry_After="1"),
+        status(429, Retry_After="99999"),
+        status(500, Retry_After=date),
+    ]
     start = time.monotonic()
     download(server.url, tmp_path / "a.zip", SHA256)
     assert 2 <= time.monotonic() - start < 600 and len(server.requested) == 4
@@ -286,7 +323,9 @@ def test_a_port_where_nothing_listens_is_a_clear_error(tmp_path):
 
 def test_a_web_page_is_no_archive(server, tmp_path):
     server.content_type = "text/html; charset=utf-8"
-    with pytest.raises(ValueError, match=r"web page arrived where an archive was expected.*a\.tar\.gz"):
+    with pytest.raises(
+        ValueError, match=r"web page arrived where an archive was expected.*a\.tar\.gz"
+    ):
         download(server.url, tmp_path / "a.tar.gz", SHA256)
     assert names(tmp_path) == []
 
@@ -298,16 +337,22 @@ def test_a_place_that_cannot_be_written_is_a_clear_error(server, tmp_path):
     assert server.requested == []
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="the device that is always full is Linux's"
+)
 def test_a_full_disk_is_a_clear_error(server, tmp_path):
     (tmp_path / "a.zip.part").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device; make room"):
         download(server.url, tmp_path / "a.zip", SHA256)
 
 
-@pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://host/a.zip", "images.zip", "http:///a.zip"])
+@pytest.mark.parametrize(
+    "url", ["file:///etc/hostname", "ftp://host/a.zip", "images.zip", "http:///a.zip"]
+)
 def test_only_web_addresses_are_downloaded(tmp_path, url):
-    with pytest.raises((ValueError, OSError), match="cannot be downloaded: (No connection adapters|Invalid URL)"):
+    with pytest.raises(
+        (ValueError, OSError), match="cannot be downloaded: (No connection adapters|Invalid URL)"
+    ):
         download(url, tmp_path / "a.zip", SHA256)
 
 
@@ -325,7 +370,9 @@ def test_every_registered_address_is_encrypted_and_every_file_has_a_hash():
     assert all(re.fullmatch("[0-9a-f]{64}|md5:[0-9a-f]{32}", archive.hash) for archive in archives)
 
 
-@pytest.mark.parametrize("target", ["http://example.org/b.zip", "file:///etc/hostname", "//example.org/b.zip"])
+@pytest.mark.parametrize(
+    "target", ["http://example.org/b.zip", "file:///etc/hostname", "//example.org/b.zip"]
+)
 def test_an_encrypted_address_does_not_lead_to_one_that_is_not(tmp_path, monkeypatch, target):
     asked = []
 
@@ -343,12 +390,16 @@ def test_an_encrypted_address_does_not_lead_to_one_that_is_not(tmp_path, monkeyp
     assert asked == ["https://example.org/a.zip"] and names(tmp_path) == []
 
 
-@pytest.mark.parametrize("value", ["²", "9" * 5000, "Mon, 01 Jan 0001 00:00:00", "Fri, 31 Dec 9999 23:59:59 -9999"])
+@pytest.mark.parametrize(
+    "value", ["²", "9" * 5000, "Mon, 01 Jan 0001 00:00:00", "Fri, 31 Dec 9999 23:59:59 -9999"]
+)
 def test_a_wait_that_makes_no_sense_is_a_clear_error_or_none(server, tmp_path, monkeypatch, value):
     monkeypatch.setattr(module, "MAX_PAUSE", 0)
-    server.faults = [lambda handler: handler.wfile.write(
-        f"HTTP/1.1 503 Busy\r\nRetry-After: {value}\r\nContent-Length: 0\r\n\r\n".encode()
-    )]  # fmt: skip
+    server.faults = [
+        lambda handler: handler.wfile.write(
+            f"HTTP/1.1 503 Busy\r\nRetry-After: {value}\r\nContent-Length: 0\r\n\r\n".encode()
+        )
+    ]
     try:
         download(server.url, tmp_path / "a.zip", SHA256)
     except (ValueError, OSError) as error:

@@ -17,9 +17,13 @@ from cheem_jax.cheem.config import FitConfig
 from cheem_jax.run.method import Undisturbed
 
 CONFIG = DualPromptConfig(
-    general_length=2, expert_length=4, general_layers=(0,), expert_layers=(1, 2),
-    fit=FitConfig(2, 1e-2), batch_size=16,
-)  # fmt: skip
+    general_length=2,
+    expert_length=4,
+    general_layers=(0,),
+    expert_layers=(1, 2),
+    fit=FitConfig(2, 1e-2),
+    batch_size=16,
+)
 ORIGINAL = dataclasses.replace(CONFIG, init="small", shared_keys=True, copy_previous=True)
 
 
@@ -62,12 +66,21 @@ def test_an_image_gets_the_slot_of_its_nearest_learned_key_in_numpy(shared):
     dual = learner(DualPrompt, dataclasses.replace(CONFIG, shared_keys=shared))
     prompts = dual.begin_task(jax.random.key(0), {}, 0)
     query = np.asarray(jax.random.normal(jax.random.key(1), (12, 16)))
-    told = dual.attach(prompts, jnp.asarray(query), jnp.int32(4), jnp.full(len(query), 1 / len(query)))
+    told = dual.attach(
+        prompts, jnp.asarray(query), jnp.int32(4), jnp.full(len(query), 1 / len(query))
+    )
     found = dual.attach(prompts, jnp.asarray(query), jnp.int32(4), None)
-    general, key_loss, chosen_slots = np.asarray(prompts["general"][0]), 0.0, set()
+    general = np.asarray(prompts["general"][0])
+    key_loss = 0.0
+    chosen_slots = set()
     for place, layer in enumerate((1, 2)):
         keys = np.asarray(prompts["keys"][0 if shared else place])
-        cosines = query @ keys.T / np.linalg.norm(keys, axis=1) / np.linalg.norm(query, axis=1, keepdims=True)
+        cosines = (
+            query
+            @ keys.T
+            / np.linalg.norm(keys, axis=1)
+            / np.linalg.norm(query, axis=1, keepdims=True)
+        )
         if not (shared and place):
             key_loss = key_loss + 1 - cosines[:, 4]
         slots = cosines[:, :5].argmax(axis=1)  # ten slots, five learned
@@ -89,13 +102,18 @@ def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flop
     dual = SimpleNamespace(config=DualPromptConfig(), executor=SimpleNamespace(config=vit), pool=11)
     prefixes = DualPrompt.added_flops(dual)["attention"]  # pyright: ignore
     assert prefixes == 4 * 197 * vit.width * (3 * 2 + 10 * 3)
-    assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(paper, abs=0.05)
+    assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(
+        paper, abs=0.05
+    )
 
 
 def test_the_pool_holds_at_least_one_slot_per_task():
     assert learner(DualPrompt, CONFIG).pool == 10
     assert learner(DualPrompt, CONFIG, num_tasks=11).pool == 11
-    with pytest.raises(ValueError, match="2 slots has none for task 3; expected one per task: set pool to 3 or more"):
+    with pytest.raises(
+        ValueError,
+        match="2 slots has none for task 3; expected one per task: set pool to 3 or more",
+    ):
         learner(DualPrompt, dataclasses.replace(CONFIG, pool=2)).check(small.stream(3).tasks)
 
 

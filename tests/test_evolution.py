@@ -44,7 +44,9 @@ def test_no_architecture_is_scored_twice():
 
 
 def test_the_same_key_finds_the_same_and_another_key_goes_another_way():
-    first, again, other = run(seed=1)[1], run(seed=1)[1], run(seed=2)[1]
+    first = run(seed=1)[1]
+    again = run(seed=1)[1]
+    other = run(seed=2)[1]
     np.testing.assert_array_equal(first.genomes, again.genomes)
     assert not np.array_equal(first.genomes, other.genomes)
 
@@ -70,7 +72,8 @@ def test_a_search_that_goes_on_ends_as_one_that_was_not_stopped(generations):
     config = SearchConfig(population=12, generations=5, num_parents=3)
     key = jax.random.key(4)
     winner, scored = search(key, toy_score, no_cost, config=config, **SPACE)
-    kept, part = [], dataclasses.replace(config, generations=generations)
+    kept = []
+    part = dataclasses.replace(config, generations=generations)
     search(key, toy_score, no_cost, config=part, on_generation=kept.append, **SPACE)
     assert kept[-1].generations == generations and len(kept[-1].scored.genomes) == 12 * generations
     calls = []
@@ -93,10 +96,14 @@ def test_a_search_without_any_score_says_so():
 @pytest.mark.full
 def test_a_small_space_is_searched_whole_and_then_the_search_stops():
     winner, scored = search(
-        jax.random.key(0), toy_score_two, no_cost, exploit=hee.uniform_table([1, 1]),
-        uniform=hee.uniform_table([1, 1]), num_images=10,
+        jax.random.key(0),
+        toy_score_two,
+        no_cost,
+        exploit=hee.uniform_table([1, 1]),
+        uniform=hee.uniform_table([1, 1]),
+        num_images=10,
         config=SearchConfig(population=10, generations=5, num_parents=3),
-    )  # fmt: skip
+    )
     assert len(scored.genomes) == 16
     assert winner.tolist() == [3, 3]
 
@@ -137,22 +144,35 @@ def test_children_take_every_gene_from_a_parent():
 
 def test_a_mutation_redraws_about_the_given_share_of_genes():
     parents = np.full((1, 4), 1)
-    table = hee.uniform_table([8, 8, 8, 8])  # 18 candidates: a redraw keeps the gene in 1 of 18 cases
+    table = hee.uniform_table(
+        [8, 8, 8, 8]
+    )  # 18 candidates: a redraw keeps the gene in 1 of 18 cases
     children = np.asarray(
-        mutate(jax.random.key(0), parents, exploit=table, uniform=table, epsilon=0.5, rate=0.1, num=5000)
+        mutate(
+            jax.random.key(0),
+            parents,
+            exploit=table,
+            uniform=table,
+            epsilon=0.5,
+            rate=0.1,
+            num=5000,
+        )
     )
     changed = (children != 1).mean()
     assert abs(changed - 0.1 * 17 / 18) < 0.01
 
 
-@pytest.mark.parametrize("settings", [{"population": 0}, {"mutation_rate": 1.5}, {"tolerance": -0.1}])
+@pytest.mark.parametrize(
+    "settings", [{"population": 0}, {"mutation_rate": 1.5}, {"tolerance": -0.1}]
+)
 def test_senseless_settings_are_refused_by_name(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         SearchConfig(**settings)
 
 
 def test_the_first_generation_is_scored_in_the_order_sampled():
-    config, first_key = SearchConfig(population=12, generations=1), key_at(jax.random.key(3), 0)
+    config = SearchConfig(population=12, generations=1)
+    first_key = key_at(jax.random.key(3), 0)
     drawn = hee.sample_mixed(key_at(first_key, 0), UNIFORM, UNIFORM, config.epsilon, num=120)
     _, scored = search(jax.random.key(3), toy_score, no_cost, config=config, **SPACE)
     unseen = list(dict.fromkeys(tuple(genome) for genome in np.asarray(drawn).tolist()))

@@ -1,4 +1,5 @@
-"""EWC: what its Fisher information is, what the penalty holds back, and how its strength is chosen."""
+"""EWC: what its Fisher information is, what the penalty holds back, and how its strength is
+chosen."""
 
 import dataclasses
 import functools
@@ -20,7 +21,10 @@ from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.method import Undisturbed
 
 CONFIG = EwcConfig(
-    penalties=(100.0,), head_learning_rate=1e-2, fit=FitConfig(epochs=2, learning_rate=1e-3), batch_size=16
+    penalties=(100.0,),
+    head_learning_rate=1e-2,
+    fit=FitConfig(epochs=2, learning_rate=1e-3),
+    batch_size=16,
 )
 
 
@@ -50,26 +54,35 @@ def logistic(weight, x, y):
 
 def test_the_fisher_information_of_logistic_regression_is_the_analytic_one():
     rng = np.random.default_rng(0)
-    x, weight = rng.normal(size=(50, 3)).astype(np.float32), np.array([0.5, -1.0, 2.0], np.float32)
+    x = rng.normal(size=(50, 3)).astype(np.float32)
+    weight = np.array([0.5, -1.0, 2.0], np.float32)
     p = 1 / (1 + np.exp(-x @ weight))
     y = (rng.random(50) < 0.5).astype(np.float32)
     mean = np.full(50, 1 / 50, np.float32)
-    empirical = squared_gradients(logistic, weight, jnp.asarray(mean), jnp.asarray(x), jnp.asarray(y))
+    empirical = squared_gradients(
+        logistic, weight, jnp.asarray(mean), jnp.asarray(x), jnp.asarray(y)
+    )
     np.testing.assert_allclose(empirical, ((y - p)[:, None] ** 2 * x**2).mean(axis=0), rtol=1e-4)
-    # the expectation over labels from the model itself: both labels, each as often as the model draws it
+    # the expectation over labels from the model itself: both labels, each as often as the model
+    # draws it
     both = squared_gradients(logistic, weight, jnp.asarray(p / 50), jnp.asarray(x), jnp.ones(50))
-    both += squared_gradients(logistic, weight, jnp.asarray((1 - p) / 50), jnp.asarray(x), jnp.zeros(50))
+    both += squared_gradients(
+        logistic, weight, jnp.asarray((1 - p) / 50), jnp.asarray(x), jnp.zeros(50)
+    )
     np.testing.assert_allclose(both, ((p * (1 - p))[:, None] * x**2).mean(axis=0), rtol=1e-4)
 
 
 @pytest.mark.full
 def test_where_gradients_oppose_each_other_the_batch_mean_makes_the_fisher_information_too_small():
     # at weight 0 the gradients are +x/2 and -x/2: six against two
-    x, y = jnp.ones((8, 1)), jnp.array([1.0, 1, 1, 1, 1, 1, 0, 0])
+    x = jnp.ones((8, 1))
+    y = jnp.array([1.0, 1, 1, 1, 1, 1, 0, 0])
     weight = np.zeros(1, np.float32)
     per_image = squared_gradients(logistic, weight, jnp.full(8, 1 / 8), x, y)
     batched = jax.grad(lambda w: jax.vmap(logistic, (None, 0, 0))(w, x, y).mean())(weight) ** 2
-    np.testing.assert_allclose([per_image[0], batched[0]], [1 / 4, 1 / 4 * ((6 - 2) / 8) ** 2], rtol=1e-6)
+    np.testing.assert_allclose(
+        [per_image[0], batched[0]], [1 / 4, 1 / 4 * ((6 - 2) / 8) ** 2], rtol=1e-6
+    )
 
 
 @functools.cache
@@ -81,7 +94,9 @@ def spelled_out():
         features = vit_of(leaves)(image[None])
         return jax.nn.log_softmax((features @ head.weight + head.bias)[0, :3])
 
-    gradient = jax.grad(lambda leaves, head, image, label: log_probabilities(leaves, head, image)[label])
+    gradient = jax.grad(
+        lambda leaves, head, image, label: log_probabilities(leaves, head, image)[label]
+    )
     return jax.jit(log_probabilities), jax.jit(gradient)
 
 
@@ -95,7 +110,8 @@ def spelled_out():
     ],
 )
 def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images(kind, num):
-    ewc, task = fresh(begun(kind)), small.task("colours", 0, num=num)
+    ewc = fresh(begun(kind))
+    task = small.task("colours", 0, num=num)
     fitting = ewc.fitter.begun(ewc.start(task))
     leaves, head = fitting.learned
     found = ewc.add_fisher(ewc.known.fisher, fitting, task, unwatched)
@@ -105,12 +121,17 @@ def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images(kind,
     if kind == "sampled":
         key = ewc.keys.at(0, Phase.METHOD_NOISE, 1)
         drawn = [
-            jax.random.categorical(jax.random.fold_in(key, row), jnp.append(values(leaves, head, image), -1e30))
+            jax.random.categorical(
+                jax.random.fold_in(key, row), jnp.append(values(leaves, head, image), -1e30)
+            )
             for row, image in enumerate(task.train.images)
         ]
         assert 0 < (np.array(drawn) != labels).sum() < num
         labels = np.array(drawn)
-    images = [gradient(leaves, head, image, label) for image, label in zip(task.train.images, labels, strict=True)]
+    images = [
+        gradient(leaves, head, image, label)
+        for image, label in zip(task.train.images, labels, strict=True)
+    ]
     for leaf, own in zip(found, zip(*images, strict=True), strict=True):
         own = np.stack(own).astype(np.float64)
         expected = own.mean(axis=0) ** 2 if kind == "batch" else (own**2).mean(axis=0)
@@ -119,7 +140,8 @@ def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images(kind,
 
 @pytest.mark.full
 def test_the_first_task_pays_no_penalty_and_a_larger_one_keeps_later_tasks_nearer():
-    tasks, steps = small.stream(2).tasks, {}
+    tasks = small.stream(2).tasks
+    steps = {}
     for penalty in (0.0, 1e6):
         ewc = ewc_with(penalties=(penalty,))
         ewc.learn(tasks[0], Undisturbed())
@@ -137,7 +159,8 @@ def test_the_first_task_pays_no_penalty_and_a_larger_one_keeps_later_tasks_neare
 
 @pytest.mark.full
 def test_gamma_keeps_that_much_of_the_running_fisher_information():
-    tasks, fishers = small.stream(2).tasks, {}
+    tasks = small.stream(2).tasks
+    fishers = {}
     for gamma in (0.0, 0.5):
         # without a penalty gamma changes nothing else
         ewc = ewc_with(penalties=(0.0,), gamma=gamma)
@@ -154,12 +177,15 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_goes_on(tmp_
     tasks = small.stream(3).tasks
     searching = ewc_with(penalties=(0.0, 1e2, 1e9))
     assert searching.check(tasks) == [
-        "learns task1, task2 3 times beforehand, to select one of 3 penalties on the validation split"
+        "learns task1, task2 3 times beforehand, to select one of 3 penalties on the validation"
+        " split"
     ]
     whole = fresh(searching)
     report = whole.learn(tasks[0], Undisturbed())
     accuracies = report["penalty_accuracies"]
-    assert list(accuracies) == ["0.0", "100.0", "1000000000.0"] and len(set(accuracies.values())) > 1
+    assert (
+        list(accuracies) == ["0.0", "100.0", "1000000000.0"] and len(set(accuracies.values())) > 1
+    )
     assert accuracies[str(report["penalty"])] == max(accuracies.values())
 
     # what the search says of a penalty is what a stream with this penalty comes to
@@ -173,11 +199,13 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_goes_on(tmp_
     assert accuracies["100.0"] == pytest.approx(np.mean(right), abs=1e-9)
 
     # training takes 6 steps, the Fisher information 3 chunks, each penalty 2 x (6 + 3)
-    stopped, watched = fresh(searching), Watched(until=9 + 18 + 3)
+    stopped = fresh(searching)
+    watched = Watched(until=9 + 18 + 3)
     with pytest.raises(Interrupted):
         stopped.learn(tasks[0], watched)
     assert np.isnan(watched.left.arrays["tried"]).tolist() == [False, True, True]
-    again, counted = fresh(searching), Watched(saved=watched.left)
+    again = fresh(searching)
+    counted = Watched(saved=watched.left)
     assert again.learn(tasks[0], counted)["penalty_accuracies"] == accuracies
     assert counted.reports == 3 + 2 * 18
     again.save(tmp_path)
@@ -217,7 +245,11 @@ def test_impossible_settings_are_refused():
 def test_penalties_are_compared_on_a_stream_that_is_known_beforehand():
     tasks = small.stream(2).tasks
     ewc = ewc_with(penalties=(1.0, 2.0))
-    with pytest.raises(ValueError, match=r"starts with 'task0': call check\(tasks\) first, or give one penalty"):
+    with pytest.raises(
+        ValueError, match=r"starts with 'task0': call check\(tasks\) first, or give one penalty"
+    ):
         ewc.learn(tasks[0], Undisturbed())
-    assert ewc.check(tasks[:1]) == ["a single task needs no penalty, so the 2 penalties are not compared"]
+    assert ewc.check(tasks[:1]) == [
+        "a single task needs no penalty, so the 2 penalties are not compared"
+    ]
     assert ewc.learn(tasks[0], Undisturbed())["penalty"] == 1.0

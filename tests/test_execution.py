@@ -1,4 +1,5 @@
-"""Composed stages equal the whole network, compile nothing new for a new architecture, and share prefixes exactly."""
+"""Composed stages equal the whole network, compile nothing new for a new architecture, and share
+prefixes exactly."""
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,9 @@ def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(co
             for _ in range(12):
                 codes = [int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes]
                 step = [Batch(stages.begin(IMAGES), LABELS, MASK / 16)]
-                state, _ = train_step(stages, supernet, state, decode(codes, supernet.sizes), step, rate=1e-3)
+                state, _ = train_step(
+                    stages, supernet, state, decode(codes, supernet.sizes), step, rate=1e-3
+                )
                 network = dense_network(supernet, state, np.array(codes), {})
                 count_right(
                     stages,
@@ -116,11 +119,14 @@ def test_mean_tokens_of_the_base_equal_a_plain_average():
     images = np.concatenate([IMAGES, IMAGES[:5]])  # the last batch is padded
     networks = [network, [*network[:2], Dense(-1, None), network[3]]]
     feed = HostImages(stages, images)
-    found = token_means(stages, networks, feed, len(images), batch_size=16, advance=lambda num, note="": None)
+    found = token_means(
+        stages, networks, feed, len(images), batch_size=16, advance=lambda num, note="": None
+    )
 
     @jax.jit
     def components(images):
-        x, tokens = VIT.embed(images), []
+        x = VIT.embed(images)
+        tokens = []
         for block in VIT.blocks:
             x, component = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
             tokens.append(component[:, 0])
@@ -134,8 +140,12 @@ def test_mean_tokens_of_the_base_equal_a_plain_average():
 
 def test_the_block_output_can_be_the_token():
     stages = Stages(VIT, "mlp_down", token="block")
-    (walked,) = stages.walk([[Dense(0, b[0].params) for b in stages.base_pool]], stages.begin(IMAGES), MASK)
-    np.testing.assert_allclose(walked.sums[-1], np.asarray(walked.tokens)[:, 0].sum(axis=0), rtol=1e-4, atol=1e-4)
+    (walked,) = stages.walk(
+        [[Dense(0, b[0].params) for b in stages.base_pool]], stages.begin(IMAGES), MASK
+    )
+    np.testing.assert_allclose(
+        walked.sums[-1], np.asarray(walked.tokens)[:, 0].sum(axis=0), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_an_image_gets_the_same_answer_in_different_company():
@@ -143,10 +153,12 @@ def test_an_image_gets_the_same_answer_in_different_company():
     supernet = supernet_of(stages)
     state = supernet.init()
     network = dense_network(supernet, state, np.array([0, 1, 3, 0]), {})
-    head, sizes = state.head.params, {"num_classes": 3, "batch_size": 16}
+    head = state.head.params
+    sizes = {"num_classes": 3, "batch_size": 16}
     together = answers(stages, network, head, HostImages(stages, IMAGES), num=16, **sizes)
     alone = [
-        answers(stages, network, head, HostImages(stages, IMAGES[i : i + 1]), num=1, **sizes)[0] for i in range(16)
+        answers(stages, network, head, HostImages(stages, IMAGES[i : i + 1]), num=1, **sizes)[0]
+        for i in range(16)
     ]
     np.testing.assert_array_equal(together, alone)
 

@@ -1,4 +1,5 @@
-"""The three executors compute the same, whatever is drawn: losses, gradients, training, forward passes."""
+"""The three executors compute the same, whatever is drawn: losses, gradients, training, forward
+passes."""
 
 import dataclasses
 import functools
@@ -48,19 +49,30 @@ def pool_of(placement: str, num_tasks: int):
     for task in range(num_tasks):
         rng = np.random.default_rng(task)
         supernet = Supernet(jax.random.key(task), dense_experts(pool), 3, OpSettings(rank=2))
-        architecture = decode([int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes)
+        architecture = decode(
+            [int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes
+        )
         learned = jax.tree.map(lambda x: x + 0.02, supernet.learned(supernet.init(), architecture))
         pool, _ = grow(pool, architecture, learned, task)
     return pool
 
 
-def trained_supernet(placement: str, num_tasks: int, seed: int = 0) -> tuple[Supernet, SupernetState]:
+def trained_supernet(
+    placement: str, num_tasks: int, seed: int = 0
+) -> tuple[Supernet, SupernetState]:
     """A supernet whose learners have left their start: low-rank pairs begin at a zero change."""
-    supernet = Supernet(jax.random.key(seed), dense_experts(pool_of(placement, num_tasks)), 3, OpSettings(rank=2))
-    rng, state = np.random.default_rng(seed), supernet.init()
+    supernet = Supernet(
+        jax.random.key(seed), dense_experts(pool_of(placement, num_tasks)), 3, OpSettings(rank=2)
+    )
+    rng = np.random.default_rng(seed)
+    state = supernet.init()
     for _ in range(4):
-        architecture = decode([int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes)
-        state, _ = train_step(executor("stages", placement), supernet, state, architecture, [batch()], rate=1e-2)
+        architecture = decode(
+            [int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes
+        )
+        state, _ = train_step(
+            executor("stages", placement), supernet, state, architecture, [batch()], rate=1e-2
+        )
     return supernet, state
 
 
@@ -78,7 +90,9 @@ def gradients(one: Executor, supernet: Supernet, state: SupernetState, architect
     learners = supernet.with_learners(state, [architecture]).learners
     setup = supernet.setup._replace(update=kept_gradients)
     found = one.train(learners, state.head, [architecture], [[data]], rates=[0.0], setup=setup)
-    learned = [block for block, choice in enumerate(architecture) if choice.kind in ("adapt", "new")]
+    learned = [
+        block for block, choice in enumerate(architecture) if choice.kind in ("adapt", "new")
+    ]
     own = {block: found.learners[block, architecture[block]].params for block in learned}
     return found.losses[0], own, found.head.params
 
@@ -87,16 +101,26 @@ def close(found, wanted, tolerance=1e-5):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         # what nearly cancels keeps the rounding of its terms, which are up to 1
-        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(float(np.abs(b).max()), 1e-2)
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(
+            float(np.abs(b).max()), 1e-2
+        )
 
 
 @pytest.mark.parametrize(
-    "name", ["stages", pytest.param("whole", marks=pytest.mark.full), pytest.param("scan", marks=pytest.mark.full)]
+    "name",
+    [
+        "stages",
+        pytest.param("whole", marks=pytest.mark.full),
+        pytest.param("scan", marks=pytest.mark.full),
+    ],
 )
 def test_a_gradient_that_is_no_finite_number_makes_the_loss_nan_and_reaches_nothing(name):
-    supernet = Supernet(jax.random.key(0), dense_experts(pool_of("mlp_down", 0)), 3, OpSettings(rank=2))
+    supernet = Supernet(
+        jax.random.key(0), dense_experts(pool_of("mlp_down", 0)), 3, OpSettings(rank=2)
+    )
     architecture = from_strings(["reuse:0", "adapt:0", "reuse:0", "reuse:0"])
-    place, state = (1, architecture[1]), supernet.init()
+    place = (1, architecture[1])
+    state = supernet.init()
     learner = supernet.learner(state, place)
     # a zero times anything adds nothing to the loss, and the gradient of the zero overflows
     down, up = learner.params
@@ -116,7 +140,10 @@ def reference(head, ops, placement, vit=VIT):
     learned = {block: learned_of(op) for block, op in enumerate(ops) if learned_of(op) is not None}
 
     def loss(learned, head):
-        own = [with_learned(op, learned[block]) if block in learned else op for block, op in enumerate(ops)]
+        own = [
+            with_learned(op, learned[block]) if block in learned else op
+            for block, op in enumerate(ops)
+        ]
         logits = masked_logits(head, vit(jnp.asarray(IMAGES), own, placement=placement), 3)
         return (optax.softmax_cross_entropy_with_integer_labels(logits, LABELS) * WEIGHTS).sum()
 
@@ -124,16 +151,23 @@ def reference(head, ops, placement, vit=VIT):
     return value, *grads
 
 
-@pytest.mark.parametrize("placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)]
+)
 @given(draw=st.data())
-@settings(max_examples=2, phases=[Phase.generate])  # every new signature compiles: shrinking would take minutes
+@settings(
+    max_examples=2, phases=[Phase.generate]
+)  # every new signature compiles: shrinking would take minutes
 def test_loss_and_gradients_of_all_executors_equal_the_plain_modules(placement, draw):
     supernet, state = trained_supernet(placement, draw.draw(st.sampled_from([0, 1, 3])))
     codes = [draw.draw(st.integers(0, 2 * n + 1)) for n in supernet.sizes]
     architecture = decode(codes, supernet.sizes)
     wanted = reference(state.head.params, supernet.ops(state, architecture), placement)
     for name in KINDS:
-        close(gradients(executor(name, placement), supernet, state, architecture, batch(placement)), wanted)
+        close(
+            gradients(executor(name, placement), supernet, state, architecture, batch(placement)),
+            wanted,
+        )
 
 
 @pytest.mark.full
@@ -150,15 +184,24 @@ def test_loss_and_gradients_of_all_executors_equal_the_plain_modules(placement, 
 def test_other_backbones_are_the_plain_modules_in_all_executors(own, precision):
     config = dataclasses.replace(small.CONFIG, precision=precision, **own)
     params = init_params(config, jax.random.key(0))
-    vit = build(config, {name: 10 * value if name.endswith("kernel") else value for name, value in params.items()})
+    vit = build(
+        config,
+        {name: 10 * value if name.endswith("kernel") else value for name, value in params.items()},
+    )
     executors = [make(vit, "mlp_down") for make in KINDS.values()]
-    supernet = Supernet(jax.random.key(1), dense_experts(executors[0].base_pool), 3, OpSettings(rank=2))
+    supernet = Supernet(
+        jax.random.key(1), dense_experts(executors[0].base_pool), 3, OpSettings(rank=2)
+    )
     architecture = from_strings(["reuse:0", "adapt:0", "skip", "new"])
     state = supernet.with_learners(supernet.init(), [architecture])
     wanted = reference(state.head.params, supernet.ops(state, architecture), "mlp_down", vit)
     for one in executors:
         data = Batch(one.begin(IMAGES), LABELS, WEIGHTS)
-        close(gradients(one, supernet, state, architecture, data), wanted, 1e-5 if precision == "float32" else 2e-2)
+        close(
+            gradients(one, supernet, state, architecture, data),
+            wanted,
+            1e-5 if precision == "float32" else 2e-2,
+        )
 
 
 @pytest.mark.full
@@ -166,13 +209,21 @@ def test_other_backbones_are_the_plain_modules_in_all_executors(own, precision):
 def test_training_leaves_every_learner_where_the_stages_leave_it(name):
     rng = np.random.default_rng(3)
     supernet, state = trained_supernet("mlp_down", 2)
-    draws = [decode([int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes) for _ in range(4)]
+    draws = [
+        decode([int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes)
+        for _ in range(4)
+    ]
     rates = [1e-3, 2e-3, 3e-3, 4e-3]
-    ours, wanted = train_steps(executor("stages"), supernet, state, draws, [[batch()]] * 4, rates=rates)
-    theirs, found = train_steps(executor(name), supernet, state, draws, [[batch()]] * 4, rates=rates)
+    ours, wanted = train_steps(
+        executor("stages"), supernet, state, draws, [[batch()]] * 4, rates=rates
+    )
+    theirs, found = train_steps(
+        executor(name), supernet, state, draws, [[batch()]] * 4, rates=rates
+    )
     close(found, wanted)
     assert theirs.learners.keys() == ours.learners.keys()
-    # Adam divides by the root of a tiny second moment: rounding of a gradient is magnified in the parameters
+    # Adam divides by the root of a tiny second moment: rounding of a gradient is magnified in the
+    # parameters
     close(theirs.learners, ours.learners, 1e-3)
     close(theirs.head, ours.head, 1e-3)
     counts = {place: int(learner.adam.count) for place, learner in ours.learners.items()}
@@ -180,13 +231,22 @@ def test_training_leaves_every_learner_where_the_stages_leave_it(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["stages", pytest.param("whole", marks=pytest.mark.full), pytest.param("scan", marks=pytest.mark.full)]
+    "name",
+    [
+        "stages",
+        pytest.param("whole", marks=pytest.mark.full),
+        pytest.param("scan", marks=pytest.mark.full),
+    ],
 )
 def test_images_and_tokens_on_the_device_train_as_those_of_the_host(name):
     losses = []
     held = jax.device_put(IMAGES[::-1].copy())
     rows = np.arange(8, dtype=np.int32)[::-1].copy()
-    for tokens in (batch().tokens, Gather(None, held, rows), Gather(0, batch().tokens.values[::-1], rows)):
+    for tokens in (
+        batch().tokens,
+        Gather(None, held, rows),
+        Gather(0, batch().tokens.values[::-1], rows),
+    ):
         supernet, state = trained_supernet("mlp_down", 1)
         architecture = decode([0, 2, 4, 5], supernet.sizes)
         step = [Batch(tokens, LABELS, WEIGHTS)]
@@ -198,25 +258,46 @@ def test_images_and_tokens_on_the_device_train_as_those_of_the_host(name):
     close(losses[2], losses[0])
 
 
-@pytest.mark.parametrize("placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("name", ["whole", "scan"])
 def test_forward_passes_equal_those_of_the_stages(name, placement):
     (supernet, state), stages = trained_supernet(placement, 2), executor("stages", placement)
-    networks = [dense_network(supernet, state, np.array(codes), {}) for codes in ([0, 1, 3, 0], [0, 2 * 3 + 1, 0, 1])]
+    networks = [
+        dense_network(supernet, state, np.array(codes), {})
+        for codes in ([0, 1, 3, 0], [0, 2 * 3 + 1, 0, 1])
+    ]
     networks.append([Dense(-1, None)] * 4)
-    wanted = {w.index: w for w in stages.walk(networks, stages.begin(IMAGES), np.ones(8, np.float32))}
-    found = {w.index: w for w in executor(name, placement).walk(networks, stages.begin(IMAGES), np.ones(8, np.float32))}
+    wanted = {
+        w.index: w for w in stages.walk(networks, stages.begin(IMAGES), np.ones(8, np.float32))
+    }
+    found = {
+        w.index: w
+        for w in executor(name, placement).walk(
+            networks, stages.begin(IMAGES), np.ones(8, np.float32)
+        )
+    }
     assert sorted(found) == [0, 1, 2]
     for index, walked in found.items():
         close(walked.tokens, wanted[index].tokens, 1e-4)
         close(walked.sums, wanted[index].sums, 1e-4)
 
 
-@pytest.mark.parametrize("placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "name", ["stages", pytest.param("whole", marks=pytest.mark.full), pytest.param("scan", marks=pytest.mark.full)]
+    "placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("until", [pytest.param(1, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stages",
+        pytest.param("whole", marks=pytest.mark.full),
+        pytest.param("scan", marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize(
+    "until", [pytest.param(1, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)]
+)
 def test_a_pass_resumed_at_a_block_ends_as_an_unbroken_one(name, until, placement):
     (supernet, state), one = trained_supernet(placement, 1), executor(name, placement)
     architecture = decode([0, 5, 1, 0], supernet.sizes)
@@ -235,7 +316,10 @@ def test_a_pass_resumed_at_a_block_ends_as_an_unbroken_one(name, until, placemen
 def test_a_batch_in_parts_gives_the_gradients_of_the_whole():
     (supernet, state), stages = trained_supernet("mlp_down", 1), executor("stages")
     architecture = decode([2, 4, 5, 0], supernet.sizes)
-    parts = [Batch(stages.begin(IMAGES[i : i + 4]), LABELS[i : i + 4], WEIGHTS[i : i + 4]) for i in (0, 4)]
+    parts = [
+        Batch(stages.begin(IMAGES[i : i + 4]), LABELS[i : i + 4], WEIGHTS[i : i + 4])
+        for i in (0, 4)
+    ]
     ours, loss = train_step(stages, supernet, state, architecture, parts, rate=0.0)
     other, wanted = train_step(stages, supernet, state, architecture, [batch()], rate=0.0)
     close(loss, wanted)
@@ -251,7 +335,9 @@ def test_parts_side_by_side_train_as_the_whole_batch_and_always_alike(compilatio
     ]
 
     def trained(step):
-        return train_step(executor("stages"), *trained_supernet("mlp_down", 0), architecture, step, rate=1e-2)
+        return train_step(
+            executor("stages"), *trained_supernet("mlp_down", 0), architecture, step, rate=1e-2
+        )
 
     close(trained(parts), trained([batch()]))
     with compilations() as programs:
@@ -272,9 +358,12 @@ def test_an_error_in_one_part_is_raised():
 
 
 @pytest.mark.full
-def test_one_program_serves_every_architecture_of_the_scan_and_one_each_signature_of_whole(compilations):
+def test_one_program_serves_every_architecture_of_the_scan_and_one_each_signature_of_whole(
+    compilations,
+):
     rng = np.random.default_rng(0)
-    scan, whole = Scan(VIT, "mlp_down", steps_per_call=3), Whole(VIT, "mlp_down", programs=2)
+    scan = Scan(VIT, "mlp_down", steps_per_call=3)
+    whole = Whole(VIT, "mlp_down", programs=2)
     supernet, state = trained_supernet("mlp_down", 2)
     signatures = set()
     for name, one in (("first", scan), ("again", scan), ("whole", whole)):
@@ -287,7 +376,10 @@ def test_one_program_serves_every_architecture_of_the_scan_and_one_each_signatur
                 state, _ = train_step(one, supernet, state, architecture, [batch()], rate=1e-3)
         if name == "again":
             assert programs.count == 0
-    assert whole.counters()["misses"] == len(signatures) and whole.counters()["evictions"] == len(signatures) - 2
+    assert (
+        whole.counters()["misses"] == len(signatures)
+        and whole.counters()["evictions"] == len(signatures) - 2
+    )
     train_step(whole, supernet, state, architecture, [batch()], rate=1e-3)
     assert whole.counters()["hits"] == 1 and whole.counters()["compile_seconds"] > 0
 
@@ -297,14 +389,24 @@ def deep(name: str) -> Executor:
     """Of five blocks, where the backward pass of `scan` ends at block 0, 2 or 4."""
     config = dataclasses.replace(small.CONFIG, depth=5)
     params = init_params(config, jax.random.key(0))
-    return KINDS[name](build(config, {n: 10 * v if n.endswith("kernel") else v for n, v in params.items()}), "mlp_down")
+    return KINDS[name](
+        build(config, {n: 10 * v if n.endswith("kernel") else v for n, v in params.items()}),
+        "mlp_down",
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "kept, choices",
     [
-        (0, ["reuse:0 skip reuse:0 adapt:0 new", "skip reuse:0 reuse:0 new adapt:0", "skip skip skip skip reuse:0"]),
+        (
+            0,
+            [
+                "reuse:0 skip reuse:0 adapt:0 new",
+                "skip reuse:0 reuse:0 new adapt:0",
+                "skip skip skip skip reuse:0",
+            ],
+        ),
         (2, ["reuse:0 skip reuse:0 reuse:0 new"]),
         (5, ["reuse:0 skip reuse:0 reuse:0 skip"]),
         (0, ["adapt:0 new skip new new", "new skip adapt:0 new adapt:0"]),
@@ -312,7 +414,9 @@ def deep(name: str) -> Executor:
     ids=["block 2", "kept tokens", "no block", "block 0"],
 )
 def test_a_scan_learns_as_the_stages_wherever_its_backward_pass_ends(kept, choices):
-    architectures = [from_strings(choices[i % len(choices)].split()) for i in range(4)]  # a call of three, one of one
+    architectures = [
+        from_strings(choices[i % len(choices)].split()) for i in range(4)
+    ]  # a call of three, one of one
     base = deep("stages").base_pool
     frozen = [
         Dense(0, block[0].params if choice.expert == 0 else None)
@@ -321,10 +425,17 @@ def test_a_scan_learns_as_the_stages_wherever_its_backward_pass_ends(kept, choic
     tokens = deep("stages").advance(frozen, deep("stages").begin(IMAGES), kept)
     step, found = [Batch(tokens, LABELS, WEIGHTS)], []
     for name in ("stages", "scan"):
-        supernet = Supernet(jax.random.key(0), dense_experts(deep(name).base_pool), 3, OpSettings(rank=2))
+        supernet = Supernet(
+            jax.random.key(0), dense_experts(deep(name).base_pool), 3, OpSettings(rank=2)
+        )
         found.append(
             train_steps(
-                deep(name), supernet, supernet.init(), architectures, [step] * 4, rates=[1e-3, 2e-3, 3e-3, 4e-3]
+                deep(name),
+                supernet,
+                supernet.init(),
+                architectures,
+                [step] * 4,
+                rates=[1e-3, 2e-3, 3e-3, 4e-3],
             )
         )
     (ours, wanted), (theirs, losses) = found
@@ -351,8 +462,12 @@ def test_what_a_step_of_the_scan_does_not_hold_may_be_nan():
         learner = state.learners[place]
         params = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), learner.params)
         state = state._replace(learners={**state.learners, place: learner._replace(params=params)})
-    ours, wanted = train_steps(executor("stages"), supernet, state, [sick, well], [[batch()]] * 2, rates=[1e-2] * 2)
-    theirs, losses = train_steps(executor("scan"), supernet, state, [sick, well], [[batch()]] * 2, rates=[1e-2] * 2)
+    ours, wanted = train_steps(
+        executor("stages"), supernet, state, [sick, well], [[batch()]] * 2, rates=[1e-2] * 2
+    )
+    theirs, losses = train_steps(
+        executor("scan"), supernet, state, [sick, well], [[batch()]] * 2, rates=[1e-2] * 2
+    )
     assert np.isnan(losses[0]) and np.isnan(wanted[0]) and np.isfinite(losses[1])
     close(losses[1], wanted[1], 1e-6)
     for place, learner in theirs.learners.items():
@@ -364,15 +479,21 @@ def test_what_a_step_of_the_scan_does_not_hold_may_be_nan():
 
 @pytest.mark.parametrize("block", [None, 0])
 def test_a_call_of_the_scan_sends_two_arrays_and_nothing_in_it_branches(block):
-    scan, caught = Scan(VIT, "mlp_down", steps_per_call=3), []
+    scan = Scan(VIT, "mlp_down", steps_per_call=3)
+    caught = []
     held = jax.device_put(IMAGES) if block is None else batch().tokens.values
     supernet = Supernet(jax.random.key(0), dense_experts(scan.base_pool), 3, OpSettings(rank=2))
-    architectures = [from_strings(names.split()) for names in ("adapt:0 new skip reuse:0", "new skip new adapt:0")]
+    architectures = [
+        from_strings(names.split())
+        for names in ("adapt:0 new skip reuse:0", "new skip new adapt:0")
+    ]
     step = [Batch(Gather(block, held, np.arange(8, dtype=np.int32)), LABELS, WEIGHTS)]
     program, take = scan._train, scan.take
 
     def sent(*arguments):
-        return [type(leaf) for leaf in jax.tree.leaves(arguments) if not isinstance(leaf, jax.Array)]
+        return [
+            type(leaf) for leaf in jax.tree.leaves(arguments) if not isinstance(leaf, jax.Array)
+        ]
 
     def noted(*arguments):
         caught.append(arguments)
@@ -388,11 +509,16 @@ def test_a_call_of_the_scan_sends_two_arrays_and_nothing_in_it_branches(block):
     (arguments,) = caught
     assert sent(*arguments[1:]) == [np.ndarray]
     text = program.lower(*arguments).as_text()
-    assert text.count("stablehlo.while") == 1 and "stablehlo.case" not in text and "stablehlo.if" not in text
+    assert (
+        text.count("stablehlo.while") == 1
+        and "stablehlo.case" not in text
+        and "stablehlo.if" not in text
+    )
 
 
 def test_the_program_cache_keeps_what_was_used_last():
-    cache, double = ProgramCache(2), jax.jit(lambda x: 2 * x)
+    cache = ProgramCache(2)
+    double = jax.jit(lambda x: 2 * x)
     for key in ("a", "b", "a", "c", "a", "b"):
         assert cache.call(key, double, np.float32(3)) == 6
     assert (cache.hits, cache.misses, cache.evictions) == (2, 4, 2)
@@ -401,11 +527,15 @@ def test_the_program_cache_keeps_what_was_used_last():
 
 
 def test_a_process_short_of_memory_maps_keeps_only_the_newest_compiled_function():
-    cache, client = ProgramCache(8, max_maps=0), jax.devices()[0].client
+    cache = ProgramCache(8, max_maps=0)
+    client = jax.devices()[0].client
     alive: list[int] = []
     gc.collect()  # what other tests dropped is not counted
     for factor in (2, 3, 4, 5):
-        assert cache.call(factor, jax.jit(lambda x, factor=factor: factor * x), np.float32(3)) == 3 * factor
+        assert (
+            cache.call(factor, jax.jit(lambda x, factor=factor: factor * x), np.float32(3))
+            == 3 * factor
+        )
         alive.append(len(client.live_executables()))
     assert (cache.misses, cache.evictions) == (4, 3)
     assert alive == alive[:1] * 4  # what is evicted is freed
@@ -413,8 +543,10 @@ def test_a_process_short_of_memory_maps_keeps_only_the_newest_compiled_function(
 
 def test_a_stage_returns_no_argument_of_its_own_as_a_residual():
     stages = executor("stages")
-    tokens, leaves = stages.begin(IMAGES).values, stages.blocks[1]
-    expert, pair = dense_experts(stages.base_pool)[1][0], LowRank(jnp.ones((64, 2)), jnp.ones((2, 16)))
+    tokens = stages.begin(IMAGES).values
+    leaves = stages.blocks[1]
+    expert = dense_experts(stages.base_pool)[1][0]
+    pair = LowRank(jnp.ones((64, 2)), jnp.ones((2, 16)))
     for op, stage, num in (
         (Reuse(expert), stages._linearise, 12),
         (Adapt(expert, pair), stages._linearise, 14),
@@ -430,12 +562,15 @@ def test_a_stage_returns_no_argument_of_its_own_as_a_residual():
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_gpu_is_given_operands_in_the_precision_and_sums_in_float32(precision):
-    """Lowered for CUDA, which needs no GPU: products, their gradients, and the layouts of attention."""
-    vit = build(dataclasses.replace(VIT.config, precision=precision), init_params(VIT.config, jax.random.key(0)))
-    stages, checks = Stages(vit, "mlp_down"), [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
-    op = Adapt(
-        dense_experts(stages.base_pool)[1][0], LowRank(jnp.ones((64, 2)), jnp.ones((2, 16)))
-    )  # fmt: skip
+    """Lowered for CUDA, which needs no GPU: products, their gradients, and the layouts of
+    attention."""
+    vit = build(
+        dataclasses.replace(VIT.config, precision=precision),
+        init_params(VIT.config, jax.random.key(0)),
+    )
+    stages = Stages(vit, "mlp_down")
+    checks = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+    op = Adapt(dense_experts(stages.base_pool)[1][0], LowRank(jnp.ones((64, 2)), jnp.ones((2, 16))))
     tokens = stages.begin(IMAGES).values
     _, residuals = stages._linearise(stages.blocks[1], op, tokens, outputs=None)
     vjp = residuals.vjp((stages.blocks[1], op, tokens))
@@ -443,9 +578,13 @@ def test_a_gpu_is_given_operands_in_the_precision_and_sums_in_float32(precision)
         (stages._linearise, (stages.blocks[1], op, tokens), {"outputs": None}),
         (stages._backward, (vjp, tokens, np.float32(0)), {}),
     ):
-        lowered = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(*arguments, **options)
+        lowered = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(
+            *arguments, **options
+        )
         text = lowered.mlir_module()
-        products = re.findall(r"dot_general.*: \(tensor<(.*?)>, tensor<(.*?)>\) -> tensor<(.*?)>", text)
+        products = re.findall(
+            r"dot_general.*: \(tensor<(.*?)>, tensor<(.*?)>\) -> tensor<(.*?)>", text
+        )
         assert len(products) >= 6 and all(found.endswith("xf32") for *_, found in products)
         # the mean of a row in LayerNorm is a product as well, with one column, and in float32
         short = {"float32": "f32", "bfloat16": "bf16"}[precision]

@@ -12,7 +12,12 @@ from cheem_jax.run import fingerprint
 from cheem_jax.run.differences import leaves
 from cheem_jax.run.record import to_json
 
-IDENTITY = {"seed": 0, "rates": (1e-3, 2e-3), "data_sha256": {"a": "1", "b": "2"}, "weights_sha256": "w"}
+IDENTITY = {
+    "seed": 0,
+    "rates": (1e-3, 2e-3),
+    "data_sha256": {"a": "1", "b": "2"},
+    "weights_sha256": "w",
+}
 
 
 def differences(there, here):
@@ -27,18 +32,33 @@ def no_variables(monkeypatch):
 
 def test_it_holds_settings_data_weights_code_versions_and_device_as_plain_json():
     taken = fingerprint.take(IDENTITY)
-    assert list(taken) == ["config_sha256", "data_sha256", "weights_sha256", "code", "versions", "device"]
+    assert list(taken) == [
+        "config_sha256",
+        "data_sha256",
+        "weights_sha256",
+        "code",
+        "versions",
+        "device",
+    ]
     assert json.loads(json.dumps(taken)) == taken
     assert taken["weights_sha256"] == "w" and taken["versions"]["jax"] == jax.__version__
-    assert all(taken["versions"].values()) and len(taken["versions"]) == 1 + len(fingerprint.PACKAGES)
-    assert taken["device"]["platform"] == "cpu" and taken["device"]["threads"] >= 1 and taken["device"]["processor"]
+    assert all(taken["versions"].values()) and len(taken["versions"]) == 1 + len(
+        fingerprint.PACKAGES
+    )
+    assert (
+        taken["device"]["platform"] == "cpu"
+        and taken["device"]["threads"] >= 1
+        and taken["device"]["processor"]
+    )
     assert taken["device"]["environment"] == {}
     assert fingerprint.take(IDENTITY) == taken
 
 
 def test_the_identity_counts_as_its_file_holds_it_whatever_the_order_of_its_keys():
     held = dict(reversed(json.loads(json.dumps(to_json(IDENTITY))).items()))
-    assert fingerprint.digest(fingerprint.take(held)) == fingerprint.digest(fingerprint.take(IDENTITY))
+    assert fingerprint.digest(fingerprint.take(held)) == fingerprint.digest(
+        fingerprint.take(IDENTITY)
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,8 +91,16 @@ def test_variables_that_change_numbers_are_told_and_caches_are_not(monkeypatch):
 
 
 def test_differences_are_told_leaf_by_leaf_in_words():
-    was = {"versions": {"jax": "0.10.1", "flax": "1"}, "code": {"commit": None}, "device": {"count": 1}}
-    now = {"versions": {"jax": "0.10.2", "flax": "1"}, "code": {"commit": 5 * "01234567" + "+"}, "device": {"count": 2}}
+    was = {
+        "versions": {"jax": "0.10.1", "flax": "1"},
+        "code": {"commit": None},
+        "device": {"count": 1},
+    }
+    now = {
+        "versions": {"jax": "0.10.2", "flax": "1"},
+        "code": {"commit": 5 * "01234567" + "+"},
+        "device": {"count": 2},
+    }
     assert differences(was, now) == [
         'versions.jax is "0.10.1" there and "0.10.2" here',
         'code.commit is null there and "012345670123456701234567… here',
@@ -98,7 +126,9 @@ def test_code_and_tables_decide_the_hash_of_the_code_and_nothing_else_does(tmp_p
 
 def git(folder, *arguments):
     name = ("-c", "user.name=n", "-c", "user.email=e@example.org")
-    done = subprocess.run(["git", *name, *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", *name, *arguments], cwd=folder, check=True, capture_output=True, text=True
+    )
     return done.stdout.strip()
 
 

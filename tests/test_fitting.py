@@ -1,4 +1,5 @@
-"""Gradient training of any pytree: parts of a batch add up, and nothing that is no number reaches a parameter."""
+"""Gradient training of any pytree: parts of a batch add up, and nothing that is no number reaches a
+parameter."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ from cheem_jax.cheem.config import FitConfig
 from cheem_jax.cheem.training import images_left
 
 RNG = np.random.default_rng(0)
-X, Y = RNG.normal(size=(21, 3)).astype(np.float32), np.arange(21, dtype=np.int32) % 2
+X = RNG.normal(size=(21, 3)).astype(np.float32)
+Y = np.arange(21, dtype=np.int32) % 2
 CONFIG = FitConfig(epochs=3, learning_rate=0.1)
 
 
@@ -21,21 +23,34 @@ def loss(weight, fixed, batch: FitBatch):
 def fitted(fitter, x=X, config=CONFIG, *, batch_size=8, **more):
     fitting = fitter.begun(jnp.zeros(3))
     fitter.run(
-        fitting, np.float32(0.5), Y, Inputs(x=x), config, batch_size=batch_size, order_key=jax.random.key(1),
-        noise_key=jax.random.key(2), advance=lambda num, note="", /: None, **more,
-    )  # fmt: skip
+        fitting,
+        np.float32(0.5),
+        Y,
+        Inputs(x=x),
+        config,
+        batch_size=batch_size,
+        order_key=jax.random.key(1),
+        noise_key=jax.random.key(2),
+        advance=lambda num, note="", /: None,
+        **more,
+    )
     return fitting
 
 
 def test_a_batch_computed_in_parts_learns_what_it_learns_as_a_whole():
-    whole, parts = fitted(Fitter(loss)), fitted(Fitter(loss, rows=lambda batch_size, working_set: 2))
+    whole, parts = (
+        fitted(Fitter(loss)),
+        fitted(Fitter(loss, rows=lambda batch_size, working_set: 2)),
+    )
     np.testing.assert_allclose(parts.learned, whole.learned, rtol=1e-5)
     np.testing.assert_allclose(parts.state.losses, whole.state.losses, rtol=1e-5)
     assert images_left(whole.state, CONFIG, 21, 8) == 0
 
 
 def test_a_fit_of_least_squares_ends_where_the_closed_form_is():
-    found = fitted(Fitter(loss), config=FitConfig(epochs=400, learning_rate=0.05), batch_size=21).learned
+    found = fitted(
+        Fitter(loss), config=FitConfig(epochs=400, learning_rate=0.05), batch_size=21
+    ).learned
     wanted = np.linalg.lstsq(X, Y - 0.5, rcond=None)[0]
     np.testing.assert_allclose(found, wanted, atol=2e-3)
 

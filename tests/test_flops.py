@@ -18,7 +18,9 @@ from cheem_jax.core.architecture import from_strings
 def test_the_papers_figures_come_out(backbone, plain, with_attention, ffn, attention):
     config = config_of(backbone)
     assert flops.backbone_flops(config) / 1e9 == pytest.approx(plain, abs=1e-12)
-    assert flops.backbone_flops(config, count_attention=True) / 1e9 == pytest.approx(with_attention, abs=1e-12)
+    assert flops.backbone_flops(config, count_attention=True) / 1e9 == pytest.approx(
+        with_attention, abs=1e-12
+    )
     assert flops.branch_flops(config, "mlp_down") / 1e9 == pytest.approx(ffn, rel=1e-4)
     assert flops.branch_flops(config, "attn_proj") / 1e9 == pytest.approx(attention, rel=1e-4)
 
@@ -32,7 +34,9 @@ def test_a_task_network_pays_for_its_own_adapt_only():
 
 def test_what_runs_is_counted_block_by_block():
     config = config_of("deit_tiny")
-    tokens, width, embed = 197, 192, 2 * 196 * 768 * 192
+    tokens = 197
+    width = 192
+    embed = 2 * 196 * 768 * 192
     attention = 2 * (4 * tokens * width**2 + 2 * tokens**2 * width)
     ffn = 2 * tokens * 8 * width**2
     # the last block: keys and values of all tokens, everything else of the class token
@@ -47,7 +51,9 @@ def test_what_runs_is_counted_block_by_block():
     assert flops.executed_flops(config, "mlp_down", mixed, 10, begin=2) == resumed
     assert flops.executed_flops(config, "mlp_down", mixed, 10, begin=12) == 2 * width * 10
     # the first block's attention half is the base network's too
-    assert flops.executed_flops(config, "mlp_down", mixed, 10, begin=0) == executed - embed - attention
+    assert (
+        flops.executed_flops(config, "mlp_down", mixed, 10, begin=0) == executed - embed - attention
+    )
 
 
 def test_skipping_every_attention_branch_leaves_no_attention_product():
@@ -57,7 +63,9 @@ def test_skipping_every_attention_branch_leaves_no_attention_product():
     assert skipped == embed + 11 * ffn + ffn // 197
 
 
-@pytest.mark.parametrize("backbone", ["deit_tiny", "clip_vit_base", "dinov3_small", "siglip_base", "vit_nano"])
+@pytest.mark.parametrize(
+    "backbone", ["deit_tiny", "clip_vit_base", "dinov3_small", "siglip_base", "vit_nano"]
+)
 @pytest.mark.parametrize("scale", [1, 2])
 def test_the_parameter_count_is_that_of_the_module(backbone, scale):
     config = config_of(backbone)

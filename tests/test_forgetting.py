@@ -24,7 +24,11 @@ def memory(*tasks: tuple[str, str]) -> InternalMemory:
     for name, choices in tasks:
         architecture = from_strings(choices.split())
         learned = {
-            block: full(10.0 + found.next_number) if choice.kind == "new" else pair(1.0 + found.next_number)
+            block: (
+                full(10.0 + found.next_number)
+                if choice.kind == "new"
+                else pair(1.0 + found.next_number)
+            )
             for block, choice in enumerate(architecture)
             if choice.kind in ("new", "adapt")
         }
@@ -39,7 +43,10 @@ def memory(*tasks: tuple[str, str]) -> InternalMemory:
 
 def dense(found: InternalMemory, name: str) -> list[Expert | None]:
     task = next(task for task in found.tasks if task.name == name)
-    return [None if e is None else dense_expert(block, e) for block, e in zip(found.pool, task.experts, strict=True)]
+    return [
+        None if e is None else dense_expert(block, e)
+        for block, e in zip(found.pool, task.experts, strict=True)
+    ]
 
 
 def assert_same_networks(before: InternalMemory, after: InternalMemory) -> None:
@@ -71,7 +78,9 @@ def test_numbers_are_never_used_again():
 def test_an_expert_that_another_task_uses_stays_a_candidate():
     before = memory(("cats", "new skip"), ("dogs", "reuse:1 skip"))
     done = forget(before, "cats")
-    assert done.in_use == (Kept(Place(0, 1), ("dogs",)),) and not done.removed and not done.ancestors
+    assert (
+        done.in_use == (Kept(Place(0, 1), ("dogs",)),) and not done.removed and not done.ancestors
+    )
     assert done.memory.candidates() == ((0, 1), (0,))
     assert_same_networks(before, done.memory)
 
@@ -88,9 +97,15 @@ def test_erasing_makes_full_experts_of_descendants_with_the_same_bits():
     before = memory(("cats", "new new"), ("dogs", "adapt:1 skip"), ("owls", "adapt:2 reuse:1"))
     done = forget(before, "cats", erase=True)
     assert done.baked == (Place(0, 2),) and done.removed == (Place(0, 1),)
-    assert done.in_use == (Kept(Place(1, 1), ("owls",)),), "what a task uses as it is stays all the same"
-    assert isinstance(done.memory.pool[0][2].params, Expert) and done.memory.pool[0][2].parent is None
-    assert isinstance(done.memory.pool[0][3].params, LowRank), "a grandchild still stands on its parent"
+    assert done.in_use == (Kept(Place(1, 1), ("owls",)),), (
+        "what a task uses as it is stays all the same"
+    )
+    assert (
+        isinstance(done.memory.pool[0][2].params, Expert) and done.memory.pool[0][2].parent is None
+    )
+    assert isinstance(done.memory.pool[0][3].params, LowRank), (
+        "a grandchild still stands on its parent"
+    )
     assert changed_tasks(before, done.memory) == [1]
     assert_same_networks(before, done.memory)
 
@@ -105,7 +120,9 @@ def test_an_ancestor_waits_until_nothing_descends_from_it():
 
 
 def test_the_history_tells_what_is_forgotten_and_counts_origins_by_place():
-    done = forget(memory(("cats", "new skip"), ("dogs", "adapt:1 skip"), ("owls", "new skip")), "cats").memory
+    done = forget(
+        memory(("cats", "new skip"), ("dogs", "adapt:1 skip"), ("owls", "new skip")), "cats"
+    ).memory
     assert [expert["origin"] for expert in done.history()[0]] == ["base", "forgotten", 0, 1]
     gone = forget(done, "dogs").memory.history()[0]
     assert [expert["kind"] for expert in gone] == ["full", "gone", "gone", "full"]

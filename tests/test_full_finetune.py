@@ -10,7 +10,9 @@ from baselines import check_method, learner
 from cheem_jax.baselines.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.run.method import Undisturbed
 
-CONFIG = FullFinetuneConfig(epochs=2, learning_rates=(1e-3, 1e-2), head_learning_rate=1e-2, batch_size=16)
+CONFIG = FullFinetuneConfig(
+    epochs=2, learning_rates=(1e-3, 1e-2), head_learning_rate=1e-2, batch_size=16
+)
 
 
 @pytest.mark.full
@@ -20,7 +22,9 @@ def test_full_finetuning_learns_saves_opens_and_answers_per_image(tmp_path):
 
 def test_the_rate_is_picked_on_validation_and_every_task_starts_from_the_pretrained_weights():
     task = small.task("colours", 0)
-    config = FullFinetuneConfig(epochs=6, learning_rates=(1e-9, 1e-2), head_learning_rate=1e-9, batch_size=16)
+    config = FullFinetuneConfig(
+        epochs=6, learning_rates=(1e-9, 1e-2), head_learning_rate=1e-9, batch_size=16
+    )
     method = learner(FullFinetune, config)
     found = method.bound(0, task, Undisturbed())
     assert found.learning_rate == 1e-2 and found.test_accuracy > 0.6
@@ -28,8 +32,15 @@ def test_the_rate_is_picked_on_validation_and_every_task_starts_from_the_pretrai
 
 
 def test_a_rate_that_ends_in_nan_loses_to_one_that_does_not():
-    config = FullFinetuneConfig(epochs=2, learning_rates=(1e30, 1e-2), head_learning_rate=1e-2, batch_size=16)
-    assert learner(FullFinetune, config).bound(0, small.task("colours", 0), Undisturbed()).learning_rate == 1e-2
+    config = FullFinetuneConfig(
+        epochs=2, learning_rates=(1e30, 1e-2), head_learning_rate=1e-2, batch_size=16
+    )
+    assert (
+        learner(FullFinetune, config)
+        .bound(0, small.task("colours", 0), Undisturbed())
+        .learning_rate
+        == 1e-2
+    )
 
 
 def test_no_step_changes_the_pretrained_weights():

@@ -60,12 +60,17 @@ def test_equal_cosines_give_no_preference():
 
 
 def test_uniform_covers_all_candidates_or_leaves_adapt_out():
-    np.testing.assert_allclose(hee.uniform_table([1, 2])[:, :6], [[1 / 4] * 4 + [0] * 2, [1 / 6] * 6])
-    np.testing.assert_allclose(hee.uniform_table([2], with_adapt=False)[0, :6], [1 / 4, 1 / 4, 0, 0, 1 / 4, 1 / 4])
+    np.testing.assert_allclose(
+        hee.uniform_table([1, 2])[:, :6], [[1 / 4] * 4 + [0] * 2, [1 / 6] * 6]
+    )
+    np.testing.assert_allclose(
+        hee.uniform_table([2], with_adapt=False)[0, :6], [1 / 4, 1 / 4, 0, 0, 1 / 4, 1 / 4]
+    )
 
 
 def two_level_draw(rng: np.random.Generator, similarity, experts, size: int) -> int:
-    """The paper's procedure as it tells it: first a task or Aux, then Reuse or Adapt, New or Skip."""
+    """The paper's procedure as it tells it: first a task or Aux, then Reuse or Adapt, New or
+    Skip."""
     present = [i for i in range(len(similarity)) if not np.isnan(similarity[i])]
     scores = [similarity[i] for i in present]
     scores.append(-max(scores) if scores else 0.0)
@@ -79,10 +84,14 @@ def two_level_draw(rng: np.random.Generator, similarity, experts, size: int) -> 
 
 
 def test_the_closed_form_equals_the_two_level_draw():
-    similarity, experts, size = [0.9, -0.4, NAN, 0.1], [0, 1, None, 1], 2
+    similarity = [0.9, -0.4, NAN, 0.1]
+    experts = [0, 1, None, 1]
+    size = 2
     table = hee.exploit_table(np.array(similarity)[:, None], [[e] for e in experts], [size])[0, :6]
     rng = np.random.default_rng(0)
-    counts = np.bincount([two_level_draw(rng, similarity, experts, size) for _ in range(20_000)], minlength=6)
+    counts = np.bincount(
+        [two_level_draw(rng, similarity, experts, size) for _ in range(20_000)], minlength=6
+    )
     assert stats.chisquare(counts, 20_000 * table).pvalue > 1e-3
 
 
@@ -116,10 +125,15 @@ def test_every_sampled_architecture_is_a_candidate_of_its_block(sizes, seed, eps
     experts = [[0] * len(sizes)] + [
         [int(rng.integers(0, n)) if rng.random() < 0.7 else None for n in sizes] for _ in range(3)
     ]
-    similarity = np.array([[NAN if e is None else rng.uniform(-1, 1) for e in row] for row in experts])
-    exploit, uniform = hee.exploit_table(similarity, experts, sizes), hee.uniform_table(sizes)
+    similarity = np.array(
+        [[NAN if e is None else rng.uniform(-1, 1) for e in row] for row in experts]
+    )
+    exploit = hee.exploit_table(similarity, experts, sizes)
+    uniform = hee.uniform_table(sizes)
     np.testing.assert_allclose(exploit.sum(axis=1), 1.0, rtol=1e-12)
-    for codes in np.asarray(hee.sample_mixed(jax.random.key(seed), exploit, uniform, epsilon, num=16)):
+    for codes in np.asarray(
+        hee.sample_mixed(jax.random.key(seed), exploit, uniform, epsilon, num=16)
+    ):
         decode(codes, sizes)  # raises for a code that is no candidate
         assert all(code < num_candidates(n) for code, n in zip(codes, sizes, strict=True))
 
@@ -139,7 +153,9 @@ def test_tables_are_padded_to_powers_of_two(sizes):
 
 def test_what_is_removed_has_no_probability_and_the_rest_keeps_its_proportions():
     table = np.array([[0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.5, 0.5]])
-    np.testing.assert_allclose(hee.without(table, ("skip",), [1, 1]), [[1 / 6, 1 / 3, 1 / 2, 0], [0, 0, 1, 0]])
+    np.testing.assert_allclose(
+        hee.without(table, ("skip",), [1, 1]), [[1 / 6, 1 / 3, 1 / 2, 0], [0, 0, 1, 0]]
+    )
     # nothing that is left had a probability in the second block: uniform over reuse and adapt
     expected = [[1 / 3, 2 / 3, 0, 0], [1 / 2, 1 / 2, 0, 0]]
     np.testing.assert_allclose(hee.without(table, ("new", "skip"), [1, 1]), expected)

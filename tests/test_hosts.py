@@ -21,11 +21,16 @@ LONG = {"supernet": {"epochs": 4000}}
 
 
 def learned(folder: Path) -> list[dict]:
-    return [entry["report"] for entry in read(folder) if entry["event"] == "learned" and entry["method"] == "cheem"]
+    return [
+        entry["report"]
+        for entry in read(folder)
+        if entry["event"] == "learned" and entry["method"] == "cheem"
+    ]
 
 
 def until(condition, processes: list) -> None:
-    """Waits for what a job does; a process that ends before it did is an error that tells what it said."""
+    """Waits for what a job does; a process that ends before it did is an error that tells what it
+    said."""
     while not condition():
         for process in processes:
             assert process.poll() is None, process.stdout.read()
@@ -37,7 +42,16 @@ def alone(tmp_path_factory) -> Path:
     """The run of one process on one device."""
     folder = tmp_path_factory.mktemp("alone")
     ((status, said),) = spmd.finish(
-        [spmd.start("stream", folder / "0.json", devices=1, method="cheem", run_dir=str(folder / "run"), **STEPS)]
+        [
+            spmd.start(
+                "stream",
+                folder / "0.json",
+                devices=1,
+                method="cheem",
+                run_dir=str(folder / "run"),
+                **STEPS,
+            )
+        ]
     )
     assert status == 0, said
     return folder / "run"
@@ -45,29 +59,48 @@ def alone(tmp_path_factory) -> Path:
 
 @pytest.mark.full
 def test_two_processes_learn_what_one_learns_and_only_the_first_writes_and_speaks(alone, tmp_path):
-    job = spmd.finish(spmd.start_job("stream", tmp_path, method="cheem", run_dir=str(tmp_path / "run"), **STEPS))
+    job = spmd.finish(
+        spmd.start_job("stream", tmp_path, method="cheem", run_dir=str(tmp_path / "run"), **STEPS)
+    )
     assert [status for status, _ in job] == [0, 0], job
     assert "4 devices in 2 processes" in job[0][1] and "task0" not in job[1][1]
     for one, two in zip(learned(alone), learned(tmp_path / "run"), strict=True):
-        assert two["architecture"] == one["architecture"] and two["search"]["correct"] == one["search"]["correct"]
+        assert (
+            two["architecture"] == one["architecture"]
+            and two["search"]["correct"] == one["search"]["correct"]
+        )
         for phase in ("supernet_losses", "finetune_losses"):
             np.testing.assert_allclose(two[phase], one[phase], rtol=1e-4)
     found = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(2)]
-    assert found[0]["accuracy"] == found[1]["accuracy"] == json.loads((alone / "results.json").read_text())["accuracy"]
-    assert [entry["event"] for entry in read(alone)] == [entry["event"] for entry in read(tmp_path / "run")]
+    assert (
+        found[0]["accuracy"]
+        == found[1]["accuracy"]
+        == json.loads((alone / "results.json").read_text())["accuracy"]
+    )
+    assert [entry["event"] for entry in read(alone)] == [
+        entry["event"] for entry in read(tmp_path / "run")
+    ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("victim", "devices"), [(1, 1), pytest.param(0, 4, marks=pytest.mark.slow)])
-def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(victim, devices, alone, tmp_path):
+@pytest.mark.parametrize(
+    ("victim", "devices"), [(1, 1), pytest.param(0, 4, marks=pytest.mark.slow)]
+)
+def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(
+    victim, devices, alone, tmp_path
+):
     run = tmp_path / "run"
     settings = {"method": "cheem", "run_dir": str(run), "save_every": 0.0, "tasks": 1, **STEPS}
     job = spmd.start_job("stream", tmp_path, **settings, hosts_timeout=10)
     until(lambda: list(run.glob("checkpoints/cheem/running-*/manifest.json")), job)
     job[victim].kill()
     status, said = spmd.finish(job)[1 - victim]
-    assert status == 1 and "another one of the job has ended" in said and "start the job again" in said
-    ((status, said),) = spmd.finish([spmd.start("stream", tmp_path / "again.json", devices=devices, **settings)])
+    assert (
+        status == 1 and "another one of the job has ended" in said and "start the job again" in said
+    )
+    ((status, said),) = spmd.finish(
+        [spmd.start("stream", tmp_path / "again.json", devices=devices, **settings)]
+    )
     assert status == 0 and "resuming" in said, said
     (again,) = learned(run)
     assert again["architecture"] == learned(alone)[0]["architecture"]
@@ -78,7 +111,12 @@ def test_a_request_to_stop_one_process_stops_all_at_the_same_step(tmp_path):
     run = tmp_path / "run"
     settings = {"method": "cheem", "run_dir": str(run), "tasks": 1, **LONG}
     job = spmd.start_job("stream", tmp_path, **settings)
-    until(lambda: (run / ".status.json").exists() and "supernet" in (run / ".status.json").read_text(), job)
+    until(
+        lambda: (
+            (run / ".status.json").exists() and "supernet" in (run / ".status.json").read_text()
+        ),
+        job,
+    )
     job[1].send_signal(signal.SIGTERM)
     assert [status for status, _ in spmd.finish(job)] == [128 + signal.SIGTERM] * 2
     assert list(run.glob("checkpoints/cheem/running-*/manifest.json"))
@@ -95,9 +133,21 @@ def test_a_request_to_stop_one_process_stops_all_at_the_same_step(tmp_path):
 def test_every_method_learns_in_two_processes_what_it_learns_in_one(method, tmp_path):
     settings = {"method": method, "tasks": 2}
     (one,) = spmd.finish(
-        [spmd.start("stream", tmp_path / "one.json", devices=1, run_dir=str(tmp_path / "one"), **settings)]
+        [
+            spmd.start(
+                "stream",
+                tmp_path / "one.json",
+                devices=1,
+                run_dir=str(tmp_path / "one"),
+                **settings,
+            )
+        ]
     )
-    both = spmd.finish(spmd.start_job("stream", tmp_path / "two", run_dir=str(tmp_path / "two" / "run"), **settings))
+    both = spmd.finish(
+        spmd.start_job(
+            "stream", tmp_path / "two", run_dir=str(tmp_path / "two" / "run"), **settings
+        )
+    )
     assert [status for status, _ in (one, *both)] == [0, 0, 0], (one, both)
     files = (tmp_path / "one.json", tmp_path / "two" / "0.json", tmp_path / "two" / "1.json")
     alone, first, second = (json.loads(file.read_text())["accuracy"] for file in files)
@@ -107,18 +157,29 @@ def test_every_method_learns_in_two_processes_what_it_learns_in_one(method, tmp_
 
 
 @pytest.mark.full
-def test_processes_that_would_do_different_things_are_told_apart_before_anything_is_written(tmp_path):
+def test_processes_that_would_do_different_things_are_told_apart_before_anything_is_written(
+    tmp_path,
+):
     job = spmd.start_job(
-        "stream", tmp_path, method="cheem", run_dir=str(tmp_path / "run"), each=[{"tasks": 2}, {"tasks": 3}]
+        "stream",
+        tmp_path,
+        method="cheem",
+        run_dir=str(tmp_path / "run"),
+        each=[{"tasks": 2}, {"tasks": 3}],
     )
     for status, said in spmd.finish(job):
-        assert status == 2 and "the data fingerprints of process 1 of 2 differ from those of process 0" in said, said
+        assert (
+            status == 2
+            and "the data fingerprints of process 1 of 2 differ from those of process 0" in said
+        ), said
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full
 def test_a_coordinator_that_cannot_be_reached_is_an_error_after_the_patience():
-    with pytest.raises(ValueError, match="127.0.0.1:9 could not be reached in 5 s .*is process 0 running"):
+    with pytest.raises(
+        ValueError, match="127.0.0.1:9 could not be reached in 5 s .*is process 0 running"
+    ):
         hosts.connect(HostsConfig("127.0.0.1:9", 2, 1, patience=5))
 
 
@@ -128,7 +189,10 @@ def test_a_coordinator_that_cannot_be_reached_is_an_error_after_the_patience():
         ({"coordinator": "node:x", "num_processes": 2, "process_id": 0}, "expected HOST:PORT"),
         ({"coordinator": "node:1"}, "expected num_processes and process_id with it, or auto"),
         ({"num_processes": 2}, "without hosts coordinator"),
-        ({"coordinator": "node:1", "num_processes": 2, "process_id": 2}, "process_id is 2; expected 0 to 1"),
+        (
+            {"coordinator": "node:1", "num_processes": 2, "process_id": 2},
+            "process_id is 2; expected 0 to 1",
+        ),
         ({"timeout": 1}, "expected 5 s or more"),
     ],
 )
@@ -147,13 +211,20 @@ def test_settings_of_a_job_that_cannot_work_are_refused(settings, told):
         ({}, None),
     ],
 )
-def test_one_process_on_a_machine_takes_all_its_devices_and_several_share_them(environment, devices):
+def test_one_process_on_a_machine_takes_all_its_devices_and_several_share_them(
+    environment, devices
+):
     assert hosts._local_devices(HostsConfig("auto"), environment) == devices
     assert hosts._local_devices(HostsConfig("node:1", 2, 0), environment) == []
 
 
 def test_one_process_alone_agrees_with_itself():
-    assert (hosts.count(), hosts.index(), hosts.largest(3), hosts.smallest(2**40)) == (1, 0, 3, 2**40)
+    assert (hosts.count(), hosts.index(), hosts.largest(3), hosts.smallest(2**40)) == (
+        1,
+        0,
+        3,
+        2**40,
+    )
     assert hosts.in_order(lambda: 5) == hosts.together(lambda: 5) == 5
     hosts.check_equal("data", {"a": 1}, "nothing to do")
     with pytest.raises(OSError, match="full"):

@@ -1,4 +1,5 @@
-"""A memory on a hub that runs on this machine: what is sent, what comes back, and what a hub that fails leads to."""
+"""A memory on a hub that runs on this machine: what is sent, what comes back, and what a hub that
+fails leads to."""
 
 import base64
 import dataclasses
@@ -45,29 +46,45 @@ class Hub(http.server.BaseHTTPRequestHandler):
         time.sleep(self.state.delay)
         if self.state.status != 200:
             return self.reply(b"{}", self.state.status)
-        repositories, place = self.state.repositories, self.path.partition("?")[0].strip("/").split("/")
+        repositories = self.state.repositories
+        place = self.path.partition("?")[0].strip("/").split("/")
         match place:
             case ["api", "repos", "create"]:
                 given = json.loads(body)
                 repositories[f"{given['organization']}/{given['name']}"] = {}
-                self.state.private.append(given.get("visibility") == "private" or given.get("private") is True)
+                self.state.private.append(
+                    given.get("visibility") == "private" or given.get("private") is True
+                )
                 return self.reply({"url": f"http://{self.headers['Host']}/{REPO}"})
             case ["api", "validate-yaml"]:
                 return self.reply({"errors": [], "warnings": []})
-            case ["api", "models", owner, name, *rest] if (files := repositories.get(f"{owner}/{name}")) is not None:
+            case ["api", "models", owner, name, *rest] if (
+                files := repositories.get(f"{owner}/{name}")
+            ) is not None:
                 if rest[:1] == ["preupload"]:
                     told = {"uploadMode": "regular", "shouldIgnore": False}
-                    return self.reply({"files": [{"path": f["path"], **told} for f in json.loads(body)["files"]]})
+                    return self.reply(
+                        {"files": [{"path": f["path"], **told} for f in json.loads(body)["files"]]}
+                    )
                 for line in map(json.loads, body.splitlines()):
                     value = line["value"]
                     if line["key"] == "file":
                         files[value["path"]] = base64.b64decode(value["content"])
                     elif line["key"] == "deletedFile":
                         del files[value["path"]]
-                commit = {"commitUrl": f"http://{self.headers['Host']}/{REPO}/commit/1", "commitOid": "1" * 40}
-                known = {"id": REPO, "sha": "1" * 40, "siblings": [{"rfilename": name} for name in files]}
+                commit = {
+                    "commitUrl": f"http://{self.headers['Host']}/{REPO}/commit/1",
+                    "commitOid": "1" * 40,
+                }
+                known = {
+                    "id": REPO,
+                    "sha": "1" * 40,
+                    "siblings": [{"rfilename": name} for name in files],
+                }
                 return self.reply(commit if rest else known)
-            case [owner, name, "resolve", _, *path] if "/".join(path) in repositories.get(f"{owner}/{name}", {}):
+            case [owner, name, "resolve", _, *path] if "/".join(path) in repositories.get(
+                f"{owner}/{name}", {}
+            ):
                 return self.reply(repositories[f"{owner}/{name}"]["/".join(path)])
         self.reply(b"{}", 404, "RepoNotFound")
 
@@ -125,22 +142,37 @@ def learned(tmp_path_factory) -> Path:
 def memory(learned, tmp_path) -> Path:
     """A memory with reports, which show images, and other files beside it."""
     directory = Path(shutil.copytree(learned, tmp_path / "pets"))
-    for name in ("report.html", "figures/a.png", "generation-0001/cheem/stray.png", "base.png", "notes.txt"):
+    for name in (
+        "report.html",
+        "figures/a.png",
+        "generation-0001/cheem/stray.png",
+        "base.png",
+        "notes.txt",
+    ):
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(b"an image")
     return directory
 
 
-def test_a_pushed_memory_contains_no_image_and_answers_the_same_once_pulled(capsys, hub, memory, tmp_path):
+def test_a_pushed_memory_contains_no_image_and_answers_the_same_once_pulled(
+    capsys, hub, memory, tmp_path
+):
     status, out, _ = cheem(capsys, "push", memory, REPO, "--license", "apache-2.0")
     assert status == 0 and "files, and no image" in out and hub.private == [True]
     sent = hub.repositories[REPO]
     card = sent["README.md"].decode()
-    assert card.startswith("---\n") and 'license: "apache-2.0"' in card and "| task1 | 4: c0, c1, c2, c3 |" in card
+    assert (
+        card.startswith("---\n")
+        and 'license: "apache-2.0"' in card
+        and "| task1 | 4: c0, c1, c2, c3 |" in card
+    )
     tasks = [f"generation-0001/cheem/00{i}-task{i}" for i in range(2)]
     expected = {"README.md", "config.json", "backbone.safetensors", "metrics.jsonl"}
     expected |= {
-        file.relative_to(memory).as_posix() for t in tasks for file in (memory / t).rglob("*") if file.is_file()
+        file.relative_to(memory).as_posix()
+        for t in tasks
+        for file in (memory / t).rglob("*")
+        if file.is_file()
     }
     assert sent.keys() == expected and not any(b"an image" in content for content in sent.values())
 
@@ -149,7 +181,9 @@ def test_a_pushed_memory_contains_no_image_and_answers_the_same_once_pulled(caps
     assert status == 0 and "contains task0, task1; cheem predict" in out
     assert not list(tmp_path.rglob("outside.txt")) and not (tmp_path / "new" / ".cache").exists()
     images = STREAM.tasks[1].test.images
-    assert cheem_jax.open(tmp_path / "new").predict(images) == cheem_jax.open(memory).predict(images)
+    assert cheem_jax.open(tmp_path / "new").predict(images) == cheem_jax.open(memory).predict(
+        images
+    )
     status, _, err = cheem(capsys, "pull", REPO, tmp_path / "new")
     assert status == 2 and "exists and is not empty" in err
 
@@ -160,13 +194,18 @@ def test_what_was_forgotten_is_gone_with_the_next_push(monkeypatch, hub, memory,
 
     push(memory, REPO)
     hub.repositories[REPO]["own.md"] = b"kept"
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) if is_killed else nullcontext():
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(KeyboardInterrupt) if is_killed else nullcontext(),
+    ):
         if is_killed:
             patched.setattr(OpenMemory, "_write", dying(OpenMemory._write, "forgetting"))
         cheem_jax.open(memory).forget("task1")
     names = push(memory, REPO, public=True)
     assert hub.repositories[REPO].keys() == {*names, "own.md"} and hub.private == [True]
-    assert all("task1" not in name for name in names) and any("generation-0002" in name for name in names)
+    assert all("task1" not in name for name in names) and any(
+        "generation-0002" in name for name in names
+    )
     assert not [name for name, content in hub.repositories[REPO].items() if b"task1" in content]
 
 
@@ -174,14 +213,22 @@ def test_what_was_forgotten_is_gone_with_the_next_push(monkeypatch, hub, memory,
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ({"status": 401}, "the hub refuses access (401); check the name OWNER/NAME; `hf auth login` logs in"),
-        ({"status": 429}, "the hub accepts no more requests for now (429); give the same command again in some"),
+        (
+            {"status": 401},
+            "the hub refuses access (401); check the name OWNER/NAME; `hf auth login` logs in",
+        ),
+        (
+            {"status": 429},
+            "the hub accepts no more requests for now (429); give the same command again in some",
+        ),
         ({"status": 503}, "the hub has a fault (503); give the same command again later"),
         ({"delay": 1.5}, "the hub does not answer ("),
     ],
     ids=str,
 )
-def test_a_hub_that_fails_is_told_in_one_line(capsys, monkeypatch, hub, memory, tmp_path, command, fault, said):
+def test_a_hub_that_fails_is_told_in_one_line(
+    capsys, monkeypatch, hub, memory, tmp_path, command, fault, said
+):
     hub.repositories[REPO] = {}
     for name, value in fault.items():
         setattr(hub, name, value)
@@ -192,7 +239,9 @@ def test_a_hub_that_fails_is_told_in_one_line(capsys, monkeypatch, hub, memory, 
     assert not hub.repositories[REPO] and [file.name for file in tmp_path.iterdir()] == ["pets"]
 
 
-def test_a_repository_that_is_missing_corrupted_or_another_model_leaves_nothing(capsys, hub, memory, tmp_path):
+def test_a_repository_that_is_missing_corrupted_or_another_model_leaves_nothing(
+    capsys, hub, memory, tmp_path
+):
     from cheem_jax.memory.hub import push
 
     def refused(name=REPO):

@@ -1,4 +1,5 @@
-"""Answers that share the base network's work are those of two full passes, and no request compiles."""
+"""Answers that share the base network's work are those of two full passes, and no request
+compiles."""
 
 import jax
 import numpy as np
@@ -57,14 +58,20 @@ def test_no_request_compiles(compilations):
     with compilations() as programs:
         for num in (1, 5, 16, 37):
             feed = HostImages(executor, IMAGES[:num])
-            inference(feed, num, lambda features: rng.integers(0, 3, len(features)).astype(np.int32))
+            inference(
+                feed, num, lambda features: rng.integers(0, 3, len(features)).astype(np.int32)
+            )
     assert programs.count == 0
 
 
 def test_the_first_difference_is_where_a_network_leaves_the_base():
     executor = Stages(VIT, "mlp_down")
     base = base_network(executor)
-    assert [first_difference(base, outline.codes) for outline in networks(executor).outlines] == [4, 2, 0]
+    assert [first_difference(base, outline.codes) for outline in networks(executor).outlines] == [
+        4,
+        2,
+        0,
+    ]
 
 
 def test_groups_are_cut_into_few_sizes_and_lose_nobody():
@@ -72,7 +79,9 @@ def test_groups_are_cut_into_few_sizes_and_lose_nobody():
     for num in range(1, 40):
         found = pieces(np.arange(num), (16, 8, 4))
         assert {len(rows) for rows, _ in found} <= {16, 8, 4}
-        np.testing.assert_array_equal(np.concatenate([rows[:size] for rows, size in found]), np.arange(num))
+        np.testing.assert_array_equal(
+            np.concatenate([rows[:size] for rows, size in found]), np.arange(num)
+        )
 
 
 def test_a_learner_predicts_task_and_class_as_its_evaluation_does():
@@ -84,7 +93,8 @@ def test_a_learner_predicts_task_and_class_as_its_evaluation_does():
     for task in tasks:
         cheem.learn(task, Undisturbed())
     for index, task in enumerate(tasks):
-        wanted, found = cheem.answers(index, task), cheem.predict(task.test.images)
+        wanted = cheem.answers(index, task)
+        found = cheem.predict(task.test.images)
         np.testing.assert_array_equal(found.tasks, wanted.chosen_task)
         own = found.tasks == index
         np.testing.assert_array_equal(found.classes[own], wanted.given_task[own])

@@ -34,7 +34,11 @@ def plain_attention(query, key, value):
 
 CASES = {
     "product": (product, lambda x, w: x @ w, (array(2, 5, 7), array(7, 3))),
-    "norm": (lambda x, s, b: layer_norm(x, s, b, 1e-6), plain_norm, (array(2, 5, 16), array(16), array(16))),
+    "norm": (
+        lambda x, s, b: layer_norm(x, s, b, 1e-6),
+        plain_norm,
+        (array(2, 5, 16), array(16), array(16)),
+    ),
     "gelu": (
         lambda x, b: activate(x, b, "gelu"),
         lambda x, b: jax.nn.gelu(x + b, approximate=False),
@@ -50,8 +54,16 @@ CASES = {
         lambda x, b: jax.nn.gelu(x + b, approximate=True),
         (4 * array(2, 3, 50), array(50)),
     ),
-    "silu": (lambda x, b: activate(x, b, "silu"), lambda x, b: jax.nn.silu(x + b), (4 * array(2, 3, 50), array(50))),
-    "attention": (attend, plain_attention, (array(2, 3, 5, 8), array(2, 3, 7, 8), array(2, 3, 7, 8))),
+    "silu": (
+        lambda x, b: activate(x, b, "silu"),
+        lambda x, b: jax.nn.silu(x + b),
+        (4 * array(2, 3, 50), array(50)),
+    ),
+    "attention": (
+        attend,
+        plain_attention,
+        (array(2, 3, 5, 8), array(2, 3, 7, 8), array(2, 3, 7, 8)),
+    ),
 }
 
 
@@ -78,7 +90,8 @@ def test_gelu_is_zero_and_flat_far_below_zero():
 
 
 def test_attention_survives_scores_that_overflow_an_exponential():
-    query, key = 1e3 * jnp.ones((1, 1, 2, 4)), jnp.asarray([[[[1.0] * 4, [-1.0] * 4]]])
+    query = 1e3 * jnp.ones((1, 1, 2, 4))
+    key = jnp.asarray([[[[1.0] * 4, [-1.0] * 4]]])
     assert np.isfinite(attend(query, key, array(1, 1, 2, 4))).all()
 
 
@@ -99,9 +112,12 @@ def test_no_operand_of_a_bfloat16_product_is_transposed_on_a_cpu(name):
     """Else XLA computes it in float32."""
     ours, plain, arguments = CASES[name]
     grad = array(*jax.eval_shape(plain, *arguments).shape)
-    program = jax.jit(lambda *given: value_and_gradients(lambda *own: ours(*own, "bfloat16"), grad, *given))
+    program = jax.jit(
+        lambda *given: value_and_gradients(lambda *own: ours(*own, "bfloat16"), grad, *given)
+    )
     found = re.findall(
-        r"lhs_contracting_dims={(\d)}.*rhs_contracting_dims={(\d)}", program.lower(*arguments).compile().as_text()
+        r"lhs_contracting_dims={(\d)}.*rhs_contracting_dims={(\d)}",
+        program.lower(*arguments).compile().as_text(),
     )
     assert len(found) >= 3 and {int(left) - int(right) for left, right in found} == {1}
 
@@ -116,7 +132,8 @@ def test_a_product_keeps_only_what_the_other_operands_gradient_needs():
 
 @pytest.mark.parametrize("num", [8, 7])
 def test_attention_of_a_library_equals_ours_for_even_and_odd_numbers_of_tokens(num):
-    """The padded call that cuDNN gets on a GPU, by the same function's implementation for any device."""
+    """The padded call that cuDNN gets on a GPU, by the same function's implementation for any
+    device."""
     rng = np.random.default_rng(num)
     parts = [jnp.asarray(rng.normal(size=(2, 3, num, 16)), jnp.bfloat16) for _ in range(3)]
 
@@ -142,7 +159,9 @@ def test_only_the_last_block_and_unusual_heads_keep_our_attention_on_a_gpu():
         ((narrow,) * 3, "bfloat16"),
         ((whole,) * 3, "float32"),
     ):
-        text = str(jax.make_jaxpr(traced_for(gpu, lambda *p, kind=precision: attend(*p, kind)))(*given))
+        text = str(
+            jax.make_jaxpr(traced_for(gpu, lambda *p, kind=precision: attend(*p, kind)))(*given)
+        )
         assert "custom_vjp" in text  # ours has a gradient of its own
 
 
@@ -151,11 +170,14 @@ def test_an_accelerator_writes_bfloat16_products_and_learns_from_float32_gradien
     x, weight = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((2, 5, 16), (16, 8)))
 
     def loss(x, weight):
-        return (activate(product(x, weight, "bfloat16"), jnp.ones(8), "gelu").astype(jnp.float32) ** 2).sum()
+        return (
+            activate(product(x, weight, "bfloat16"), jnp.ones(8), "gelu").astype(jnp.float32) ** 2
+        ).sum()
 
     plain = jax.value_and_grad(loss, argnums=(0, 1))
     narrow = traced_for(ACCELERATOR, plain)
-    wanted, found = plain(x, weight), narrow(x, weight)
+    wanted = plain(x, weight)
+    found = narrow(x, weight)
     assert abs(found[0] / wanted[0] - 1) < 5e-3
     for ours, theirs in zip(wanted[1], found[1], strict=True):
         assert theirs.dtype == jnp.float32

@@ -15,10 +15,15 @@ from cheem_jax.baselines.l2p import L2p, L2pConfig
 from cheem_jax.cheem.config import FitConfig
 from cheem_jax.run.method import Undisturbed
 
-CONFIG = L2pConfig(pool=5, length=4, top_k=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16)
+CONFIG = L2pConfig(
+    pool=5, length=4, top_k=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16
+)
 
 
-SLOW = [pytest.param(changed, marks=pytest.mark.slow) for changed in ({"layers": (0, 2)}, {"key_loss": "batch"})]
+SLOW = [
+    pytest.param(changed, marks=pytest.mark.slow)
+    for changed in ({"layers": (0, 2)}, {"key_loss": "batch"})
+]
 
 
 @pytest.mark.full
@@ -38,7 +43,9 @@ def test_keys_that_no_image_selects_keep_their_bytes():
     assert sum(report["prompts_picked"][0]) == len(task.train.labels)
     near = query @ begun["keys"][0].T / np.linalg.norm(begun["keys"][0], axis=1)
     never = sorted(set(range(40)) - set(near.argmax(axis=1).tolist()))
-    moved = np.abs(np.asarray(l2p.known.prompts["pool"][0]) - np.asarray(begun["pool"][0])).max(axis=(1, 2))
+    moved = np.abs(np.asarray(l2p.known.prompts["pool"][0]) - np.asarray(begun["pool"][0])).max(
+        axis=(1, 2)
+    )
     assert len(never) > 30
     np.testing.assert_array_equal(moved[never[:30]] > 0, False)
 
@@ -51,10 +58,19 @@ def test_the_prefix_of_an_image_is_that_of_its_nearest_keys_in_numpy():
     attached = l2p.attach(prompts, query, jnp.int32(0), jnp.full(len(query), 1 / len(query)))
     pool, keys = np.asarray(prompts["pool"][0]), np.asarray(prompts["keys"][0])
     for image in range(3):
-        cosines = keys @ np.asarray(query[image]) / np.linalg.norm(keys, axis=1) / np.linalg.norm(query[image])
+        cosines = (
+            keys
+            @ np.asarray(query[image])
+            / np.linalg.norm(keys, axis=1)
+            / np.linalg.norm(query[image])
+        )
         best = np.argsort(-cosines)[:2]
-        np.testing.assert_allclose(attached.prefixes[0].keys[image], np.concatenate([pool[b][:2] for b in best]))
-        np.testing.assert_allclose(attached.prefixes[0].values[image], np.concatenate([pool[b][2:] for b in best]))
+        np.testing.assert_allclose(
+            attached.prefixes[0].keys[image], np.concatenate([pool[b][:2] for b in best])
+        )
+        np.testing.assert_allclose(
+            attached.prefixes[0].values[image], np.concatenate([pool[b][2:] for b in best])
+        )
         np.testing.assert_allclose(attached.key_loss[image], (1 - cosines[best]).sum(), rtol=1e-5)
 
 
@@ -76,7 +92,9 @@ def test_impossible_settings_are_refused():
             dataclasses.replace(CONFIG, length=length)
     with pytest.raises(ValueError, match="length is 0; expected at least 1"):
         dataclasses.replace(CONFIG, inject="tokens", length=0)
-    with pytest.raises(ValueError, match=r"layers \(7,\) are invalid for this backbone; expected some of 0\.\.3"):
+    with pytest.raises(
+        ValueError, match=r"layers \(7,\) are invalid for this backbone; expected some of 0\.\.3"
+    ):
         learner(L2p, dataclasses.replace(CONFIG, layers=(7,)))
 
 
@@ -84,12 +102,14 @@ def test_impossible_settings_are_refused():
 def test_flops_of_the_papers_row_come_from_one_layer_and_tokens_pass_all_layers():
     """70.3 / 5.1 in the paper: the first fits one layer, the second five; no setting gives both."""
     for name, expected in (("vit_base", (70.28, 70.40)), ("deit_tiny", (5.02, 5.05))):
-        config, found = CONFIGS[name], []
+        config = CONFIGS[name]
+        found = []
         for layers in (1, 5):
             plain = 2 * backbone_flops(config, count_attention=True)
             found.append((plain + prefix_flops(config, 50, layers)) / 1e9)
         np.testing.assert_allclose(found, expected, atol=0.005)
-    task, plain = small.task("colours", 0), backbone_flops(small.CONFIG)
+    task = small.task("colours", 0)
+    plain = backbone_flops(small.CONFIG)
     prefix = learner(L2p, CONFIG).learn(task, Undisturbed())
     tokens = learner(L2p, dataclasses.replace(CONFIG, inject="tokens")).learn(task, Undisturbed())
     assert prefix["flops_method"] == 2 * plain

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-# Each imports only from its own folder and from what stands before it: in an earlier row, or further left.
+# Each imports only from its own folder and from what stands before it: in an earlier row, or
+# further left.
 ROWS = (
     ("core",),
     ("backbone",),
@@ -27,10 +28,25 @@ ROWS = (
 )
 # the extras: imported where they are used, never with the package
 OPTIONAL = (
-    "tensorboardX", "torch", "tensorflow", "timm", "tensorflow_datasets", "grain", "array_record", "pyarrow",
-    "pooch", "requests",
-    "pillow_heif", "datasets", "starlette", "uvicorn", "prometheus_client", "jax2onnx", "onnx", "onnxruntime",
-)  # fmt: skip
+    "tensorboardX",
+    "torch",
+    "tensorflow",
+    "timm",
+    "tensorflow_datasets",
+    "grain",
+    "array_record",
+    "pyarrow",
+    "pooch",
+    "requests",
+    "pillow_heif",
+    "datasets",
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+    "jax2onnx",
+    "onnx",
+    "onnxruntime",
+)
 # made of classes of an extra's, so imported only by the function that needs them
 NEEDS_AN_EXTRA = {
     "cheem_jax.data.benchmarks.download",
@@ -41,12 +57,15 @@ NEEDS_AN_EXTRA = {
 
 def modules(root: Path) -> dict[str, Path]:
     """Dotted name to file, for every module of the package at `root`."""
-    files = {file.relative_to(root.parent).with_suffix(""): file for file in sorted(root.rglob("*.py"))}
+    files = {
+        file.relative_to(root.parent).with_suffix(""): file for file in sorted(root.rglob("*.py"))
+    }
     return {".".join(name.parts).removesuffix(".__init__"): file for name, file in files.items()}
 
 
 def imported(name: str, file: Path) -> set[str]:
-    """Dotted names that the module imports, at the top or inside functions, relative ones resolved."""
+    """Dotted names that the module imports, at the top or inside functions, relative ones
+    resolved."""
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     found = set()
     for node in ast.walk(ast.parse(file.read_text(), str(file))):
@@ -55,7 +74,8 @@ def imported(name: str, file: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*start, *filter(None, [node.module])])
-            # `from cheem_jax import ops` names a module, `from cheem_jax.core.ops import Expert` what is in one
+            # `from cheem_jax import ops` names a module, `from cheem_jax.core.ops import Expert`
+            # what is in one
             found.update(f"{source}.{alias.name}" for alias in node.names)
     return found
 
@@ -95,10 +115,26 @@ def test_each_module_imports_only_from_its_own_folder_and_from_earlier_ones():
             "from cheem_jax.cheem.hee import psi",
             "imports cheem_jax.cheem.hee.psi, which is in a later row",
         ),
-        ("core/ops.py", "from cheem_jax.cheem import hee", "imports cheem_jax.cheem.hee, which is in a later row"),
-        ("core/ops.py", "import cheem_jax.cheem.hee", "imports cheem_jax.cheem.hee, which is in a later row"),
-        ("core/ops.py", "from ..cheem.hee import table", "imports cheem_jax.cheem.hee.table, which is in a later row"),
-        ("cheem/hee.py", "def f():\n    import convert.timm_vit", "which is not installed with the package"),
+        (
+            "core/ops.py",
+            "from cheem_jax.cheem import hee",
+            "imports cheem_jax.cheem.hee, which is in a later row",
+        ),
+        (
+            "core/ops.py",
+            "import cheem_jax.cheem.hee",
+            "imports cheem_jax.cheem.hee, which is in a later row",
+        ),
+        (
+            "core/ops.py",
+            "from ..cheem.hee import table",
+            "imports cheem_jax.cheem.hee.table, which is in a later row",
+        ),
+        (
+            "cheem/hee.py",
+            "def f():\n    import convert.timm_vit",
+            "which is not installed with the package",
+        ),
         ("helpers.py", "", "is in no row"),
     ],
 )
@@ -107,7 +143,9 @@ def test_an_import_against_the_order_is_found(tmp_path, file, line, error):
     for folder in ("core", "cheem"):
         (root / folder).mkdir(parents=True)
     (root / "core" / "ops.py").write_text("")
-    (root / "cheem" / "hee.py").write_text("from . import supernet\nfrom ..core.ops import Expert\n")
+    (root / "cheem" / "hee.py").write_text(
+        "from . import supernet\nfrom ..core.ops import Expert\n"
+    )
     (root / "cheem" / "supernet.py").write_text("")
     assert layer_errors(root) == []
     (root / file).write_text(line)
@@ -119,13 +157,18 @@ def test_importing_every_module_needs_no_extra_and_no_device():
     names = sorted(set(modules(REPOSITORY / "cheem_jax")) - {"cheem_jax.__main__"} - NEEDS_AN_EXTRA)
     program = (
         # scikit-learn imports pandas where it is installed, and that imports pyarrow
-        f"import importlib, sys; sys.modules['pandas'] = None; [importlib.import_module(name) for name in {names}]; "
-        f"print([name for name in {OPTIONAL} if name in sys.modules])"
+        "import importlib, sys; sys.modules['pandas'] = None; [importlib.import_module(name) for"
+        f" name in {names}]; print([name for name in {OPTIONAL} if name in sys.modules])"
     )
-    # a platform that does not exist: whoever computes or looks for devices while being imported fails
+    # a platform that does not exist: whoever computes or looks for devices while being imported
+    # fails
     environment = {**os.environ, "JAX_PLATFORMS": "none"}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
@@ -139,6 +182,11 @@ def test_importing_every_module_needs_no_extra_and_no_device():
     ],
 )
 def test_commands_of_a_memory_do_not_wait_for_packages_that_others_need(commands, names):
-    program = f"import sys; import cheem_jax.cli.{commands}; print([name for name in {names} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    program = (
+        f"import sys; import cheem_jax.cli.{commands}; print([name for name in {names} if name in"
+        " sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout == "[]\n", done.stdout + done.stderr

@@ -19,14 +19,20 @@ STAGES = Stages(small.backbone(), "mlp_down")
 
 def found_by(executors: list[str], layouts: list[str], folder) -> dict:
     out = folder / "found.json"
-    ((status, said),) = spmd.finish([spmd.start("devices", out, devices=8, executors=executors, layouts=layouts)], 1200)
+    ((status, said),) = spmd.finish(
+        [spmd.start("devices", out, devices=8, executors=executors, layouts=layouts)], 1200
+    )
     assert status == 0, said
     return json.loads(out.read_text())
 
 
 def compare(one: dict, many: dict) -> None:
     assert len(one["losses"]) == spmd.STEPS
-    assert many["drawn"] == one["drawn"] and many["score"] == one["score"] and many["answers"] == one["answers"]
+    assert (
+        many["drawn"] == one["drawn"]
+        and many["score"] == one["score"]
+        and many["answers"] == one["answers"]
+    )
     # features differ by rounding, so an image between two classes may be answered otherwise
     np.testing.assert_allclose(many["closed_form"], one["closed_form"], atol=1)
     np.testing.assert_allclose(many["losses"], one["losses"], rtol=1e-4)
@@ -54,14 +60,20 @@ def test_every_executor_computes_the_same_with_weights_held_and_split(executor, 
 def fake(num: int, own: range) -> Layout:
     """A layout of several devices of which this process has some, as far as rows are counted."""
     layout = Layout([jax.devices()[0]])
-    layout.num, layout.local = num, list(own)
+    layout.num = num
+    layout.local = list(own)
     return layout
 
 
 def test_each_process_takes_its_part_of_a_batch_that_is_filled_up_by_the_first_row():
     rows = np.arange(10, 17)
     first, second = fake(4, range(0, 2)), fake(4, range(2, 4))
-    assert first.mine(rows).tolist() == [10, 11, 12, 13] and second.mine(rows).tolist() == [14, 15, 16, 10]
+    assert first.mine(rows).tolist() == [10, 11, 12, 13] and second.mine(rows).tolist() == [
+        14,
+        15,
+        16,
+        10,
+    ]
     assert second.mine(np.ones(7), 0).tolist() == [1, 1, 1, 0]
     assert first.padded(7) == 8 and ONE.mine(rows) is rows
 
@@ -79,7 +91,8 @@ class Noted:
     """Images that note which rows were asked for."""
 
     def __init__(self):
-        self.images, self.asked = np.zeros((20, 8, 8, 3), np.uint8), []
+        self.images = np.zeros((20, 8, 8, 3), np.uint8)
+        self.asked = []
         self.shape, self.dtype = self.images.shape, self.images.dtype
 
     def __len__(self):
@@ -91,22 +104,28 @@ class Noted:
 
 
 def test_a_process_reads_no_pictures_but_those_of_its_own_devices(monkeypatch):
-    images, second = Noted(), fake(4, range(2, 4))
+    images = Noted()
+    second = fake(4, range(2, 4))
     monkeypatch.setattr(second, "joined", lambda part: part)
     assert [len(part) for part in second.read(images, [np.arange(8), np.arange(8, 13)])] == [4, 4]
     assert images.asked == [[4, 5, 6, 7], [12, 8, 8, 8]]
 
 
 def test_candidates_are_divided_so_that_no_device_has_much_more_to_do():
-    rng, depth = np.random.default_rng(0), STAGES.num_blocks
+    rng = np.random.default_rng(0)
+    depth = STAGES.num_blocks
     expert = STAGES.base_pool[0][0].params
     networks = [
-        [Dense(int(code), None if code == 3 else expert) for code in rng.integers(0, 4, depth)] for _ in range(40)
+        [Dense(int(code), None if code == 3 else expert) for code in rng.integers(0, 4, depth)]
+        for _ in range(40)
     ]
     groups = divided(STAGES, networks, 4)
     assert sorted(index for group in groups for index in group) == list(range(40))
     loads = [_work(STAGES, [networks[i] for i in group]) for group in groups]
-    whole = _work(STAGES, [networks[i] for i in sorted(range(40), key=lambda i: [s.code for s in networks[i]])])
+    whole = _work(
+        STAGES,
+        [networks[i] for i in sorted(range(40), key=lambda i: [s.code for s in networks[i]])],
+    )
     assert max(loads) < 1.35 * whole / 4  # beginnings at a cut run twice
     assert divided(STAGES, networks[:2], 4)[2:] == [[], []]
 

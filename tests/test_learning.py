@@ -43,10 +43,13 @@ class Halting:
 
 
 class Resumed(Undisturbed):
-    """Goes on from what was saved; counts the images of the search, and those that each phase announces."""
+    """Goes on from what was saved; counts the images of the search, and those that each phase
+    announces."""
 
     def __init__(self, saved):
-        self.saved, self.num_images, self.totals = saved, 0, {}
+        self.saved = saved
+        self.num_images = 0
+        self.totals = {}
 
     @contextlib.contextmanager
     def phase(self, name, total, state=None):
@@ -72,11 +75,22 @@ def test_the_report_has_everything_that_the_search_scored_and_which_it_chose(sta
     report = learner(stages).learn(small.task("colours", 0), Undisturbed())
     found = report["search"]
     assert set(found) == {"correct", "flops", "population", "num_images", "chosen"}
-    assert report["searched"] == len(found["correct"]) == len(found["flops"]) == 3 * found["population"]
+    assert (
+        report["searched"]
+        == len(found["correct"])
+        == len(found["flops"])
+        == 3 * found["population"]
+    )
     # genomes, which break ties, are not in the report
-    scored = Scored(np.zeros((report["searched"], 4)), np.array(found["correct"]), np.array(found["flops"]))
-    best, chosen = rank(scored, found["num_images"], small.QUICK.search.tolerance)[0], found["chosen"]
-    assert (found["correct"][best], found["flops"][best]) == (found["correct"][chosen], found["flops"][chosen])
+    scored = Scored(
+        np.zeros((report["searched"], 4)), np.array(found["correct"]), np.array(found["flops"])
+    )
+    best = rank(scored, found["num_images"], small.QUICK.search.tolerance)[0]
+    chosen = found["chosen"]
+    assert (found["correct"][best], found["flops"][best]) == (
+        found["correct"][chosen],
+        found["flops"][chosen],
+    )
     assert found["flops"][chosen] == report["flops"]
     assert report["validation_accuracy"] == found["correct"][chosen] / found["num_images"]
     assert report["best_validation_accuracy"] == max(found["correct"]) / found["num_images"]

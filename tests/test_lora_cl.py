@@ -32,7 +32,9 @@ def test_lora_cl_learns_saves_opens_and_answers_per_image(begun, tmp_path):
 
 
 def test_lora_finetuning_is_told_the_task_and_refuses_to_guess(tmp_path):
-    method = check_method(learner(LoraFinetune, LoraFinetuneConfig(**SETTINGS)), tmp_path, needs_task_id=True)
+    method = check_method(
+        learner(LoraFinetune, LoraFinetuneConfig(**SETTINGS)), tmp_path, needs_task_id=True
+    )
     with pytest.raises(ValueError, match="give the true task ID of each image"):
         method.predict(np.zeros((1, 8, 8, 3), np.uint8))
 
@@ -42,7 +44,9 @@ def test_tasks_learned_in_any_order_and_by_either_method_get_the_same_weights():
 
     def pairs_of(method, name):
         (task,) = [task for task in method.memory.tasks if task.name == name]
-        return [method.memory.pool[block][e].params for block, e in enumerate(task.experts)], task.head
+        return [
+            method.memory.pool[block][e].params for block, e in enumerate(task.experts)
+        ], task.head
 
     methods = [learner(LoraCl, LoraClConfig(**SETTINGS)) for _ in range(2)]
     methods.append(learner(LoraFinetune, LoraFinetuneConfig(**SETTINGS)))
@@ -63,7 +67,9 @@ def test_merged_and_unmerged_pairs_agree_and_a_zero_pair_changes_nothing():
     unmerged = apply_op(Adapt(expert, LowRank(down, up)), x, "float32")
     merged = product(x, expert.weight + down @ up) + expert.bias
     np.testing.assert_allclose(unmerged, merged, atol=1e-5 * float(jnp.abs(merged).max()))
-    np.testing.assert_array_equal(apply_op(Adapt(expert, LowRank(down, jnp.zeros_like(up))), x, "float32"), plain)
+    np.testing.assert_array_equal(
+        apply_op(Adapt(expert, LowRank(down, jnp.zeros_like(up))), x, "float32"), plain
+    )
 
 
 def test_every_task_adapts_the_pretrained_layer_and_not_the_task_before(begun):
@@ -71,9 +77,12 @@ def test_every_task_adapts_the_pretrained_layer_and_not_the_task_before(begun):
     for task in small.stream(2).tasks:
         method.learn(task, Undisturbed())
     assert [stored.parent for stored in method.memory.pool[0]] == [None, 0, 0]
-    base, pair = method.memory.pool[0][0].params, method.memory.pool[0][2].params
+    base = method.memory.pool[0][0].params
+    pair = method.memory.pool[0][2].params
     merged = base.weight + pair.down @ pair.up
-    np.testing.assert_allclose(dense_expert(method.memory.pool[0], 2).weight, merged, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        dense_expert(method.memory.pool[0], 2).weight, merged, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_task_may_begin_with_the_experts_of_the_most_similar_earlier_one():
@@ -82,7 +91,9 @@ def test_a_task_may_begin_with_the_experts_of_the_most_similar_earlier_one():
     for task in (first, second):
         method.learn(task, Undisturbed())
     before = method.predict(first.test.images, np.zeros(20, np.int32))
-    method.learn(dataclasses.replace(second, name="again"), Undisturbed())  # the router names the second for its images
+    method.learn(
+        dataclasses.replace(second, name="again"), Undisturbed()
+    )  # the router names the second for its images
     assert [stored.parent for stored in method.memory.pool[0]] == [None, 0, 1, 2]
     chex.assert_trees_all_equal(method.predict(first.test.images, np.zeros(20, np.int32)), before)
 
@@ -99,7 +110,14 @@ def test_the_papers_flops_need_a_rank_of_42_to_47_and_ours_of_40_is_a_tenth_belo
         return round(flops / 1e9, 1)
 
     # the paper prints 68.2 and 4.5
-    assert [rank for rank in range(30, 60) if printed("vit_base", rank) == 68.2] == [42, 43, 44, 45, 46, 47]
+    assert [rank for rank in range(30, 60) if printed("vit_base", rank) == 68.2] == [
+        42,
+        43,
+        44,
+        45,
+        46,
+        47,
+    ]
     assert printed("vit_base", 40) == 68.1 and printed("deit_tiny", 40) == 4.5
 
 

@@ -48,7 +48,12 @@ def test_a_manifest_tells_files_labels_and_splits(tmp_path):
     assert (plan.name, plan.classes) == ("pets", ("cat", "dog"))
     assert plan.source == f"{file.resolve()}, files in {tmp_path.resolve()}"
     assert members(plan) == {
-        "train": [("cat/0.png", "cat"), ("cat/1.png", "cat"), ("dog/0.png", "dog"), ("dog/1.png", "dog")],
+        "train": [
+            ("cat/0.png", "cat"),
+            ("cat/1.png", "cat"),
+            ("dog/0.png", "dog"),
+            ("dog/1.png", "dog"),
+        ],
         "val": [("cat/2.png", "cat"), ("dog/2.png", "dog")],
         "test": [("cat/3.png", "cat"), ("dog/3.png", "dog")],
     }
@@ -76,9 +81,15 @@ def test_a_manifest_of_a_folder_gives_what_the_folder_gives(tmp_path):
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-@pytest.mark.parametrize(("newline", "encoding"), [("\n", "utf-8"), ("\r\n", "utf-8-sig"), ("\r", "utf-8")])
+@pytest.mark.parametrize(
+    ("newline", "encoding"), [("\n", "utf-8"), ("\r\n", "utf-8-sig"), ("\r", "utf-8")]
+)
 def test_tables_come_in_the_usual_dialects(tmp_path, delimiter, newline, encoding):
-    lines = ['Note, Label ,SPLIT,"path"', *(f"é,{label},{s},{p}" for p, label, s in map(_fields, WITH_SPLITS)), ""]
+    lines = [
+        'Note, Label ,SPLIT,"path"',
+        *(f"é,{label},{s},{p}" for p, label, s in map(_fields, WITH_SPLITS)),
+        "",
+    ]
     lines = [line.replace(",", delimiter) for line in lines]
     file = table(photos(tmp_path) / "pets.csv", *lines, newline=newline, encoding=encoding)
     assert [len(part.labels) for part in plan_manifest(file).splits.values()] == [4, 2, 2]
@@ -90,8 +101,15 @@ def _fields(line: str) -> list[str]:
 
 def test_quoted_fields_hold_delimiters_and_names_any_letters(tmp_path):
     photos(tmp_path)
-    lines = [f'"{name}/{i}.png","{label}"' for name, label in (("cat", "猫, grau"), ("dog", "chien")) for i in range(4)]
-    assert plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines)).classes == ("chien", "猫, grau")
+    lines = [
+        f'"{name}/{i}.png","{label}"'
+        for name, label in (("cat", "猫, grau"), ("dog", "chien"))
+        for i in range(4)
+    ]
+    assert plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines)).classes == (
+        "chien",
+        "猫, grau",
+    )
 
 
 def test_splits_bear_the_usual_names_in_either_case(tmp_path):
@@ -103,7 +121,11 @@ def test_splits_bear_the_usual_names_in_either_case(tmp_path):
 def test_what_is_missing_is_cut_from_train(tmp_path):
     photos(tmp_path, num=10)
     plan = plan_manifest(table(tmp_path / "all.csv", "path,label", *rows(10)))
-    assert [len(part.labels) for part in plan.splits.values()] == [12, 2, 6]  # ceil(6.0), then ceil(1.4)
+    assert [len(part.labels) for part in plan.splits.values()] == [
+        12,
+        2,
+        6,
+    ]  # ceil(6.0), then ceil(1.4)
     lines = [f"{line},{'test' if '/9' in line else 'train'}" for line in rows(10)]
     plan = plan_manifest(table(tmp_path / "two.csv", "path,label,split", *lines))
     assert [len(part.labels) for part in plan.splits.values()] == [16, 2, 2]
@@ -113,7 +135,9 @@ def test_what_is_missing_is_cut_from_train(tmp_path):
 def test_paths_are_posix_ones_below_the_root(tmp_path):
     photos(tmp_path / "images")
     lines = [line.replace("cat/", ".\\cat\\").replace("dog/", "./dog//") for line in rows()]
-    plan = plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines), root=tmp_path / "images")
+    plan = plan_manifest(
+        table(tmp_path / "pets.csv", "path,label", *lines), root=tmp_path / "images"
+    )
     keys = sorted(key for part in members(plan).values() for key, _ in part)
     assert keys == [f"{name}/{i}.png" for name in NAMES for i in range(4)]
 
@@ -124,7 +148,10 @@ def test_label_numbers_are_their_own_names(tmp_path):
     lines = [f"{name}/{i}.png,{number[name]},{name}" for name in NAMES for i in range(4)]
     plan = plan_manifest(table(tmp_path / "b.csv", "path,label,note", *lines))
     assert plan.classes == ("0", "1")
-    assert {(key[:3], name) for part in members(plan).values() for key, name in part} == {("cat", "1"), ("dog", "0")}
+    assert {(key[:3], name) for part in members(plan).values() for key, name in part} == {
+        ("cat", "1"),
+        ("dog", "0"),
+    }
 
 
 def test_eleven_label_numbers_keep_their_order(tmp_path):
@@ -145,24 +172,42 @@ def test_eleven_label_numbers_keep_their_order(tmp_path):
         (["path,label,label", *rows(end="a,b")], r"several columns are called \['label'\]"),
         (["path,label"], "no rows"),
         (["path,label", *rows(), ",cat"], "1 fault.*line 10: empty path"),
-        (["path,label", *rows(), "cat/0.png, "], "line 10: path 'cat/0.png' is in line 2 already; line 10: empty"),
+        (
+            ["path,label", *rows(), "cat/0.png, "],
+            "line 10: path 'cat/0.png' is in line 2 already; line 10: empty",
+        ),
         (["path,label", *rows(), "./cat//0.png,cat"], "line 10: path 'cat/0.png' is in line 2"),
         (["path,label", "../a.png,cat"], "line 2: path '../a.png' is not one below the root"),
-        (["path,label", "cat/../../a.png,cat"], "line 2: path 'cat/../../a.png' is not one below the root"),
-        (["path,label", "/a.png,cat", "C:\\a.png,cat"], "2 fault.*'/a.png' is not.*line 3: path 'C:/a.png' is not"),
-        (["path,label,split", *rows(end="a,tset")], "8 fault.*line 2: unknown split 'tset', expected train.* 3 more"),
+        (
+            ["path,label", "cat/../../a.png,cat"],
+            "line 2: path 'cat/../../a.png' is not one below the root",
+        ),
+        (
+            ["path,label", "/a.png,cat", "C:\\a.png,cat"],
+            "2 fault.*'/a.png' is not.*line 3: path 'C:/a.png' is not",
+        ),
+        (
+            ["path,label,split", *rows(end="a,tset")],
+            "8 fault.*line 2: unknown split 'tset', expected train.* 3 more",
+        ),
         (["path,label", *rows(), "cat/0.png"], "expected 2 fields in every row.*line 10: 1;.*put"),
         (["path,label", *rows(), "a,b.png,cat"], "line 10: 3"),
         (["path,label", *rows(), '"cat/0.png,cat'], "line 10: not readable as CSV"),
         (["path,label", *rows(), "cat/0\0.png,cat"], "line 10: path .* is not one below the root"),
         (["path,label,split", *rows(end="{name},test")], r"no split 'train', only \['test'\]"),
         (["path,label,split", *WITH_SPLITS[:4]], "has 1 class"),
-        (["path,label,split", *[line for line in WITH_SPLITS if "test" not in line]], "train and val but no test"),
+        (
+            ["path,label,split", *[line for line in WITH_SPLITS if "test" not in line]],
+            "train and val but no test",
+        ),
         (
             ["path,label,split", *[line.replace("dog,train", "dog,val") for line in WITH_SPLITS]],
             "split 'train': no image of 1 of 2 classes: 'dog'",
         ),
-        (["path,label,split", *WITH_SPLITS[:-1]], "split 'test': no image of 1 of 2 classes: 'dog'"),
+        (
+            ["path,label,split", *WITH_SPLITS[:-1]],
+            "split 'test': no image of 1 of 2 classes: 'dog'",
+        ),
         (["path,label", *rows()[:6]], "needs 3 images or more; too few in 'dog'"),
     ],
 )
@@ -175,7 +220,13 @@ def test_unusable_tables_are_refused_by_line(tmp_path, lines, complaint):
 @pytest.mark.parametrize(
     ("labels", "complaint"),
     [
-        (("1", "2"), r"line 6: label 2 among 2 different ones, expected numbers 0..1; number the classes from 0"),
+        (
+            ("1", "2"),
+            (
+                r"line 6: label 2 among 2 different ones, expected numbers 0..1; number the classes"
+                r" from 0"
+            ),
+        ),
         (("0", "3"), "line 6: label 3 among 2 different ones, expected numbers 0..1; number"),
         (("0", "9" * 18), "line 6: label 9{18} among 2 different ones"),
         (("0", "-1"), "line 6: label -1 among 2 different ones"),
@@ -183,20 +234,33 @@ def test_unusable_tables_are_refused_by_line(tmp_path, lines, complaint):
 )
 def test_label_numbers_that_do_not_count_from_zero_are_refused(tmp_path, labels, complaint):
     photos(tmp_path)
-    lines = [f"{name}/{i}.png,{label}" for name, label in zip(NAMES, labels, strict=True) for i in range(4)]
+    lines = [
+        f"{name}/{i}.png,{label}"
+        for name, label in zip(NAMES, labels, strict=True)
+        for i in range(4)
+    ]
     with pytest.raises(ValueError, match=complaint):
         plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines))
 
 
 def test_some_of_the_numbers_do_for_more_images_and_to_measure(tmp_path):
     photos(tmp_path)
-    lines = [f"{name}/{i}.png,{label}" for name, label in zip(NAMES, ("2", "10"), strict=True) for i in range(4)]
+    lines = [
+        f"{name}/{i}.png,{label}"
+        for name, label in zip(NAMES, ("2", "10"), strict=True)
+        for i in range(4)
+    ]
     for purpose in ("extend", "measure"):
         plan = plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines), purpose=purpose)
         assert plan.classes == ("2", "10") and plan.num_images == 8
-        assert {(key[:3], name) for own in members(plan).values() for key, name in own} == {("cat", "2"), ("dog", "10")}
+        assert {(key[:3], name) for own in members(plan).values() for key, name in own} == {
+            ("cat", "2"),
+            ("dog", "10"),
+        }
     test_alone = [f"cat/{i}.png,2,test" for i in range(4)]
-    plan = plan_manifest(table(tmp_path / "pets.csv", "path,label,split", *test_alone), purpose="measure")
+    plan = plan_manifest(
+        table(tmp_path / "pets.csv", "path,label,split", *test_alone), purpose="measure"
+    )
     assert plan.counts == {"train": 0, "val": 0, "test": 4}
 
 
@@ -218,17 +282,24 @@ def test_files_that_are_not_there_are_broken_images_unless_all_are(tmp_path, kee
         "/cat/19.png: no such file",
         "/dog/19.png: no such file",
     ]
-    with pytest.raises(ValueError, match="2 image file.*/(cat|dog)/19.png: no such file; .*/19.png: no such file; rep"):
+    with pytest.raises(
+        ValueError,
+        match="2 image file.*/(cat|dog)/19.png: no such file; .*/19.png: no such file; rep",
+    ):
         load_tasks([plan], 4, ImagesConfig(keep, tmp_path / "cache"))
     kept, reasons = without_broken(plan)
     assert len(reasons) == 2 and kept.num_images == 38
     Image.new("L", (4, 4)).save(tmp_path / "cat" / "19.png")
     assert plan_manifest(file).stamp != plan.stamp
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(FileNotFoundError, match="none of its 40 files exists: line 2: 'cat/0.png'; .*; and 35 more"):
+    with pytest.raises(
+        FileNotFoundError, match="none of its 40 files exists: line 2: 'cat/0.png'; .*; and 35 more"
+    ):
         plan_manifest(file, root=tmp_path / "elsewhere")
     file = table(tmp_path / "folder.csv", "path,label", *rows(), "cat,cat")
-    assert [line.split(tmp_path.name)[1] for line in verify(plan_manifest(file)).broken] == ["/cat: not a regular file"]
+    assert [line.split(tmp_path.name)[1] for line in verify(plan_manifest(file)).broken] == [
+        "/cat: not a regular file"
+    ]
     with pytest.raises(FileNotFoundError, match="nowhere.csv: no such file"):
         plan_manifest(tmp_path / "nowhere.csv")
     with pytest.raises(FileNotFoundError, match="away: no such folder; the paths in .*folder.csv"):
@@ -252,7 +323,12 @@ def test_parquet_says_the_same_as_csv(tmp_path):
     photos(tmp_path)
     want = plan_manifest(table(tmp_path / "pets.csv", "path,label,split", *WITH_SPLITS))
     paths, names, splits = zip(*map(_fields, WITH_SPLITS), strict=True)
-    columns = {"path": paths, "Label": pyarrow.array(names).dictionary_encode(), "split": splits, "x": [1.5] * 8}
+    columns = {
+        "path": paths,
+        "Label": pyarrow.array(names).dictionary_encode(),
+        "split": splits,
+        "x": [1.5] * 8,
+    }
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     plan = plan_manifest(tmp_path / "a.parquet", name="pets")
     assert plan.split_sha256 == want.split_sha256
@@ -265,8 +341,14 @@ def test_parquet_says_the_same_as_csv(tmp_path):
     ("columns", "complaint"),
     [
         ({"file": ["a"], "label": [0]}, r"no column 'path' among \['file', 'label'\]"),
-        ({"path": ["a", None], "label": [0, None]}, "2 fault.*row 2: empty path; row 2: empty label"),
-        ({"path": ["a"], "label": [0.5]}, r"column 'label' contains float \(0.5\); expected text or whole numbers"),
+        (
+            {"path": ["a", None], "label": [0, None]},
+            "2 fault.*row 2: empty path; row 2: empty label",
+        ),
+        (
+            {"path": ["a"], "label": [0.5]},
+            r"column 'label' contains float \(0.5\); expected text or whole numbers",
+        ),
         ({"path": ["a"], "label": [True]}, "row 1: column 'label' contains bool"),
         ({"path": [b"a"], "label": [1]}, "column 'path' contains bytes"),
         ({"path": ["a\0b"], "label": [1]}, "row 1: path .* is not one below the root"),
@@ -290,7 +372,9 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
 
 def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"a.parquet: .*pip install 'cheem_jax\[datasets\]'.*as CSV"):
+    with pytest.raises(
+        ValueError, match=r"a.parquet: .*pip install 'cheem_jax\[datasets\]'.*as CSV"
+    ):
         plan_manifest(table(tmp_path / "a.parquet", "path,label"))
 
 
@@ -312,7 +396,9 @@ def test_the_time_grows_with_the_rows_and_not_with_their_square(tmp_path):
 def test_a_first_line_too_long_for_a_field_is_told(tmp_path):
     file = tmp_path / "cars.csv"
     file.write_text("path,label," + "x" * 200_000 + "\n")
-    with pytest.raises(ValueError, match=r"cars\.csv, line \d: not readable as CSV: field larger than field limit"):
+    with pytest.raises(
+        ValueError, match=r"cars\.csv, line \d: not readable as CSV: field larger than field limit"
+    ):
         plan_manifest(file)
 
 
@@ -326,11 +412,17 @@ def test_one_class_alone_is_told_with_the_file(tmp_path):
 def test_a_label_in_two_compositions_is_one_class_and_one_in_two_cases_is_refused(tmp_path):
     photos(tmp_path)
     names = ["mus\u00e9e", "muse\u0301e", "mus\u00e9e", "muse\u0301e"]
-    lines = [f"{name}/{i}.png,{names[i] if name == 'cat' else name}" for name in NAMES for i in range(4)]
-    assert plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines)).classes == ("dog", "mus\u00e9e")
+    lines = [
+        f"{name}/{i}.png,{names[i] if name == 'cat' else name}" for name in NAMES for i in range(4)
+    ]
+    assert plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines)).classes == (
+        "dog",
+        "mus\u00e9e",
+    )
     lines[0] = "cat/0.png,MUS\u00c9E"
     with pytest.raises(
-        ValueError, match=r"pets\.csv: classes \['MUS.*', 'mus.*'\] differ only in upper and lower case; w"
+        ValueError,
+        match=r"pets\.csv: classes \['MUS.*', 'mus.*'\] differ only in upper and lower case; w",
     ):
         plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines))
 

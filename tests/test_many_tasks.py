@@ -1,4 +1,5 @@
-"""What many tasks cost, counted: directories read, experts merged, bytes kept; and that bounds change no answer."""
+"""What many tasks cost, counted: directories read, experts merged, bytes kept; and that bounds
+change no answer."""
 
 import dataclasses
 import os
@@ -28,7 +29,9 @@ from cheem_jax.run.checkpoint import saved_tasks
 from cheem_jax.run.method import FrozenFeatures, Undisturbed
 from experiments.bench.memories import sampled_memory
 
-NUM_TASKS, NUM_SAVED, RANK = 30, 8, 2
+NUM_TASKS = 30
+NUM_SAVED = 8
+RANK = 2
 METRICS: dict[Metric, Literal["cityblock", "euclidean", "cosine"]] = {
     "l1": "cityblock",
     "l2": "euclidean",
@@ -56,7 +59,9 @@ def memory(executor, images):
         dataclasses.replace(
             task,
             centroids=own[i : i + 1],
-            head=Head(jnp.asarray(rng.normal(size=task.head.weight.shape), jnp.float32), task.head.bias),
+            head=Head(
+                jnp.asarray(rng.normal(size=task.head.weight.shape), jnp.float32), task.head.bias
+            ),
         )
         for i, task in enumerate(drawn.tasks)
     ]
@@ -66,7 +71,8 @@ def memory(executor, images):
 @pytest.fixture(scope="module")
 def saved(executor, tmp_path_factory):
     """A memory of a few tasks, and where it is saved."""
-    folder, memory = tmp_path_factory.mktemp("a b%20#?") / "cheem", sampled_memory(executor, NUM_SAVED, rank=RANK)
+    folder = tmp_path_factory.mktemp("a b%20#?") / "cheem"
+    memory = sampled_memory(executor, NUM_SAVED, rank=RANK)
     for index in range(NUM_SAVED):
         save_memory_task(folder, memory, index, RANK)
     return folder, memory
@@ -75,14 +81,18 @@ def saved(executor, tmp_path_factory):
 @pytest.fixture
 def merges(monkeypatch):
     """How often two weights were merged."""
-    calls, merge = [], pool.merge_dense
+    calls = []
+    merge = pool.merge_dense
     monkeypatch.setattr(pool, "merge_dense", lambda *given: calls.append(1) or merge(*given))
     return calls
 
 
 def adapted(memory) -> list[tuple[int, int]]:
     return [
-        (b, e) for b, block in enumerate(memory.pool) for e, stored in enumerate(block) if stored.parent is not None
+        (b, e)
+        for b, block in enumerate(memory.pool)
+        for e, stored in enumerate(block)
+        if stored.parent is not None
     ]
 
 
@@ -95,7 +105,9 @@ def per_task(points, tasks, metric) -> np.ndarray:
 
 
 def router_of(tasks, metric: Metric) -> Router:
-    return NearestCentroid(RouterConfig(metric=metric)).follow([TaskStatistics(rows) for rows in tasks])
+    return NearestCentroid(RouterConfig(metric=metric)).follow(
+        [TaskStatistics(rows) for rows in tasks]
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -104,7 +116,9 @@ def test_one_index_names_the_task_that_comparing_task_by_task_does(seed, metric,
     rng = np.random.default_rng(seed)
     tasks = [rng.normal(size=(rng.integers(1, 4), 12)).astype(np.float32) for _ in range(num_tasks)]
     if close:  # equal ones, and ones a last digit apart: a product in float32 cannot tell them
-        tasks += [np.nextafter(task, np.float32(rng.choice([-9, 9]))) for task in tasks] + tasks[::-1]
+        tasks += [np.nextafter(task, np.float32(rng.choice([-9, 9]))) for task in tasks] + tasks[
+            ::-1
+        ]
     points = rng.normal(size=(9, 12)).astype(np.float32)
     points[0] = tasks[-1][0]
     wanted = per_task(points, tasks, metric)
@@ -119,14 +133,17 @@ def test_blocks_change_no_answer_and_bound_what_is_compared_together(monkeypatch
     tasks = [rng.normal(size=(5, 8)).astype(np.float32) for _ in range(60)]
     points = rng.normal(size=(50, 8)).astype(np.float32)
     whole = router_of(tasks, metric)
-    wanted, named = whole.distances(points), whole.route(points)
+    wanted = whole.distances(points)
+    named = whole.route(points)
     sizes = []
 
     def counted(a, b, name):
         sizes.append(len(a) * len(b))
         return cdist(a, b, name)
 
-    monkeypatch.setattr(routing, "BLOCK_BYTES", 8 * 7 * 300)  # seven points beside three hundred centroids
+    monkeypatch.setattr(
+        routing, "BLOCK_BYTES", 8 * 7 * 300
+    )  # seven points beside three hundred centroids
     monkeypatch.setattr(routing, "PART", 64)
     monkeypatch.setattr(distance, "cdist", counted)
     np.testing.assert_array_equal(whole.distances(points), wanted)
@@ -145,7 +162,8 @@ def test_points_that_are_no_numbers_are_named_as_task_by_task():
 def test_a_router_that_grows_task_by_task_forgets_what_is_gone():
     rng = np.random.default_rng(0)
     places = [TaskStatistics(rng.normal(size=(5, 4)).astype(np.float32)) for _ in range(100)]
-    points, router = rng.normal(size=(20, 4)).astype(np.float32), NearestCentroid(RouterConfig())
+    points = rng.normal(size=(20, 4)).astype(np.float32)
+    router = NearestCentroid(RouterConfig())
     for changed in (places, [*places[:50], places[3]], places[10:40], [places[7]]):
         wanted = per_task(points, [place.centroids for place in changed], "l1").argmin(axis=1)
         np.testing.assert_array_equal(router.follow(changed).route(points), wanted)
@@ -161,7 +179,8 @@ def test_tasks_are_found_by_one_look_into_the_folder_also_beyond_a_thousand(tmp_
     (tmp_path / "1003-behind-a-gap").mkdir()
     (tmp_path / ".1002-half.partial").mkdir()
     (tmp_path / "007-another").mkdir()
-    looks, listdir = [], os.listdir
+    looks = []
+    listdir = os.listdir
     monkeypatch.setattr(os, "listdir", lambda place: looks.append(place) or listdir(place))
     found = saved_tasks(tmp_path)
     assert looks == [tmp_path]
@@ -177,7 +196,9 @@ def test_a_memory_opens_as_it_was_saved(saved, executor):
         assert [(one.parent, one.origin) for one in a] == [(one.parent, one.origin) for one in b]
         chex.assert_trees_all_equal([one.params for one in a], [other.params for other in b])
     for one, other in zip(found.tasks, memory.tasks, strict=True):
-        chex.assert_trees_all_equal((one.head, one.means, one.centroids), (other.head, other.means, other.centroids))
+        chex.assert_trees_all_equal(
+            (one.head, one.means, one.centroids), (other.head, other.means, other.centroids)
+        )
 
 
 # ---- dense experts
@@ -185,7 +206,9 @@ def test_a_memory_opens_as_it_was_saved(saved, executor):
 
 def test_every_chain_is_merged_once_whatever_is_asked_for_first(memory, merges):
     everything = adapted(memory)
-    assert any(memory.pool[b][memory.pool[b][e].parent].parent is not None for b, e in everything)  # there are chains
+    assert any(
+        memory.pool[b][memory.pool[b][e].parent].parent is not None for b, e in everything
+    )  # there are chains
     for order in (everything, everything[::-1]):
         merges.clear()
         experts = DenseExperts(memory.pool, 2**30)
@@ -206,7 +229,11 @@ def test_a_full_expert_is_the_pools_own_and_takes_no_room(memory):
 
 def test_what_was_used_longest_ago_goes_first_and_comes_back_as_the_same_bits(memory):
     size = sum(leaf.nbytes for leaf in memory.pool[0][0].params)
-    alone = [(b, e) for b, e in adapted(memory) if memory.pool[b][memory.pool[b][e].parent].parent is None][:3]
+    alone = [
+        (b, e)
+        for b, e in adapted(memory)
+        if memory.pool[b][memory.pool[b][e].parent].parent is None
+    ][:3]
     first, second, third = alone
     experts = DenseExperts(memory.pool, 2 * size)
     before = experts(*first)
@@ -228,7 +255,8 @@ def test_a_pool_that_grew_keeps_what_is_merged(memory, merges):
     known = [(b, e) for b, e in adapted(memory) if e < len(shorter[b])]
     for place in known:
         young(*place)
-    grown, num = young.grown(memory.pool, 2**30), len(merges)
+    grown = young.grown(memory.pool, 2**30)
+    num = len(merges)
     assert grown.bytes == young.bytes > 0
     for place in known:
         assert grown(*place) is young(*place)
@@ -239,7 +267,8 @@ def test_a_pool_that_grew_keeps_what_is_merged(memory, merges):
 
 
 def test_the_similarity_of_many_networks_is_the_same_in_parts_of_a_bounded_size(memory, executor):
-    task, found = small.task("new", 1), []
+    task = small.task("new", 1)
+    found = []
     for limit in (2**30, 0):
         cheem = Cheem(executor, small.QUICK, Keys(0), None, FrozenFeatures(executor, 16))
         cheem.memory = memory
@@ -260,7 +289,9 @@ def test_the_similarity_of_many_networks_is_the_same_in_parts_of_a_bounded_size(
 def test_what_a_task_added_is_found_without_looking_through_the_pool(memory):
     for index in range(NUM_TASKS):
         own = memory.added(index)
-        looked = [(b, one) for b, block in enumerate(memory.pool) for one in block if one.origin == index]
+        looked = [
+            (b, one) for b, block in enumerate(memory.pool) for one in block if one.origin == index
+        ]
         assert [(b, id(one)) for b, one in own.items()] == [(b, id(one)) for b, one in looked]
 
 
@@ -275,11 +306,17 @@ def predictor_of(executor, memory, limit) -> Predictor:
 def test_answers_are_the_same_bits_within_any_limit_and_nothing_is_merged_before_it_is_needed(
     memory, executor, images, merges
 ):
-    free, size = predictor_of(executor, memory, 2**30), sum(leaf.nbytes for leaf in memory.pool[0][0].params)
+    free = predictor_of(executor, memory, 2**30)
+    size = sum(leaf.nbytes for leaf in memory.pool[0][0].params)
     assert not merges
     wanted = free.answer(images)
     np.testing.assert_array_equal(wanted.targets, np.arange(NUM_TASKS))
-    needed = {(b, e) for t in set(wanted.targets.tolist()) for b, e in enumerate(memory.tasks[t].experts) if e}
+    needed = {
+        (b, e)
+        for t in set(wanted.targets.tolist())
+        for b, e in enumerate(memory.tasks[t].experts)
+        if e
+    }
     assert 0 < len(merges) <= sum(len(chain_of(memory, *place)) for place in needed)
     assert free.counters()["evictions"] == 0
     for limit in (3 * size, 0):
@@ -290,7 +327,10 @@ def test_answers_are_the_same_bits_within_any_limit_and_nothing_is_merged_before
             assert all(map(np.array_equal, found.logits, wanted.logits))
             np.testing.assert_array_equal(found.distances, wanted.distances)
             assert bounded.counters()["bytes"] <= limit
-        assert bounded.counters()["evictions"] > 0 and bounded.counters()["misses"] > free.counters()["misses"]
+        assert (
+            bounded.counters()["evictions"] > 0
+            and bounded.counters()["misses"] > free.counters()["misses"]
+        )
 
 
 def chain_of(memory, block, index) -> list[int]:
@@ -325,5 +365,9 @@ def test_preparing_asks_for_few_networks_however_many_there_are(memory, executor
     few = list(inference._examples())
     # each start, each kind at each block, each width of a head: not every task
     assert len(few) <= 3 * executor.num_blocks + 2 < NUM_TASKS
-    seen = {(i, code == -1) for t in few for i, code in enumerate(inference.networks.outlines[t].codes)}
-    assert {inference.differences[t] for t in few} == set(inference.differences) and len(seen) >= executor.num_blocks
+    seen = {
+        (i, code == -1) for t in few for i, code in enumerate(inference.networks.outlines[t].codes)
+    }
+    assert {inference.differences[t] for t in few} == set(inference.differences) and len(
+        seen
+    ) >= executor.num_blocks

@@ -1,4 +1,5 @@
-"""MATLAB's files are read by SciPy, and what is corrupted is refused, also where it would end SciPy's process."""
+"""MATLAB's files are read by SciPy, and what is corrupted is refused, also where it would end
+SciPy's process."""
 
 import io
 import struct
@@ -17,7 +18,9 @@ def saved(**options) -> bytes:
     buffer = io.BytesIO()
     names = np.array([["AM General Hummer SUV 2000", "Citroën C4"]], object)
     scipy.io.savemat(
-        buffer, {"other": np.arange(5.0), "names": names, "numbers": np.array([[1, 2], [3, 4]], np.uint16)}, **options
+        buffer,
+        {"other": np.arange(5.0), "names": names, "numbers": np.array([[1, 2], [3, 4]], np.uint16)},
+        **options,
     )
     return buffer.getvalue()
 
@@ -72,5 +75,7 @@ def test_what_promises_more_than_there_is_takes_no_memory(monkeypatch):
 
 def test_a_file_that_takes_too_long_is_refused(monkeypatch):
     monkeypatch.setattr(builders, "SECONDS", 0.001)
-    with pytest.raises(ValueError, match="list.mat: variable 'names' was not read within 0.001 seconds"):
+    with pytest.raises(
+        ValueError, match="list.mat: variable 'names' was not read within 0.001 seconds"
+    ):
         read_variable(saved(), "names", "list.mat")

@@ -27,7 +27,8 @@ def nano():
 def test_base_means_are_the_mean_class_tokens_of_component_and_block(nano):
     @nnx.jit(static_argnames="placement")
     def class_tokens(vit, images, placement):
-        x, found = vit.embed(images), []
+        x = vit.embed(images)
+        found = []
         for block in vit.blocks:
             x, component = block.run(Reuse(block.expert(placement)), x, placement=placement)
             found.append((component[:, 0], x[:, 0]))

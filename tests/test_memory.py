@@ -129,7 +129,8 @@ def test_a_new_task_changes_no_earlier_answer(learned, tmp_path):
 
 
 def test_answers_do_not_depend_on_the_company_of_an_image(learned):
-    memory, images = cheem_jax.open(learned), STREAM.tasks[1].test.images
+    memory = cheem_jax.open(learned)
+    images = STREAM.tasks[1].test.images
     together = memory.predict(images)
     one_by_one = [memory.predict(image)[0] for image in images]
     for a, b in zip(together, one_by_one, strict=True):
@@ -138,12 +139,18 @@ def test_answers_do_not_depend_on_the_company_of_an_image(learned):
 
 
 def test_a_picture_may_come_as_a_file_bytes_pil_or_pixels(learned, tmp_path):
-    memory, image = cheem_jax.open(learned), STREAM.tasks[0].test.images[0]
+    memory = cheem_jax.open(learned)
+    image = STREAM.tasks[0].test.images[0]
     Image.fromarray(image).save(tmp_path / "a.png")
     packed = io.BytesIO()
     Image.fromarray(image).save(packed, "PNG")
     wanted = memory.predict(image)
-    for picture in (tmp_path / "a.png", str(tmp_path / "a.png"), packed.getvalue(), Image.fromarray(image)):
+    for picture in (
+        tmp_path / "a.png",
+        str(tmp_path / "a.png"),
+        packed.getvalue(),
+        Image.fromarray(image),
+    ):
         assert memory.predict(picture) == wanted
     (found,) = wanted
     assert found.task in {task.name for task in memory.tasks}
@@ -152,7 +159,24 @@ def test_a_picture_may_come_as_a_file_bytes_pil_or_pixels(learned, tmp_path):
     assert len(found.blocks) == small.CONFIG.depth and json.dumps(found.to_json())
 
 
-MODES = ("1", "L", "LA", "PA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "I", "I;16", "I;16B", "I;16L")
+MODES = (
+    "1",
+    "L",
+    "LA",
+    "PA",
+    "P",
+    "RGB",
+    "RGBA",
+    "RGBX",
+    "CMYK",
+    "YCbCr",
+    "HSV",
+    "LAB",
+    "I",
+    "I;16",
+    "I;16B",
+    "I;16L",
+)
 
 
 def open_image(mode: str) -> Image.Image:
@@ -161,7 +185,9 @@ def open_image(mode: str) -> Image.Image:
     if mode.startswith("I"):
         kind = {"I": "<i4", "I;16B": ">u2"}.get(mode, "<u2")
         return Image.frombytes(mode, (8, 8), rng.integers(0, 65536, (8, 8)).astype(kind).tobytes())
-    image = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).convert("P" if mode == "PA" else mode)
+    image = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).convert(
+        "P" if mode == "PA" else mode
+    )
     if mode == "P":
         image.info["transparency"] = 3
     return image.convert("PA") if mode == "PA" else image
@@ -169,7 +195,8 @@ def open_image(mode: str) -> Image.Image:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_open_image_has_the_pixels_of_its_file(mode, tmp_path):
-    image, file = open_image(mode), tmp_path / "a.tif"
+    image = open_image(mode)
+    file = tmp_path / "a.tif"
     if mode in ("HSV", "I;16L", "PA", "RGBX"):  # which no file keeps
         same = image.convert("RGB" if mode != "I;16L" else "I")
         same.save(file, "TIFF")
@@ -183,7 +210,9 @@ def test_an_open_image_has_the_pixels_of_its_file(mode, tmp_path):
         np.testing.assert_allclose(pixels[0, ..., 0], np.asarray(image) / 257, atol=0.5)
 
 
-@pytest.mark.parametrize(("mode", "reason"), [("F", "floating-point pixels"), ("I", "outside the 16-bit range")])
+@pytest.mark.parametrize(
+    ("mode", "reason"), [("F", "floating-point pixels"), ("I", "outside the 16-bit range")]
+)
 def test_an_open_image_is_refused_as_its_file_is(mode, reason, tmp_path):
     image = Image.new(mode, (8, 8), 70_000)
     image.save(tmp_path / "a.tif")
@@ -215,7 +244,11 @@ def test_an_image_is_answered_upright_however_it_comes(copied, tmp_path):
     assert not memory.config.upright
     turn = STORED[6]
     assert turn is not None
-    assert memory.predict(files["6.png"]) == memory.predict(np.asarray(image.transpose(turn))) != [want]
+    assert (
+        memory.predict(files["6.png"])
+        == memory.predict(np.asarray(image.transpose(turn)))
+        != [want]
+    )
     with serving(memory.predictor(batch_sizes=(1,)), Limits(max_batch=1)) as served:
         found = served.predict(files["6.png"]).json["probability"]
     assert found == pytest.approx(memory.predict(files["6.png"])[0].probability, abs=1e-6)
@@ -229,11 +262,14 @@ def test_a_memory_of_the_papers_settings_takes_images_as_stored(tmp_path):
 
 
 def test_what_is_no_picture_is_named(learned, tmp_path):
-    memory, broken = cheem_jax.open(learned), tmp_path / "broken.png"
+    memory = cheem_jax.open(learned)
+    broken = tmp_path / "broken.png"
     broken.write_bytes(b"no picture")
     good = STREAM.tasks[0].test.images[0]
     found = memory.predict([broken, good, tmp_path / "nowhere.png", b""])
-    assert [one.error.split(": ")[-1] for one in found][2] == "no such file" and "broken.png" in found[0].error
+    assert [one.error.split(": ")[-1] for one in found][
+        2
+    ] == "no such file" and "broken.png" in found[0].error
     assert [bool(one.error) for one in found] == [True, False, True, True]
     assert found[1] == memory.predict(good)[0] and found[3].to_json() == {"error": found[3].error}
     with pytest.raises(ValueError, match=r"image 0 is float64 \[8, 8\]"):
@@ -253,8 +289,14 @@ def test_no_request_compiles_once_prepared(learned, compilations):
 
 
 def test_an_export_needs_an_ending_that_names_its_format(learned, tmp_path):
-    assert [kind_of(Path(f"a.{end}")) for end in ("onnx", "STABLEHLO", "safetensors")] == ["onnx", "stablehlo", "timm"]
-    with pytest.raises(ValueError, match=r"q.onx' has an unknown ending; expected one of .*\.onnx \(onnx\)"):
+    assert [kind_of(Path(f"a.{end}")) for end in ("onnx", "STABLEHLO", "safetensors")] == [
+        "onnx",
+        "stablehlo",
+        "timm",
+    ]
+    with pytest.raises(
+        ValueError, match=r"q.onx' has an unknown ending; expected one of .*\.onnx \(onnx\)"
+    ):
         cheem_jax.open(learned).export(tmp_path / "q.onx")
 
 
@@ -267,7 +309,10 @@ def test_a_task_is_measured_by_name_and_classes_by_theirs(learned):
     reordered = dataclasses.replace(
         task,
         classes=task.classes[::-1],
-        **{name: Split(s.images, len(task.classes) - 1 - s.labels) for name, s in task.splits.items()},
+        **{
+            name: Split(s.images, len(task.classes) - 1 - s.labels)
+            for name, s in task.splits.items()
+        },
     )
     assert memory.evaluate(reordered) == [scores[1]]
     with pytest.raises(ValueError, match=r"has not learned the classes \['fish'\]"):
@@ -278,7 +323,8 @@ def test_a_task_is_measured_by_name_and_classes_by_theirs(learned):
 
 
 def test_data_without_a_test_split_are_measured_whole_unless_they_were_learned(learned):
-    memory, task = cheem_jax.open(learned), STREAM.tasks[1]
+    memory = cheem_jax.open(learned)
+    task = STREAM.tasks[1]
     (held_out,) = memory.evaluate(dataclasses.replace(task, cut=("val", "test")))
     assert held_out.num_images == len(task.test.labels) and "held out" in held_out.images
     assert held_out._replace(images="the 20 test images") == memory.evaluate(task)[0]
@@ -291,18 +337,30 @@ def test_data_without_a_test_split_are_measured_whole_unless_they_were_learned(l
 
 
 def test_the_temperature_changes_probabilities_for_the_better_and_no_class(learned):
-    memory, images, labels = cheem_jax.open(learned), STREAM.tasks[0].val.images, STREAM.tasks[0].val.labels
+    memory = cheem_jax.open(learned)
+    images = STREAM.tasks[0].val.images
+    labels = STREAM.tasks[0].val.labels
     fitted = memory.predict(images, task="task0")
-    assert all(0.2 <= task.temperature <= 5 and task.temperature != 1 for task in memory.pools.tasks)
+    assert all(
+        0.2 <= task.temperature <= 5 and task.temperature != 1 for task in memory.pools.tasks
+    )
     tasks = tuple(dataclasses.replace(task, temperature=1.0) for task in memory.pools.tasks)
     memory._learner.memory = dataclasses.replace(memory.pools, tasks=tasks)
     memory._predictors.clear()
     plain = memory.predict(images, task="task0")
-    order = [[[guess.label for guess in answer.guesses] for answer in answers] for answers in (fitted, plain)]
+    order = [
+        [[guess.label for guess in answer.guesses] for answer in answers]
+        for answers in (fitted, plain)
+    ]
     assert order[0] == order[1]
     wanted = [STREAM.tasks[0].classes[label] for label in labels]
     found = [
-        np.mean([np.log(dict(answer.guesses)[name]) for answer, name in zip(answers, wanted, strict=True)])
+        np.mean(
+            [
+                np.log(dict(answer.guesses)[name])
+                for answer, name in zip(answers, wanted, strict=True)
+            ]
+        )
         for answers in (fitted, plain)
     ]
     assert found[0] > found[1]
@@ -316,7 +374,8 @@ def test_the_record_tells_what_was_measured_and_null_for_the_rest(learned):
 
 
 def test_equal_data_are_learned_once_and_other_data_not_under_the_same_name(copied):
-    memory, before = cheem_jax.open(copied), contents(copied)
+    memory = cheem_jax.open(copied)
+    before = contents(copied)
     memory.learn(STREAM)
     assert contents(copied) == before
     with pytest.raises(ValueError, match="a task 'task0' was learned from other images already"):
@@ -358,17 +417,24 @@ def test_a_killed_learning_goes_on_and_ends_with_the_same_bits(learned, tmp_path
     memory.learn(STREAM.tasks[2])
     assert (" s left\n" in capsys.readouterr().out) == (phase in ("search", "means"))
     assert contents(tmp_path / "pets") == contents(learned)
-    measured = [entry["index"] for entry in read(tmp_path / "pets") if entry["event"] == "evaluated"]
+    measured = [
+        entry["index"] for entry in read(tmp_path / "pets") if entry["event"] == "evaluated"
+    ]
     assert measured == [0, 1, 2] and memory.config.learning is None
 
 
 @pytest.mark.full
 def test_another_task_does_not_take_the_place_of_a_half_learned_one(copied):
-    memory, before = cheem_jax.open(copied), contents(copied)
+    memory = cheem_jax.open(copied)
+    before = contents(copied)
     with pytest.raises(KeyboardInterrupt):
         memory.learn(small.task("fourth", 8), progress=Killed("search"), save_every=0)
     memory = cheem_jax.open(copied)
-    for data in (small.task("fifth", 9), [small.task("fifth", 9), small.task("fourth", 8)], small.task("fourth", 9)):
+    for data in (
+        small.task("fifth", 9),
+        [small.task("fifth", 9), small.task("fourth", 8)],
+        small.task("fourth", 9),
+    ):
         with pytest.raises(ValueError, match="'fourth' is interrupted"):
             memory.learn(data)
     with pytest.raises(ValueError, match="'fourth' is interrupted"):
@@ -381,7 +447,8 @@ def test_another_task_does_not_take_the_place_of_a_half_learned_one(copied):
 
 
 def test_another_task_waits_for_an_interrupted_one_even_if_nothing_of_it_was_kept(copied):
-    memory, other = cheem_jax.open(copied), small.task("fifth", 9)
+    memory = cheem_jax.open(copied)
+    other = small.task("fifth", 9)
     with pytest.raises(KeyboardInterrupt):
         memory.learn(small.task("fourth", 8), progress=Killed("similarity"))
     assert not list(copied.rglob("running-*"))
@@ -393,24 +460,32 @@ def test_another_task_waits_for_an_interrupted_one_even_if_nothing_of_it_was_kep
         memory.forget("fourth", "nowhere")
     assert memory.info()["learning"]["name"] == "fourth"
     memory.forget("fourth", "task0")
-    assert memory.info()["learning"] is None and [task.name for task in memory.tasks] == ["task1", "task2"]
+    assert memory.info()["learning"] is None and [task.name for task in memory.tasks] == [
+        "task1",
+        "task2",
+    ]
 
 
 def test_a_task_that_is_saved_is_not_interrupted(copied):
     memory = cheem_jax.open(copied)
-    memory._write(learning={"name": "task2", "number": 2, "data_sha256": memory.config.data_sha256["task2"]})
+    memory._write(
+        learning={"name": "task2", "number": 2, "data_sha256": memory.config.data_sha256["task2"]}
+    )
     assert cheem_jax.open(copied).info()["learning"] is None
 
 
 def test_a_half_learned_task_can_be_given_up(copied):
-    memory, before = cheem_jax.open(copied), contents(copied)
+    memory = cheem_jax.open(copied)
+    before = contents(copied)
     with pytest.raises(KeyboardInterrupt):
         memory.learn(small.task("fourth", 8), progress=Killed("search"), save_every=0)
     assert cheem_jax.open(copied).info()["learning"]["name"] == "fourth"
     assert memory.forget("fourth").removed == ()
     assert memory.info()["learning"] is None and contents(copied) == before
     assert not [
-        f for f in copied.rglob("*") if f.is_file() and b"fourth" in f.read_bytes() and f.name != "metrics.jsonl"
+        f
+        for f in copied.rglob("*")
+        if f.is_file() and b"fourth" in f.read_bytes() and f.name != "metrics.jsonl"
     ]
 
 
@@ -420,7 +495,8 @@ def test_a_lost_task_and_a_damaged_record_are_told_before_anything_changes(copie
     with pytest.raises(ValueError, match="lacks tasks that were learned .task2"):
         cheem_jax.open(copied)
     shutil.move(copied.parent / "away", root / "002-task2")
-    memory, record = cheem_jax.open(copied), copied / "metrics.jsonl"
+    memory = cheem_jax.open(copied)
+    record = copied / "metrics.jsonl"
     text = record.read_text()
     record.write_text(text.replace('"event": "learned"', '"event": "learnt"', 1))
     with pytest.raises(ValueError, match="is not as it was written"):
@@ -434,9 +510,15 @@ def test_images_of_another_size_are_refused_before_anything_changes(copied):
     before = (copied / "config.json").read_bytes()
     other = small.task("big", 4)
     grown = dataclasses.replace(
-        other, **{name: Split(np.repeat(s.images, 2, axis=1), s.labels) for name, s in other.splits.items()}
+        other,
+        **{
+            name: Split(np.repeat(s.images, 2, axis=1), s.labels)
+            for name, s in other.splits.items()
+        },
     )
-    with pytest.raises(ValueError, match=r"task 'big' contains images of shape \(16, 8, 3\), expected \(8, 8, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"task 'big' contains images of shape \(16, 8, 3\), expected \(8, 8, 3\)"
+    ):
         cheem_jax.open(copied).learn(grown)
     assert (copied / "config.json").read_bytes() == before
 
@@ -446,7 +528,9 @@ def test_a_network_that_computes_no_numbers_answers_nothing(learned):
     broken = memory.predictor(task="task1")
     (target,) = broken.targets
     broken.targets = (
-        dataclasses.replace(target, head=target.head._replace(bias=jnp.full_like(target.head.bias, np.nan))),
+        dataclasses.replace(
+            target, head=target.head._replace(bias=jnp.full_like(target.head.bias, np.nan))
+        ),
     )
     for answer in broken(STREAM.tasks[1].test.images[:2]):
         assert answer.task == "task1" and answer.label is None and answer.guesses == ()
@@ -464,18 +548,27 @@ def test_forgetting_leaves_other_answers_and_no_trace(copied, erase):
             np.testing.assert_allclose(given(opened, name), logits, atol=1e-5, rtol=0)
             assert erase or (given(opened, name) == logits).all()
     left = [file for file in copied.rglob("*") if file.is_file()]
-    assert not [file for file in left if b"task1" in file.read_bytes() or "task1" in str(file.relative_to(copied))]
+    assert not [
+        file
+        for file in left
+        if b"task1" in file.read_bytes() or "task1" in str(file.relative_to(copied))
+    ]
     found = results_of(read(copied))
     assert [task["name"] for task in found["tasks"]] == ["task0", "task2"]
     memory.learn(small.task("task3", 3))
     assert memory.tasks[-1].number == 3
-    assert [entry["report"]["index"] for entry in read(copied) if entry["event"] == "learned"] == [0, 1, 2]
+    assert [entry["report"]["index"] for entry in read(copied) if entry["event"] == "learned"] == [
+        0,
+        1,
+        2,
+    ]
     with pytest.raises(ValueError, match="no task 'task1'"):
         memory.forget("task1")
 
 
 def test_several_tasks_are_forgotten_together_or_none(copied):
-    memory, before = cheem_jax.open(copied), contents(copied)
+    memory = cheem_jax.open(copied)
+    before = contents(copied)
     for names, reason in (
         (("task0", "task9"), "no task 'task9'"),
         (("task0", "task0"), "more than once"),
@@ -489,7 +582,9 @@ def test_several_tasks_are_forgotten_together_or_none(copied):
     opened = cheem_jax.open(copied)
     assert [(task.name, task.number) for task in opened.tasks] == [("task2", 2)]
     np.testing.assert_array_equal(given(opened, "task2"), expected)
-    assert [entry["report"]["index"] for entry in read(copied) if entry["event"] == "learned"] == [0]
+    assert [entry["report"]["index"] for entry in read(copied) if entry["event"] == "learned"] == [
+        0
+    ]
     assert b"task0" not in (copied / "metrics.jsonl").read_bytes()
 
 
@@ -518,7 +613,9 @@ def test_what_a_killed_forgetting_leaves_is_finished_by_the_next_writer(copied, 
     config = json.loads((copied / "config.json").read_text())
     assert len(config["forgetting"]) == len(names)
     if len(names) == 1:  # as earlier versions wrote it
-        (copied / "config.json").write_text(json.dumps({**config, "forgetting": config["forgetting"][0]}))
+        (copied / "config.json").write_text(
+            json.dumps({**config, "forgetting": config["forgetting"][0]})
+        )
     reopened = cheem_jax.open(copied)
     left = [task for task in ("task0", "task1", "task2") if task not in names]
     assert [task.name for task in reopened.tasks] == left, "it counts from that moment on"
@@ -563,7 +660,11 @@ def test_forgetting_what_others_stand_on_keeps_their_answers_on_the_disk_too(dee
     if not erase:  # the next erasure takes what waited, too
         later = memory.forget("task3", erase=True)
         assert later.baked and not later.ancestors
-        assert not any(e["origin"] == "forgotten" and e["kind"] != "gone" for b in memory.pools.history() for e in b)
+        assert not any(
+            e["origin"] == "forgotten" and e["kind"] != "gone"
+            for b in memory.pools.history()
+            for e in b
+        )
 
 
 def only(task: Task, *labels: int) -> Task:
@@ -571,7 +672,9 @@ def only(task: Task, *labels: int) -> Task:
     parts = {}
     for name, split in task.splits.items():
         rows = np.isin(split.labels, labels)
-        parts[name] = Split(split.images[rows], np.searchsorted(labels, split.labels[rows]).astype(np.int32))
+        parts[name] = Split(
+            split.images[rows], np.searchsorted(labels, split.labels[rows]).astype(np.int32)
+        )
     return Task(task.name, tuple(task.classes[label] for label in labels), **parts)
 
 
@@ -585,7 +688,9 @@ NEW = only(small.task("photos", 50, num_classes=5), 3, 4)
 
 def extension_in(directory: Path) -> dict:
     """What the record says of the last extension."""
-    return [entry["report"] for entry in read(directory) if entry["event"] == "learned"][-1]["extension"]
+    return [entry["report"] for entry in read(directory) if entry["event"] == "learned"][-1][
+        "extension"
+    ]
 
 
 def test_what_would_cost_the_old_images_is_refused(copied):
@@ -612,11 +717,20 @@ def test_more_images_of_every_class_change_one_task_alone(copied, capsys):
         told = opened.info()["tasks"][2]["extended"][0]
         assert (told["num_train"], told["num_classes"]) == ([40, 88], [3, 3])
     said = " ".join(capsys.readouterr().out.split())
-    assert "as many as before or more, so fine-tuning is tried" in said and "on 24 new validation images" in said
+    assert (
+        "as many as before or more, so fine-tuning is tried" in said
+        and "on 24 new validation images" in said
+    )
     assert set(extension_in(copied)["candidates"]) == {"unchanged", "head", "network"}
-    assert len(memory.pools.tasks[2].centroids) == 10, "centroids of the new images are added to the old ones"
+    assert len(memory.pools.tasks[2].centroids) == 10, (
+        "centroids of the new images are added to the old ones"
+    )
     tasks = results_of(read(copied))["tasks"]
-    assert [(task["name"], task["num_train"]) for task in tasks] == [("task1", 40), ("task2", 40), ("task0", 88)]
+    assert [(task["name"], task["num_train"]) for task in tasks] == [
+        ("task1", 40),
+        ("task2", 40),
+        ("task0", 88),
+    ]
     assert tasks[2]["extended"] == [{"num_train": [40, 88], "num_classes": [3, 3]}]
     caption = task_grid(results_of(read(copied))).caption
     assert "T3 was learned from 40 training images of 3 classes and extended since" in caption
@@ -645,13 +759,20 @@ def test_an_extended_task_changes_only_for_the_better():
     assert kept(("head", 0.8, 0.9), ("network", 0.9, 0.7)) == "head"
 
 
-def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabilities_calibrated(copied, capsys):
-    memory, few = cheem_jax.open(copied), small.task("photos", 0, num=12)
-    old, experts = memory.pools.tasks[0], memory.pools.added(0)
+def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabilities_calibrated(
+    copied, capsys
+):
+    memory = cheem_jax.open(copied)
+    few = small.task("photos", 0, num=12)
+    old = memory.pools.tasks[0]
+    experts = memory.pools.added(0)
     memory.learn(few, extend="task0")
     said = " ".join(capsys.readouterr().out.split())
     assert "fewer new images than before, so the network stays as it is" in said
-    assert re.search(r"% before, [\d.]+ % now on 6 new validation images, .* on samples from the kept means", said)
+    assert re.search(
+        r"% before, [\d.]+ % now on 6 new validation images, .* on samples from the kept means",
+        said,
+    )
     assert "on 6 test images" in said
     memory = cheem_jax.open(copied)
     for block, expert in memory.pools.added(2).items():
@@ -659,7 +780,10 @@ def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabiliti
     new = memory.pools.tasks[2]
     assert new.statistics["counts"].sum() == 52
     found = extension_in(copied)
-    assert found["kept"] in ("unchanged", "head") and set(found["candidates"]) == {"unchanged", "head"}
+    assert found["kept"] in ("unchanged", "head") and set(found["candidates"]) == {
+        "unchanged",
+        "head",
+    }
     samples, labels = samples_of(old.statistics, 0)
     head = discriminant_head(new.statistics, old.head)
     temperature = new_temperature(old, head, samples, labels)
@@ -667,7 +791,10 @@ def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabiliti
         log_probability(logits_of(samples, own) / by, labels)
         for own, by in ((old.head, old.temperature), (head, temperature))
     )
-    assert temperature in (pytest.approx(0.2, rel=0.01), pytest.approx(5, rel=0.01)) or abs(before - after) < 1e-3
+    assert (
+        temperature in (pytest.approx(0.2, rel=0.01), pytest.approx(5, rel=0.01))
+        or abs(before - after) < 1e-3
+    )
     one = old.head._replace(weight=old.head.weight[:, :1], bias=old.head.bias[:1])
     assert np.abs(discriminant_head(new.statistics, one).weight).max() > 0
 
@@ -676,21 +803,29 @@ def test_samples_move_with_the_features_that_they_stand_for():
     rng = np.random.default_rng(0)
     means = rng.normal(size=(3, 4)).astype(np.float32)
     spread = np.diag([0.1, 0.2, 0.3, 0.4])
-    samples, labels = samples_of({"means": means, "covariance": packed(spread), "counts": np.ones(3)}, 0)
+    samples, labels = samples_of(
+        {"means": means, "covariance": packed(spread), "counts": np.ones(3)}, 0
+    )
     own = np.stack([samples[labels == label].mean(axis=0) for label in range(3)])
     np.testing.assert_allclose(own, means, atol=0.2)
     np.testing.assert_allclose(np.cov((samples - own[labels]).T), spread, atol=0.05)
     turn, points = rng.normal(size=(4, 4)), rng.normal(size=(200, 4))
-    np.testing.assert_allclose(moved(samples, points, points @ turn + 1), samples @ turn + 1, atol=0.2)
+    np.testing.assert_allclose(
+        moved(samples, points, points @ turn + 1), samples @ turn + 1, atol=0.2
+    )
 
 
 def test_without_new_images_of_a_class_the_network_stays_as_it_is(copied, capsys):
     memory = cheem_jax.open(copied)
-    old, experts = memory.pools.tasks[0], memory.pools.added(0)
+    old = memory.pools.tasks[0]
+    experts = memory.pools.added(0)
     memory.learn(NEW, extend="task0")
-    assert "no new image of c0, c1, c2; the network stays as it is" in " ".join(capsys.readouterr().out.split())
+    assert "no new image of c0, c1, c2; the network stays as it is" in " ".join(
+        capsys.readouterr().out.split()
+    )
     memory = cheem_jax.open(copied)
-    new, copies = memory.pools.tasks[2], memory.pools.added(2)
+    new = memory.pools.tasks[2]
+    copies = memory.pools.added(2)
     assert new.classes == ("c0", "c1", "c2", "c3", "c4") and new.architecture == old.architecture
     assert experts and experts.keys() == copies.keys()
     for block, expert in experts.items():
@@ -701,11 +836,16 @@ def test_without_new_images_of_a_class_the_network_stays_as_it_is(copied, capsys
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("data", "phase"), [(MORE, "finetune"), (MORE, "means"), (NEW, "means"), (NEW, "evaluate")])
-def test_a_killed_extension_leaves_the_task_and_ends_with_the_same_bits(copied, tmp_path, data, phase):
+@pytest.mark.parametrize(
+    ("data", "phase"), [(MORE, "finetune"), (MORE, "means"), (NEW, "means"), (NEW, "evaluate")]
+)
+def test_a_killed_extension_leaves_the_task_and_ends_with_the_same_bits(
+    copied, tmp_path, data, phase
+):
     whole = Path(shutil.copytree(copied, tmp_path / "whole"))
     cheem_jax.open(whole).learn(data, extend="task0")
-    memory, before = cheem_jax.open(copied), contents(copied)
+    memory = cheem_jax.open(copied)
+    before = contents(copied)
     with pytest.raises(KeyboardInterrupt):
         memory.learn(data, extend="task0", progress=Killed(phase), save_every=0)
     memory = cheem_jax.open(copied)
@@ -715,8 +855,11 @@ def test_a_killed_extension_leaves_the_task_and_ends_with_the_same_bits(copied, 
     assert results_of(read(copied))["accuracy"] == results_of(read(whole))["accuracy"]
 
 
-def test_an_extension_that_is_killed_before_its_record_is_finished_by_the_next_writer(copied, monkeypatch):
-    memory, real = cheem_jax.open(copied), OpenMemory._write
+def test_an_extension_that_is_killed_before_its_record_is_finished_by_the_next_writer(
+    copied, monkeypatch
+):
+    memory = cheem_jax.open(copied)
+    real = OpenMemory._write
     with monkeypatch.context() as patched:
         patched.setattr(OpenMemory, "_write", dying(real, "forgetting"))
         with pytest.raises(KeyboardInterrupt):
@@ -726,7 +869,11 @@ def test_an_extension_that_is_killed_before_its_record_is_finished_by_the_next_w
         with pytest.raises(KeyboardInterrupt):
             cheem_jax.open(copied).learn(NEW, extend="task2")
     cheem_jax.open(copied).learn(NEW, extend="task2")
-    assert [task["name"] for task in results_of(read(copied))["tasks"]] == ["task0", "task1", "task2"]
+    assert [task["name"] for task in results_of(read(copied))["tasks"]] == [
+        "task0",
+        "task1",
+        "task2",
+    ]
     assert len(list(copied.glob("generation-*"))) == 1
 
 
@@ -734,21 +881,28 @@ def test_names_match_however_their_accents_are_composed(tmp_path):
     nfc, nfd = (unicodedata.normalize(form, "mus\u00e9e") for form in ("NFC", "NFD"))
     task = small.task("task", 0)
     memory = begin(tmp_path / "memory")
-    memory.learn(dataclasses.replace(task, name=nfd, classes=(nfd, "c1", "c2")))  # as an earlier version, on a Mac
+    memory.learn(
+        dataclasses.replace(task, name=nfd, classes=(nfd, "c1", "c2"))
+    )  # as an earlier version, on a Mac
     other = dataclasses.replace(small.task("task", 0, num=24), name=nfc, classes=(nfc, "c1", "c2"))
     assert [score.task for score in memory.evaluate(other)] == [nfd]
     assert memory.predictor(task=nfc).classes == {nfd: (nfd, "c1", "c2")}
-    assert memory.learn(dataclasses.replace(task, name=nfc, classes=(nfd, "c1", "c2")))[0].number == 0
+    assert (
+        memory.learn(dataclasses.replace(task, name=nfc, classes=(nfd, "c1", "c2")))[0].number == 0
+    )
     memory.learn(other, extend=nfc)
     assert [(info.name, info.classes) for info in memory.tasks] == [(nfd, (nfd, "c1", "c2"))]
     memory.forget(nfc)
     assert not memory.tasks
-    listed = extension_of(dataclasses.replace(task, classes=("C", "c", "new")), ("c", "C"))  # learned apart
+    listed = extension_of(
+        dataclasses.replace(task, classes=("C", "c", "new")), ("c", "C")
+    )  # learned apart
     assert listed.classes == ("c", "C", "new")
 
 
 def test_an_extension_that_does_not_fit_is_refused_before_anything_changes(copied):
-    memory, before = cheem_jax.open(copied), (copied / "config.json").read_bytes()
+    memory = cheem_jax.open(copied)
+    before = (copied / "config.json").read_bytes()
     clash = dataclasses.replace(MORE, classes=("C0", "c1", "c2"))
     for data, words, reason in (
         (MORE, {"extend": "taks0"}, "has no task 'taks0'; did you mean task0"),
@@ -762,11 +916,17 @@ def test_an_extension_that_does_not_fit_is_refused_before_anything_changes(copie
     with pytest.raises(KeyboardInterrupt):
         memory.learn(NEW, extend="task0", progress=Killed("means"))
     assert cheem_jax.open(copied).info()["learning"]["name"] == "task0"
-    for data, words in ((MORE, {"extend": "task0"}), (NEW, {"extend": "task1"}), (small.task("task3", 3), {})):
+    for data, words in (
+        (MORE, {"extend": "task0"}),
+        (NEW, {"extend": "task1"}),
+        (small.task("task3", 3), {}),
+    ):
         with pytest.raises(ValueError, match="'task0' is interrupted"):
             memory.learn(data, **words)
     memory.forget("task0")
-    assert [task.name for task in memory.tasks] == ["task1", "task2"] and memory.info()["learning"] is None
+    assert [task.name for task in memory.tasks] == ["task1", "task2"] and memory.info()[
+        "learning"
+    ] is None
 
 
 def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone(copied):
@@ -776,10 +936,17 @@ def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone
     older = dataclasses.replace(memory.pools, tasks=(*memory.pools.tasks[:2], task))
     save_memory_task(copied / "generation-0001" / "cheem", older, 2, small.QUICK.ops.rank)
     memory = cheem_jax.open(copied)
-    with pytest.raises(ValueError, match="has no statistics of its classes .* new images of every learned class"):
+    with pytest.raises(
+        ValueError, match="has no statistics of its classes .* new images of every learned class"
+    ):
         memory.learn(NEW, extend="task2")
     memory.learn(small.task("photos", 2, num_classes=4, num=24), extend="task2")
-    assert extension_in(copied)["kept"] == "network" and memory.tasks[2].classes == ("c0", "c1", "c2", "c3")
+    assert extension_in(copied)["kept"] == "network" and memory.tasks[2].classes == (
+        "c0",
+        "c1",
+        "c2",
+        "c3",
+    )
     memory.learn(NEW, extend="task2")
     assert memory.tasks[2].classes == ("c0", "c1", "c2", "c3", "c4")
 
@@ -788,7 +955,8 @@ def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone
 @pytest.mark.parametrize("erased", [False, True])
 def test_extending_what_others_stand_on_keeps_their_answers(deep, tmp_path, erased):
     directory = Path(shutil.copytree(deep, tmp_path / "pets"))
-    memory, name = cheem_jax.open(directory), "task1" if erased else "task0"
+    memory = cheem_jax.open(directory)
+    name = "task1" if erased else "task0"
     if erased:  # some adapted experts of `task1` become full ones
         memory.forget("task0", erase=True)
     others = {task.name: given(memory, task.name) for task in memory.tasks if task.name != name}
@@ -800,7 +968,8 @@ def test_extending_what_others_stand_on_keeps_their_answers(deep, tmp_path, eras
 
 def test_statistics_of_parts_add_up_to_those_of_all():
     rng = np.random.default_rng(0)
-    features, labels = rng.normal(size=(60, 4)).astype(np.float32), np.arange(60) % 3
+    features = rng.normal(size=(60, 4)).astype(np.float32)
+    labels = np.arange(60) % 3
     features += labels[:, None]
     first, labels[40:] = labels[:40] % 2, labels[40:]
     old = class_statistics(features[:40], first, 2)
@@ -836,7 +1005,12 @@ def test_an_image_far_from_every_task_belongs_to_none_if_asked(learned):
     assert refused <= 0.3, "about a tenth of a task's own images may be refused"
     noise = np.random.default_rng(0).integers(0, 2, (4, 8, 8, 3), dtype=np.uint8) * 255
     for answer in memory.predict(noise, open_set=0.1):
-        assert answer.task is None and answer.label is None and answer.guesses == () and answer.blocks == ()
+        assert (
+            answer.task is None
+            and answer.label is None
+            and answer.guesses == ()
+            and answer.blocks == ()
+        )
         assert len(answer.near) == 3
     assert all(answer.task is not None for answer in memory.predict(noise))
     with pytest.raises(ValueError, match="open_set is 5"):
@@ -865,10 +1039,18 @@ def test_the_backbones_own_classes_can_be_a_target(tmp_path):
 
 @pytest.mark.full
 def test_a_run_answers_and_a_new_memory_may_begin_with_it(tmp_path):
-    pretrained = dataclasses.replace(small.pretrained(), config=dataclasses.replace(small.CONFIG, name=NAME))
+    pretrained = dataclasses.replace(
+        small.pretrained(), config=dataclasses.replace(small.CONFIG, name=NAME)
+    )
     file, run = tmp_path / "w.safetensors", tmp_path / "run"
     save_converted(file, pretrained)
-    run_stream(Stream("two", STREAM.tasks[:2]), pretrained, RunConfig(small.QUICK, "quick"), run, Progress())
+    run_stream(
+        Stream("two", STREAM.tasks[:2]),
+        pretrained,
+        RunConfig(small.QUICK, "quick"),
+        run,
+        Progress(),
+    )
     memory = cheem_jax.open(run, weights=file)
     assert memory.is_run and [task.name for task in memory.tasks] == ["task0", "task1"]
     assert [task.temperature for task in memory.pools.tasks] == [1, 1]
@@ -884,23 +1066,39 @@ def test_a_run_answers_and_a_new_memory_may_begin_with_it(tmp_path):
     begun = cheem_jax.begin_with(tmp_path / "pets", run, weights=file)
     assert begun.predict(STREAM.tasks[1].test.images) == wanted
     begun.learn(STREAM.tasks[2])
-    assert [(task.name, task.number) for task in begun.tasks] == [("task0", 0), ("task1", 1), ("task2", 2)]
-    assert results_of(read(tmp_path / "pets"))["accuracy"][1] == results_of(read(run))["accuracy"][1] + [None]
+    assert [(task.name, task.number) for task in begun.tasks] == [
+        ("task0", 0),
+        ("task1", 1),
+        ("task2", 2),
+    ]
+    assert results_of(read(tmp_path / "pets"))["accuracy"][1] == results_of(read(run))["accuracy"][
+        1
+    ] + [None]
     with pytest.raises(ValueError, match="is a memory already"):
         cheem_jax.begin_with(tmp_path / "again", tmp_path / "pets")
 
 
 @pytest.mark.full
 def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_carry_some(tmp_path):
-    pretrained = dataclasses.replace(small.pretrained(), config=dataclasses.replace(small.CONFIG, name=NAME))
-    lacking, carrying, run = tmp_path / "w.safetensors", tmp_path / "with.safetensors", tmp_path / "run"
+    pretrained = dataclasses.replace(
+        small.pretrained(), config=dataclasses.replace(small.CONFIG, name=NAME)
+    )
+    lacking, carrying, run = (
+        tmp_path / "w.safetensors",
+        tmp_path / "with.safetensors",
+        tmp_path / "run",
+    )
     pictures = small.task("base", 9).train.images
     save_converted(lacking, pretrained)
     found = base_means(build(pretrained.config, pretrained.params), pictures)
     save_converted(carrying, dataclasses.replace(pretrained, base_means=found))
     config = RunConfig(small.QUICK, "quick")
-    run_stream(Stream("one", STREAM.tasks[:1]), pretrained, config, run, Progress(), base_images=pictures)
-    with pytest.raises(ValueError, match="measured mean CLS tokens of the pretraining data, which .* lacks"):
+    run_stream(
+        Stream("one", STREAM.tasks[:1]), pretrained, config, run, Progress(), base_images=pictures
+    )
+    with pytest.raises(
+        ValueError, match="measured mean CLS tokens of the pretraining data, which .* lacks"
+    ):
         cheem_jax.begin_with(tmp_path / "pets", run, weights=lacking)
     begun = cheem_jax.begin_with(tmp_path / "pets", run, weights=carrying)
     assert [task.name for task in begun.tasks] == ["task0"]
@@ -916,7 +1114,9 @@ def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_c
     ],
     ids=["like DINOv2", "like DINOv3", "like SigLIP"],
 )
-def test_a_memory_on_a_backbone_of_another_family_learns_answers_exports_serves_and_forgets(tmp_path, fields):
+def test_a_memory_on_a_backbone_of_another_family_learns_answers_exports_serves_and_forgets(
+    tmp_path, fields
+):
     memory = begin(tmp_path / "pets", depth=2, **fields)
     memory.learn(STREAM)
     images = STREAM.tasks[1].test.images
@@ -965,7 +1165,9 @@ def test_a_damaged_task_is_named_and_the_others_may_answer(copied, learned):
     with pytest.raises(ValueError, match="001-task1"):
         cheem_jax.open(copied)
     usable = cheem_jax.open(copied, usable=True)
-    assert [task.name for task in usable.tasks] == ["task0", "task2"] and list(usable.lost or {}) == ["001-task1"]
+    assert [task.name for task in usable.tasks] == ["task0", "task2"] and list(
+        usable.lost or {}
+    ) == ["001-task1"]
     assert [(task.name, task.number) for task in usable.tasks] == [("task0", 0), ("task2", 2)]
     np.testing.assert_array_equal(given(usable, "task2"), given(cheem_jax.open(learned), "task2"))
     with pytest.raises(ValueError, match="for answering alone"):
@@ -990,7 +1192,12 @@ def test_info_needs_no_network_and_tells_the_same(copied):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"unknown": 1}, {"forgetting": [{"index": 0, "name": "task0"}]}, {"begun_with_sha256": "0" * 64}]
+    "changed",
+    [
+        {"unknown": 1},
+        {"forgetting": [{"index": 0, "name": "task0"}]},
+        {"begun_with_sha256": "0" * 64},
+    ],
 )
 def test_info_leaves_what_only_opening_tells(copied, changed):
     file = copied / "config.json"
@@ -1005,7 +1212,11 @@ def test_auto_takes_256_steps_within_bounds_and_the_rate_of_demo_where_images_ar
     fits = {num: auto(QUICK, num).finetune for num in (10, 127, 600, 992, 993, 5000)}
     assert [fit.epochs for fit in fits.values()] == [64, 64, 14, 9, 8, 8]
     assert [fit.learning_rate for fit in fits.values()] == [2e-3] * 4 + [1e-3] * 2
-    assert auto(QUICK, 5000) == QUICK and auto(DEMO, 600).supernet == fits[600] and auto(DEMO, 600).ops == DEMO.ops
+    assert (
+        auto(QUICK, 5000) == QUICK
+        and auto(DEMO, 600).supernet == fits[600]
+        and auto(DEMO, 600).ops == DEMO.ops
+    )
 
 
 @pytest.mark.full
@@ -1017,24 +1228,38 @@ def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeyp
     for name, num in (("few", 40), ("many", 80)):  # 3 and 5 steps of 16 images
         cheem_jax.open(tmp_path / "pets").learn(small.task(name, num, num=num))
     said = " ".join(capsys.readouterr().out.split())
-    assert "few: auto chose 5 epochs for the supernet and 5 for fine-tuning, at the learning rate 0.002" in said
-    assert "many: auto chose 4 epochs for the supernet and 4 for fine-tuning, at the learning rate 0.01" in said
+    assert (
+        "few: auto chose 5 epochs for the supernet and 5 for fine-tuning, at the learning rate"
+        " 0.002" in said
+    )
+    assert (
+        "many: auto chose 4 epochs for the supernet and 4 for fine-tuning, at the learning rate"
+        " 0.01" in said
+    )
     reports = [entry["report"] for entry in read(tmp_path / "pets") if entry["event"] == "learned"]
-    assert [report["epochs"] for report in reports] == [{"supernet": num, "finetune": num} for num in (5, 4)]
+    assert [report["epochs"] for report in reports] == [
+        {"supernet": num, "finetune": num} for num in (5, 4)
+    ]
     assert [len(report["finetune_losses"]) for report in reports] == [5, 4]
     assert "training images are augmented" in said and all(report["augment"] for report in reports)
     config = cheem_jax.open(tmp_path / "pets").config
     assert config.preset == "auto" and config.method.finetune.epochs == 4
     fits = {"supernet": small.QUICK.supernet, "finetune": small.QUICK.finetune}
-    assert dataclasses.replace(config.method, **fits) == dataclasses.replace(small.QUICK, augment=True, fallback=True)
+    assert dataclasses.replace(config.method, **fits) == dataclasses.replace(
+        small.QUICK, augment=True, fallback=True
+    )
 
 
-FALLBACK = dataclasses.replace(small.QUICK, finetune=FitConfig(epochs=1, learning_rate=1e-6), fallback=True)
-"""The head of the learned network stays as it began, so that the frozen backbone with a ridge head is better."""
+FALLBACK = dataclasses.replace(
+    small.QUICK, finetune=FitConfig(epochs=1, learning_rate=1e-6), fallback=True
+)
+"""The head of the learned network stays as it began, so that the frozen backbone with a ridge head
+is better."""
 
 
 def test_a_network_worse_than_the_frozen_backbone_is_not_kept(tmp_path, capsys):
-    memory, task = begin(tmp_path / "pets", method=FALLBACK), STREAM.tasks[0]
+    memory = begin(tmp_path / "pets", method=FALLBACK)
+    task = STREAM.tasks[0]
     with pytest.raises(KeyboardInterrupt):
         memory.learn(task, progress=Killed("means"), save_every=0)
     cheem_jax.open(tmp_path / "pets").learn(task)
@@ -1042,7 +1267,9 @@ def test_a_network_worse_than_the_frozen_backbone_is_not_kept(tmp_path, capsys):
     begin(tmp_path / "at-once", method=FALLBACK).learn(task)
     assert contents(tmp_path / "pets") == contents(tmp_path / "at-once")
     memory = cheem_jax.open(tmp_path / "pets")
-    assert memory.tasks[0].architecture == ("reuse:0",) * small.CONFIG.depth and not memory.pools.added(0)
+    assert memory.tasks[0].architecture == (
+        "reuse:0",
+    ) * small.CONFIG.depth and not memory.pools.added(0)
     compared = memory.info()["tasks"][0]["frozen_head"]
     assert compared["kept"] == "frozen" and compared["network"] < compared["frozen"]
     assert compared["frozen"] == memory.evaluate(task, split="val")[0].accuracy_given > 0.9
@@ -1050,7 +1277,11 @@ def test_a_network_worse_than_the_frozen_backbone_is_not_kept(tmp_path, capsys):
     assert "the learned network is not better, so the task uses the frozen backbone" in said
     caption = task_grid(results_of(read(tmp_path / "pets"))).caption
     assert "the latter is more accurate and used for T1" in caption
-    sure = [answer.guesses[0].probability for answer in memory.predict(task.val.images, open_set=0.1) if answer.guesses]
+    sure = [
+        answer.guesses[0].probability
+        for answer in memory.predict(task.val.images, open_set=0.1)
+        if answer.guesses
+    ]
     assert np.mean(sure) > 0.8, "its logits have a temperature"
     assert memory.export(tmp_path / "task0.stablehlo", task="task0").largest_difference < 1e-4
     memory.learn(NEW, extend="task0")
@@ -1064,13 +1295,15 @@ def test_the_network_stays_where_it_is_better_or_the_preset_is_the_papers(tmp_pa
     kept.learn(STREAM.tasks[0])
     compared = kept.info()["tasks"][0]["frozen_head"]
     assert compared["kept"] == "network" and compared["network"] < compared["frozen"]
-    head, right = kept.pools.tasks[0].head, (9, 9)
+    head = kept.pools.tasks[0].head
+    right = (9, 9)
     for found, better in (((9, 8), False), ((8, 9), True)):
         assert Compared(head, 1.0, 10, found, (-2.0, -1.0)).is_frozen_better == better
     assert Compared(head, 1.0, 10, right, (-2.0, -1.0)).is_frozen_better
     assert not Compared(head, 1.0, 10, right, (-1.0, -1.0)).is_frozen_better
     presets = {
-        preset: with_fallback(PRESETS.get(preset, QUICK), preset).fallback for preset in ("auto", "quick", "paper")
+        preset: with_fallback(PRESETS.get(preset, QUICK), preset).fallback
+        for preset in ("auto", "quick", "paper")
     }
     assert presets == {"auto": True, "quick": True, "paper": False} and not QUICK.fallback
 

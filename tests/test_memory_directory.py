@@ -1,4 +1,5 @@
-"""A memory's folder appears whole or not at all, wherever it is; foreign files beside it are left alone."""
+"""A memory's folder appears whole or not at all, wherever it is; foreign files beside it are left
+alone."""
 
 import errno
 import os
@@ -7,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.memory.directory import NAME, check_free, made_whole, remove_old_generations, take_away
+from cheem_jax.memory.directory import (
+    NAME,
+    check_free,
+    made_whole,
+    remove_old_generations,
+    take_away,
+)
 
 FOREIGN = (
     ".DS_Store",
@@ -58,7 +65,9 @@ def test_a_new_folder_appears_whole_or_not_at_all(tmp_path):
 
 
 def test_a_folder_that_is_there_is_filled_and_never_replaced(volume, monkeypatch):
-    before, order, rename = volume.stat().st_ino, [], os.rename
+    before = volume.stat().st_ino
+    order = []
+    rename = os.rename
 
     def told(source, target):
         order.append(Path(target).name)
@@ -93,7 +102,10 @@ def test_a_folder_that_cannot_be_made_is_named_in_one_line(tmp_path, monkeypatch
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    with pytest.raises(PermissionError, match=r"choose another folder: '.*/mem'$"), made_whole(tmp_path / "mem"):
+    with (
+        pytest.raises(PermissionError, match=r"choose another folder: '.*/mem'$"),
+        made_whole(tmp_path / "mem"),
+    ):
         raise AssertionError
 
 
@@ -107,7 +119,12 @@ def test_what_is_taken_away_leaves_foreign_files(volume, tmp_path):
 
 
 def test_only_generations_of_the_memory_are_removed(tmp_path):
-    for name in ("generation-0001", "generation-0002", "generation-0001 (copy)", ".generation-0003.12.partial"):
+    for name in (
+        "generation-0001",
+        "generation-0002",
+        "generation-0001 (copy)",
+        ".generation-0003.12.partial",
+    ):
         (tmp_path / name).mkdir()
     (tmp_path / "generation-0001.zip").write_bytes(b"x")
     remove_old_generations(tmp_path, 2)
@@ -130,5 +147,7 @@ def test_a_read_only_disk_is_told_with_the_name_of_the_file(tmp_path, monkeypatc
 
     for name in ("open", "unlink"):  # Linux refuses to remove even what is not there
         monkeypatch.setattr(Path, name, refuses)
-    with pytest.raises(OSError, match=rf"Read-only file system, and .* are to be written: '{tmp_path}/x.onnx'$"):
+    with pytest.raises(
+        OSError, match=rf"Read-only file system, and .* are to be written: '{tmp_path}/x.onnx'$"
+    ):
         write_atomically(tmp_path / "x.onnx", b"x")

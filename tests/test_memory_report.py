@@ -1,4 +1,5 @@
-"""`cheem report`, `cheem watch` and `cheem tensorboard` of memories, which lack numbers and forget tasks."""
+"""`cheem report`, `cheem watch` and `cheem tensorboard` of memories, which lack numbers and forget
+tasks."""
 
 import dataclasses
 import io
@@ -58,7 +59,9 @@ def moments(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def keep(name: str) -> None:
         shutil.copytree(work, folder / name)
 
-    memory = cheem_jax.create(work, backbone="vit_tiny_patch4_8", weights=folder / "weights.safetensors", method=METHOD)
+    memory = cheem_jax.create(
+        work, backbone="vit_tiny_patch4_8", weights=folder / "weights.safetensors", method=METHOD
+    )
     keep("empty")
     for number in range(3):  # each without the images of the others
         memory.learn(small.task(f"task{number}", number))
@@ -90,21 +93,32 @@ def results_in(directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["three", "forgot", "half", "later"])
-def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_measured(moment, name):
+def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_measured(
+    moment, name
+):
     directory = moment(name)
-    page, results = parsed(directory), results_in(directory)
+    page = parsed(directory)
+    results = results_in(directory)
     num = len(results["tasks"])
     assert f"Memory {name} on vit_tiny_patch4_8" in page.text and f"{num} tasks so far" in page.text
     assert "Corrupted" not in page.text and "nan" not in page.text.lower().split()
     tiles = page.text.split("Average accuracy", 1)[1].split("FLOPs per image")[0].split()
-    assert tiles[:3] == ["–", "not", "measured:"] and f"`cheem evaluate {name} DATA` fills this in" in " ".join(tiles)
+    assert tiles[:3] == [
+        "–",
+        "not",
+        "measured:",
+    ] and f"`cheem evaluate {name} DATA` fills this in" in " ".join(tiles)
     first = next(row for row in page.text.split("\n") if row.startswith("T1 task") and "40" in row)
     assert "––" in first and "–0." in first  # found and given; routed, before the FLOPs
     assert "Not measured after the last task, and shown as –: T1 task" in page.text
     assert "no task's images were available when a later" in page.text
-    matrices = [chart["data"][0]["z"] for chart in page.charts if chart["data"][0]["type"] == "heatmap"]
+    matrices = [
+        chart["data"][0]["z"] for chart in page.charts if chart["data"][0]["type"] == "heatmap"
+    ]
     assert results["accuracy"][-1][:-1] == [None] * (num - 1) and any(
-        rows[-1][:-1] == [None] * (num - 1) and rows[-1][-1] is not None for rows in matrices if len(rows) == num
+        rows[-1][:-1] == [None] * (num - 1) and rows[-1][-1] is not None
+        for rows in matrices
+        if len(rows) == num
     )
 
 
@@ -113,7 +127,9 @@ def test_a_page_shows_what_was_evaluated_until_the_memory_changes(moment):
     memory = cheem_jax.open(directory)
     memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6, 0.1)])
     assert "(1 measured so far)" in parsed(directory).text
-    memory.keep_scores([Score("task1", 20, 0.25, 0.5, 0.5, 0.1), Score("task2", 30, 0.75, 1.0, 1.0, 0.1)])
+    memory.keep_scores(
+        [Score("task1", 20, 0.25, 0.5, 0.5, 0.1), Score("task2", 30, 0.75, 1.0, 1.0, 0.1)]
+    )
     told = parsed(directory).text
     assert "50.0" in told and "task-agnostic; cheem evaluate on 90 test images" in told
     assert "Measured by cheem evaluate" in told and "fills this in" not in told
@@ -121,7 +137,10 @@ def test_a_page_shows_what_was_evaluated_until_the_memory_changes(moment):
     assert "(0 measured so far)" in parsed(directory).text  # not as it is written
     memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6, 0.1)])
     memory.forget("task0")
-    assert not (directory / "evaluated.json").exists() and "(0 measured so far)" in parsed(directory).text
+    assert (
+        not (directory / "evaluated.json").exists()
+        and "(0 measured so far)" in parsed(directory).text
+    )
 
 
 def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(moment):
@@ -131,16 +150,30 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
     memory.keep_scores([Score("task0", 40, 0.1, 0.75, 0.3, 0.1)])
     text = parsed(directory).text
     assert "Not measured after the last task, and shown as –: T2 task1;" in text  # and no longer T1
-    memory.keep_scores([Score("task1", 20, 0.2, 0.5, 0.5, 0.1), Score("task2", 30, 0.75, 1.0, 1.0, 0.1)])
+    memory.keep_scores(
+        [Score("task1", 20, 0.2, 0.5, 0.5, 0.1), Score("task2", 30, 0.75, 1.0, 1.0, 0.1)]
+    )
     page = parsed(directory)
-    forgetting = 100 * sum(max(was - now, 0) for was, now in zip(learned, (0.1, 0.2), strict=False)) / 2
+    forgetting = (
+        100 * sum(max(was - now, 0) for was, now in zip(learned, (0.1, 0.2), strict=False)) / 2
+    )
     assert forgetting > 0
     tiles = page.text.split("Average accuracy", 1)[1].split("FLOPs per image")[0]
-    assert tiles.startswith("35.0 %") and "75.0 %" in tiles and f"Forgetting{forgetting:.1f} points" in tiles
-    assert "not measured" not in page.text.lower().split("gaps were")[0].split("empty on or below")[0]
+    assert (
+        tiles.startswith("35.0 %")
+        and "75.0 %" in tiles
+        and f"Forgetting{forgetting:.1f} points" in tiles
+    )
+    assert (
+        "not measured" not in page.text.lower().split("gaps were")[0].split("empty on or below")[0]
+    )
     assert f"CHEEM35.075.0{forgetting:.1f}" in page.text
     rows = [
-        next(row for row in page.text.split("\n") if row.startswith(f"T{i + 1} task{i}") and "40" in row)
+        next(
+            row
+            for row in page.text.split("\n")
+            if row.startswith(f"T{i + 1} task{i}") and "40" in row
+        )
         for i in range(3)
     ]
     # between them: the network and the frozen backbone on validation images
@@ -149,10 +182,13 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
     ):
         assert re.search(rf"{measured}(\d+\.\d){{2}}{right}", row)
     assert (
-        "The task ID is right for 60.0 % on average" in page.text and "does not tell where the rest went" in page.text
+        "The task ID is right for 60.0 % on average" in page.text
+        and "does not tell where the rest went" in page.text
     )
     told = watched(directory)
-    assert f"average accuracy 35.0 %, task ID given 75.0 %, forgetting {forgetting:.1f} points" in told
+    assert (
+        f"average accuracy 35.0 %, task ID given 75.0 %, forgetting {forgetting:.1f} points" in told
+    )
     assert "not measured" not in told
 
 
@@ -160,14 +196,22 @@ def test_a_memory_that_another_process_works_on_is_not_said_to_be_stopped(moment
     directory = moment("half")
     (directory / OWNER).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
     text = parsed(directory).text
-    assert f"Process {os.getpid()} on {socket.gethostname()} is learning 'task9' now" in text and "Stopped" not in text
+    assert (
+        f"Process {os.getpid()} on {socket.gethostname()} is learning 'task9' now" in text
+        and "Stopped" not in text
+    )
     (directory / "results.json").unlink()
     with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is learning 'task9' now"):
         page([directory], images=False)
 
 
 def test_tasks_forgotten_together_all_count():
-    config = {"format": "cheem_jax-memory/1", "num_learned": 3, "data_sha256": {"left": "0"}, "generation": 2}
+    config = {
+        "format": "cheem_jax-memory/1",
+        "num_learned": 3,
+        "data_sha256": {"left": "0"},
+        "generation": 2,
+    }
     assert num_forgotten(config) == 2
 
 
@@ -197,7 +241,10 @@ def test_what_was_measured_before_a_task_was_forgotten_is_told_to_be_older(momen
     results["routing"][-1] = [0.25, 0.25]  # the other half went to the task that is gone
     (directory / "results.json").write_text(json.dumps(results))
     text = parsed(directory).text
-    assert "images routed to it counted as wrong" in text and "the rest went to a task that is forgotten now" in text
+    assert (
+        "images routed to it counted as wrong" in text
+        and "the rest went to a task that is forgotten now" in text
+    )
     assert "the rest went to" not in parsed(moment("three")).text
     assert "forgotten: 1, to which images could still be sent" in watched(directory)
 
@@ -205,20 +252,31 @@ def test_what_was_measured_before_a_task_was_forgotten_is_told_to_be_older(momen
 def test_memories_stand_beside_each_other_on_a_page_and_in_no_table_of_runs(moment):
     one, other = moment("three"), moment("later")
     page = parsed(one, other)
-    assert "Memory three on" in page.text and "Memory later on" in page.text and "comparison" not in page.ids()
+    assert (
+        "Memory three on" in page.text
+        and "Memory later on" in page.text
+        and "comparison" not in page.ids()
+    )
     runs, left_out = finished.read([one.parent])
     assert runs == [] and {reason for _, reason in left_out} == {finished.MEMORY}
 
 
 def test_what_one_watches_of_a_memory(moment):
     empty = watched(moment("empty"))
-    assert "no task yet; `cheem learn" in empty and "0 tasks learned" in empty and "now" not in empty
+    assert (
+        "no task yet; `cheem learn" in empty and "0 tasks learned" in empty and "now" not in empty
+    )
     three = watched(moment("three"))
-    assert "at rest since" in three and "3 tasks learned" in three and "right after learning" in three
+    assert (
+        "at rest since" in three and "3 tasks learned" in three and "right after learning" in three
+    )
     assert "– not measured: their images were not available" in three and "nan" not in three
     assert next(row for row in three.split("\n") if "T1 task0" in row).split().count("–") == 3
     half = watched(moment("half"))
-    assert "stopped in the middle of 'task9'; the same `cheem learn` resumes it" in half and "2 tasks learned" in half
+    assert (
+        "stopped in the middle of 'task9'; the same `cheem learn` resumes it" in half
+        and "2 tasks learned" in half
+    )
     later = moment("later")
     diagonal = [row[index] for index, row in enumerate(results_in(later)["accuracy"])]
     told = f"3 tasks learned, right after learning {100 * sum(diagonal) / 3:.1f} %, mean of 3 tasks"
@@ -229,9 +287,14 @@ def test_event_files_hold_what_was_measured_and_no_average_that_was_not(moment, 
     directory = moment("three")
     write_tensorboard(Tensorboard((directory,)))
     file = directory / "tensorboard" / "cheem" / NAME
-    numbers, diagonal = numbers_in(file), [row[i] for i, row in enumerate(results_in(directory)["accuracy"])]
-    assert [numbers[f"accuracy/T{i + 1}_task{i}"] for i in range(3)] == [[(i + 1, diagonal[i])] for i in range(3)]
-    assert [step for step, _ in numbers["average/accuracy"]] == [1] and "average/forgetting" not in numbers
+    numbers = numbers_in(file)
+    diagonal = [row[i] for i, row in enumerate(results_in(directory)["accuracy"])]
+    assert [numbers[f"accuracy/T{i + 1}_task{i}"] for i in range(3)] == [
+        [(i + 1, diagonal[i])] for i in range(3)
+    ]
+    assert [step for step, _ in numbers["average/accuracy"]] == [
+        1
+    ] and "average/forgetting" not in numbers
     assert '"method": "cheem"' in texts_in(file)["config/text_summary", 0]
     empty = moment("empty")
     write_tensorboard(Tensorboard((empty,)))
@@ -241,19 +304,31 @@ def test_event_files_hold_what_was_measured_and_no_average_that_was_not(moment, 
 def test_the_written_report_and_its_figures_take_a_memory(moment):
     directory = moment("later")
     text = write_report(directory, results_in(directory)).read_text()
-    assert "| CHEEM | – | – | – |" in text and "–: not measured, of 2 tasks" in text and "nan" not in text
+    assert (
+        "| CHEEM | – | – | – |" in text
+        and "–: not measured, of 2 tasks" in text
+        and "nan" not in text
+    )
     assert len(list((directory / "figures").glob("*.png"))) == 2
 
 
 def test_the_page_counts_the_experts_that_are_there(moment):
     for name in ("forgot", "later"):
         directory = moment(name)
-        there = sum(expert["kind"] != "gone" for block in cheem_jax.open(directory).info()["pool"] for expert in block)
+        there = sum(
+            expert["kind"] != "gone"
+            for block in cheem_jax.open(directory).info()["pool"]
+            for expert in block
+        )
         assert f"own included: {there} in all" in parsed(directory).text
 
 
 def expert(origin: int | str, parent: int | None = None, kind: str = "") -> dict[str, Any]:
-    return {"origin": origin, "parent": parent, "kind": kind or ("full" if parent is None else "adapted")}
+    return {
+        "origin": origin,
+        "parent": parent,
+        "kind": kind or ("full" if parent is None else "adapted"),
+    }
 
 
 def test_an_expert_of_a_forgotten_task_counts_from_the_start_and_is_named():
@@ -281,7 +356,11 @@ def test_an_expert_of_a_forgotten_task_counts_from_the_start_and_is_named():
         ["skip", "†+Δ", "base", "skip"],
         ["†", "skip", "skip", "new"],
     ]
-    assert "†: from a forgotten task" in drawn.caption and drawn.pool[1] == [(-1, -1), (-2, -1), (0, 1)]
+    assert "†: from a forgotten task" in drawn.caption and drawn.pool[1] == [
+        (-1, -1),
+        (-2, -1),
+        (0, 1),
+    ]
     chart = pool_growth(results)
     assert chart.variants[""]["data"][0]["z"] == [[2, 2, 2], [2, 3, 3], [1, 1, 1], [1, 1, 2]]
     assert "8 in all after the last task. 2 of them remain from forgotten tasks" in chart.caption

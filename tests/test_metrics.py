@@ -1,4 +1,5 @@
-"""The metrics against matrices worked by hand; `experiments/studies/paper/test_tables.py` has the paper's own rows."""
+"""The metrics against matrices worked by hand; `experiments/studies/paper/test_tables.py` has the
+paper's own rows."""
 
 import numpy as np
 import pytest
@@ -21,8 +22,13 @@ def test_the_temperature_is_the_one_by_which_labels_were_sampled():
 
 
 def test_the_calibration_error_weighs_each_bins_gap_by_its_images():
-    confidence, right = np.array([0.95, 0.95, 0.65, 0.65, 1.0]), np.array([True, True, True, False, True])
-    np.testing.assert_allclose(metrics.calibration_error(confidence, right), (2 * 0.05 + 2 * 0.15 + 0) / 5)
+    confidence, right = (
+        np.array([0.95, 0.95, 0.65, 0.65, 1.0]),
+        np.array([True, True, True, False, True]),
+    )
+    np.testing.assert_allclose(
+        metrics.calibration_error(confidence, right), (2 * 0.05 + 2 * 0.15 + 0) / 5
+    )
 
 
 def test_fom_is_undefined_where_a_method_reaches_the_bound():
@@ -56,7 +62,7 @@ def test_missing_measurements_are_refused_by_name():
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(0, 2**31))
-def test_without_change_after_learning_there_is_no_forgetting_and_the_diagonal_averages_to_the_accuracy(
+def test_without_change_after_learning_there_is_no_forgetting_and_the_diagonal_is_the_accuracy(
     num_tasks, seed
 ):
     just = np.random.default_rng(seed).uniform(size=num_tasks)

@@ -1,4 +1,5 @@
-"""MoAL: the analytic head is exact, adapters follow their average, and rumination shifts what it should."""
+"""MoAL: the analytic head is exact, adapters follow their average, and rumination shifts what it
+should."""
 
 import dataclasses
 import functools
@@ -34,9 +35,14 @@ from cheem_jax.data.task import Split, Task
 from cheem_jax.run.method import Undisturbed
 
 CONFIG = MoalConfig(
-    bottleneck=3, scale=1.0, hidden=40, ema=0.6, analytic_batch=16, fit=FitConfig(epochs=2, learning_rate=1e-2),
+    bottleneck=3,
+    scale=1.0,
+    hidden=40,
+    ema=0.6,
+    analytic_batch=16,
+    fit=FitConfig(epochs=2, learning_rate=1e-2),
     batch_size=16,
-)  # fmt: skip
+)
 
 
 @functools.cache
@@ -71,10 +77,12 @@ def test_moal_learns_saves_opens_and_answers_per_image(tmp_path):
 @pytest.mark.parametrize("sizes", [(30, 70), (1, 5, 94), (100,)])
 def test_recursive_least_squares_is_the_ridge_regression_on_all_images(sizes):
     rng = np.random.default_rng(0)
-    x, y = np.maximum(rng.normal(size=(150, 60)), 0), one_hot(rng.integers(0, 5, 150), 5)
+    x = np.maximum(rng.normal(size=(150, 60)), 0)
+    y = one_hot(rng.integers(0, 5, 150), 5)
     inverse, penalty = ridge_inverse(x[:50].T @ x[:50], 0.1)
     assert penalty == 0.1
-    analytic, begin = Analytic(inverse, inverse @ x[:50].T @ y[:50]), 50
+    analytic = Analytic(inverse, inverse @ x[:50].T @ y[:50])
+    begin = 50
     for size in sizes:
         least_squares(analytic, x[begin : begin + size], y[begin : begin + size])
         begin += size
@@ -94,7 +102,12 @@ def test_without_factor_and_rumination_two_tasks_give_the_ridge_regression_on_bo
     first = moal.known.adapters
     moal.learn(tasks[1], Undisturbed())
     chex.assert_trees_all_equal(moal.known.adapters, first)
-    x = np.concatenate([lift(moal.features_with(first, task.train.images), moal.known.projection) for task in tasks])
+    x = np.concatenate(
+        [
+            lift(moal.features_with(first, task.train.images), moal.known.projection)
+            for task in tasks
+        ]
+    )
     y = one_hot(np.concatenate([tasks[0].train.labels, 3 + tasks[1].train.labels]), 7)
     closed = np.linalg.solve(x.T @ x + report["ridge"] * np.eye(40), x.T @ y)
     np.testing.assert_allclose(moal.known.analytic.weight, closed, atol=1e-8)
@@ -115,9 +128,13 @@ def test_the_penalty_is_the_best_on_held_out_images():
     truth = rng.normal(size=(20, 3))
     x, noisy = rng.normal(size=(200, 20)), rng.normal(size=(200, 3))
     held = rng.normal(size=(50, 20))
-    exact = best_ridge(*second_moments(iter([(x[:100], x[:100] @ truth), (x[100:], x[100:] @ truth)])),
-                       lambda: iter([(held, held @ truth)]))  # fmt: skip
-    nothing = best_ridge(*second_moments(iter([(x, noisy)])), lambda: iter([(held, np.zeros((50, 3)))]))
+    exact = best_ridge(
+        *second_moments(iter([(x[:100], x[:100] @ truth), (x[100:], x[100:] @ truth)])),
+        lambda: iter([(held, held @ truth)]),
+    )
+    nothing = best_ridge(
+        *second_moments(iter([(x, noisy)])), lambda: iter([(held, np.zeros((50, 3)))])
+    )
     assert exact == 1e-8 and nothing == 1e8
 
 
@@ -130,7 +147,8 @@ def test_a_penalty_too_small_for_float64_grows_until_it_is_not():
 @pytest.mark.full
 def test_adapters_follow_their_average_by_epochs_from_the_second_task_on():
     tasks = small.stream(2).tasks
-    moal, ends = fresh(begun()), []
+    moal = fresh(begun())
+    ends = []
 
     def average(old, new):
         ends.append((old, jax.tree.map(np.asarray, new)))
@@ -177,24 +195,28 @@ def test_rumination_learns_again_what_the_head_gets_wrong_and_nothing_else():
     chance = np.random.default_rng(0).permutation(tasks[1].train.labels)
     tasks[1] = dataclasses.replace(tasks[1], train=Split(tasks[1].train.images, chance))
     first = learned(fresh(begun()), tasks[:1])
-    with_it, without = fresh(begun()), moal_with(ruminate=False)
+    with_it = fresh(begun())
+    without = moal_with(ruminate=False)
     with_it.known, without.known = first.known, first.known
     for moal in (with_it, without):
         moal.classes.add(tasks[0].name, tasks[0].classes)
     report = with_it.learn(tasks[1], Undisturbed())
     assert without.learn(tasks[1], Undisturbed())["ruminated"] == 0
     # once more by hand, from where plain least squares ends
-    known, labels = with_it.known, 3 + tasks[1].train.labels
+    known = with_it.known
+    labels = 3 + tasks[1].train.labels
     analytic = Analytic(*(part.copy() for part in without.known.analytic))
     features = with_it.features_with(known.adapters, tasks[1].train.images)
     examples = [(feature, int(c)) for feature, c in zip(features, labels, strict=True)]
     for c, new in enumerate(nearest_new(known.means, 3)):
         examples += [(f - known.means[new] + known.means[c], c) for f in features[labels == new]]
     assert report["ruminated"] == len(examples) and 0 < report["ruminated_wrong"] < len(examples)
-    order, wrong = order_at(with_it.keys.at(1, Phase.ALIGNMENT_ORDER, 1), len(examples)), 0
+    order = order_at(with_it.keys.at(1, Phase.ALIGNMENT_ORDER, 1), len(examples))
+    wrong = 0
     for begin in range(0, len(order), 16):
         chunk = [examples[i] for i in order[begin : begin + 16]]
-        x, y = lift(np.stack([f for f, _ in chunk]), known.projection), np.array([c for _, c in chunk])
+        x = lift(np.stack([f for f, _ in chunk]), known.projection)
+        y = np.array([c for _, c in chunk])
         missed = (x @ analytic.weight).argmax(axis=1) != y
         least_squares(analytic, x[missed], one_hot(y[missed], 7))
         wrong += missed.sum()
@@ -210,10 +232,17 @@ def test_new_columns_of_the_auxiliary_head_begin_small_or_at_zero():
         moal.config = dataclasses.replace(CONFIG, aux_init=kind)
         weight = np.asarray(moal.start(small.task("next", 1, num_classes=4))[1])
         np.testing.assert_array_equal(weight[:, :3], old)
-        assert np.abs(weight[:, 3:7]).max() == 0 if kind == "zeros" else np.abs(weight[:, 3:7]).mean() > least
+        assert (
+            np.abs(weight[:, 3:7]).max() == 0
+            if kind == "zeros"
+            else np.abs(weight[:, 3:7]).mean() > least
+        )
     moal.config = dataclasses.replace(CONFIG, aux_init="zeros")
     report = moal.learn(small.stream(2).tasks[1], Undisturbed())
-    assert np.isfinite(report["losses"]).all() and np.isfinite(np.asarray(moal.known.adapters.up)).all()
+    assert (
+        np.isfinite(report["losses"]).all()
+        and np.isfinite(np.asarray(moal.known.adapters.up)).all()
+    )
 
 
 @pytest.mark.full
@@ -230,18 +259,27 @@ def test_classes_of_one_image_are_learned():
 def test_costs_are_those_of_one_forward_pass():
     moal = fresh(begun())
     reports = [moal.learn(task, Undisturbed()) for task in small.stream(2).tasks]
-    vit, own = moal.executor.config, adapter_params(moal.executor.config, 3)
+    vit = moal.executor.config
+    own = adapter_params(moal.executor.config, 3)
     adapters, head = 4 * 5 * 2 * 2 * 16 * 3, 2 * 40 * (16 + 7)
     assert reports[1]["flops_method"] == flops.backbone_flops(vit)
-    assert reports[1]["flops_explicit"] == flops.backbone_flops(vit, count_attention=True) + adapters + head
-    assert reports[1]["flops_executed"] == flops.executed_backbone_flops(vit) + adapters * 16 // 20 + head
+    assert (
+        reports[1]["flops_explicit"]
+        == flops.backbone_flops(vit, count_attention=True) + adapters + head
+    )
+    assert (
+        reports[1]["flops_executed"]
+        == flops.executed_backbone_flops(vit) + adapters * 16 // 20 + head
+    )
     kept = own + 1 + 16 * 7 + moal.known.means.size + sum(part.size for part in moal.known.analytic)
     assert sum(report["params_stored"] for report in reports) == kept + moal.known.projection.size
     assert [report["params_added_percent"] > 0 for report in reports] == [True, False]
     # the table's row is the plain pass; the adapters it leaves out would make it 34.2
     base = config_of("vit_base")
     assert flops.backbone_flops(base) / 1e9 == pytest.approx(33.7, abs=0.05)
-    assert (flops.backbone_flops(base) + flops.adapter_flops(base, 64)) / 1e9 == pytest.approx(34.16, abs=0.05)
+    assert (flops.backbone_flops(base) + flops.adapter_flops(base, 64)) / 1e9 == pytest.approx(
+        34.16, abs=0.05
+    )
     assert flops.backbone_flops(config_of("deit_tiny")) / 1e9 == pytest.approx(2.2, abs=0.06)
 
 

@@ -1,4 +1,5 @@
-"""MoE-Adapters: two experts per image, chosen by its task's router; frozen ones keep their bytes."""
+"""MoE-Adapters: two experts per image, chosen by its task's router; frozen ones keep their
+bytes."""
 
 import dataclasses
 
@@ -44,7 +45,8 @@ CONFIG = MoeAdaptersConfig(
 
 @pytest.fixture(scope="module")
 def begun() -> MoeAdapters:
-    """Before its first task; each test goes on with one made `anew`, which shares the compiled programs."""
+    """Before its first task; each test goes on with one made `anew`, which shares the compiled
+    programs."""
     return learner(MoeAdapters, CONFIG, num_tasks=3)
 
 
@@ -61,7 +63,9 @@ def parts(moe: MoeAdapters) -> list[np.ndarray]:
 
 def random_experts(seed: int = 0, experts: int = 6) -> Bottleneck:
     """Experts of which every part counts."""
-    shapes = init_experts(jax.random.key(0), small.CONFIG, dataclasses.replace(CONFIG, experts=experts))
+    shapes = init_experts(
+        jax.random.key(0), small.CONFIG, dataclasses.replace(CONFIG, experts=experts)
+    )
     rng = np.random.default_rng(seed)
     return Bottleneck(*(jnp.asarray(rng.normal(0, 1, leaf.shape), jnp.float32) for leaf in shapes))
 
@@ -70,7 +74,10 @@ def random_experts(seed: int = 0, experts: int = 6) -> Bottleneck:
 def test_moe_adapters_learn_save_open_and_answer_per_image(begun, tmp_path):
     method = check_method(begun, tmp_path)
     tasks = small.stream(3).tasks
-    told = [np.mean(method.answers(i, task).given_task == task.test.labels) for i, task in enumerate(tasks)]
+    told = [
+        np.mean(method.answers(i, task).given_task == task.test.labels)
+        for i, task in enumerate(tasks)
+    ]
     named = [np.mean(method.answers(i, task).chosen_task == i) for i, task in enumerate(tasks)]
     assert min(told) > 0.6 and np.mean(named) > 0.6
 
@@ -84,7 +91,9 @@ def test_so_do_they_with_another_encoder_when_experts_run_out(tmp_path):
 
 @pytest.mark.full
 def test_a_task_stopped_at_its_auto_encoder_ends_as_an_unbroken_one(begun):
-    task, whole, watched = small.task("colours", 0), anew(begun), Watched(2 * 3 + 3 + 5)
+    task = small.task("colours", 0)
+    whole = anew(begun)
+    watched = Watched(2 * 3 + 3 + 5)
     whole.learn(task, Undisturbed())
     halted = anew(begun)
     with pytest.raises(Interrupted):
@@ -105,13 +114,16 @@ def test_zero_routers_give_two_gates_of_a_half():
 
 @pytest.mark.full
 def test_training_noise_chooses_other_experts_per_image_and_only_there():
-    token, routers = jax.random.normal(jax.random.key(0), (200, 16)), jnp.zeros((1, 16, 6))
-    tasks, drawn = jnp.zeros(200, jnp.int32), sample(jax.random.key(1), jnp.zeros((1, 16, 6)), 200, 5, CONFIG)
+    token = jax.random.normal(jax.random.key(0), (200, 16))
+    routers = jnp.zeros((1, 16, 6))
+    tasks = jnp.zeros(200, jnp.int32)
+    drawn = sample(jax.random.key(1), jnp.zeros((1, 16, 6)), 200, 5, CONFIG)
     gates = gate(routers, token, tasks, jax.tree.map(lambda leaf: leaf[0], drawn))
     counts = np.bincount(np.asarray(gates.chosen).ravel(), minlength=6)
     assert counts.min() > 40  # 66.7 of 200 each by chance
     np.testing.assert_allclose(gates.weights.sum(axis=1), 1.0, rtol=1e-6)
-    # softplus(0) + 0.01 is the deviation: the larger weight is the logistic of a difference of such noise
+    # softplus(0) + 0.01 is the deviation: the larger weight is the logistic of a difference of such
+    # noise
     difference = np.log(gates.weights[:, 0] / gates.weights[:, 1])
     draws = np.sort(0.7031 * np.random.default_rng(0).normal(size=(20_000, 6)), axis=1)
     np.testing.assert_allclose(difference.mean(), (draws[:, -1] - draws[:, -2]).mean(), rtol=0.2)
@@ -119,15 +131,21 @@ def test_training_noise_chooses_other_experts_per_image_and_only_there():
 
 @pytest.mark.full
 def test_experts_add_nothing_before_they_have_learned(begun):
-    moe, images = anew(begun), small.task("colours", 0).test.images
+    moe = anew(begun)
+    images = small.task("colours", 0).test.images
     experts = init_experts(jax.random.key(0), small.CONFIG, CONFIG)
-    found, _ = moe._over(experts, np.ones((1, 4, 16, 6), np.float32), images, np.zeros(20, np.int32))
+    found, _ = moe._over(
+        experts, np.ones((1, 4, 16, 6), np.float32), images, np.zeros(20, np.int32)
+    )
     np.testing.assert_allclose(found, moe.router_features.compute(images), rtol=0, atol=1e-5)
 
 
 def plain_norm(x, layer, epsilon=1e-6):
-    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-    return (x - mean) / np.sqrt(variance + epsilon) * np.asarray(layer.scale[...]) + np.asarray(layer.bias[...])
+    mean = x.mean(-1, keepdims=True)
+    variance = x.var(-1, keepdims=True)
+    return (x - mean) / np.sqrt(variance + epsilon) * np.asarray(layer.scale[...]) + np.asarray(
+        layer.bias[...]
+    )
 
 
 def plain_linear(x, layer):
@@ -157,9 +175,12 @@ def plain_block(block, x, experts, router):
 
 @pytest.mark.full
 def test_every_image_runs_the_two_experts_of_its_own_task_as_numpy_does(begun):
-    moe, vit, experts = anew(begun), small.backbone(), random_experts()
+    moe = anew(begun)
+    vit = small.backbone()
+    experts = random_experts()
     routers = np.random.default_rng(1).normal(0, 1, (4, 4, 16, 6)).astype(np.float32)
-    images, tasks = small.task("colours", 0).test.images[:3], np.array([2, 0, 1], np.int32)
+    images = small.task("colours", 0).test.images[:3]
+    tasks = np.array([2, 0, 1], np.int32)
     found, chosen = moe._over(experts, routers, images, tasks)
     host = [np.asarray(leaf, np.float64) for leaf in experts]
     for image, task in enumerate(tasks):
@@ -168,7 +189,9 @@ def test_every_image_runs_the_two_experts_of_its_own_task_as_numpy_does(begun):
             x, picked = plain_block(block, x, [leaf[index] for leaf in host], routers[task, index])
             np.testing.assert_array_equal(chosen[image, index], picked)
         expected = plain_norm(x[0], vit.norm)
-        np.testing.assert_allclose(found[image], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            found[image], expected, rtol=0, atol=1e-4 * np.abs(expected).max()
+        )
     assert len(set(map(bytes, chosen))) == 3
 
 
@@ -187,7 +210,12 @@ def test_dropout_leaves_hidden_values_out_and_scales_the_others():
     values, counts = np.unique(mixed(experts, gates, z, kept[0], dropout=0.5), return_counts=True)
     np.testing.assert_allclose(values, [0, 1, 2])
     np.testing.assert_allclose(counts / 600, [0.25, 0.5, 0.25], atol=0.08)
-    assert sample(jax.random.key(0), jnp.zeros((1, 4, 6)), 3, 50, dataclasses.replace(config, dropout=0.0)).kept is None
+    assert (
+        sample(
+            jax.random.key(0), jnp.zeros((1, 4, 6)), 3, 50, dataclasses.replace(config, dropout=0.0)
+        ).kept
+        is None
+    )
 
 
 def test_the_most_used_experts_of_each_block_are_frozen():
@@ -204,7 +232,8 @@ def test_the_most_used_experts_of_each_block_are_frozen():
 def test_frozen_experts_keep_their_bytes_while_others_learn(begun):
     moe = anew(begun)
     first = moe.learn(small.task("one", 1), Undisturbed())
-    frozen, before = moe.known.frozen, parts(moe)
+    frozen = moe.known.frozen
+    before = parts(moe)
     assert first["experts_free"] == [6] * 4
     assert [np.flatnonzero(row).tolist() for row in frozen] == first["experts_frozen"]
     np.testing.assert_array_equal(frozen.sum(axis=1), 2)
@@ -235,11 +264,14 @@ def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn
 
 @pytest.mark.full
 def test_what_later_tasks_change_is_what_earlier_ones_share(begun):
-    moe, one = anew(begun), small.task("one", 1)
+    moe = anew(begun)
+    one = small.task("one", 1)
     moe.learn(one, Undisturbed())
     kept = jax.tree.map(np.copy, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder))
     moe.learn(small.task("two", 2), Undisturbed())
-    chex.assert_trees_all_equal(kept, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder))
+    chex.assert_trees_all_equal(
+        kept, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder)
+    )
 
 
 @pytest.mark.full
@@ -257,7 +289,8 @@ def test_a_fourth_task_compiles_nothing_anew(begun, compilations):
 @pytest.mark.full
 @pytest.mark.parametrize("smoothing", [0.0, pytest.param(0.2, marks=pytest.mark.full)])
 def test_the_loss_is_optaxs_over_the_tasks_own_classes(smoothing):
-    logits, labels = jax.random.normal(jax.random.key(0), (5, 4)), jnp.array([0, 1, 2, 1, 0])
+    logits = jax.random.normal(jax.random.key(0), (5, 4))
+    labels = jnp.array([0, 1, 2, 1, 0])
     weights = jnp.array([0.25, 0.25, 0.25, 0.25, 0.0])
     targets = optax.smooth_labels(jax.nn.one_hot(labels, 3), smoothing)
     expected = (optax.softmax_cross_entropy(logits[:, :3], targets) * weights).sum()
@@ -281,11 +314,15 @@ def conv5() -> Encoder:
 def test_the_papers_flops_are_twelve_auto_encoders_and_two_experts_of_rank_8(
     conv5, name, width, with_adapters, without, paper
 ):
-    # eleven tasks and the official reference auto-encoder; the paper's 35.4 leaves no room for experts of rank 64
-    vit, config = config_of(name), MoeAdaptersConfig()
+    # eleven tasks and the official reference auto-encoder; the paper's 35.4 leaves no room for
+    # experts of rank 64
+    vit = config_of(name)
+    config = MoeAdaptersConfig()
     costs = moe_costs(vit, conv5, config, 12)
     found = costs["flops_method"]
-    assert found - moe_costs(vit, conv5, config, 11)["flops_method"] == 17_305_600  # one auto-encoder
+    assert (
+        found - moe_costs(vit, conv5, config, 11)["flops_method"] == 17_305_600
+    )  # one auto-encoder
     assert round(found / 1e9, 2) == with_adapters
     assert abs(found / 1e9 - paper) < 0.08
     adapters = 2 * 197 * 12 * 2 * width * 2 * 8
@@ -300,16 +337,21 @@ def test_the_papers_flops_are_twelve_auto_encoders_and_two_experts_of_rank_8(
 def test_a_report_counts_the_auto_encoders_of_the_whole_stream(begun):
     moe = anew(begun)
     first, second = (moe.learn(small.task(f"task{i}", i), Undisturbed()) for i in range(2))
-    vit, encoder = small.CONFIG, moe.encoder
+    vit = small.CONFIG
+    encoder = moe.encoder
     wanted = moe_costs(vit, encoder, CONFIG, 3)["flops_method"]
     assert first["flops_method"] == second["flops_method"] == wanted
-    # two passes (the encoder is the backbone), 3 auto-encoders 16-6-16, experts of rank 4 in all at 3 x 5 + 1 tokens
-    # of 16 values, the logits of 4 routers (3 padded) of 6 experts in 4 blocks, and a head of 3 classes
+    # two passes (the encoder is the backbone), 3 auto-encoders 16-6-16, experts of rank 4 in all at
+    # 3 x 5 + 1 tokens of 16 values, the logits of 4 routers (3 padded) of 6 experts in 4 blocks,
+    # and a head of 3 classes
     own = 3 * 4 * 16 * 6 + 16 * 4 * 16 * 4 + 4 * 4 * 2 * 16 * 6 + 2 * 16 * 3
     assert first["flops_executed"] == 2 * encoder.executed_flops() + own
     experts, router = 4 * 6 * (2 * 2 * 16 + 2 + 16), 4 * 16 * 6
     rest = 17 * 3 + 2 * 16 * 6 + 6 + 16
-    assert first["params_stored"] == experts + router + rest and second["params_stored"] == router + rest
+    assert (
+        first["params_stored"] == experts + router + rest
+        and second["params_stored"] == router + rest
+    )
     assert first["params_learned"] == experts + 2 * router + rest
     assert second["params_learned"] == experts * 2 // 3 + 2 * router + rest
 
@@ -319,8 +361,8 @@ def test_the_stream_is_looked_at_before_it_is_learned(begun, conv5):
     assert anew(begun).check(tasks) == []
     (said,) = learner(MoeAdapters, dataclasses.replace(CONFIG, experts=4)).check(tasks)
     assert (
-        "2 of 4 experts per block may be frozen after each task, so from task 3 of 3 on fewer than 2 may be left"
-        in said
+        "2 of 4 experts per block may be frozen after each task, so from task 3 of 3 on fewer than"
+        " 2 may be left" in said
     )
     assert learner(MoeAdapters, dataclasses.replace(CONFIG, experts=2, freeze=0)).check(tasks) == []
     moe = learner(MoeAdapters, MoeAdaptersConfig(), router_features=FrozenFeatures(conv5, 16))

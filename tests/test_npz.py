@@ -40,10 +40,22 @@ def test_arrays_come_back_as_they_were_saved(tmp_path):
 @pytest.mark.parametrize(
     ("header", "told"),
     [
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }", "by its header, but has 8 bytes"),
-        ("{'descr': '|V0', 'fortran_order': False, 'shape': (1000000000000,), }", "must contain plain numbers or text"),
-        ("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", "must contain plain numbers or text"),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (-2,), }", "must contain plain numbers or text"),
+        (
+            "{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }",
+            "by its header, but has 8 bytes",
+        ),
+        (
+            "{'descr': '|V0', 'fortran_order': False, 'shape': (1000000000000,), }",
+            "must contain plain numbers or text",
+        ),
+        (
+            "{'descr': '|O', 'fortran_order': False, 'shape': (1,), }",
+            "must contain plain numbers or text",
+        ),
+        (
+            "{'descr': '<f4', 'fortran_order': False, 'shape': (-2,), }",
+            "must contain plain numbers or text",
+        ),
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (2,", "not a readable npz"),
         ("[" * 3000, "not a readable npz"),
         ("__import__('os').abort()", "not a readable npz"),
@@ -51,7 +63,9 @@ def test_arrays_come_back_as_they_were_saved(tmp_path):
 )
 def test_a_header_is_not_believed(tmp_path, header, told):
     file = write(tmp_path / "x.npz", {"w.npy": npy(header, bytes(8))})
-    with pytest.raises(ValueError, match=f"x.npz is not a readable npz file .*{told}|x.npz is {told}"):
+    with pytest.raises(
+        ValueError, match=f"x.npz is not a readable npz file .*{told}|x.npz is {told}"
+    ):
         read_npz(file)
 
 

@@ -3,12 +3,24 @@
 import jax
 import numpy as np
 
-from cheem_jax.core.ops import Adapt, Expert, LowRank, New, Reuse, apply_op, init_low_rank, init_new, merge
+from cheem_jax.core.ops import (
+    Adapt,
+    Expert,
+    LowRank,
+    New,
+    Reuse,
+    apply_op,
+    init_low_rank,
+    init_new,
+    merge,
+)
 
 
 def expert_of(key, num_inputs=12, width=4):
     weight_key, bias_key = jax.random.split(key)
-    return Expert(jax.random.normal(weight_key, (num_inputs, width)), jax.random.normal(bias_key, (width,)))
+    return Expert(
+        jax.random.normal(weight_key, (num_inputs, width)), jax.random.normal(bias_key, (width,))
+    )
 
 
 def test_adapt_begins_as_reuse_exactly():
@@ -33,7 +45,9 @@ def test_new_begins_as_asked():
     base_key, key = jax.random.split(jax.random.key(2))
     base = expert_of(base_key, 200, 50)
     random = init_new(key, base)
-    assert abs(np.std(random.weight) - 0.02 * 0.88) < 0.001  # a normal cut at 2 sigma keeps 88 % of its deviation
+    assert (
+        abs(np.std(random.weight) - 0.02 * 0.88) < 0.001
+    )  # a normal cut at 2 sigma keeps 88 % of its deviation
     assert np.abs(random.weight).max() <= 0.04 and not random.bias.any()
     np.testing.assert_array_equal(init_new(jax.random.key(3), base, how="copy").weight, base.weight)
     assert not init_new(jax.random.key(4), base, how="zero").weight.any()

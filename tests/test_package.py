@@ -39,7 +39,7 @@ config = dataclasses.replace(
 )
 stream = Stream("two", demo_stream(num_train=64, num_val=32, num_test=32).tasks[:2])
 run_stream(stream, load_pretrained("vit_micro"), RunConfig(config, "small"), Path("run"), Progress())
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -48,7 +48,9 @@ def test_a_wheel_in_an_empty_environment_learns_with_the_bundled_weights(tmp_pat
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*command: str | Path) -> str:
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 

@@ -1,4 +1,5 @@
-"""Paths as people type them: every command and public function takes each spelling of a place for the same place."""
+"""Paths as people type them: every command and public function takes each spelling of a place for
+the same place."""
 
 import dataclasses
 import json
@@ -59,7 +60,8 @@ def one_executor():
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """`here` is where commands are typed; beside it are images, in folders with blanks and umlauts."""
+    """`here` is where commands are typed; beside it are images, in folders with blanks and
+    umlauts."""
     root = tmp_path_factory.mktemp("root")
     (root / "here").mkdir()
     (root / ELSEWHERE / "sub").mkdir(parents=True)
@@ -77,7 +79,9 @@ def mine(root):
         patched.chdir(root / "here")
         words = ["--backbone", "vit_micro", "--preset", "demo"]
         patched.setattr(
-            sys, "argv", ["cheem", "learn", f"../{ELSEWHERE}/mine", f"../{ELSEWHERE}/photos/{FIRST}", *words]
+            sys,
+            "argv",
+            ["cheem", "learn", f"../{ELSEWHERE}/mine", f"../{ELSEWHERE}/photos/{FIRST}", *words],
         )
         main()
     return root / ELSEWHERE / "mine"
@@ -98,20 +102,33 @@ def spelled(request, here):
 
 def test_the_spellings_mean_one_place(root, spelled):
     place = absolute(spelled(f"{ELSEWHERE}/photos"))
-    assert place.is_absolute() and ".." not in place.parts and os.path.samefile(place, root / ELSEWHERE / "photos")
+    assert (
+        place.is_absolute()
+        and ".." not in place.parts
+        and os.path.samefile(place, root / ELSEWHERE / "photos")
+    )
 
 
-@given(st.lists(st.sampled_from(["a", "..", ".", "", "b c", "ü"]), min_size=1, max_size=6).map("/".join))
+@given(
+    st.lists(st.sampled_from(["a", "..", ".", "", "b c", "ü"]), min_size=1, max_size=6).map(
+        "/".join
+    )
+)
 def test_a_path_is_absolute_and_normal_and_stays_so(text):
     found = absolute(f"./{text}")
     assert found.is_absolute() and not {".", ".."} & set(found.parts)
     assert absolute(found) == found == absolute(os.path.join(found, "."))
 
 
-@pytest.mark.parametrize("url", ["gs://b/x", "s3:/b/x", "HDFS://b/x", "https://a.org/x.png", "abfs://c@a.b/x"])
+@pytest.mark.parametrize(
+    "url", ["gs://b/x", "s3:/b/x", "HDFS://b/x", "https://a.org/x.png", "abfs://c@a.b/x"]
+)
 def test_a_url_is_refused_with_the_way_out(here, url):
     for one in (url, Path(url)):
-        with pytest.raises(ValueError, match=r"is a URL, expected a file or folder of this machine; give a local one"):
+        with pytest.raises(
+            ValueError,
+            match=r"is a URL, expected a file or folder of this machine; give a local one",
+        ):
             absolute(one)
     with pytest.raises(ValueError, match="is a URL"):
         with_absolute_paths(ImagesConfig(cache_dir=Path(url)))
@@ -132,12 +149,16 @@ def test_urls_of_files_and_of_the_hub_are_told_how_to_be_written(here):
 @pytest.mark.parametrize(
     "words",
     [
-        ["learn", "gs://b/mem", "photos"], ["learn", "mem", "s3://b/photos"], ["predict", "gs://b/mem", "x.png"],
-        ["learn", "mem", "photos", "--images.cache-dir", "gs://b/c"], ["pull", "a/b", "gs://b/mem"],
-        ["convert", "--backbone", "vit_micro", "--output", "gs://b/w.safetensors"], ["demo", "--run-dir", "gs://b/r"],
+        ["learn", "gs://b/mem", "photos"],
+        ["learn", "mem", "s3://b/photos"],
+        ["predict", "gs://b/mem", "x.png"],
+        ["learn", "mem", "photos", "--images.cache-dir", "gs://b/c"],
+        ["pull", "a/b", "gs://b/mem"],
+        ["convert", "--backbone", "vit_micro", "--output", "gs://b/w.safetensors"],
+        ["demo", "--run-dir", "gs://b/r"],
     ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_commands_refuse_urls_before_anything_is_made(capsys, here, words):
     before = sorted(here.rglob("*"))
     status, out, err = cheem(capsys, *words)
@@ -146,21 +167,29 @@ def test_commands_refuse_urls_before_anything_is_made(capsys, here, words):
 
 
 def test_without_a_home_folder_nothing_is_called_tilde(here, monkeypatch):
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as Python answers where it finds no home
+    monkeypatch.setattr(
+        os.path, "expanduser", lambda path: path
+    )  # as Python answers where it finds no home
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     for one in ("~", "~/x", Path("~/x")):
-        with pytest.raises(ValueError, match="the home folder is unknown.*; set HOME, or give the full path"):
+        with pytest.raises(
+            ValueError, match="the home folder is unknown.*; set HOME, or give the full path"
+        ):
             absolute(one)
     assert absolute("~$draft.png") == here / "~$draft.png"
     with pytest.raises(ValueError, match="home folder is unknown"):
         default_directory()
-    assert cache_dir_of("photos", None) is None  # so that small images, which are never cached, are read all the same
+    assert (
+        cache_dir_of("photos", None) is None
+    )  # so that small images, which are never cached, are read all the same
     import jax
 
     before = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        with pytest.raises(NotKept, match="home folder is unknown.*JAX_ENABLE_COMPILATION_CACHE=false"):
+        with pytest.raises(
+            NotKept, match="home folder is unknown.*JAX_ENABLE_COMPILATION_CACHE=false"
+        ):
             keep_programs()
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
@@ -205,12 +234,16 @@ MAINS = (
     ids=lambda kind: kind.__name__,
 )
 def test_every_path_on_a_command_line_becomes_absolute(here, settings):
-    hints, words, wanted = typing.get_type_hints(settings, include_extras=True), [], {}
+    hints = typing.get_type_hints(settings, include_extras=True)
+    words = []
+    wanted = {}
     for field in dataclasses.fields(settings):
         text = str(hints[field.name])
         if "Path" in text:
             is_positional = "Positional" in text
-            words += ["../a b/"] if is_positional else [f"--{field.name.replace('_', '-')}", "../a b/"]
+            words += (
+                ["../a b/"] if is_positional else [f"--{field.name.replace('_', '-')}", "../a b/"]
+            )
             wanted[field.name] = here.parent / "a b"
         elif field.default is field.default_factory is dataclasses.MISSING:
             words += (
@@ -224,7 +257,9 @@ def test_every_path_on_a_command_line_becomes_absolute(here, settings):
 
 
 def test_mtil_has_absolute_paths(here):
-    found = mtil.read_arguments(["--run-dir", "../r 1", "--weights", "~/w", "--images.cache-dir", "./c"])
+    found = mtil.read_arguments(
+        ["--run-dir", "../r 1", "--weights", "~/w", "--images.cache-dir", "./c"]
+    )
     assert (found.run_dir, found.weights, found.images.cache_dir) == (
         here.parent / "r 1",
         here.parent / "w",
@@ -245,7 +280,13 @@ def test_commands_that_look_at_a_memory(capsys, root, mine, spelled, tmp_path):
         ["watch", memory, "--once"],
         ["tensorboard", memory],
         ["data", "verify", photos],
-        ["export", memory, spelled(f"{os.path.basename(tmp_path)}.safetensors").rstrip("/"), "--task", FIRST],
+        [
+            "export",
+            memory,
+            spelled(f"{os.path.basename(tmp_path)}.safetensors").rstrip("/"),
+            "--task",
+            FIRST,
+        ],
     ):
         status, _, err = cheem(capsys, *words)
         assert status == 0, (words, err)
@@ -277,17 +318,28 @@ def test_public_functions(root, mine, spelled):
     created = cheem_jax.create(empty, backbone="vit_micro", preset="demo")
     assert os.path.samefile(created.directory, root / "empty memory")
     shutil.rmtree(root / "empty memory")
-    (task,) = load_tasks(plan_source(f"{photos.rstrip('/')}/{FIRST}")[1], 32, ImagesConfig("memory"))
+    (task,) = load_tasks(
+        plan_source(f"{photos.rstrip('/')}/{FIRST}")[1], 32, ImagesConfig("memory")
+    )
     assert load_task(f"{photos.rstrip('/')}/{FIRST}", image_size=32).classes == task.classes
     assert [one.name for one in load_stream(photos, image_size=32).tasks] == sorted(TASKS)
-    (root / ELSEWHERE / "stream.toml").write_text(f'[[task]]\npath = "../{ELSEWHERE}/photos/{FIRST}/"\n')
+    (root / ELSEWHERE / "stream.toml").write_text(
+        f'[[task]]\npath = "../{ELSEWHERE}/photos/{FIRST}/"\n'
+    )
     name, (plan,) = plan_stream_file(Path(spelled(f"{ELSEWHERE}/stream.toml").rstrip("/")))
     assert (name, plan.name) == ("stream", FIRST) and plan.classes == task.classes
-    bundled = Path(cheem_jax.__file__).parent / "backbone" / "bundled" / f"{sorted(BUNDLED)[0]}.safetensors"
+    bundled = (
+        Path(cheem_jax.__file__).parent
+        / "backbone"
+        / "bundled"
+        / f"{sorted(BUNDLED)[0]}.safetensors"
+    )
     shutil.copy(bundled, root / "weights.safetensors")
     weights = spelled("weights.safetensors").rstrip("/")
     assert load_pretrained(sorted(BUNDLED)[0], weights=weights).config.name == sorted(BUNDLED)[0]
-    with pytest.raises(FileNotFoundError, match=f"no weights file '{absolute(spelled('nothing'))}'"):
+    with pytest.raises(
+        FileNotFoundError, match=f"no weights file '{absolute(spelled('nothing'))}'"
+    ):
         load_alexnet(spelled("nothing"))
 
 
@@ -309,9 +361,17 @@ def test_folders_that_the_environment_names(here, monkeypatch):
 @pytest.mark.full
 def test_a_run_beside_the_working_directory_is_resumed(here, capsys):
     words = [
-        "--backbone", "vit_micro", "--preset", "demo", "--stream", f"../{ELSEWHERE}/photos", "--run-dir", "../r",
-        "--tasks", FIRST,
-    ]  # fmt: skip
+        "--backbone",
+        "vit_micro",
+        "--preset",
+        "demo",
+        "--stream",
+        f"../{ELSEWHERE}/photos",
+        "--run-dir",
+        "../r",
+        "--tasks",
+        FIRST,
+    ]
     for _ in range(2):
         mtil.main(mtil.read_arguments(words))
     assert "already; nothing to learn" in capsys.readouterr().out.replace("\n", " ")

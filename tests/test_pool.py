@@ -34,7 +34,9 @@ def test_an_adapted_expert_of_an_adapted_expert_keeps_the_chain_and_loads_merged
     pool, experts = grow(pool, from_strings(["adapt:1"] + ["skip"] * 3), {0: pair(1)}, origin=1)
     assert experts[0] == 2 and pool[0][2].parent == 1
     assert isinstance(pool[0][2].params, LowRank)
-    base, first, second = pool[0][0].params, pair(0), pair(1)
+    base = pool[0][0].params
+    first = pair(0)
+    second = pair(1)
     expected = base.weight + first.down @ first.up + second.down @ second.up
     dense = dense_expert(pool[0], 2)
     np.testing.assert_allclose(dense.weight, expected, atol=1e-5 * np.abs(expected).max())

@@ -1,4 +1,5 @@
-"""Getting data sets in place: from archives that lie there, from a server, and what is said of the rest."""
+"""Getting data sets in place: from archives that lie there, from a server, and what is said of the
+rest."""
 
 import dataclasses
 import functools
@@ -27,9 +28,12 @@ def silent(phase, task, total):
 
 @pytest.fixture
 def gtsrb(monkeypatch):
-    """Makes the table expect the small archives of GTSRB that lie in a folder, and 43 images in each split."""
+    """Makes the table expect the small archives of GTSRB that lie in a folder, and 43 images in
+    each split."""
 
-    def expect(place: Path, counts: tuple[int, int, int] = (43, 43, 43), url: str | None = None) -> tuple[Archive, ...]:
+    def expect(
+        place: Path, counts: tuple[int, int, int] = (43, 43, 43), url: str | None = None
+    ) -> tuple[Archive, ...]:
         archives = tuple(
             Archive(
                 archive.file,
@@ -87,7 +91,11 @@ def test_archives_are_downloaded_where_they_can_be(tmp_path, gtsrb, server):
     plan = prepare("gtsrb", tmp_path / "data", phase)
     assert plan.num_images == 129
     for archive in archives:
-        told = [num for name, task, _, num in seen if name == "download" and task == f"gtsrb {archive.file}"]
+        told = [
+            num
+            for name, task, _, num in seen
+            if name == "download" and task == f"gtsrb {archive.file}"
+        ]
         assert sum(told) == archive.num_bytes
     assert sum(num for name, *_, num in seen if name == "index") == 129
 
@@ -96,7 +104,9 @@ def test_a_download_of_other_bytes_prepares_nothing(tmp_path, gtsrb, server):
     folder, address = server
     archives = gtsrb(official.put(folder, official.gtsrb()), url=address)
     others = tuple(archive._replace(hash="0" * 64) for archive in archives)
-    BY_NAME["gtsrb"] = dataclasses.replace(BY_NAME["gtsrb"], archives=others)  # undone with what `gtsrb` sets
+    BY_NAME["gtsrb"] = dataclasses.replace(
+        BY_NAME["gtsrb"], archives=others
+    )  # undone with what `gtsrb` sets
     with pytest.raises(ValueError, match="0000"):
         prepare("gtsrb", tmp_path / "data", silent)
     assert not (tmp_path / "data" / "gtsrb").exists()
@@ -104,7 +114,9 @@ def test_a_download_of_other_bytes_prepares_nothing(tmp_path, gtsrb, server):
 
 def test_an_archive_that_is_not_the_published_one_is_named(tmp_path):
     official.put(manual_dir(tmp_path), official.eurosat())
-    with pytest.raises(ValueError, match=r"EuroSAT.zip .* has the sha256 .*the published archive 8ebea626"):
+    with pytest.raises(
+        ValueError, match=r"EuroSAT.zip .* has the sha256 .*the published archive 8ebea626"
+    ):
         prepare("eurosat", tmp_path, silent)
     assert not (tmp_path / "eurosat").exists()
 
@@ -112,7 +124,8 @@ def test_an_archive_that_is_not_the_published_one_is_named(tmp_path):
 def test_archives_that_must_be_brought_are_all_named(tmp_path):
     manual_dir(tmp_path).mkdir(parents=True)
     with pytest.raises(
-        FileNotFoundError, match=r"cars_train.tgz.*cars_test.tgz.*car_devkit.tgz.*withlabels.mat.*unreachable"
+        FileNotFoundError,
+        match=r"cars_train.tgz.*cars_test.tgz.*car_devkit.tgz.*withlabels.mat.*unreachable",
     ):
         prepare("cars", tmp_path, silent)
     with pytest.raises(FileNotFoundError, match=r"SUN397.tar.gz.*Partitions.zip"):
@@ -121,14 +134,17 @@ def test_archives_that_must_be_brought_are_all_named(tmp_path):
 
 def test_wrong_counts_after_preparing_name_the_task_and_both_numbers(tmp_path, gtsrb):
     gtsrb(official.put(manual_dir(tmp_path), official.gtsrb()), (23976, 2664, 12630))
-    with pytest.raises(ValueError, match=r"task 'gtsrb' has 43/43/43 .* expected 23,976/2,664/12,630"):
+    with pytest.raises(
+        ValueError, match=r"task 'gtsrb' has 43/43/43 .* expected 23,976/2,664/12,630"
+    ):
         prepare("gtsrb", tmp_path, silent)
 
 
 def test_without_tensorflow_a_stock_builder_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setattr(preparing.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match=r"preparing 'mnist' needs TensorFlow once.*pip install 'cheem_jax\[prepare\]'"
+        ValueError,
+        match=r"preparing 'mnist' needs TensorFlow once.*pip install 'cheem_jax\[prepare\]'",
     ):
         prepare("mnist", tmp_path, silent)
     assert "then `cheem data prepare mnist" in status_of(BY_NAME["mnist"], tmp_path).advice
@@ -138,7 +154,8 @@ def test_the_files_of_a_stock_builder_are_those_that_tfds_has_registered(tmp_pat
     (food,) = preparing.registered(BY_NAME["food101"], tmp_path)
     assert (food.file, food.num_bytes) == ("food-101.tar.gz", 4996278331) and food.hash is not None
     ucf, imagenet = (
-        {archive.file for archive in preparing.registered(BY_NAME[name], tmp_path)} for name in ("ucf101", "imagenet12")
+        {archive.file for archive in preparing.registered(BY_NAME[name], tmp_path)}
+        for name in ("ucf101", "imagenet12")
     )
     assert imagenet - ucf == {"decathlon-1.0-data-imagenet.tar"} and len(ucf) == 2
     assert not any(Path(tmp_path).iterdir())
@@ -170,7 +187,9 @@ def test_a_half_unpacked_folder_is_told_and_nothing_is_downloaded(tmp_path, monk
     official.put(manual_dir(tmp_path), official.aircraft(), unpacked=True)
     (lists,) = manual_dir(tmp_path).rglob("images_variant_val.txt")
     lists.unlink()
-    monkeypatch.setattr(download, "download", lambda *_, **__: pytest.fail("there is something to read already"))
+    monkeypatch.setattr(
+        download, "download", lambda *_, **__: pytest.fail("there is something to read already")
+    )
     with pytest.raises(FileNotFoundError, match="images_variant_val.txt"):
         prepare("aircraft", tmp_path, silent)
 
@@ -178,7 +197,8 @@ def test_a_half_unpacked_folder_is_told_and_nothing_is_downloaded(tmp_path, monk
 def test_a_second_process_waits_for_the_first_and_finds_its_work_done(tmp_path, gtsrb):
     gtsrb(official.put(manual_dir(tmp_path), official.gtsrb()))
     (tmp_path / "cheem_jax").mkdir()
-    lock, said = filelock.FileLock(tmp_path / "cheem_jax" / "prepare.lock"), []
+    lock = filelock.FileLock(tmp_path / "cheem_jax" / "prepare.lock")
+    said = []
 
     @contextmanager
     def phase(name, task, total):

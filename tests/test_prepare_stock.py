@@ -35,7 +35,8 @@ for keep in ("memory", "cache", "stream"):
 
 def run(program, data_dir, *, packages=None):
     """Lines that a program prints; with `packages` alone instead of what is installed."""
-    environment, options = {**os.environ, "JAX_PLATFORMS": "cpu"}, []
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    options = []
     root = Path(__file__).parent.parent
     if packages is not None:
         environment["PYTHONPATH"], options = f"{root}:{packages}", ["-S"]

@@ -44,7 +44,10 @@ def examples(reading: Reading) -> dict[str, dict[str, Example]]:
 
 
 def labels(reading: Reading) -> dict[str, dict[str, int]]:
-    return {split: {key: e.label for key, e in found.items()} for split, found in examples(reading).items()}
+    return {
+        split: {key: e.label for key, e in found.items()}
+        for split, found in examples(reading).items()
+    }
 
 
 def pixels(data: bytes) -> np.ndarray:
@@ -142,7 +145,9 @@ def test_eurosat_has_one_split(tmp_path, unpacked):
     assert list(reading.sources) == ["train"]
     found = examples(reading)["train"]
     assert {key: e.label for key, e in found.items()} == {
-        f"{name}/{name}_{i}.jpg": label for label, name in enumerate(BY_NAME["eurosat"].class_names) for i in (1, 2)
+        f"{name}/{name}_{i}.jpg": label
+        for label, name in enumerate(BY_NAME["eurosat"].class_names)
+        for i in (1, 2)
     }
     assert found["River/River_2.jpg"].image == contents["EuroSAT.zip"]["2750/River/River_2.jpg"]
 
@@ -191,8 +196,12 @@ def test_everything_missing_is_listed_at_once(tmp_path, name):
         assert needed[0] not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [pytest.param("cars", marks=pytest.mark.full), *sorted(set(READERS) - {"cars"})])
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) * 2 // 3], lambda data: b"<!DOCTYPE html>404"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("cars", marks=pytest.mark.full), *sorted(set(READERS) - {"cars"})]
+)
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) * 2 // 3], lambda data: b"<!DOCTYPE html>404"]
+)
 def test_damaged_archives_are_named_and_give_no_data_set(tmp_path, name, damage):
     read, contents = READERS[name]
     for archive in contents():
@@ -220,7 +229,8 @@ def test_listed_images_that_are_absent_are_counted_and_named(tmp_path, name, ima
     with pytest.raises(ValueError, match=message):
         examples(read(place))
     shorter = {
-        archive: {key: data for key, data in files.items() if key != image} for archive, files in contents().items()
+        archive: {key: data for key, data in files.items() if key != image}
+        for archive, files in contents().items()
     }
     with pytest.raises(ValueError, match=message):
         examples(read(official.put(tmp_path / "archives", shorter)))
@@ -232,7 +242,9 @@ def test_a_class_without_images_is_named(tmp_path):
     with pytest.raises(ValueError, match="2750: no image of 1 of 10 classes: 'river'"):
         read_eurosat(place)
     official.write(place, {"2750/Moon/Moon_1.jpg": official.picture(1)})
-    with pytest.raises(ValueError, match=r"2750: 1 images .* of no class of this data set, .*'moon'"):
+    with pytest.raises(
+        ValueError, match=r"2750: 1 images .* of no class of this data set, .*'moon'"
+    ):
         read_eurosat(place)
 
 
@@ -246,7 +258,9 @@ def test_car_labels_that_count_from_zero_are_refused(tmp_path):
     contents = official.cars()
     zero_based = official.car_annotations([("00001.jpg", 0), ("00002.jpg", 1)])
     contents[official.CAR_TEST_LIST][official.CAR_TEST_LIST] = zero_based
-    with pytest.raises(ValueError, match=r"withlabels\.mat: 1 images .* of no class .*'00001.jpg' of class 0"):
+    with pytest.raises(
+        ValueError, match=r"withlabels\.mat: 1 images .* of no class .*'00001.jpg' of class 0"
+    ):
         read_cars(official.put(tmp_path, contents))
 
 
@@ -258,7 +272,10 @@ def test_car_lists_of_another_shape_are_refused(tmp_path):
         (official.mat(other=np.zeros(2)), "variable 'annotations' cannot be read"),
         (official.mat(annotations=np.zeros(2)), "need the fields fname and class"),
         (b"<html>sign in</html>", "variable 'annotations' cannot be read"),
-        (official.car_annotations([("00001.jpg", 1), ("00001.jpg", 2)]), "1 images come twice .*'00001.jpg'"),
+        (
+            official.car_annotations([("00001.jpg", 1), ("00001.jpg", 2)]),
+            "1 images come twice .*'00001.jpg'",
+        ),
     ]:
         file.write_bytes(data)
         with pytest.raises(ValueError, match=rf"withlabels\.mat: .*{message}"):
@@ -276,18 +293,31 @@ def test_lists_that_do_not_fit_are_refused(tmp_path):
 
     train = "fgvc-aircraft-2013b/data/images_variant_train.txt"
     for line, message in [
-        ("0000000 Concorde", "train.txt: 1 images .* of no class .*'0000000.jpg' of class 'Concorde'"),
+        (
+            "0000000 Concorde",
+            "train.txt: 1 images .* of no class .*'0000000.jpg' of class 'Concorde'",
+        ),
         ("0000000", "train.txt: 1 images .* of no class .*'0000000.jpg' of class ''"),
         ("0000000 F/A-18\n0000000 F/A-18", "1 images come twice .*'0000000.jpg'"),
         ("0000000 F/A-18", "no image of 2 of 3 classes: '707-320', 'Boeing 737-700'"),
         ("\udcff", "not a text file in UTF-8"),
     ]:
         with pytest.raises(ValueError, match=message):
-            read_with(train, "aircraft", "fgvc-aircraft-2013b.tar.gz", line.encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match="Training_01.txt: 1 images .* of no class .*'/z/x.jpg' of class '/z'"):
+            read_with(
+                train,
+                "aircraft",
+                "fgvc-aircraft-2013b.tar.gz",
+                line.encode(errors="surrogateescape"),
+            )
+    with pytest.raises(
+        ValueError, match="Training_01.txt: 1 images .* of no class .*'/z/x.jpg' of class '/z'"
+    ):
         read_with("Training_01.txt", "sun397", "Partitions.zip", b"/z/x.jpg")
     unlabelled = official.text("Filename;Width;Height", "00000.ppm;8;8")
-    for data, message in [(unlabelled, "line 2: expected columns Filename and ClassId"), (b"", "no image of 43")]:
+    for data, message in [
+        (unlabelled, "line 2: expected columns Filename and ClassId"),
+        (b"", "no image of 43"),
+    ]:
         with pytest.raises(ValueError, match=message):
             read_with("GT-final_test.csv", "gtsrb", "GTSRB_Final_Test_GT.zip", data)
     outside = official.text(official.TRUTH_HEADER, "00000.ppm;8;8;1;1;7;7;43")
@@ -311,7 +341,9 @@ def test_an_image_that_lies_there_twice_is_refused(tmp_path):
 
 def test_a_broken_traffic_sign_is_named(tmp_path):
     contents = official.gtsrb()
-    contents["GTSRB-Training_fixed.zip"]["GTSRB/Training/00003/00000_00000.ppm"] = b"P6 8 8 255\n short"
+    contents["GTSRB-Training_fixed.zip"]["GTSRB/Training/00003/00000_00000.ppm"] = (
+        b"P6 8 8 255\n short"
+    )
     reading = read_gtsrb(official.put(tmp_path, contents))
     with pytest.raises(ValueError, match=r"00003/00000_00000\.ppm: the image cannot be decoded"):
         examples(reading)
@@ -320,5 +352,7 @@ def test_a_broken_traffic_sign_is_named(tmp_path):
 def test_readers_import_no_tensorflow():
     code = "import sys, cheem_jax.data.benchmarks.builders; print(*sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert not {"tensorflow", "tensorflow_datasets"} & set(done.stdout.split())

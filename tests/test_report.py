@@ -21,7 +21,9 @@ OPS = ("reuse:0", "adapt:0", "new", "skip", "reuse:0")
 def made_up(names: list[str], num_blocks: int, backbone: str, image_size: int) -> dict[str, Any]:
     """Results in the form of `results.json`, every number derived from its position."""
     num_tasks = len(names)
-    pool: list[list[dict]] = [[{"origin": "base", "kind": "full", "parent": None}] for _ in range(num_blocks)]
+    pool: list[list[dict]] = [
+        [{"origin": "base", "kind": "full", "parent": None}] for _ in range(num_blocks)
+    ]
     tasks, similarity = [], []
     for index, name in enumerate(names):
         architecture = [OPS[(2 * index + block) % len(OPS)] for block in range(num_blocks)]
@@ -32,36 +34,76 @@ def made_up(names: list[str], num_blocks: int, backbone: str, image_size: int) -
                 kind = "adapted" if choice.kind == "adapt" else "full"
                 pool[block].append({"origin": index, "kind": kind, "parent": choice.expert})
         similarity.append(
-            [[None if (i, b) == (1, 2) else (b - i) / 12 for b in range(num_blocks)] for i in range(index + 1)]
+            [
+                [None if (i, b) == (1, 2) else (b - i) / 12 for b in range(num_blocks)]
+                for i in range(index + 1)
+            ]
         )
-        tasks.append({
-            "name": name, "classes": ["a", "b"], "num_train": 1000 + index, "architecture": architecture,
-            "flops": 29_000_000, "params_added_percent": 2.5, "params_added": 23_000, "head_params": 200,
-            "centroid_params": 960,
-            "seconds": {"similarity": 1.0, "supernet": 20.0 + index, "search": 5.0},
-        })  # fmt: skip
-    local = [[0.9 - 0.03 * j if j <= i else None for j in range(num_tasks)] for i in range(num_tasks)]
-    routed = [[0.8 - 0.03 * j if j <= i else None for j in range(num_tasks)] for i in range(num_tasks)]
+        tasks.append(
+            {
+                "name": name,
+                "classes": ["a", "b"],
+                "num_train": 1000 + index,
+                "architecture": architecture,
+                "flops": 29_000_000,
+                "params_added_percent": 2.5,
+                "params_added": 23_000,
+                "head_params": 200,
+                "centroid_params": 960,
+                "seconds": {"similarity": 1.0, "supernet": 20.0 + index, "search": 5.0},
+            }
+        )
+    local = [
+        [0.9 - 0.03 * j if j <= i else None for j in range(num_tasks)] for i in range(num_tasks)
+    ]
+    routed = [
+        [0.8 - 0.03 * j if j <= i else None for j in range(num_tasks)] for i in range(num_tasks)
+    ]
     return {
-        "method": "cheem", "backbone": backbone, "stream": "made-up", "seed": 0, "placement": "mlp_down",
-        "preset": "quick", "image_size": image_size, "base_means": "neutral", "source": "bundled",
-        "accuracy": routed, "local_accuracy": local, "average_accuracy": 0.7123, "average_forgetting": 0.0214,
-        "local_average_accuracy": 0.8123, "local_average_forgetting": 0.0, "just_trained": local[-1],
-        "routing": np.eye(num_tasks).tolist(), "flops": {"paper": 58_300_000, "executed": 67_500_000},
-        "params_added_percent": 2.5, "peak_memory_bytes": 1_300_000_000, "tasks": tasks, "pool": pool,
-        "similarity": similarity, "compile": {"programs": 41, "seconds": 33.3}, "seconds_total": 222.2,
+        "method": "cheem",
+        "backbone": backbone,
+        "stream": "made-up",
+        "seed": 0,
+        "placement": "mlp_down",
+        "preset": "quick",
+        "image_size": image_size,
+        "base_means": "neutral",
+        "source": "bundled",
+        "accuracy": routed,
+        "local_accuracy": local,
+        "average_accuracy": 0.7123,
+        "average_forgetting": 0.0214,
+        "local_average_accuracy": 0.8123,
+        "local_average_forgetting": 0.0,
+        "just_trained": local[-1],
+        "routing": np.eye(num_tasks).tolist(),
+        "flops": {"paper": 58_300_000, "executed": 67_500_000},
+        "params_added_percent": 2.5,
+        "peak_memory_bytes": 1_300_000_000,
+        "tasks": tasks,
+        "pool": pool,
+        "similarity": similarity,
+        "compile": {"programs": 41, "seconds": 33.3},
+        "seconds_total": 222.2,
         "yardsticks": {
             "frozen_linear": {
-                "accuracy": routed, "local_accuracy": local,
-                "average_accuracy": 0.5511, "average_forgetting": 0.03,
+                "accuracy": routed,
+                "local_accuracy": local,
+                "average_accuracy": 0.5511,
+                "average_forgetting": 0.03,
                 "local_average_accuracy": 0.5611,
                 "flops": {"paper": 29_000_000, "executed": 31_000_000},
-                "params_added_percent": 0, "seconds": 61.0,
+                "params_added_percent": 0,
+                "seconds": 61.0,
             },
-            "full_finetune": {"local_accuracy": local[-1], "average_accuracy": 0.8456, "seconds": 503.0},
+            "full_finetune": {
+                "local_accuracy": local[-1],
+                "average_accuracy": 0.8456,
+                "seconds": 503.0,
+            },
         },
         "fom": {"frozen_linear": None},
-    }  # fmt: skip
+    }
 
 
 SMALL = ["digits", "letters", "textures"]
@@ -77,16 +119,24 @@ def on_paper(what) -> str:
 def test_the_final_table_has_a_row_per_method_with_units():
     text = on_paper(table.method_grid(made_up(SMALL, 8, "vit_micro", 32)).to_rich())
     rows = {line.split("  ")[0].strip(): line for line in text.splitlines()}
-    assert "71.2" in rows["CHEEM"] and "81.2" in rows["CHEEM"] and "2.1" in rows["CHEEM"] and "58.3 M" in rows["CHEEM"]
+    assert (
+        "71.2" in rows["CHEEM"]
+        and "81.2" in rows["CHEEM"]
+        and "2.1" in rows["CHEEM"]
+        and "58.3 M" in rows["CHEEM"]
+    )
     assert "55.1" in rows["frozen, linear heads"]
     assert "84.6" in rows["full fine-tuning"] and "–" in rows["full fine-tuning"]
     assert "FoM against frozen: – (points below full FT: CHEEM 13.3, frozen 29.4)" in text
 
 
 @pytest.mark.parametrize(
-    ("names", "num_blocks", "backbone", "size"), [(SMALL, 8, "vit_micro", 32), (LARGE, 12, "deit_tiny", 96)]
+    ("names", "num_blocks", "backbone", "size"),
+    [(SMALL, 8, "vit_micro", 32), (LARGE, 12, "deit_tiny", 96)],
 )
-def test_the_task_table_keeps_each_task_on_one_line_of_100_columns(names, num_blocks, backbone, size):
+def test_the_task_table_keeps_each_task_on_one_line_of_100_columns(
+    names, num_blocks, backbone, size
+):
     results = made_up(names, num_blocks, backbone, size)
     text = on_paper(table.task_grid(results).without(table.SIZES).to_rich())
     for index, task in enumerate(results["tasks"]):
@@ -117,12 +167,18 @@ def test_a_run_without_yardsticks_still_has_its_tables_and_report(tmp_path):
     ],
 )
 @pytest.mark.parametrize(("names", "num_blocks"), [(SMALL, 8), (LARGE, 12)])
-def test_figures_are_png_files_that_grow_with_the_stream_and_leave_no_text_outside(tmp_path, draw, names, num_blocks):
+def test_figures_are_png_files_that_grow_with_the_stream_and_leave_no_text_outside(
+    tmp_path, draw, names, num_blocks
+):
     file = tmp_path / "figures" / "drawn.png"
     draw(made_up(names, num_blocks, "deit_tiny", 96), file)
     with Image.open(file) as image:
         image.load()
-        assert image.format == "PNG" and image.width > 75 * num_blocks and image.height > 30 * len(names)
+        assert (
+            image.format == "PNG"
+            and image.width > 75 * num_blocks
+            and image.height > 30 * len(names)
+        )
         pixels = np.asarray(image.convert("RGB"))
     assert 0.05 < (pixels != 255).any(axis=-1).mean() < 0.9  # neither blank nor flooded
     frame = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
@@ -134,7 +190,9 @@ def test_the_grid_paints_every_op_in_its_colour(tmp_path):
     results = made_up(SMALL, 8, "vit_micro", 32)
     figures.architecture_grid(results, tmp_path / "grid.png")
     pixels = np.asarray(Image.open(tmp_path / "grid.png").convert("RGB")).reshape(-1, 3)
-    kinds = [choice.kind for task in results["tasks"] for choice in from_strings(task["architecture"])]
+    kinds = [
+        choice.kind for task in results["tasks"] for choice in from_strings(task["architecture"])
+    ]
     painted = {}
     for kind, colour in COLOURS.items():
         rgb = [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
@@ -162,13 +220,21 @@ def test_the_report_names_every_task_number_and_figure(tmp_path):
     ):
         assert shown in text
     for name in ("architectures", "accuracy"):
-        assert f"(figures/{name}.png)" in text and (tmp_path / "figures" / f"{name}.png").stat().st_size > 5000
+        assert (
+            f"(figures/{name}.png)" in text
+            and (tmp_path / "figures" / f"{name}.png").stat().st_size > 5000
+        )
     assert sorted(file.name for file in tmp_path.iterdir()) == ["figures", "report.md"]
 
 
 @pytest.mark.full
 def test_a_thousand_tasks_with_long_names_still_make_figures_that_can_be_read(tmp_path):
-    results = made_up([f"a task with a rather long name, number {index}" for index in range(120)], 2, "vit_micro", 32)
+    results = made_up(
+        [f"a task with a rather long name, number {index}" for index in range(120)],
+        2,
+        "vit_micro",
+        32,
+    )
     results |= {"tasks": results["tasks"] * 9}
     figures.architecture_grid(results, tmp_path / "grid.png")
     with Image.open(tmp_path / "grid.png") as picture:

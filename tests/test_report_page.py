@@ -35,12 +35,15 @@ PLAIN = backbone_flops(at_image_size(CONFIGS["vit_micro"], 8))
 
 
 class Parsed(HTMLParser):
-    """Elements of a page with their attributes, its text outside scripts and styles, and what its scripts hold."""
+    """Elements of a page with their attributes, its text outside scripts and styles, and what its
+    scripts hold."""
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text, self.scripts, self._inside = "", [], ""
+        self.text = ""
+        self.scripts = []
+        self._inside = ""
         assert text.count(PLOTLY) == 1  # megabytes, needed once
         self.feed(text.replace(PLOTLY, ""))
 
@@ -84,7 +87,9 @@ def change(run: Path, edit: Callable[[dict], object]) -> None:
 
 
 def sections(page: Parsed, run: int = 1) -> list[str]:
-    return [name.removeprefix(f"run-{run}-") for name in page.ids() if name.startswith(f"run-{run}-")]
+    return [
+        name.removeprefix(f"run-{run}-") for name in page.ids() if name.startswith(f"run-{run}-")
+    ]
 
 
 @pytest.fixture
@@ -97,20 +102,44 @@ def test_a_run_of_cheem_has_every_section(run, capsys):
     assert "wrote" in capsys.readouterr().out
     page = Parsed((run / "report.html").read_text())
     assert sections(page) == [
-        "architectures", "pool", "tasks", "accuracy", "forgetting", "routing", "similarity", "search", "time",
-        "examples", "setting",
-    ]  # fmt: skip
-    assert len(page.charts) == 1 + 2 + 1 + 1 + 3 + 3 + 1  # pool, accuracy, curves, routing, S, search by task, time
+        "architectures",
+        "pool",
+        "tasks",
+        "accuracy",
+        "forgetting",
+        "routing",
+        "similarity",
+        "search",
+        "time",
+        "examples",
+        "setting",
+    ]
+    assert (
+        len(page.charts) == 1 + 2 + 1 + 1 + 3 + 3 + 1
+    )  # pool, accuracy, curves, routing, S, search by task, time
 
 
 def test_a_method_without_a_pool_has_neither_architectures_nor_a_search(tmp_path):
     page = parsed(write_run(tmp_path / "run", method="ewc"))
-    assert sections(page) == ["tasks", "accuracy", "forgetting", "routing", "time", "examples", "setting"]
+    assert sections(page) == [
+        "tasks",
+        "accuracy",
+        "forgetting",
+        "routing",
+        "time",
+        "examples",
+        "setting",
+    ]
 
 
 def test_nothing_on_the_page_comes_from_elsewhere(run):
     page = parsed(run)
-    places = [value or "" for _, found in page.elements for name, value in found.items() if name in ("src", "href")]
+    places = [
+        value or ""
+        for _, found in page.elements
+        for name, value in found.items()
+        if name in ("src", "href")
+    ]
     assert len(places) > 10 and all(place.startswith(("data:", "#")) for place in places)
     style = re.search("<style>(.*?)</style>", report(run), re.DOTALL)
     assert style and "url(" not in style[1] and "@import" not in style[1]
@@ -121,9 +150,14 @@ def test_hostile_names_are_text_and_nothing_else(tmp_path):
     assert "<script>alert(1)" not in report(run)
     page = parsed(run)
     assert HOSTILE in page.text
-    assert [tag for tag, _ in page.elements].count("script") == 3 + 1 + len(page.charts)  # one holds the pool
+    assert [tag for tag, _ in page.elements].count("script") == 3 + 1 + len(
+        page.charts
+    )  # one holds the pool
     [label] = {
-        text for spec in page.charts for text in spec["layout"]["xaxis"].get("categoryarray", ()) if "T1" in text
+        text
+        for spec in page.charts
+        for text in spec["layout"]["xaxis"].get("categoryarray", ())
+        if "T1" in text
     }
     assert label.startswith("T1 &lt;/script&gt;")  # plotly reads markup and entities
 
@@ -146,11 +180,19 @@ def test_the_tiles_are_the_headline_numbers(run):
 
 
 def test_a_cell_names_the_task_that_its_expert_comes_from(run):
-    cells = re.findall(r'<td class="(\w+)" tabindex="-1"(?: data-e="(\d)")?><span>(.*?)</span>', report(run))
+    cells = re.findall(
+        r'<td class="(\w+)" tabindex="-1"(?: data-e="(\d)")?><span>(.*?)</span>', report(run)
+    )
     assert cells == [
-        ("base", "0", "base"), ("base", "0", "base"), ("adapt", "1", "base+Δ"), ("new", "1", "new"),
-        ("adapt", "2", "T1+Δ"), ("skip", "", "skip"), ("adapt", "3", "T2+Δ"), ("skip", "", "skip"),
-    ]  # fmt: skip
+        ("base", "0", "base"),
+        ("base", "0", "base"),
+        ("adapt", "1", "base+Δ"),
+        ("new", "1", "new"),
+        ("adapt", "2", "T1+Δ"),
+        ("skip", "", "skip"),
+        ("adapt", "3", "T2+Δ"),
+        ("skip", "", "skip"),
+    ]
 
 
 def test_charts_hold_the_numbers_of_the_run(run):
@@ -158,37 +200,60 @@ def test_charts_hold_the_numbers_of_the_run(run):
     pool, routed, given, forgetting, routing, *similarity = page.charts[:8]
     assert pool["data"][0]["x"] == ["base", "T1 one", "T2 two", "T3 three"]
     assert pool["data"][0]["z"] == [[1, 2, 3, 4], [1, 2, 2, 2]]
-    assert routed["data"][0]["z"][1] == [84.33, 85.33, None] and given["data"][0]["z"][1] == [92.67, 93.67, None]
+    assert routed["data"][0]["z"][1] == [84.33, 85.33, None] and given["data"][0]["z"][1] == [
+        92.67,
+        93.67,
+        None,
+    ]
     assert [(trace["x"], trace["y"]) for trace in forgetting["data"]] == [
-        (["T1 one", "T2 two", "T3 three"], [85.33, 84.33, 83.33]), (["T2 two", "T3 three"], [85.33, 83.33]),
+        (["T1 one", "T2 two", "T3 three"], [85.33, 84.33, 83.33]),
+        (["T2 two", "T3 three"], [85.33, 83.33]),
         (["T3 three"], [83.33]),
-    ]  # fmt: skip
-    assert routing["data"][0]["z"] == [[91.67, 8.333, 0.0], [0.0, 91.67, 8.333], [8.333, 0.0, 91.67]]
+    ]
+    assert routing["data"][0]["z"] == [
+        [91.67, 8.333, 0.0],
+        [0.0, 91.67, 8.333],
+        [8.333, 0.0, 91.67],
+    ]
     assert [spec["data"][0]["z"] for spec in similarity] == [
         [[0.5, -0.5], *[[0.25, None]] * earlier] for earlier in range(3)
     ]
     assert similarity[2]["data"][0]["y"] == ["base", "T1 one", "T2 two"]
     assert {trace["name"]: trace["y"] for trace in page.charts[-1]["data"]} == {
-        "supernet training": [1.0] * 3, "search": [0.5] * 3, "evaluation": [0.5] * 3,
-    }  # fmt: skip
+        "supernet training": [1.0] * 3,
+        "search": [0.5] * 3,
+        "evaluation": [0.5] * 3,
+    }
     assert (
-        "The whole run took 7.5 s. Compiling took 1.5 s of it (20 %): 6 functions compiled, 12 read from" in page.text
+        "The whole run took 7.5 s. Compiling took 1.5 s of it (20 %): 6 functions compiled, 12 read"
+        " from" in page.text
     )
 
 
 def test_examples_are_the_pictures_with_what_was_answered(run):
     text = report(run)
     found = re.findall(
-        r'<figure class="example (\w+)">\n<img src="data:image/png;base64,(.*?)".*\n<figcaption><b>(.*?)</b>(.*)</fig',
+        r'<figure class="example (\w+)">\n<img'
+        r' src="data:image/png;base64,(.*?)".*\n<figcaption><b>(.*?)</b>(.*)</fig',
         text,
     )
-    greys = [int(np.unique(np.asarray(Image.open(io.BytesIO(base64.b64decode(source)))))[0]) for _, source, *_ in found]
-    told = [(kind, truth, re.sub("<.*?>", " ", html.unescape(rest)).split("  ")) for kind, _, truth, rest in found]
+    greys = [
+        int(np.unique(np.asarray(Image.open(io.BytesIO(base64.b64decode(source)))))[0])
+        for _, source, *_ in found
+    ]
+    told = [
+        (kind, truth, re.sub("<.*?>", " ", html.unescape(rest)).split("  "))
+        for kind, _, truth, rest in found
+    ]
     # dogs are 60 lighter than cats; of ten right answers four, both wrong ones
     assert greys == 3 * [2, 5, 62, 65, 0, 1]
     assert [answer[:2] for answer in told[:4]] == [("right", "cat")] * 2 + [("right", "dog")] * 2
     for index, next_one in enumerate(("T2 two", "T3 three", "T1 one")):
-        assert told[6 * index + 4] == ("wrong", "cat", [f" routed to {next_one}", "task ID given: cat "])
+        assert told[6 * index + 4] == (
+            "wrong",
+            "cat",
+            [f" routed to {next_one}", "task ID given: cat "],
+        )
         assert told[6 * index + 5] == ("wrong", "cat", [" dog "])
     assert text.count("10 right") == 3 and text.count("2 wrong") == 3
 
@@ -196,12 +261,18 @@ def test_examples_are_the_pictures_with_what_was_answered(run):
 def test_answers_of_another_moment_than_the_record_are_not_shown(run):
     with np.load(run / "answers.npz") as held:
         answers = dict(held)
-    later = {name: np.where(rows == 1, 3, rows) if name == "chosen_task_0" else rows for name, rows in answers.items()}
+    later = {
+        name: np.where(rows == 1, 3, rows) if name == "chosen_task_0" else rows
+        for name, rows in answers.items()
+    }
     np.savez(run / "answers.npz", **later)  # pyright: ignore[reportArgumentType]
     assert "answers.npz is from another moment than the record: of 'one'" in parsed(run).text
     later = answers | {"chosen_class_1": answers["given_task_0"][::-1]}
     np.savez(run / "answers.npz", **later)  # pyright: ignore[reportArgumentType]
-    told = "answers.npz is from another moment than the record: of 'two' 0.0833 are right there, 0.8333 here"
+    told = (
+        "answers.npz is from another moment than the record: of 'two' 0.0833 are right there,"
+        " 0.8333 here"
+    )
     assert told in parsed(run).text
 
 
@@ -212,7 +283,10 @@ def test_small_pictures_keep_their_pixels_and_large_ones_become_smaller():
     assert kind == "data:image/png"
     np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))), small)
     kind, _, text = data_uri(np.zeros((384, 384, 3), np.uint8)).partition(";base64,")
-    assert kind == "data:image/jpeg" and Image.open(io.BytesIO(base64.b64decode(text))).size == (224, 224)
+    assert kind == "data:image/jpeg" and Image.open(io.BytesIO(base64.b64decode(text))).size == (
+        224,
+        224,
+    )
 
 
 def test_pictures_that_have_moved_are_told_and_stop_nothing(run):
@@ -231,12 +305,18 @@ def test_other_pictures_than_the_run_has_seen_are_not_shown(run):
 
 
 def test_a_page_says_what_it_does_not_check_of_the_pictures(run):
-    assert "Files and labels are those of the run; whether their pixels are is not checked." in parsed(run).text
+    assert (
+        "Files and labels are those of the run; whether their pixels are is not checked."
+        in parsed(run).text
+    )
 
 
 def test_runs_that_do_not_tell_their_files_show_no_pictures(run):
     change(run, lambda held: held.update(split_sha256={}))
-    assert "Other files or labels are there now than the run has seen: one, two, three." in parsed(run).text
+    assert (
+        "Other files or labels are there now than the run has seen: one, two, three."
+        in parsed(run).text
+    )
 
 
 def test_the_demo_streams_pictures_are_held_against_what_the_run_has_seen(tmp_path):
@@ -245,8 +325,13 @@ def test_the_demo_streams_pictures_are_held_against_what_the_run_has_seen(tmp_pa
     lines[0]["data"] = {"stream": "demo", "tasks": ["colours", "digits"]}
     (run / "metrics.jsonl").unlink()
     for line in lines:
-        record.Record(run).write(**{key: value for key, value in line.items() if key not in ("time", "check")})
-    assert "This version makes other images than the run has seen: colours, digits." in parsed(run).text
+        record.Record(run).write(
+            **{key: value for key, value in line.items() if key not in ("time", "check")}
+        )
+    assert (
+        "This version makes other images than the run has seen: colours, digits."
+        in parsed(run).text
+    )
 
 
 def test_damaged_answers_are_told(run):
@@ -266,10 +351,15 @@ def test_a_run_of_a_script_says_that_its_images_are_unknown(tmp_path):
 
 def test_a_damaged_record_costs_only_what_it_alone_holds(run):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join([*lines[:2], lines[2].replace("0.9", "0.8"), *lines[3:]]))
+    (run / "metrics.jsonl").write_text(
+        "".join([*lines[:2], lines[2].replace("0.9", "0.8"), *lines[3:]])
+    )
     page = parsed(run)
     assert "metrics.jsonl, line 3 is not as it was written" in page.text
-    assert "Only the record contains it, which cannot be read." in page.text and "accuracy" in sections(page)
+    assert (
+        "Only the record contains it, which cannot be read." in page.text
+        and "accuracy" in sections(page)
+    )
 
 
 def test_an_unfinished_run_is_shown_as_far_as_it_is(tmp_path):
@@ -282,7 +372,9 @@ def test_a_run_without_an_evaluated_task_cannot_be_shown(tmp_path):
     first = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
     (run / "metrics.jsonl").write_text(first)
     (run / "results.json").unlink()
-    with pytest.raises(ValueError, match="run: unfinished: it has no results yet; the command that began it"):
+    with pytest.raises(
+        ValueError, match="run: unfinished: it has no results yet; the command that began it"
+    ):
         report(run)
 
 
@@ -296,20 +388,28 @@ def test_several_runs_are_compared_with_their_spread_over_seeds(tmp_path):
     assert "82.0 ± 2.8" in table
     assert "CHEEM, seed 1" in page.text and "EWC, seed 0" in page.text
     links = [
-        found["href"] for tag, found in page.elements if tag == "a" and (found.get("href") or "").startswith("#run")
+        found["href"]
+        for tag, found in page.elements
+        if tag == "a" and (found.get("href") or "").startswith("#run")
     ]
     assert {"#run-1", "#run-2", "#run-3"} <= set(links)
-    assert [(trace["x"], trace["y"], trace["error_y"]["array"], trace["text"]) for trace in page.charts[0]["data"]] == [
-        ([30.0], [82.0], [2.828], ["CHEEM"]), ([30.0], [50.0], [0.0], ["EWC"]),
+    assert [
+        (trace["x"], trace["y"], trace["error_y"]["array"], trace["text"])
+        for trace in page.charts[0]["data"]
+    ] == [
+        ([30.0], [82.0], [2.828], ["CHEEM"]),
+        ([30.0], [50.0], [0.0], ["EWC"]),
         ([30.0], [98.33], [0.0], ["full fine-tuning"]),
-    ]  # fmt: skip
+    ]
 
 
 def test_variants_of_a_method_have_rows_of_their_own(tmp_path):
     write_run(tmp_path / "runs/usual")
     changed = write_run(tmp_path / "runs/uniform", accuracy=0.7)
     config = json.loads((changed / "config.json").read_text())
-    (changed / "config.json").write_text(json.dumps(config | {"cheem": {**config["cheem"], "sampling": "uniform"}}))
+    (changed / "config.json").write_text(
+        json.dumps(config | {"cheem": {**config["cheem"], "sampling": "uniform"}})
+    )
     page = parsed(tmp_path / "runs")
     named = {name for trace in page.charts[0]["data"] for name in trace["text"]}
     assert named == {"CHEEM", "CHEEM (uniform)"} and "CHEEM (uniform), seed 0" in page.text
@@ -330,7 +430,9 @@ def test_runs_that_saw_something_else_are_refused(tmp_path, changed, told):
         report(tmp_path / "runs")
 
 
-@pytest.mark.parametrize(("key", "other"), [("stream", "big"), ("backbone", "vit_nano"), ("image_size", 9)])
+@pytest.mark.parametrize(
+    ("key", "other"), [("stream", "big"), ("backbone", "vit_nano"), ("image_size", 9)]
+)
 def test_runs_of_other_settings_are_refused(tmp_path, key, other):
     write_run(tmp_path / "runs/a")
     changed = write_run(tmp_path / "runs/b", method="ewc")
@@ -378,7 +480,10 @@ def test_an_accuracy_that_is_no_number_is_told_with_its_run(tmp_path):
     matrix = write_run(tmp_path / "matrix", pictures=write_pictures(tmp_path / "small", NAMES))
     change(matrix, lambda held: held["accuracy"][-1].__setitem__(0, None))
     page = parsed(matrix)
-    assert page.charts[1]["data"][0]["z"][2] == [None, 83.33, 83.33] and sections(page)[-2] == "examples"
+    assert (
+        page.charts[1]["data"][0]["z"][2] == [None, 83.33, 83.33]
+        and sections(page)[-2] == "examples"
+    )
     assert page.text.count("Corrupted: what this needs") == 1  # the pictures
 
 
@@ -388,7 +493,10 @@ def test_unfinished_runs_are_shown_as_far_as_they_are_and_not_compared(tmp_path)
     broken = write_run(tmp_path / "runs/broken", planned=4)
     (broken / "config.json").write_text("{")
     page = parsed(tmp_path / "runs")
-    assert "CHEEM, seed 0, unfinished: 3 of 5 tasks" in page.text and "EWC, seed 0, unfinished: 3 of 4" in page.text
+    assert (
+        "CHEEM, seed 0, unfinished: 3 of 5 tasks" in page.text
+        and "EWC, seed 0, unfinished: 3 of 4" in page.text
+    )
     assert "comparison" not in page.ids() and {"run-1", "run-2", "runs"} <= set(page.ids())
     told = page.text[page.text.index("Not shown") :]
     assert "broken corrupted" in told and "the command that began" not in told
@@ -396,7 +504,10 @@ def test_unfinished_runs_are_shown_as_far_as_they_are_and_not_compared(tmp_path)
         write_run(tmp_path / f"runs/{method}", method=method)
     page = parsed(tmp_path / "runs")
     assert "2 runs" in page.text and "run-4" in page.ids()
-    assert {name for trace in page.charts[0]["data"] for name in trace["text"]} == {"L2P", "CODA-Prompt"}
+    assert {name for trace in page.charts[0]["data"] for name in trace["text"]} == {
+        "L2P",
+        "CODA-Prompt",
+    }
 
 
 def test_runs_without_flops_are_not_drawn_among_the_others(tmp_path):
@@ -427,7 +538,9 @@ def test_only_pages_are_overwritten(run):
     write_report_page(Report((run,), run / "page.html"))
     write_report_page(Report((run,), run / "page.html"))
     before = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="metrics.jsonl' is there and is no HTML page; name another file"):
+    with pytest.raises(
+        ValueError, match="metrics.jsonl' is there and is no HTML page; name another file"
+    ):
         write_report_page(Report((run,), run / "metrics.jsonl"))
     assert (run / "metrics.jsonl").read_bytes() == before
 
@@ -436,9 +549,12 @@ def test_a_folder_that_cannot_be_written_to_asks_for_another_place(run, monkeypa
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("cheem_jax.cli.report.write_atomically", refuse)  # the superuser may write anywhere
+    monkeypatch.setattr(
+        "cheem_jax.cli.report.write_atomically", refuse
+    )  # the superuser may write anywhere
     with pytest.raises(
-        ValueError, match="report.html cannot be written .Permission denied.; name another file with --out"
+        ValueError,
+        match="report.html cannot be written .Permission denied.; name another file with --out",
     ):
         write_report_page(Report((run,)))
 
@@ -473,19 +589,28 @@ def test_a_thousand_tasks_stay_small(tmp_path):
 
 
 def test_a_thousand_classes_stay_small_too(tmp_path):
-    few, many = (write_run(tmp_path / str(num), classes=[f"class{i}" for i in range(num)]) for num in (2, 1000))
+    few, many = (
+        write_run(tmp_path / str(num), classes=[f"class{i}" for i in range(num)])
+        for num in (2, 1000)
+    )
     assert len(report(many)) < len(report(few)) + 1000
 
 
 def test_a_single_task_has_no_forgetting_and_no_routing(tmp_path):
     assert sections(parsed(write_run(tmp_path / "run", names=("one",), method="ewc"))) == [
-        "tasks", "accuracy", "time", "examples", "setting",
-    ]  # fmt: skip
+        "tasks",
+        "accuracy",
+        "time",
+        "examples",
+        "setting",
+    ]
 
 
 def test_cells_without_an_accuracy_stay_empty(run):
     matrix = next(
-        spec for spec in parsed(run).charts if spec["layout"]["xaxis"].get("title", {}).get("text") == "tested on"
+        spec
+        for spec in parsed(run).charts
+        if spec["layout"]["xaxis"].get("title", {}).get("text") == "tested on"
     )
     [trace] = matrix["data"]
     assert trace["z"] == [[85.33, None, None], [84.33, 85.33, None], [83.33, 83.33, 83.33]]

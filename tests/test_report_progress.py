@@ -18,7 +18,8 @@ class Clock:
 
 
 def plain() -> tuple[Progress, Clock, io.StringIO]:
-    text, clock = io.StringIO(), Clock()
+    text = io.StringIO()
+    clock = Clock()
     return Progress(Console(file=text, width=40), clock=clock), clock, text
 
 
@@ -31,7 +32,9 @@ def test_without_a_terminal_a_phase_prints_its_start_a_line_now_and_then_and_its
     lines = text.getvalue().splitlines()
     assert lines[0] == "[supernet] digits: 2,000 images"
     assert lines[1] == "[supernet] digits: 800 of 2,000 images, 50 images/s, 24 s left, loss 1.23"
-    assert lines[2] == "[supernet] digits: 1,600 of 2,000 images, 50 images/s, 8.0 s left, loss 1.23"
+    assert (
+        lines[2] == "[supernet] digits: 1,600 of 2,000 images, 50 images/s, 8.0 s left, loss 1.23"
+    )
     assert lines[3] == "[supernet] digits: done in 40 s, 2,000 images, 50 images/s"
     assert len(lines) == 4
 
@@ -46,7 +49,9 @@ def test_a_phase_that_is_over_at_once_tells_no_speed():
 
 def test_ctrl_c_passes_through_and_the_cursor_comes_back():
     terminal = io.StringIO()
-    progress = Progress(Console(file=terminal, force_terminal=True, width=120, _environ={"TERM": "xterm"}))
+    progress = Progress(
+        Console(file=terminal, force_terminal=True, width=120, _environ={"TERM": "xterm"})
+    )
     with pytest.raises(KeyboardInterrupt):
         with progress.phase("search", task="digits [kin]", total=10) as advance:
             advance(5, note="[best] 0.5")
@@ -73,14 +78,20 @@ def test_an_architecture_is_a_row_of_letters_with_a_legend_the_first_time():
         progress.architecture(name, ["reuse:0", "adapt:0", "new", "skip", "reuse:3"])
     legend, *rows = text.getvalue().splitlines()
     assert all(kind in legend for kind in ("reuse", "adapt", "new", "skip"))
-    assert [row.split() for row in rows] == [[name, "R", "A", "N", "S", "R3"] for name in ("digits", "letters")]
+    assert [row.split() for row in rows] == [
+        [name, "R", "A", "N", "S", "R3"] for name in ("digits", "letters")
+    ]
     assert "\x1b" not in text.getvalue()
 
 
 def test_a_terminal_with_colours_shows_the_four_of_the_figures():
     terminal = io.StringIO()
     console = Console(
-        file=terminal, force_terminal=True, color_system="truecolor", width=120, _environ={"TERM": "xterm"}
+        file=terminal,
+        force_terminal=True,
+        color_system="truecolor",
+        width=120,
+        _environ={"TERM": "xterm"},
     )
     Progress(console).architecture("digits", ["reuse:0", "adapt:0", "new", "skip"])
     row = terminal.getvalue().splitlines()[1]

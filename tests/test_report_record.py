@@ -9,7 +9,13 @@ from cheem_jax.run import record
 
 def test_lines_hold_event_time_and_plain_values(tmp_path):
     written = record.Record(tmp_path / "run")
-    written.write("epoch", loss=np.float32(0.5), table=np.array([[1.0, np.nan]]), steps=jnp.int32(3), top=float("inf"))
+    written.write(
+        "epoch",
+        loss=np.float32(0.5),
+        table=np.array([[1.0, np.nan]]),
+        steps=jnp.int32(3),
+        top=float("inf"),
+    )
     (entry,) = record.read(tmp_path / "run")
     assert entry.pop("time").endswith("+00:00")
     assert entry == {"event": "epoch", "loss": 0.5, "table": [[1.0, None]], "steps": 3, "top": None}
@@ -22,7 +28,10 @@ def test_a_torn_last_line_is_ignored_and_does_not_spoil_the_next(tmp_path):
         stream.write(b'{"event": "torn", "note": "caf\xc3')  # cut inside a character
     assert [entry["event"] for entry in record.read(tmp_path)] == ["first"]
     record.Record(tmp_path).write("second")
-    assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["first", "second"]
+    assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == [
+        "first",
+        "second",
+    ]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -31,8 +40,16 @@ def test_a_line_that_changed_is_an_error_with_its_number(tmp_path, number):
     for accuracy in (0.25, 0.5, 0.75):
         written.write("evaluated", accuracy=accuracy)
     lines = (tmp_path / record.NAME).read_text().splitlines(keepends=True)
-    for changed in (lines[number - 1].replace("evaluated", "evaluatee"), "nonsense\n", "\n", "7\n", "[]\n"):
-        (tmp_path / record.NAME).write_text("".join([*lines[: number - 1], changed, *lines[number:]]))
+    for changed in (
+        lines[number - 1].replace("evaluated", "evaluatee"),
+        "nonsense\n",
+        "\n",
+        "7\n",
+        "[]\n",
+    ):
+        (tmp_path / record.NAME).write_text(
+            "".join([*lines[: number - 1], changed, *lines[number:]])
+        )
         with pytest.raises(ValueError, match=f"line {number} is not as it was written"):
             record.read(tmp_path)
     one_digit = lines[number - 1].replace("5, ", "6, ")

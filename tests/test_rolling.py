@@ -1,4 +1,5 @@
-"""The rolling checkpoint: when it is written, what it survives, and that going on from it changes nothing."""
+"""The rolling checkpoint: when it is written, what it survives, and that going on from it changes
+nothing."""
 
 import contextlib
 import shutil
@@ -36,7 +37,8 @@ def test_it_is_due_after_thirty_seconds_and_later_where_saving_is_slow(tmp_path)
     assert kept.due()
     clock.step = 2.0
     kept.save(0, lambda: SAVED)
-    saved_at, clock.step = clock.now, 0.0
+    saved_at = clock.now
+    clock.step = 0.0
     assert kept.seconds == 2.0
     clock.now = saved_at + 97.9
     assert not kept.due()  # 2 % of the time at most
@@ -71,7 +73,8 @@ def test_what_is_left_over_from_another_task_is_removed(tmp_path):
 
 
 def test_a_damaged_one_is_told_and_the_one_before_counts(tmp_path):
-    kept, said = Rolling(tmp_path, Stop()), []
+    kept = Rolling(tmp_path, Stop())
+    said = []
     kept.save(0, lambda: SAVED)
     shutil.copytree(tmp_path / "running-000001", tmp_path / "running-000002")
     (tmp_path / "running-000002" / "task.json").write_text("{")
@@ -111,7 +114,9 @@ def test_what_is_shown_comes_after_what_is_kept(tmp_path):
         raise BrokenPipeError("nobody reads")
 
     stop = Stop()
-    running = RunningTask(0, Rolling(tmp_path, stop), lambda phase, total: contextlib.nullcontext(broken_pipe), print)
+    running = RunningTask(
+        0, Rolling(tmp_path, stop), lambda phase, total: contextlib.nullcontext(broken_pipe), print
+    )
     stop.signal_number = 2
     with pytest.raises(Stopped):
         with running.phase("supernet", 10, lambda: SAVED) as advance:
@@ -123,7 +128,9 @@ def test_a_request_to_stop_saves_after_the_step_and_ends_the_phase(tmp_path):
     stop = Stop()
     running = RunningTask(0, Rolling(tmp_path, stop), quiet, print)
     steps = []
-    with pytest.raises(Stopped, match="everything up to this step of the supernet phase is kept") as stopped:
+    with pytest.raises(
+        Stopped, match="everything up to this step of the supernet phase is kept"
+    ) as stopped:
         with running.phase("supernet", 10, lambda: Saved({"x": np.array(steps)}, {})) as advance:
             for step in range(10):
                 steps.append(step)

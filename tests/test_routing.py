@@ -1,4 +1,5 @@
-"""Routers beside the paper's: their formulas, what tasks keep, what is read of the backbone, memories that use them."""
+"""Routers beside the paper's: their formulas, what tasks keep, what is read of the backbone,
+memories that use them."""
 
 import dataclasses
 import json
@@ -102,7 +103,9 @@ def means_and_scatter(features: np.ndarray, labels: np.ndarray) -> tuple[np.ndar
     """Class means of the normalised features, and the covariance about them."""
     points = features.astype(float) / np.linalg.norm(features.astype(float), axis=1, keepdims=True)
     means = np.stack([points[labels == label].mean(axis=0) for label in range(labels.max() + 1)])
-    return means, np.mean([np.outer(p - means[c], p - means[c]) for p, c in zip(points, labels, strict=True)], axis=0)
+    return means, np.mean(
+        [np.outer(p - means[c], p - means[c]) for p, c in zip(points, labels, strict=True)], axis=0
+    )
 
 
 def shrunk(scatter: np.ndarray, share: float) -> np.ndarray:
@@ -123,7 +126,8 @@ def test_lda_compares_mahalanobis_distances_under_the_mean_covariance_of_the_tas
 
 
 def test_gaussian_names_the_task_of_the_likeliest_class():
-    config, points = RouterConfig("gaussian", shrinkage=0.1), normalise(ASKED).astype(float)
+    config = RouterConfig("gaussian", shrinkage=0.1)
+    points = normalise(ASKED).astype(float)
     wanted = []
     for task in TASKS:
         means, scatter = means_and_scatter(*task)
@@ -131,7 +135,9 @@ def test_gaussian_names_the_task_of_the_likeliest_class():
         wanted.append(np.max(own, axis=0))
     router = make_router(config).follow(places_of(config))
     constant = WIDTH * np.log(2 * np.pi)
-    np.testing.assert_allclose(router.distances(ASKED) + constant, -2 * np.stack(wanted, axis=1), rtol=1e-3)
+    np.testing.assert_allclose(
+        router.distances(ASKED) + constant, -2 * np.stack(wanted, axis=1), rtol=1e-3
+    )
     np.testing.assert_array_equal(router.route(ASKED), np.argmax(wanted, axis=0))
 
 
@@ -149,10 +155,14 @@ def test_ridge_is_scikit_learns_with_as_much_weight_for_every_task():
     np.testing.assert_array_equal(router.route(ASKED), wanted.argmax(axis=1))
 
 
-@pytest.mark.parametrize(("metric", "name"), [("l1", "cityblock"), ("l2", "euclidean"), ("cosine", "cosine")])
+@pytest.mark.parametrize(
+    ("metric", "name"), [("l1", "cityblock"), ("l2", "euclidean"), ("cosine", "cosine")]
+)
 def test_class_means_name_the_task_of_the_nearest_mean(metric, name):
     config = RouterConfig("class_means", metric=metric)
-    wanted = [cdist(normalise(ASKED), means_and_scatter(*task)[0], name).min(axis=1) for task in TASKS]
+    wanted = [
+        cdist(normalise(ASKED), means_and_scatter(*task)[0], name).min(axis=1) for task in TASKS
+    ]
     router = make_router(config).follow(places_of(config))
     np.testing.assert_allclose(router.distances(ASKED), np.stack(wanted, axis=1), atol=1e-5)
     np.testing.assert_array_equal(router.route(ASKED), np.argmin(wanted, axis=0))
@@ -161,7 +171,9 @@ def test_class_means_name_the_task_of_the_nearest_mean(metric, name):
 def test_the_papers_router_is_k_means_and_the_nearest_centroid_to_the_bit():
     (config,) = {PAPER, RouterConfig(), RouterConfig("kmeans", "last", 5, "l1")}
     places = places_of(config)
-    centroids = [fit_centroids(features, seed=i, config=config) for i, (features, _) in enumerate(TASKS)]
+    centroids = [
+        fit_centroids(features, seed=i, config=config) for i, (features, _) in enumerate(TASKS)
+    ]
     for place, own in zip(places, centroids, strict=True):
         np.testing.assert_array_equal(place.centroids, own)
         assert not place.moments
@@ -180,7 +192,8 @@ def arrays_of(place: TaskStatistics) -> list[np.ndarray]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_task_changes_nothing_of_earlier_ones_and_one_by_one_is_all_at_once(kind):
     config = RouterConfig(kind, projections=15)
-    places, one_by_one = places_of(config), make_router(config)
+    places = places_of(config)
+    one_by_one = make_router(config)
     kept = [[values.copy() for values in arrays_of(place)] for place in places]
     for num in (1, 2, 3):
         one_by_one.follow(places[:num]).distances(ASKED)
@@ -207,7 +220,8 @@ def test_an_image_is_routed_alone_as_in_company(kind):
 def test_ties_go_to_the_lowest_task(kind):
     config = RouterConfig(kind, projections=15)
     (place,) = places_of(config, TASKS[:1])
-    # a matrix product rounds its last columns in another way, and which they are is the processor's choice
+    # a matrix product rounds its last columns in another way, and which they are is the processor's
+    # choice
     for num in (2, 3, 5, 26):
         assert not make_router(config).follow([place] * num).route(ASKED).any()
 
@@ -220,7 +234,9 @@ def test_tasks_of_equal_images_and_of_one_class_are_routed_to(kind):
     for tasks in ([same, other], [same, TASKS[2]], [TASKS[0], same, TASKS[1]]):
         router = make_router(config).follow(places_of(config, tasks))
         assert np.isfinite(router.distances(ASKED)).all()
-        np.testing.assert_array_equal(router.route(same[0][:1]), [[one is same for one in tasks].index(True)])
+        np.testing.assert_array_equal(
+            router.route(same[0][:1]), [[one is same for one in tasks].index(True)]
+        )
     alone = make_router(config).follow(places_of(config, [same]))
     assert np.isfinite(alone.distances(ASKED)).all() and not alone.route(ASKED).any()
 
@@ -239,7 +255,8 @@ def test_a_symmetric_matrix_is_kept_by_its_upper_triangle_in_float32():
 def test_what_a_task_keeps_does_not_grow_with_its_images(kind):
     config = RouterConfig(kind, num_centroids=3, projections=15)
     kept = [
-        sum(values.size for values in arrays_of(place)) for place in places_of(config, [TASKS[0], drawn(300, 3, 3)])
+        sum(values.size for values in arrays_of(place))
+        for place in places_of(config, [TASKS[0], drawn(300, 3, 3)])
     ]
     assert kept == [num_kept(config, WIDTH, 3)] * 2
     assert all(values.dtype == np.float32 for values in arrays_of(places_of(config)[0]))
@@ -278,19 +295,28 @@ def test_a_zero_feature_stays_zero():
 
 
 @pytest.mark.parametrize(
-    ("depth", "early", "levels"), [(12, (3, 6), (3, 6, 9)), (6, (1, 3), (1, 3, 4)), (3, (0, 1), (0, 1))]
+    ("depth", "early", "levels"),
+    [(12, (3, 6), (3, 6, 9)), (6, (1, 3), (1, 3, 4)), (3, (0, 1), (0, 1))],
 )
 def test_mean_patch_tokens_are_read_at_quarters_of_the_depth(depth, early, levels):
-    last, first, all_of_it = (RouterConfig(features=features) for features in ("last", "early", "levels"))
+    last, first, all_of_it = (
+        RouterConfig(features=features) for features in ("last", "early", "levels")
+    )
     assert [config.blocks(depth) for config in (last, first, all_of_it)] == [(), early, levels]
     assert [config.until(depth) for config in (last, first, all_of_it)] == [depth, early[-1], depth]
-    assert [config.num_parts(depth) for config in (last, first, all_of_it)] == [1, len(early), len(levels) + 1]
+    assert [config.num_parts(depth) for config in (last, first, all_of_it)] == [
+        1,
+        len(early),
+        len(levels) + 1,
+    ]
 
 
 def test_a_backbone_of_two_blocks_has_its_last_class_token_only():
     assert RouterConfig().blocks(2) == () and RouterConfig().until(2) == 2
     for features in ("early", "levels"):
-        with pytest.raises(ValueError, match=f"{features}' need a backbone of at least 3 blocks, not 2"):
+        with pytest.raises(
+            ValueError, match=f"{features}' need a backbone of at least 3 blocks, not 2"
+        ):
             RouterConfig(features=features).blocks(2)
 
 
@@ -312,7 +338,9 @@ def test_senseless_settings_are_refused_by_name(settings, told):
 
 def test_s_prompts_has_its_own_router_and_no_other():
     for router in (RouterConfig("lda"), RouterConfig(features="early")):
-        with pytest.raises(ValueError, match=rf"{router.kind}.*{router.features}.*S-Prompts is defined by kmeans"):
+        with pytest.raises(
+            ValueError, match=rf"{router.kind}.*{router.features}.*S-Prompts is defined by kmeans"
+        ):
             SPromptsConfig(router=router)
 
 
@@ -320,12 +348,21 @@ def test_s_prompts_has_its_own_router_and_no_other():
 def test_alexnet_has_no_blocks_to_read(features):
     alexnet = PretrainedAlexNet(AlexNetConfig(image_size=64), {}, "made up", "0" * 64)
     method = dataclasses.replace(small.QUICK, router=RouterConfig(features=features))
-    with pytest.raises(ValueError, match=f"'{features}' are of a ViT's blocks; alexnet has only `last`"):
+    with pytest.raises(
+        ValueError, match=f"'{features}' are of a ViT's blocks; alexnet has only `last`"
+    ):
         networks_of(small.pretrained(), alexnet, method, EngineConfig())
 
 
 def test_a_router_is_chosen_on_the_command_line():
-    command = ["--cheem.router.kind", "lda", "--cheem.router.features", "early", "--cheem.router.shrinkage", "0.1"]
+    command = [
+        "--cheem.router.kind",
+        "lda",
+        "--cheem.router.features",
+        "early",
+        "--cheem.router.shrinkage",
+        "0.1",
+    ]
     assert parse(mtil.Mtil, command).cheem.router == RouterConfig("lda", "early", shrinkage=0.1)
     assert parse(mtil.Mtil, []).cheem.router == RouterConfig()
 
@@ -339,11 +376,14 @@ def by_hand():
     vit = small.backbone()
 
     def tokens(images, placement):
-        x, means = vit.embed(images), []
+        x = vit.embed(images)
+        means = []
         for index, block in enumerate(vit.blocks):
             if index < 3:
                 means.append(block.enter(x, placement=placement)[:, 1:].mean(axis=1))
-            x, _ = block.run(Reuse(block.expert(placement)), x, placement=placement, outputs=vit.outputs(index))
+            x, _ = block.run(
+                Reuse(block.expert(placement)), x, placement=placement, outputs=vit.outputs(index)
+            )
         return means, vit.features(x)
 
     return {
@@ -352,7 +392,9 @@ def by_hand():
     }
 
 
-@pytest.mark.parametrize("placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("kind", [Stages, Whole, pytest.param(Scan, marks=pytest.mark.full)])
 def test_a_router_reads_what_the_blocks_compute(by_hand, kind, placement):
     executor = kind(small.backbone(), placement)
@@ -362,14 +404,17 @@ def test_a_router_reads_what_the_blocks_compute(by_hand, kind, placement):
         encoder = Backbone(executor, RouterConfig(features=features))
         found = encoder.features(IMAGES[:6], batch_size=4)
         assert found.shape == (6, encoder.width) and encoder.width == 16 * len(parts)
-        np.testing.assert_allclose(found, np.concatenate([normalise(part) for part in parts], axis=1), atol=1e-5)
+        np.testing.assert_allclose(
+            found, np.concatenate([normalise(part) for part in parts], axis=1), atol=1e-5
+        )
     plain = Backbone(executor).features(IMAGES[:6], batch_size=4)
     np.testing.assert_allclose(plain, last, atol=1e-5)
     assert joined([plain]) is plain
 
 
 def networks(executor) -> small.Given:
-    """One never leaves the base network; others at block 3, behind what `early` reads, at block 2 and at block 0."""
+    """One never leaves the base network; others at block 3, behind what `early` reads, at block 2
+    and at block 0."""
     base = base_network(executor)
     keys = iter(jax.random.split(jax.random.key(1), 6))
     new = [Dense(1, init_new(next(keys), executor.base_pool[block][0].params)) for block in (3, 2)]
@@ -385,7 +430,10 @@ def test_a_shared_pass_answers_as_two_passes_do(kind, features):
     seen = FrozenFeatures(Backbone(executor, config), 16).compute(IMAGES)
     rows = np.array_split(np.arange(len(IMAGES)), 4)
     router = make_router(config).follow(
-        [fit_statistics(seen[own], np.arange(len(own), dtype=np.int32) % 2, config, seed=0) for own in rows]
+        [
+            fit_statistics(seen[own], np.arange(len(own), dtype=np.int32) % 2, config, seed=0)
+            for own in rows
+        ]
     )
     tasks = networks(executor)
     inference = Inference(executor, base_network(executor), tasks, batch_size=16, reads=config)
@@ -401,7 +449,8 @@ def test_a_shared_pass_answers_as_two_passes_do(kind, features):
 
 
 def test_one_image_a_class_has_no_gaussian_and_is_told_before_anything_is_learned():
-    many, executor = small.task("many", 0), stages()
+    many = small.task("many", 0)
+    executor = stages()
     few = Split(many.train.images[:3], many.train.labels[:3])
     tasks = [many, Task("alone", many.classes, few, many.val, many.test)]
 
@@ -410,10 +459,14 @@ def test_one_image_a_class_has_no_gaussian_and_is_told_before_anything_is_learne
         return ExpertMemory(executor, FrozenFeatures(executor, 16), config, rank=2, batch_size=16)
 
     assert method("lda").check(tasks) == method("gaussian").check(tasks[:1]) == []
-    with pytest.raises(ValueError, match="task 'alone': router kind 'gaussian' needs a class of several images"):
+    with pytest.raises(
+        ValueError, match="task 'alone': router kind 'gaussian' needs a class of several images"
+    ):
         method("gaussian").check(tasks)
     with pytest.raises(ValueError, match="needs a class of several images"):
-        fit_statistics(np.ones((3, 4), np.float32), tasks[1].train.labels, RouterConfig("gaussian"), seed=0)
+        fit_statistics(
+            np.ones((3, 4), np.float32), tasks[1].train.labels, RouterConfig("gaussian"), seed=0
+        )
 
 
 # ---- costs
@@ -422,21 +475,29 @@ def test_one_image_a_class_has_no_gaussian_and_is_told_before_anything_is_learne
 @pytest.mark.parametrize("name", ["siglip_base", "deit_tiny"])
 @pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
 def test_a_pass_that_ends_early_and_the_rest_are_the_backbone(name, placement):
-    config, base = config_of(name), from_strings(["reuse:0"] * 12)
+    config = config_of(name)
+    base = from_strings(["reuse:0"] * 12)
     whole = flops.executed_backbone_flops(config)
     for count in (False, True):
-        early = [flops.pass_flops(config, placement, until, count_attention=count) for until in range(13)]
-        assert early == sorted(set(early)) and early[12] == flops.backbone_flops(config, count_attention=count)
+        early = [
+            flops.pass_flops(config, placement, until, count_attention=count) for until in range(13)
+        ]
+        assert early == sorted(set(early)) and early[12] == flops.backbone_flops(
+            config, count_attention=count
+        )
     for until in range(13):
         first = flops.executed_pass_flops(config, placement, until)
         assert first + flops.executed_flops(config, placement, base, begin=until) == whole
 
 
 def test_a_router_that_reads_early_makes_tasks_cheaper():
-    subject, executor = exporting.subject(), stages()
+    subject = exporting.subject()
+    executor = stages()
 
     def costs(config):
-        method = ExpertMemory(executor, FrozenFeatures(Backbone(executor, config), 16), config, rank=2, batch_size=16)
+        method = ExpertMemory(
+            executor, FrozenFeatures(Backbone(executor, config), 16), config, rank=2, batch_size=16
+        )
         method.memory = InternalMemory(subject.pool, subject.tasks)
         return [method.costs(index) for index in range(4)]
 
@@ -456,12 +517,16 @@ def test_the_frozen_yardstick_keeps_moments_and_comes_back(kind, tmp_path):
     config = RouterConfig(kind, "early", projections=30)
     tasks = small.stream(2).tasks
     named = FrozenFeatures(Backbone(stages(), config), 16)
-    frozen, again = (learner(FrozenLinear, FrozenLinearConfig(config), router_features=named) for _ in range(2))
+    frozen, again = (
+        learner(FrozenLinear, FrozenLinearConfig(config), router_features=named) for _ in range(2)
+    )
     for task in tasks:
         report = frozen.learn(task, Undisturbed())
         frozen.save(tmp_path)
         place = frozen.tasks[-1]
-        assert report["params_stored"] - report["params_learned"] == sum(values.size for values in arrays_of(place))
+        assert report["params_stored"] - report["params_learned"] == sum(
+            values.size for values in arrays_of(place)
+        )
     again.open(tmp_path)
     images = np.concatenate([task.test.images for task in tasks])
     found = frozen.predict(images)
@@ -471,7 +536,9 @@ def test_the_frozen_yardstick_keeps_moments_and_comes_back(kind, tmp_path):
 
 @pytest.mark.full
 def test_lora_cl_keeps_every_law_with_another_router(tmp_path):
-    config = LoraClConfig(rank=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16, router=EARLY)
+    config = LoraClConfig(
+        rank=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16, router=EARLY
+    )
     features = FrozenFeatures(Backbone(stages(), EARLY), 16)
     method = check_method(learner(LoraCl, config, router_features=features), tmp_path)
     assert all(task.moments["scatter"].shape == (32 * 33 // 2,) for task in method.memory.tasks)
@@ -508,11 +575,14 @@ def test_a_memory_with_another_router_answers_alike_when_it_is_opened(learned):
         [fit_statistics(features(t, "train"), t.train.labels, EARLY, seed=0) for t in STREAM.tasks]
     )
     answered = memory.predictor().answer(TESTED)
-    np.testing.assert_allclose(answered.distances, router.distances(features.compute(TESTED)), rtol=1e-4)
+    np.testing.assert_allclose(
+        answered.distances, router.distances(features.compute(TESTED)), rtol=1e-4
+    )
     assert np.mean(answered.targets == np.repeat([0, 1], 20)) > 0.8
     assert [score.found for score in memory.evaluate(STREAM)] == [
-        np.mean(answered.targets[:20] == 0), np.mean(answered.targets[20:] == 1)
-    ]  # fmt: skip
+        np.mean(answered.targets[:20] == 0),
+        np.mean(answered.targets[20:] == 1),
+    ]
 
 
 @pytest.mark.full
@@ -528,16 +598,22 @@ def test_no_request_compiles_once_a_memory_with_another_router_is_prepared(learn
 @pytest.mark.full
 def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_tasks(learned):
     memory, before = learned
-    predictor, features = memory.predictor(open_set=0.1), FrozenFeatures(Backbone(memory.executor, EARLY), 16)
+    predictor = memory.predictor(open_set=0.1)
+    features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
     first, *_ = memory.pools.tasks
     away = distances(features(STREAM.tasks[0], "val"), [first.centroids], EARLY)[:, 0]
     assert before[0] == predictor.thresholds[0] == pytest.approx(np.quantile(away, 0.9), rel=1e-5)
-    assert first.distances is not None and predictor.thresholds[0] == threshold(first.distances, 0.1)
+    assert first.distances is not None and predictor.thresholds[0] == threshold(
+        first.distances, 0.1
+    )
 
     noise = np.random.default_rng(0).integers(0, 2, (4, 8, 8, 3), dtype=np.uint8) * 255
     images = np.concatenate([TESTED, noise])
-    routed, found = memory.predictor().answer(images).targets, predictor.answer(images).targets
-    own = distances(features.compute(images), [task.centroids for task in memory.pools.tasks], EARLY)
+    routed = memory.predictor().answer(images).targets
+    found = predictor.answer(images).targets
+    own = distances(
+        features.compute(images), [task.centroids for task in memory.pools.tasks], EARLY
+    )
     own = own[np.arange(len(images)), routed]
     np.testing.assert_array_equal(found, np.where(own <= predictor.thresholds[routed], routed, -1))
     assert (found[-4:] == -1).all() and np.mean(found[:-4] == -1) < 0.4
@@ -548,7 +624,10 @@ def test_what_the_router_keeps_is_on_the_disk_and_is_told(learned, capsys):
     memory, _ = learned
     (first, second), info = memory.info()["tasks"], memory.info()
     triangle = 32 * 33 // 2
-    assert min(first["bytes"], second["bytes"]) > 4 * triangle and info["bytes"] > first["bytes"] + second["bytes"]
+    assert (
+        min(first["bytes"], second["bytes"]) > 4 * triangle
+        and info["bytes"] > first["bytes"] + second["bytes"]
+    )
     costs = memory._learner.costs(0)
     assert costs["centroid_params"] == triangle + 3 * 32
     show_info(Info(memory=memory.directory))
@@ -558,7 +637,10 @@ def test_what_the_router_keeps_is_on_the_disk_and_is_told(learned, capsys):
 
 def names_of(directory: Path) -> list[tuple[str, set[str]]]:
     """What lies on the disk of each task, a forgotten one as well."""
-    return [(place.name, set(load_task(place)[0])) for place in saved_tasks(next(directory.glob("*/cheem")))]
+    return [
+        (place.name, set(load_task(place)[0]))
+        for place in saved_tasks(next(directory.glob("*/cheem")))
+    ]
 
 
 @pytest.mark.full
@@ -567,7 +649,8 @@ def test_forgetting_leaves_a_router_that_never_knew_the_task(learned, tmp_path):
     memory = begin(tmp_path / "pets", method=METHOD, num_classes=3)
     memory.learn(STREAM)
     assert memory.predict(TESTED) == begun.predict(TESTED)
-    rest, kept = memory.pools.tasks[1].place, sorted(names_of(tmp_path / "pets"))
+    rest = memory.pools.tasks[1].place
+    kept = sorted(names_of(tmp_path / "pets"))
     memory.forget("task0")
     wanted = make_router(EARLY).follow([rest])
     for opened in (memory, cheem_jax.open(tmp_path / "pets")):
@@ -594,13 +677,18 @@ def test_the_backbones_own_classes_keep_moments_too(tmp_path):
     answers = opened.predict(own.test.images)
     assert answers == memory.predict(own.test.images)
     assert sum(answer.task == "base" for answer in answers) > len(answers) / 2
-    assert all(answer.task is None or answer.blocks for answer in opened.predict(own.test.images, open_set=0.1))
+    assert all(
+        answer.task is None or answer.blocks
+        for answer in opened.predict(own.test.images, open_set=0.1)
+    )
 
 
 def test_nothing_is_left_of_a_memory_whose_backbone_has_too_few_blocks(tmp_path):
     config = dataclasses.replace(small.CONFIG, name=NAME, depth=2)
     file = tmp_path / "weights.safetensors"
-    save_converted(file, Pretrained(config, init_params(config, jax.random.key(0)), "random", "0" * 64, {}))
+    save_converted(
+        file, Pretrained(config, init_params(config, jax.random.key(0)), "random", "0" * 64, {})
+    )
     with pytest.raises(ValueError, match="need a backbone of at least 3 blocks, not 2"):
         cheem_jax.create(tmp_path / "pets", backbone=NAME, weights=file, method=METHOD)
     assert not (tmp_path / "pets").exists()

@@ -1,4 +1,5 @@
-"""S-Prompts: tokens and a head per task, each image with those of the task that its nearest centroid names."""
+"""S-Prompts: tokens and a head per task, each image with those of the task that its nearest
+centroid names."""
 
 from typing import Any
 
@@ -18,7 +19,10 @@ from cheem_jax.core.routing import RouterConfig
 from cheem_jax.run.method import Undisturbed
 
 CONFIG = SPromptsConfig(
-    length=3, fit=FitConfig(2, 1e-2, "constant"), router=RouterConfig(num_centroids=2), batch_size=16
+    length=3,
+    fit=FitConfig(2, 1e-2, "constant"),
+    router=RouterConfig(num_centroids=2),
+    batch_size=16,
 )
 
 
@@ -64,13 +68,20 @@ def test_the_prompt_tokens_stand_between_class_token_and_patches(begun):
     images = jnp.asarray(small.task("any", 0).test.images[:2])
     prompts = jax.random.normal(jax.random.key(0), (2, 3, 16))
     x = vit.embed(images)
-    x = jnp.stack([jnp.concatenate([tokens[:1], own, tokens[1:]]) for tokens, own in zip(x, prompts, strict=True)])
+    x = jnp.stack(
+        [
+            jnp.concatenate([tokens[:1], own, tokens[1:]])
+            for tokens, own in zip(x, prompts, strict=True)
+        ]
+    )
     for block in vit.blocks:
         x, _ = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
     found = begun.prompted(vit, begun.enter(vit, images), {"tokens": prompts}, jnp.ones(2))
     np.testing.assert_allclose(found, vit.norm(x[:, 0]), atol=1e-5)
     # without a position of their own their order says nothing
-    swapped = begun.prompted(vit, begun.enter(vit, images), {"tokens": prompts[:, ::-1]}, jnp.ones(2))
+    swapped = begun.prompted(
+        vit, begun.enter(vit, images), {"tokens": prompts[:, ::-1]}, jnp.ones(2)
+    )
     np.testing.assert_allclose(found, swapped, atol=1e-5)
     start = begun.begin_prompts(jax.random.key(1))["tokens"]
     assert 0.2 < float(jnp.abs(start).max()) <= 0.25
@@ -85,7 +96,8 @@ def test_the_named_task_is_the_nearest_in_l1_by_brute_force(begun):
     features = rng.normal(size=(40, 16)).astype(np.float32)
     points = features / np.linalg.norm(features, axis=1, keepdims=True)
     away = points[:, None, None] - np.stack(centroids)  # [N, T, K, D]
-    by_l1, by_l2 = np.abs(away).sum(-1).min(-1).argmin(-1), (away**2).sum(-1).min(-1).argmin(-1)
+    by_l1 = np.abs(away).sum(-1).min(-1).argmin(-1)
+    by_l2 = (away**2).sum(-1).min(-1).argmin(-1)
     np.testing.assert_array_equal(method.route(features), by_l1)
     assert (by_l1 != by_l2).any()
 
@@ -105,15 +117,22 @@ def test_the_papers_flops_need_one_token_for_vit_b_and_ten_for_deit_tiny():
 def test_the_reported_flops_count_the_router_and_the_longer_sequence(begun):
     method: Any = fresh(begun)
     method.classes.add("task0", ("a", "b", "c"))
-    vit, found = method.executor.config, method.costs()
+    vit = method.executor.config
+    found = method.costs()
     assert found["flops_method"] == 2 * backbone_flops(vit) + token_flops(vit, 3)
     longer = 4 * 4 * 16 * (8**2 - 5**2)  # 4 blocks, 5 tokens and 3 prompts
-    assert found["flops_explicit"] == 2 * backbone_flops(vit, count_attention=True) + token_flops(vit, 3) + longer
+    assert (
+        found["flops_explicit"]
+        == 2 * backbone_flops(vit, count_attention=True) + token_flops(vit, 3) + longer
+    )
     # three blocks of 8 tokens, the last of them for the class token alone
     whole = 3 * 2 * (12 * 8 * 16**2 + 2 * 8 * 8 * 16)
     last = 2 * (2 * 8 + 2 + 8) * 16**2 + 4 * 8 * 16
     assert executed_backbone_flops(vit, 3) == 2 * 4 * 48 * 16 + whole + last
-    assert found["flops_executed"] == executed_backbone_flops(vit) + executed_backbone_flops(vit, 3) + 2 * 16 * 3
+    assert (
+        found["flops_executed"]
+        == executed_backbone_flops(vit) + executed_backbone_flops(vit, 3) + 2 * 16 * 3
+    )
 
 
 def test_impossible_settings_are_refused():

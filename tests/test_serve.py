@@ -1,4 +1,5 @@
-"""The server over real connections: every client its own answer, and every bad request a sentence."""
+"""The server over real connections: every client its own answer, and every bad request a
+sentence."""
 
 import contextlib
 import io
@@ -21,7 +22,17 @@ import numpy as np
 import pytest
 import small
 from PIL import Image
-from serving import COLOURS, Colours, Served, ask, behind_a_proxy, name_of, picture, serving, wait_until
+from serving import (
+    COLOURS,
+    Colours,
+    Served,
+    ask,
+    behind_a_proxy,
+    name_of,
+    picture,
+    serving,
+    wait_until,
+)
 
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cli.ask import Serve, serve_memory
@@ -42,21 +53,29 @@ RED, BLUE = (224, 32, 32), (32, 32, 224)
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(Colours(), Limits(max_body_mb=200_000 / 2**20, max_pixels=1_000_000, max_batch=8)) as server:
+    with serving(
+        Colours(), Limits(max_body_mb=200_000 / 2**20, max_pixels=1_000_000, max_batch=8)
+    ) as server:
         yield server
 
 
 @pytest.fixture
 def gated():
-    """A predictor that answers once its gate is opened, which happens at the latest when the test ends."""
+    """A predictor that answers once its gate is opened, which happens at the latest when the test
+    ends."""
     predictor = Colours()
     predictor.gate.clear()
     yield predictor
     predictor.gate.set()
 
 
-def form(*files: bytes, boundary: str = "cut", name: str = 'name="picture"; filename="a.png"') -> bytes:
-    parts = [f"--{boundary}\r\nContent-Disposition: form-data; {name}\r\n\r\n".encode() + file for file in files]
+def form(
+    *files: bytes, boundary: str = "cut", name: str = 'name="picture"; filename="a.png"'
+) -> bytes:
+    parts = [
+        f"--{boundary}\r\nContent-Disposition: form-data; {name}\r\n\r\n".encode() + file
+        for file in files
+    ]
     return b"\r\n".join([*parts, f"--{boundary}--\r\n".encode()])
 
 
@@ -80,7 +99,12 @@ def received(connection: socket.socket) -> tuple[int, str]:
 
 
 def head(length: int) -> bytes:
-    lines = ("POST /predict HTTP/1.1", "Host: localhost", "Content-Type: image/png", f"Content-Length: {length}")
+    lines = (
+        "POST /predict HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: image/png",
+        f"Content-Length: {length}",
+    )
     return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
 
 
@@ -88,19 +112,33 @@ def large_png(width: int, height: int) -> bytes:
     """A picture of zeros in one bit per pixel: a hundred megapixels in 12 kB."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     squeeze = zlib.compressobj(9)
-    rows = [squeeze.compress(bytes(1 + (width + 7) // 8)) for _ in range(height)] + [squeeze.flush()]
+    rows = [squeeze.compress(bytes(1 + (width + 7) // 8)) for _ in range(height)] + [
+        squeeze.flush()
+    ]
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"".join(rows)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", b"".join(rows))
+        + chunk(b"IEND", b"")
+    )
 
 
 def text_bomb() -> bytes:
     """A picture of one pixel with a note of 100 MB, squeezed."""
     note = zlib.compress(bytes(100_000_000), 9)
     data = b"note\0\0" + note
-    chunk = struct.pack(">I", len(data)) + b"zTXt" + data + struct.pack(">I", zlib.crc32(b"zTXt" + data))
+    chunk = (
+        struct.pack(">I", len(data))
+        + b"zTXt"
+        + data
+        + struct.pack(">I", zlib.crc32(b"zTXt" + data))
+    )
     plain = picture(RED, (1, 1))
     return plain[:33] + chunk + plain[33:]  # behind the header
 
@@ -117,9 +155,16 @@ def animation(*colours: tuple[int, int, int]) -> bytes:
 
 def test_a_picture_gets_its_task_its_class_and_the_blocks_that_ran(served: Served):
     answer = served.predict(picture(RED)).json
-    assert answer["task"] == "bright red" and answer["class"] == "224-32-32" and answer["probability"] == 0.6
+    assert (
+        answer["task"] == "bright red"
+        and answer["class"] == "224-32-32"
+        and answer["probability"] == 0.6
+    )
     assert [guess["probability"] for guess in answer["runners_up"]] == [0.3, 0.15, 0.075, 0.0375]
-    assert answer["near"] == [{"task": "bright red", "distance": 32}, {"task": "dark <b>red</b>", "distance": 160}]
+    assert answer["near"] == [
+        {"task": "bright red", "distance": 32},
+        {"task": "dark <b>red</b>", "distance": 160},
+    ]
     assert answer["blocks"] == ["reuse:0", "reuse:0", "reuse:0", "adapt:0", "skip"]
     assert 0 < answer["seconds"] < 20
 
@@ -143,8 +188,16 @@ def test_of_several_files_a_bad_one_fails_alone(served: Served):
     files = (picture(RED), b"text", b"", large_png(2_000, 2_000), picture(BLUE))
     answer = served.predict(form(*files), FORM)
     found = answer.json["predictions"]
-    assert answer.status == 200 and [one.get("class") for one in found] == ["224-32-32", None, None, None, "32-32-224"]
-    for one, said in zip(found[1:4], ("not an image file", "an empty file", "2000 x 2000 pixels"), strict=True):
+    assert answer.status == 200 and [one.get("class") for one in found] == [
+        "224-32-32",
+        None,
+        None,
+        None,
+        "32-32-224",
+    ]
+    for one, said in zip(
+        found[1:4], ("not an image file", "an empty file", "2000 x 2000 pixels"), strict=True
+    ):
         assert one["file"] == "a.png" and one["error"].startswith(said)
 
 
@@ -165,7 +218,9 @@ def test_concurrent_clients_each_get_the_answer_to_their_own_picture(gated: Colo
         answers = [clients.submit(served.predict, picture(colour)) for colour in colours]
         wait_until(lambda: served.service.num_images == 32)
         gated.gate.set()
-        assert [answer.result().json["class"] for answer in answers] == [name_of(colour) for colour in colours]
+        assert [answer.result().json["class"] for answer in answers] == [
+            name_of(colour) for colour in colours
+        ]
         assert sum(gated.sizes) == 32 and max(gated.sizes) <= 8
         wait_until(lambda: served.service.num_images == 0)
         for colour in COLOURS * 2:  # and one after the other
@@ -187,17 +242,25 @@ def test_what_waited_while_the_predictor_worked_is_answered_together(gated: Colo
 
 
 def test_a_real_predictor_answers_as_alone_and_compiles_nothing_after_warming_up():
-    vit, rng = small.backbone(), np.random.default_rng(0)
+    vit = small.backbone()
+    rng = np.random.default_rng(0)
     executor = make_executor(vit, "mlp_down", EngineConfig(), batch_size=4)
     depth, width = small.CONFIG.depth, small.CONFIG.width
     targets = []
     for number, kinds in enumerate(("RRRR", "RSRR")):
-        choices = tuple(Choice("reuse", 0) if kind == "R" else Choice("skip", None) for kind in kinds)
-        head = Head(jnp.asarray(rng.normal(size=(width, 3)), jnp.float32), jnp.asarray(np.zeros(3, np.float32)))
+        choices = tuple(
+            Choice("reuse", 0) if kind == "R" else Choice("skip", None) for kind in kinds
+        )
+        head = Head(
+            jnp.asarray(rng.normal(size=(width, 3)), jnp.float32),
+            jnp.asarray(np.zeros(3, np.float32)),
+        )
         experts = tuple(0 if kind == "R" else None for kind in kinds)
         centroids = rng.normal(size=(2, width))
         means = np.zeros((depth, width))
-        targets.append(TaskMemory(f"t{number}", ("a", "b", "c"), choices, experts, head, means, centroids))
+        targets.append(
+            TaskMemory(f"t{number}", ("a", "b", "c"), choices, experts, head, means, centroids)
+        )
     networks = TaskNetworks(DenseExperts(base_pool(vit.experts("mlp_down")), 0), targets)
     predictor = Predictor(executor, targets, networks, RouterConfig(), batch_sizes=(4,), top=2)
     files = [picture(colour) for colour in COLOURS[::5]]
@@ -208,7 +271,11 @@ def test_a_real_predictor_answers_as_alone_and_compiles_nothing_after_warming_up
     alone = [predictor(decode_image(file, 8)[None])[0] for file in files]
     assert len({one.task for one in alone}) > 1
     for answer, one in zip([*answers, *together], [*alone, *alone[:3]], strict=True):
-        assert (answer["task"], answer["class"], tuple(answer["blocks"])) == (one.task, one.label, one.blocks)
+        assert (answer["task"], answer["class"], tuple(answer["blocks"])) == (
+            one.task,
+            one.label,
+            one.blocks,
+        )
         assert answer["probability"] == pytest.approx(one.probability, abs=1e-5)
         assert len(answer["runners_up"]) == 1 and len(answer["near"]) == 2
 
@@ -220,16 +287,31 @@ HOSTILE = {
     "zero bytes": (b"", "image/png", 400, "an empty file is not an image"),
     "text": (b"once upon a time", "image/png", 400, "not an image file of a known format"),
     "half a JPEG": (picture(RED, (64, 64), "JPEG")[:400], "image/jpeg", 400, "cannot be decoded"),
-    "100 megapixels": (large_png(10_000, 10_000), "image/png", 413, "so many pixels are too many; send at most 1 mega"),
+    "100 megapixels": (
+        large_png(10_000, 10_000),
+        "image/png",
+        413,
+        "so many pixels are too many; send at most 1 mega",
+    ),
     "4 megapixels": (large_png(2_000, 2_000), "image/png", 413, "2000 x 2000 pixels are too many"),
     "a text bomb": (text_bomb(), "image/png", 400, "cannot be decoded"),
     "a script": (b"%!PS-Adobe-3.0 EPSF-3.0\n", "image/x-eps", 400, "not an image file"),
     "another type": (PNG, "text/plain", 415, "a body of type text/plain is not accepted"),
     "too large": (bytes(200_001), "image/png", 413, "the body is too large; send at most 0.19"),
     "a form without a boundary": (form(PNG), "multipart/form-data", 400, "the form cannot be read"),
-    "a form of another boundary": (form(PNG), "multipart/form-data; boundary=other", 400, "the form cannot be read"),
+    "a form of another boundary": (
+        form(PNG),
+        "multipart/form-data; boundary=other",
+        400,
+        "the form cannot be read",
+    ),
     "an empty form": (b"--cut--\r\n", FORM, 400, "the form has no file"),
-    "a form with text only": (form(b"cat", name='name="picture"'), FORM, 400, "the form has no file"),
+    "a form with text only": (
+        form(b"cat", name='name="picture"'),
+        FORM,
+        400,
+        "the form has no file",
+    ),
     "a form with too many files": (form(*[PNG] * 9), FORM, 400, "Too many files"),
     "a form with an empty file": (form(b""), FORM, 400, "an empty file is not an image"),
 }
@@ -239,7 +321,11 @@ HOSTILE = {
 def test_what_is_no_picture_gets_one_sentence_that_says_why(what: str, served: Served):
     body, kind, status, sentence = HOSTILE[what]
     answer = served.predict(body, kind)
-    assert answer.status == status and sentence in answer.json["error"] and "\n" not in answer.json["error"]
+    assert (
+        answer.status == status
+        and sentence in answer.json["error"]
+        and "\n" not in answer.json["error"]
+    )
     assert served.predict(PNG).json["class"] == "224-32-32"
 
 
@@ -267,7 +353,10 @@ def test_a_body_in_chunks_is_cut_at_the_limit(served: Served):
     assert connection.recv(12) == b"HTTP/1.1 413"
     connection.close()
     pieces = [PNG[:20], PNG[20:]]
-    body = b"".join(f"{len(piece):x}\r\n".encode() + piece + b"\r\n" for piece in pieces) + b"0\r\n\r\n"
+    body = (
+        b"".join(f"{len(piece):x}\r\n".encode() + piece + b"\r\n" for piece in pieces)
+        + b"0\r\n\r\n"
+    )
     connection = send(served.port, chunked.replace(b"Host", b"Connection: close\r\nHost") + body)
     assert json.loads(received(connection)[1])["class"] == "224-32-32"
 
@@ -287,18 +376,24 @@ def test_what_is_no_http_ends_in_400(data: bytes, served: Served):
     assert served.predict(PNG).status == 200
 
 
-@pytest.mark.parametrize("path", ["/nope", "/predict/", "/../../etc/passwd", "/%2e%2e/etc/passwd", "/static/page.html"])
+@pytest.mark.parametrize(
+    "path", ["/nope", "/predict/", "/../../etc/passwd", "/%2e%2e/etc/passwd", "/static/page.html"]
+)
 def test_unknown_paths_are_404_and_counted_as_one(path: str, served: Served):
     before = served.metric('cheem_requests_total{path="other",status="404"}')
     answer = served.ask("GET", path)
-    assert answer.status == 404 and answer.json["error"].startswith("unknown path; there are /, /predict")
+    assert answer.status == 404 and answer.json["error"].startswith(
+        "unknown path; there are /, /predict"
+    )
     assert served.metric('cheem_requests_total{path="other",status="404"}') == before + 1
     assert path not in served.ask("GET", "/metrics").body.decode()
 
 
 def test_a_wrong_method_is_405_and_names_the_right_one(served: Served):
     answer = served.ask("GET", "/predict")
-    assert (answer.status, answer.headers["allow"]) == (405, "POST") and "POST" in answer.json["error"]
+    assert (answer.status, answer.headers["allow"]) == (405, "POST") and "POST" in answer.json[
+        "error"
+    ]
     assert served.ask("POST", "/health", b"").status == 405
 
 
@@ -316,7 +411,9 @@ def test_a_refused_host_is_told_what_to_set_and_is_counted(served: Served):
     counted = 'cheem_refused_total{reason="unknown_host"}'
     before = served.metric(counted)
     answer = served.ask("GET", "/health", Host="pets.example.org:8443")
-    assert answer.status == 400 and answer.json["error"].startswith("'pets.example.org' is no name of this server")
+    assert answer.status == 400 and answer.json["error"].startswith(
+        "'pets.example.org' is no name of this server"
+    )
     assert "--public-host" in answer.json["error"] and "`Host: localhost`" in answer.json["error"]
     assert served.metric(counted) == before + 1
     assert served.ask("GET", "/health", Host="evil.example/localhost").status == 400
@@ -325,10 +422,22 @@ def test_a_refused_host_is_told_what_to_set_and_is_counted(served: Served):
 def test_behind_a_proxy_the_public_names_are_answered_below_a_path_of_their_own():
     with serving(Colours(), public=("pets.example.org", "[2001:db8::1]")) as served:
         with behind_a_proxy(served.port, "/pets") as port:
-            for host in ("pets.example.org", "PETS.example.org.:8443", "[2001:db8::1]:8443", "localhost"):
+            for host in (
+                "pets.example.org",
+                "PETS.example.org.:8443",
+                "[2001:db8::1]:8443",
+                "localhost",
+            ):
                 assert ask(port, "GET", "/pets/health", Host=host).json["status"] == "ok"
             body = picture(RED)
-            answer = ask(port, "POST", "/pets/predict", body, Host="pets.example.org", Content_Type="image/png")
+            answer = ask(
+                port,
+                "POST",
+                "/pets/predict",
+                body,
+                Host="pets.example.org",
+                Content_Type="image/png",
+            )
             assert answer.json["class"] == name_of(RED)
             assert ask(port, "GET", "/pets/health", Host="example.org").status == 400
             html = ask(port, "GET", "/pets/", Host="pets.example.org").body.decode()
@@ -336,11 +445,14 @@ def test_behind_a_proxy_the_public_names_are_answered_below_a_path_of_their_own(
 
 
 @pytest.mark.parametrize(
-    "wrong", ["https://pets.example.org", "pets.example.org:80", "pets.example.org/pets", "*", "a b"]
+    "wrong",
+    ["https://pets.example.org", "pets.example.org:80", "pets.example.org/pets", "*", "a b"],
 )
 def test_a_public_name_that_no_browser_sends_is_refused(wrong: str):
     with listen("127.0.0.1", 0) as listening:
-        with pytest.raises(ValueError, match=re.escape(f"--public-host names {wrong!r}; expected the name without")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"--public-host names {wrong!r}; expected the name without")
+        ):
             hosts_of(listening, "127.0.0.1", ("fine.example", wrong))
 
 
@@ -443,7 +555,9 @@ def command(monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_command_in_a_line_after_it_has_told_where_it_listens(number, status, command, capsys):
+def test_a_signal_ends_the_command_in_a_line_after_it_has_told_where_it_listens(
+    number, status, command, capsys
+):
     _, settings = command
     handler = signal.getsignal(signal.SIGTERM)
 
@@ -461,7 +575,9 @@ def test_a_signal_ends_the_command_in_a_line_after_it_has_told_where_it_listens(
         run_command(serve_memory, settings)
     said = capsys.readouterr()
     assert ended.value.code == status and said.err == "\nstopped.\n"
-    assert f"ready on http://127.0.0.1:{settings.port} for" in said.out and "pets: 2 tasks" in said.out
+    assert (
+        f"ready on http://127.0.0.1:{settings.port} for" in said.out and "pets: 2 tasks" in said.out
+    )
     assert "about 5 % of a task's own, too; --open-set off" in said.out
     assert signal.getsignal(signal.SIGTERM) is handler
 
@@ -487,7 +603,12 @@ class Opened(NamedTuple):
 
 @pytest.mark.parametrize(
     ("given", "distances", "expected"),
-    [("auto", (1, 1), 0.05), ("auto", (1, None), None), ("off", (1, 1), None), (0.2, (1, None), 0.2)],
+    [
+        ("auto", (1, 1), 0.05),
+        ("auto", (1, None), None),
+        ("off", (1, 1), None),
+        (0.2, (1, None), 0.2),
+    ],
 )
 def test_the_open_set_is_on_where_every_task_is_calibrated(monkeypatch, given, distances, expected):
     opened = Opened(tuple(SimpleNamespace(distances=one) for one in distances))
@@ -509,13 +630,17 @@ def test_what_is_counted_has_few_labels(served: Served):
 def test_a_taken_port_and_wrong_settings_are_told_in_a_sentence():
     with listen("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"cannot listen on 127.0.0.1:{port} \(Address already in use\)"):
+        with pytest.raises(
+            ValueError, match=rf"cannot listen on 127.0.0.1:{port} \(Address already in use\)"
+        ):
             listen("127.0.0.1", port)
     with pytest.raises(ValueError, match="cannot listen on no.such.host.invalid:0"):
         listen("no.such.host.invalid", 0)
     with pytest.raises(ValueError, match="port is 70000, expected 0 to 65535"):
         serve_memory(Serve(memory=Path("memory"), port=70_000))
-    with pytest.raises(ValueError, match="timeout_s is -1; max_batch is 0; expected finite numbers above 0"):
+    with pytest.raises(
+        ValueError, match="timeout_s is -1; max_batch is 0; expected finite numbers above 0"
+    ):
         serve_memory(Serve(memory=Path("memory"), max_batch=0, timeout_s=-1))
 
 
@@ -539,7 +664,10 @@ def test_the_page_may_load_nothing_from_anywhere_else(served: Served):
     answer = served.ask("GET", "/")
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
-    assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["referrer-policy"] == "no-referrer"
+    assert (
+        answer.headers["x-content-type-options"] == "nosniff"
+        and answer.headers["referrer-policy"] == "no-referrer"
+    )
     html = answer.body.decode()
     assert html == page()[0] and "//" not in html.replace("// ", "") and "innerHTML" not in html
     assert "--adapt: #FEB24C;" in html

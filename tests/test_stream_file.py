@@ -18,7 +18,9 @@ def photos(root: Path, num: int = 4) -> Path:
 
 
 def manifest(file: Path, num: int = 4) -> Path:
-    file.write_text("path,label\n" + "".join(f"{name}/{i}.png,{name}\n" for name in "ab" for i in range(num)))
+    file.write_text(
+        "path,label\n" + "".join(f"{name}/{i}.png,{name}\n" for name in "ab" for i in range(num))
+    )
     return file
 
 
@@ -64,12 +66,20 @@ def test_paths_start_at_the_file_and_a_tilde_is_the_home(two, monkeypatch):
     monkeypatch.chdir("/")
     sub = two.parent / "sub"
     sub.mkdir()
-    text = f'[[task]]\npath = "~/birds"\n[[task]]\nmanifest = "../cars.csv"\nroot = "{two.parent}/images"'
-    assert [plan.name for plan in plan_stream_file(write(sub / "s.toml", text))[1]] == ["birds", "cars"]
+    text = (
+        '[[task]]\npath = "~/birds"\n[[task]]\nmanifest = "../cars.csv"\nroot ='
+        f' "{two.parent}/images"'
+    )
+    assert [plan.name for plan in plan_stream_file(write(sub / "s.toml", text))[1]] == [
+        "birds",
+        "cars",
+    ]
 
 
 def test_backslashes_separate_folders_unless_something_here_is_called_so(two):
-    text = "[[task]]\npath = 'photos\\birds'\n[[task]]\nmanifest = '.\\cars.csv'\nroot = '.\\images'\n"
+    text = (
+        "[[task]]\npath = 'photos\\birds'\n[[task]]\nmanifest = '.\\cars.csv'\nroot = '.\\images'\n"
+    )
     _, plans = plan_stream_file(write(two, text))
     assert [(plan.name, plan.num_images) for plan in plans] == [("birds", 8), ("cars", 8)]
     photos(two.parent / "photos\\birds", num=5)
@@ -111,11 +121,26 @@ def test_the_seed_of_the_file_comes_before_the_argument(two):
         ("seed = true\n" + TWO, "seed must be a whole number of at most 64 bits"),
         ('name = ""\n[[task]]\npath = "a"', "name must be text without NUL, got str"),
         ("[[task]]\npath = 3", "task 1: path must be text without NUL, got int"),
-        ('[[task]]\nname = "a"', "task 1: expected exactly one of path, manifest, tfds, hub, benchmark, got none"),
-        ('[[task]]\npath = "a"\ntfds = "b"', "task 1: expected exactly one of .* got path and tfds"),
-        ('[[task]]\npath = "a"\nroot = "b"', "task 1: `root` goes with `manifest`, not with `path`"),
-        (TWO + '[[task]]\nmanifets = "a"', "task 3: unknown key 'manifets'; did you mean 'manifest'.*task 3: expected"),
-        (TWO + '[[task]]\ntfds = "cars:1.0.0"', r"several tasks are called \['cars'\]; give each a `name`"),
+        (
+            '[[task]]\nname = "a"',
+            "task 1: expected exactly one of path, manifest, tfds, hub, benchmark, got none",
+        ),
+        (
+            '[[task]]\npath = "a"\ntfds = "b"',
+            "task 1: expected exactly one of .* got path and tfds",
+        ),
+        (
+            '[[task]]\npath = "a"\nroot = "b"',
+            "task 1: `root` goes with `manifest`, not with `path`",
+        ),
+        (
+            TWO + '[[task]]\nmanifets = "a"',
+            "task 3: unknown key 'manifets'; did you mean 'manifest'.*task 3: expected",
+        ),
+        (
+            TWO + '[[task]]\ntfds = "cars:1.0.0"',
+            r"several tasks are called \['cars'\]; give each a `name`",
+        ),
         ('[[task]]\nbenchmark = "fod101"', "has no task 'fod101'; did you mean food101"),
     ],
 )
@@ -125,7 +150,9 @@ def test_unusable_files_are_refused_with_all_their_faults(tmp_path, text, compla
 
 
 def test_a_file_that_is_missing_or_in_another_encoding_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="stream.toml: no such file; expected a stream in TOML"):
+    with pytest.raises(
+        FileNotFoundError, match="stream.toml: no such file; expected a stream in TOML"
+    ):
         plan_stream_file(tmp_path / "stream.toml")
     (tmp_path / "stream.toml").write_bytes('name = "é"'.encode("latin-1"))
     with pytest.raises(ValueError, match="stream.toml: not readable as TOML"):
@@ -144,7 +171,9 @@ def test_a_file_that_is_missing_or_in_another_encoding_is_refused(tmp_path):
 )
 def test_hostile_values_are_told_with_the_file(tmp_path, line, told):
     file = tmp_path / "stream.toml"
-    file.write_text(f"[[task]]\n{line}\n" if line.startswith("path") else f'{line}\n[[task]]\npath = "x"\n')
+    file.write_text(
+        f"[[task]]\n{line}\n" if line.startswith("path") else f'{line}\n[[task]]\npath = "x"\n'
+    )
     with pytest.raises(ValueError, match=rf"stream\.toml: .*{told}"):
         plan_stream_file(file)
 
@@ -162,11 +191,17 @@ def test_the_home_of_nobody_is_only_a_name(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pets", "mtil", "tfds:pets", "hf:pets"])
-def test_a_name_that_is_also_a_folder_of_images_is_refused_with_both_meanings(tmp_path, monkeypatch, name):
+def test_a_name_that_is_also_a_folder_of_images_is_refused_with_both_meanings(
+    tmp_path, monkeypatch, name
+):
     monkeypatch.chdir(tmp_path)
     photos(tmp_path / name)
     with pytest.raises(
-        ValueError, match=rf"'{name}' is ambiguous: it means .*, and .*/{name} contains images; write \./{name} for"
+        ValueError,
+        match=(
+            rf"'{name}' is ambiguous: it means .*, and .*/{name} contains images; write"
+            rf" \./{name} for"
+        ),
     ):
         plan_source(name, data_dir=tmp_path / "nothing")
     assert [plan.name for plan in plan_source(f"./{name}")[1]] == [name]

@@ -18,10 +18,13 @@ from cheem_jax.run.record import Record
 
 
 def events_in(file: Path) -> list[Event]:
-    data, events = file.read_bytes(), []
+    data = file.read_bytes()
+    events = []
     while data:
         (size,) = struct.unpack("<Q", data[:8])
-        header, body, checks = data[:8], data[12 : 12 + size], data[8:12] + data[12 + size : 16 + size]
+        header = data[:8]
+        body = data[12 : 12 + size]
+        checks = data[8:12] + data[12 + size : 16 + size]
         assert struct.unpack("<II", checks) == (masked_crc32c(header), masked_crc32c(body))
         events.append(Event.FromString(body))
         data = data[16 + size :]
@@ -34,7 +37,9 @@ def numbers_in(file: Path) -> dict[str, list[tuple[int, Any]]]:
     for event in events_in(file):
         for value in event.summary.value:
             if value.WhichOneof("value") == "simple_value":
-                found.setdefault(value.tag, []).append((event.step, pytest.approx(value.simple_value)))
+                found.setdefault(value.tag, []).append(
+                    (event.step, pytest.approx(value.simple_value))
+                )
     return found
 
 
@@ -50,21 +55,36 @@ def texts_in(file: Path) -> dict[tuple[str, int], str]:
 def begin(directory: Path) -> Record:
     directory.mkdir(exist_ok=True)
     config = {
-        "stream": "made-up", "tasks": ["digits", "letters (b)"], "seed": 7, "data_sha256": {"digits": "ab"},
+        "stream": "made-up",
+        "tasks": ["digits", "letters (b)"],
+        "seed": 7,
+        "data_sha256": {"digits": "ab"},
         "cheem": {"ops": {"rank": 16}, "sampling": "hee"},
-    }  # fmt: skip
+    }
     (directory / "config.json").write_text(json.dumps(config))
     record = Record(directory)
-    record.write("run", method="cheem", preset="demo", executor="stages", precision="float32", device="cpu: cpu")
+    record.write(
+        "run",
+        method="cheem",
+        preset="demo",
+        executor="stages",
+        precision="float32",
+        device="cpu: cpu",
+    )
     return record
 
 
 def learn(record: Record, index: int, accuracy: list[float], given: list[float]) -> None:
     report = {
-        "index": index, "name": ["digits", "letters (b)"][index], "architecture": ["reuse:0", "new"],
-        "supernet_losses": [2.0, None, 1.0], "finetune_losses": [0.5], "flops_method": 58_000_000,
-        "params_added_percent": 2.5, "seconds": {"supernet": 4.0, "finetune": 2.0},
-    }  # fmt: skip
+        "index": index,
+        "name": ["digits", "letters (b)"][index],
+        "architecture": ["reuse:0", "new"],
+        "supernet_losses": [2.0, None, 1.0],
+        "finetune_losses": [0.5],
+        "flops_method": 58_000_000,
+        "params_added_percent": 2.5,
+        "seconds": {"supernet": 4.0, "finetune": 2.0},
+    }
     record.write("learned", method="cheem", report=report, seconds=6.5)
     yardstick = {**report, "losses": [0.25], "architecture": None}
     record.write("learned", method="frozen_linear", report=yardstick, seconds=0.5)
@@ -87,18 +107,29 @@ def test_every_number_of_the_record_is_there_once_at_its_task_or_epoch(tmp_path)
     assert found["accuracy/T1_digits"] == [(1, 0.9), (2, 0.8)]
     assert found["accuracy/T2_letters__b_"] == [(2, 0.6)]
     assert found["given_accuracy/T2_letters__b_"] == [(2, 0.7)]
-    assert found["loss_supernet/T1_digits"] == [(1, 2.0), (3, 1.0)]  # that of epoch 2 was not finite
+    assert found["loss_supernet/T1_digits"] == [
+        (1, 2.0),
+        (3, 1.0),
+    ]  # that of epoch 2 was not finite
     assert found["loss_finetune/T2_letters__b_"] == [(1, 0.5)]
     assert found["cost/flops_method"] == [(1, 58e6), (2, 58e6)]
     assert found["cost/params_added_percent"] == [(1, 2.5), (2, 2.5)]
-    assert found["seconds/supernet"] == [(1, 4.0), (2, 4.0)] and found["seconds/evaluate"] == [(1, 1.5), (2, 1.5)]
+    assert found["seconds/supernet"] == [(1, 4.0), (2, 4.0)] and found["seconds/evaluate"] == [
+        (1, 1.5),
+        (2, 1.5),
+    ]
     beside = numbers_in(tmp_path / "tensorboard" / "frozen_linear" / NAME)
-    assert beside["average/accuracy"] == [(1, 0.5), (2, 0.5)] and beside["loss_train/T1_digits"] == [(1, 0.25)]
+    assert beside["average/accuracy"] == [(1, 0.5), (2, 0.5)] and beside[
+        "loss_train/T1_digits"
+    ] == [(1, 0.25)]
 
 
 def test_events_carry_the_times_of_the_record(tmp_path):
     learn(begin(tmp_path), 0, [0.9], [0.9])
-    times = [datetime.datetime.fromisoformat(entry["time"]).timestamp() for entry in records.read(tmp_path)]
+    times = [
+        datetime.datetime.fromisoformat(entry["time"]).timestamp()
+        for entry in records.read(tmp_path)
+    ]
     events = events_in(write_events(tmp_path) / "cheem" / NAME)
     assert (events[0].file_version, events[0].wall_time) == ("brain.Event:2", times[0])
     by_tag = {value.tag: event.wall_time for event in events for value in event.summary.value}
@@ -111,7 +142,11 @@ def test_architectures_and_settings_are_texts(tmp_path):
     texts = texts_in(file)
     assert texts["architecture/text_summary", 1] == "T1_digits: reuse:0, new"
     config = json.loads(texts["config/text_summary", 0].strip("`json\n"))
-    assert config["cheem"]["ops"]["rank"] == 16 and config["method"] == "cheem" and "data_sha256" not in config
+    assert (
+        config["cheem"]["ops"]["rank"] == 16
+        and config["method"] == "cheem"
+        and "data_sha256" not in config
+    )
 
 
 def test_an_upper_bound_lies_beside_the_methods(tmp_path):
@@ -127,7 +162,8 @@ def test_a_record_that_grew_is_appended_without_a_point_twice(tmp_path):
     record = begin(tmp_path)
     learn(record, 0, [0.9], [0.9])
     file = write_events(tmp_path) / "cheem" / NAME
-    first, inode = file.read_bytes(), file.stat().st_ino
+    first = file.read_bytes()
+    inode = file.stat().st_ino
     write_events(tmp_path)
     assert file.read_bytes() == first
     learn(record, 1, [0.8, 0.6], [0.9, 0.7])
@@ -154,7 +190,11 @@ def test_a_record_that_lost_lines_replaces_what_was_written(tmp_path):
 
 def test_a_missing_package_is_named_with_the_command_that_brings_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    for call in (check_installed, lambda: write_events(tmp_path), lambda: write_tensorboard(Tensorboard(()))):
+    for call in (
+        check_installed,
+        lambda: write_events(tmp_path),
+        lambda: write_tensorboard(Tensorboard(())),
+    ):
         with pytest.raises(ValueError, match=r"pip install 'cheem_jax\[tensorboard\]'"):
             call()
 

@@ -27,7 +27,15 @@ from cheem_jax.core.architecture import Choice, from_strings
 from cheem_jax.core.device import CPU, Device
 from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine.choice import EngineConfig, make_executor
-from cheem_jax.engine.feed import Budget, HostImages, Kept, ahead, feed_images, keep_tokens, memory_budget
+from cheem_jax.engine.feed import (
+    Budget,
+    HostImages,
+    Kept,
+    ahead,
+    feed_images,
+    keep_tokens,
+    memory_budget,
+)
 from cheem_jax.engine.layout import ONE
 from cheem_jax.engine.stages import Stages
 
@@ -46,12 +54,26 @@ def stepped(state: SupernetState, choices: list[str], rate: float = 1e-2) -> Sup
 
 
 def fitted(
-    draws, config, fitting=None, *, order_seed=0, feed=FEED, advance=lambda num, note="": None, one=STAGES
-) -> SupernetFit:  # fmt: skip
+    draws,
+    config,
+    fitting=None,
+    *,
+    order_seed=0,
+    feed=FEED,
+    advance=lambda num, note="": None,
+    one=STAGES,
+) -> SupernetFit:
     return fit(
-        one, fitting or SupernetFit(NET, NET.init()), feed, TASK.train.labels, draws=draws, config=config,
-        batch_size=16, order_key=jax.random.key(order_seed), advance=advance,
-    )  # fmt: skip
+        one,
+        fitting or SupernetFit(NET, NET.init()),
+        feed,
+        TASK.train.labels,
+        draws=draws,
+        config=config,
+        batch_size=16,
+        order_key=jax.random.key(order_seed),
+        advance=advance,
+    )
 
 
 def snapshot(tree):
@@ -65,13 +87,16 @@ def test_an_op_that_is_not_sampled_keeps_parameters_moments_and_step_count():
         chex.assert_trees_all_equal(second.learners[place], first.learners[place])
     assert int(second.learners[3, ADAPT].adam.count) == 1
     assert int(second.learners[1, NEW].adam.count) == 2
-    assert not np.array_equal(second.learners[1, NEW].params.weight, first.learners[1, NEW].params.weight)
+    assert not np.array_equal(
+        second.learners[1, NEW].params.weight, first.learners[1, NEW].params.weight
+    )
     assert int(second.head.adam.count) == 2
 
 
 def test_a_step_leaves_the_state_before_it_as_it_was():
     before = stepped(NET.init(), ["adapt:0", "new", "skip", "adapt:0"])
-    kept, places = snapshot(before), set(before.learners)
+    kept = snapshot(before)
+    places = set(before.learners)
     stepped(before, ["new", "new", "skip", "reuse:0"])
     assert set(before.learners) == places
     for one, other in zip(kept, snapshot(before), strict=True):
@@ -79,12 +104,17 @@ def test_a_step_leaves_the_state_before_it_as_it_was():
 
 
 def test_a_candidate_starts_the_same_whenever_it_is_first_sampled():
-    early, late = NET.init(), stepped(NET.init(), ["new"] * 4)
+    early = NET.init()
+    late = stepped(NET.init(), ["new"] * 4)
     place = (2, ADAPT)
-    np.testing.assert_array_equal(NET.learner(early, place).params.down, NET.learner(late, place).params.down)
+    np.testing.assert_array_equal(
+        NET.learner(early, place).params.down, NET.learner(late, place).params.down
+    )
     NET.ops(early, from_strings(["adapt:0"] * 4))
     assert not early.learners  # looking at a state creates nothing
-    both = NET.with_learners(early, [from_strings(["new"] * 4), from_strings(["adapt:0", "new", "skip", "reuse:0"])])
+    both = NET.with_learners(
+        early, [from_strings(["new"] * 4), from_strings(["adapt:0", "new", "skip", "reuse:0"])]
+    )
     assert set(both.learners) == {*((block, NEW) for block in range(4)), (0, ADAPT)}
     assert NET.with_learners(both, [from_strings(["new"] * 4)]) is both
 
@@ -97,24 +127,29 @@ def test_the_first_adam_step_moves_every_entry_by_the_rate():
 
 
 @pytest.mark.parametrize(
-    "executor", ["stages", *(pytest.param(name, marks=pytest.mark.full) for name in ("whole", "scan"))]
+    "executor",
+    ["stages", *(pytest.param(name, marks=pytest.mark.full) for name in ("whole", "scan"))],
 )
 def test_new_may_move_by_a_multiple_of_the_rate(executor):
-    settings, choices = OpSettings(rank=2, new_init="copy", new_rate=0.1), ["adapt:0", "new", "reuse:0", "skip"]
-    net, own = (
-        dataclasses.replace(NET, settings=settings),
-        make_executor(small.backbone(), "mlp_down", EngineConfig(executor=executor), batch_size=16),
+    settings = OpSettings(rank=2, new_init="copy", new_rate=0.1)
+    choices = ["adapt:0", "new", "reuse:0", "skip"]
+    net = dataclasses.replace(NET, settings=settings)
+    own = make_executor(
+        small.backbone(), "mlp_down", EngineConfig(executor=executor), batch_size=16
     )
     before = net.with_learners(net.init(), [from_strings(choices)])
     after, _ = train_step(own, net, before, from_strings(choices), STEP, rate=1e-2)
 
     for place, leaf, rate in (((0, ADAPT), "up", 1e-2), ((1, NEW), "weight", 1e-3)):
-        old, new = (np.array(getattr(state.learners[place].params, leaf)) for state in (before, after))
+        old, new = (
+            np.array(getattr(state.learners[place].params, leaf)) for state in (before, after)
+        )
         assert np.abs(new - old).max() == pytest.approx(rate, rel=2e-2)
 
 
 def test_frozen_experts_are_never_updated():
-    before, state = snapshot(NET.experts), NET.init()
+    before = snapshot(NET.experts)
+    state = NET.init()
     for _ in range(3):
         state = stepped(state, ["adapt:0", "reuse:0", "new", "skip"], 1e-1)
     for a, b in zip(before, snapshot(NET.experts), strict=True):
@@ -133,9 +168,10 @@ def test_what_is_inherited_has_one_architectures_parameters_and_fresh_moments():
 def test_fitting_learns_an_easy_task_and_reports_every_image():
     seen = []
     result = fitted(
-        constant_draws(np.array([0, 1, 0, 0])), FitConfig(epochs=6, learning_rate=1e-2),
+        constant_draws(np.array([0, 1, 0, 0])),
+        FitConfig(epochs=6, learning_rate=1e-2),
         advance=lambda num, note="": seen.append(num),
-    ).progress  # fmt: skip
+    ).progress
     assert sum(seen) == 6 * 40 and len(result.losses) == 6 and result.skipped == 0
     assert result.losses[-1] < 0.5 * result.losses[0]
 
@@ -150,15 +186,22 @@ def test_fitting_is_a_function_of_its_keys():
 
 def test_a_loss_that_explodes_stops_with_its_place_and_reaches_no_parameter():
     fitting = SupernetFit(NET, NET.init())
-    with pytest.raises(FloatingPointError, match=r"at step \d of 3 in epoch \d, .* with the architecture adapt:0 new"):
-        fitted(constant_draws(np.array([1, 2, 0, 0])), FitConfig(epochs=4, learning_rate=1e38), fitting)
+    with pytest.raises(
+        FloatingPointError,
+        match=r"at step \d of 3 in epoch \d, .* with the architecture adapt:0 new",
+    ):
+        fitted(
+            constant_draws(np.array([1, 2, 0, 0])), FitConfig(epochs=4, learning_rate=1e38), fitting
+        )
     assert all(np.isfinite(leaf).all() for leaf in snapshot(fitting.state))
 
 
 def test_steps_whose_gradient_is_non_finite_can_be_left_out_and_are_counted():
     state = NET.with_learners(NET.init(), [from_strings(["reuse:0", "new", "reuse:0", "reuse:0"])])
     learner = state.learners[1, NEW]
-    broken = learner._replace(params=learner.params._replace(weight=learner.params.weight.at[0, 0].set(jnp.nan)))
+    broken = learner._replace(
+        params=learner.params._replace(weight=learner.params.weight.at[0, 0].set(jnp.nan))
+    )
 
     def draws(epoch, steps):
         return np.array([[1, 2 if step == 1 else 0, 0, 0] for step in range(steps)])
@@ -168,7 +211,10 @@ def test_steps_whose_gradient_is_non_finite_can_be_left_out_and_are_counted():
     progress, state = found.progress, found.state
     assert progress.skipped == 2 and progress.step == 6 and np.isfinite(progress.losses).all()
     # Adam's own counts of steps
-    assert jax.tree.leaves(state.head.adam)[0] == 4 and jax.tree.leaves(state.learners[1, NEW].adam)[0] == 0
+    assert (
+        jax.tree.leaves(state.head.adam)[0] == 4
+        and jax.tree.leaves(state.learners[1, NEW].adam)[0] == 0
+    )
     assert np.isfinite(snapshot(state.head)[0]).all()
 
 
@@ -197,9 +243,11 @@ def test_a_fit_that_goes_on_ends_as_one_that_was_not_stopped(stop_at):
         progress = stopped.progress
         if progress.step == stop_at:
             kept.update(
-                arrays=jax.tree.map(np.array, NET.arrays(stopped.state)), step=progress.step,
-                losses=list(progress.losses), running=list(map(float, progress.running)),
-            )  # fmt: skip
+                arrays=jax.tree.map(np.array, NET.arrays(stopped.state)),
+                step=progress.step,
+                losses=list(progress.losses),
+                running=list(map(float, progress.running)),
+            )
             raise Enough
 
     stopped = SupernetFit(NET, NET.init())
@@ -207,7 +255,10 @@ def test_a_fit_that_goes_on_ends_as_one_that_was_not_stopped(stop_at):
         fitted(draws, FitConfig(epochs=2), stopped, advance=stop)
     resumed = SupernetFit(NET, NET.from_arrays(kept.pop("arrays")), FitState(**kept))
     found = fitted(draws, FitConfig(epochs=2), resumed)
-    assert found.progress.losses == expected.progress.losses and found.progress.step == expected.progress.step == 6
+    assert (
+        found.progress.losses == expected.progress.losses
+        and found.progress.step == expected.progress.step == 6
+    )
     chex.assert_trees_all_equal(found.state, expected.state)
 
 
@@ -220,7 +271,8 @@ def test_the_rate_follows_a_cosine_of_all_steps():
 
 
 def test_an_epoch_explores_or_exploits_as_a_whole():
-    exploit, uniform = np.array([[1.0, 0, 0, 0]] * 4), np.full((4, 4), 0.25)
+    exploit = np.array([[1.0, 0, 0, 0]] * 4)
+    uniform = np.full((4, 4), 0.25)
     keys = jax.random.key(0), jax.random.key(1)
     draws = supernet_draws(*keys, exploit=exploit, uniform=uniform, epsilon=0.3)
     explored = [bool(draws(epoch, 20).any()) for epoch in range(200)]
@@ -263,7 +315,9 @@ def test_where_nothing_else_learns_the_head_alone_is_trained_on_kept_features():
     feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=Budget(2**20))
     tokens = feed(np.arange(40))
     assert tokens.block == 4 and tokens.values.shape == (40, 1, 16)  # the class token alone
-    result = fitted(constant_draws(np.array([0, 3, 0, 0])), FitConfig(epochs=8, learning_rate=1e-2), feed=feed)
+    result = fitted(
+        constant_draws(np.array([0, 3, 0, 0])), FitConfig(epochs=8, learning_rate=1e-2), feed=feed
+    )
     losses = result.progress.losses
     assert losses[-1] < 0.6 * losses[0] and not result.state.learners
 
@@ -289,17 +343,28 @@ def test_work_prepared_ahead_comes_in_order_and_its_errors_reach_the_one_who_wai
 
 
 def test_an_accelerator_computes_the_same_in_larger_calls_from_tokens_that_it_holds():
-    """Its code on a CPU: tokens written on the device, in sizes of their own, and gathered there."""
+    """Its code on a CPU: tokens written on the device, in sizes of their own, and gathered
+    there."""
     found = {}
     for device in (CPU, Device(is_host=False, forward_sizes=(24, 32))):
         one = Stages(small.backbone(), "mlp_down", device=device)
         budget = Budget(2**20)
         feed = keep_tokens(
-            "tokens", one, feed_images(one, TASK.train.images, budget), 40, (), batch_size=16, budget=budget
+            "tokens",
+            one,
+            feed_images(one, TASK.train.images, budget),
+            40,
+            (),
+            batch_size=16,
+            budget=budget,
         )
-        state = fitted(constant_draws(np.array([0, 2, 1, 0])), FitConfig(epochs=2), feed=feed, one=one)
+        state = fitted(
+            constant_draws(np.array([0, 2, 1, 0])), FitConfig(epochs=2), feed=feed, one=one
+        )
         genomes = np.array([[0, 3, 1, 0], [2, 0, 1, 3], [2, 0, 0, 0]])
-        right = supernet_score(one, NET, state.state, feed, TASK.train.labels, batch_size=16)(genomes)
+        right = supernet_score(one, NET, state.state, feed, TASK.train.labels, batch_size=16)(
+            genomes
+        )
         found[device.is_host] = state.progress.losses, right
         assert isinstance(feed, Kept) and budget.kept == (
             40 * 5 * 16 * 4 + (0 if device.is_host else TASK.train.images.nbytes)
@@ -313,7 +378,9 @@ def test_a_device_that_is_full_keeps_nothing_more_and_goes_on():
     budget = Budget(2**30)
     assert budget.take("first", 2**28) and budget.take("second", 2**28)
     with budget.taken("second", 2**28):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
+        )
     assert budget.refused == ["second, 0.25 GB beside 0.25 GB kept"] and not budget.take("third", 1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), budget.taken("fourth", 0):
         raise jax.errors.JaxRuntimeError("INTERNAL: another error")

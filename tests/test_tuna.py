@@ -1,4 +1,5 @@
-"""TUNA: adapters that begin as nothing, their merge, selection by entropy, and the alignment of heads."""
+"""TUNA: adapters that begin as nothing, their merge, selection by entropy, and the alignment of
+heads."""
 
 import dataclasses
 import functools
@@ -33,9 +34,14 @@ from cheem_jax.data.task import Task
 from cheem_jax.run.method import Undisturbed
 
 CONFIG = TunaConfig(
-    bottleneck=3, scale=1.0, orthogonality=1e-2, alignment_epochs=3, alignment_samples=1,
-    fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16,
-)  # fmt: skip
+    bottleneck=3,
+    scale=1.0,
+    orthogonality=1e-2,
+    alignment_epochs=3,
+    alignment_samples=1,
+    fit=FitConfig(epochs=2, learning_rate=1e-2),
+    batch_size=16,
+)
 
 
 @functools.cache
@@ -56,48 +62,68 @@ def test_tuna_learns_saves_opens_and_answers_per_image(tmp_path):
 
 @pytest.mark.full
 def test_new_adapters_leave_the_backbone_as_it_is_and_others_do_not():
-    tuna, images = begun(), small.task("colours", 0).test.images
+    tuna = begun()
+    images = small.task("colours", 0).test.images
     plain = small.backbone()(jnp.asarray(images))
     new = tuna.new_adapters(small.task("colours", 0))
-    assert np.abs(new.down).max() <= 1 / 4 and np.abs(new.down).mean() == pytest.approx(1 / 8, rel=0.2)
+    assert np.abs(new.down).max() <= 1 / 4 and np.abs(new.down).mean() == pytest.approx(
+        1 / 8, rel=0.2
+    )
     np.testing.assert_allclose(tuna.features_with(new, images), plain, atol=1e-5)
     assert np.abs(tuna.features_with(random_adapters(0), images) - plain).max() > 0.1
 
 
 @pytest.mark.full
 def test_an_adapter_adds_relu_of_a_product_beside_its_ffn():
-    tuna, image = begun(), small.task("colours", 0).test.images[:1]
-    adapters, vit = random_adapters(1), small.backbone()
+    tuna = begun()
+    image = small.task("colours", 0).test.images[:1]
+    adapters = random_adapters(1)
+    vit = small.backbone()
     x = vit.embed(jnp.asarray(image))
     for block, layer in enumerate(vit.blocks):
         z = layer.enter(x, placement="mlp_down")
         hidden = np.maximum(np.asarray(z) @ adapters.down[block] + adapters.down_bias[block], 0)
         plain, _ = layer.leave(
-            Reuse(layer.expert("mlp_down")), z, layer.widen(z, placement="mlp_down"), placement="mlp_down"
+            Reuse(layer.expert("mlp_down")),
+            z,
+            layer.widen(z, placement="mlp_down"),
+            placement="mlp_down",
         )
         x = plain + CONFIG.scale * (hidden @ adapters.up[block] + adapters.up_bias[block])
-    np.testing.assert_allclose(tuna.features_with(adapters, image), vit.features(x), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        tuna.features_with(adapters, image), vit.features(x), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_the_merge_has_the_sign_of_the_mean_and_the_largest_size_under_it():
-    one, two = (Bottleneck(*(jnp.array([values])[..., None] for _ in range(4))) for values in ([1.0, -3.0], [2.0, 1.0]))
+    one, two = (
+        Bottleneck(*(jnp.array([values])[..., None] for _ in range(4)))
+        for values in ([1.0, -3.0], [2.0, 1.0])
+    )
     np.testing.assert_array_equal(merge([one, two]).down[0, :, 0], [2.0, -3.0])
     # a mean of 0 counts as negative; where no task has the mean's sign nothing is left
-    opposed = [Bottleneck(*(jnp.array([values]) for _ in range(4))) for values in ([1.0, 0.0], [-1.0, 0.0])]
+    opposed = [
+        Bottleneck(*(jnp.array([values]) for _ in range(4))) for values in ([1.0, 0.0], [-1.0, 0.0])
+    ]
     np.testing.assert_array_equal(merge(opposed).up_bias[0], [-1.0, 0.0])
 
 
 def test_the_lowest_entropy_is_chosen_image_by_image():
     probabilities = np.array([[[0.9, 0.1], [0.5, 0.5]], [[0.6, 0.4], [0.2, 0.8]]], np.float32)
     entropies = -(probabilities * np.log(probabilities)).sum(axis=-1)
-    np.testing.assert_array_equal(most_certain(probabilities, entropies), [probabilities[0, 0], probabilities[1, 1]])
-    np.testing.assert_array_equal(most_certain(probabilities, np.zeros((2, 2), np.float32)), probabilities[0])
+    np.testing.assert_array_equal(
+        most_certain(probabilities, entropies), [probabilities[0, 0], probabilities[1, 1]]
+    )
+    np.testing.assert_array_equal(
+        most_certain(probabilities, np.zeros((2, 2), np.float32)), probabilities[0]
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("universal", ["merged", "latest"])
 def test_scores_are_those_of_the_most_certain_adapter_and_the_universal_one_in_numpy(universal):
-    tuna, images = fresh(begun()), small.task("colours", 0).test.images
+    tuna = fresh(begun())
+    images = small.task("colours", 0).test.images
     tuna.config = dataclasses.replace(CONFIG, universal=universal)
     bank = [random_adapters(seed) for seed in range(3)]
     nothing = Gaussians(np.zeros((0, 16)), np.zeros((0, 16)))
@@ -126,27 +152,41 @@ def test_scores_are_those_of_the_most_certain_adapter_and_the_universal_one_in_n
 @pytest.mark.full
 def test_the_margin_lowers_the_true_cosine_alone():
     tuna = learner(
-        Tuna, dataclasses.replace(CONFIG, margin=0.3, dropout=0.0, fit=FitConfig(1, 1e-9), orthogonality=0.0)
+        Tuna,
+        dataclasses.replace(
+            CONFIG, margin=0.3, dropout=0.0, fit=FitConfig(1, 1e-9), orthogonality=0.0
+        ),
     )
     task = small.task("colours", 0, num_classes=2, num=16)
     report = tuna.learn(task, Undisturbed())
     features = tuna.features_with(tuna.tasks[0].adapters, task.train.images)
     weight = tuna.known.head
-    near = features @ weight / np.linalg.norm(weight, axis=0) / np.linalg.norm(features, axis=1, keepdims=True)
+    near = (
+        features
+        @ weight
+        / np.linalg.norm(weight, axis=0)
+        / np.linalg.norm(features, axis=1, keepdims=True)
+    )
     logits = 20 * (near - 0.3 * np.eye(2)[task.train.labels])
     losses = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(16), task.train.labels]
     assert report["losses"] == [pytest.approx(losses.mean(), rel=1e-3)]
 
 
 def test_overlap_is_the_mean_product_of_unit_rows():
-    now, old = random_adapters(0), [random_adapters(1), random_adapters(2)]
+    now = random_adapters(0)
+    old = [random_adapters(1), random_adapters(2)]
 
     def unit_rows(adapters, block):
         rows = np.asarray(adapters.up[block]).T  # one per output: [D, r]
         return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
     expected = sum(
-        np.mean([np.abs((unit_rows(now, block) @ unit_rows(task, block).T).mean()) for block in range(4)])
+        np.mean(
+            [
+                np.abs((unit_rows(now, block) @ unit_rows(task, block).T).mean())
+                for block in range(4)
+            ]
+        )
         for task in old
     )
     rows = jnp.stack([mean_rows(task) for task in old] + [jnp.zeros((4, 3))])
@@ -158,18 +198,27 @@ def test_classes_are_drawn_with_their_mean_and_spread_and_one_image_is_enough(ki
     rng = np.random.default_rng(0)
     mixing = rng.normal(size=(16, 16))
     features = (rng.normal(size=(200, 16)) @ mixing + 3).astype(np.float32)
-    features, labels = np.concatenate([features, features[:1]]), np.repeat([0, 1], [200, 1]).astype(np.int32)
+    features = np.concatenate([features, features[:1]])
+    labels = np.repeat([0, 1], [200, 1]).astype(np.int32)
     gaussians = gaussians_of(features, labels, 2, kind)
     covariance = np.cov(features[:200].T) + JITTER * np.eye(16)
-    drawn = np.asarray(begun()._sample(jax.random.key(0), gaussians.means[0], gaussians.spreads[0], 20000))
+    drawn = np.asarray(
+        begun()._sample(jax.random.key(0), gaussians.means[0], gaussians.spreads[0], 20000)
+    )
     np.testing.assert_allclose(drawn.mean(axis=0), features[:200].mean(axis=0), atol=0.2)
     if kind == "variance":
         np.testing.assert_allclose(gaussians.spreads[0] ** 2, np.diag(covariance), rtol=1e-4)
         np.testing.assert_allclose(drawn.var(axis=0), np.diag(covariance), rtol=0.1)
     else:
-        np.testing.assert_allclose(gaussians.spreads[0] @ gaussians.spreads[0].T, covariance, rtol=1e-3, atol=1e-2)
-        np.testing.assert_allclose(np.cov(drawn.T), covariance, atol=0.1 * np.diag(covariance).max())
-    alone = np.asarray(begun()._sample(jax.random.key(1), gaussians.means[1], gaussians.spreads[1], 20000))
+        np.testing.assert_allclose(
+            gaussians.spreads[0] @ gaussians.spreads[0].T, covariance, rtol=1e-3, atol=1e-2
+        )
+        np.testing.assert_allclose(
+            np.cov(drawn.T), covariance, atol=0.1 * np.diag(covariance).max()
+        )
+    alone = np.asarray(
+        begun()._sample(jax.random.key(1), gaussians.means[1], gaussians.spreads[1], 20000)
+    )
     np.testing.assert_allclose(alone.std(axis=0), JITTER**0.5, rtol=0.05)
     np.testing.assert_allclose(alone.mean(axis=0), features[0], atol=1e-3)
 
@@ -193,11 +242,20 @@ def test_classes_of_one_image_are_said_and_learned():
     lone = Task("few", ("c0", "c1", "c2"), split, split, split)
     tuna = fresh(begun())
     said = tuna.check([small.task("colours", 0), lone])
-    assert said[0].startswith("6 of 6 classes have at most as many training images as features have dimensions (16)")
-    assert said[1] == "3 classes have a single training image; the variance of their features is taken as 0.0001"
+    assert said[0].startswith(
+        "6 of 6 classes have at most as many training images as features have dimensions (16)"
+    )
+    assert (
+        said[1]
+        == "3 classes have a single training image; the variance of their features is taken as"
+        " 0.0001"
+    )
     tuna.learn(small.task("colours", 0), Undisturbed())
     report = tuna.learn(lone, Undisturbed())
-    assert np.isfinite(report["alignment_losses"]).all() and tuna.predict(lone.train.images).classes.min() >= 0
+    assert (
+        np.isfinite(report["alignment_losses"]).all()
+        and tuna.predict(lone.train.images).classes.min() >= 0
+    )
     without = learner(Tuna, dataclasses.replace(CONFIG, alignment_epochs=0))
     assert without.check([lone]) == []
 
@@ -209,7 +267,9 @@ def test_costs_are_a_pass_per_task_and_one_of_the_universal_adapter():
     vit = tuna.executor.config
     adapters = 4 * 5 * 2 * 2 * 16 * 3
     assert report["flops_method"] == 4 * flops.backbone_flops(vit)
-    assert report["flops_explicit"] == 4 * (flops.backbone_flops(vit, count_attention=True) + adapters)
+    assert report["flops_explicit"] == 4 * (
+        flops.backbone_flops(vit, count_attention=True) + adapters
+    )
     # the last block's adapter for the class token alone
     ran = flops.executed_backbone_flops(vit) + adapters * 16 // 20 + 2 * 16 * 3
     assert report["flops_executed"] == 4 * ran
@@ -218,9 +278,14 @@ def test_costs_are_a_pass_per_task_and_one_of_the_universal_adapter():
     assert report["params_stored"] == own + 16 * 3 + 3 * (16 + 16 * 16)
     # the table's rows, MTIL and VDD; the paper counts no adapters
     for name, tasks, row in (
-        ("vit_base", 11, 405.0), ("vit_base", 9, 337.0), ("deit_tiny", 11, 26.0), ("deit_tiny", 9, 21.5)
-    ):  # fmt: skip
-        assert (tasks + 1) * flops.backbone_flops(config_of(name)) / 1e9 == pytest.approx(row, rel=0.01)
+        ("vit_base", 11, 405.0),
+        ("vit_base", 9, 337.0),
+        ("deit_tiny", 11, 26.0),
+        ("deit_tiny", 9, 21.5),
+    ):
+        assert (tasks + 1) * flops.backbone_flops(config_of(name)) / 1e9 == pytest.approx(
+            row, rel=0.01
+        )
     tuna.num_tasks = 1
     assert tuna.costs()["flops_method"] == flops.backbone_flops(vit)
 

@@ -1,4 +1,5 @@
-"""docs/tutorial.ipynb: it was run, names nothing that is not there, and runs again without an error."""
+"""docs/tutorial.ipynb: it was run, names nothing that is not there, and runs again without an
+error."""
 
 import ast
 import importlib
@@ -22,7 +23,9 @@ def names_in(source: str) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "cheem_jax":
+            case ast.ImportFrom(module=str(module), names=names) if (
+                module.split(".")[0] == "cheem_jax"
+            ):
                 found |= {f"{module}.{alias.name}" for alias in names}
             case ast.Attribute(value=ast.Name(id="cheem_jax"), attr=name):
                 found.add(f"cheem_jax.{name}")
@@ -36,7 +39,9 @@ def test_the_notebook_is_small_valid_and_holds_the_outputs_of_one_run_from_top_t
     assert [cell.execution_count for cell in code_cells()] == list(range(1, len(code_cells()) + 1))
     outputs = [output for cell in code_cells() for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 5
-    assert not any(output.output_type == "error" or output.get("name") == "stderr" for output in outputs)
+    assert not any(
+        output.output_type == "error" or output.get("name") == "stderr" for output in outputs
+    )
     assert "equal bit for bit:  True" in "".join(output.get("text", "") for output in outputs)
 
 
@@ -49,7 +54,9 @@ def test_every_name_of_the_library_that_the_notebook_uses_is_there():
 
 
 def test_names_are_found_in_imports_and_uses():
-    assert names_in("from cheem_jax.core.ops import Skip as S\nimport cheem_jax\ncheem_jax.open(x).learn(y)") == {
+    assert names_in(
+        "from cheem_jax.core.ops import Skip as S\nimport cheem_jax\ncheem_jax.open(x).learn(y)"
+    ) == {
         "cheem_jax.core.ops.Skip",
         "cheem_jax.open",
     }
@@ -62,6 +69,12 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     path = [str(FILE.parents[1]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     book = nbformat.read(FILE, as_version=4)
-    nbclient.NotebookClient(book, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    told = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", ()))
-    assert told.count("equal bit for bit:  True") + told.count("textures equal bit for bit: True") == 2
+    nbclient.NotebookClient(
+        book, timeout=900, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    told = "".join(
+        output.get("text", "") for cell in book.cells for output in cell.get("outputs", ())
+    )
+    assert (
+        told.count("equal bit for bit:  True") + told.count("textures equal bit for bit: True") == 2
+    )

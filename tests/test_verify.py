@@ -36,9 +36,16 @@ def full() -> dict[str, bytes]:
 
 
 def test_a_sound_task_is_counted(tmp_path):
-    files = full() | {"train/dog/3.png": encoded(99, "L", (9, 2)), "test/cat/2.png": encoded(98, "P", (2, 3))}
+    files = full() | {
+        "train/dog/3.png": encoded(99, "L", (9, 2)),
+        "test/cat/2.png": encoded(98, "P", (2, 3)),
+    }
     found = verify(plan_task(write(tmp_path / "pets", files)))
-    assert found.sound and (found.task, found.num, found.num_classes) == ("pets", {"train": 7, "val": 4, "test": 5}, 2)
+    assert found.sound and (found.task, found.num, found.num_classes) == (
+        "pets",
+        {"train": 7, "val": 4, "test": 5},
+        2,
+    )
     assert (found.smallest_class, found.largest_class) == (("cat", 3), ("dog", 4))
     assert (found.smallest_image, found.largest_image) == ((2, 3), (9, 2))  # 6 and 18 pixels
     assert found.modes == {"L": 1, "P": 1, "RGB": 14}
@@ -47,7 +54,11 @@ def test_a_sound_task_is_counted(tmp_path):
 
 
 def test_every_broken_file_is_named_and_the_others_are_counted(tmp_path):
-    files = full() | {"train/cat/0.png": encoded(0)[:44], "test/dog/1.png": b"<html>", "val/cat/0.png": b""}
+    files = full() | {
+        "train/cat/0.png": encoded(0)[:44],
+        "test/dog/1.png": b"<html>",
+        "val/cat/0.png": b"",
+    }
     folder = write(tmp_path / "pets", files)
     plan = plan_task(folder)
     (folder / "val" / "dog" / "0.png").unlink()
@@ -71,7 +82,9 @@ def test_a_damaged_member_of_a_zip_is_named(tmp_path):
 
 def test_copies_across_splits_are_told_and_leave_the_task_sound(tmp_path):
     files = full()
-    files["test/cat/0.png"] = files["test/cat/1.png"] = files["val/cat/1.png"] = files["train/cat/1.png"]
+    files["test/cat/0.png"] = files["test/cat/1.png"] = files["val/cat/1.png"] = files[
+        "train/cat/1.png"
+    ]
     found = verify(plan_task(write(tmp_path / "pets", files)))
     first = ("train", "cat", "train/cat/1.png")
     assert found.sound and found.across == [
@@ -97,16 +110,27 @@ def deep(value: int) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize(("brightest", "is_dim"), [(4095, True), (16383, True), (16384, False), (65535, False)])
-def test_16_bit_images_that_use_a_part_of_the_range_are_told(tmp_path, capsys, monkeypatch, brightest, is_dim):
-    files = {name: deep(number) for number, name in enumerate(full())} | {"train/cat/1.png": deep(brightest)}
+@pytest.mark.parametrize(
+    ("brightest", "is_dim"), [(4095, True), (16383, True), (16384, False), (65535, False)]
+)
+def test_16_bit_images_that_use_a_part_of_the_range_are_told(
+    tmp_path, capsys, monkeypatch, brightest, is_dim
+):
+    files = {name: deep(number) for number, name in enumerate(full())} | {
+        "train/cat/1.png": deep(brightest)
+    }
     files["train/cat/2.png"] = encoded(255)  # of 8 bits, which says nothing of the others
     plan = plan_task(write(tmp_path / "ct", files))
     assert verify(plan).brightest == brightest
-    said = f"is {brightest} of 65535, so they are nearly black; if they contain {brightest.bit_length()}-bit data"
+    said = (
+        f"is {brightest} of 65535, so they are nearly black; if they contain"
+        f" {brightest.bit_length()}-bit data"
+    )
     (task,) = load_tasks([plan], 4, ImagesConfig("stream"))  # which is no reason to decode all
     notes = notes_on(plan, task)
-    assert len(notes) == is_dim and all(said in note and note.startswith("note: ct: ") for note in notes)
+    assert len(notes) == is_dim and all(
+        said in note and note.startswith("note: ct: ") for note in notes
+    )
     monkeypatch.setattr("sys.argv", ["cheem", "data", "verify", str(tmp_path / "ct")])
     main()
     assert (said in " ".join(capsys.readouterr().out.split())) == is_dim
@@ -120,13 +144,17 @@ def test_images_of_8_bits_are_not_taken_for_dim_ones(tmp_path):
 @pytest.mark.parametrize("keep", ["memory", "cache"])
 def test_learning_tells_equal_images_under_two_labels(tmp_path, capsys, keep):
     files = full() | {f"train/cat/{i}.png": encoded(100 + i) for i in range(5)}
-    files |= {f"train/dog/{i}.png": encoded(100 + i, size=(8, 8)) for i in range(4)}  # other bytes, the same picture
+    files |= {
+        f"train/dog/{i}.png": encoded(100 + i, size=(8, 8)) for i in range(4)
+    }  # other bytes, the same picture
     files["test/cat/0.png"] = files["train/cat/4.png"]  # under one label
     plan = plan_task(write(tmp_path / "pets", files))
     decoded([plan], 4, ImagesConfig(keep, tmp_path / "cache"), Progress(), upright=True)
     told = " ".join(capsys.readouterr().out.split())
     pairs = "; ".join(f"train/cat/{i}.png (cat) and train/dog/{i}.png (dog)" for i in range(3))
-    assert f"note: pets: 8 images have an equal one under another label: {pairs}; and 1 more" in told
+    assert (
+        f"note: pets: 8 images have an equal one under another label: {pairs}; and 1 more" in told
+    )
 
 
 def test_findings_go_through_json(tmp_path):
@@ -134,11 +162,15 @@ def test_findings_go_through_json(tmp_path):
     files["val/cat/0.png"] = files["train/cat/0.png"]
     told = json.loads(json.dumps(verify(plan_task(write(tmp_path / "pets", files))).to_json()))
     assert told["sound"] is False and len(told["broken"]) == 1
-    assert told["across"] == [[["train", "cat", "train/cat/0.png"], ["val", "cat", "val/cat/0.png"]]]
+    assert told["across"] == [
+        [["train", "cat", "train/cat/0.png"], ["val", "cat", "val/cat/0.png"]]
+    ]
 
 
 def test_progress_adds_up_and_threads_change_nothing(tmp_path, monkeypatch):
-    files = full() | {f"train/cat/x{i}.png": encoded(i % 250, "L", (3, 1 + i % 7)) for i in range(300)}
+    files = full() | {
+        f"train/cat/x{i}.png": encoded(i % 250, "L", (3, 1 + i % 7)) for i in range(300)
+    }
     plan = plan_task(write(tmp_path / "pets", files))
     done: list[int] = []
     found = verify(plan, on_progress=done.append)
@@ -149,22 +181,37 @@ def test_progress_adds_up_and_threads_change_nothing(tmp_path, monkeypatch):
 
 def test_a_task_without_any_readable_image_is_reported(tmp_path):
     found = verify(plan_task(write(tmp_path / "pets", dict.fromkeys(full(), b"x"))))
-    assert (len(found.broken), found.smallest_image, found.largest_image, found.across) == (14, None, None, [])
+    assert (len(found.broken), found.smallest_image, found.largest_image, found.across) == (
+        14,
+        None,
+        None,
+        [],
+    )
 
 
 def test_a_cache_is_held_against_its_hashes(tmp_path):
     plan = plan_task(write(tmp_path / "pets", full()))
-    cached(plan, 4, tmp_path / "cache", lambda task, num_images: contextlib.nullcontext(lambda num_images: None))
+    cached(
+        plan,
+        4,
+        tmp_path / "cache",
+        lambda task, num_images: contextlib.nullcontext(lambda num_images: None),
+    )
     [place] = [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
     assert verify_caches(plan, [tmp_path / "cache"]) == ([str(place)], [])
     whole = (place / "val.npy").read_bytes()
-    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-1]):  # one bit of one pixel; one byte less
+    for damaged in (
+        whole[:-1] + bytes([whole[-1] ^ 1]),
+        whole[:-1],
+    ):  # one bit of one pixel; one byte less
         (place / "val.npy").write_bytes(damaged)
         intact, [line] = verify_caches(plan, [tmp_path / "cache"])
         assert intact == [] and re.search(r"cache .* is corrupted.*remove this folder", line)
 
 
-def test_unreadable_images_are_left_out_up_to_a_twentieth_rounded_up_of_a_class_and_of_a_split(tmp_path):
+def test_unreadable_images_are_left_out_up_to_a_twentieth_rounded_up_of_a_class_and_of_a_split(
+    tmp_path,
+):
     files = full() | {f"train/cat/{i}.png": encoded(100 + i) for i in range(3, 20)}
     folder = write(tmp_path / "pets", files)
     plan = plan_task(folder)
@@ -172,13 +219,23 @@ def test_unreadable_images_are_left_out_up_to_a_twentieth_rounded_up_of_a_class_
     for name in ("train/cat/7.png", "val/cat/0.png"):  # of 24 cats 2 may go
         (folder / name).write_bytes(b"x")
     kept, reasons = without_broken(plan_task(folder))
-    assert kept.counts == {"train": 22, "val": 3, "test": 4} and kept.skipped == ("train/cat/7.png", "val/cat/0.png")
+    assert kept.counts == {"train": 22, "val": 3, "test": 4} and kept.skipped == (
+        "train/cat/7.png",
+        "val/cat/0.png",
+    )
     assert len(reasons) == 2 and "train/cat/7.png: not an image file" in reasons[0]
     (task,) = load_tasks([kept], 4, ImagesConfig("memory"))
     assert task.skipped == kept.skipped
-    assert sorted(task.train.images[:, 0, 0, 0].tolist()) == [*range(6), *range(103, 107), *range(108, 120)]
+    assert sorted(task.train.images[:, 0, 0, 0].tolist()) == [
+        *range(6),
+        *range(103, 107),
+        *range(108, 120),
+    ]
     (folder / "val/dog/0.png").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"pets: 3 images cannot be read, more than 5 % .*\(2 of 4 in split 'val'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"pets: 3 images cannot be read, more than 5 % .*\(2 of 4 in split 'val'\)",
+    ):
         without_broken(plan_task(folder))
     (folder / "val/dog/0.png").write_bytes(files["val/dog/0.png"])
     (folder / "train/cat/8.png").write_bytes(b"x")
@@ -186,15 +243,20 @@ def test_unreadable_images_are_left_out_up_to_a_twentieth_rounded_up_of_a_class_
         without_broken(plan_task(folder))
 
 
-def test_links_to_missing_files_are_broken_images_and_those_to_missing_folders_are_refused(tmp_path):
+def test_links_to_missing_files_are_broken_images_and_those_to_missing_folders_are_refused(
+    tmp_path,
+):
     folder = write(
-        tmp_path / "all" / "pets", {f"{name}/{i}.png": encoded(i) for name in ("cat", "dog") for i in range(9)}
+        tmp_path / "all" / "pets",
+        {f"{name}/{i}.png": encoded(i) for name in ("cat", "dog") for i in range(9)},
     )
     (folder / "cat" / "zz.png").symlink_to("/not/mounted/zz.png")
     plan = plan_task(folder)
     [line] = verify(plan).broken
     assert line.endswith("pets/cat/zz.png: no such file (a link to /not/mounted/zz.png)")
-    with pytest.raises(ValueError, match=r"1 image file.*zz\.png: no such file \(a link to .*--skip-broken"):
+    with pytest.raises(
+        ValueError, match=r"1 image file.*zz\.png: no such file \(a link to .*--skip-broken"
+    ):
         load_tasks([plan], 4, ImagesConfig("memory"))
     kept, reasons = without_broken(plan)
     assert (reasons, kept.skipped, kept.num_images) == ([line], ("cat/zz.png",), 18)
@@ -209,19 +271,29 @@ def test_links_to_missing_files_are_broken_images_and_those_to_missing_folders_a
 @pytest.mark.full
 def test_two_real_packs_are_sound(shared):
     found = verify(plan_task(shared / "data" / "mnist.zip"))
-    assert found.sound and not found.across and found.num == {"train": 2000, "val": 400, "test": 1000}
+    assert (
+        found.sound and not found.across and found.num == {"train": 2000, "val": 400, "test": 1000}
+    )
     assert (found.num_classes, found.modes) == (10, {"L": 3400})
     assert found.smallest_image == found.largest_image == (28, 28)
     found = verify(plan_task(shared / "data" / "daimler_pedestrians.zip"))
-    assert found.sound and not found.across and found.smallest_class[1] == found.largest_class[1] == 200
+    assert (
+        found.sound
+        and not found.across
+        and found.smallest_class[1] == found.largest_class[1] == 200
+    )
     assert found.largest_image == (18, 36)
 
 
 @pytest.mark.full
 def test_all_twelve_real_packs_are_sound(shared):
-    plans = plan_stream(shared / "data", [file.stem for file in sorted((shared / "data").glob("*.zip"))])
+    plans = plan_stream(
+        shared / "data", [file.stem for file in sorted((shared / "data").glob("*.zip"))]
+    )
     found = {plan.name: verify(plan) for plan in plans}
-    assert len(found) == 12 and all(findings.sound and not findings.contradictory for findings in found.values())
+    assert len(found) == 12 and all(
+        findings.sound and not findings.contradictory for findings in found.values()
+    )
     copies = {name: len(findings.across) for name, findings in found.items() if findings.across}
     assert copies == {"flowers12": 1, "food10": 1}  # as their description says
     assert {len(set(np.bincount(plan.train.labels))) for plan in plans} == {1}

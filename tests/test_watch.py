@@ -49,14 +49,22 @@ def begin(directory: Path, names: list[str] = NAMES) -> Record:
 def learn(record: Record, index: int, accuracy: list[float], seconds: float = 8.0) -> None:
     """A task of `seconds` + 2 s, measured."""
     *_, learned, evaluated = entries(names=NAMES[: index + 1], classes=("a", "b"))
-    found = evaluated["methods"]["cheem"] | {"accuracy": accuracy, "local_accuracy": [0.9] * len(accuracy)}
+    found = evaluated["methods"]["cheem"] | {
+        "accuracy": accuracy,
+        "local_accuracy": [0.9] * len(accuracy),
+    }
     record.write(**learned | {"seconds": seconds})
     record.write(**evaluated | {"methods": {"cheem": found}, "seconds": 2.0})
 
 
 def bound(record: Record, index: int, accuracy: float) -> None:
     """The upper bound of a task."""
-    costs = {"learning_rate": 1e-3, "flops_paper": 20_000_000, "flops_executed": 21_000_000, "seconds": 4.0}
+    costs = {
+        "learning_rate": 1e-3,
+        "flops_paper": 20_000_000,
+        "flops_executed": 21_000_000,
+        "seconds": 4.0,
+    }
     record.write("upper_bound", index=index, name=NAMES[index], test_accuracy=accuracy, **costs)
 
 
@@ -72,7 +80,8 @@ def line_with(word: str, text: str) -> str:
 
 
 def test_a_phase_tells_what_is_done_every_two_seconds(tmp_path):
-    clock, shown = Clock(), []
+    clock = Clock()
+    shown = []
 
     def seen(num_images: int, note: str = "") -> None:
         shown.append((num_images, note))
@@ -88,14 +97,25 @@ def test_a_phase_tells_what_is_done_every_two_seconds(tmp_path):
             clock.now = 4.0
             tell(40, "epoch 2/2 loss 1.000")
         told = told_in(tmp_path)
-        assert (told.done, told.total, told.seconds, told.note) == (200, 400, 4.0, "epoch 2/2 loss 1.000")
+        assert (told.done, told.total, told.seconds, told.note) == (
+            200,
+            400,
+            4.0,
+            "epoch 2/2 loss 1.000",
+        )
         assert told.pid == os.getpid()
-    assert shown == [(100, "epoch 1/2 loss 2.000"), (60, "epoch 1/2 loss 1.500"), (40, "epoch 2/2 loss 1.000")]
+    assert shown == [
+        (100, "epoch 1/2 loss 2.000"),
+        (60, "epoch 1/2 loss 1.500"),
+        (40, "epoch 2/2 loss 1.000"),
+    ]
     assert list(tmp_path.iterdir()) == []  # removed at the end
 
 
 @pytest.mark.parametrize("step", ["write_text", "replace"])
-def test_a_status_that_cannot_be_written_stops_nothing_and_leaves_nothing(tmp_path, monkeypatch, step):
+def test_a_status_that_cannot_be_written_stops_nothing_and_leaves_nothing(
+    tmp_path, monkeypatch, step
+):
     def full(*_):
         (tmp_path / f".{NAME}.{os.getpid()}.tmp").touch()
         raise OSError(28, "No space left on device")
@@ -112,8 +132,11 @@ def test_a_status_that_cannot_be_written_stops_nothing_and_leaves_nothing(tmp_pa
     assert shown == [10] and list(tmp_path.iterdir()) == []
 
 
-def test_a_slow_disk_makes_the_status_rarer_so_that_it_takes_a_share_of_the_time_at_most(tmp_path, monkeypatch):
-    clock, writes = Clock(), []
+def test_a_slow_disk_makes_the_status_rarer_so_that_it_takes_a_share_of_the_time_at_most(
+    tmp_path, monkeypatch
+):
+    clock = Clock()
+    writes = []
 
     def slow(self, doing):
         clock.now += 0.1
@@ -128,7 +151,8 @@ def test_a_slow_disk_makes_the_status_rarer_so_that_it_takes_a_share_of_the_time
 
 
 def test_a_running_run_shows_tasks_phase_and_the_time_that_the_finished_ones_foretell(tmp_path):
-    record, clock = begin(tmp_path), Clock()
+    record = begin(tmp_path)
+    clock = Clock()
     with hold(tmp_path), Status(tmp_path, clock=clock) as status:
         learn(record, 0, [0.9])
         learn(record, 1, [0.85, 0.7], seconds=18.0)
@@ -142,25 +166,54 @@ def test_a_running_run_shows_tasks_phase_and_the_time_that_the_finished_ones_for
     assert "made-up · vit_micro · CHEEM · seed 7 · preset quick, changed" in text
     assert f"process {os.getpid()} on {socket.gethostname()}" in line_with("running since", text)
     # tasks took 10 s and 20 s; the third has just begun
-    assert "67 %" in line_with("2 of 3 tasks", text) and "about 15 s left" in line_with("2 of 3 tasks", text)
+    assert "67 %" in line_with("2 of 3 tasks", text) and "about 15 s left" in line_with(
+        "2 of 3 tasks", text
+    )
     assert "average accuracy 77.5 %, task ID given 90.0 %, forgetting 5.0 points" in text
     assert "25 %" in line_with("finetune", text)
     assert "1,000 of 4,000 images, 50 images/s, 1 min 00 s left" in text
     assert "epoch 4/16 loss 0.250" in text
-    assert line_with("T1 digits", text).split()[:6] == ["T1", "digits", "learned", "AN", "85.0", "90.0"]
-    assert line_with("T2 letters", text).split()[:6] == ["T2", "letters", "learned", "AS", "70.0", "90.0"]
+    assert line_with("T1 digits", text).split()[:6] == [
+        "T1",
+        "digits",
+        "learned",
+        "AN",
+        "85.0",
+        "90.0",
+    ]
+    assert line_with("T2 letters", text).split()[:6] == [
+        "T2",
+        "letters",
+        "learned",
+        "AS",
+        "70.0",
+        "90.0",
+    ]
     assert line_with("T3 textures", text).split() == ["T3", "textures", "learning"]
-    for part in ("2 of 3 tasks", "[finetune] textures: 1,000 of 4,000 images", "about 15 s left in all"):
+    for part in (
+        "2 of 3 tasks",
+        "[finetune] textures: 1,000 of 4,000 images",
+        "about 15 s left in all",
+    ):
         assert part in said and "\n" not in said
 
 
 def test_a_killed_run_is_told_with_the_phase_it_was_in_and_ends_the_view(tmp_path):
     learn(begin(tmp_path), 0, [0.9])
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # ended, though its parent has not asked how
+    os.waitid(
+        os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT
+    )  # ended, though its parent has not asked how
     child = ended.pid
     (tmp_path / ".owner.json").write_text(json.dumps({"pid": child, "host": socket.gethostname()}))
-    doing = {"phase": "search", "task": "letters", "done": 3, "total": 4, "seconds": 1.0, "note": ""}
+    doing = {
+        "phase": "search",
+        "task": "letters",
+        "done": 3,
+        "total": 4,
+        "seconds": 1.0,
+        "note": "",
+    }
     now = time.time()
     (tmp_path / NAME).write_text(json.dumps({**doing, "pid": child, "time": now - 90}))
     try:
@@ -175,7 +228,9 @@ def test_a_killed_run_is_told_with_the_phase_it_was_in_and_ends_the_view(tmp_pat
     assert read_owner(tmp_path) is None
     # of another machine nobody knows whether it lives, only for how long it has said nothing
     (tmp_path / ".owner.json").write_text(json.dumps({"pid": child, "host": "elsewhere"}))
-    assert f"process {child} on elsewhere, silent for 10 min" in text_of(tmp_path, now=time.time() + 600)
+    assert f"process {child} on elsewhere, silent for 10 min" in text_of(
+        tmp_path, now=time.time() + 600
+    )
 
 
 def test_the_status_of_an_earlier_process_is_not_shown(tmp_path):
@@ -193,7 +248,9 @@ def test_the_status_of_an_earlier_process_is_not_shown(tmp_path):
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 @pytest.mark.parametrize("blocks", [4, 24])
-def test_every_width_keeps_names_states_and_accuracies_and_no_line_is_longer(tmp_path, width, blocks):
+def test_every_width_keeps_names_states_and_accuracies_and_no_line_is_longer(
+    tmp_path, width, blocks
+):
     names = ["a_task_with_a_rather_long_name", "b"]
     record = begin(tmp_path, names)
     _, learned, evaluated = entries(names=names[:1], classes=("a", "b"), accuracy=0.873)
@@ -207,7 +264,9 @@ def test_every_width_keeps_names_states_and_accuracies_and_no_line_is_longer(tmp
     assert "T1" in row and "87.3" in row and (letters in row) == (width == 120)
 
 
-def test_of_many_tasks_those_around_the_one_that_is_learned_are_shown_and_the_others_counted(tmp_path):
+def test_of_many_tasks_those_around_the_one_that_is_learned_are_shown_and_the_others_counted(
+    tmp_path,
+):
     names = [f"task_{index}" for index in range(100)]
     record = begin(tmp_path, names)
     found = [*entries(names=names[:70], classes=("a", "b"))]
@@ -255,7 +314,9 @@ def test_the_record_is_read_again_only_where_it_changed(tmp_path):
 def test_what_is_no_run_is_named_with_the_way_out(tmp_path):
     with pytest.raises(ValueError, match="no folder .*/nowhere'; a run makes it when it begins"):
         look(tmp_path / "nowhere", 0.0)
-    with pytest.raises(ValueError, match="is not a run directory .it has no config.json.; give what"):
+    with pytest.raises(
+        ValueError, match="is not a run directory .it has no config.json.; give what"
+    ):
         look(tmp_path, 0.0)
     (tmp_path / "compare").mkdir()
     begin(tmp_path / "compare" / "cheem")
@@ -271,17 +332,31 @@ def test_a_finished_run_shows_its_result_and_ends(tmp_path):
     learn(record, 0, [0.9])
     shown = io.StringIO()
     watch_run(Watch(tmp_path), Console(file=shown, width=80))
-    assert "finished" in shown.getvalue() and "1 of 1 tasks" in shown.getvalue() and "90.0" in shown.getvalue()
+    assert (
+        "finished" in shown.getvalue()
+        and "1 of 1 tasks" in shown.getvalue()
+        and "90.0" in shown.getvalue()
+    )
     assert "full fine-tuning" not in shown.getvalue()
     bound(record, 0, 0.846)
-    assert "84.6" in line_with("full fine-tuning  ", text_of(tmp_path))  # the table of the run and its yardsticks
+    assert "84.6" in line_with(
+        "full fine-tuning  ", text_of(tmp_path)
+    )  # the table of the run and its yardsticks
 
 
-def test_without_a_terminal_there_is_a_line_after_every_task_and_the_view_at_the_end(tmp_path, monkeypatch):
-    record, shown = begin(tmp_path), io.StringIO()
+def test_without_a_terminal_there_is_a_line_after_every_task_and_the_view_at_the_end(
+    tmp_path, monkeypatch
+):
+    record = begin(tmp_path)
+    shown = io.StringIO()
     running = hold(tmp_path)
     running.__enter__()
-    steps = [lambda: None, lambda: learn(record, 0, [0.9]), lambda: None, lambda: running.__exit__(None, None, None)]
+    steps = [
+        lambda: None,
+        lambda: learn(record, 0, [0.9]),
+        lambda: None,
+        lambda: running.__exit__(None, None, None),
+    ]
     monkeypatch.setattr(watch, "sleep", lambda seconds: steps.pop(0)())
     watch_run(Watch(tmp_path), Console(file=shown, width=100))
     lines = [line for line in shown.getvalue().splitlines() if line.startswith("running")]
@@ -289,7 +364,9 @@ def test_without_a_terminal_there_is_a_line_after_every_task_and_the_view_at_the
     assert "stopped" in shown.getvalue() and steps == []
 
 
-def test_ctrl_c_ends_the_view_gives_the_terminal_back_and_leaves_the_run_alone(tmp_path, monkeypatch):
+def test_ctrl_c_ends_the_view_gives_the_terminal_back_and_leaves_the_run_alone(
+    tmp_path, monkeypatch
+):
     def interrupted(seconds):
         raise KeyboardInterrupt
 
@@ -300,11 +377,16 @@ def test_ctrl_c_ends_the_view_gives_the_terminal_back_and_leaves_the_run_alone(t
         before = sorted(file.name for file in tmp_path.iterdir())
         watch_run(
             Watch(tmp_path),
-            Console(file=terminal, force_terminal=True, width=80, height=24, _environ={"TERM": "xterm"}),
+            Console(
+                file=terminal, force_terminal=True, width=80, height=24, _environ={"TERM": "xterm"}
+            ),
         )
         assert sorted(file.name for file in tmp_path.iterdir()) == before
     shown = terminal.getvalue()
-    for on, off in (("\x1b[?25l", "\x1b[?25h"), ("\x1b[?1049h", "\x1b[?1049l")):  # the cursor, the screen of its own
+    for on, off in (
+        ("\x1b[?25l", "\x1b[?25h"),
+        ("\x1b[?1049h", "\x1b[?1049l"),
+    ):  # the cursor, the screen of its own
         assert shown.count(on) == shown.count(off) == 1 and shown.index(on) < shown.index(off)
     assert "T1 digits" in shown[shown.index("\x1b[?1049l") :]  # the last view stays
 

@@ -31,7 +31,9 @@ TINY = "vit_tiny_patch4_12.dino"
 """A name that timm could have; its mean and std are known from the tag."""
 
 
-def timm_tensors(*, width=64, depth=2, patch=4, grid=3, classes=0, ratio=3, clip=False) -> dict[str, np.ndarray]:
+def timm_tensors(
+    *, width=64, depth=2, patch=4, grid=3, classes=0, ratio=3, clip=False
+) -> dict[str, np.ndarray]:
     """Random weights of a plain ViT, under timm's names and in PyTorch's layout."""
     shapes = {
         "cls_token": (1, 1, width),
@@ -50,7 +52,10 @@ def timm_tensors(*, width=64, depth=2, patch=4, grid=3, classes=0, ratio=3, clip
         layers = {"attn.qkv": (3 * width, width), "attn.proj": (width, width)}
         layers |= {"mlp.fc1": (ratio * width, width), "mlp.fc2": (width, ratio * width)}
         for layer, shape in layers.items():
-            shapes |= {f"blocks.{index}.{layer}.weight": shape, f"blocks.{index}.{layer}.bias": shape[:1]}
+            shapes |= {
+                f"blocks.{index}.{layer}.weight": shape,
+                f"blocks.{index}.{layer}.bias": shape[:1],
+            }
         for layer in ("norm1", "norm2"):
             shapes |= {f"blocks.{index}.{layer}.{leaf}": (width,) for leaf in ("weight", "bias")}
     rng = np.random.default_rng(0)
@@ -61,7 +66,10 @@ def timm_tensors(*, width=64, depth=2, patch=4, grid=3, classes=0, ratio=3, clip
 def nano() -> Pretrained:
     config = CONFIGS["vit_nano"]
     rng = np.random.default_rng(0)
-    params = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes_of(config).items()}
+    params = {
+        name: rng.standard_normal(shape).astype(np.float32)
+        for name, shape in shapes_of(config).items()
+    }
     means = {"32/mlp_down/component": rng.standard_normal((6, 48)).astype(np.float32)}
     return Pretrained(config, params, "some.safetensors", "ab" * 32, means)
 
@@ -70,11 +78,15 @@ def test_timm_layout_becomes_ours():
     tensors = timm_tensors(classes=5)
     params = from_timm(tensors, infer_config(TINY, tensors, None))
     kernel = tensors["patch_embed.proj.weight"]
-    row, column, channel = 1, 3, 2
+    row = 1
+    column = 3
+    channel = 2
     np.testing.assert_array_equal(
         params["patch.kernel"][(row * 4 + column) * 3 + channel], kernel[:, channel, row, column]
     )
-    np.testing.assert_array_equal(params["blocks.1.up.kernel"], tensors["blocks.1.mlp.fc1.weight"].T)
+    np.testing.assert_array_equal(
+        params["blocks.1.up.kernel"], tensors["blocks.1.mlp.fc1.weight"].T
+    )
     np.testing.assert_array_equal(params["blocks.0.norm2.scale"], tensors["blocks.0.norm2.weight"])
     np.testing.assert_array_equal(params["class_token"], tensors["cls_token"][0, 0])
     np.testing.assert_array_equal(params["position"], tensors["pos_embed"][0])
@@ -82,12 +94,24 @@ def test_timm_layout_becomes_ours():
 
 
 def test_a_config_is_read_off_the_tensors_and_the_hub_config():
-    hub_config = {"global_pool": "token", "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [1, 2, 3]}}
+    hub_config = {
+        "global_pool": "token",
+        "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [1, 2, 3]},
+    }
     config = infer_config("vit_odd_patch4_12", timm_tensors(width=128, classes=5), hub_config)
     assert config == ViTConfig(
-        "vit_odd_patch4_12", 128, 2, 2, image_size=12, patch_size=4, mlp_ratio=3.0, num_classes=5,
-        mean=(0.1, 0.2, 0.3), std=(1.0, 2.0, 3.0), timm_name="vit_odd_patch4_12",
-    )  # fmt: skip
+        "vit_odd_patch4_12",
+        128,
+        2,
+        2,
+        image_size=12,
+        patch_size=4,
+        mlp_ratio=3.0,
+        num_classes=5,
+        mean=(0.1, 0.2, 0.3),
+        std=(1.0, 2.0, 3.0),
+        timm_name="vit_odd_patch4_12",
+    )
 
 
 def test_clip_configs_have_a_norm_before_the_blocks_and_no_use_for_the_projection():
@@ -120,9 +144,14 @@ def test_what_is_no_plain_vit_is_refused_by_the_tensors_that_show_it(extra, shap
 
 
 def scaled(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """With LayerScale, registers and positions of the patches alone, as DINOv2 with registers has them."""
+    """With LayerScale, registers and positions of the patches alone, as DINOv2 with registers has
+    them."""
     rng = np.random.default_rng(1)
-    scales = {f"blocks.{block}.{name}.gamma": rng.standard_normal(64) for block in range(2) for name in ("ls1", "ls2")}
+    scales = {
+        f"blocks.{block}.{name}.gamma": rng.standard_normal(64)
+        for block in range(2)
+        for name in ("ls1", "ls2")
+    }
     registers = rng.standard_normal((1, 4, 64)).astype(np.float32)
     return tensors | scales | {"reg_token": registers, "pos_embed": tensors["pos_embed"][:, 1:]}
 
@@ -148,24 +177,47 @@ def pooled(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     shapes = {
         "latent": (1, 1, 64),
-        **{f"{layer}.weight": (rows, 64) for layer, rows in (("q", 64), ("kv", 128), ("proj", 64), ("mlp.fc1", 192))},
-        **{f"{layer}.bias": (rows,) for layer, rows in (("q", 64), ("kv", 128), ("proj", 64), ("mlp.fc1", 192))},
-        **{"mlp.fc2.weight": (64, 192), "mlp.fc2.bias": (64,), "norm.weight": (64,), "norm.bias": (64,)},
+        **{
+            f"{layer}.weight": (rows, 64)
+            for layer, rows in (("q", 64), ("kv", 128), ("proj", 64), ("mlp.fc1", 192))
+        },
+        **{
+            f"{layer}.bias": (rows,)
+            for layer, rows in (("q", 64), ("kv", 128), ("proj", 64), ("mlp.fc1", 192))
+        },
+        **{
+            "mlp.fc2.weight": (64, 192),
+            "mlp.fc2.bias": (64,),
+            "norm.weight": (64,),
+            "norm.bias": (64,),
+        },
     }
     found = {name: value for name, value in tensors.items() if name != "cls_token"}
-    found |= {f"attn_pool.{name}": rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    found |= {
+        f"attn_pool.{name}": rng.standard_normal(shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
     return found | {"pos_embed": found["pos_embed"][:, 1:]}
 
 
 def test_a_model_without_class_token_pools_its_tokens():
-    tensors, name = pooled(timm_tensors()), "vit_tiny_patch4_siglip_12.webli"
+    tensors = pooled(timm_tensors())
+    name = "vit_tiny_patch4_siglip_12.webli"
     config = infer_config(name, tensors, {"global_pool": "map"})
-    assert (config.pool, config.num_tokens, config.num_prefix, config.mean) == ("attention", 9, 0, (0.5, 0.5, 0.5))
+    assert (config.pool, config.num_tokens, config.num_prefix, config.mean) == (
+        "attention",
+        9,
+        0,
+        (0.5, 0.5, 0.5),
+    )
     params = from_timm(tensors, config)
     np.testing.assert_array_equal(params["pool.latent"], tensors["attn_pool.latent"][0, 0])
     np.testing.assert_array_equal(params["pool.key_value.kernel"], tensors["attn_pool.kv.weight"].T)
     assert resize(Pretrained(config, params, "", ""), 24).params["position"].shape == (36, 64)
-    for wrong, shown in (({"cls_token": np.zeros((1, 1, 64))}, "has cls_token"), ({"attn_pool.latent": None}, "lacks")):
+    for wrong, shown in (
+        ({"cls_token": np.zeros((1, 1, 64))}, "has cls_token"),
+        ({"attn_pool.latent": None}, "lacks"),
+    ):
         found = {key: value for key, value in (tensors | wrong).items() if value is not None}
         with pytest.raises(ValueError, match=f"no plain timm ViT: {shown}"):
             infer_config(name, found, None)
@@ -184,7 +236,12 @@ def test_damaged_layer_scale_is_refused(damage):
 
 @pytest.mark.parametrize(
     "name",
-    ["vit_7b_patch16_dinov3.lvd1689m", "vit_base_patch16_gap_224", "swin_tiny_patch4_window7_224", "resnet50"],
+    [
+        "vit_7b_patch16_dinov3.lvd1689m",
+        "vit_base_patch16_gap_224",
+        "swin_tiny_patch4_window7_224",
+        "resnet50",
+    ],
 )
 def test_other_architectures_are_refused_by_name_before_any_download(name, hub):
     with pytest.raises(ValueError, match="supported: plain ViTs: ViT, DeiT"):
@@ -193,7 +250,9 @@ def test_other_architectures_are_refused_by_name_before_any_download(name, hub):
 
 
 def test_a_pool_in_the_hubs_config_is_refused_before_the_weights_are_downloaded(hub):
-    with pytest.raises(ValueError, match="pools with 'avg', expected 'token'; supported: plain ViTs"):
+    with pytest.raises(
+        ValueError, match="pools with 'avg', expected 'token'; supported: plain ViTs"
+    ):
         load_pretrained("vit_tiny_patch4_12.pooled")
     assert hub and not any("safetensors" in request for request in hub)
 
@@ -204,7 +263,9 @@ def test_a_model_that_pools_over_the_patches_is_refused():
 
 
 def test_unknown_preprocessing_is_asked_for_and_never_guessed():
-    with pytest.raises(ValueError, match=r"mean and std .* unknown: put the model's config.json .* next to"):
+    with pytest.raises(
+        ValueError, match=r"mean and std .* unknown: put the model's config.json .* next to"
+    ):
         infer_config("vit_tiny_patch4_12.mystery", timm_tensors(), None)
 
 
@@ -220,26 +281,41 @@ def test_local_files_under_timms_names_are_read_in_float32_with_their_hash(tmp_p
     assert pretrained.source == file.name
     assert pretrained.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     assert {value.dtype for value in pretrained.params.values()} == {np.dtype(np.float32)}
-    np.testing.assert_array_equal(pretrained.params["norm.bias"], tensors["norm.bias"].astype(np.float32))
+    np.testing.assert_array_equal(
+        pretrained.params["norm.bias"], tensors["norm.bias"].astype(np.float32)
+    )
 
 
 def test_the_config_beside_local_weights_brings_the_preprocessing(tmp_path):
     safetensors.numpy.save_file(timm_tensors(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": {"mean": [0, 0, 0], "std": [2, 2, 2]}}))
-    pretrained = load_pretrained("vit_tiny_patch4_12.mystery", weights=tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"pretrained_cfg": {"mean": [0, 0, 0], "std": [2, 2, 2]}})
+    )
+    pretrained = load_pretrained(
+        "vit_tiny_patch4_12.mystery", weights=tmp_path / "model.safetensors"
+    )
     assert pretrained.config.std == (2.0, 2.0, 2.0)
 
 
 def test_weights_of_another_architecture_are_refused_in_one_message_under_timms_names(tmp_path):
     file = tmp_path / "other.safetensors"
-    safetensors.numpy.save_file(timm_tensors() | {"dist_token": np.zeros((1, 1, 64), np.float32)}, file)
+    safetensors.numpy.save_file(
+        timm_tensors() | {"dist_token": np.zeros((1, 1, 64), np.float32)}, file
+    )
     with pytest.raises(ValueError) as error:
         load_pretrained("deit_tiny", weights=file)
     message = str(error.value)
-    assert "other.safetensors" in message and "\n" not in message and "supported: plain ViTs: ViT, DeiT" in message
+    assert (
+        "other.safetensors" in message
+        and "\n" not in message
+        and "supported: plain ViTs: ViT, DeiT" in message
+    )
     assert "missing: blocks.*.attn.proj.bias (of 10 blocks)" in message
     assert "unexpected: dist_token;" in message
-    assert "misshapen: cls_token is (1, 1, 64), expected (1, 1, 192), " in message and " and 14 more" in message
+    assert (
+        "misshapen: cls_token is (1, 1, 64), expected (1, 1, 192), " in message
+        and " and 14 more" in message
+    )
 
 
 def test_a_converted_file_gives_back_what_was_saved(tmp_path, nano):
@@ -277,7 +353,9 @@ def test_a_converted_file_of_another_backbone_is_refused(tmp_path, nano):
     save_converted(tmp_path / "nano.safetensors", nano)
     with pytest.raises(ValueError, match="misshapen.*class_token is .48,., expected .96,."):
         load_pretrained("vit_micro", weights=tmp_path / "nano.safetensors")
-    other_mean = dataclasses.replace(nano, config=dataclasses.replace(nano.config, mean=converted.std, name="vit_n"))
+    other_mean = dataclasses.replace(
+        nano, config=dataclasses.replace(nano.config, mean=converted.std, name="vit_n")
+    )
     save_converted(tmp_path / "other.safetensors", other_mean)
     with pytest.raises(ValueError, match="converted for backbone 'vit_n'.* not for 'vit_nano'"):
         load_pretrained("vit_nano", weights=tmp_path / "other.safetensors")
@@ -291,8 +369,14 @@ def test_a_converted_file_of_another_backbone_is_refused(tmp_path, nano):
             {"format": "cheem_jax.vit.9", "config": "{}", "source": "", "sha256": ""},
             "format 'cheem_jax.vit.9'",
         ),
-        ({"format": "cheem_jax.vit.1", "config": "{", "source": "", "sha256": ""}, "config is broken"),
-        ({"format": "cheem_jax.vit.1", "config": '{"a": 1}', "source": "", "sha256": ""}, "config is broken"),
+        (
+            {"format": "cheem_jax.vit.1", "config": "{", "source": "", "sha256": ""},
+            "config is broken",
+        ),
+        (
+            {"format": "cheem_jax.vit.1", "config": '{"a": 1}', "source": "", "sha256": ""},
+            "config is broken",
+        ),
     ],
 )
 def test_a_converted_file_with_a_broken_header_is_refused(tmp_path, nano, metadata, shown):
@@ -308,7 +392,11 @@ def test_broken_files_are_named(tmp_path, nano, suffix, damage):
     save_converted(tmp_path / "whole", nano)
     np.savez(tmp_path / "whole.npz", **nano.params)
     whole = (tmp_path / ("whole" if suffix == "safetensors" else "whole.npz")).read_bytes()
-    file.write_bytes({"truncated": whole[: len(whole) // 2], "garbage": b"\x01garbage" * 99, "empty": b""}[damage])
+    file.write_bytes(
+        {"truncated": whole[: len(whole) // 2], "garbage": b"\x01garbage" * 99, "empty": b""}[
+            damage
+        ]
+    )
     with pytest.raises(ValueError, match=rf"broken.{suffix} is not a readable {suffix} file"):
         load_pretrained("vit_nano", weights=file)
 
@@ -327,9 +415,13 @@ def test_a_missing_file_is_named(tmp_path):
         load_pretrained("deit_tiny", weights=tmp_path / "none.safetensors")
 
 
-@pytest.mark.parametrize(("name", "near"), [("deit_tinny", "deit_tiny"), ("vit_micr", "vit_micro"), ("resnet50", "")])
+@pytest.mark.parametrize(
+    ("name", "near"), [("deit_tinny", "deit_tiny"), ("vit_micr", "vit_micro"), ("resnet50", "")]
+)
 def test_unknown_names_are_answered_with_the_nearest(name, near):
-    with pytest.raises(ValueError, match=f"unknown backbone '{name}'; nearest: .*{near}.*or a timm name"):
+    with pytest.raises(
+        ValueError, match=f"unknown backbone '{name}'; nearest: .*{near}.*or a timm name"
+    ):
         load_pretrained(name)
 
 
@@ -340,7 +432,11 @@ def test_bundled_weights_come_with_the_package_and_their_base_means(name):
     assert all(np.isfinite(value).all() for value in pretrained.params.values())
     shapes = {key: value.shape for key, value in pretrained.base_means.items()}
     expected = (CONFIGS[name].depth, CONFIGS[name].width)
-    keys = [f"32/{placement}/{token}" for placement in ("mlp_down", "attn_proj") for token in ("component", "block")]
+    keys = [
+        f"32/{placement}/{token}"
+        for placement in ("mlp_down", "attn_proj")
+        for token in ("component", "block")
+    ]
     assert shapes == dict.fromkeys(keys, expected)
 
 
@@ -368,7 +464,8 @@ def test_quickgelu_names_share_the_hubs_plain_repository():
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """The hub's two answers that a download needs: a file with its commit and etag, or no repository."""
+    """The hub's two answers that a download needs: a file with its commit and etag, or no
+    repository."""
 
     def __init__(self, files: dict[str, bytes], asked: list[str], *args):
         self.files, self.asked = files, asked
@@ -396,10 +493,14 @@ class _Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """An empty cache and a hub on this machine that holds one small model; yields the requests it answers."""
+    """An empty cache and a hub on this machine that holds one small model; yields the requests it
+    answers."""
     import huggingface_hub.constants as constants
 
-    config = {"global_pool": "token", "pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}}
+    config = {
+        "global_pool": "token",
+        "pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]},
+    }
     prefix = "/timm/vit_tiny_patch4_12.ours/resolve/main"
     files = {
         f"{prefix}/model.safetensors": safetensors.numpy.save(timm_tensors()),
@@ -407,11 +508,15 @@ def hub(tmp_path, monkeypatch):
         "/timm/vit_tiny_patch4_12.pooled/resolve/main/config.json": b'{"global_pool": "avg"}',
     }
     asked: list[str] = []
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Hub, files, asked)) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(_Hub, files, asked)
+    ) as server:
         endpoint = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            endpoint + "/{repo_id}/resolve/{revision}/{filename}",
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         thread = threading.Thread(target=server.serve_forever)
@@ -425,7 +530,9 @@ def test_weights_and_preprocessing_are_downloaded_once_from_the_hub(hub):
     pretrained = load_pretrained("vit_tiny_patch4_12.ours")
     assert pretrained.source == "hub:timm/vit_tiny_patch4_12.ours"
     assert pretrained.config.std == (0.25, 0.25, 0.25)
-    np.testing.assert_array_equal(pretrained.params["class_token"], timm_tensors()["cls_token"][0, 0])
+    np.testing.assert_array_equal(
+        pretrained.params["class_token"], timm_tensors()["cls_token"][0, 0]
+    )
     assert hub
     hub.clear()
     again = load_pretrained("timm/vit_tiny_patch4_12.ours", image_size=24)
@@ -435,21 +542,31 @@ def test_weights_and_preprocessing_are_downloaded_once_from_the_hub(hub):
 
 
 def test_a_model_that_the_hub_does_not_hold_is_named(hub):
-    with pytest.raises(FileNotFoundError, match="hub has no model 'timm/vit_tiny_patch4_12.theirs': check the name"):
+    with pytest.raises(
+        FileNotFoundError, match="hub has no model 'timm/vit_tiny_patch4_12.theirs': check the name"
+    ):
         load_pretrained("vit_tiny_patch4_12.theirs")
 
 
 def test_without_network_the_error_says_how_to_go_on(hub, monkeypatch):
     import huggingface_hub.constants as constants
 
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody answers
+    monkeypatch.setattr(
+        constants, "ENDPOINT", "http://127.0.0.1:9"
+    )  # the discard port: nobody answers
     template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     with pytest.raises(FileNotFoundError) as error:
         load_pretrained("deit_tiny")
     message = str(error.value)
-    assert message.startswith("cannot download 'timm/deit_tiny_patch16_224.fb_in1k'") and "\n" not in message
-    assert "--weights FILE" in message and "https://huggingface.co/timm/deit_tiny_patch16_224.fb_in1k" in message
+    assert (
+        message.startswith("cannot download 'timm/deit_tiny_patch16_224.fb_in1k'")
+        and "\n" not in message
+    )
+    assert (
+        "--weights FILE" in message
+        and "https://huggingface.co/timm/deit_tiny_patch16_224.fb_in1k" in message
+    )
 
 
 def test_an_interrupted_save_leaves_the_old_file(tmp_path, nano, monkeypatch):
@@ -473,10 +590,16 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, nano, monkeypatch):
         ("patch_embed.proj.weight", (0, 3, 4, 4), "no plain ViT has 3 channels and a width of 0"),
         ("patch_embed.proj.weight", (64, 3, 0, 0), "patch_size is 0, expected a whole number"),
         ("head.weight", (), r"head\.weight \(\) is no matrix"),
-        ("blocks.99999999999.norm1.weight", (64,), r"unexpected: blocks\.99999999999\.norm1\.weight"),
+        (
+            "blocks.99999999999.norm1.weight",
+            (64,),
+            r"unexpected: blocks\.99999999999\.norm1\.weight",
+        ),
     ],
 )
-def test_odd_shapes_and_block_numbers_are_refused_and_not_computed_with(tmp_path, name, shape, told):
+def test_odd_shapes_and_block_numbers_are_refused_and_not_computed_with(
+    tmp_path, name, shape, told
+):
     file = tmp_path / "model.safetensors"
     tensors = timm_tensors() | {name: np.zeros(shape, np.float32)}
     safetensors.numpy.save_file(tensors, file)
@@ -485,21 +608,34 @@ def test_odd_shapes_and_block_numbers_are_refused_and_not_computed_with(tmp_path
         load_pretrained(backbone, weights=file)
 
 
-@pytest.mark.parametrize("value", ["text", 1j, np.float32("nan"), np.float16("inf"), np.float64(1e39)])
+@pytest.mark.parametrize(
+    "value", ["text", 1j, np.float32("nan"), np.float16("inf"), np.float64(1e39)]
+)
 def test_tensors_that_are_no_finite_numbers_are_refused(tmp_path, value):
-    np.savez(tmp_path / "model.npz", allow_pickle=False, **timm_tensors() | {"cls_token": np.array([[[value]]])})
-    told = "contain values that are not finite" if isinstance(value, np.floating) else "are .*, expected float32"
+    np.savez(
+        tmp_path / "model.npz",
+        allow_pickle=False,
+        **timm_tensors() | {"cls_token": np.array([[[value]]])},
+    )
+    told = (
+        "contain values that are not finite"
+        if isinstance(value, np.floating)
+        else "are .*, expected float32"
+    )
     with pytest.raises(ValueError, match=rf"model\.npz: \['cls_token'\] {told}"):
         load_pretrained(TINY, weights=tmp_path / "model.npz")
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float64], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, np.float16, np.float64], ids=lambda dtype: np.dtype(dtype).name
+)
 def test_weights_of_other_real_types_are_the_same_numbers_in_float32(tmp_path, dtype):
     tensors = {name: value.astype(dtype) for name, value in timm_tensors().items()}
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
     found = load_pretrained(TINY, weights=tmp_path / "model.safetensors").params
     wanted = from_timm(
-        {name: value.astype(np.float32) for name, value in tensors.items()}, infer_config(TINY, tensors, None)
+        {name: value.astype(np.float32) for name, value in tensors.items()},
+        infer_config(TINY, tensors, None),
     )
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -511,15 +647,35 @@ def test_weights_of_other_real_types_are_the_same_numbers_in_float32(tmp_path, d
     ("change", "classes"),
     [
         (lambda tensors: tensors, 1000),
-        (lambda tensors: tensors | {"head.weight": np.ones((10, 192), "f"), "head.bias": np.ones(10, "f")}, 10),
-        (lambda tensors: {name: value for name, value in tensors.items() if not name.startswith("head")}, 0),
+        (
+            lambda tensors: (
+                tensors
+                | {
+                    "head.weight": np.ones((10, 192), "f"),
+                    "head.bias": np.ones(10, "f"),
+                }
+            ),
+            10,
+        ),
+        (
+            lambda tensors: {
+                name: value for name, value in tensors.items() if not name.startswith("head")
+            },
+            0,
+        ),
         (lambda tensors: tensors | {"head.bias": np.ones(3, "f")}, 0),
         (lambda tensors: tensors | {"mask_token": np.ones((1, 192), "f")}, 1000),
         (lambda tensors: {f"module.{name}": value for name, value in tensors.items()}, 1000),
-        (lambda tensors: {f"a.b.{name}": value for name, value in {**tensors, "mask_token": np.ones(1)}.items()}, 1000),
+        (
+            lambda tensors: {
+                f"a.b.{name}": value
+                for name, value in {**tensors, "mask_token": np.ones(1)}.items()
+            },
+            1000,
+        ),
     ],
     ids=["as it is", "ten classes", "no head", "torn head", "mask token", "prefix", "two prefixes"],
-)  # fmt: skip
+)
 def test_tensors_that_no_answer_depends_on_need_not_fit(tmp_path, change, classes):
     tensors = timm_tensors(width=192, depth=12, patch=16, grid=14, classes=1000, ratio=4)
     safetensors.numpy.save_file(change(tensors), tmp_path / "model.safetensors")
@@ -534,8 +690,12 @@ def test_tensors_that_no_answer_depends_on_need_not_fit(tmp_path, change, classe
 
 
 def test_a_mismatch_is_told_in_a_few_words_whatever_the_file_contains(tmp_path):
-    names = [f"vit.encoder.layer.{block}.part{part}.weight" for block in range(12) for part in range(30)]
-    safetensors.numpy.save_file({name: np.ones(1, np.float32) for name in names}, tmp_path / "model.safetensors")
+    names = [
+        f"vit.encoder.layer.{block}.part{part}.weight" for block in range(12) for part in range(30)
+    ]
+    safetensors.numpy.save_file(
+        {name: np.ones(1, np.float32) for name in names}, tmp_path / "model.safetensors"
+    )
     for backbone in ("deit_tiny", TINY):
         with pytest.raises(ValueError, match=r"and \d+ more") as error:
             load_pretrained(backbone, weights=tmp_path / "model.safetensors")
@@ -545,12 +705,27 @@ def test_a_mismatch_is_told_in_a_few_words_whatever_the_file_contains(tmp_path):
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ('{"pretrained_cfg": 3}', "pretrained_cfg in the config.json of .* is 3, expected an object"),
+        (
+            '{"pretrained_cfg": 3}',
+            "pretrained_cfg in the config.json of .* is 3, expected an object",
+        ),
         ('{"pretrained_cfg": {"mean": [0, 0], "std": [1, 1, 1]}}', "are not three numbers each"),
-        ('{"pretrained_cfg": {"mean": [[], 0, 0], "std": [1, 1, 1]}}', "are not three numbers each"),
-        ('{"pretrained_cfg": {"mean": [0, 0, 1' + "0" * 400 + '], "std": [1, 1, 1]}}', "are not three numbers each"),
-        ('{"pretrained_cfg": {"mean": [0, 0, NaN], "std": [1, 1, 1]}}', "expected three finite numbers"),
-        ('{"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 0, 1]}}', "expected three finite numbers, all positive"),
+        (
+            '{"pretrained_cfg": {"mean": [[], 0, 0], "std": [1, 1, 1]}}',
+            "are not three numbers each",
+        ),
+        (
+            '{"pretrained_cfg": {"mean": [0, 0, 1' + "0" * 400 + '], "std": [1, 1, 1]}}',
+            "are not three numbers each",
+        ),
+        (
+            '{"pretrained_cfg": {"mean": [0, 0, NaN], "std": [1, 1, 1]}}',
+            "expected three finite numbers",
+        ),
+        (
+            '{"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 0, 1]}}',
+            "expected three finite numbers, all positive",
+        ),
         ("[" * 100_000, "config.json is not readable JSON"),
     ],
 )
@@ -568,7 +743,10 @@ def test_a_config_beside_the_weights_that_makes_no_sense_is_told(tmp_path, confi
         ({"depth": 10**9}, "depth is 1000000000, expected a whole number in 1..1000"),
         ({"image_size": -8}, "image_size is -8"),
         ({"num_heads": 5}, "its heads do not divide the width"),
-        ({"num_heads": 8, "rotary": 100.0}, "rotary is 100.0, expected heads of a width that 4 divides, got 6"),
+        (
+            {"num_heads": 8, "rotary": 100.0},
+            "rotary is 100.0, expected heads of a width that 4 divides, got 6",
+        ),
         ({"rotary": 0.0}, "rotary is 0.0, expected a number in 0..1000000000.0"),
         ({"gated": 1}, "patch_bias and gated must be true or false"),
         ({"mean": ["../x"] * 3}, "expected three finite numbers"),
@@ -580,10 +758,13 @@ def test_a_converted_files_config_is_checked_value_by_value(tmp_path, nano, chan
     file = tmp_path / "own.safetensors"
     save_converted(file, nano)
     with safetensors.safe_open(file, "numpy") as opened:
-        tensors, metadata = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+        metadata = opened.metadata()
     metadata["config"] = json.dumps({**json.loads(metadata["config"]), **changed})
     safetensors.numpy.save_file(tensors, file, metadata)
-    with pytest.raises(ValueError, match=rf"own\.safetensors: the converted file's config is broken \(.*{told}"):
+    with pytest.raises(
+        ValueError, match=rf"own\.safetensors: the converted file's config is broken \(.*{told}"
+    ):
         load_pretrained("vit_nano", weights=file)
 
 
@@ -595,14 +776,20 @@ def test_base_means_of_another_shape_are_refused(tmp_path, nano):
         load_pretrained("vit_nano", weights=tmp_path / "own.safetensors")
 
 
-def test_a_network_on_a_cpu_shares_the_weights_it_was_loaded_with_and_copies_what_could_change(tmp_path, nano):
+def test_a_network_on_a_cpu_shares_the_weights_it_was_loaded_with_and_copies_what_could_change(
+    tmp_path, nano
+):
     file = tmp_path / "random.safetensors"
     save_converted(file, nano)
     loaded = load_pretrained("vit_nano", weights=file)
-    vit, changeable = build(loaded.config, loaded.params), {k: np.array(v) for k, v in loaded.params.items()}
+    vit = build(loaded.config, loaded.params)
+    changeable = {k: np.array(v) for k, v in loaded.params.items()}
     copied = build(loaded.config, changeable)
     for name, values in params_of(vit).items():
-        assert np.shares_memory(values, loaded.params[name]) and not loaded.params[name].flags.writeable
+        assert (
+            np.shares_memory(values, loaded.params[name])
+            and not loaded.params[name].flags.writeable
+        )
         assert not np.shares_memory(params_of(copied)[name], changeable[name])
 
 
@@ -617,16 +804,21 @@ build((small := load_pretrained("vit_nano")).config, small.params)
 before = peak()
 build((large := load_pretrained("vit_large_patch14_224.random", weights=sys.argv[1])).config, large.params)
 print(peak() - before)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's peak of memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="Linux tells a process's peak of memory"
+)
 def test_a_network_is_loaded_in_little_more_memory_than_its_weights_take(tmp_path):
     config = ViTConfig("vit_large_patch14_224.random", 1024, 4, 16, patch_size=14, num_classes=0)
     params = {name: np.zeros(shape, np.float32) for name, shape in shapes_of(config).items()}
     save_converted(tmp_path / "large.safetensors", Pretrained(config, params, "random", "ab" * 32))
     found = subprocess.run(
-        [sys.executable, "-c", PEAK, tmp_path / "large.safetensors"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PEAK, tmp_path / "large.safetensors"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert int(found.stdout) < 1.4 * sum(values.nbytes for values in params.values())

@@ -1,7 +1,8 @@
-"""The words of the docs, the help and the messages: the field's own, so that a reader can search for them.
+"""The words of the docs, the help and the messages: the field's own, so that a reader can search
+for them.
 
-Pages are searched without fenced blocks and `inline code`, which quote what programs print, but with the comments of
-their commands.
+Pages are searched without fenced blocks and `inline code`, which quote what programs print, but
+with the comments of their commands.
 """
 
 import ast
@@ -24,7 +25,8 @@ PACKAGE = ROOT / "cheem_jax"
 
 
 class Term(NamedTuple):
-    """A word to avoid: how to recognise it, what to write instead, and a sentence in which it has to be found."""
+    """A word to avoid: how to recognise it, what to write instead, and a sentence in which it has
+    to be found."""
 
     pattern: str
     instead: str
@@ -32,27 +34,56 @@ class Term(NamedTuple):
 
 
 TERMS = (
-    Term(r"(?<!no )tasks?(?: is| was)? given\b(?! by)", "task ID given", "accuracy with the task given"),
-    Term(r"given (?:the|its|their) (?:true )?task\b(?! ids?\b)", "given the task ID", "given the true task"),
+    Term(
+        r"(?<!no )tasks?(?: is| was)? given\b(?! by)",
+        "task ID given",
+        "accuracy with the task given",
+    ),
+    Term(
+        r"given (?:the|its|their) (?:true )?task\b(?! ids?\b)",
+        "given the task ID",
+        "given the true task",
+    ),
     Term(r"told\b", "reported, or: task ID given", "the task is never told"),
-    Term(r"nam(?:e|es|ed|ing) (?:the|its|their|no|a) tasks?\b(?!'s)", "infers the task", "naming the task of it"),
-    Term(r"f(?:ind|inds|ound|inding) (?:the|its|their) task\b", "infers the task", "finds the task of an image"),
+    Term(
+        r"nam(?:e|es|ed|ing) (?:the|its|their|no|a) tasks?\b(?!'s)",
+        "infers the task",
+        "naming the task of it",
+    ),
+    Term(
+        r"f(?:ind|inds|ound|inding) (?:the|its|their) task\b",
+        "infers the task",
+        "finds the task of an image",
+    ),
     Term(r"task (?:and class )?found\b", "task-agnostic", "task and class found"),
-    Term(r"networks? (?:that )?(?:was |were )?(?:found|chosen)\b", "target network", "the network found for a task"),
+    Term(
+        r"networks? (?:that )?(?:was |were )?(?:found|chosen)\b",
+        "target network",
+        "the network found for a task",
+    ),
     Term(r"(?:re)?drawn\b|draws\b|drew\b", "sampled, samples", "a path is drawn"),
-    Term(r"(?:trained|learned|fine-tuned) by (?:itself|themselves)\b", "stand-alone training", "trained by itself"),
+    Term(
+        r"(?:trained|learned|fine-tuned) by (?:itself|themselves)\b",
+        "stand-alone training",
+        "trained by itself",
+    ),
     Term(r"of (?:its|their) own\b", "separate, own", "a network of its own"),
     Term(r"yardsticks?\b", "reference", "the yardstick"),
     Term(r"rivals?\b", "baseline", "the strongest rival"),
     Term(r"just (?:been )?(?:learned|trained)\b", "right after learning", "just learned"),
     Term(r"pictures?\b", "image", "a picture"),
     Term(r"mean class tokens?\b", "mean CLS tokens", "its mean class tokens"),
-    Term(r"backbone's own (?:task|data|pictures|images|classes)\b", "pretraining data", "the backbone's own task"),
+    Term(
+        r"backbone's own (?:task|data|pictures|images|classes)\b",
+        "pretraining data",
+        "the backbone's own task",
+    ),
     Term(r"programs?\b", "compiled functions", "one program per block"),
     Term(r"resumed flops\b", "shared-prefix FLOPs", "resumed FLOPs"),
     Term(r"no(?:t a)? finite numbers?\b", "non-finite", "became no finite number"),
     Term(
-        r"(?<!there )(?:is|are) no (?:architecture|run|memory|task|network|image|number|stream|folder|file)s?\b",
+        r"(?<!there )(?:is|are) no"
+        r" (?:architecture|run|memory|task|network|image|number|stream|folder|file)s?\b",
         "invalid, not a",
         "'x' is no architecture",
     ),
@@ -92,22 +123,29 @@ def text_of(page: Path) -> str:
     match page.suffix:
         case ".ipynb":
             cells = json.loads(page.read_text())["cells"]
-            return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+            return "\n\n".join(
+                "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+            )
         case ".svg":
             elements = xml.etree.ElementTree.parse(page).iter()
-            return "\n\n".join(element.text or "" for element in elements if not element.tag.endswith("style"))
+            return "\n\n".join(
+                element.text or "" for element in elements if not element.tag.endswith("style")
+            )
         case _:
             return page.read_text()
 
 
 def prose_of(page: Path) -> str:
-    """A page's sentences and the comments of its commands, without code, printed lines and targets of links."""
+    """A page's sentences and the comments of its commands, without code, printed lines and targets
+    of links."""
     text = text_of(page)
     if page.name == "quickstart.md":  # the first paragraph talks of a family album
         title, _, rest = text.split("\n\n", 2)
         text = f"{title}\n\n{rest}"
     comments = [
-        comment[1] for block in FENCE.findall(text) for comment in re.finditer(r"^\$.* # (.*)$", block, re.MULTILINE)
+        comment[1]
+        for block in FENCE.findall(text)
+        for comment in re.finditer(r"^\$.* # (.*)$", block, re.MULTILINE)
     ]
     return PASSAGES.sub(" ", FENCE.sub("", text)).replace("\n", " ") + "\n" + "\n".join(comments)
 
@@ -142,8 +180,9 @@ def test_a_word_to_avoid_is_recognised_and_its_substitute_is_not(term):
 
 def test_common_sentences_are_not_taken_for_words_to_avoid():
     fine = (
-        "Accuracy with the task ID given, given the task ID. IM stands for internal memory. Stand-alone training. "
-        "Besides, the law holds for all tasks; there is no run yet. The first law holds if n > 1."
+        "Accuracy with the task ID given, given the task ID. IM stands for internal memory."
+        " Stand-alone training. Besides, the law holds for all tasks; there is no run yet. The"
+        " first law holds if n > 1."
     )
     assert hits_in(fine) == []
 
@@ -163,7 +202,9 @@ def test_the_help_of_a_command_uses_the_words_of_the_field(name):
 MODULES = sorted(module for module in PACKAGE.rglob("*.py") if any(messages_of(module)))
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.relative_to(PACKAGE).as_posix())
+@pytest.mark.parametrize(
+    "module", MODULES, ids=lambda module: module.relative_to(PACKAGE).as_posix()
+)
 def test_the_errors_of_a_module_use_the_words_of_the_field(module):
     hits = [hit for message in messages_of(module) for hit in hits_in(message)]
     assert not hits, "\n".join(hits)

@@ -1,7 +1,8 @@
 """AlexNet in torchvision's layout, frozen: a light network whose features choose the task.
 
-Its weights are read under torchvision's names and in PyTorch's layout, `[out, in, height, width]` and `[out, in]`; ours
-are `conv1.kernel` `[height, width, in, out]` and so on. The classifier is not used.
+Its weights are read under torchvision's names and in PyTorch's layout, `[out, in, height, width]`
+and `[out, in]`; ours are `conv1.kernel` `[height, width, in, out]` and so on. The classifier is not
+used.
 """
 
 import dataclasses
@@ -26,10 +27,19 @@ SMALLEST_IMAGE = 63
 """Below it the last pooling has nothing to pool."""
 GRID = 6
 """Side of the pooled map, whatever the image size."""
-HOW_TO_GET = "make it with `python convert/torchvision_alexnet.py --output alexnet.safetensors` (--checkpoint a .pth)"
+HOW_TO_GET = (
+    "make it with `python convert/torchvision_alexnet.py --output alexnet.safetensors`"
+    " (--checkpoint a .pth)"
+)
 
 
-CONVOLUTIONS = ((3, 64, 11, 4, 2), (64, 192, 5, 1, 2), (192, 384, 3, 1, 1), (384, 256, 3, 1, 1), (256, 256, 3, 1, 1))
+CONVOLUTIONS = (
+    (3, 64, 11, 4, 2),
+    (64, 192, 5, 1, 2),
+    (192, 384, 3, 1, 1),
+    (384, 256, 3, 1, 1),
+    (256, 256, 3, 1, 1),
+)
 """Of each: channels in and out, side of the kernel, stride, padding."""
 CHANNELS = 256
 _TORCHVISION = {"conv1": 0, "conv2": 3, "conv3": 6, "conv4": 8, "conv5": 10}
@@ -50,7 +60,9 @@ class AlexNetConfig:
 
     def __post_init__(self):
         if self.image_size < SMALLEST_IMAGE:
-            raise ValueError(f"AlexNet takes images of {SMALLEST_IMAGE} pixels or more, got {self.image_size}")
+            raise ValueError(
+                f"AlexNet takes images of {SMALLEST_IMAGE} pixels or more, got {self.image_size}"
+            )
 
     @property
     def width(self) -> int:
@@ -64,13 +76,19 @@ class AlexNet(nnx.Module):
 
     def __init__(self, config: AlexNetConfig, rngs: nnx.Rngs):
         self.config = config
-        self.conv1, self.conv2, self.conv3, self.conv4, self.conv5 = (_conv(*sizes, rngs) for sizes in CONVOLUTIONS)
+        self.conv1, self.conv2, self.conv3, self.conv4, self.conv5 = (
+            _conv(*sizes, rngs) for sizes in CONVOLUTIONS
+        )
 
-    def __call__(self, images: UInt8[Array, "B S S 3"] | Float[Array, "B S S 3"]) -> Float[Array, "B D"]:
+    def __call__(
+        self, images: UInt8[Array, "B S S 3"] | Float[Array, "B S S 3"]
+    ) -> Float[Array, "B D"]:
         """The feature vector, channels first as in torchvision; floats are taken as normalised."""
         size = self.config.image_size
         if images.shape[1:3] != (size, size):
-            raise ValueError(f"images of {images.shape[1]} x {images.shape[2]} pixels, expected {size} x {size}")
+            raise ValueError(
+                f"images of {images.shape[1]} x {images.shape[2]} pixels, expected {size} x {size}"
+            )
         if images.dtype == jnp.uint8:
             mean, std = jnp.asarray(self.config.mean), jnp.asarray(self.config.std)
             images = (images.astype(jnp.float32) / 255.0 - mean) / std
@@ -84,9 +102,20 @@ class AlexNet(nnx.Module):
         return _flatten(adaptive_average_pool(_max_pool(nnx.relu(x)), GRID))
 
 
-def _conv(num_inputs: int, num_outputs: int, kernel: int, stride: int, padding: int, rngs: nnx.Rngs) -> nnx.Conv:
-    # float32 products on every device: a GPU's shorter ones would move the distances that choose the task
-    return nnx.Conv(num_inputs, num_outputs, (kernel, kernel), stride, padding=padding, precision="highest", rngs=rngs)
+def _conv(
+    num_inputs: int, num_outputs: int, kernel: int, stride: int, padding: int, rngs: nnx.Rngs
+) -> nnx.Conv:
+    # float32 products on every device: a GPU's shorter ones would move the distances that choose
+    # the task
+    return nnx.Conv(
+        num_inputs,
+        num_outputs,
+        (kernel, kernel),
+        stride,
+        padding=padding,
+        precision="highest",
+        rngs=rngs,
+    )
 
 
 def _max_pool(x: Float[Array, "B H H C"]) -> Float[Array, "B h h C"]:
@@ -98,7 +127,8 @@ def _flatten(x: Float[Array, "B H H C"]) -> Float[Array, "B D"]:
 
 
 def adaptive_average_pool(x: Float[Array, "B H W C"], side: int) -> Float[Array, "B side side C"]:
-    """Means over side x side bins; bin i of an axis of n covers floor(i n / side) to ceil((i + 1) n / side)."""
+    """Means over side x side bins; bin i of an axis of n covers floor(i n / side) to ceil((i + 1) n
+    / side)."""
     rows, columns = _bins(x.shape[1], side), _bins(x.shape[2], side)
     return jnp.einsum("ih,bhwc,jw->bijc", rows, x, columns, precision="highest")
 
@@ -106,15 +136,18 @@ def adaptive_average_pool(x: Float[Array, "B H W C"], side: int) -> Float[Array,
 def _bins(length: int, side: int) -> np.ndarray:
     weights = np.zeros((side, length), np.float32)
     for i in range(side):
-        # bins overlap where `side` does not divide the length, and repeat where it is the larger one
-        begin, end = i * length // side, -(-(i + 1) * length // side)
+        # bins overlap where `side` does not divide the length, and repeat where it is the larger
+        # one
+        begin = i * length // side
+        end = -(-(i + 1) * length // side)
         weights[i, begin:end] = 1 / (end - begin)
     return weights
 
 
 def map_sides(config: AlexNetConfig) -> tuple[int, ...]:
     """Side of the map that each of the five convolutions gives."""
-    side, sides = config.image_size, []
+    side = config.image_size
+    sides = []
     for index, (_, _, kernel, stride, padding) in enumerate(CONVOLUTIONS):
         side = (side + 2 * padding - kernel) // stride + 1
         sides.append(side)
@@ -126,7 +159,9 @@ def map_sides(config: AlexNetConfig) -> tuple[int, ...]:
 def flops(config: AlexNetConfig) -> int:
     """The five convolutions for one image (2 x multiply-adds)."""
     layers = zip(CONVOLUTIONS, map_sides(config), strict=True)
-    return 2 * sum(side**2 * kernel**2 * inputs * outputs for (inputs, outputs, kernel, *_), side in layers)
+    return 2 * sum(
+        side**2 * kernel**2 * inputs * outputs for (inputs, outputs, kernel, *_), side in layers
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +180,11 @@ class PretrainedAlexNet:
 def load_alexnet(
     weights: str | Path | None, *, image_size: int = 224, feature: Feature = "pooled_conv"
 ) -> PretrainedAlexNet:
-    """Weights from a safetensors or npz file under torchvision's names, with or without the classifier.
+    """Weights from a safetensors or npz file under torchvision's names, with or without the
+    classifier.
 
-    Raises ValueError for settings, a file or weights that do not fit, FileNotFoundError where there is no such file.
+    Raises ValueError for settings, a file or weights that do not fit, FileNotFoundError where there
+    is no such file.
     """
     config = AlexNetConfig(image_size, feature)
     if weights is None:
@@ -171,15 +208,23 @@ def torchvision_name_of(name: str) -> str:
     return f"features.{_TORCHVISION[layer]}.{'weight' if leaf == 'kernel' else leaf}"
 
 
-def from_torchvision(tensors: Mapping[str, np.ndarray], config: AlexNetConfig) -> dict[str, np.ndarray]:
-    """Our parameters in float32; one ValueError lists every missing, unexpected and misshapen tensor."""
+def from_torchvision(
+    tensors: Mapping[str, np.ndarray], config: AlexNetConfig
+) -> dict[str, np.ndarray]:
+    """Our parameters in float32; one ValueError lists every missing, unexpected and misshapen
+    tensor."""
     shapes = shapes_of(config)
     theirs = {
-        name: (torchvision_name_of(name), (shape[3], shape[2], *shape[:2]) if len(shape) == 4 else shape)
+        name: (
+            torchvision_name_of(name),
+            (shape[3], shape[2], *shape[:2]) if len(shape) == 4 else shape,
+        )
         for name, shape in shapes.items()
     }
     unused = [f"classifier.{layer}.{leaf}" for layer in (1, 4, 6) for leaf in ("weight", "bias")]
-    return from_torch(tensors, shapes, theirs, unused=unused, what="weights do not fit torchvision's AlexNet")
+    return from_torch(
+        tensors, shapes, theirs, unused=unused, what="weights do not fit torchvision's AlexNet"
+    )
 
 
 def shapes_of(config: AlexNetConfig) -> dict[str, tuple[int, ...]]:
@@ -188,7 +233,8 @@ def shapes_of(config: AlexNetConfig) -> dict[str, tuple[int, ...]]:
 
 
 def build_alexnet(config: AlexNetConfig, weights: Params) -> AlexNet:
-    """The module with these weights in float32; raises one ValueError that lists what does not fit."""
+    """The module with these weights in float32; raises one ValueError that lists what does not
+    fit."""
     if complaint := mismatches(shapes_of(config), weights):
         raise ValueError(f"weights do not fit AlexNet: {complaint}")
     return params.filled(lambda: AlexNet(config, nnx.Rngs(0)), weights)

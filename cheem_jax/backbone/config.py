@@ -8,12 +8,14 @@ from typing import Any, Literal, get_args
 from cheem_jax.core.settings import Activation, Precision
 
 Pool = Literal["class", "attention", "mean"]
-"""What the features are made of: the class token, or all patches, attended by a learned query or averaged."""
+"""What the features are made of: the class token, or all patches, attended by a learned query or
+averaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """A plain pre-norm ViT: class token and registers if any, then patches; learned or rotary positions."""
+    """A plain pre-norm ViT: class token and registers if any, then patches; learned or rotary
+    positions."""
 
     name: str
     width: int
@@ -36,11 +38,13 @@ class ViTConfig:
     timm_name: str | None = None
     """Name under which timm and the hub's `timm/` repositories hold the weights."""
     num_registers: int = 0
-    """Further learned tokens behind the class token: DINOv2's registers, DeiT's distillation token."""
+    """Further learned tokens behind the class token: DINOv2's registers, DeiT's distillation
+    token."""
     rotary: float | None = None
     """DINOv3: the base period of rotary positions; None: a learned embedding."""
     gated: bool = False
-    """SwiGLU: the activation of a further linear layer of the MLP, `gate`, multiplies what goes into `down`."""
+    """SwiGLU: the activation of a further linear layer of the MLP, `gate`, multiplies what goes
+    into `down`."""
     pool: Pool = "class"
     """`attention` and `mean` (SigLIP): there is no class token."""
 
@@ -80,56 +84,107 @@ CONFIGS: dict[str, ViTConfig] = {
     for config in (
         ViTConfig("deit_tiny", 192, 12, 3, timm_name="deit_tiny_patch16_224.fb_in1k"),
         ViTConfig(
-            "vit_base", 768, 12, 12, mean=_HALF, std=_HALF,
+            "vit_base",
+            768,
+            12,
+            12,
+            mean=_HALF,
+            std=_HALF,
             timm_name="vit_base_patch16_224.augreg2_in21k_ft_in1k",
         ),
         ViTConfig(
-            "vit_base_augreg", 768, 12, 12, mean=_HALF, std=_HALF,
+            "vit_base_augreg",
+            768,
+            12,
+            12,
+            mean=_HALF,
+            std=_HALF,
             timm_name="vit_base_patch16_224.augreg_in21k_ft_in1k",
         ),
         ViTConfig(
-            "clip_vit_base", 768, 12, 12,
-            layer_norm_eps=1e-5, activation="quick_gelu", norm_before_blocks=True, patch_bias=False,
+            "clip_vit_base",
+            768,
+            12,
+            12,
+            layer_norm_eps=1e-5,
+            activation="quick_gelu",
+            norm_before_blocks=True,
+            patch_bias=False,
             num_classes=0,  # its 768 -> 512 projection is no classifier and stays unused
-            mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711),
+            mean=(0.48145466, 0.4578275, 0.40821073),
+            std=(0.26862954, 0.26130258, 0.27577711),
             timm_name="vit_base_patch16_clip_quickgelu_224.openai",
         ),
         ViTConfig("deit_small", 384, 12, 6, timm_name="deit_small_patch16_224.fb_in1k"),
         ViTConfig("deit3_small", 384, 12, 6, timm_name="deit3_small_patch16_224.fb_in1k"),
         ViTConfig(
-            "dinov2_small", 384, 12, 6, image_size=518, patch_size=14, num_classes=0,
+            "dinov2_small",
+            384,
+            12,
+            6,
+            image_size=518,
+            patch_size=14,
+            num_classes=0,
             timm_name="vit_small_patch14_dinov2.lvd142m",
         ),
         ViTConfig(
-            "dinov2_base", 768, 12, 12, image_size=518, patch_size=14, num_classes=0,
+            "dinov2_base",
+            768,
+            12,
+            12,
+            image_size=518,
+            patch_size=14,
+            num_classes=0,
             timm_name="vit_base_patch14_dinov2.lvd142m",
         ),
         *(
             ViTConfig(
-                f"dinov3_{size}", width, 12, width // 64, image_size=256, layer_norm_eps=1e-5, num_classes=0,
-                timm_name=f"vit_{size}_patch16_dinov3.lvd1689m", num_registers=4, rotary=100.0,
+                f"dinov3_{size}",
+                width,
+                12,
+                width // 64,
+                image_size=256,
+                layer_norm_eps=1e-5,
+                num_classes=0,
+                timm_name=f"vit_{size}_patch16_dinov3.lvd1689m",
+                num_registers=4,
+                rotary=100.0,
             )
             for size, width in (("small", 384), ("base", 768))
         ),
         *(
             ViTConfig(
-                name, 768, 12, 12, num_classes=0, mean=_HALF, std=_HALF, pool="attention",
+                name,
+                768,
+                12,
+                12,
+                num_classes=0,
+                mean=_HALF,
+                std=_HALF,
+                pool="attention",
                 timm_name=f"vit_base_patch16_siglip_224.{version}",
             )
             for name, version in (("siglip_base", "webli"), ("siglip2_base", "v2_webli"))
         ),
-        ViTConfig("vit_micro", 96, 8, 3, image_size=32, patch_size=8, num_classes=0, mean=_HALF, std=_HALF),
-        ViTConfig("vit_nano", 48, 6, 3, image_size=32, patch_size=8, num_classes=0, mean=_HALF, std=_HALF),
+        ViTConfig(
+            "vit_micro", 96, 8, 3, image_size=32, patch_size=8, num_classes=0, mean=_HALF, std=_HALF
+        ),
+        ViTConfig(
+            "vit_nano", 48, 6, 3, image_size=32, patch_size=8, num_classes=0, mean=_HALF, std=_HALF
+        ),
     )
-}  # fmt: skip
+}
 
 BUNDLED = ("vit_micro", "vit_nano")
 """Backbones whose weights ship inside the package."""
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """ValueError for values that no ViT has, in a config read from a file; what is not there has its default."""
-    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ViTConfig)}
+    """ValueError for values that no ViT has, in a config read from a file; what is not there has
+    its default."""
+    defaults: dict[str, Any] = {
+        field.name: field.default for field in dataclasses.fields(ViTConfig)
+    }
     told = defaults | dict(fields)
     bounds = dict.fromkeys(("width", "depth", "num_heads", "image_size", "patch_size"), (1, 2**16))
     bounds |= {"depth": (1, 1000), "num_classes": (0, 2**24), "num_registers": (0, 1000)}
@@ -142,23 +197,38 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         rgb = told[name]
         finite = isinstance(rgb, list | tuple) and len(rgb) == 3 and all(map(_is_finite, rgb))
         if not finite or (name == "std" and min(rgb) <= 0):
-            faults.append(f"{name} is {rgb!r:.80}, expected three finite numbers{', all positive' * (name == 'std')}")
-    positive = {"mlp_ratio": 100, "layer_norm_eps": 1} | ({} if told["rotary"] is None else {"rotary": 1e9})
+            faults.append(
+                f"{name} is {rgb!r:.80}, expected three finite"
+                f" numbers{', all positive' * (name == 'std')}"
+            )
+    positive = {"mlp_ratio": 100, "layer_norm_eps": 1} | (
+        {} if told["rotary"] is None else {"rotary": 1e9}
+    )
     for name, most in positive.items():
         if not _is_finite(told[name]) or not 0 < told[name] <= most:
             faults.append(f"{name} is {told[name]!r:.40}, expected a number in 0..{most}")
     for name, kind in {"activation": Activation, "precision": Precision, "pool": Pool}.items():
         if told[name] not in get_args(kind):
-            faults.append(f"{name} is {told[name]!r:.40}, expected one of {', '.join(get_args(kind))}")
+            faults.append(
+                f"{name} is {told[name]!r:.40}, expected one of {', '.join(get_args(kind))}"
+            )
     if not isinstance(told["name"], str) or not isinstance(told["timm_name"], str | None):
         faults.append("name and timm_name must be text")
     switches = ("norm_before_blocks", "patch_bias", "gated")
     if not all(isinstance(told[name], bool) for name in switches):
         faults.append("norm_before_blocks, patch_bias and gated must be true or false")
-    if not faults and (told["width"] % told["num_heads"] or told["image_size"] % told["patch_size"]):
+    if not faults and (
+        told["width"] % told["num_heads"] or told["image_size"] % told["patch_size"]
+    ):
         faults.append("its heads do not divide the width, or its patches the image size")
-    if not faults and told["rotary"] is not None and (width := told["width"] // told["num_heads"]) % 4:
-        faults.append(f"rotary is {told['rotary']}, expected heads of a width that 4 divides, got {width}")
+    if (
+        not faults
+        and told["rotary"] is not None
+        and (width := told["width"] // told["num_heads"]) % 4
+    ):
+        faults.append(
+            f"rotary is {told['rotary']}, expected heads of a width that 4 divides, got {width}"
+        )
     if faults:
         raise ValueError("; ".join(faults))
 
@@ -181,7 +251,7 @@ def at_image_size(config: ViTConfig, image_size: int) -> ViTConfig:
     if image_size < config.patch_size or image_size % config.patch_size:
         lower = max(image_size // config.patch_size, 1) * config.patch_size
         raise ValueError(
-            f"image size {image_size} is no multiple of {config.name}'s patch size {config.patch_size}; "
-            f"try {lower} or {lower + config.patch_size}"
+            f"image size {image_size} is no multiple of {config.name}'s patch size"
+            f" {config.patch_size}; try {lower} or {lower + config.patch_size}"
         )
     return dataclasses.replace(config, image_size=image_size)

@@ -1,7 +1,8 @@
 """Floating-point operations per image, counted from shapes (2 x multiply-adds).
 
-The paper's convention counts patch embedding and linear layers of the backbone, not the attention products and no head
-(33.695 G for ViT-B/16 and 2.149 G for DeiT-Tiny at 224). `executed` counts every matrix product that ran.
+The paper's convention counts patch embedding and linear layers of the backbone, not the attention
+products and no head (33.695 G for ViT-B/16 and 2.149 G for DeiT-Tiny at 224). `executed` counts
+every matrix product that ran.
 """
 
 from cheem_jax.backbone.config import ViTConfig
@@ -14,8 +15,11 @@ def backbone_flops(config: ViTConfig, *, count_attention: bool = False) -> int:
     return pass_flops(config, "mlp_down", config.depth, count_attention=count_attention)
 
 
-def pass_flops(config: ViTConfig, placement: Placement, until: int, *, count_attention: bool = False) -> int:
-    """The plain backbone up to the tokens that every choice at block `until` shares; whole where that is L."""
+def pass_flops(
+    config: ViTConfig, placement: Placement, until: int, *, count_attention: bool = False
+) -> int:
+    """The plain backbone up to the tokens that every choice at block `until` shares; whole where
+    that is L."""
     attention = branch_flops(config, "attn_proj", count_attention=count_attention)
     block = attention + branch_flops(config, "mlp_down")
     shared = attention if placement == "mlp_down" and until < config.depth else 0
@@ -33,7 +37,9 @@ def branch_flops(config: ViTConfig, placement: Placement, *, count_attention: bo
     tokens, width = config.num_tokens, config.width
     if placement == "mlp_down":
         return 2 * tokens * config.mlp_weights
-    return 2 * (tokens * 4 * width * width + (2 * tokens * tokens * width if count_attention else 0))
+    return 2 * (
+        tokens * 4 * width * width + (2 * tokens * tokens * width if count_attention else 0)
+    )
 
 
 def pair_flops(config: ViTConfig, placement: Placement, rank: int) -> int:
@@ -48,8 +54,8 @@ def token_flops(config: ViTConfig, num_tokens: int) -> int:
 
 
 def prefix_flops(config: ViTConfig, num_pairs: int, num_layers: int) -> int:
-    """Prefix keys and values that all tokens attend to, in so many layers; attention products, which the paper's
-    counter sees where attention is explicit."""
+    """Prefix keys and values that all tokens attend to, in so many layers; attention products,
+    which the paper's counter sees where attention is explicit."""
     return 4 * config.num_tokens * num_pairs * config.width * num_layers
 
 
@@ -58,11 +64,16 @@ def adapter_flops(config: ViTConfig, bottleneck: int) -> int:
     return 2 * config.num_tokens * config.depth * 2 * config.width * bottleneck
 
 
-def network_flops(config: ViTConfig, placement: Placement, architecture: Architecture, rank: int) -> int:
-    """A task network by the paper's convention: skipped branches saved, this task's own Adapt pairs added."""
+def network_flops(
+    config: ViTConfig, placement: Placement, architecture: Architecture, rank: int
+) -> int:
+    """A task network by the paper's convention: skipped branches saved, this task's own Adapt pairs
+    added."""
     kinds = [choice.kind for choice in architecture]
     saved = kinds.count("skip") * branch_flops(config, placement)
-    return backbone_flops(config) - saved + kinds.count("adapt") * pair_flops(config, placement, rank)
+    return (
+        backbone_flops(config) - saved + kinds.count("adapt") * pair_flops(config, placement, rank)
+    )
 
 
 def executed_flops(
@@ -75,8 +86,9 @@ def executed_flops(
 ) -> int:
     """What runs of a task network at inference: pairs merged, attention products and head counted.
 
-    The last block works for the class token alone where there is one. A network resumed at block `begin` takes from the
-    base network what the block's choices share; `begin` = L leaves the head, None begins with the image.
+    The last block works for the class token alone where there is one. A network resumed at block
+    `begin` takes from the base network what the block's choices share; `begin` = L leaves the head,
+    None begins with the image.
     """
     head = 2 * config.width * num_classes
     if begin == config.depth:
@@ -99,19 +111,27 @@ def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> 
     """`pass_flops` as it runs."""
     if until == config.depth:
         return executed_backbone_flops(config)
-    *before, (attention, _) = (executed_halves(config, last=i == config.depth - 1) for i in range(until + 1))
-    return embed_flops(config) + sum(map(sum, before)) + (attention if placement == "mlp_down" else 0)
+    *before, (attention, _) = (
+        executed_halves(config, last=i == config.depth - 1) for i in range(until + 1)
+    )
+    return (
+        embed_flops(config) + sum(map(sum, before)) + (attention if placement == "mlp_down" else 0)
+    )
 
 
 def executed_backbone_flops(config: ViTConfig, num_extra: int = 0) -> int:
     """The plain backbone as it runs, without head, with so many extra tokens in all blocks."""
     blocks = range(config.depth)
-    halves = (executed_halves(config, last=block == config.depth - 1, num_extra=num_extra) for block in blocks)
+    halves = (
+        executed_halves(config, last=block == config.depth - 1, num_extra=num_extra)
+        for block in blocks
+    )
     return embed_flops(config) + sum(map(sum, halves)) + pool_flops(config)
 
 
 def pool_flops(config: ViTConfig, *, count_attention: bool = True) -> int:
-    """Attention pooling: keys and values of all tokens, which one query attends; its two matrices and its MLP."""
+    """Attention pooling: keys and values of all tokens, which one query attends; its two matrices
+    and its MLP."""
     if config.pool != "attention":
         return 0
     tokens, width = config.num_tokens, config.width
@@ -120,8 +140,10 @@ def pool_flops(config: ViTConfig, *, count_attention: bool = True) -> int:
 
 
 def executed_halves(config: ViTConfig, *, last: bool, num_extra: int = 0) -> tuple[int, int]:
-    """Attention half and FFN half of a block as they run; of the last one only what the features are made of."""
-    tokens, width = config.num_tokens + num_extra, config.width
+    """Attention half and FFN half of a block as they run; of the last one only what the features
+    are made of."""
+    tokens = config.num_tokens + num_extra
+    width = config.width
     outputs = 1 if last and config.pool == "class" else tokens
     attention = 2 * (outputs + tokens) * width * width + 2 * outputs * tokens * width
     return 2 * attention, 2 * outputs * config.mlp_weights
@@ -135,5 +157,7 @@ def backbone_params(config: ViTConfig) -> int:
     embed = 3 * config.patch_size**2 * width + (width if config.patch_bias else 0)
     norms = (2 if config.norm_before_blocks else 1) * 2 * width
     positions = config.num_tokens if config.rotary is None else 0
-    pool = per_block - width if config.pool == "attention" else 0  # a block with a query and one LayerNorm
+    pool = (
+        per_block - width if config.pool == "attention" else 0
+    )  # a block with a query and one LayerNorm
     return embed + (config.num_prefix + positions) * width + config.depth * per_block + norms + pool

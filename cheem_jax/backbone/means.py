@@ -15,25 +15,37 @@ from cheem_jax.core.ops import Reuse
 KEYS = ("mlp_down/component", "attn_proj/component", "mlp_down/block", "attn_proj/block")
 
 
-def base_means(vit: ViT, images: Images, *, batch_size: int = 64) -> dict[str, Float[np.ndarray, "L D"]]:
-    """Mean class tokens over `images` on the plain backbone, keyed `{image_size}/{placement}/{token}`.
+def base_means(
+    vit: ViT, images: Images, *, batch_size: int = 64
+) -> dict[str, Float[np.ndarray, "L D"]]:
+    """Mean class tokens over `images` on the plain backbone, keyed
+    `{image_size}/{placement}/{token}`.
 
-    `component` is the plastic layer's output before the residual sum, `block` the block's output (the same
-    for both placements, as the plain backbone skips nothing). Sums run in float64; one program serves all
-    batches.
+    `component` is the plastic layer's output before the residual sum, `block` the block's output
+    (the same for both placements, as the plain backbone skips nothing). Sums run in float64; one
+    program serves all batches.
     """
     size = vit.config.image_size
     if len(images) == 0 or images.shape[1:3] != (size, size):
-        raise ValueError(f"base means of {vit.config.name!r} need images of {size}x{size} pixels, got {images.shape}")
+        raise ValueError(
+            f"base means of {vit.config.name!r} need images of {size}x{size} pixels, got"
+            f" {images.shape}"
+        )
     graphdef, state = nnx.split(vit)
     totals = np.zeros((3, vit.config.depth, vit.config.width))
     rows = np.arange(len(images))
-    for batch in in_turn(images, [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]):
+    for batch in in_turn(
+        images, [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    ):
         padded = np.zeros((batch_size, size, size, 3), np.uint8)
         padded[: len(batch)] = batch
-        totals += np.asarray(_class_tokens(graphdef, state, padded), np.float64)[: len(batch)].sum(axis=0)
+        totals += np.asarray(_class_tokens(graphdef, state, padded), np.float64)[: len(batch)].sum(
+            axis=0
+        )
     down, proj, block = (totals / len(images)).astype(np.float32)
-    return {f"{size}/{key}": mean for key, mean in zip(KEYS, (down, proj, block, block), strict=True)}
+    return {
+        f"{size}/{key}": mean for key, mean in zip(KEYS, (down, proj, block, block), strict=True)
+    }
 
 
 def pooled_means(vit: ViT, chunks: Iterable[Images]) -> dict[str, Float[np.ndarray, "L D"]]:
@@ -48,8 +60,11 @@ def pooled_means(vit: ViT, chunks: Iterable[Images]) -> dict[str, Float[np.ndarr
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _class_tokens(graphdef: nnx.GraphDef, state: PyTree, images: UInt8[Array, "B H W 3"]) -> Float[Array, "B 3 L D"]:
-    """Class tokens after down-projection, attention projection and block, for each image and block."""
+def _class_tokens(
+    graphdef: nnx.GraphDef, state: PyTree, images: UInt8[Array, "B H W 3"]
+) -> Float[Array, "B 3 L D"]:
+    """Class tokens after down-projection, attention projection and block, for each image and
+    block."""
     vit = nnx.merge(graphdef, state)
     x = vit.embed(images)
     tokens = []

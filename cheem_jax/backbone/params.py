@@ -1,8 +1,8 @@
 """Parameters as a flat dict of names, and how a network is built from one.
 
-Names follow the module's attributes, joined by dots: `patch.kernel`, `class_token`, `blocks.3.qkv.bias`,
-`norm.scale`. Kernels are `[in, out]`; the patch kernel is `[patch * patch * 3, D]` in height, width, channel
-order.
+Names follow the module's attributes, joined by dots: `patch.kernel`, `class_token`,
+`blocks.3.qkv.bias`, `norm.scale`. Kernels are `[in, out]`; the patch kernel is `[patch * patch * 3,
+D]` in height, width, channel order.
 """
 
 import functools
@@ -29,12 +29,14 @@ _ALIGNMENT = 64
 
 @functools.cache
 def shapes_of(config: ViTConfig) -> Mapping[str, tuple[int, ...]]:
-    """Every parameter's name and shape; looked up once, since tracing a large network takes a second."""
+    """Every parameter's name and shape; looked up once, since tracing a large network takes a
+    second."""
     return shapes(lambda: ViT(config, nnx.Rngs(0)))
 
 
 def shapes(make: Callable[[], nnx.Module]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters of the network that `make` makes; no number is computed."""
+    """Names and shapes of the parameters of the network that `make` makes; no number is
+    computed."""
     _, state = nnx.split(nnx.eval_shape(make))
     return {_dotted(name): tuple(leaf.shape) for name, leaf in nnx.to_flat_state(state)}
 
@@ -44,12 +46,14 @@ def check_params(config: ViTConfig, params: Params) -> None:
     complaint = mismatches(shapes_of(config), params)
     if complaint:
         raise ValueError(
-            f"weights do not fit backbone {config.name!r}: {complaint}; were they made for another architecture?"
+            f"weights do not fit backbone {config.name!r}: {complaint}; were they made for another"
+            " architecture?"
         )
 
 
 def mismatches(wanted: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
-    """Missing, unexpected and misshapen tensors in one line, some of each and how many more; empty where all fit.
+    """Missing, unexpected and misshapen tensors in one line, some of each and how many more; empty
+    where all fit.
 
     What several blocks have in common comes once, such as `blocks.*.up.kernel (of 12 blocks)`.
     """
@@ -67,10 +71,15 @@ def mismatches(wanted: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
         alike: dict[str, list[str]] = {}
         for line in lines:
             alike.setdefault(_BLOCK.sub("blocks.*.", line), []).append(line)
-        shown = [same[0] if len(same) == 1 else f"{line} (of {len(same)} blocks)" for line, same in alike.items()]
+        shown = [
+            same[0] if len(same) == 1 else f"{line} (of {len(same)} blocks)"
+            for line, same in alike.items()
+        ]
         if shown:
             more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-            shown.sort(key=lambda line: (line.startswith("blocks."), line))  # a token's shape says most
+            shown.sort(
+                key=lambda line: (line.startswith("blocks."), line)
+            )  # a token's shape says most
             complaints.append(f"{kind}: {', '.join(shown[:_SHOWN])}{more}")
     return "; ".join(complaints)
 
@@ -82,7 +91,8 @@ def build(config: ViTConfig, params: Params) -> ViT:
 
 
 def float32(values: np.ndarray) -> np.ndarray:
-    """A read-only copy in float32, which a network on a CPU shares instead of copying it once more."""
+    """A read-only copy in float32, which a network on a CPU shares instead of copying it once
+    more."""
     room = np.empty(4 * values.size + _ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % _ALIGNMENT
     copied = room[begin : begin + 4 * values.size].view(np.float32).reshape(values.shape)
@@ -100,7 +110,9 @@ def filled(make: Callable[[], Network], params: Params) -> Network:
         return jnp.asarray(values) if values.flags.writeable else jax.device_put(values)
 
     graphdef, state = nnx.split(nnx.eval_shape(make))
-    flat = {name: leaf.replace(placed(params[_dotted(name)])) for name, leaf in nnx.to_flat_state(state)}
+    flat = {
+        name: leaf.replace(placed(params[_dotted(name)])) for name, leaf in nnx.to_flat_state(state)
+    }
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
@@ -114,8 +126,9 @@ def from_torch(
 ) -> dict[str, np.ndarray]:
     """Our parameters in float32 from PyTorch's layout, `[out, in]` or `[out, in, height, width]`.
 
-    `theirs` has the name and shape of each of our parameters there. One ValueError, which begins with `what`, lists
-    every missing, unexpected and misshapen tensor; those named in `unused` are left out.
+    `theirs` has the name and shape of each of our parameters there. One ValueError, which begins
+    with `what`, lists every missing, unexpected and misshapen tensor; those named in `unused` are
+    left out.
     """
     found = {name: value for name, value in tensors.items() if name not in unused}
     if complaint := mismatches(dict(theirs.values()), found):
@@ -124,12 +137,15 @@ def from_torch(
     params = {}
     for name, shape in shapes.items():
         tensor = tensors[theirs[name][0]]
-        params[name] = float32(tensor.transpose(axes.get(tensor.ndim, range(tensor.ndim))).reshape(shape))
+        params[name] = float32(
+            tensor.transpose(axes.get(tensor.ndim, range(tensor.ndim))).reshape(shape)
+        )
     return params
 
 
 def init_params(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
-    """Random weights as timm starts a ViT: truncated normal 0.02, zero biases, unit LayerNorm scales."""
+    """Random weights as timm starts a ViT: truncated normal 0.02, zero biases, unit LayerNorm
+    scales."""
     params = {}
     for index, (name, shape) in enumerate(sorted(shapes_of(config).items())):
         if name.endswith("scale"):
@@ -138,7 +154,9 @@ def init_params(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
             params[name] = np.zeros(shape, np.float32)
         else:
             leaf_key = jax.random.fold_in(key, index)
-            params[name] = np.asarray(0.02 * jax.random.truncated_normal(leaf_key, -2.0, 2.0, shape))
+            params[name] = np.asarray(
+                0.02 * jax.random.truncated_normal(leaf_key, -2.0, 2.0, shape)
+            )
     return params
 
 

@@ -1,7 +1,8 @@
-"""timm's names and PyTorch's layout on one side, ours on the other; and configs read off timm's tensors.
+"""timm's names and PyTorch's layout on one side, ours on the other; and configs read off timm's
+tensors.
 
-timm keeps linear weights as `[out, in]` and the patch kernel as `[D, 3, height, width]`; for ours see
-`params.py`.
+timm keeps linear weights as `[out, in]` and the patch kernel as `[D, 3, height, width]`; for ours
+see `params.py`.
 """
 
 import dataclasses
@@ -44,9 +45,13 @@ _PLAIN = re.compile(
 _ROTARY = re.compile(r"blocks\.\d+\.(gamma_[12]|attn\.[qv]_bias|mlp\.fc1_[gx]\.(weight|bias))")
 """Further tensors of DINOv3, whose file contains nothing of its rotary positions."""
 SUPPORTED = "plain ViTs: ViT, DeiT, DeiT-III, CLIP, DINO, DINOv2, DINOv3 up to H+, SigLIP, SigLIP 2"
-_HEADS = dict.fromkeys(("vit_huge_", "deit3_huge_", "vit_giant_", "vit_gigantic_", "vit_so400m_", "vit_giantopt_"), 16)
+_HEADS = dict.fromkeys(
+    ("vit_huge_", "deit3_huge_", "vit_giant_", "vit_gigantic_", "vit_so400m_", "vit_giantopt_"), 16
+)
 """Families whose heads are not 64 wide."""
-_GELU_TANH = re.compile(r"patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt_patch16_siglip")
+_GELU_TANH = re.compile(
+    r"patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt_patch16_siglip"
+)
 """SigLIP 2 of these sizes approximates GELU in timm; all others compute it exactly."""
 
 
@@ -60,11 +65,13 @@ def timm_name_of(name: str) -> str:
 
 
 def without_wrapper(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors that answers depend on, without a prefix that all names share, such as `module.` or `backbone.`.
+    """The tensors that answers depend on, without a prefix that all names share, such as `module.`
+    or `backbone.`.
 
     Left out is what was used for pretraining alone: the token of masked patches.
     """
-    found, patch = dict(tensors), "patch_embed.proj.weight"
+    found = dict(tensors)
+    patch = "patch_embed.proj.weight"
     prefix = os.path.commonprefix(list(found)).rpartition(".")[0] + "."
     if patch not in found and prefix + patch in found:
         found = {name.removeprefix(prefix): value for name, value in found.items()}
@@ -73,7 +80,8 @@ def without_wrapper(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def with_head_of(config: ViTConfig, tensors: Mapping[str, np.ndarray]) -> ViTConfig:
-    """The config with as many classes as the tensors' own head has; without a classifier if none fits.
+    """The config with as many classes as the tensors' own head has; without a classifier if none
+    fits.
 
     Tasks get heads of their own, so weights fine-tuned for other classes are the same backbone.
     """
@@ -84,44 +92,65 @@ def with_head_of(config: ViTConfig, tensors: Mapping[str, np.ndarray]) -> ViTCon
 
 
 def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
-    """Our parameters in float32; one ValueError lists every missing, unexpected and misshapen tensor.
+    """Our parameters in float32; one ValueError lists every missing, unexpected and misshapen
+    tensor.
 
-    A config without classes knows no use for a head (CLIP's is its 768 -> 512 projection): `head.*` is left
-    out. LayerScale, a factor per output of a residual branch, becomes part of the branch's last layer.
+    A config without classes knows no use for a head (CLIP's is its 768 -> 512 projection): `head.*`
+    is left out. LayerScale, a factor per output of a residual branch, becomes part of the branch's
+    last layer.
     """
     shapes = shapes_of(config)
-    theirs = {name: (timm_name_of(name), _timm_shape(name, shape, config)) for name, shape in shapes.items()}
+    theirs = {
+        name: (timm_name_of(name), _timm_shape(name, shape, config))
+        for name, shape in shapes.items()
+    }
     heads = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
     unused = heads if config.num_classes == 0 else ()
     what = f"timm weights do not fit backbone {config.name!r} (supported: {SUPPORTED})"
-    return from_torch(_without_scales(tensors, config, what), shapes, theirs, unused=unused, what=what)
+    return from_torch(
+        _without_scales(tensors, config, what), shapes, theirs, unused=unused, what=what
+    )
 
 
-def _without_scales(tensors: Mapping[str, np.ndarray], config: ViTConfig, what: str) -> dict[str, np.ndarray]:
-    """timm's tensors with LayerScale folded, a position for every token, and one name for further tokens."""
+def _without_scales(
+    tensors: Mapping[str, np.ndarray], config: ViTConfig, what: str
+) -> dict[str, np.ndarray]:
+    """timm's tensors with LayerScale folded, a position for every token, and one name for further
+    tokens."""
     renamed = {"dist_token": "reg_token"} if config.num_registers else {}
     if config.rotary is not None or config.gated:
         tensors = _as_plain_vits(tensors, config)
     found = {renamed.get(name, name): value for name, value in tensors.items()}
     scales = {name: found.pop(name) for name in tensors if name.endswith(".gamma")}
     layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
-    wanted = {f"blocks.{block}.{scale}": (config.width,) for block in range(config.depth) for scale in layers}
+    wanted = {
+        f"blocks.{block}.{scale}": (config.width,)
+        for block in range(config.depth)
+        for scale in layers
+    }
     if scales and (complaint := mismatches(wanted, scales)):
         raise ValueError(f"{what}: {complaint}")
     for name, scale in scales.items():
         _, block, scaled = name.split(".", 2)
         for leaf in ("weight", "bias"):
             layer = f"blocks.{block}.{layers[scaled]}.{leaf}"
-            if layer in found and found[layer].shape[:1] == scale.shape:  # `from_torch` reports others
+            if (
+                layer in found and found[layer].shape[:1] == scale.shape
+            ):  # `from_torch` reports others
                 found[layer] = (found[layer].T.astype(np.float32) * scale.astype(np.float32)).T
     position = found.get("pos_embed")
-    if position is not None and position.shape == (1, config.num_patches, config.width):  # of patches alone
+    if position is not None and position.shape == (
+        1,
+        config.num_patches,
+        config.width,
+    ):  # of patches alone
         found["pos_embed"] = np.pad(position, ((0, 0), (config.num_prefix, 0), (0, 0)))
     return found
 
 
 def _as_plain_vits(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
-    """Names of timm's plain ViT for DINOv3's tensors, zeros for biases it does without, and an MLP's gate by itself."""
+    """Names of timm's plain ViT for DINOv3's tensors, zeros for biases it does without, and an
+    MLP's gate by itself."""
     found = {
         re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name).replace(".fc1_x.", ".fc1."): value
         for name, value in tensors.items()
@@ -132,7 +161,9 @@ def _as_plain_vits(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict
             query, value = (found.pop(f"{block}.attn.{name}_bias", zeros) for name in "qv")
             found[f"{block}.attn.qkv.bias"] = np.concatenate([query, zeros, value])
         for name in (f"{block}.mlp.fc1.weight", f"{block}.mlp.fc1.bias"):
-            if config.gated and name in found and found[name].shape[:1] == (2 * config.mlp_width,):  # DINOv2 giant
+            if (
+                config.gated and name in found and found[name].shape[:1] == (2 * config.mlp_width,)
+            ):  # DINOv2 giant
                 found[name.replace("fc1", "fc1_g")], found[name] = np.split(found[name], 2)
     return found
 
@@ -147,13 +178,18 @@ def _timm_shape(name: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[i
     return (1, *shape) if name in ("registers", "position") else shape
 
 
-def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict | None) -> ViTConfig:
+def infer_config(
+    name: str, tensors: Mapping[str, np.ndarray], hub_config: dict | None
+) -> ViTConfig:
     """The config of any supported timm ViT from its tensors, its name and the hub's `config.json`.
 
-    Sizes come from shapes, heads from the usual width of 64, the preprocessing from `pretrained_cfg`. What is
-    not a plain ViT (other gated MLPs, other pools, ...) is refused by the names of its tensors.
+    Sizes come from shapes, heads from the usual width of 64, the preprocessing from
+    `pretrained_cfg`. What is not a plain ViT (other gated MLPs, other pools, ...) is refused by the
+    names of its tensors.
     """
-    hub_config, pool, gated = hub_config or {}, pool_of(name), _is_gated(name, tensors)
+    hub_config = hub_config or {}
+    pool = pool_of(name)
+    gated = _is_gated(name, tensors)
     rotary = "_dinov3" in name and "pos_embed" not in tensors
     extra = [tensors[token].shape for token in ("reg_token", "dist_token") if token in tensors]
     num_registers = sum(shape[1] for shape in extra if len(shape) == 3)
@@ -161,7 +197,9 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
     _refuse_unless_plain(name, tensors, hub_config, rotary=rotary, gated=gated, prefix=prefix)
     width, channels, patch_size, _ = tensors["patch_embed.proj.weight"].shape
     image_size = 256 if rotary else patch_size * _grid(tensors["pos_embed"].shape[1], prefix)
-    depth = len({key.split(".")[1] for key in tensors if key.startswith("blocks.")})  # gaps are told by `from_timm`
+    depth = len(
+        {key.split(".")[1] for key in tensors if key.startswith("blocks.")}
+    )  # gaps are told by `from_timm`
     families = () if "_dinov" in name else _HEADS.items()
     num_heads = next((heads for family, heads in families if name.startswith(family)), width // 64)
     if channels != 3 or width == 0 or num_heads == 0 or width % num_heads:
@@ -200,7 +238,13 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
 
 
 def _refuse_unless_plain(
-    name: str, tensors: Mapping[str, np.ndarray], hub_config: dict, *, rotary: bool, gated: bool, prefix: int
+    name: str,
+    tensors: Mapping[str, np.ndarray],
+    hub_config: dict,
+    *,
+    rotary: bool,
+    gated: bool,
+    prefix: int,
 ) -> None:
     reasons = []
     known = {key for key in tensors if _PLAIN.fullmatch(key) or (rotary and _ROTARY.fullmatch(key))}
@@ -211,7 +255,8 @@ def _refuse_unless_plain(
     widened = "blocks.0.mlp.fc1_x.weight" if rotary and gated else "blocks.0.mlp.fc1.weight"
     token = {"class": ["cls_token"], "attention": ["attn_pool.latent"], "mean": []}[pool_of(name)]
     reasons += [
-        f"has {other}" for other in sorted({"cls_token", "attn_pool.latent"}.difference(token) & tensors.keys())
+        f"has {other}"
+        for other in sorted({"cls_token", "attn_pool.latent"}.difference(token) & tensors.keys())
     ]
     needed = [*token, "patch_embed.proj.weight", widened, "blocks.0.mlp.fc2.weight"]
     needed += [] if rotary else ["pos_embed"]
@@ -219,8 +264,10 @@ def _refuse_unless_plain(
     if lacking:
         reasons.append(f"lacks {lacking}")
     else:
-        patch, position = tensors["patch_embed.proj.weight"].shape, () if rotary else tensors["pos_embed"].shape
-        up, down = tensors[widened].shape, tensors["blocks.0.mlp.fc2.weight"].shape
+        patch = tensors["patch_embed.proj.weight"].shape
+        position = () if rotary else tensors["pos_embed"].shape
+        up = tensors[widened].shape
+        down = tensors["blocks.0.mlp.fc2.weight"].shape
         if not rotary and (len(position) != 3 or not _grid(position[1], prefix)):
             reasons.append(f"pos_embed {position} is no square grid behind the class token, if any")
         if len(patch) != 4 or patch[2] != patch[3]:
@@ -231,7 +278,9 @@ def _refuse_unless_plain(
         reasons.append(f"head.weight {tensors['head.weight'].shape} is no matrix")
     reasons += other_pool(name, hub_config)
     if reasons:
-        raise ValueError(f"{name!r} is no plain timm ViT: {'; '.join(reasons)}; supported: {SUPPORTED}")
+        raise ValueError(
+            f"{name!r} is no plain timm ViT: {'; '.join(reasons)}; supported: {SUPPORTED}"
+        )
 
 
 def pool_of(name: str) -> Pool:
@@ -251,11 +300,14 @@ def other_pool(name: str, hub_config: Mapping) -> list[str]:
 def _activation(name: str, gated: bool) -> Activation:
     if gated:
         return "silu"
-    return "quick_gelu" if "quickgelu" in name else "gelu_tanh" if _GELU_TANH.search(name) else "gelu"
+    return (
+        "quick_gelu" if "quickgelu" in name else "gelu_tanh" if _GELU_TANH.search(name) else "gelu"
+    )
 
 
 def _is_gated(name: str, tensors: Mapping[str, np.ndarray]) -> bool:
-    """Whether the MLP is DINOv3's, with two layers before `fc2`, or DINOv2 giant's, with both in one."""
+    """Whether the MLP is DINOv3's, with two layers before `fc2`, or DINOv2 giant's, with both in
+    one."""
     up, down = (tensors.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
     if up is None or down is None or up.ndim != 2 or down.ndim != 2:
         return "blocks.0.mlp.fc1_g.weight" in tensors
@@ -263,7 +315,8 @@ def _is_gated(name: str, tensors: Mapping[str, np.ndarray]) -> bool:
 
 
 def _grid(num_positions: int, num_prefix: int) -> int:
-    """Patches along a side; 0 where positions are neither those of a square grid nor those of all tokens."""
+    """Patches along a side; 0 where positions are neither those of a square grid nor those of all
+    tokens."""
     for num_patches in (num_positions, num_positions - num_prefix):
         if num_patches > 0 and math.isqrt(num_patches) ** 2 == num_patches:
             return math.isqrt(num_patches)
@@ -273,12 +326,20 @@ def _grid(num_positions: int, num_prefix: int) -> int:
 def _preprocessing(name: str, hub_config: dict) -> tuple[Rgb, Rgb]:
     pretrained = hub_config.get("pretrained_cfg", hub_config)
     if not isinstance(pretrained, dict):
-        raise ValueError(f"pretrained_cfg in the config.json of {name!r} is {pretrained!r:.40}, expected an object")
+        raise ValueError(
+            f"pretrained_cfg in the config.json of {name!r} is {pretrained!r:.40}, expected an"
+            " object"
+        )
     if "mean" in pretrained and "std" in pretrained:
         try:
-            mean, std = ((float(r), float(g), float(b)) for r, g, b in (pretrained["mean"], pretrained["std"]))
+            mean, std = (
+                (float(r), float(g), float(b))
+                for r, g, b in (pretrained["mean"], pretrained["std"])
+            )
         except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"mean and std in the config.json of {name!r} are not three numbers each") from error
+            raise ValueError(
+                f"mean and std in the config.json of {name!r} are not three numbers each"
+            ) from error
         return mean, std
     families = {
         "clip_vit_base": (".openai",),

@@ -1,7 +1,8 @@
-"""The frozen backbone: a Flax NNX Vision Transformer equal to timm's, whose blocks take an op as an argument.
+"""The frozen backbone: a Flax NNX Vision Transformer equal to timm's, whose blocks take an op as an
+argument.
 
-A block (paper, appendix 'Identifying the Task-Synergy Internal Memory') is
-`z = x + Proj(MHSA(LN1 x))`, `y = z + Down(GELU(Up(LN2 z)))`; the plastic layer is `Down` or `Proj`. A gated MLP has
+A block (paper, appendix 'Identifying the Task-Synergy Internal Memory') is `z = x + Proj(MHSA(LN1
+x))`, `y = z + Down(GELU(Up(LN2 z)))`; the plastic layer is `Down` or `Proj`. A gated MLP has
 `SiLU(Gate(LN2 z)) * Up(LN2 z)` before `Down`.
 """
 
@@ -21,14 +22,16 @@ from cheem_jax.core.settings import Activation, Placement, Precision
 
 
 class Prefix(NamedTuple):
-    """Learned keys and values in front of a block's own: they pass no projection, and the sequence stays as long."""
+    """Learned keys and values in front of a block's own: they pass no projection, and the sequence
+    stays as long."""
 
     keys: Float[Array, "B P D"]
     values: Float[Array, "B P D"]
 
 
 class SidePrefix(NamedTuple):
-    """Learned keys and values in a softmax of their own, whose result is added with a weight per image."""
+    """Learned keys and values in a softmax of their own, whose result is added with a weight per
+    image."""
 
     keys: Float[Array, "B P D"]
     values: Float[Array, "B P D"]
@@ -36,15 +39,20 @@ class SidePrefix(NamedTuple):
 
 
 Adapter = Callable[[Float[Array, "B N D"]], Float[Array, "B N D"]]
-"""What is added to a block's FFN: a function of the tokens after its attention half, before LayerNorm."""
+"""What is added to a block's FFN: a function of the tokens after its attention half, before
+LayerNorm."""
 
 
 @functools.cache
-def rotations(base: float, grid: int, num_tokens: int, head_width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine for each token and channel of a head; the last `grid`^2 tokens are patches, others do not turn.
+def rotations(
+    base: float, grid: int, num_tokens: int, head_width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine for each token and channel of a head; the last `grid`^2 tokens are patches,
+    others do not turn.
 
-    A patch's centre is (y, x) in -1..1 whatever the image size. A quarter of the channels turns by 2 pi y / period, the
-    next by 2 pi x / period, with periods from 1 up towards `base`; channel i turns together with i + half of them.
+    A patch's centre is (y, x) in -1..1 whatever the image size. A quarter of the channels turns by
+    2 pi y / period, the next by 2 pi x / period, with periods from 1 up towards `base`; channel i
+    turns together with i + half of them.
     """
     centres = (2.0 * np.arange(grid) + 1.0) / grid - 1.0
     periods = base ** (4.0 * np.arange(head_width // 4) / head_width)
@@ -58,19 +66,23 @@ def rotations(base: float, grid: int, num_tokens: int, head_width: int) -> tuple
 def rotate(
     x: Float[Array, "B H N d"], cos: Float[np.ndarray, "N d"], sin: Float[np.ndarray, "N d"]
 ) -> Float[Array, "B H N d"]:
-    """Rotary positions (Su et al., "RoFormer", 2021) with the pairs of channels half a head apart."""
+    """Rotary positions (Su et al., "RoFormer", 2021) with the pairs of channels half a head
+    apart."""
     first, second = jnp.split(x, 2, axis=-1)
     return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
 
 
-def linear(layer: nnx.Linear, x: Float[Array, "*B I"], precision: Precision) -> Float[Array, "*B O"]:
+def linear(
+    layer: nnx.Linear, x: Float[Array, "*B I"], precision: Precision
+) -> Float[Array, "*B O"]:
     """`layer` of x, with the bias that every layer here has."""
     assert layer.bias is not None
     return product(x, layer.kernel[...], precision) + layer.bias[...]
 
 
 def summary(tokens: Float[Array, "B N D"], config: ViTConfig) -> Float[Array, "B D"]:
-    """The token that stands for an image within the network: the class token, or the mean patch where there is none."""
+    """The token that stands for an image within the network: the class token, or the mean patch
+    where there is none."""
     return tokens[:, 0] if config.pool == "class" else mean_patch(tokens, config)
 
 
@@ -80,14 +92,16 @@ def mean_patch(tokens: Float[Array, "B N D"], config: ViTConfig) -> Float[Array,
 
 
 class Block(nnx.Module):
-    """One transformer block; its own `proj` and `down` are expert 0 of the two possible memories."""
+    """One transformer block; its own `proj` and `down` are expert 0 of the two possible
+    memories."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         width = config.width
         self.num_heads = config.num_heads
         self.activation: Activation = config.activation
         self.precision: Precision = config.precision
-        self.rotary, self.grid = config.rotary, config.image_size // config.patch_size
+        self.rotary = config.rotary
+        self.grid = config.image_size // config.patch_size
         self.norm1 = LayerNorm(config, rngs)
         self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
         self.proj = nnx.Linear(width, width, rngs=rngs)
@@ -103,9 +117,14 @@ class Block(nnx.Module):
         return Expert(layer.kernel[...], layer.bias[...])
 
     def mix_tokens(
-        self, x: Float[Array, "B N D"], *, outputs: int | None = None, prefix: Prefix | SidePrefix | None = None
+        self,
+        x: Float[Array, "B N D"],
+        *,
+        outputs: int | None = None,
+        prefix: Prefix | SidePrefix | None = None,
     ) -> Float[Array, "B M D"]:
-        """The attention branch up to its projection, the input of `proj`, for the first `outputs` tokens."""
+        """The attention branch up to its projection, the input of `proj`, for the first `outputs`
+        tokens."""
         b, n, d = x.shape
         h = self.norm1(x)
         if outputs is None:
@@ -113,7 +132,8 @@ class Block(nnx.Module):
             query, key, value = mixed[..., :d], mixed[..., d : 2 * d], mixed[..., 2 * d :]
         else:
             assert self.qkv.bias is not None
-            weight, bias = self.qkv.kernel[...], self.qkv.bias[...]
+            weight = self.qkv.kernel[...]
+            bias = self.qkv.bias[...]
             query = product(h[:, :outputs], weight[:, :d], self.precision) + bias[:d]
             mixed = product(h, weight[:, d:], self.precision) + bias[d:]
             key, value = mixed[..., :d], mixed[..., d:]
@@ -143,23 +163,30 @@ class Block(nnx.Module):
         if self.gate is not None:
             assert self.gate.bias is not None
             gate = product(h, self.gate.kernel[...], self.precision)
-            return activate(gate, self.gate.bias[...], self.activation) * linear(self.up, h, self.precision)
+            return activate(gate, self.gate.bias[...], self.activation) * linear(
+                self.up, h, self.precision
+            )
         widened = product(h, self.up.kernel[...], self.precision)
         return activate(widened, self.up.bias[...], self.activation)
 
     def enter(
         self, x: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
     ) -> Float[Array, "B M D"]:
-        """The tokens that every choice at this block begins with: after the attention half for `mlp_down`."""
+        """The tokens that every choice at this block begins with: after the attention half for
+        `mlp_down`."""
         if placement == "attn_proj":
             return x
-        return x[:, :outputs] + linear(self.proj, self.mix_tokens(x, outputs=outputs), self.precision)
+        return x[:, :outputs] + linear(
+            self.proj, self.mix_tokens(x, outputs=outputs), self.precision
+        )
 
     def widen(
         self, z: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
     ) -> Float[Array, "B M F"]:
         """The input of the plastic layer, the same for every choice but Skip."""
-        return self.mix_channels(z) if placement == "mlp_down" else self.mix_tokens(z, outputs=outputs)
+        return (
+            self.mix_channels(z) if placement == "mlp_down" else self.mix_tokens(z, outputs=outputs)
+        )
 
     def leave(
         self,
@@ -170,8 +197,10 @@ class Block(nnx.Module):
         placement: Placement,
         outputs: int | None = None,
     ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"] | None]:
-        """The block's output, and the plastic layer's before the residual sum (None where it is skipped)."""
-        component, z = None, z[:, :outputs]
+        """The block's output, and the plastic layer's before the residual sum (None where it is
+        skipped)."""
+        component = None
+        z = z[:, :outputs]
         if not isinstance(op, Skip):
             assert u is not None, "only Skip does without the plastic layer's input"
             component = apply_op(op, u, self.precision)
@@ -185,8 +214,8 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"] | None]:
         """The whole block: `enter`, `widen` unless skipped, `leave`.
 
-        `outputs` keeps only the first tokens of what comes out; the network's features need the last block's class
-        token alone, and most of that block's work is then saved.
+        `outputs` keeps only the first tokens of what comes out; the network's features need the
+        last block's class token alone, and most of that block's work is then saved.
         """
         z = self.enter(x, placement=placement, outputs=outputs)
         u = None if isinstance(op, Skip) else self.widen(z, placement=placement, outputs=outputs)
@@ -200,7 +229,8 @@ class Block(nnx.Module):
         adapter: Adapter | None = None,
         outputs: int | None = None,
     ) -> Float[Array, "B M D"]:
-        """The block with its own weights, learned keys and values in its attention, an adapter beside its FFN."""
+        """The block with its own weights, learned keys and values in its attention, an adapter
+        beside its FFN."""
         mixed = self.mix_tokens(x, outputs=outputs, prefix=prefix)
         z = x[:, :outputs] + linear(self.proj, mixed, self.precision)
         y = z + linear(self.down, self.mix_channels(z), self.precision)
@@ -208,7 +238,8 @@ class Block(nnx.Module):
 
 
 class AttentionPool(nnx.Module):
-    """SigLIP's features: a learned query attends all normalised tokens, then an MLP beside a residual connection.
+    """SigLIP's features: a learned query attends all normalised tokens, then an MLP beside a
+    residual connection.
 
     Source: Zhai et al., "Scaling Vision Transformers", 2022, its multihead attention pooling.
     """
@@ -233,45 +264,67 @@ class AttentionPool(nnx.Module):
         def heads(t: Float[Array, "B N D"]) -> Float[Array, "B H N d"]:
             return t.reshape(*t.shape[:2], self.num_heads, -1).transpose(0, 2, 1, 3)
 
-        query = jnp.broadcast_to(linear(self.query, self.latent[...], self.precision), (x.shape[0], 1, x.shape[2]))
+        query = jnp.broadcast_to(
+            linear(self.query, self.latent[...], self.precision), (x.shape[0], 1, x.shape[2])
+        )
         key, value = jnp.split(linear(self.key_value, x, self.precision), 2, axis=-1)
         mixed = attend(heads(query), heads(key), heads(value), self.precision)
-        z = linear(self.out, mixed.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[2]), self.precision)
+        z = linear(
+            self.out, mixed.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[2]), self.precision
+        )
         widened = activate(
-            product(self.norm(z), self.up.kernel[...], self.precision), self.up.bias[...], self.activation
+            product(self.norm(z), self.up.kernel[...], self.precision),
+            self.up.bias[...],
+            self.activation,
         )
         return z + linear(self.down, widened, self.precision)
 
 
 class ViT(nnx.Module):
-    """Images to features: the class token after the final LayerNorm, or what pools the tokens where there is none."""
+    """Images to features: the class token after the final LayerNorm, or what pools the tokens where
+    there is none."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         self.config = config
         num_inputs = 3 * config.patch_size**2
         self.patch = nnx.Linear(num_inputs, config.width, use_bias=config.patch_bias, rngs=rngs)
         self.class_token = nnx.Param(jnp.zeros((config.width,))) if config.pool == "class" else None
-        self.registers = nnx.Param(jnp.zeros((config.num_registers, config.width))) if config.num_registers else None
-        self.position = nnx.Param(jnp.zeros((config.num_tokens, config.width))) if config.rotary is None else None
+        self.registers = (
+            nnx.Param(jnp.zeros((config.num_registers, config.width)))
+            if config.num_registers
+            else None
+        )
+        self.position = (
+            nnx.Param(jnp.zeros((config.num_tokens, config.width)))
+            if config.rotary is None
+            else None
+        )
         self.norm_before = LayerNorm(config, rngs) if config.norm_before_blocks else None
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.depth)])
         self.norm = LayerNorm(config, rngs)
         self.pool = AttentionPool(config, rngs) if config.pool == "attention" else None
-        self.head = nnx.Linear(config.width, config.num_classes, rngs=rngs) if config.num_classes else None
+        self.head = (
+            nnx.Linear(config.width, config.num_classes, rngs=rngs) if config.num_classes else None
+        )
 
     def experts(self, placement: Placement) -> list[Expert]:
         """Expert 0 of each block: the pretrained layer at `placement`."""
         return [block.expert(placement) for block in self.blocks]
 
-    def embed(self, images: UInt8[Array, "B H W 3"] | Float[Array, "B H W 3"]) -> Float[Array, "B N D"]:
-        """Tokens of the first block; uint8 images are normalised here, floats are taken as normalised."""
+    def embed(
+        self, images: UInt8[Array, "B H W 3"] | Float[Array, "B H W 3"]
+    ) -> Float[Array, "B N D"]:
+        """Tokens of the first block; uint8 images are normalised here, floats are taken as
+        normalised."""
         if images.dtype == jnp.uint8:
             mean, std = jnp.asarray(self.config.mean), jnp.asarray(self.config.std)
             images = (images.astype(jnp.float32) / 255.0 - mean) / std
         b, height, width, _ = images.shape
         p = self.config.patch_size
         patches = images.reshape(b, height // p, p, width // p, p, 3).transpose(0, 1, 3, 2, 4, 5)
-        tokens = product(patches.reshape(b, -1, p * p * 3), self.patch.kernel[...], self.config.precision)
+        tokens = product(
+            patches.reshape(b, -1, p * p * 3), self.patch.kernel[...], self.config.precision
+        )
         if self.patch.bias is not None:
             tokens = tokens + self.patch.bias[...]
         learned = [] if self.class_token is None else [self.class_token[...]]
@@ -282,11 +335,13 @@ class ViT(nnx.Module):
         return tokens if self.norm_before is None else self.norm_before(tokens)
 
     def outputs(self, block: int) -> int | None:
-        """Tokens that are wanted of a block: all (None), of the last one only the class token where there is one."""
+        """Tokens that are wanted of a block: all (None), of the last one only the class token where
+        there is one."""
         return 1 if block == self.config.depth - 1 and self.config.pool == "class" else None
 
     def features(self, x: Float[Array, "B N D"]) -> Float[Array, "B D"]:
-        """The class token of the last block's output, normalised; without one, the pool of all tokens, normalised."""
+        """The class token of the last block's output, normalised; without one, the pool of all
+        tokens, normalised."""
         if self.config.pool == "class":
             return self.norm(x[:, 0])
         return self.norm(x).mean(axis=1) if self.pool is None else self.pool(self.norm(x))
@@ -298,7 +353,8 @@ class ViT(nnx.Module):
         *,
         placement: Placement = "mlp_down",
     ) -> Float[Array, "B D"]:
-        """Features of the network that runs `ops`, one per block; without them the plain backbone's."""
+        """Features of the network that runs `ops`, one per block; without them the plain
+        backbone's."""
         if ops is None:
             ops = [Reuse(block.expert(placement)) for block in self.blocks]
         x = self.embed(images)
@@ -318,13 +374,16 @@ class ViT(nnx.Module):
     ) -> Float[Array, "B M D"]:
         """The tokens behind blocks `begin` to `until` with what methods put beside them, by block.
 
-        Behind the last block only the tokens that the features are made of come out, unless `all_tokens`.
+        Behind the last block only the tokens that the features are made of come out, unless
+        `all_tokens`.
         """
         for index in range(begin, self.config.depth if until is None else until):
             x = self.blocks[index].run_adapted(
-                x, prefix=prefixes.get(index), adapter=adapters.get(index),
+                x,
+                prefix=prefixes.get(index),
+                adapter=adapters.get(index),
                 outputs=None if all_tokens else self.outputs(index),
-            )  # fmt: skip
+            )
         return x
 
     def logits(self, features: Float[Array, "B D"]) -> Float[Array, "B classes"]:

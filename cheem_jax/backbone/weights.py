@@ -1,8 +1,9 @@
-"""Pretrained weights: where they come from (package, file, hub), their image size, and the converted file format.
+"""Pretrained weights: where they come from (package, file, hub), their image size, and the
+converted file format.
 
-A converted file is one safetensors file: parameters under our names, mean class tokens of the backbone's own
-task under `base_means/<image size>/<placement>/<token>`, and in its header the format, config, source and
-hash of that source.
+A converted file is one safetensors file: parameters under our names, mean class tokens of the
+backbone's own task under `base_means/<image size>/<placement>/<token>`, and in its header the
+format, config, source and hash of that source.
 """
 
 import dataclasses
@@ -19,7 +20,14 @@ from jaxtyping import Float
 
 from cheem_jax.backbone.config import BUNDLED, CONFIGS, ViTConfig, at_image_size, check_fields
 from cheem_jax.backbone.params import check_params, float32
-from cheem_jax.backbone.timm_names import SUPPORTED, from_timm, infer_config, other_pool, with_head_of, without_wrapper
+from cheem_jax.backbone.timm_names import (
+    SUPPORTED,
+    from_timm,
+    infer_config,
+    other_pool,
+    with_head_of,
+    without_wrapper,
+)
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.hub import check_cache
 from cheem_jax.core.npz import read_tensors
@@ -38,35 +46,45 @@ class Pretrained:
 
     config: ViTConfig
     params: dict[str, np.ndarray]
-    """Names and shapes of `params.py`; float32 once loaded (`save_converted` keeps the dtype it is given)."""
+    """Names and shapes of `params.py`; float32 once loaded (`save_converted` keeps the dtype it is
+    given)."""
     source: str
     """The file the numbers were read from, `hub:timm/<name>`, or `bundled`."""
     sha256: str
     """Of the source file; a converted file passes on the hash of the file it was made from."""
     base_means: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """`{image_size}/{placement}/{token}` -> float32 [L, D], for the sizes measured; may be empty."""
+    """`{image_size}/{placement}/{token}` -> float32 [L, D], for the sizes measured; may be
+    empty."""
 
 
-def load_pretrained(backbone: str, *, weights: str | Path | None = None, image_size: int | None = None) -> Pretrained:
+def load_pretrained(
+    backbone: str, *, weights: str | Path | None = None, image_size: int | None = None
+) -> Pretrained:
     """Weights of a named backbone or of another plain timm ViT, at `image_size` pixels.
 
-    `image_size` is the weights' own by default. `weights` is a safetensors or npz file under timm's names, or
-    a converted file. Without it, bundled backbones come from the package and others from the hub's `timm/`
-    repositories. Raises ValueError for an unknown name, an unreadable file or weights of another
-    architecture, FileNotFoundError where there is no such file or no network.
+    `image_size` is the weights' own by default. `weights` is a safetensors or npz file under timm's
+    names, or a converted file. Without it, bundled backbones come from the package and others from
+    the hub's `timm/` repositories. Raises ValueError for an unknown name, an unreadable file or
+    weights of another architecture, FileNotFoundError where there is no such file or no network.
     """
     backbone = backbone.removeprefix("timm/")  # as the hub writes it
-    known, hub_config = named_config(backbone), None
+    known = named_config(backbone)
+    hub_config = None
     if weights is not None:
         file = absolute(weights)
         source = file.name
         if not file.is_file():
-            raise FileNotFoundError(f"no weights file {str(file)!r}; expected a .safetensors or .npz file")
+            raise FileNotFoundError(
+                f"no weights file {str(file)!r}; expected a .safetensors or .npz file"
+            )
         hub_config = None if known else _config_beside(file)
     elif known is not None and known.name in BUNDLED:
-        file, source = Path(__file__).parent / "bundled" / f"{known.name}.safetensors", "bundled"
+        file = Path(__file__).parent / "bundled" / f"{known.name}.safetensors"
+        source = "bundled"
         if not file.is_file():
-            raise FileNotFoundError(f"{file} is missing; make it with `python experiments/pretrain_micro.py`")
+            raise FileNotFoundError(
+                f"{file} is missing; make it with `python experiments/pretrain_micro.py`"
+            )
     else:
         file, hub_config, source = _download((known and known.timm_name) or backbone)
 
@@ -86,7 +104,8 @@ def load_pretrained(backbone: str, *, weights: str | Path | None = None, image_s
 
 
 def named_config(backbone: str) -> ViTConfig | None:
-    """The config of a backbone known by our name or timm's; None for another timm name; else ValueError."""
+    """The config of a backbone known by our name or timm's; None for another timm name; else
+    ValueError."""
     for config in CONFIGS.values():
         if backbone in (config.name, config.timm_name):
             return config
@@ -102,12 +121,17 @@ def named_config(backbone: str) -> ViTConfig | None:
 
 
 def resize(pretrained: Pretrained, image_size: int) -> Pretrained:
-    """The same weights for square images of another size: only a learned position embedding changes."""
+    """The same weights for square images of another size: only a learned position embedding
+    changes."""
     config = at_image_size(pretrained.config, image_size)
     if config.rotary is not None:
         return dataclasses.replace(pretrained, config=config)
-    position = resample_position(pretrained.params["position"], config.num_patches, config.num_prefix)
-    return dataclasses.replace(pretrained, config=config, params={**pretrained.params, "position": position})
+    position = resample_position(
+        pretrained.params["position"], config.num_patches, config.num_prefix
+    )
+    return dataclasses.replace(
+        pretrained, config=config, params={**pretrained.params, "position": position}
+    )
 
 
 def save_converted(file: str | Path, pretrained: Pretrained) -> None:
@@ -117,14 +141,18 @@ def save_converted(file: str | Path, pretrained: Pretrained) -> None:
     file = absolute(file)
     check_params(pretrained.config, pretrained.params)
     means = {_MEANS + key: value for key, value in pretrained.base_means.items()}
-    tensors = {name: np.ascontiguousarray(value) for name, value in {**pretrained.params, **means}.items()}
+    tensors = {
+        name: np.ascontiguousarray(value) for name, value in {**pretrained.params, **means}.items()
+    }
     metadata = {
         "format": FORMAT,
         "config": json.dumps(dataclasses.asdict(pretrained.config)),
         "source": pretrained.source,
         "sha256": pretrained.sha256,
     }
-    write_atomically(file, save(tensors, metadata))  # unlike `save_file` with the user's own file mode
+    write_atomically(
+        file, save(tensors, metadata)
+    )  # unlike `save_file` with the user's own file mode
 
 
 def sha256_of(file: Path) -> str:
@@ -139,28 +167,42 @@ def _from_converted(
     lacking = sorted({"config", "source", "sha256"} - metadata.keys())
     if metadata["format"] != FORMAT or lacking:
         raise ValueError(
-            f"converted file of format {metadata['format']!r} without {lacking}, expected {FORMAT!r}; "
-            "convert the weights again with `cheem convert`"
+            f"converted file of format {metadata['format']!r} without {lacking}, expected"
+            f" {FORMAT!r}; convert the weights again with `cheem convert`"
         )
     try:
         fields: dict[str, Any] = json.loads(metadata["config"])
         check_fields(fields)
         stored = ViTConfig(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
     except (TypeError, ValueError, KeyError, RecursionError) as error:
-        raise ValueError(f"the converted file's config is broken ({error}); convert the weights again") from error
+        raise ValueError(
+            f"the converted file's config is broken ({error}); convert the weights again"
+        ) from error
     # taken out one by one, so that there are never two copies of all
-    params = {name: float32(tensors.pop(name)) for name in sorted(tensors) if not name.startswith(_MEANS)}
+    params = {
+        name: float32(tensors.pop(name)) for name in sorted(tensors) if not name.startswith(_MEANS)
+    }
     wanted = stored
     if known is not None:
         classes = stored.num_classes if known.num_classes else 0  # of the file's own head, if any
         wanted = dataclasses.replace(known, image_size=stored.image_size, num_classes=classes)
     check_params(wanted, params)
     if wanted != stored or (known is None and stored.name != backbone):
-        raise ValueError(f"converted for backbone {stored.name!r} (as {stored}), not for {backbone!r}")
-    means = {name.removeprefix(_MEANS): value for name, value in tensors.items() if name.startswith(_MEANS)}
+        raise ValueError(
+            f"converted for backbone {stored.name!r} (as {stored}), not for {backbone!r}"
+        )
+    means = {
+        name.removeprefix(_MEANS): value
+        for name, value in tensors.items()
+        if name.startswith(_MEANS)
+    }
     shape = (stored.depth, stored.width)
-    if wrong := sorted(name for name, m in means.items() if (m.shape, m.dtype) != (shape, np.float32)):
-        raise ValueError(f"base means {wrong[:4]} are not float32 {shape}; convert the weights again")
+    if wrong := sorted(
+        name for name, m in means.items() if (m.shape, m.dtype) != (shape, np.float32)
+    ):
+        raise ValueError(
+            f"base means {wrong[:4]} are not float32 {shape}; convert the weights again"
+        )
     return Pretrained(stored, params, metadata["source"], metadata["sha256"], means)
 
 
@@ -176,16 +218,20 @@ def _config_beside(file: Path) -> dict | None:
 
 
 def _download(timm_name: str) -> tuple[Path, dict, str]:
-    """The model's safetensors file in the local cache, its `config.json`, and what to call the source.
+    """The model's safetensors file in the local cache, its `config.json`, and what to call the
+    source.
 
-    Files that the cache holds are used without asking the network. Raises FileNotFoundError where the hub
-    cannot be reached or has no such model.
+    Files that the cache holds are used without asking the network. Raises FileNotFoundError where
+    the hub cannot be reached or has no such model.
     """
     repository = repository_of(timm_name)
     way_out = (
-        f"pass a local file instead (--weights FILE), e.g. model.safetensors from https://huggingface.co/{repository}"
+        "pass a local file instead (--weights FILE), e.g. model.safetensors from"
+        f" https://huggingface.co/{repository}"
     )
-    from huggingface_hub.errors import RepositoryNotFoundError  # slow to import, and mostly not needed
+    from huggingface_hub.errors import (
+        RepositoryNotFoundError,
+    )  # slow to import, and mostly not needed
 
     check_cache()
     try:
@@ -195,27 +241,38 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
         refusal = other_pool(timm_name, config)
         weights = None if refusal else _cached_or_fetched(repository, "model.safetensors")
     except RepositoryNotFoundError as error:
-        raise FileNotFoundError(f"the hub has no model {repository!r}: check the name, or {way_out}") from error
+        raise FileNotFoundError(
+            f"the hub has no model {repository!r}: check the name, or {way_out}"
+        ) from error
     except Exception as error:  # the client's error classes differ between its releases
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FileNotFoundError(f"cannot download {repository!r} ({reason}); {way_out}") from error
     if weights is None:
-        raise ValueError(f"{timm_name!r} is no plain timm ViT: {refusal[0]}; supported: {SUPPORTED}")
+        raise ValueError(
+            f"{timm_name!r} is no plain timm ViT: {refusal[0]}; supported: {SUPPORTED}"
+        )
     return weights, config, f"hub:{repository}"
 
 
 def repository_of(timm_name: str) -> str:
-    """Where the hub keeps a model; the QuickGELU variants share the weights of their plain names."""
+    """Where the hub keeps a model; the QuickGELU variants share the weights of their plain
+    names."""
     return f"timm/{timm_name.replace('_clip_quickgelu_', '_clip_')}"
 
 
 def _cached_or_fetched(repository: str, filename: str) -> Path:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import (
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
 
     cached = try_to_load_from_cache(repository, filename)
     if isinstance(cached, str):
         return Path(cached)
-    # Asked once and without retries: the download itself would try a missing network for half a minute.
+    # Asked once and without retries: the download itself would try a missing network for half a
+    # minute.
     get_hf_file_metadata(hf_hub_url(repository, filename))
     return Path(hf_hub_download(repository, filename))
 
@@ -223,11 +280,15 @@ def _cached_or_fetched(repository: str, filename: str) -> Path:
 def resample_position(
     position: Float[np.ndarray, "N D"], num_patches: int, num_prefix: int = 1
 ) -> Float[np.ndarray, "M D"]:
-    """The embedding for a square grid of `num_patches`, as timm resamples it; rows before the patches stay."""
+    """The embedding for a square grid of `num_patches`, as timm resamples it; rows before the
+    patches stay."""
     prefix, grid = position[:num_prefix], position[num_prefix:]
     before, after = math.isqrt(len(grid)), math.isqrt(num_patches)
     if before**2 != len(grid) or after**2 != num_patches:
-        raise ValueError(f"position embeddings are resampled between square grids, not {len(grid)} -> {num_patches}")
+        raise ValueError(
+            f"position embeddings are resampled between square grids, not {len(grid)} ->"
+            f" {num_patches}"
+        )
     if before == after:
         return position
     matrix = bicubic_matrix(before, after)
@@ -237,10 +298,12 @@ def resample_position(
 
 
 def bicubic_matrix(before: int, after: int) -> Float[np.ndarray, "after before"]:
-    """Antialiased bicubic resampling along one axis: Keys' kernel with a = -1/2, widened when it shrinks.
+    """Antialiased bicubic resampling along one axis: Keys' kernel with a = -1/2, widened when it
+    shrinks.
 
-    Pixel centres lie at halves. Samples beyond the edge are left out and the rows rescaled to sum to 1, as in
-    torch's `interpolate(mode="bicubic", antialias=True)`, which uses this kernel for enlarging too.
+    Pixel centres lie at halves. Samples beyond the edge are left out and the rows rescaled to sum
+    to 1, as in torch's `interpolate(mode="bicubic", antialias=True)`, which uses this kernel for
+    enlarging too.
     """
     scale = before / after
     centre = scale * (np.arange(after) + 0.5)

@@ -1,7 +1,9 @@
-"""Bottleneck adapters parallel to every FFN, and cosine heads on the adapted features: what TUNA and MoAL share.
+"""Bottleneck adapters parallel to every FFN, and cosine heads on the adapted features: what TUNA
+and MoAL share.
 
-An adapter reads the tokens after a block's attention half, before LayerNorm, and adds to the FFN's output. Its up half
-starts at 0, so a network with new adapters is the plain backbone. (AdaptFormer: Chen et al., NeurIPS 2022.)
+An adapter reads the tokens after a block's attention half, before LayerNorm, and adds to the FFN's
+output. Its up half starts at 0, so a network with new adapters is the plain backbone. (AdaptFormer:
+Chen et al., NeurIPS 2022.)
 """
 
 import dataclasses
@@ -32,7 +34,8 @@ Optimizer = Literal["adam", "sgd"]
 
 
 class Bottleneck(NamedTuple):
-    """Two layers D -> r -> D, with axes in front such as L blocks; MoE-Adapters has `down` of experts as `[r, D]`."""
+    """Two layers D -> r -> D, with axes in front such as L blocks; MoE-Adapters has `down` of
+    experts as `[r, D]`."""
 
     down: Float[Array, "*L D r"]
     down_bias: Float[Array, "*L r"]
@@ -51,7 +54,8 @@ class AdapterConfig:
     dropout: float = 0.1
     """Share of an adapter's hidden values that a training step leaves out."""
     optimizer: Optimizer = "adam"
-    """Adam, or the official codes' SGD with momentum 0.9 and weight decay 5e-4 (at a rate of 0.01 to 0.05)."""
+    """Adam, or the official codes' SGD with momentum 0.9 and weight decay 5e-4 (at a rate of 0.01
+    to 0.05)."""
     fit: FitConfig = FitConfig(epochs=20)
     batch_size: int = 64
 
@@ -77,25 +81,41 @@ class AdapterBaseline(OneHead):
         self, adapters: Bottleneck, images: Images, advance: Advance = unwatched
     ) -> Float[np.ndarray, "N D"]:
         """Features of the network with these adapters."""
-        return self.over(self._features, Inputs(images), adapters, self.executor.leaves, advance=advance)
+        return self.over(
+            self._features, Inputs(images), adapters, self.executor.leaves, advance=advance
+        )
 
     def new_adapters(self, task: Task) -> Bottleneck:
-        """The initial adapters, were this the first task: the down half uniform in +-1/sqrt(D), all else 0."""
-        depth, width, rank = self.executor.config.depth, self.executor.config.width, self.config.bottleneck
-        key, bound = self.key(task, Phase.METHOD_INIT, Init.LEARNED), width**-0.5
+        """The initial adapters, were this the first task: the down half uniform in +-1/sqrt(D), all
+        else 0."""
+        depth = self.executor.config.depth
+        width = self.executor.config.width
+        rank = self.config.bottleneck
+        key = self.key(task, Phase.METHOD_INIT, Init.LEARNED)
+        bound = width**-0.5
         down = jax.random.uniform(key, (depth, width, rank), minval=-bound, maxval=bound)
-        return Bottleneck(down, jnp.zeros((depth, rank)), jnp.zeros((depth, rank, width)), jnp.zeros((depth, width)))
+        return Bottleneck(
+            down,
+            jnp.zeros((depth, rank)),
+            jnp.zeros((depth, rank, width)),
+            jnp.zeros((depth, width)),
+        )
 
     def new_columns(self, task: Task) -> Float[np.ndarray, "D C"]:
         """The initial columns of a cosine head for the task's classes."""
-        key, num = self.key(task, Phase.METHOD_INIT, Init.HEAD), len(task.classes)
+        key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
+        num = len(task.classes)
         return np.asarray(grow_head(key, None, self.executor.config.width, 0, num).weight)[:, :num]
 
     def adapted_costs(self, num_classes: int, head: int = 0) -> dict[str, int]:
-        """FLOPs of a pass with adapters and with a `head` of its own; the paper's count contains neither."""
-        vit, rank = self.executor.config, self.config.bottleneck
+        """FLOPs of a pass with adapters and with a `head` of its own; the paper's count contains
+        neither."""
+        vit = self.executor.config
+        rank = self.config.bottleneck
         executed = executed_adapter_flops(vit, rank) + head
-        return pass_costs(vit, num_classes, attention=adapter_flops(vit, rank) + head, executed=executed)
+        return pass_costs(
+            vit, num_classes, attention=adapter_flops(vit, rank) + head, executed=executed
+        )
 
 
 def adapter_params(config: ViTConfig, bottleneck: int) -> int:
@@ -104,24 +124,38 @@ def adapter_params(config: ViTConfig, bottleneck: int) -> int:
 
 
 def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
-    """FLOPs per image of all adapters as executed: the last block has fewer tokens (`ViTConfig.num_outputs`)."""
+    """FLOPs per image of all adapters as executed: the last block has fewer tokens
+    (`ViTConfig.num_outputs`)."""
     tokens = config.depth * config.num_tokens
-    return adapter_flops(config, bottleneck) * (tokens - config.num_tokens + config.num_outputs) // tokens
+    return (
+        adapter_flops(config, bottleneck)
+        * (tokens - config.num_tokens + config.num_outputs)
+        // tokens
+    )
 
 
 def adapted_features(
-    vit: ViT, adapters: Bottleneck, images: Array, config: AdapterConfig, key: jax.Array | None = None
+    vit: ViT,
+    adapters: Bottleneck,
+    images: Array,
+    config: AdapterConfig,
+    key: jax.Array | None = None,
 ) -> Float[Array, "B D"]:
-    """Features of the network with these adapters; with a `key`, a training step's dropout of hidden values."""
+    """Features of the network with these adapters; with a `key`, a training step's dropout of
+    hidden values."""
     depth, precision = vit.config.depth, vit.config.precision
     keys = None if key is None else jax.random.split(key, depth)
 
     def adapter(block: int, z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        hidden = jax.nn.relu(product(z, adapters.down[block], precision) + adapters.down_bias[block])
+        hidden = jax.nn.relu(
+            product(z, adapters.down[block], precision) + adapters.down_bias[block]
+        )
         if keys is not None and config.dropout:
             kept = jax.random.bernoulli(keys[block], 1 - config.dropout, hidden.shape)
             hidden = jnp.where(kept, hidden / (1 - config.dropout), 0.0)
-        return config.scale * (product(hidden, adapters.up[block], precision) + adapters.up_bias[block])
+        return config.scale * (
+            product(hidden, adapters.up[block], precision) + adapters.up_bias[block]
+        )
 
     beside = {block: functools.partial(adapter, block) for block in range(depth)}
     return vit.features(vit.run_blocks(vit.embed(images), adapters=beside))
@@ -138,13 +172,15 @@ def cosines(features: Float[Array, "B D"], weight: Float[Array, "D P"]) -> Float
 
 
 def padded_columns(weight: Float[np.ndarray, "D C"]) -> Float[jax.Array, "D P"]:
-    """A cosine head's weight, padded to a power of two, so that few compiled functions serve all numbers of classes."""
+    """A cosine head's weight, padded to a power of two, so that few compiled functions serve all
+    numbers of classes."""
     num = weight.shape[1]
     return jnp.asarray(np.pad(weight, ((0, 0), (0, next_power_of_two(num) - num))))
 
 
 def directions(optimizer: Optimizer) -> optax.GradientTransformation:
-    """Adam without weight decay, as in the paper's comparison, or the official codes' SGD with momentum 0.9."""
+    """Adam without weight decay, as in the paper's comparison, or the official codes' SGD with
+    momentum 0.9."""
     if optimizer == "adam":
         return optax.scale_by_adam()
     return optax.chain(optax.add_decayed_weights(5e-4), optax.trace(decay=0.9))

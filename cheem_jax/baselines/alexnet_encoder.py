@@ -1,6 +1,8 @@
-"""AlexNet as the frozen encoder of a router: CHEEM-lite's centroids and MoE-Adapters' auto-encoders read its features.
+"""AlexNet as the frozen encoder of a router: CHEEM-lite's centroids and MoE-Adapters' auto-encoders
+read its features.
 
-Images must have the size that the network was built for; features are float32. Each batch size compiles once.
+Images must have the size that the network was built for; features are float32. Each batch size
+compiles once.
 """
 
 from collections.abc import Callable
@@ -26,7 +28,8 @@ class AlexNetEncoder:
         self._features = jit(lambda state, images: nnx.merge(graphdef, state)(images))
 
     def flops(self, *, count_attention: bool = False) -> int:
-        """See `Encoder.flops`; there is no attention to count, and exactly the counted products are executed."""
+        """See `Encoder.flops`; there is no attention to count, and exactly the counted products are
+        executed."""
         return alexnet.flops(self.config)
 
     executed_flops = flops
@@ -34,5 +37,7 @@ class AlexNetEncoder:
     def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
         """See `Encoder.features`."""
         return over_batches(
-            lambda read: self._features(self._state, read["images"]), Inputs(images), batch_size=batch_size
+            lambda read: self._features(self._state, read["images"]),
+            Inputs(images),
+            batch_size=batch_size,
         )

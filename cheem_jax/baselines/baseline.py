@@ -1,7 +1,8 @@
-"""What the baselines do alike: checkpoints, the training of a task, predictions, costs, and checks of settings.
+"""What the baselines do alike: checkpoints, the training of a task, predictions, costs, and checks
+of settings.
 
-A checkpoint is one directory per task. What is saved is read back at once, so that a run that never stopped continues
-from the same bytes as a resumed one.
+A checkpoint is one directory per task. What is saved is read back at once, so that a run that never
+stopped continues from the same bytes as a resumed one.
 """
 
 import abc
@@ -26,7 +27,14 @@ from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
 from cheem_jax.engine.passes import unwatched
-from cheem_jax.run.checkpoint import each_task, load_task, named, save_task, saved_tasks, task_directory
+from cheem_jax.run.checkpoint import (
+    each_task,
+    load_task,
+    named,
+    save_task,
+    saved_tasks,
+    task_directory,
+)
 from cheem_jax.run.method import Answers, Clock, Encoder, Networks, Running, check_given
 
 MUCH_MEMORY = 4 * 2**30
@@ -36,19 +44,24 @@ MUCH_MEMORY = 4 * 2**30
 class Baseline(abc.ABC):
     """A continual learner with a checkpoint per task.
 
-    What it knows is a list of `Learned`, one per task, which later tasks do not change, and one `State`, which they
-    replace. A checkpoint contains the last task's `Learned` and all of the `State`, by the names of their fields.
+    What it knows is a list of `Learned`, one per task, which later tasks do not change, and one
+    `State`, which they replace. A checkpoint contains the last task's `Learned` and all of the
+    `State`, by the names of their fields.
     """
 
     Learned: ClassVar[type | None] = None
-    """A NamedTuple; None for a method whose checkpoint contains all that is known, so that the last one is enough."""
+    """A NamedTuple; None for a method whose checkpoint contains all that is known, so that the last
+    one is enough."""
     State: ClassVar[type | None] = None
     """A NamedTuple, or None."""
     needs_task_id = False
 
     def __init__(self, networks: Networks, config: Any, keys: Keys, num_tasks: int):
         self.executor, self.features, self.router_features = networks
-        self.config, self.keys, self.num_tasks, self.name = config, keys, num_tasks, config.name
+        self.config = config
+        self.keys = keys
+        self.num_tasks = num_tasks
+        self.name = config.name
         self.classes = Classes()
         self.tasks: list[Any] = []
         self.known: Any = None
@@ -56,7 +69,8 @@ class Baseline(abc.ABC):
 
     @abc.abstractmethod
     def build(self) -> None:
-        """Define the compiled functions; ValueError if the backbone cannot hold what the settings ask for."""
+        """Define the compiled functions; ValueError if the backbone cannot hold what the settings
+        ask for."""
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -67,7 +81,8 @@ class Baseline(abc.ABC):
         return {}
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Take over the checkpoint of task `index`: one more than known, or the last one in place of itself."""
+        """Take over the checkpoint of task `index`: one more than known, or the last one in place
+        of itself."""
         if self.Learned:
             self.tasks[index:] = [rebuilt(self.Learned, arrays)]
         if self.State:
@@ -93,7 +108,8 @@ class Baseline(abc.ABC):
 
 
 def as_dict(tree: Any) -> Any:
-    """A NamedTuple by its fields, and those within it; lists of leaves by number. Orbax keeps no empty tree."""
+    """A NamedTuple by its fields, and those within it; lists of leaves by number. Orbax keeps no
+    empty tree."""
     if not hasattr(tree, "_asdict"):
         return numbered(tree) if isinstance(tree, list) else tree
     parts = {name: as_dict(part) for name, part in tree._asdict().items()}
@@ -127,15 +143,21 @@ class TrainedBaseline(Baseline):
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """See `Method.learn`."""
         fitting = self.fitter.begun(self.start(task), running.saved)
-        fitting.running, fitting.clock = running, Clock.of(running)
+        fitting.running = running
+        fitting.clock = Clock.of(running)
         report = self.learn_task(task, fitting)
         self.classes.add(task.name, task.classes)
         state = fitting.state
-        losses = {"losses": state.losses, "skipped_steps": state.skipped, "seconds": fitting.clock.seconds}
+        losses = {
+            "losses": state.losses,
+            "skipped_steps": state.skipped,
+            "seconds": fitting.clock.seconds,
+        }
         return {**self.costs(), **report, **losses}
 
     def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
-        """Train to the end and take over what is learned; returns the method's own part of the report."""
+        """Train to the end and take over what is learned; returns the method's own part of the
+        report."""
         raise NotImplementedError
 
     @abc.abstractmethod
@@ -151,37 +173,65 @@ class TrainedBaseline(Baseline):
         return self.keys.at(self.number(task), phase, *position)
 
     def bytes_needed(self, task: Task) -> int:
-        """See `Method.bytes_needed`: two rolling checkpoints with Adam's moments, and the task's own."""
+        """See `Method.bytes_needed`: two rolling checkpoints with Adam's moments, and the task's
+        own."""
         trained = sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
         return 4 * (2 * 3 + 1) * trained + self.bytes_beside(task)
 
     def bytes_beside(self, task: Task) -> int:
-        """Bytes of a task's checkpoint, or of its rolling ones, besides what is trained and its moments."""
+        """Bytes of a task's checkpoint, or of its rolling ones, besides what is trained and its
+        moments."""
         return 0
 
-    def train(self, fitting: Fitting, task: Task, fixed: Any, inputs: Inputs | None = None, **more: Any) -> None:
-        """Train in place to the last epoch, as the phase `train`; by default on the images. As `Fitter.run`."""
-        config, labels = self.config, task.train.labels
+    def train(
+        self, fitting: Fitting, task: Task, fixed: Any, inputs: Inputs | None = None, **more: Any
+    ) -> None:
+        """Train in place to the last epoch, as the phase `train`; by default on the images. As
+        `Fitter.run`."""
+        config = self.config
+        labels = task.train.labels
         left = images_left(fitting.state, config.fit, len(labels), config.batch_size)
         with fitting.phase("train", left) as advance:
             self.fitter.run(
-                fitting, self.placed(fixed), labels, inputs or Inputs(task.train.images), config.fit,
-                batch_size=config.batch_size, order_key=self.key(task, Phase.METHOD_ORDER),
-                noise_key=self.key(task, Phase.METHOD_NOISE), advance=advance, **more,
-            )  # fmt: skip
+                fitting,
+                self.placed(fixed),
+                labels,
+                inputs or Inputs(task.train.images),
+                config.fit,
+                batch_size=config.batch_size,
+                order_key=self.key(task, Phase.METHOD_ORDER),
+                noise_key=self.key(task, Phase.METHOD_NOISE),
+                advance=advance,
+                **more,
+            )
 
-    def over(self, function: Callable[..., Any], inputs: Inputs, *fixed: Any, advance: Advance = unwatched) -> Any:
+    def over(
+        self,
+        function: Callable[..., Any],
+        inputs: Inputs,
+        *fixed: Any,
+        advance: Advance = unwatched,
+    ) -> Any:
         """`function(*fixed, batch)` for all inputs; see `over_batches`."""
-        placed, config, layout = self.placed(fixed), self.config, self.executor.layout
+        placed = self.placed(fixed)
+        config = self.config
+        layout = self.executor.layout
         return over_batches(
-            lambda batch: function(*placed, batch), inputs, batch_size=config.batch_size, advance=advance, layout=layout
+            lambda batch: function(*placed, batch),
+            inputs,
+            batch_size=config.batch_size,
+            advance=advance,
+            layout=layout,
         )
 
     def placed(self, tree: Any) -> Any:
         """The same on the devices, where it is still on the host."""
         layout = self.executor.layout
         return jax.tree.map(
-            lambda leaf: leaf if isinstance(leaf, jax.Array) else layout.everywhere(jnp.asarray(leaf)), tree
+            lambda leaf: (
+                leaf if isinstance(leaf, jax.Array) else layout.everywhere(jnp.asarray(leaf))
+            ),
+            tree,
         )
 
 
@@ -200,16 +250,23 @@ class OwnHeads(TrainedBaseline):
         raise NotImplementedError
 
     def run(
-        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray] | None
+        self,
+        images: Images,
+        given: Int[np.ndarray, "N"] | None,
+        query: Callable[[], np.ndarray] | None,
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-        """The inferred task ID of each image, and its features by the network of the given, or else the inferred task.
+        """The inferred task ID of each image, and its features by the network of the given, or else
+        the inferred task.
 
-        `query` gives the router's features; without it task IDs are given, and the inferred ones count for nothing.
+        `query` gives the router's features; without it task IDs are given, and the inferred ones
+        count for nothing.
         """
         chosen: Any = self.route(query()) if query else given
         return chosen, self.features_by(images, chosen if given is None else given)
 
-    def classes_for(self, features: Float[np.ndarray, "N D"], tasks: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
+    def classes_for(
+        self, features: Float[np.ndarray, "N D"], tasks: Int[np.ndarray, "N"]
+    ) -> Int[np.ndarray, "N"]:
         """The class that the head of each image's task gives it."""
         return classes_by_task(features, [task.head for task in self.tasks], tasks)
 
@@ -232,7 +289,8 @@ class OwnHeads(TrainedBaseline):
 
 
 class OneHead(TrainedBaseline):
-    """A baseline with one head for all classes: the largest logit decides task and class together."""
+    """A baseline with one head for all classes: the largest logit decides task and class
+    together."""
 
     @abc.abstractmethod
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
@@ -254,7 +312,8 @@ def no_classes(width: int) -> Head:
 
 
 def params_report(config: ViTConfig, *, added: int, learned: int, stored: int) -> dict[str, float]:
-    """A task's numbers of parameters: those it trains, those it stores, and the added ones in percent of the backbone.
+    """A task's numbers of parameters: those it trains, those it stores, and the added ones in
+    percent of the backbone.
 
     The paper's %Param counts what a task adds to the backbone; heads and router are not among it.
     """
@@ -266,19 +325,27 @@ def params_report(config: ViTConfig, *, added: int, learned: int, stored: int) -
 
 
 def pass_costs(
-    config: ViTConfig, num_classes: int, *, encoder: Encoder | None = None, linear: int = 0, attention: int = 0,
+    config: ViTConfig,
+    num_classes: int,
+    *,
+    encoder: Encoder | None = None,
+    linear: int = 0,
+    attention: int = 0,
     executed: int = 0,
-) -> dict[str, int]:  # fmt: skip
-    """FLOPs per image: by the paper's counter, with attention products, and as executed with a head.
+) -> dict[str, int]:
+    """FLOPs per image: by the paper's counter, with attention products, and as executed with a
+    head.
 
-    They are those of one plain pass, of an `encoder` besides, and what a method adds: `linear` layers and `attention`
-    products as counted, and all of it as `executed`. The paper's counter does not see fused attention: ViT-B costs 33.7
-    GFLOPs by it, 35.1 with attention products.
+    They are those of one plain pass, of an `encoder` besides, and what a method adds: `linear`
+    layers and `attention` products as counted, and all of it as `executed`. The paper's counter
+    does not see fused attention: ViT-B costs 33.7 GFLOPs by it, 35.1 with attention products.
     """
     found = {
         "flops_method": backbone_flops(config) + linear,
         "flops_explicit": backbone_flops(config, count_attention=True) + linear + attention,
-        "flops_executed": executed_backbone_flops(config) + 2 * config.width * num_classes + executed,
+        "flops_executed": (
+            executed_backbone_flops(config) + 2 * config.width * num_classes + executed
+        ),
     }
     if encoder:
         found["flops_method"] += encoder.flops()
@@ -315,4 +382,9 @@ def halved(settings: Any, *names: str) -> None:
     """Each of these lengths has to have one half for keys and one for values."""
     for name in names:
         length = getattr(settings, name)
-        expect(settings, name, length >= 2 and length % 2 == 0, "an even number, half keys and half values")
+        expect(
+            settings,
+            name,
+            length >= 2 and length % 2 == 0,
+            "an even number, half keys and half values",
+        )

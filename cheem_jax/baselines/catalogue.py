@@ -24,15 +24,39 @@ from cheem_jax.core.keys import Keys
 from cheem_jax.run.method import Method, Networks
 
 Name = Literal[
-    "cheem", "cheem_lite", "lora_cl", "s_prompts", "l2p", "dualprompt", "coda_prompt", "diki", "ewc", "tuna", "moal",
-    "moe_adapters", "full_finetune", "lora_finetune", "frozen_linear",
-]  # fmt: skip
+    "cheem",
+    "cheem_lite",
+    "lora_cl",
+    "s_prompts",
+    "l2p",
+    "dualprompt",
+    "coda_prompt",
+    "diki",
+    "ewc",
+    "tuna",
+    "moal",
+    "moe_adapters",
+    "full_finetune",
+    "lora_finetune",
+    "frozen_linear",
+]
 NAMES: tuple[Name, ...] = get_args(Name)
 
 Baseline = (
-    LoraClConfig | LoraFinetuneConfig | SPromptsConfig | L2pConfig | DualPromptConfig | CodaPromptConfig | DikiConfig
-    | EwcConfig | TunaConfig | MoalConfig | MoeAdaptersConfig | FullFinetuneConfig | FrozenLinearConfig
-)  # fmt: skip
+    LoraClConfig
+    | LoraFinetuneConfig
+    | SPromptsConfig
+    | L2pConfig
+    | DualPromptConfig
+    | CodaPromptConfig
+    | DikiConfig
+    | EwcConfig
+    | TunaConfig
+    | MoalConfig
+    | MoeAdaptersConfig
+    | FullFinetuneConfig
+    | FrozenLinearConfig
+)
 MethodConfig = CheemConfig | Baseline
 
 NEED_A_ROUTER = ("cheem_lite", "moe_adapters")
@@ -41,10 +65,27 @@ DEMO_BOUND: dict[str, Any] = {"epochs": 24, "learning_rates": (1e-3,)}
 """The upper bound on the demo stream, with as many epochs as CHEEM's fine-tuning there."""
 QUICK_BOUND: dict[str, Any] = {"epochs": 8, "learning_rates": (3e-5, 1e-4)}
 
-LEARNERS: dict[type, Any] = dict(zip(get_args(Baseline), (
-    LoraCl, LoraFinetune, SPrompts, L2p, DualPrompt, CodaPrompt, Diki, Ewc, Tuna, Moal, MoeAdapters, FullFinetune,
-    FrozenLinear,
-), strict=True))  # fmt: skip
+LEARNERS: dict[type, Any] = dict(
+    zip(
+        get_args(Baseline),
+        (
+            LoraCl,
+            LoraFinetune,
+            SPrompts,
+            L2p,
+            DualPrompt,
+            CodaPrompt,
+            Diki,
+            Ewc,
+            Tuna,
+            Moal,
+            MoeAdapters,
+            FullFinetune,
+            FrozenLinear,
+        ),
+        strict=True,
+    )
+)
 """The baselines by the type of their settings."""
 TAKE_A_ROUTER = ("lora_cl", "s_prompts", "moe_adapters", "frozen_linear")
 """The baselines that infer the task ID by the router's features."""
@@ -59,7 +100,8 @@ def check_name(method: str) -> Name:
 
 
 def preset_of(method: str, preset: Preset) -> MethodConfig:
-    """A method's settings: as in the paper's comparison, sized for a CPU, or for a few hundred small images per task.
+    """A method's settings: as in the paper's comparison, sized for a CPU, or for a few hundred
+    small images per task.
 
     Raises ValueError for an unknown method.
     """
@@ -81,7 +123,9 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
             changes["rank"] = 16
         case EwcConfig():
             # half as long, because selecting a penalty costs as much again
-            changes["fit"] = dataclasses.replace(config.fit, epochs=epochs // 2, learning_rate=rate / 20)
+            changes["fit"] = dataclasses.replace(
+                config.fit, epochs=epochs // 2, learning_rate=rate / 20
+            )
             changes["penalties"] = (10.0, 1e3, 1e5)
         case MoalConfig():
             changes["hidden"] = 1000
@@ -89,23 +133,33 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
 
 
 def make(
-    config: MethodConfig, networks: Networks, keys: Keys, num_tasks: int, base_means: np.ndarray | None = None
+    config: MethodConfig,
+    networks: Networks,
+    keys: Keys,
+    num_tasks: int,
+    base_means: np.ndarray | None = None,
 ) -> Method:
     """The learner of these settings.
 
-    `num_tasks` is the stream's, for methods that divide their prompts beforehand; `base_means` are those of `Cheem`.
-    Raises ValueError if the backbone cannot hold what the settings ask for, or if the router network does not fit.
+    `num_tasks` is the stream's, for methods that divide their prompts beforehand; `base_means` are
+    those of `Cheem`. Raises ValueError if the backbone cannot hold what the settings ask for, or if
+    the router network does not fit.
     """
     executor, features, router_features = networks
     # earlier tokens of the same backbone are no other network's features either
-    shared = router_features is features or (router_features.of(executor) and not router_features.ends(executor))
+    shared = router_features is features or (
+        router_features.of(executor) and not router_features.ends(executor)
+    )
     if config.name in NEED_A_ROUTER and shared:
         raise ValueError(
-            f"{config.name} infers the task ID with another network than the one that predicts; give it one: --router "
-            "deit_tiny, --router alexnet --router-weights FILE, or --router vit_nano"
+            f"{config.name} infers the task ID with another network than the one that predicts;"
+            " give it one: --router deit_tiny, --router alexnet --router-weights FILE, or --router"
+            " vit_nano"
         )
     if isinstance(config, CheemConfig):
         return Cheem(executor, config, keys, base_means, router_features)
     if config.name not in TAKE_A_ROUTER and not shared:
-        raise ValueError(f"{config.name} infers no task ID with a router, so it takes no --router; leave it out")
+        raise ValueError(
+            f"{config.name} infers no task ID with a router, so it takes no --router; leave it out"
+        )
     return LEARNERS[type(config)](networks, config, keys, num_tasks)

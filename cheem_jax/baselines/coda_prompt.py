@@ -1,9 +1,11 @@
-"""CODA-Prompt: prompts are sums of components, weighted per image by attention to its frozen feature.
+"""CODA-Prompt: prompts are sums of components, weighted per image by attention to its frozen
+feature.
 
-Each of the first five blocks has 100 components, keys and attention vectors. Weight of component m: the cosine of q *
-A_m and K_m, no softmax. The pool is divided among the tasks beforehand: a task initialises its rows orthogonal to all
-earlier ones (Gram-Schmidt), trains them, and freezes them. Smith et al., "CODA-Prompt: COntinual Decomposed
-Attention-based Prompting for Rehearsal-Free Continual Learning", CVPR 2023.
+Each of the first five blocks has 100 components, keys and attention vectors. Weight of component m:
+the cosine of q * A_m and K_m, no softmax. The pool is divided among the tasks beforehand: a task
+initialises its rows orthogonal to all earlier ones (Gram-Schmidt), trains them, and freezes them.
+Smith et al., "CODA-Prompt: COntinual Decomposed Attention-based Prompting for Rehearsal-Free
+Continual Learning", CVPR 2023.
 """
 
 import dataclasses
@@ -25,7 +27,8 @@ from cheem_jax.data.task import Task
 
 @dataclasses.dataclass(frozen=True)
 class CodaPromptConfig:
-    """CODA-Prompt as its released scripts ran it, with the 50 epochs that the paper's comparison implies."""
+    """CODA-Prompt as its released scripts ran it, with the 50 epochs that the paper's comparison
+    implies."""
 
     name: ClassVar[str] = "coda_prompt"
     pool: int = 100
@@ -35,7 +38,8 @@ class CodaPromptConfig:
     layers: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Blocks with components."""
     orthogonality: float = 0.0
-    """Weight of the orthogonality loss of components, keys and attention vectors (first release: 0.1)."""
+    """Weight of the orthogonality loss of components, keys and attention vectors (first release:
+    0.1)."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
     batch_size: int = 128
 
@@ -56,75 +60,100 @@ class CodaPrompt(Prompting):
         return self.config.pool // self.num_tasks
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        config, notes, width = self.config, [], self.executor.config.width
+        config = self.config
+        notes = []
+        width = self.executor.config.width
         self._check_share(len(tasks) - 1)
         if unused := config.pool - self.rows * self.num_tasks:
             notes.append(
-                f"each of {self.num_tasks} tasks gets {self.rows} of {config.pool} components; {unused} stay unused"
+                f"each of {self.num_tasks} tasks gets {self.rows} of {config.pool} components;"
+                f" {unused} stay unused"
             )
         if self.rows * self.num_tasks > width:
             notes.append(
-                f"more components than the {width} dimensions of their keys: the last ones start in random directions, "
-                "not orthogonal to all earlier ones"
+                f"more components than the {width} dimensions of their keys: the last ones start in"
+                " random directions, not orthogonal to all earlier ones"
             )
         return notes
 
     def _check_share(self, index: int) -> None:
         if not self.rows:
             raise ValueError(
-                f"a pool of {self.config.pool} components cannot be divided among {self.num_tasks} tasks; set pool to "
-                f"at least {self.num_tasks}"
+                f"a pool of {self.config.pool} components cannot be divided among {self.num_tasks}"
+                f" tasks; set pool to at least {self.num_tasks}"
             )
         if index >= self.num_tasks:
             raise ValueError(
-                f"the pool was divided among {self.num_tasks} tasks and has none left for task {index + 1}; the number "
-                "of tasks must be known before the first is learned"
+                f"the pool was divided among {self.num_tasks} tasks and has none left for task"
+                f" {index + 1}; the number of tasks must be known before the first is learned"
             )
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """See `Baseline.restore`; ValueError where the pool was divided among another number of tasks."""
+        """See `Baseline.restore`; ValueError where the pool was divided among another number of
+        tasks."""
         if meta["num_tasks"] != self.num_tasks:
             raise ValueError(
-                f"its prompts are divided among {meta['num_tasks']} tasks, not {self.num_tasks}; open it with the "
-                "number of tasks that it was learned with"
+                f"its prompts are divided among {meta['num_tasks']} tasks, not {self.num_tasks};"
+                " open it with the number of tasks that it was learned with"
             )
         super().restore(index, arrays, meta)
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """See `Prompting.begin_task`: the task's rows, sampled orthogonal to those of all earlier tasks."""
+        """See `Prompting.begin_task`: the task's rows, sampled orthogonal to those of all earlier
+        tasks."""
         self._check_share(index)
-        config, width, layers = self.config, self.executor.config.width, len(self.config.layers)
+        config = self.config
+        width = self.executor.config.width
+        layers = len(self.config.layers)
         shapes = {"components": (config.length, width), "keys": (width,), "attention": (width,)}
         begun = {}
         for name, name_key in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
             before = prompts.get(name, jnp.zeros((layers, config.pool, *shapes[name])))
             flat = before.reshape(layers, config.pool, -1)
-            begun[name] = _with_rows(name_key, flat, np.int32(index), np.int32(self.rows)).reshape(before.shape)
+            begun[name] = _with_rows(name_key, flat, np.int32(index), np.int32(self.rows)).reshape(
+                before.shape
+            )
         return begun
 
     def attach(
-        self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], weights: Float[Array, "B"] | None
+        self,
+        prompts: Prompts,
+        query: Float[Array, "B D"],
+        task: Int[Array, ""],
+        weights: Float[Array, "B"] | None,
     ) -> Attached:
-        """See `Prompting.attach`: sums over the rows of all tasks so far; only the current task's rows learn."""
+        """See `Prompting.attach`: sums over the rows of all tasks so far; only the current task's
+        rows learn."""
         row = jnp.arange(self.config.pool)
         used, own = row < (task + 1) * self.rows, row >= task * self.rows
-        found, penalty = {}, jnp.zeros(())
+        found = {}
+        penalty = jnp.zeros(())
         for place, layer in enumerate(self.config.layers):
             here = learning_only(own, {name: values[place] for name, values in prompts.items()})
             shares = component_weights(query, here["attention"], here["keys"]) * used
-            found[layer] = halves(jnp.einsum("bm,mld->bld", shares, here["components"], precision="highest"))
+            found[layer] = halves(
+                jnp.einsum("bm,mld->bld", shares, here["components"], precision="highest")
+            )
             if self.config.orthogonality:
-                penalty += sum(departure(values.reshape(len(row), -1), used) for values in here.values())
+                penalty += sum(
+                    departure(values.reshape(len(row), -1), used) for values in here.values()
+                )
         return Attached(found, jnp.broadcast_to(self.config.orthogonality * penalty, len(query)))
 
     def num_params(self, index: int) -> tuple[int, int]:
         """See `Prompting.num_params`: the task's rows."""
-        own = len(self.config.layers) * self.rows * (self.config.length + 2) * self.executor.config.width
+        own = (
+            len(self.config.layers)
+            * self.rows
+            * (self.config.length + 2)
+            * self.executor.config.width
+        )
         return own, own
 
     def added_flops(self) -> dict[str, int]:
         """See `Prompting.added_flops`: prefixes; cosines to all keys, and the weighted sum."""
-        config, vit = self.config, self.executor.config
+        config = self.config
+        vit = self.executor.config
         attention = prefix_flops(vit, config.length // 2, len(config.layers))
         sums = 2 * len(config.layers) * config.pool * vit.width * (2 + config.length)
         return {"attention": attention, "executed": attention + sums}
@@ -133,7 +162,8 @@ class CodaPrompt(Prompting):
 def component_weights(
     query: Float[Array, "B D"], attention: Float[Array, "M D"], keys: Float[Array, "M D"]
 ) -> Float[Array, "B M"]:
-    """cos(q * A_m, K_m) for every image and component, written as two products without an array `[B, M, D]`."""
+    """cos(q * A_m, K_m) for every image and component, written as two products without an array
+    `[B, M, D]`."""
     # <q * A, K> = <q, A * K> and |q * A|^2 = <q^2, A^2>
     inner = jnp.matmul(query, (attention * keys).T, precision="highest")
     squares = jnp.matmul(query**2, (attention**2).T, precision="highest")
@@ -150,8 +180,11 @@ def departure(rows: Float[Array, "M F"], used: Array) -> Float[Array, ""]:
 
 @jax.jit
 def _with_rows(key, before, index, num):
-    """`before` `[layers, M, F]` with new rows for task `index`: N(0, 1) minus its projections on each earlier row."""
-    begin, pool, sampled = index * num, before.shape[1], jax.random.normal(key, before.shape)
+    """`before` `[layers, M, F]` with new rows for task `index`: N(0, 1) minus its projections on
+    each earlier row."""
+    begin = index * num
+    pool = before.shape[1]
+    sampled = jax.random.normal(key, before.shape)
 
     def next_row(row, rows):
         earlier = rows * (jnp.arange(pool) < row)[:, None]
@@ -159,9 +192,12 @@ def _with_rows(key, before, index, num):
 
         def orthogonal(earlier, new):
             squares = (earlier**2).sum(-1)
-            along = jnp.matmul(earlier, new, precision="highest") / jnp.where(squares > 0, squares, 1.0)
+            along = jnp.matmul(earlier, new, precision="highest") / jnp.where(
+                squares > 0, squares, 1.0
+            )
             rest = new - jnp.matmul(along, earlier, precision="highest")
-            # if the earlier rows span the space, only rounding errors are left: keep the sampled row
+            # if the earlier rows span the space, only rounding errors are left: keep the sampled
+            # row
             rest = jnp.where(jnp.linalg.norm(rest) > 1e-3 * jnp.linalg.norm(new), rest, new)
             return rest / jnp.linalg.norm(rest)
 

@@ -1,9 +1,11 @@
-"""DIKI: learned keys and values with a separate softmax next to a block's attention; a Gaussian per task as router.
+"""DIKI: learned keys and values with a separate softmax next to a block's attention; a Gaussian per
+task as router.
 
-Values start at zero, so a task starts exactly at the pretrained network. The learned prefix is added to attention
-instead of taking part in its softmax. The inferred task of an image is the one whose full Gaussian of frozen,
-normalised features gives it the largest density. Tang et al., "Mind the Interference: Retaining Pre-trained Knowledge
-in Parameter Efficient Continual Learning of Vision-Language Models", ECCV 2024, without its text tower.
+Values start at zero, so a task starts exactly at the pretrained network. The learned prefix is
+added to attention instead of taking part in its softmax. The inferred task of an image is the one
+whose full Gaussian of frozen, normalised features gives it the largest density. Tang et al., "Mind
+the Interference: Retaining Pre-trained Knowledge in Parameter Efficient Continual Learning of
+Vision-Language Models", ECCV 2024, without its text tower.
 """
 
 import dataclasses
@@ -38,14 +40,16 @@ class DikiConfig:
     length: int = 8
     """Pairs of a key and a value per block."""
     layers: Literal["last3", "first8"] | tuple[int, ...] = "last3"
-    """Blocks with prefixes: the last three reproduce the paper's FLOPs, the first eight are the official code's; or
-    any, by number. The blocks before the first of them run once for router and prediction."""
+    """Blocks with prefixes: the last three reproduce the paper's FLOPs, the first eight are the
+    official code's; or any, by number. The blocks before the first of them run once for router and
+    prediction."""
     mix: Literal["one", "confidence"] = "one"
-    """Weight of the prefixes in prediction: 1 as in training, or a sigmoid of the image's log-density; then images far
-    from every task fall back to the pretrained network."""
+    """Weight of the prefixes in prediction: 1 as in training, or a sigmoid of the image's
+    log-density; then images far from every task fall back to the pretrained network."""
     cov_shrinkage: float | Literal["ledoit_wolf"] = 0.0
-    """Share in each covariance of the identity, scaled to the same mean variance. With fewer images than dimensions
-    and a share of 0, the official value, a Gaussian recognises hardly any unseen image of its task."""
+    """Share in each covariance of the identity, scaled to the same mean variance. With fewer images
+    than dimensions and a share of 0, the official value, a Gaussian recognises hardly any unseen
+    image of its task."""
     jitter: float = 1e-7
     """Added to the diagonal of every covariance."""
     fit: FitConfig = FitConfig(epochs=20)
@@ -66,7 +70,9 @@ class Diki(OwnPrompts):
     def build(self) -> None:
         executor = self.executor
         if not self.router_features.of(executor):
-            raise ValueError("diki infers the task ID within one pass; give it the features of the same backbone")
+            raise ValueError(
+                "diki infers the task ID within one pass; give it the features of the same backbone"
+            )
         self.layers = layers_of(self.config.layers, executor.config.depth)
         super().build()
 
@@ -88,22 +94,29 @@ class Diki(OwnPrompts):
         if not few or self.config.cov_shrinkage:
             return []
         return [
-            f"at most as many training images as the {width} dimensions of a Gaussian, so some directions have no "
-            f"variance but the jitter {self.config.jitter:g} and the router may fail; set cov_shrinkage: "
-            f"{', '.join(few)}"
+            f"at most as many training images as the {width} dimensions of a Gaussian, so some"
+            f" directions have no variance but the jitter {self.config.jitter:g} and the router may"
+            f" fail; set cov_shrinkage: {', '.join(few)}"
         ]
 
     def begin_prompts(self, key: jax.Array) -> Prompts:
         """Keys U(-1, 1) and values 0."""
         shape = (len(self.layers), self.config.length, self.executor.config.width)
-        return {"keys": jax.random.uniform(key, shape, minval=-1.0, maxval=1.0), "values": jnp.zeros(shape)}
+        return {
+            "keys": jax.random.uniform(key, shape, minval=-1.0, maxval=1.0),
+            "values": jnp.zeros(shape),
+        }
 
     def enter(self, vit: ViT, images: Array) -> Float[Array, "B N D"]:
         """See `OwnPrompts.enter`: the input of the first block with prefixes."""
         return vit.run_blocks(vit.embed(images), until=self.layers[0])
 
     def prompted(
-        self, vit: ViT, tokens: Float[Array, "B N D"], prompts: Mapping[str, Float[Array, "B ..."]], weight: Array
+        self,
+        vit: ViT,
+        tokens: Float[Array, "B N D"],
+        prompts: Mapping[str, Float[Array, "B ..."]],
+        weight: Array,
     ) -> Float[Array, "B D"]:
         prefixes = {
             layer: SidePrefix(prompts["keys"][:, place], prompts["values"][:, place], weight)
@@ -112,55 +125,78 @@ class Diki(OwnPrompts):
         return vit.features(vit.run_blocks(tokens, begin=self.layers[0], prefixes=prefixes))
 
     def inputs(self, task: Task, fitting: Fitting) -> Inputs:
-        """See `OwnPrompts.inputs`: the tokens before the first prefix if they fit into the budget, else the images."""
-        images, num, vit = task.train.images, len(task.train.labels), self.executor.config
+        """See `OwnPrompts.inputs`: the tokens before the first prefix if they fit into the budget,
+        else the images."""
+        images = task.train.images
+        num = len(task.train.labels)
+        vit = self.executor.config
         if 4 * num * vit.num_tokens * vit.width > self.executor.budget:
             return Inputs(images)
         with fitting.running.phase("keep", num) as advance:
-            return Inputs(tokens=self.over(self._tokens, Inputs(images), self.executor.leaves, advance=advance))
+            return Inputs(
+                tokens=self.over(
+                    self._tokens, Inputs(images), self.executor.leaves, advance=advance
+                )
+            )
 
     def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
         """See `OwnPrompts.fit_router`: a mean, and the triangle of a Cholesky factor."""
-        gaussian = fit_gaussian(features, shrinkage=self.config.cov_shrinkage, jitter=self.config.jitter)
+        gaussian = fit_gaussian(
+            features, shrinkage=self.config.cov_shrinkage, jitter=self.config.jitter
+        )
         rows, columns = np.tril_indices(len(gaussian.mean))
         return {"mean": gaussian.mean, "factor": gaussian.factor[rows, columns]}
 
     def run(
-        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray] | None
+        self,
+        images: Images,
+        given: Int[np.ndarray, "N"] | None,
+        query: Callable[[], np.ndarray] | None,
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-        """See `OwnHeads.run`: one pass to the first prefix; from there on one without and one with prefixes."""
-        gaussians, confident = [gaussian_of(task) for task in self.tasks], self.config.mix == "confidence"
+        """See `OwnHeads.run`: one pass to the first prefix; from there on one without and one with
+        prefixes."""
+        gaussians = [gaussian_of(task) for task in self.tasks]
+        confident = self.config.mix == "confidence"
 
         def answer(leaves, stack, read: dict[str, Any]) -> tuple[Any, Any]:
             size = len(read["images"])
-            chosen, weight = read.get("task"), np.ones(size, np.float32)
+            chosen = read.get("task")
+            weight = np.ones(size, np.float32)
             # the pass up to the first prefix is shared by the router and the prediction
             if query or confident:
                 tokens, features = self._tokens_and_features(leaves, read)
                 features = hosts.fetch(features)
-                densities = np.stack([log_density(features, gaussian) for gaussian in gaussians], axis=1)
+                densities = np.stack(
+                    [log_density(features, gaussian) for gaussian in gaussians], axis=1
+                )
                 chosen = densities.argmax(axis=1).astype(np.int32)
                 used = hosts.fetch(read["task"]) if "task" in read else chosen
                 if confident:
                     weight = mixing_weight(densities[np.arange(size), used], features.shape[1])
             else:
-                tokens, used = self._tokens(leaves, read), chosen
-            return chosen, self._answer(leaves, stack, {"tokens": tokens, "task": used, "weight": weight})
+                tokens = self._tokens(leaves, read)
+                used = chosen
+            return chosen, self._answer(
+                leaves, stack, {"tokens": tokens, "task": used, "weight": weight}
+            )
 
         inputs = Inputs(images) if given is None else Inputs(images, task=given)
         return self.over(answer, inputs, self.executor.leaves, self.stack())
 
     def bytes_beside(self, task: Task) -> int:
-        """See `TrainedBaseline.bytes_beside`: a mean and the triangle of a covariance, in float64."""
+        """See `TrainedBaseline.bytes_beside`: a mean and the triangle of a covariance, in
+        float64."""
         width = self.executor.config.width
         return 8 * (width + width * (width + 1) // 2)
 
     def costs(self) -> dict[str, int]:
         """FLOPs per image: one pass, and the blocks from the first prefix on a second time.
 
-        `flops_as_printed` counts attention products in those blocks alone, which gives the paper's row for `last3`.
+        `flops_as_printed` counts attention products in those blocks alone, which gives the paper's
+        row for `last3`.
         """
-        vit, again = self.executor.config, range(self.layers[0], self.executor.config.depth)
+        vit = self.executor.config
+        again = range(self.layers[0], self.executor.config.depth)
         linear = 2 * vit.num_tokens * (4 * vit.width**2 + vit.mlp_weights) * len(again)
         prefixes = prefix_flops(vit, self.config.length, len(self.layers))
         attention = 4 * vit.num_tokens**2 * vit.width * len(again) + prefixes
@@ -179,14 +215,20 @@ class Gaussian(NamedTuple):
 
 
 def fit_gaussian(
-    features: Float[np.ndarray, "N D"], *, shrinkage: float | Literal["ledoit_wolf"] = 0.0, jitter: float = 1e-7
+    features: Float[np.ndarray, "N D"],
+    *,
+    shrinkage: float | Literal["ledoit_wolf"] = 0.0,
+    jitter: float = 1e-7,
 ) -> Gaussian:
-    """Mean and sample covariance of normalised features in float64, shrunk towards a multiple of the identity.
+    """Mean and sample covariance of normalised features in float64, shrunk towards a multiple of
+    the identity.
 
-    `shrinkage` is that multiple's share, `jitter` is added to the diagonal. Raises ValueError if it is singular.
+    `shrinkage` is that multiple's share, `jitter` is added to the diagonal. Raises ValueError if it
+    is singular.
     """
     points = normalise(features.astype(np.float64))
-    mean, width = points.mean(axis=0), points.shape[1]
+    mean = points.mean(axis=0)
+    width = points.shape[1]
     covariance = (points - mean).T @ (points - mean) / max(len(points) - 1, 1)
     if shrinkage == "ledoit_wolf":
         # here, because scikit-learn takes a second to import and every command imports this module
@@ -200,8 +242,8 @@ def fit_gaussian(
         return Gaussian(mean, np.linalg.cholesky(covariance))
     except np.linalg.LinAlgError as error:
         raise ValueError(
-            f"the covariance of {len(points)} images in {width} dimensions is singular with the jitter {jitter:g}; set "
-            "a larger jitter, or cov_shrinkage"
+            f"the covariance of {len(points)} images in {width} dimensions is singular with the"
+            f" jitter {jitter:g}; set a larger jitter, or cov_shrinkage"
         ) from error
 
 

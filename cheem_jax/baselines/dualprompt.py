@@ -1,9 +1,11 @@
-"""DualPrompt: a general prompt that all tasks share, and an expert prompt per task, selected by the nearest task key.
+"""DualPrompt: a general prompt that all tasks share, and an expert prompt per task, selected by the
+nearest task key.
 
-Blocks 0 and 1 get the general prompt, blocks 2 to 4 the expert one, each as keys and values of the attention. Training
-uses the current task's slot and pulls its key to the images' features; prediction takes, per image and block, the slot
-with the nearest key. Expert slots stay as learned, the general prompt does not. Wang et al., "DualPrompt: Complementary
-Prompting for Rehearsal-Free Continual Learning", ECCV 2022, in the form of the CODA-Prompt code.
+Blocks 0 and 1 get the general prompt, blocks 2 to 4 the expert one, each as keys and values of the
+attention. Training uses the current task's slot and pulls its key to the images' features;
+prediction takes, per image and block, the slot with the nearest key. Expert slots stay as learned,
+the general prompt does not. Wang et al., "DualPrompt: Complementary Prompting for Rehearsal-Free
+Continual Learning", ECCV 2022, in the form of the CODA-Prompt code.
 """
 
 import dataclasses
@@ -55,9 +57,13 @@ class DualPromptConfig:
         expect(self, "pool", self.pool is None or self.pool >= 1, none)
         halved(self, "general_length", "expert_length")
         if both := set(self.general_layers) & set(self.expert_layers):
-            raise ValueError(f"blocks {sorted(both)} have a general and an expert prompt; expected one of them")
+            raise ValueError(
+                f"blocks {sorted(both)} have a general and an expert prompt; expected one of them"
+            )
         if not self.expert_layers:
-            raise ValueError("expert_layers is empty; without expert prompts nothing tells the tasks apart")
+            raise ValueError(
+                "expert_layers is empty; without expert prompts nothing tells the tasks apart"
+            )
 
 
 class DualPrompt(Prompting):
@@ -83,19 +89,23 @@ class DualPrompt(Prompting):
     def _check_slot(self, index: int) -> None:
         if index >= self.pool:
             raise ValueError(
-                f"a pool of {self.pool} slots has none for task {index + 1}; expected one per task: set pool to "
-                f"{index + 1} or more, or leave it out before the first task is learned"
+                f"a pool of {self.pool} slots has none for task {index + 1}; expected one per task:"
+                f" set pool to {index + 1} or more, or leave it out before the first task is"
+                " learned"
             )
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """See `Prompting.begin_task`: prompts sampled once; optionally a slot starts as a copy of the one before."""
+        """See `Prompting.begin_task`: prompts sampled once; optionally a slot starts as a copy of
+        the one before."""
         self._check_slot(index)
         if prompts:
             if not self.config.copy_previous:
                 return prompts
             expert = jnp.asarray(prompts["expert"])
             return {**prompts, "expert": expert.at[:, index].set(expert[:, index - 1])}
-        config, width, experts = self.config, self.executor.config.width, len(self.config.expert_layers)
+        config = self.config
+        width = self.executor.config.width
+        experts = len(self.config.expert_layers)
         high = {"uniform": 1.0, "small": 0.01}[config.init]
         shapes = {
             "expert": (experts, self.pool, config.expert_length, width),
@@ -110,10 +120,17 @@ class DualPrompt(Prompting):
         }
 
     def attach(
-        self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], weights: Float[Array, "B"] | None
+        self,
+        prompts: Prompts,
+        query: Float[Array, "B D"],
+        task: Int[Array, ""],
+        weights: Float[Array, "B"] | None,
     ) -> Attached:
-        """See `Prompting.attach`: the general prompt, and the task's slot (training) or the nearest one."""
-        config, key_loss, found = self.config, jnp.zeros(len(query)), {}
+        """See `Prompting.attach`: the general prompt, and the task's slot (training) or the nearest
+        one."""
+        config = self.config
+        key_loss = jnp.zeros(len(query))
+        found = {}
         for place, layer in enumerate(config.general_layers):
             general = prompts["general"][place]
             found[layer] = halves(jnp.broadcast_to(general, (len(query), *general.shape)))
@@ -125,13 +142,16 @@ class DualPrompt(Prompting):
                     key_loss += 1.0 - cosine(query, keys[task])
             else:
                 # later slots are still random
-                near = jnp.where(jnp.arange(len(keys)) <= task, cosine(query[:, None], keys), -jnp.inf)
+                near = jnp.where(
+                    jnp.arange(len(keys)) <= task, cosine(query[:, None], keys), -jnp.inf
+                )
                 slot = near.argmax(axis=1)
             found[layer] = halves(prompts["expert"][place][slot])
         return Attached(found, config.key_weight * key_loss)
 
     def num_params(self, index: int) -> tuple[int, int]:
-        """See `Prompting.num_params`: the general prompt, which the first task adds, and a slot with its keys."""
+        """See `Prompting.num_params`: the general prompt, which the first task adds, and a slot
+        with its keys."""
         prompts = self.known.prompts
         general = prompts["general"].size if "general" in prompts else 0
         slot = (prompts["expert"].size + prompts["keys"].size) // self.pool
@@ -139,17 +159,23 @@ class DualPrompt(Prompting):
 
     def added_flops(self) -> dict[str, int]:
         """See `Prompting.added_flops`: both prompts, and cosines to all keys."""
-        config, vit = self.config, self.executor.config
+        config = self.config
+        vit = self.executor.config
         attention = prefix_flops(vit, config.general_length // 2, len(config.general_layers))
         attention += prefix_flops(vit, config.expert_length // 2, len(config.expert_layers))
         tables = 1 if config.shared_keys else len(config.expert_layers)
         return {"attention": attention, "executed": attention + 2 * tables * self.pool * vit.width}
 
     def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
-        """See `Prompting.learn_task`; reports shares of the training images by inferred slot, per block."""
-        report, query, index = super().learn_task(task, fitting), self.features(task, "train"), len(self.classes)
+        """See `Prompting.learn_task`; reports shares of the training images by inferred slot, per
+        block."""
+        report = super().learn_task(task, fitting)
+        query = self.features(task, "train")
+        index = len(self.classes)
         spread = []
         for keys in np.asarray(self.known.prompts["keys"])[:, : index + 1]:
             near = query @ (keys / np.linalg.norm(keys, axis=1, keepdims=True)).T
-            spread.append((np.bincount(near.argmax(axis=1), minlength=index + 1) / len(query)).tolist())
+            spread.append(
+                (np.bincount(near.argmax(axis=1), minlength=index + 1) / len(query)).tolist()
+            )
         return {**report, "slots_chosen": spread}

@@ -1,9 +1,11 @@
-"""EWC: the whole backbone trains on every task, under a quadratic penalty on weights that earlier tasks need.
+"""EWC: the whole backbone trains on every task, under a quadratic penalty on weights that earlier
+tasks need.
 
-The diagonal Fisher information of a finished task says how much each weight matters to it; the loss of the next task
-penalises moving such weights. One network and one head predict for all classes, without task-ID inference. Kirkpatrick
-et al., "Overcoming catastrophic forgetting in neural networks", PNAS 2017, with the one running Fisher of online EWC:
-Schwarz et al., "Progress & Compress: A scalable framework for continual learning", ICML 2018.
+The diagonal Fisher information of a finished task says how much each weight matters to it; the loss
+of the next task penalises moving such weights. One network and one head predict for all classes,
+without task-ID inference. Kirkpatrick et al., "Overcoming catastrophic forgetting in neural
+networks", PNAS 2017, with the one running Fisher of online EWC: Schwarz et al., "Progress &
+Compress: A scalable framework for continual learning", ICML 2018.
 """
 
 import copy
@@ -22,10 +24,26 @@ import optax
 from jaxtyping import Array, Float
 
 from cheem_jax.backbone.flops import backbone_params
-from cheem_jax.baselines.baseline import OneHead, at_least_one, expect, no_classes, params_report, pass_costs, positive
+from cheem_jax.baselines.baseline import (
+    OneHead,
+    at_least_one,
+    expect,
+    no_classes,
+    params_report,
+    pass_costs,
+    positive,
+)
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs
 from cheem_jax.cheem.config import FitConfig
-from cheem_jax.cheem.heads import FAR, Classes, cut, grow_head, head_logits, local_cross_entropy, padded
+from cheem_jax.cheem.heads import (
+    FAR,
+    Classes,
+    cut,
+    grow_head,
+    head_logits,
+    local_cross_entropy,
+    padded,
+)
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, order_at
 from cheem_jax.core.pool import Head
@@ -40,7 +58,8 @@ GRADIENT_BYTES = 2**30
 
 
 class Noise(enum.IntEnum):
-    """What `Phase.METHOD_NOISE` samples; the number is part of the key, so members are only ever appended."""
+    """What `Phase.METHOD_NOISE` samples; the number is part of the key, so members are only ever
+    appended."""
 
     LABELS = 1
     """Labels of the Fisher information, from the network's softmax."""
@@ -56,15 +75,18 @@ class EwcConfig:
 
     name: ClassVar[str] = "ewc"
     penalties: tuple[float, ...] = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
-    """Strengths of the penalty. Of several, the one with the best average validation accuracy over the stream's first
-    three tasks is selected, where a prediction is the argmax over the classes of all three."""
+    """Strengths of the penalty. Of several, the one with the best average validation accuracy over
+    the stream's first three tasks is selected, where a prediction is the argmax over the classes of
+    all three."""
     gamma: float = 1.0
     """Factor of the running Fisher information when a task's is added to it."""
     fisher: Literal["sampled", "empirical", "batch"] = "sampled"
-    """Squared gradients per image, of labels sampled from the network's softmax or of the true ones; `batch` squares
-    the mean gradient of a batch, a frequent mistake that makes them smaller by up to the batch size."""
+    """Squared gradients per image, of labels sampled from the network's softmax or of the true
+    ones; `batch` squares the mean gradient of a batch, a frequent mistake that makes them smaller
+    by up to the batch size."""
     fisher_images: int = 0
-    """Training images, sampled once per task, that the Fisher information is estimated on; 0: all."""
+    """Training images, sampled once per task, that the Fisher information is estimated on; 0:
+    all."""
     head_learning_rate: float = 1e-3
     """Rate of the head at the start; `fit.learning_rate` is the backbone's."""
     fit: FitConfig = FitConfig(epochs=20, learning_rate=5e-5)
@@ -74,13 +96,21 @@ class EwcConfig:
         at_least_one(self, "batch_size")
         positive(self, "head_learning_rate")
         if not self.penalties or not all(0 <= penalty < float("inf") for penalty in self.penalties):
-            raise ValueError(f"penalties are {self.penalties}; expected at least one, all finite and at least 0")
-        expect(self, "gamma", 0 <= self.gamma <= 1, "0 (only the last task's Fisher) to 1 (all tasks' sum)")
+            raise ValueError(
+                f"penalties are {self.penalties}; expected at least one, all finite and at least 0"
+            )
+        expect(
+            self,
+            "gamma",
+            0 <= self.gamma <= 1,
+            "0 (only the last task's Fisher) to 1 (all tasks' sum)",
+        )
         expect(self, "fisher_images", self.fisher_images >= 0, "a number of images, or 0 for all")
 
 
 class EwcState(NamedTuple):
-    """What EWC stores between tasks: the backbone's weights, their Fisher information (0 at the start), the head."""
+    """What EWC stores between tasks: the backbone's weights, their Fisher information (0 at the
+    start), the head."""
 
     backbone: list[Any]
     fisher: list[Any]
@@ -111,23 +141,32 @@ class Ewc(OneHead):
             (leaves, head), (known, fisher, strength, num) = learned, fixed
             found = logits(leaves, head, batch.inputs)
             local = local_cross_entropy(found, batch.labels, batch.weights, 0, num)
-            moved = sum((f * (leaf - star) ** 2).sum() for leaf, star, f in zip(leaves, known, fisher, strict=True))
-            # CE + lambda / 2 * sum F (theta - theta*)^2 (Kirkpatrick et al., eq. 3), F and theta* of online EWC
+            moved = sum(
+                (f * (leaf - star) ** 2).sum()
+                for leaf, star, f in zip(leaves, known, fisher, strict=True)
+            )
+            # CE + lambda / 2 * sum F (theta - theta*)^2 (Kirkpatrick et al., eq. 3), F and theta*
+            # of online EWC
             return local + 0.5 * strength * moved
 
         @functools.partial(executor.jit, donate_argnums=0)
         def add_fisher(sums, leaves, head, inputs, labels, weights, rows, key, num):
             def of_batch(leaves):
-                return local_cross_entropy(logits(leaves, head, inputs), labels, weights / weights.sum(), 0, num)
+                return local_cross_entropy(
+                    logits(leaves, head, inputs), labels, weights / weights.sum(), 0, num
+                )
 
             def of_image(leaves, image, label, row):
                 found = logits(leaves, head, {"images": image[None]})
                 if config.fisher == "sampled":
-                    own = jnp.where(jnp.arange(found.shape[-1]) < num, jax.lax.stop_gradient(found[0]), FAR)
+                    own = jnp.where(
+                        jnp.arange(found.shape[-1]) < num, jax.lax.stop_gradient(found[0]), FAR
+                    )
                     label = jax.random.categorical(jax.random.fold_in(key, row), own)
                 return -local_cross_entropy(found, label[None], jnp.ones(1), 0, num)
 
-            # the Fisher information is a mean of squares, not the square of a mean, which is far smaller
+            # the Fisher information is a mean of squares, not the square of a mean, which is far
+            # smaller
             if config.fisher == "batch":
                 new = jax.tree.map(lambda g: weights.sum() * g * g, jax.grad(of_batch)(leaves))
             else:
@@ -142,9 +181,13 @@ class Ewc(OneHead):
         ratio = config.head_learning_rate / config.fit.learning_rate
         adam = optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(ratio), (False, True)))
         self.fitter = Fitter(loss, adam, jit=executor.jit, layout=executor.layout)
-        self._add_fisher, self._scaled, self._answer = add_fisher, scaled, executor.jit(logits)
+        self._add_fisher = add_fisher
+        self._scaled = scaled
+        self._answer = executor.jit(logits)
         leaves = list(executor.leaves)
-        self.known = EwcState(leaves, scaled(leaves, np.float32(0)), no_classes(executor.config.width))
+        self.known = EwcState(
+            leaves, scaled(leaves, np.float32(0)), no_classes(executor.config.width)
+        )
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         self._first, num = list(tasks[:TUNED_ON]), len(self.config.penalties)
@@ -153,54 +196,78 @@ class Ewc(OneHead):
         if len(tasks) == 1:
             return [f"a single task needs no penalty, so the {num} penalties are not compared"]
         names = ", ".join(task.name for task in self._first[1:])
-        return [f"learns {names} {num} times beforehand, to select one of {num} penalties on the validation split"]
+        return [
+            f"learns {names} {num} times beforehand, to select one of {num} penalties on the"
+            " validation split"
+        ]
 
     def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
         """Train backbone and head under the penalty, then add the task's Fisher information.
 
         Raises ValueError where the penalty cannot be selected.
         """
-        penalties, vit, num = self.config.penalties, self.executor.config, len(task.classes)
+        penalties = self.config.penalties
+        vit = self.executor.config
+        num = len(task.classes)
         if self.penalty is None and [shown.name for shown in self._first[:1]] != [task.name]:
             raise ValueError(
-                f"ewc selects one of {len(penalties)} penalties on a stream's first tasks, but knows no stream that "
-                f"starts with {task.name!r}: call check(tasks) first, or give one penalty"
+                f"ewc selects one of {len(penalties)} penalties on a stream's first tasks, but"
+                f" knows no stream that starts with {task.name!r}: call check(tasks) first, or give"
+                " one penalty"
             )
-        before, begins, report = self.known, not self.classes.num, {}
+        before = self.known
+        begins = not self.classes.num
+        report = {}
         strength = np.float32(0 if begins else self.penalty)
         self.train(fitting, task, (before.backbone, before.fisher, strength, np.int32(num)))
         with fitting.phase("fisher", self._num_fisher(task)) as advance:
             fisher = self.add_fisher(before.fisher, fitting, task, advance)
         leaves, own = fitting.learned
-        head = jax.tree.map(lambda *parts: np.concatenate(parts, axis=-1), before.head, cut(own, num))
+        head = jax.tree.map(
+            lambda *parts: np.concatenate(parts, axis=-1), before.head, cut(own, num)
+        )
         self.known = EwcState(leaves, fisher, head)
         if self.penalty is None and len(self._first) == 1:
             self.penalty = penalties[0]
         elif self.penalty is None:
             tried = self._tune(fitting)
             self.penalty = penalties[int(tried.argmax())]
-            report["penalty_accuracies"] = dict(zip(map(str, penalties), tried.tolist(), strict=True))
-        backbone, head_params = backbone_params(vit), (vit.width + 1) * num
-        # the weights replace the pretrained ones; their Fisher information is stored with the first task
+            report["penalty_accuracies"] = dict(
+                zip(map(str, penalties), tried.tolist(), strict=True)
+            )
+        backbone = backbone_params(vit)
+        head_params = (vit.width + 1) * num
+        # the weights replace the pretrained ones; their Fisher information is stored with the first
+        # task
         stored = (backbone if begins else 0) + head_params
         report["penalty"] = self.penalty
-        return {**report, **params_report(vit, added=0, learned=backbone + head_params, stored=stored)}
+        return {
+            **report,
+            **params_report(vit, added=0, learned=backbone + head_params, stored=stored),
+        }
 
     def costs(self) -> dict[str, int]:
         """FLOPs per image of one plain pass."""
         return pass_costs(self.executor.config, self.classes.num)
 
     def start(self, task: Task) -> tuple[list[Any], Head]:
-        """The backbone's weights, and columns of the task's classes alone: its loss sees no others."""
-        key, width = self.key(task, Phase.METHOD_INIT), self.executor.config.width
+        """The backbone's weights, and columns of the task's classes alone: its loss sees no
+        others."""
+        key = self.key(task, Phase.METHOD_INIT)
+        width = self.executor.config.width
         return list(self.known.backbone), grow_head(key, None, width, 0, len(task.classes))
 
-    def add_fisher(self, fisher: list[Any], fitting: Fitting, task: Task, advance: Advance) -> list[jax.Array]:
-        """The running Fisher information plus that of the next task, whose training has finished."""
+    def add_fisher(
+        self, fisher: list[Any], fitting: Fitting, task: Task, advance: Advance
+    ) -> list[jax.Array]:
+        """The running Fisher information plus that of the next task, whose training has
+        finished."""
         labels, (leaves, head), num = task.train.labels, fitting.learned, self._num_fisher(task)
         rows = np.arange(len(labels))
         if num < len(labels):
-            rows = np.sort(order_at(self.key(task, Phase.METHOD_NOISE, Noise.IMAGES), len(labels))[:num])
+            rows = np.sort(
+                order_at(self.key(task, Phase.METHOD_NOISE, Noise.IMAGES), len(labels))[:num]
+            )
         if self.config.fisher == "batch":
             # shuffled as in training, because neighbours may be of one class
             rows = rows[order_at(self.key(task, Phase.METHOD_NOISE, Noise.BATCHES), len(rows))]
@@ -212,9 +279,16 @@ class Ewc(OneHead):
             # each image has the same weight, and a batch as a whole the number of its images
             weights = piece.mask / np.float32(len(rows))
             sums = self._add_fisher(
-                sums, leaves, head, inputs, labels[piece.rows], weights, piece.rows.astype(np.int32), key,
+                sums,
+                leaves,
+                head,
+                inputs,
+                labels[piece.rows],
+                weights,
+                piece.rows.astype(np.int32),
+                key,
                 np.int32(len(task.classes)),
-            )  # fmt: skip
+            )
             advance(piece.size)
         return jax.block_until_ready(sums)
 
@@ -222,19 +296,27 @@ class Ewc(OneHead):
         return min(len(task.train.labels), self.config.fisher_images or len(task.train.labels))
 
     def _tune(self, fitting: Fitting) -> Float[np.ndarray, "penalties"]:
-        """The mean validation accuracy with each penalty, of which `fitting` keeps those that were tried already.
+        """The mean validation accuracy with each penalty, of which `fitting` keeps those that were
+        tried already.
 
-        The first task has no penalty, so all start from its state, with the keys that the stream itself will use.
+        The first task has no penalty, so all start from its state, with the keys that the stream
+        itself will use.
         """
-        tasks, untried = self._first, np.full(len(self.config.penalties), np.nan)
+        tasks = self._first
+        untried = np.full(len(self.config.penalties), np.nan)
         tried = fitting.more["tried"] = np.array(fitting.more.get("tried", untried), np.float64)
         todo, (first, *others) = np.flatnonzero(np.isnan(tried)), tasks
-        total = sum(self.config.fit.epochs * len(task.train.labels) + self._num_fisher(task) for task in others)
+        total = sum(
+            self.config.fit.epochs * len(task.train.labels) + self._num_fisher(task)
+            for task in others
+        )
         with fitting.phase("penalty", len(todo) * total) as advance:
             running: Any = SimpleNamespace(saved=None, phase=lambda *_: nullcontext(advance))
             for place in todo:
-                trial, accuracies = copy.copy(self), []
-                trial.penalty, trial.classes = self.config.penalties[place], Classes([first.name], [first.classes])
+                trial = copy.copy(self)
+                accuracies = []
+                trial.penalty = self.config.penalties[place]
+                trial.classes = Classes([first.name], [first.classes])
                 try:
                     for task in others:
                         trial.learn(task, running)
@@ -243,12 +325,15 @@ class Ewc(OneHead):
                     continue
                 for index, task in enumerate(tasks):
                     found = trial.classes.inferred(trial.logits(task.val.images))
-                    accuracies.append(((found.tasks == index) & (found.classes == task.val.labels)).mean())
+                    accuracies.append(
+                        ((found.tasks == index) & (found.classes == task.val.labels)).mean()
+                    )
                 tried[place] = np.mean(accuracies)
         if tried.max() < 0:
             raise FloatingPointError(
-                f"ewc: non-finite losses on the first {len(tasks)} tasks with each of the penalties "
-                f"{self.config.penalties}; set a learning rate below {self.config.fit.learning_rate}"
+                f"ewc: non-finite losses on the first {len(tasks)} tasks with each of the penalties"
+                f" {self.config.penalties}; set a learning rate below"
+                f" {self.config.fit.learning_rate}"
             )
         return tried
 
@@ -265,11 +350,18 @@ class Ewc(OneHead):
 
 
 def squared_gradients(
-    log_likelihood: Callable[..., jax.Array], params: Any, weights: Float[Array, "B"], *examples: Array
+    log_likelihood: Callable[..., jax.Array],
+    params: Any,
+    weights: Float[Array, "B"],
+    *examples: Array,
 ) -> Any:
-    """Weighted sum over images of the squared gradient of `log_likelihood(params, *example)`, one gradient per image.
+    """Weighted sum over images of the squared gradient of `log_likelihood(params, *example)`, one
+    gradient per image.
 
-    The mean over images estimates the Fisher information's diagonal if the labels are sampled from the model.
+    The mean over images estimates the Fisher information's diagonal if the labels are sampled from
+    the model.
     """
     grads = jax.vmap(jax.grad(log_likelihood), (None, *[0] * len(examples)))(params, *examples)
-    return jax.tree.map(lambda g: (weights.reshape(-1, *[1] * (g.ndim - 1)) * g * g).sum(axis=0), grads)
+    return jax.tree.map(
+        lambda g: (weights.reshape(-1, *[1] * (g.ndim - 1)) * g * g).sum(axis=0), grads
+    )

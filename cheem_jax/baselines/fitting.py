@@ -1,7 +1,8 @@
 """Gradient training of any pytree: what prompts, adapters and whole backbones have in common.
 
-A method gives the loss of a batch as a pure function of what is learned, what is frozen and the batch; one compiled
-step serves every task. Keys and data order follow from the step, so a resumed fit ends as an uninterrupted one.
+A method gives the loss of a batch as a pure function of what is learned, what is frozen and the
+batch; one compiled step serves every task. Keys and data order follow from the step, so a resumed
+fit ends as an uninterrupted one.
 """
 
 import contextlib
@@ -35,11 +36,13 @@ from cheem_jax.run.rolling import Saved
 
 T = TypeVar("T")
 WORKING_SET = 5 * 2**19
-"""Bytes per part of a batch: half of an executor's, as a whole network keeps more than its widest activations."""
+"""Bytes per part of a batch: half of an executor's, as a whole network keeps more than its widest
+activations."""
 
 
 class Init(enum.IntEnum):
-    """What `Phase.METHOD_INIT` initialises; the number is part of the key, so members are only ever appended."""
+    """What `Phase.METHOD_INIT` initialises; the number is part of the key, so members are only ever
+    appended."""
 
     LEARNED = 0
     """Prompts, adapters or experts."""
@@ -49,7 +52,8 @@ class Init(enum.IntEnum):
 
 
 class FitBatch(NamedTuple):
-    """What one step learns from; `weights` sum to 1 and are 0 for padding, `inputs` are arrays `[B, ...]` by name."""
+    """What one step learns from; `weights` sum to 1 and are 0 for padding, `inputs` are arrays `[B,
+    ...]` by name."""
 
     inputs: dict[str, Any]
     labels: Int[Any, "B"]
@@ -59,7 +63,8 @@ class FitBatch(NamedTuple):
 
 
 class Inputs:
-    """Images of a data set, and other arrays with one row per image, such as the features that query prompts."""
+    """Images of a data set, and other arrays with one row per image, such as the features that
+    query prompts."""
 
     def __init__(self, images: Images | None = None, **others: np.ndarray):
         self.images, self.others = images, others
@@ -78,7 +83,8 @@ class Inputs:
 
 @dataclasses.dataclass
 class Fitting:
-    """What is learned, the optimizer's state, the progress of both, and the task that they belong to."""
+    """What is learned, the optimizer's state, the progress of both, and the task that they belong
+    to."""
 
     learned: Any
     moments: Any
@@ -90,7 +96,8 @@ class Fitting:
 
     def saved(self) -> Saved:
         """A rolling checkpoint of this fit."""
-        state, arrays = self.state, {"fitting": numbered((self.learned, self.moments)), **self.more}
+        state = self.state
+        arrays = {"fitting": numbered((self.learned, self.moments)), **self.more}
         if state.running:
             arrays["running"] = np.array(jax.device_get(state.running), np.float64)
         meta = {"step": state.step, "losses": state.losses, "skipped": state.skipped}
@@ -98,18 +105,21 @@ class Fitting:
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int) -> Iterator[Advance]:
-        """A phase of the task, `total` in images, which counts its seconds and may be interrupted."""
+        """A phase of the task, `total` in images, which counts its seconds and may be
+        interrupted."""
         with self.clock(name), self.running.phase(name, total, self.saved) as advance:
             yield advance
 
 
 class Fitter:
-    """The compiled step of one loss, a pure function of what is learned, what is fixed, and the batch.
+    """The compiled step of one loss, a pure function of what is learned, what is fixed, and the
+    batch.
 
-    `optimizer` gives updates for the learning rate 1 (default: `optax.scale_by_adam()`); `jit` compiles; `layout`
-    divides each batch over devices. `rows` gives the rows of a part, as `Executor.rows`: a CPU computes the parts of a
-    batch in parallel. It is only for a loss without noise that is a weighted sum over images, so that parts add up;
-    without it a batch is computed as a whole.
+    `optimizer` gives updates for the learning rate 1 (default: `optax.scale_by_adam()`); `jit`
+    compiles; `layout` divides each batch over devices. `rows` gives the rows of a part, as
+    `Executor.rows`: a CPU computes the parts of a batch in parallel. It is only for a loss without
+    noise that is a weighted sum over images, so that parts add up; without it a batch is computed
+    as a whole.
     """
 
     def __init__(
@@ -131,7 +141,9 @@ class Fitter:
             stepped = jax.tree.map(lambda p, u, r: p - r * u, learned, updates, rates)
             # a non-finite loss or gradient must not reach any parameter
             learned, moments = jax.tree.map(
-                lambda new, old: jnp.where(jnp.isfinite(value), new, old), (stepped, next_moments), (learned, moments)
+                lambda new, old: jnp.where(jnp.isfinite(value), new, old),
+                (stepped, next_moments),
+                (learned, moments),
             )
             return learned, moments, value
 
@@ -145,7 +157,11 @@ class Fitter:
             learned = jax.tree.map(jnp.copy, learned)
             return learned, adam.init(learned)
 
-        self.loss, self.rows, self.layout, self._step, self._begin = loss, rows, layout, step, begin
+        self.loss = loss
+        self.rows = rows
+        self.layout = layout
+        self._step = step
+        self._begin = begin
         self._gradient, self._update = jit(gradient), jit(update, donate_argnums=(0, 1))
 
     def begun(self, learned: Any, saved: Saved | None = None) -> Fitting:
@@ -153,7 +169,8 @@ class Fitter:
         learned = self.layout.everywhere(jax.tree.map(jnp.asarray, learned))
         fitting = Fitting(*self._begin(learned))
         if saved is not None:
-            arrays, meta = dict(saved.arrays), saved.meta
+            arrays = dict(saved.arrays)
+            meta = saved.meta
             found = unnumbered((fitting.learned, fitting.moments), arrays.pop("fitting"))
             fitting.learned, fitting.moments = self.layout.everywhere(found)
             running: list[Any] = [float(loss) for loss in arrays.pop("running", ())]
@@ -178,20 +195,29 @@ class Fitter:
     ) -> None:
         """Train in place to the last epoch; `fitting` is up to date whenever `advance` is called.
 
-        `fixed` is passed to the loss; `labels` and `inputs` have one row per image. `scale` multiplies the learning
-        rate, as one number or as a pytree over what is learned. Raises FloatingPointError for a non-finite loss or
-        gradient, unless `config` skips such steps; they reach no parameter.
+        `fixed` is passed to the loss; `labels` and `inputs` have one row per image. `scale`
+        multiplies the learning rate, as one number or as a pytree over what is learned. Raises
+        FloatingPointError for a non-finite loss or gradient, unless `config` skips such steps; they
+        reach no parameter.
         """
-        state, steps, layout, note = fitting.state, num_batches(len(labels), batch_size), self.layout, ""
+        state = fitting.state
+        steps = num_batches(len(labels), batch_size)
+        layout = self.layout
+        note = ""
 
         def read(pieces: Sequence[Rows]) -> Iterator[tuple[FitBatch, int]]:
-            for piece, found in zip(pieces, inputs.follow([piece.rows for piece in pieces], layout), strict=True):
+            for piece, found in zip(
+                pieces, inputs.follow([piece.rows for piece in pieces], layout), strict=True
+            ):
                 weights = layout.weights(piece.mask / piece.mask.sum())
                 yield FitBatch(found, layout.rows(labels[piece.rows]), weights), piece.size
 
         for epoch in range(state.step // steps, config.epochs):
             begin = state.step % steps
-            rates = [learning_rate_at(config, epoch * steps + step, config.epochs * steps) for step in range(steps)]
+            rates = [
+                learning_rate_at(config, epoch * steps + step, config.epochs * steps)
+                for step in range(steps)
+            ]
             pieces = list(batches(order_at(key_at(order_key, epoch), len(labels)), batch_size))
             for step, (batch, size) in enumerate(ahead(layout, read(pieces[begin:])), begin):
                 batch = batch._replace(key=key_at(noise_key, state.step))
@@ -207,13 +233,16 @@ class Fitter:
                 advance(size, note)
 
     def step(self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch) -> jax.Array:
-        """One step of the optimizer, in place; the loss before it, NaN where that or a gradient is non-finite."""
+        """One step of the optimizer, in place; the loss before it, NaN where that or a gradient is
+        non-finite."""
         size = len(batch.labels)
         rows = self.rows(size, WORKING_SET) if self.rows else size
         if rows == size:
             found = self._step(fitting.learned, fitting.moments, rate, fixed, batch)
         else:
-            cuts = [operator.itemgetter(slice(start, start + rows)) for start in range(0, size, rows)]
+            cuts = [
+                operator.itemgetter(slice(start, start + rows)) for start in range(0, size, rows)
+            ]
             parts = [FitBatch(*jax.tree.map(cut, batch[:3]), key=batch.key) for cut in cuts]
             gradient = functools.partial(self._gradient, fitting.learned, fixed)
             grads = functools.reduce(add, side_by_side(gradient, parts))
@@ -230,17 +259,23 @@ def over_batches(
     advance: Advance = unwatched,
     layout: Layout = ONE,
 ) -> Any:
-    """What a compiled function gives for all inputs, computed in batches of one shape: a pytree of arrays `[N, ...]`.
+    """What a compiled function gives for all inputs, computed in batches of one shape: a pytree of
+    arrays `[N, ...]`.
 
     Raises ValueError if there are no images.
     """
     if not len(inputs):
         raise ValueError("there are no images to predict; expected at least 1")
-    pieces, found = list(batches(np.arange(len(inputs)), batch_size)), None
-    for piece, read in zip(pieces, inputs.follow([piece.rows for piece in pieces], layout), strict=True):
+    pieces = list(batches(np.arange(len(inputs)), batch_size))
+    found = None
+    for piece, read in zip(
+        pieces, inputs.follow([piece.rows for piece in pieces], layout), strict=True
+    ):
         part = hosts.fetch(function(read))
         if found is None:
-            found = jax.tree.map(lambda values: np.empty((len(inputs), *values.shape[1:]), values.dtype), part)
+            found = jax.tree.map(
+                lambda values: np.empty((len(inputs), *values.shape[1:]), values.dtype), part
+            )
         for all_values, values in zip(jax.tree.leaves(found), jax.tree.leaves(part), strict=True):
             all_values[piece.rows[: piece.size]] = values[: piece.size]
         advance(piece.size)

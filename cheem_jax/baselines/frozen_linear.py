@@ -1,7 +1,8 @@
 """The lower reference: a linear head per task on frozen features, with CHEEM's router.
 
-Ridge regression on one-hot labels (scikit-learn's RidgeClassifier), its penalty selected per task on the validation
-split. Learning in the backbone is worth its cost only if it is more accurate than this.
+Ridge regression on one-hot labels (scikit-learn's RidgeClassifier), its penalty selected per task
+on the validation split. Learning in the backbone is worth its cost only if it is more accurate than
+this.
 """
 
 import dataclasses
@@ -15,7 +16,14 @@ from cheem_jax.baselines.baseline import Baseline, at_least_one, params_report, 
 from cheem_jax.cheem.heads import classes_by_task
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.pool import Head
-from cheem_jax.core.routing import Router, RouterConfig, TaskStatistics, fit_statistics, make_router, num_kept
+from cheem_jax.core.routing import (
+    Router,
+    RouterConfig,
+    TaskStatistics,
+    fit_statistics,
+    make_router,
+    num_kept,
+)
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
 from cheem_jax.run.method import Answers, Clock, Running, check_given, check_router
@@ -59,10 +67,15 @@ class FrozenLinear(Baseline):
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Fit the task's head, then the router's statistics."""
-        clock, vit, num_classes = Clock(), self.executor.config, len(task.classes)
+        clock = Clock()
+        vit = self.executor.config
+        num_classes = len(task.classes)
         with clock("head"):
             head, penalty = fit_head(
-                self.features(task, "train"), task.train.labels, self.features(task, "val"), task.val.labels
+                self.features(task, "train"),
+                task.train.labels,
+                self.features(task, "val"),
+                task.val.labels,
             )
         with clock("router"):
             seed = self.keys.seed_at(len(self.tasks), Phase.CENTROIDS)
@@ -83,16 +96,25 @@ class FrozenLinear(Baseline):
     def bytes_needed(self, task: Task) -> int:
         """See `Method.bytes_needed`: the head and the router's statistics."""
         head = (self.features.encoder.width + 1) * len(task.classes)
-        return 4 * (head + num_kept(self.config.router, self.router_features.encoder.width, len(task.classes)))
+        return 4 * (
+            head
+            + num_kept(self.config.router, self.router_features.encoder.width, len(task.classes))
+        )
 
-    def classes_for(self, features: Float[np.ndarray, "N D"], tasks: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
+    def classes_for(
+        self, features: Float[np.ndarray, "N D"], tasks: Int[np.ndarray, "N"]
+    ) -> Int[np.ndarray, "N"]:
         """The class that the head of each image's task gives it."""
-        return classes_by_task(features, [Head(task.weight, task.bias) for task in self.tasks], tasks)
+        return classes_by_task(
+            features, [Head(task.weight, task.bias) for task in self.tasks], tasks
+        )
 
     @property
     def index(self) -> Router:
         """The router of all tasks."""
-        return self._index.follow([TaskStatistics(task.centroids, task.moments) for task in self.tasks])
+        return self._index.follow(
+            [TaskStatistics(task.centroids, task.moments) for task in self.tasks]
+        )
 
     def answers(self, index: int, task: Task) -> Answers:
         local = self.classes_for(self.features(task, "test"), np.full(len(task.test.labels), index))
@@ -108,11 +130,15 @@ class FrozenLinear(Baseline):
 
 
 def fit_head(
-    train: Float[np.ndarray, "N D"], labels: np.ndarray, val: Float[np.ndarray, "M D"], val_labels: np.ndarray
+    train: Float[np.ndarray, "N D"],
+    labels: np.ndarray,
+    val: Float[np.ndarray, "M D"],
+    val_labels: np.ndarray,
 ) -> tuple[Head, float]:
     """The ridge head that is the most accurate on the validation split, and its penalty.
 
-    Ties go to the largest penalty. The head takes raw features: their standardisation is folded into it.
+    Ties go to the largest penalty. The head takes raw features: their standardisation is folded
+    into it.
     """
     # here, because scikit-learn takes a second to import and every command imports this module
     from sklearn.linear_model import RidgeClassifier
@@ -121,9 +147,12 @@ def fit_head(
     scaler = StandardScaler().fit(train)
     points, held_out = scaler.transform(train), scaler.transform(val)
     ridges = {penalty: RidgeClassifier(alpha=penalty).fit(points, labels) for penalty in PENALTIES}
-    penalty = max(PENALTIES, key=lambda penalty: (ridges[penalty].score(held_out, val_labels), penalty))
+    penalty = max(
+        PENALTIES, key=lambda penalty: (ridges[penalty].score(held_out, val_labels), penalty)
+    )
     ridge = ridges[penalty]
-    coefficients, intercept = np.atleast_2d(ridge.coef_), np.atleast_1d(ridge.intercept_)
+    coefficients = np.atleast_2d(ridge.coef_)
+    intercept = np.atleast_1d(ridge.intercept_)
     if len(coefficients) == 1:  # scikit-learn keeps one row for two classes
         coefficients = np.concatenate([-coefficients, coefficients])
         intercept = np.concatenate([-intercept, intercept])

@@ -1,7 +1,8 @@
 """The upper bound: the whole backbone fine-tuned for each task separately, task ID given.
 
-Tasks share nothing, so this is no continual learner. Adam, no weight decay; the backbone's learning rate is swept on
-the validation split (1e-3 with Adam destroys a pretrained ViT), the head has a separate rate.
+Tasks share nothing, so this is no continual learner. Adam, no weight decay; the backbone's learning
+rate is swept on the validation split (1e-3 with Adam destroys a pretrained ViT), the head has a
+separate rate.
 """
 
 import dataclasses
@@ -43,9 +44,12 @@ class FullFinetuneConfig:
     def __post_init__(self) -> None:
         if not self.learning_rates:
             raise ValueError("learning_rates is empty; the upper bound needs at least one rate")
-        if not all(0 < rate < float("inf") for rate in (*self.learning_rates, self.head_learning_rate)):
+        if not all(
+            0 < rate < float("inf") for rate in (*self.learning_rates, self.head_learning_rate)
+        ):
             raise ValueError(
-                f"learning rates are {self.learning_rates}, {self.head_learning_rate}; expected positive numbers"
+                f"learning rates are {self.learning_rates}, {self.head_learning_rate}; expected"
+                " positive numbers"
             )
         at_least_one(self, "batch_size", "epochs")
 
@@ -92,10 +96,12 @@ class FullFinetune(OwnHeads):
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Fine-tune the next task and keep its network."""
-        clock, vit = Clock.of(running), self.executor.config
+        clock = Clock.of(running)
+        vit = self.executor.config
         with clock("train"):
             bound, (leaves, head) = self._sweep(len(self.tasks), task, running, clock)
-        backbone, num = backbone_params(vit), len(task.classes)
+        backbone = backbone_params(vit)
+        num = len(task.classes)
         self.tasks.append(FinetunedTask(leaves, cut(head, num)))
         self.classes.add(task.name, task.classes)
         params = backbone + (vit.width + 1) * num
@@ -108,20 +114,32 @@ class FullFinetune(OwnHeads):
         }
 
     def bound(self, index: int, task: Task, running: Running) -> UpperBound:
-        """The bound of one task, whose network is dropped; only the selected rate is measured on the test split."""
+        """The bound of one task, whose network is dropped; only the selected rate is measured on
+        the test split."""
         found, learned = self._sweep(index, task, running, Clock())
         return found._replace(test_accuracy=self._accuracy(learned, len(task.classes), task.test))
 
-    def _sweep(self, index: int, task: Task, running: Running, clock: Clock) -> tuple[UpperBound, Any]:
+    def _sweep(
+        self, index: int, task: Task, running: Running, clock: Clock
+    ) -> tuple[UpperBound, Any]:
         """The bound of a task, without test accuracy, and the parameters at the selected rate."""
-        config, keys, num, labels = self.config, self.keys, len(task.classes), task.train.labels
-        rates, settings, saved = config.learning_rates, to_json(dataclasses.asdict(config)), running.saved
+        config = self.config
+        keys = self.keys
+        num = len(task.classes)
+        labels = task.train.labels
+        rates = config.learning_rates
+        settings = to_json(dataclasses.asdict(config))
+        saved = running.saved
         if saved is not None and saved.meta["config"] != settings:
             saved = None
         begin = self.start(task, index)
-        fitting, first, best, best_learned = self.fitter.begun(begin, saved), 0, UpperBound(0.0, 0.0, 0.0), None
+        fitting = self.fitter.begun(begin, saved)
+        first = 0
+        best = UpperBound(0.0, 0.0, 0.0)
+        best_learned = None
         if saved is not None:
-            first, best = saved.meta["rate"], UpperBound(*saved.meta["best"])
+            first = saved.meta["rate"]
+            best = UpperBound(*saved.meta["best"])
             if "best" in fitting.more:
                 best_learned = unnumbered(fitting.learned, fitting.more["best"])
         fitting.clock, number = clock, first
@@ -137,23 +155,32 @@ class FullFinetune(OwnHeads):
                 rate = rates[number]
                 try:
                     self.fitter.run(
-                        fitting, np.int32(num), labels, Inputs(task.train.images), FitConfig(config.epochs, rate),
-                        batch_size=config.batch_size, order_key=keys.at(index, Phase.UPPER_BOUND_ORDER),
+                        fitting,
+                        np.int32(num),
+                        labels,
+                        Inputs(task.train.images),
+                        FitConfig(config.epochs, rate),
+                        batch_size=config.batch_size,
+                        order_key=keys.at(index, Phase.UPPER_BOUND_ORDER),
                         noise_key=keys.at(index, Phase.METHOD_NOISE),
-                        advance=lambda num_images, note="", /, rate=rate: advance(num_images, f"rate {rate:g}, {note}"),
+                        advance=lambda num_images, note="", /, rate=rate: advance(
+                            num_images, f"rate {rate:g}, {note}"
+                        ),
                         scale=(1.0, config.head_learning_rate / rate),
-                    )  # fmt: skip
+                    )
                     accuracy = self._accuracy(fitting.learned, num, task.val)
                 except FloatingPointError:
                     accuracy = 0.0  # too large a rate, which is what the sweep is to find out
                 if accuracy > best.val_accuracy:
-                    best, best_learned = UpperBound(0.0, accuracy, rate), fitting.learned
+                    best = UpperBound(0.0, accuracy, rate)
+                    best_learned = fitting.learned
                 fitting = self.fitter.begun(begin)
-                fitting.clock, fitting.more = clock, {"best": numbered(best_learned)} if best_learned else {}
+                fitting.clock = clock
+                fitting.more = {"best": numbered(best_learned)} if best_learned else {}
         if best_learned is None:
             raise FloatingPointError(
-                f"full fine-tuning of task {task.name!r} predicts no validation image right at any of the learning "
-                f"rates {rates}; set smaller ones"
+                f"full fine-tuning of task {task.name!r} predicts no validation image right at any"
+                f" of the learning rates {rates}; set smaller ones"
             )
         return best, best_learned
 
@@ -164,11 +191,14 @@ class FullFinetune(OwnHeads):
     def start(self, task: Task, index: int | None = None) -> tuple[list[jax.Array], Head]:
         """The pretrained backbone, and a head."""
         key = self.keys.at(len(self.tasks) if index is None else index, Phase.UPPER_BOUND_INIT)
-        head = init_head_learner(key, self.executor.config.width, next_power_of_two(len(task.classes))).params
+        head = init_head_learner(
+            key, self.executor.config.width, next_power_of_two(len(task.classes))
+        ).params
         return list(self.executor.leaves), head
 
     def bytes_beside(self, task: Task) -> int:
-        """See `TrainedBaseline.bytes_beside`: the best parameters so far, in two rolling checkpoints."""
+        """See `TrainedBaseline.bytes_beside`: the best parameters so far, in two rolling
+        checkpoints."""
         return 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
@@ -180,8 +210,12 @@ class FullFinetune(OwnHeads):
             found[rows] = self.over(self._features, Inputs(own), self.tasks[index].backbone)
         return found
 
-    def _accuracy(self, learned: tuple[list[jax.Array], Head], num_classes: int, split: Split) -> float:
+    def _accuracy(
+        self, learned: tuple[list[jax.Array], Head], num_classes: int, split: Split
+    ) -> float:
         leaves, head = learned
         features = self.over(self._features, Inputs(split.images), leaves)
-        found = classes_by_task(features, [cut(head, num_classes)], np.zeros(len(features), np.int32))
+        found = classes_by_task(
+            features, [cut(head, num_classes)], np.zeros(len(features), np.int32)
+        )
         return float((found == split.labels).mean())

@@ -1,9 +1,11 @@
-"""L2P: a pool of prompts that all tasks share; each image gets those whose keys are nearest to its frozen feature.
+"""L2P: a pool of prompts that all tasks share; each image gets those whose keys are nearest to its
+frozen feature.
 
-Query: the frozen CLS token. The five nearest of 30 keys (cosine) give their prompts, which become keys and values of
-the first block's attention. Selected keys are pulled towards the query. Nothing is protected: every task overwrites
-what it selects, so L2P forgets. Wang et al., "Learning to Prompt for Continual Learning", CVPR 2022, in the form of the
-CODA-Prompt code that the paper adapted.
+Query: the frozen CLS token. The five nearest of 30 keys (cosine) give their prompts, which become
+    keys and values of
+the first block's attention. Selected keys are pulled towards the query. Nothing is protected: every
+task overwrites what it selects, so L2P forgets. Wang et al., "Learning to Prompt for Continual
+Learning", CVPR 2022, in the form of the CODA-Prompt code that the paper adapted.
 """
 
 import dataclasses
@@ -38,13 +40,14 @@ class L2pConfig:
     layers: tuple[int, ...] = (0,)
     """Blocks with a pool each; (0, 1, 2, 3, 4) is the variant called deep."""
     inject: Literal["prefix", "tokens"] = "prefix"
-    """Keys and values of the attention, or, as originally, tokens before the class token, whose mean output is then
-    classified."""
+    """Keys and values of the attention, or, as originally, tokens before the class token, whose
+    mean output is then classified."""
     init: Literal["uniform", "small", "symmetric"] = "uniform"
-    """Start of prompts and keys: U(0, 1), the original's U(0, 0.01), or the PyTorch port's U(-1, 1)."""
+    """Start of prompts and keys: U(0, 1), the original's U(0, 0.01), or the PyTorch port's U(-1,
+    1)."""
     key_loss: Literal["image", "batch"] = "image"
-    """Selected keys are pulled to the query of their image, or, after an indexing slip in the adapted code, to those of
-    the whole batch."""
+    """Selected keys are pulled to the query of their image, or, after an indexing slip in the
+    adapted code, to those of the whole batch."""
     key_weight: float = 1.0
     """Weight of the key loss (PyTorch port: 0.1)."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
@@ -56,7 +59,9 @@ class L2pConfig:
         if self.inject == "prefix":
             halved(self, "length")
         elif self.layers != (0,):
-            raise ValueError(f"layers are {self.layers}; tokens enter before the first block alone: (0,)")
+            raise ValueError(
+                f"layers are {self.layers}; tokens enter before the first block alone: (0,)"
+            )
 
 
 class L2p(Prompting):
@@ -73,29 +78,52 @@ class L2p(Prompting):
         """See `Prompting.begin_task`: a pool sampled once, which every task continues to train."""
         if prompts:
             return prompts
-        config, width, layers = self.config, self.executor.config.width, len(self.config.layers)
-        low, high = {"uniform": (0.0, 1.0), "small": (0.0, 0.01), "symmetric": (-1.0, 1.0)}[config.init]
+        config = self.config
+        width = self.executor.config.width
+        layers = len(self.config.layers)
+        low, high = {"uniform": (0.0, 1.0), "small": (0.0, 0.01), "symmetric": (-1.0, 1.0)}[
+            config.init
+        ]
         pool_key, keys_key = jax.random.split(key)
         return {
-            "pool": jax.random.uniform(pool_key, (layers, config.pool, config.length, width), minval=low, maxval=high),
-            "keys": jax.random.uniform(keys_key, (layers, config.pool, width), minval=low, maxval=high),
+            "pool": jax.random.uniform(
+                pool_key, (layers, config.pool, config.length, width), minval=low, maxval=high
+            ),
+            "keys": jax.random.uniform(
+                keys_key, (layers, config.pool, width), minval=low, maxval=high
+            ),
         }
 
     def attach(
-        self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], weights: Float[Array, "B"] | None
+        self,
+        prompts: Prompts,
+        query: Float[Array, "B D"],
+        task: Int[Array, ""],
+        weights: Float[Array, "B"] | None,
     ) -> Attached:
-        """See `Prompting.attach`: the prompts of the nearest keys per image, in training and in prediction alike."""
-        config, found, key_loss, tokens = self.config, {}, jnp.zeros(len(query)), None
+        """See `Prompting.attach`: the prompts of the nearest keys per image, in training and in
+        prediction alike."""
+        config = self.config
+        found = {}
+        key_loss = jnp.zeros(len(query))
+        tokens = None
         for place, layer in enumerate(config.layers):
             near = cosine(query[:, None], prompts["keys"][place])  # [B, M]
             _, chosen = jax.lax.top_k(near, config.top_k)
             if config.key_loss == "image":
                 key_loss += (1.0 - jnp.take_along_axis(near, chosen, axis=1)).sum(axis=1)
             else:
-                # every selected key against every query of the batch: [B of queries, B of selections, k]
+                # every selected key against every query of the batch: [B of queries, B of
+                # selections, k]
                 pulls = (1.0 - near[:, chosen]).sum(axis=2)
-                key_loss += pulls.sum(axis=1) if weights is None else pulls @ (weights > 0).astype(pulls.dtype)
-            picked, half = prompts["pool"][place][chosen], config.length // 2  # [B, k, length, D]
+                key_loss += (
+                    pulls.sum(axis=1)
+                    if weights is None
+                    else pulls @ (weights > 0).astype(pulls.dtype)
+                )
+            # [B, k, length, D]
+            picked = prompts["pool"][place][chosen]
+            half = config.length // 2
             if config.inject == "tokens":
                 tokens = _joined(picked)
             else:
@@ -103,17 +131,27 @@ class L2p(Prompting):
         return Attached(found, config.key_weight * key_loss, tokens)
 
     def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
-        """See `Prompting.learn_task`; reports how many of the training images select each prompt, per block."""
-        report, query, uses = super().learn_task(task, fitting), normalise(self.features(task, "train")), []
+        """See `Prompting.learn_task`; reports how many of the training images select each prompt,
+        per block."""
+        report = super().learn_task(task, fitting)
+        query = normalise(self.features(task, "train"))
+        uses = []
         for keys in np.asarray(self.known.prompts["keys"]):
-            picked = np.argsort(-(query @ normalise(keys).T), axis=1, kind="stable")[:, : self.config.top_k]
+            picked = np.argsort(-(query @ normalise(keys).T), axis=1, kind="stable")[
+                :, : self.config.top_k
+            ]
             uses.append(np.bincount(picked.ravel(), minlength=self.config.pool).tolist())
         return {**report, "prompts_picked": uses}
 
     def added_flops(self) -> dict[str, int]:
-        """See `Prompting.added_flops`: cosines to all keys; tokens pass all linear layers, prefixes none."""
-        config, vit = self.config, self.executor.config
-        cosines, rows = 2 * vit.width * config.pool * len(config.layers), config.top_k * config.length
+        """See `Prompting.added_flops`: cosines to all keys; tokens pass all linear layers, prefixes
+        none."""
+        config = self.config
+        vit = self.executor.config
+        cosines, rows = (
+            2 * vit.width * config.pool * len(config.layers),
+            config.top_k * config.length,
+        )
         if config.inject == "prefix":
             attention = prefix_flops(vit, rows // 2, len(config.layers))
             return {"attention": attention, "executed": attention + cosines}

@@ -1,13 +1,15 @@
-"""LoRA-CL: every task adapts every plastic layer by a low-rank pair of its own; the task is named by its centroids.
+"""LoRA-CL: every task adapts every plastic layer by a low-rank pair of its own; the task is named
+by its centroids.
 
-It is CHEEM with Adapt everywhere and no search: y = W h + b + B A h per block, from the pretrained weights and not from
-the task before, so tasks are independent and their order changes nothing. With `begin` = `nearest`, which is not in the
-paper, W and b are those of the most similar earlier task: what Reuse would be without a search. Low-rank pairs after Hu
-et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual learner is a baseline of the
-CHEEM paper.
+It is CHEEM with Adapt everywhere and no search: y = W h + b + B A h per block, from the pretrained
+weights and not from the task before, so tasks are independent and their order changes nothing. With
+`begin` = `nearest`, which is not in the paper, W and b are those of the most similar earlier task:
+what Reuse would be without a search. Low-rank pairs after Hu et al., "LoRA: Low-Rank Adaptation of
+Large Language Models", ICLR 2022; the continual learner is a baseline of the CHEEM paper.
 
-LoRA fine-tuning, which the paper's table of upper bounds lists next to full fine-tuning, has the same networks with the
-same seed, bit for bit, and the task ID given; adapters are merged into the backbone, so an image costs one plain pass.
+LoRA fine-tuning, which the paper's table of upper bounds lists next to full fine-tuning, has the
+same networks with the same seed, bit for bit, and the task ID given; adapters are merged into the
+backbone, so an image costs one plain pass.
 """
 
 import dataclasses
@@ -34,7 +36,8 @@ from cheem_jax.run.method import Networks, Running
 
 @dataclasses.dataclass(frozen=True)
 class LoraClConfig:
-    """LoRA-CL as the paper's figures imply it: 20 epochs by its times, a rank of about 40 by its un-merged FLOPs."""
+    """LoRA-CL as the paper's figures imply it: 20 epochs by its times, a rank of about 40 by its
+    un-merged FLOPs."""
 
     name: ClassVar[str] = "lora_cl"
     placement: Placement = "mlp_down"
@@ -42,8 +45,8 @@ class LoraClConfig:
     rank: int = 40
     """Rank of the pairs; for ViT-B, 42 to 47 give the paper's FLOPs as printed."""
     begin: Literal["base", "nearest"] = "base"
-    """What pairs are added to: the pretrained layers, or those of the earlier task that the router names for most
-    training images."""
+    """What pairs are added to: the pretrained layers, or those of the earlier task that the router
+    names for most training images."""
     fit: FitConfig = FitConfig(epochs=20)
     router: RouterConfig = RouterConfig()
     batch_size: int = 64
@@ -59,38 +62,67 @@ class LoraCl(ExpertMemory):
 
     def __init__(self, networks: Networks, config: LoraClConfig, keys: Keys, num_tasks: int):
         executor, _, features = networks
-        super().__init__(executor, features, config.router, rank=config.rank, batch_size=config.batch_size)
+        super().__init__(
+            executor, features, config.router, rank=config.rank, batch_size=config.batch_size
+        )
         self.config, self.keys = config, keys
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Train a pair per block and the head, then the task's centroids."""
-        config, executor, keys, index = self.config, self.executor, self.keys, len(self.memory.tasks)
-        number, num, batch_size = task_number(task.name), len(task.train.labels), self.batch_size
-        underway, budget = Underway.begun(running.saved), Budget(executor.budget)
-        clock, num_classes, begun = underway.clock, len(task.classes), self.begun_from(task)
+        config = self.config
+        executor = self.executor
+        keys = self.keys
+        index = len(self.memory.tasks)
+        number = task_number(task.name)
+        num = len(task.train.labels)
+        batch_size = self.batch_size
+        underway = Underway.begun(running.saved)
+        budget = Budget(executor.budget)
+        clock = underway.clock
+        num_classes = len(task.classes)
+        begun = self.begun_from(task)
         experts = [[self.dense(block, parent)] for block, parent in enumerate(begun)]
-        key, settings = keys.at(number, Phase.METHOD_INIT), OpSettings(rank=config.rank)
+        key = keys.at(number, Phase.METHOD_INIT)
+        settings = OpSettings(rank=config.rank)
         fitting = underway.fitting("finetune", Supernet(key, experts, num_classes, settings))
-        network, progress, architecture = fitting.supernet, fitting.progress, (Choice("adapt", 0),) * len(experts)
+        network = fitting.supernet
+        progress = fitting.progress
+        architecture = (Choice("adapt", 0),) * len(experts)
         train = feed_images(executor, task.train.images, budget)
         with clock("keep"):
-            train = keep_tokens("training images", executor, train, num, (), batch_size=batch_size, budget=budget)
+            train = keep_tokens(
+                "training images", executor, train, num, (), batch_size=batch_size, budget=budget
+            )
         left = images_left(progress, config.fit, num, batch_size)
         saved = functools.partial(underway.saved, {"finetune": fitting})
         with clock("train"), running.phase("train", left, saved) as advance:
             fit(
-                executor, fitting, train, task.train.labels,
-                draws=constant_draws(encode(architecture, network.sizes)), config=config.fit, batch_size=batch_size,
-                order_key=keys.at(number, Phase.METHOD_ORDER), advance=advance,
-            )  # fmt: skip
+                executor,
+                fitting,
+                train,
+                task.train.labels,
+                draws=constant_draws(encode(architecture, network.sizes)),
+                config=config.fit,
+                batch_size=batch_size,
+                order_key=keys.at(number, Phase.METHOD_ORDER),
+                advance=advance,
+            )
         state = fitting.state
         parents = tuple(Choice("adapt", parent) for parent in begun)
         pool, used = grow(self.memory.pool, parents, network.learned(state, architecture), index)
-        means = np.zeros((1, executor.config.width), np.float32)  # nobody asks for mean class tokens
+        means = np.zeros(
+            (1, executor.config.width), np.float32
+        )  # nobody asks for mean class tokens
         self.remember(
-            task, pool=pool, architecture=architecture, experts=used, head=network.trained_head(state), means=means,
-            seed=keys.seed_at(number, Phase.CENTROIDS), clock=clock,
-        )  # fmt: skip
+            task,
+            pool=pool,
+            architecture=architecture,
+            experts=used,
+            head=network.trained_head(state),
+            means=means,
+            seed=keys.seed_at(number, Phase.CENTROIDS),
+            clock=clock,
+        )
         return {
             **self.costs(index),
             "pool": self.memory.history(),
@@ -113,7 +145,8 @@ class LoraCl(ExpertMemory):
         return [] if self.needs_task_id else kept_by_router(task)
 
     def bytes_needed(self, task: Task) -> int:
-        """All pairs and the head with Adam's moments, twice (a rolling checkpoint and its successor); router once."""
+        """All pairs and the head with Adam's moments, twice (a rolling checkpoint and its
+        successor); router once."""
         weight = self.memory.pool[0][0].params[0]
         pairs = self.executor.num_blocks * self.rank * sum(weight.shape)
         head = (self.executor.config.width + 1) * next_power_of_two(len(task.classes))
@@ -134,6 +167,14 @@ class LoraFinetune(LoraCl):
     needs_task_id = True
 
     def costs(self, index: int) -> dict[str, Any]:
-        """As LoRA-CL's with merged adapters, as the paper counts its upper bounds, and no router."""
-        plain = [backbone_flops(self.executor.config, count_attention=count) for count in (False, True)]
-        return {**super().costs(index), "flops": plain[0], "flops_method": plain[0], "flops_explicit": plain[1]}
+        """As LoRA-CL's with merged adapters, as the paper counts its upper bounds, and no
+        router."""
+        plain = [
+            backbone_flops(self.executor.config, count_attention=count) for count in (False, True)
+        ]
+        return {
+            **super().costs(index),
+            "flops": plain[0],
+            "flops_method": plain[0],
+            "flops_explicit": plain[1],
+        }

@@ -1,13 +1,16 @@
-"""What the methods with prompts share: a frozen backbone, and prompts for all tasks together or for each alone.
+"""What the methods with prompts share: a frozen backbone, and prompts for all tasks together or for
+each alone.
 
-L2P, DualPrompt and CODA-Prompt (`Prompting`) select prompts by the frozen backbone's feature of an image. This query is
-the CLS token of a pass without prompts, cached per image. Prompts act as keys and values in front of a block's own. One
-linear head holds the classes of all tasks. Training sees the columns of the current task alone, a prediction is the
-largest logit of all classes: the paper's comparison of heads is about this gap.
+L2P, DualPrompt and CODA-Prompt (`Prompting`) select prompts by the frozen backbone's feature of an
+image. This query is the CLS token of a pass without prompts, cached per image. Prompts act as keys
+and values in front of a block's own. One linear head holds the classes of all tasks. Training sees
+the columns of the current task alone, a prediction is the largest logit of all classes: the paper's
+comparison of heads is about this gap.
 
-S-Prompts and DIKI (`OwnPrompts`) learn prompts and a head per task, and a router infers the task ID of an image. Tasks
-are independent: each learns the same in any order. One batch holds images of several tasks, each with the prompts of
-its task, gathered from a stack whose length is a power of two.
+S-Prompts and DIKI (`OwnPrompts`) learn prompts and a head per task, and a router infers the task ID
+of an image. Tasks are independent: each learns the same in any order. One batch holds images of
+several tasks, each with the prompts of its task, gathered from a stack whose length is a power of
+two.
 """
 
 import abc
@@ -34,7 +37,8 @@ Prompts = dict[str, Any]
 
 
 class Attached(NamedTuple):
-    """The prompts of a batch: prefixes by block, or tokens in front of all others, and a loss of the keys per image."""
+    """The prompts of a batch: prefixes by block, or tokens in front of all others, and a loss of
+    the keys per image."""
 
     prefixes: Mapping[int, Prefix]
     key_loss: Float[Array, "B"]
@@ -60,7 +64,8 @@ class Prompting(OneHead):
 
         def logits(prompts, head, leaves, inputs, task, weights):
             vit = executor.vit_of(leaves)
-            x, attached = vit.embed(inputs["images"]), self.attach(prompts, inputs["query"], task, weights)
+            x = vit.embed(inputs["images"])
+            attached = self.attach(prompts, inputs["query"], task, weights)
             if (tokens := attached.tokens) is None:
                 features = vit.features(vit.run_blocks(x, prefixes=attached.prefixes))
             else:
@@ -72,7 +77,8 @@ class Prompting(OneHead):
             (prompts, head), (leaves, task, first, num) = learned, fixed
             found, attached = logits(prompts, head, leaves, batch.inputs, task, batch.weights)
             local = local_cross_entropy(found, batch.labels, batch.weights, first, num)
-            # only the current task's columns compete, so old columns get no gradient; keys are pulled to the query
+            # only the current task's columns compete, so old columns get no gradient; keys are
+            # pulled to the query
             return local + (attached.key_loss * batch.weights).sum()
 
         @executor.jit
@@ -93,36 +99,46 @@ class Prompting(OneHead):
 
     @abc.abstractmethod
     def attach(
-        self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], weights: Float[Array, "B"] | None
+        self,
+        prompts: Prompts,
+        query: Float[Array, "B D"],
+        task: Int[Array, ""],
+        weights: Float[Array, "B"] | None,
     ) -> Attached:
         """The prompts of each image.
 
-        In training `task` is the current task and `weights` are those of the images, 0 for padding. In prediction
-        `task` is the last one learned and `weights` is None.
+        In training `task` is the current task and `weights` are those of the images, 0 for padding.
+        In prediction `task` is the last one learned and `weights` is None.
         """
 
     @abc.abstractmethod
     def added_flops(self) -> dict[str, int]:
         """FLOPs per image that prompts add to a pass, for `pass_costs`.
 
-        To the `executed` ones belong those of selecting or mixing prompts, which are in no count of the paper.
+        To the `executed` ones belong those of selecting or mixing prompts, which are in no count of
+        the paper.
         """
 
     @abc.abstractmethod
     def num_params(self, index: int) -> tuple[int, int]:
-        """The numbers of prompt parameters that task `index` trains and that it adds to those stored."""
+        """The numbers of prompt parameters that task `index` trains and that it adds to those
+        stored."""
 
     def start(self, task: Task) -> tuple[Prompts, Head]:
         """All prompts, and the whole head."""
         prompts = self.begin_task(
             self.key(task, Phase.METHOD_INIT, Init.LEARNED), self.known.prompts, len(self.classes)
         )
-        key, width = self.key(task, Phase.METHOD_INIT, Init.HEAD), self.executor.config.width
+        key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
+        width = self.executor.config.width
         return prompts, grow_head(key, self.known.head, width, self.classes.num, len(task.classes))
 
     def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
         """Train the prompts and the task's columns of the head."""
-        index, seen, num, vit = len(self.classes), self.classes.num, len(task.classes), self.executor.config
+        index = len(self.classes)
+        seen = self.classes.num
+        num = len(task.classes)
+        vit = self.executor.config
         with fitting.clock("features"):
             query = self.features(task, "train")
         fixed = (self.executor.leaves, np.int32(index), np.int32(seen), np.int32(num))
@@ -130,15 +146,19 @@ class Prompting(OneHead):
         prompts, head = fitting.learned
         self.known = PromptingState(prompts, cut(head, seen + num))
         (learned, added), head_params = self.num_params(index), (vit.width + 1) * num
-        return params_report(vit, added=added, learned=learned + head_params, stored=added + head_params)
+        return params_report(
+            vit, added=added, learned=learned + head_params, stored=added + head_params
+        )
 
     def costs(self) -> dict[str, int]:
         """FLOPs per image: a pass for the query, and one with prompts and the head."""
-        vit, encoder = self.executor.config, self.features.encoder
+        vit = self.executor.config
+        encoder = self.features.encoder
         return pass_costs(vit, self.classes.num, encoder=encoder, **self.added_flops())
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        head, last = padded(self.known.head), np.int32(len(self.classes) - 1)
+        head = padded(self.known.head)
+        last = np.int32(len(self.classes) - 1)
         inputs = Inputs(images, query=self.features.compute(images))
         return self.over(self._answer, inputs, self.known.prompts, head, self.executor.leaves, last)
 
@@ -174,9 +194,14 @@ class OwnPrompts(OwnHeads):
 
         def loss(learned, fixed, batch: FitBatch):
             (prompts, head), (leaves, num), size = learned, fixed, len(batch.labels)
-            everywhere = {name: jnp.broadcast_to(values, (size, *values.shape)) for name, values in prompts.items()}
+            everywhere = {
+                name: jnp.broadcast_to(values, (size, *values.shape))
+                for name, values in prompts.items()
+            }
             features = found(executor.vit_of(leaves), batch.inputs, everywhere, jnp.ones(size))
-            return local_cross_entropy(head_logits(head, features), batch.labels, batch.weights, 0, num)
+            return local_cross_entropy(
+                head_logits(head, features), batch.labels, batch.weights, 0, num
+            )
 
         @executor.jit
         def answer(leaves, stack, inputs):
@@ -196,7 +221,11 @@ class OwnPrompts(OwnHeads):
 
     @abc.abstractmethod
     def prompted(
-        self, vit: ViT, tokens: Float[Array, "B N D"], prompts: Mapping[str, Float[Array, "B ..."]], weight: Array
+        self,
+        vit: ViT,
+        tokens: Float[Array, "B N D"],
+        prompts: Mapping[str, Float[Array, "B ..."]],
+        weight: Array,
     ) -> Float[Array, "B D"]:
         """Features of each image with its own prompts, which act with the weight `[B]`."""
 
@@ -215,12 +244,15 @@ class OwnPrompts(OwnHeads):
     def start(self, task: Task) -> tuple[Prompts, Head]:
         """Prompts and a head."""
         prompts = self.begin_prompts(self.key(task, Phase.METHOD_INIT, Init.LEARNED))
-        key, width = self.key(task, Phase.METHOD_INIT, Init.HEAD), self.executor.config.width
+        key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
+        width = self.executor.config.width
         return prompts, grow_head(key, None, width, 0, len(task.classes))
 
     def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
-        """Train the task's prompts and head, then fit the router's statistics; earlier tasks play no part."""
-        vit, num = self.executor.config, len(task.classes)
+        """Train the task's prompts and head, then fit the router's statistics; earlier tasks play
+        no part."""
+        vit = self.executor.config
+        num = len(task.classes)
         with fitting.clock("keep"):
             inputs = self.inputs(task, fitting)
         self.train(fitting, task, (self.executor.leaves, np.int32(num)), inputs)
@@ -230,13 +262,18 @@ class OwnPrompts(OwnHeads):
         with fitting.clock("router"):
             router = self.fit_router(features, task)
         self.tasks.append(PromptedTask(jax.tree.map(np.asarray, prompts), cut(head, num), router))
-        added, kept = (sum(values.size for values in arrays.values()) for arrays in (prompts, router))
+        added, kept = (
+            sum(values.size for values in arrays.values()) for arrays in (prompts, router)
+        )
         learned = added + (vit.width + 1) * num
         return params_report(vit, added=added, learned=learned, stored=learned + kept)
 
     def stack(self) -> dict[str, np.ndarray]:
         """The prompts of all tasks, padded to a power of two with those of the first."""
-        tasks = [*self.tasks, *[self.tasks[0]] * (next_power_of_two(len(self.tasks)) - len(self.tasks))]
+        tasks = [
+            *self.tasks,
+            *[self.tasks[0]] * (next_power_of_two(len(self.tasks)) - len(self.tasks)),
+        ]
         return {name: np.stack([task.prompts[name] for task in tasks]) for name in tasks[0].prompts}
 
 
@@ -256,4 +293,7 @@ def check_layers(layers: tuple[int, ...], depth: int) -> None:
     """ValueError for blocks that the backbone does not have."""
     wrong = [layer for layer in layers if not 0 <= layer < depth]
     if wrong or not layers or len(set(layers)) < len(layers):
-        raise ValueError(f"layers {layers} are invalid for this backbone; expected some of 0..{depth - 1}, each once")
+        raise ValueError(
+            f"layers {layers} are invalid for this backbone; expected some of 0..{depth - 1}, each"
+            " once"
+        )

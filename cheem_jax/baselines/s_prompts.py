@@ -1,8 +1,10 @@
-"""S-Prompts: ten prompt tokens and a linear head per task; the nearest centroid of frozen features infers the task ID.
+"""S-Prompts: ten prompt tokens and a linear head per task; the nearest centroid of frozen features
+infers the task ID.
 
-The tokens enter the first block between CLS token and patches, without a position embedding. Tasks share nothing, so
-nothing is forgotten: only the router loses accuracy as tasks accumulate. Wang, Huang and Hong, "S-Prompts Learning with
-Pre-trained Transformers: An Occam's Razor for Domain Incremental Learning", NeurIPS 2022 (its image-only variant).
+The tokens enter the first block between CLS token and patches, without a position embedding. Tasks
+share nothing, so nothing is forgotten: only the router loses accuracy as tasks accumulate. Wang,
+Huang and Hong, "S-Prompts Learning with Pre-trained Transformers: An Occam's Razor for Domain
+Incremental Learning", NeurIPS 2022 (its image-only variant).
 """
 
 import dataclasses
@@ -42,8 +44,8 @@ class SPromptsConfig:
         at_least_one(self, "batch_size", "length")
         if (self.router.kind, self.router.features) != (PAPER.kind, PAPER.features):
             raise ValueError(
-                f"router kind {self.router.kind!r}, features {self.router.features!r}: S-Prompts is defined by "
-                "kmeans of the last CLS token; leave both out"
+                f"router kind {self.router.kind!r}, features {self.router.features!r}: S-Prompts is"
+                " defined by kmeans of the last CLS token; leave both out"
             )
 
 
@@ -56,14 +58,22 @@ class SPrompts(OwnPrompts):
         """U(-1/sqrt(D), 1/sqrt(D)), as in the official code."""
         width = self.executor.config.width
         high = 1 / math.sqrt(width)
-        return {"tokens": jax.random.uniform(key, (self.config.length, width), minval=-high, maxval=high)}
+        return {
+            "tokens": jax.random.uniform(
+                key, (self.config.length, width), minval=-high, maxval=high
+            )
+        }
 
     def enter(self, vit: ViT, images: Array) -> Float[Array, "B N D"]:
         """See `OwnPrompts.enter`: the tokens with their position embedding."""
         return vit.embed(images)
 
     def prompted(
-        self, vit: ViT, tokens: Float[Array, "B N D"], prompts: Mapping[str, Float[Array, "B ..."]], weight: Array
+        self,
+        vit: ViT,
+        tokens: Float[Array, "B N D"],
+        prompts: Mapping[str, Float[Array, "B ..."]],
+        weight: Array,
     ) -> Float[Array, "B D"]:
         """See `OwnPrompts.prompted`; S-Prompts has no use for the weight."""
         behind = int(vit.config.pool == "class")
@@ -76,7 +86,9 @@ class SPrompts(OwnPrompts):
 
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
         """See `OwnHeads.route`: the task of the nearest centroid."""
-        return route(features, [task.router["centroids"] for task in self.tasks], self.config.router)
+        return route(
+            features, [task.router["centroids"] for task in self.tasks], self.config.router
+        )
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
         inputs = Inputs(images, task=tasks, weight=np.ones(len(images), np.float32))
@@ -87,11 +99,18 @@ class SPrompts(OwnPrompts):
         return 4 * self.config.router.num_centroids * self.router_features.encoder.width
 
     def costs(self) -> dict[str, int]:
-        """FLOPs per image: 2 F0 + n TOK if the backbone itself infers the task ID, for n prompt tokens."""
-        vit, extra, num_classes = self.executor.config, self.config.length, len(self.classes.classes[-1])
+        """FLOPs per image: 2 F0 + n TOK if the backbone itself infers the task ID, for n prompt
+        tokens."""
+        vit = self.executor.config
+        extra = self.config.length
+        num_classes = len(self.classes.classes[-1])
         attention = 4 * vit.depth * vit.width * ((vit.num_tokens + extra) ** 2 - vit.num_tokens**2)
         executed = executed_backbone_flops(vit, extra) - executed_backbone_flops(vit)
         return pass_costs(
-            vit, num_classes, encoder=self.router_features.encoder, linear=token_flops(vit, extra), attention=attention,
+            vit,
+            num_classes,
+            encoder=self.router_features.encoder,
+            linear=token_flops(vit, extra),
+            attention=attention,
             executed=executed,
-        )  # fmt: skip
+        )

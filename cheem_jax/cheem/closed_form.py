@@ -1,7 +1,9 @@
-"""How well a linear head can do on given features: ridge regression with exact leave-one-out, in closed form.
+"""How well a linear head can do on given features: ridge regression with exact leave-one-out, in
+closed form.
 
-A head that all sampled architectures share is a compromise between them, and its accuracy hardly ranks them. Here every
-architecture is scored by the best ridge head on its own features, without a gradient step.
+A head that all sampled architectures share is a compromise between them, and its accuracy hardly
+ranks them. Here every architecture is scored by the best ridge head on its own features, without a
+gradient step.
 """
 
 import functools
@@ -27,7 +29,8 @@ from cheem_jax.engine.passes import unwatched
 from cheem_jax.engine.spread import features_spread
 
 PENALTIES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
-"""Ridge penalties to select from, per image: features are standardised, so each has as much variance as images."""
+"""Ridge penalties to select from, per image: features are standardised, so each has as much
+variance as images."""
 
 FEATURE_BYTES = 2**28
 """Features that are held at a time, whatever the number of candidates."""
@@ -52,13 +55,15 @@ def fit_head(
     *,
     num_outputs: int,
 ) -> HeadFit:
-    """Ridge regression of one-hot labels on standardised features, with the penalty of the best leave-one-out accuracy.
+    """Ridge regression of one-hot labels on standardised features, with the penalty of the best
+    leave-one-out accuracy.
 
-    `fitted` marks the images that the head is fitted to, at least two. The others, where their label is not -1, are
-    counted in `held_out`. Labels lie in [0, num_classes); `num_outputs` >= num_classes pads the classes, so that few
-    compiled functions serve all tasks. Ties between penalties go to the larger. The leave-one-out answers follow from
-    one fit: with the leverage h of an image, its residual without it is the residual divided by 1 - h.
-    Mean and scale of the features come from all fitted images; the intercept is left out with its image.
+    `fitted` marks the images that the head is fitted to, at least two. The others, where their
+    label is not -1, are counted in `held_out`. Labels lie in [0, num_classes); `num_outputs` >=
+    num_classes pads the classes, so that few compiled functions serve all tasks. Ties between
+    penalties go to the larger. The leave-one-out answers follow from one fit: with the leverage h
+    of an image, its residual without it is the residual divided by 1 - h. Mean and scale of the
+    features come from all fitted images; the intercept is left out with its image.
     """
     with jax.default_matmul_precision("highest"):
         mask = fitted[:, None].astype(jnp.float32)
@@ -66,7 +71,8 @@ def fit_head(
         x = features.astype(jnp.float32)
         x = x - (x * mask).sum(0) / num
         deviation = jnp.sqrt((x * x * mask).sum(0) / num)
-        # a feature that never changes says nothing; dividing by its deviation would make rounding errors a feature
+        # a feature that never changes says nothing; dividing by its deviation would make rounding
+        # errors a feature
         x = x * jnp.where(deviation > 1e-6, 1 / jnp.maximum(deviation, 1e-6), 0.0)
         y = jax.nn.one_hot(labels, num_outputs)
         share = (y * mask).sum(0) / num
@@ -79,7 +85,8 @@ def fit_head(
             shrunk = jnp.maximum(eigenvalues, 0.0) + penalty * num
             answers = z @ (moments / shrunk[:, None]) + share
             leverage = 1 / num + (z * z / shrunk).sum(1)
-            # y - r / (1 - h) without the image; images that were not fitted are answered as they are
+            # y - r / (1 - h) without the image; images that were not fitted are answered as they
+            # are
             alone = y - (y - answers) / jnp.maximum(1 - leverage, 1e-6)[:, None]
             logits = jnp.where(fitted[:, None], alone, answers)
             logits = jnp.where(jnp.arange(num_outputs) < num_classes, logits, -jnp.inf)
@@ -94,23 +101,28 @@ def fit_head(
 
 
 HEAD_PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Ridge penalties of `ridge_head`, per image: a few images per class need larger ones than scores do."""
+"""Ridge penalties of `ridge_head`, per image: a few images per class need larger ones than scores
+do."""
 
 
 def ridge_head(
     features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num_classes: int
 ) -> tuple[Head, float]:
-    """A ridge head for raw features, and its penalty per image: the one of the least leave-one-out squared error.
+    """A ridge head for raw features, and its penalty per image: the one of the least leave-one-out
+    squared error.
 
-    The features' standardisation is part of the head. Its logits are scaled so that softmax gives the leave-one-out
-    answers their best mean log-probability, as far as `fit_temperature` allows.
+    The features' standardisation is part of the head. Its logits are scaled so that softmax gives
+    the leave-one-out answers their best mean log-probability, as far as `fit_temperature` allows.
     """
-    from sklearn.linear_model import RidgeCV  # takes half a second, and commands that only answer never call this
+    from sklearn.linear_model import (
+        RidgeCV,
+    )  # takes half a second, and commands that only answer never call this
     from sklearn.preprocessing import StandardScaler
 
     num = len(labels)
     scaler: Any = StandardScaler().fit(features)
-    points, targets = np.asarray(scaler.transform(features.astype(np.float64))), np.eye(num_classes)[labels]
+    points = np.asarray(scaler.transform(features.astype(np.float64)))
+    targets = np.eye(num_classes)[labels]
     ridge: Any = RidgeCV([penalty * num for penalty in HEAD_PENALTIES]).fit(points, targets)
     gram = points.T @ points + ridge.alpha_ * np.eye(points.shape[1])
     leverage = 1 / num + (points.T * np.linalg.solve(gram, points.T)).sum(axis=0)
@@ -119,11 +131,14 @@ def ridge_head(
     scale = RIDGE_SCALE / fit_temperature(RIDGE_SCALE * alone, labels)
     weight = scale * (ridge.coef_ / scaler.scale_).T
     bias = scale * ridge.intercept_ - scaler.mean_ @ weight
-    return Head(jnp.asarray(weight, jnp.float32), jnp.asarray(bias, jnp.float32)), float(ridge.alpha_ / num)
+    return Head(jnp.asarray(weight, jnp.float32), jnp.asarray(bias, jnp.float32)), float(
+        ridge.alpha_ / num
+    )
 
 
 RIDGE_SCALE = 20.0
-"""Logits per unit of a one-hot target, before their temperature is fitted: answers of ridge regression are close."""
+"""Logits per unit of a one-hot target, before their temperature is fitted: answers of ridge
+regression are close."""
 
 
 def closed_form_score(
@@ -138,13 +153,16 @@ def closed_form_score(
     batch_size: int,
     advance: Advance = unwatched,
 ) -> Score:
-    """The search's fitness with a closed-form head per candidate: genomes `[P, L]` to right answers `[P]` of N + M.
+    """The search's fitness with a closed-form head per candidate: genomes `[P, L]` to right answers
+    `[P]` of N + M.
 
-    Training images count as answered by the head fitted to all others of them, validation images by the head fitted to
-    the training images. Features come from the supernet's weights; its own head is not used.
+    Training images count as answered by the head fitted to all others of them, validation images by
+    the head fitted to the training images. Features come from the supernet's weights; its own head
+    is not used.
     """
     merged: dict[Place, Expert] = {}
-    num_train, num_outputs = len(train_labels), next_power_of_two(supernet.num_classes)
+    num_train = len(train_labels)
+    num_outputs = next_power_of_two(supernet.num_classes)
     labels = np.concatenate([train_labels, val_labels])
     # padded, so that few compiled functions serve all tasks; a label of -1 is never right
     padding = next_power_of_two(len(labels)) - len(labels)
@@ -157,14 +175,18 @@ def closed_form_score(
             networks = [dense_network(supernet, state, genomes[index], merged) for index in part]
             features = np.concatenate(
                 [
-                    features_spread(executor, networks, feed, num, batch_size=batch_size, advance=advance)
+                    features_spread(
+                        executor, networks, feed, num, batch_size=batch_size, advance=advance
+                    )
                     for feed, num in ((train, num_train), (val, len(val_labels)))
                 ],
                 axis=1,
             )
             for index, own in zip(part, features, strict=True):
                 own = np.pad(own, ((0, padding), (0, 0)))
-                fit = fit_head(own, padded, fitted, np.int32(supernet.num_classes), num_outputs=num_outputs)
+                fit = fit_head(
+                    own, padded, fitted, np.int32(supernet.num_classes), num_outputs=num_outputs
+                )
                 correct[index] = int(fit.left_out) + int(fit.held_out)
         return correct
 
@@ -172,7 +194,8 @@ def closed_form_score(
 
 
 def _parts(genomes: Int[np.ndarray, "P L"], bytes_each: int) -> Iterator[Sequence[int]]:
-    """Indices of genomes whose features fit into `FEATURE_BYTES`, those with a common beginning side by side."""
+    """Indices of genomes whose features fit into `FEATURE_BYTES`, those with a common beginning
+    side by side."""
     order = sorted(range(len(genomes)), key=lambda index: genomes[index].tolist())
     size = max(FEATURE_BYTES // bytes_each, 1)
     for start in range(0, len(order), size):

@@ -1,4 +1,5 @@
-"""Settings of CHEEM: what the paper says, what we decided where it is silent, and smaller ones for a CPU."""
+"""Settings of CHEEM: what the paper says, what we decided where it is silent, and smaller ones for
+a CPU."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -12,17 +13,21 @@ class OpSettings:
     """How the learnable ops of a block begin."""
 
     rank: int = 16
-    """Rank of Adapt's low-rank pair; the paper states none, and 40 gives 68.1 GFLOPs for ViT-B where it prints 68.2."""
+    """Rank of Adapt's low-rank pair; the paper states none, and 40 gives 68.1 GFLOPs for ViT-B
+    where it prints 68.2."""
     new_init: Literal["random", "copy", "zero"] = "random"
     """Start of New: truncated normal 0.02, a copy of the base expert, or zeros."""
     new_rate: float = 1.0
-    """Adam's rate of New as a multiple of that of Adapt and head: a full matrix wants smaller steps than they do."""
+    """Adam's rate of New as a multiple of that of Adapt and head: a full matrix wants smaller steps
+    than they do."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank is {self.rank}; a low-rank pair needs at least rank 1")
         if not self.new_rate > 0:
-            raise ValueError(f"new_rate is {self.new_rate}; expected a positive multiple of the learning rate")
+            raise ValueError(
+                f"new_rate is {self.new_rate}; expected a positive multiple of the learning rate"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +43,8 @@ class SearchConfig:
     mutation_rate: float = 0.1
     """Probability that a mutation redraws a gene (paper: 'e.g., 0.1')."""
     epsilon: float = 0.5
-    """eps2: probability that an individual, or a redrawn gene, is uniform instead of HEE (paper: 0.5)."""
+    """eps2: probability that an individual, or a redrawn gene, is uniform instead of HEE (paper:
+    0.5)."""
     tolerance: float = 0.02
     """tau: accuracy that may be given up for fewer FLOPs (paper: 2 %, absolute)."""
 
@@ -48,7 +54,9 @@ class SearchConfig:
                 raise ValueError(f"search {name} is {getattr(self, name)}; expected at least 1")
         for name in ("mutation_rate", "epsilon", "tolerance"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"search {name} is {getattr(self, name)}; expected a number in [0, 1]")
+                raise ValueError(
+                    f"search {name} is {getattr(self, name)}; expected a number in [0, 1]"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +68,11 @@ class FitConfig:
     learning_rate: float = 1e-3
     """Adam's rate at the start (paper: 0.001)."""
     schedule: Literal["cosine", "epoch_cosine", "constant"] = "cosine"
-    """Rate over the steps of the phase: cosine to 0; the CODA-Prompt code's cosine by whole epochs, which ends at 1.6 %
-    of the rate; or constant."""
+    """Rate over the steps of the phase: cosine to 0; the CODA-Prompt code's cosine by whole epochs,
+    which ends at 1.6 % of the rate; or constant."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """Where a loss or gradient is non-finite: end with an error, or leave that step out and count it."""
+    """Where a loss or gradient is non-finite: end with an error, or leave that step out and count
+    it."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
@@ -94,52 +103,63 @@ class CheemConfig:
     placement: Placement = "mlp_down"
     """Component that holds the experts."""
     token: Token = "component"
-    """Where mean class tokens are read: the component's output before the residual sum, or the block's output."""
+    """Where mean class tokens are read: the component's output before the residual sum, or the
+    block's output."""
     ops: OpSettings = OpSettings()
     remove: tuple[Kind, ...] = ()
     """Ops that no task may choose, such as skip; the paper has all four."""
     base_means: Literal["known", "neutral"] = "known"
-    """`neutral` takes the similarity to the backbone's own task as 0 even where its mean class tokens are known."""
+    """`neutral` takes the similarity to the backbone's own task as 0 even where its mean class
+    tokens are known."""
     supernet: FitConfig = FitConfig(epochs=50)
     sampling: Literal["hee", "uniform"] = "hee"
     """`uniform` is the paper's pure exploration: eps1 = eps2 = 1, mutation included."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     score: Literal["shared_head", "closed_form"] = "shared_head"
-    """What ranks candidates: the supernet's head on validation images, as in the paper, or a ridge head per candidate,
-    leave-one-out on training images and with validation images added."""
+    """What ranks candidates: the supernet's head on validation images, as in the paper, or a ridge
+    head per candidate, leave-one-out on training images and with validation images added."""
     score_images: int = 0
     """Training images that the score `closed_form` looks at, a seeded subsample; 0: all."""
     finetune: FitConfig = FitConfig(epochs=20)
     weights: Literal["initial", "inherited"] = "initial"
-    """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has learned."""
+    """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has
+    learned."""
     router: RouterConfig = RouterConfig()
     augment: bool = False
-    """Crop, flip and change training images at random, new in every epoch; the paper does not. Frozen blocks are then
-    computed again in every step."""
+    """Crop, flip and change training images at random, new in every epoch; the paper does not.
+    Frozen blocks are then computed again in every step."""
     fallback: bool = False
-    """Use the frozen backbone with a ridge head for a task whose learned network is less accurate than that on the
-    validation images; the paper does not."""
+    """Use the frozen backbone with a ridge head for a task whose learned network is less accurate
+    than that on the validation images; the paper does not."""
     batch_size: int = 64
     """Images per step; the last, partial batch is padded and masked."""
     similarity_images: int = 0
-    """Training images that the similarity of tasks looks at, a seeded subsample; 0: all, as in the paper."""
+    """Training images that the similarity of tasks looks at, a seeded subsample; 0: all, as in the
+    paper."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}; expected at least 1")
         if self.similarity_images < 0:
-            raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
+            raise ValueError(
+                f"similarity_images is {self.similarity_images}; expected 0 (all) or more"
+            )
         if not len(set(self.remove)) == len(self.remove) < len(KINDS):
-            raise ValueError(f"remove names {', '.join(self.remove)}; expected some of {', '.join(KINDS)}, each once")
+            raise ValueError(
+                f"remove names {', '.join(self.remove)}; expected some of {', '.join(KINDS)}, each"
+                " once"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class CheemLiteConfig(CheemConfig):
-    """CHEEM whose tasks are named by a lighter network than the one that answers; the run has to name it as its router.
+    """CHEEM whose tasks are named by a lighter network than the one that answers; the run has to
+    name it as its router.
 
-    The paper routes with DeiT-Tiny or AlexNet in front of ViT-B, which nearly halves its FLOPs (table on CHEEM-lite).
-    All that is learned is CHEEM's; the centroids are those of the lighter network's features.
+    The paper routes with DeiT-Tiny or AlexNet in front of ViT-B, which nearly halves its FLOPs
+    (table on CHEEM-lite). All that is learned is CHEEM's; the centroids are those of the lighter
+    network's features.
     """
 
     name: ClassVar[str] = "cheem_lite"
@@ -176,9 +196,10 @@ QUICK_PLUS = dataclasses.replace(
     finetune=FitConfig(epochs=12, learning_rate=3e-3),
     **PLUS,
 )
-"""That router, and a search that did better where tasks are far from the pretraining data (docs/search.md): fewer
-epochs for the supernet and more for the target network, fewer candidates, ranked by heads in closed form; New begins as
-a copy and takes smaller steps. Measured at this budget only, so `cheem_plus` has the router alone."""
+"""That router, and a search that did better where tasks are far from the pretraining data
+(docs/search.md): fewer epochs for the supernet and more for the target network, fewer candidates,
+ranked by heads in closed form; New begins as a copy and takes smaller steps. Measured at this
+budget only, so `cheem_plus` has the router alone."""
 
 Preset = Literal["paper", "quick", "demo", "cheem_plus", "quick_plus"]
 PRESETS: dict[Preset, CheemConfig] = {
@@ -194,13 +215,16 @@ AUTO_STEPS, MOST_AUTO_EPOCHS = 256, 64
 
 
 def auto(config: CheemConfig, num_images: int) -> CheemConfig:
-    """Settings with the epochs that the preset `auto` chooses for a task of so many training images.
+    """Settings with the epochs that the preset `auto` chooses for a task of so many training
+    images.
 
-    Supernet training and fine-tuning take as many epochs as 256 steps need (what `quick` takes for 1,000 images), at
-    least `quick`'s 8 and at most 64; with more than 8, the learning rate is `demo`'s. The rest does not depend on the
-    task.
+    Supernet training and fine-tuning take as many epochs as 256 steps need (what `quick` takes for
+    1,000 images), at least `quick`'s 8 and at most 64; with more than 8, the learning rate is
+    `demo`'s. The rest does not depend on the task.
     """
     steps = -(-num_images // config.batch_size)
     epochs = min(max(-(-AUTO_STEPS // steps), QUICK.finetune.epochs), MOST_AUTO_EPOCHS)
-    fit = dataclasses.replace((DEMO if epochs > QUICK.finetune.epochs else QUICK).finetune, epochs=epochs)
+    fit = dataclasses.replace(
+        (DEMO if epochs > QUICK.finetune.epochs else QUICK).finetune, epochs=epochs
+    )
     return dataclasses.replace(config, supernet=fit, finetune=fit)

@@ -1,6 +1,7 @@
 """Compute-aware evolutionary search (paper section 'Compute-Aware Target Network Selection').
 
-Pure over keys and integer arrays; the score is an argument, so the search runs as well on a toy landscape.
+Pure over keys and integer arrays; the score is an argument, so the search runs as well on a toy
+landscape.
 """
 
 import enum
@@ -24,7 +25,8 @@ TRIES = 10
 
 
 class Purpose(enum.IntEnum):
-    """What a generation's keys are for; the number is part of the key, so members are only ever appended."""
+    """What a generation's keys are for; the number is part of the key, so members are only ever
+    appended."""
 
     FIRST = 0
     CROSSOVER = 1
@@ -33,7 +35,8 @@ class Purpose(enum.IntEnum):
 
 
 class Scored(NamedTuple):
-    """Everything a search has evaluated: genomes `[P, L]`, right answers `[P]` (not finite: failed) and FLOPs `[P]`."""
+    """Everything a search has evaluated: genomes `[P, L]`, right answers `[P]` (not finite: failed)
+    and FLOPs `[P]`."""
 
     genomes: np.ndarray
     correct: np.ndarray
@@ -51,9 +54,11 @@ Score = Callable[[Int[np.ndarray, "P L"]], np.ndarray]
 
 
 def rank(scored: Scored, num_images: int, tolerance: float) -> np.ndarray:
-    """Indices from best to worst: tolerance groups below the best, then FLOPs, then right answers, then genome.
+    """Indices from best to worst: tolerance groups below the best, then FLOPs, then right answers,
+    then genome.
 
-    In integers, so that a drop of exactly the tolerance is group 1. An architecture without a score comes last.
+    In integers, so that a drop of exactly the tolerance is group 1. An architecture without a score
+    comes last.
     """
     valid = np.isfinite(scored.correct)
     best = int(scored.correct[valid].max()) if valid.any() else 0
@@ -83,11 +88,13 @@ def search(
 ) -> tuple[np.ndarray, Scored]:
     """The first in rank of all that was evaluated, and everything that was, in order.
 
-    `score` maps genomes to right answers out of `num_images`, `flops` to their cost. No architecture is scored twice;
-    where the space contains no unseen ones the search stops. A search that resumes from where another stopped (`begun`)
-    ends as one that never did. Raises ValueError where nothing has a finite score.
+    `score` maps genomes to right answers out of `num_images`, `flops` to their cost. No
+    architecture is scored twice; where the space contains no unseen ones the search stops. A search
+    that resumes from where another stopped (`begun`) ends as one that never did. Raises ValueError
+    where nothing has a finite score.
     """
-    num, none = config.population, np.zeros((0, len(uniform)), np.int32)
+    num = config.population
+    none = np.zeros((0, len(uniform)), np.int32)
     begin, scored = begun or Searched(0, Scored(none, np.zeros(0), np.zeros(0)))
     seen: set[tuple[int, ...]] = {tuple(genome.tolist()) for genome in scored.genomes}
     for generation in range(begin, config.generations):
@@ -105,19 +112,23 @@ def search(
         if not fresh:
             break
         genomes = np.array(fresh, np.int32)
-        found = Scored(genomes, np.asarray(score(genomes), np.float64), np.asarray(flops(genomes), np.float64))
+        found = Scored(
+            genomes, np.asarray(score(genomes), np.float64), np.asarray(flops(genomes), np.float64)
+        )
         scored = Scored(*(np.concatenate(pair) for pair in zip(scored, found, strict=True)))
         on_generation(Searched(generation + 1, scored))
     if not np.isfinite(scored.correct).any():
         raise ValueError(
-            "the search found no architecture with a score: none was a finite number; try lower learning rates"
+            "the search found no architecture with a score: none was a finite number; try lower"
+            " learning rates"
         )
     return scored.genomes[rank(scored, num_images, config.tolerance)[0]], scored
 
 
 def prepare_search(exploit: Float[np.ndarray, "L C"], config: SearchConfig) -> None:
     """Compile what the search draws with, for this bucket of candidates, by drawing once."""
-    key, parents = jax.random.key(0), np.zeros((config.num_parents, len(exploit)), np.int32)
+    key = jax.random.key(0)
+    parents = np.zeros((config.num_parents, len(exploit)), np.int32)
     _draw(key, Purpose.FIRST, exploit, exploit, config)
     _children(key, parents, exploit, exploit, config)
 
@@ -142,7 +153,8 @@ def mutate(
     rate: float | Float[Array, ""],
     num: int,
 ) -> Int[Array, "num L"]:
-    """Children of one random parent each; genes are redrawn with probability `rate`: uniform by `epsilon`, else HEE."""
+    """Children of one random parent each; genes are redrawn with probability `rate`: uniform by
+    `epsilon`, else HEE."""
     parent_key, gene_key, draw_key = jax.random.split(key, 3)
     chosen = parents[jax.random.randint(parent_key, (num,), 0, parents.shape[0])]
     redraw = jax.random.bernoulli(gene_key, rate, chosen.shape)
@@ -155,13 +167,20 @@ def _draw(key, purpose: Purpose, exploit, uniform, config: SearchConfig) -> np.n
     return np.asarray(sample_mixed(key_at(key, purpose), exploit, uniform, config.epsilon, num=num))
 
 
-def _children(key, parents, exploit, uniform, config: SearchConfig) -> tuple[np.ndarray, np.ndarray]:
+def _children(
+    key, parents, exploit, uniform, config: SearchConfig
+) -> tuple[np.ndarray, np.ndarray]:
     half = config.population // 2
     crossed = crossover(key_at(key, Purpose.CROSSOVER), parents, num=TRIES * max(half, 1))
     mutated = mutate(
-        key_at(key, Purpose.MUTATION), parents, exploit=exploit, uniform=uniform, epsilon=config.epsilon,
-        rate=config.mutation_rate, num=TRIES * (config.population - half),
-    )  # fmt: skip
+        key_at(key, Purpose.MUTATION),
+        parents,
+        exploit=exploit,
+        uniform=uniform,
+        epsilon=config.epsilon,
+        rate=config.mutation_rate,
+        num=TRIES * (config.population - half),
+    )
     return np.asarray(crossed), np.asarray(mutated)
 
 
@@ -177,7 +196,8 @@ def _take(fresh: list, seen: set, candidates, total: int) -> None:
 
 
 def _fill(fresh: list, seen: set, key, exploit, uniform, config: SearchConfig) -> None:
-    """Append uniform draws, and the rest of a small space in order, where a population is not complete."""
+    """Append uniform draws, and the rest of a small space in order, where a population is not
+    complete."""
     num = config.population
     if len(fresh) < num:
         _take(fresh, seen, _draw(key, Purpose.FILL, uniform, uniform, config), num)

@@ -1,4 +1,5 @@
-"""What methods share that grow a pool of experts (CHEEM, and LoRA-CL as its simplest case): progress, answers, cost."""
+"""What methods share that grow a pool of experts (CHEEM, and LoRA-CL as its simplest case):
+progress, answers, cost."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,13 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from cheem_jax.backbone.flops import backbone_flops, backbone_params, branch_flops, executed_flops, network_flops
+from cheem_jax.backbone.flops import (
+    backbone_flops,
+    backbone_params,
+    branch_flops,
+    executed_flops,
+    network_flops,
+)
 from cheem_jax.cheem.evolution import Scored, Searched
 from cheem_jax.cheem.heads import padded
 from cheem_jax.cheem.saved_memory import open_memory, save_memory_task, with_task
@@ -18,19 +25,34 @@ from cheem_jax.cheem.training import FitState, SupernetFit
 from cheem_jax.core.architecture import Architecture, to_strings
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, Pool, StoredExpert, TaskMemory
-from cheem_jax.core.routing import Router, RouterConfig, TaskStatistics, fit_statistics, make_router, num_kept
+from cheem_jax.core.routing import (
+    Router,
+    RouterConfig,
+    TaskStatistics,
+    fit_statistics,
+    make_router,
+    num_kept,
+)
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Dense, Executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import SKIP, Inference, Inferred, Outline
 from cheem_jax.engine.passes import answers, answers_and_features
-from cheem_jax.run.method import Answers, Clock, FrozenFeatures, base_network, check_given, check_router
+from cheem_jax.run.method import (
+    Answers,
+    Clock,
+    FrozenFeatures,
+    base_network,
+    check_given,
+    check_router,
+)
 from cheem_jax.run.rolling import Saved
 
 
 @dataclasses.dataclass
 class Underway:
-    """How far a method has come with a task: what a rolling checkpoint holds, and what resuming begins with.
+    """How far a method has come with a task: what a rolling checkpoint holds, and what resuming
+    begins with.
 
     Each phase resumes from what it finds here; at the end of one the next has not begun.
     """
@@ -41,7 +63,8 @@ class Underway:
     fits: dict[str, FitState] = dataclasses.field(default_factory=dict)
     """How far each training is: `supernet` and `finetune`."""
     learned: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arrays of networks that were being trained and have not gone on yet, by the name of the training."""
+    """Arrays of networks that were being trained and have not gone on yet, by the name of the
+    training."""
 
     @classmethod
     def begun(cls, saved: Saved | None) -> "Underway":
@@ -72,7 +95,9 @@ class Underway:
 
     def saved(self, fittings: Mapping[str, SupernetFit]) -> Saved:
         """Everything so far; `fittings` are what this phase trains, or what the search scores."""
-        arrays: dict[str, Any] = self.learned | {name: one.supernet.arrays(one.state) for name, one in fittings.items()}
+        arrays: dict[str, Any] = self.learned | {
+            name: one.supernet.arrays(one.state) for name, one in fittings.items()
+        }
         if self.similarity is not None:
             arrays["similarity"] = self.similarity
         if self.searched is not None:
@@ -88,18 +113,26 @@ class Underway:
 
 
 class ExpertMemory:
-    """A memory of experts behind a router by task centroids; a method that needs the task ID has no router."""
+    """A memory of experts behind a router by task centroids; a method that needs the task ID has no
+    router."""
 
     name = "expert_memory"
     needs_task_id = False
 
     def __init__(
-        self, executor: Executor, features: FrozenFeatures, router: RouterConfig, *, rank: int, batch_size: int
+        self,
+        executor: Executor,
+        features: FrozenFeatures,
+        router: RouterConfig,
+        *,
+        rank: int,
+        batch_size: int,
     ):
         self.executor, self.features, self.router = executor, features, router
         self.rank, self.batch_size = rank, batch_size
         self.memory = self._before = InternalMemory(executor.base_pool)
-        self._dense, self._index = DenseExperts(executor.base_pool, 0), make_router(router)
+        self._dense = DenseExperts(executor.base_pool, 0)
+        self._index = make_router(router)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -108,22 +141,43 @@ class ExpertMemory:
         return []
 
     def remember(
-        self, task: Task, *, pool: Pool, architecture: Architecture, experts: tuple[int | None, ...], head: Head,
-        means: np.ndarray, seed: int, clock: Clock,
-    ) -> None:  # fmt: skip
-        """Go on with a pool that has grown, and one task more, which the router learns too, where there is one."""
-        before, place = self.memory, TaskStatistics(np.zeros((1, 1), np.float32))
+        self,
+        task: Task,
+        *,
+        pool: Pool,
+        architecture: Architecture,
+        experts: tuple[int | None, ...],
+        head: Head,
+        means: np.ndarray,
+        seed: int,
+        clock: Clock,
+    ) -> None:
+        """Go on with a pool that has grown, and one task more, which the router learns too, where
+        there is one."""
+        before = self.memory
+        place = TaskStatistics(np.zeros((1, 1), np.float32))
         if not self.needs_task_id:
             with clock("router"):
-                place = fit_statistics(self.features(task, "train"), task.train.labels, self.router, seed=seed)
+                place = fit_statistics(
+                    self.features(task, "train"), task.train.labels, self.router, seed=seed
+                )
         learned = TaskMemory(
-            task.name, task.classes, architecture, experts, head, means, place.centroids, moments=place.moments
-        )  # fmt: skip
-        self._before, self.memory = before, dataclasses.replace(before, pool=pool, tasks=(*before.tasks, learned))
+            task.name,
+            task.classes,
+            architecture,
+            experts,
+            head,
+            means,
+            place.centroids,
+            moments=place.moments,
+        )
+        self._before = before
+        self.memory = dataclasses.replace(before, pool=pool, tasks=(*before.tasks, learned))
 
     @property
     def dense(self) -> DenseExperts:
-        """The dense experts of the memory as it is now, of which the executor's budget of bytes is kept."""
+        """The dense experts of the memory as it is now, of which the executor's budget of bytes is
+        kept."""
         if self._dense.pool is not self.memory.pool:
             self._dense = self._dense.grown(self.memory.pool, self.executor.budget)
         return self._dense
@@ -135,7 +189,9 @@ class ExpertMemory:
 
     def costs(self, index: int) -> dict[str, Any]:
         """What a learned task costs: FLOPs by both conventions and parameters."""
-        task, vit, placement = self.memory.tasks[index], self.executor.config, self.executor.placement
+        task = self.memory.tasks[index]
+        vit = self.executor.config
+        placement = self.executor.placement
         own = [stored.params for stored in self.memory.added(index).values()]
         added = sum(leaf.size for leaf in jax.tree.leaves(own))
         head = sum(leaf.size for leaf in task.head)
@@ -143,10 +199,16 @@ class ExpertMemory:
         # what its attention products cost, and a skipped attention branch saves
         skipped = [choice.kind for choice in task.architecture].count("skip")
         saved = [branch_flops(vit, placement, count_attention=count) for count in (True, False)]
-        attention = backbone_flops(vit, count_attention=True) - backbone_flops(vit) - skipped * (saved[0] - saved[1])
+        attention = (
+            backbone_flops(vit, count_attention=True)
+            - backbone_flops(vit)
+            - skipped * (saved[0] - saved[1])
+        )
         router = (0, 0)
         if not self.needs_task_id:
-            router = tuple(self.features.encoder.flops(count_attention=count) for count in (False, True))
+            router = tuple(
+                self.features.encoder.flops(count_attention=count) for count in (False, True)
+            )
         return {
             "name": task.name,
             "classes": list(task.classes),
@@ -166,27 +228,38 @@ class ExpertMemory:
 
     def router_numbers(self, task: Task) -> int:
         """Numbers that naming a task keeps of it, at most."""
-        return 0 if self.needs_task_id else num_kept(self.router, self.features.encoder.width, len(task.classes))
+        return (
+            0
+            if self.needs_task_id
+            else num_kept(self.router, self.features.encoder.width, len(task.classes))
+        )
 
     def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
         """What a task keeps beside experts and head, and needs."""
         return [*kept_by_router(task), task.means, *task.statistics.values()]
 
     def _executed(self, index: int) -> int:
-        """Task identification and the task's network: resumed where it leaves the backbone, if that names the task."""
-        task, vit, begin = self.memory.tasks[index], self.executor.config, None
+        """Task identification and the task's network: resumed where it leaves the backbone, if that
+        names the task."""
+        task = self.memory.tasks[index]
+        vit = self.executor.config
+        begin = None
         identify = 0 if self.needs_task_id else self.features.encoder.executed_flops()
         if not self.needs_task_id and self.features.of(self.executor):
             begin = next((i for i, expert in enumerate(task.experts) if expert != 0), vit.depth)
             begin = min(begin, self.router.until(vit.depth))
-        own = executed_flops(vit, self.executor.placement, task.architecture, len(task.classes), begin=begin)
+        own = executed_flops(
+            vit, self.executor.placement, task.architecture, len(task.classes), begin=begin
+        )
         return identify + own
 
     def inference(self) -> Inference:
         """All learned tasks behind the router, sharing what they share with the backbone."""
         networks = TaskNetworks(self.dense, self.memory.tasks)
         base = base_network(self.executor)
-        return Inference(self.executor, base, networks, batch_size=self.batch_size, reads=self.router)
+        return Inference(
+            self.executor, base, networks, batch_size=self.batch_size, reads=self.router
+        )
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """Task and class of each image uint8 `[N, S, S, 3]`, decided per image.
@@ -201,12 +274,17 @@ class ExpertMemory:
             tasks = self.index.route(self.features.compute(images))
         classes = np.zeros(len(images), np.int32)
         for index in np.unique(tasks):
-            rows, task = np.flatnonzero(tasks == index), self.memory.tasks[index]
+            rows = np.flatnonzero(tasks == index)
+            task = self.memory.tasks[index]
             classes[rows] = answers(
-                self.executor, task_network(self.dense, task.experts), padded(task.head),
-                HostImages(self.executor, images[rows]), num=len(rows), num_classes=len(task.classes),
+                self.executor,
+                task_network(self.dense, task.experts),
+                padded(task.head),
+                HostImages(self.executor, images[rows]),
+                num=len(rows),
+                num_classes=len(task.classes),
                 batch_size=self.batch_size,
-            )  # fmt: skip
+            )
         return Inferred(np.asarray(tasks, np.int32), classes)
 
     def answers(self, index: int, task: Task) -> Answers:
@@ -218,11 +296,18 @@ class ExpertMemory:
 
     def predict_given(self, index: int, task: Task) -> np.ndarray:
         """Classes that task `index`'s network gives the test images, given the task ID."""
-        learned, images, batch_size = self.memory.tasks[index], task.test.images, self.batch_size
-        network, head = task_network(self.dense, learned.experts), padded(learned.head)
+        learned = self.memory.tasks[index]
+        images = task.test.images
+        batch_size = self.batch_size
+        network = task_network(self.dense, learned.experts)
+        head = padded(learned.head)
         feed = HostImages(self.executor, images)
         sizes = {"num": len(images), "num_classes": len(learned.classes), "batch_size": batch_size}
-        if self.needs_task_id or self.features.known(task, "test") or not self.features.ends(self.executor):
+        if (
+            self.needs_task_id
+            or self.features.known(task, "test")
+            or not self.features.ends(self.executor)
+        ):
             return answers(self.executor, network, head, feed, **sizes)
         base = base_network(self.executor)
         found, features = answers_and_features(self.executor, base, network, head, feed, **sizes)
@@ -248,7 +333,9 @@ class ExpertMemory:
             params = layout.everywhere(stored.params)
             return stored if params[0] is stored.params[0] else stored._replace(params=params)
 
-        return dataclasses.replace(memory, pool=tuple(tuple(map(placed, block)) for block in memory.pool))
+        return dataclasses.replace(
+            memory, pool=tuple(tuple(map(placed, block)) for block in memory.pool)
+        )
 
 
 def kept_by_router(task: TaskMemory) -> list[np.ndarray]:
@@ -263,11 +350,15 @@ class TaskNetworks:
     """
 
     def __init__(self, experts: DenseExperts, tasks: Sequence[TaskMemory]):
-        self.experts, self.tasks = experts, tuple(tasks)
+        self.experts = experts
+        self.tasks = tuple(tasks)
         self.hits = self.misses = 0
         """How often a network was there, and how often something had to be merged for it."""
         self.outlines = [
-            Outline(tuple(SKIP if expert is None else expert for expert in task.experts), len(task.classes))
+            Outline(
+                tuple(SKIP if expert is None else expert for expert in task.experts),
+                len(task.classes),
+            )
             for task in self.tasks
         ]
 
@@ -290,14 +381,16 @@ class TaskNetworks:
         self.experts.prepare()
 
     def counters(self) -> dict[str, int]:
-        """Networks that were there and that were not, experts merged and dropped, and the bytes that are kept."""
+        """Networks that were there and that were not, experts merged and dropped, and the bytes
+        that are kept."""
         return {"hits": self.hits, "misses": self.misses, **self.experts.counters()}
 
 
 def task_network(
     experts: DenseExperts | Sequence[Sequence[Expert]], used: Sequence[int | None]
-) -> list[Dense]:  # fmt: skip
-    """A finished network over dense experts; its codes are pool indices, so networks that share experts share work."""
+) -> list[Dense]:
+    """A finished network over dense experts; its codes are pool indices, so networks that share
+    experts share work."""
     return [
         Dense(SKIP, None) if expert is None else Dense(expert, experts[block][expert])
         for block, expert in enumerate(used)

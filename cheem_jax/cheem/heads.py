@@ -1,4 +1,5 @@
-"""Heads of the baselines, one over all classes seen or one per task, and the predictions that their logits give.
+"""Heads of the baselines, one over all classes seen or one per task, and the predictions that their
+logits give.
 
 All are padded to a power of two, so that few compiled functions serve every number of classes.
 """
@@ -24,10 +25,12 @@ FAR = -1e30
 
 
 class Classes:
-    """All classes seen, task by task: columns `first[t]` to `first[t + 1]` of a global head belong to task t."""
+    """All classes seen, task by task: columns `first[t]` to `first[t + 1]` of a global head belong
+    to task t."""
 
     def __init__(self, names: Sequence[str] = (), classes: Sequence[Sequence[str]] = ()):
-        self.names, self.classes = list(names), [tuple(some) for some in classes]
+        self.names = list(names)
+        self.classes = [tuple(some) for some in classes]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -52,20 +55,30 @@ class Classes:
         """Classes of all tasks."""
         return sum(map(len, self.classes))
 
-    def inferred(self, logits: Float[np.ndarray, "N P"], tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """Task and class of each image: the largest logit of all classes, or of the given task's (class -1 for NaN)."""
+    def inferred(
+        self, logits: Float[np.ndarray, "N P"], tasks: Int[np.ndarray, "N"] | None = None
+    ) -> Inferred:
+        """Task and class of each image: the largest logit of all classes, or of the given task's
+        (class -1 for NaN)."""
         first = self.first
         columns = np.arange(logits.shape[1])
         allowed = np.broadcast_to(columns < first[-1], logits.shape)
         if tasks is not None:
-            allowed = (columns >= first[tasks][:, None]) & (columns < first[np.asarray(tasks) + 1][:, None])
+            allowed = (columns >= first[tasks][:, None]) & (
+                columns < first[np.asarray(tasks) + 1][:, None]
+            )
         best = np.where(allowed, logits, -np.inf).argmax(axis=1)
-        found = np.searchsorted(first, best, side="right") - 1 if tasks is None else np.asarray(tasks)
+        found = (
+            np.searchsorted(first, best, side="right") - 1 if tasks is None else np.asarray(tasks)
+        )
         finite = np.isfinite(np.where(allowed, logits, 0.0)).all(axis=1)
-        return Inferred(found.astype(np.int32), np.where(finite, best - first[found], -1).astype(np.int32))
+        return Inferred(
+            found.astype(np.int32), np.where(finite, best - first[found], -1).astype(np.int32)
+        )
 
     def answers(self, logits: Float[np.ndarray, "N P"], index: int) -> Answers:
-        """Predictions for images of task `index`: the argmax within the task, and the argmax over all classes."""
+        """Predictions for images of task `index`: the argmax within the task, and the argmax over
+        all classes."""
         chosen = self.inferred(logits)
         given = self.inferred(logits, np.full(len(logits), index))
         return Answers(given.classes, chosen.tasks, chosen.classes)
@@ -82,7 +95,8 @@ def saved_classes(root: Path) -> Classes:
 
 
 def grow_head(key: jax.Array, head: Head | None, width: int, num_seen: int, num_new: int) -> Head:
-    """A global head with `num_new` more columns (truncated normal 0.02, bias 0); the first `num_seen` stay."""
+    """A global head with `num_new` more columns (truncated normal 0.02, bias 0); the first
+    `num_seen` stay."""
     size = next_power_of_two(num_seen + num_new)
     weight, bias = np.zeros((width, size), np.float32), np.zeros(size, np.float32)
     if head is not None:
@@ -102,7 +116,8 @@ def _truncated(key, width: int, num: int):
 def local_cross_entropy(
     logits: Float[Array, "B P"], labels: Int[Array, "B"], weights: Float[Array, "B"], first, num
 ) -> Float[Array, ""]:
-    """Weighted sum of the cross-entropy over columns `first` to `first + num` alone; `labels` count within them.
+    """Weighted sum of the cross-entropy over columns `first` to `first + num` alone; `labels` count
+    within them.
 
     All other columns get no gradient, so a global head's columns of other tasks stay as they are.
     """
@@ -136,6 +151,8 @@ def classes_by_task(
     found = np.zeros(len(features), np.int32)
     for task in np.unique(tasks):
         rows = np.flatnonzero(tasks == task)
-        logits = np.asarray(features[rows] @ np.asarray(heads[task].weight) + np.asarray(heads[task].bias))
+        logits = np.asarray(
+            features[rows] @ np.asarray(heads[task].weight) + np.asarray(heads[task].bias)
+        )
         found[rows] = np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1)
     return found

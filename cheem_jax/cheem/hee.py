@@ -1,7 +1,8 @@
-"""Hierarchical exploration-exploitation sampling in closed form (paper section 'Supernet Training via HEE-NAS').
+"""Hierarchical exploration-exploitation sampling in closed form (paper section 'Supernet Training
+via HEE-NAS').
 
-Rows of all tables over earlier networks: the base network first, then tasks 0..t-1. NaN marks an absent entry: a task
-that skipped the block.
+Rows of all tables over earlier networks: the base network first, then tasks 0..t-1. NaN marks an
+absent entry: a task that skipped the block.
 """
 
 import functools
@@ -18,10 +19,13 @@ from cheem_jax.core.settings import Kind
 
 
 def cosines(
-    known: Float[np.ndarray, "E L D"], seen: Float[np.ndarray, "E L D"], present: Bool[np.ndarray, "E L"]
+    known: Float[np.ndarray, "E L D"],
+    seen: Float[np.ndarray, "E L D"],
+    present: Bool[np.ndarray, "E L"],
 ) -> Float[np.ndarray, "E L"]:
     """cos(mu_l^i, mu_l^{i->t}) per earlier network and block; NaN where absent."""
-    a, b = known.astype(np.float64), seen.astype(np.float64)
+    a = known.astype(np.float64)
+    b = seen.astype(np.float64)
     norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     return np.where(present, (a * b).sum(axis=-1) / np.maximum(norms, 1e-12), np.nan)
 
@@ -37,7 +41,8 @@ def norm_cosine(
     counted = counted[~np.isnan(counted)]
     similarity = np.where(np.isnan(cosine), np.nan, 0.0)
     if counted.size and counted.max() > counted.min():
-        low, high = counted.min(), counted.max()
+        low = counted.min()
+        high = counted.max()
         similarity = 2 * (cosine - low) / (high - low) - 1
     if neutral is not None:
         similarity[neutral] = 0.0
@@ -45,7 +50,8 @@ def norm_cosine(
 
 
 def first_level(similarity: Float[np.ndarray, "E"]) -> tuple[Float[np.ndarray, "E"], float]:
-    """One block's psi: probabilities of the earlier networks (0 where absent) and of Aux, S_aux = -max S."""
+    """One block's psi: probabilities of the earlier networks (0 where absent) and of Aux, S_aux =
+    -max S."""
     present = ~np.isnan(similarity)
     if not present.any():
         return np.zeros_like(similarity), 1.0
@@ -58,12 +64,15 @@ def first_level(similarity: Float[np.ndarray, "E"]) -> tuple[Float[np.ndarray, "
 
 
 def exploit_table(
-    similarity: Float[np.ndarray, "E L"], experts: Sequence[Sequence[int | None]], sizes: Sequence[int]
+    similarity: Float[np.ndarray, "E L"],
+    experts: Sequence[Sequence[int | None]],
+    sizes: Sequence[int],
 ) -> Float[np.ndarray, "L C"]:
     """Exact probability of every candidate of every block under exploitation.
 
-    `experts[i][l]` is the expert that network i uses at block l (None where it skips). Tasks that share an expert keep
-    separate entries of the first level but share its candidates. C is padded to a power of two with zeros.
+    `experts[i][l]` is the expert that network i uses at block l (None where it skips). Tasks that
+    share an expert keep separate entries of the first level but share its candidates. C is padded
+    to a power of two with zeros.
     """
     table = _empty(sizes)
     for block, n in enumerate(sizes):
@@ -88,8 +97,11 @@ def uniform_table(sizes: Sequence[int], *, with_adapt: bool = True) -> Float[np.
     return table / table.sum(axis=1, keepdims=True)
 
 
-def without(table: Float[np.ndarray, "L C"], removed: Sequence[Kind], sizes: Sequence[int]) -> Float[np.ndarray, "L C"]:
-    """The table with some ops left out; where nothing else had a probability, uniform over the others."""
+def without(
+    table: Float[np.ndarray, "L C"], removed: Sequence[Kind], sizes: Sequence[int]
+) -> Float[np.ndarray, "L C"]:
+    """The table with some ops left out; where nothing else had a probability, uniform over the
+    others."""
     if not removed:
         return table
     kept = np.zeros_like(table)

@@ -1,7 +1,9 @@
-"""CHEEM: continual learning by Reuse, New, Adapt and Skip, guided by hierarchical exploration and exploitation.
+"""CHEEM: continual learning by Reuse, New, Adapt and Skip, guided by hierarchical exploration and
+exploitation.
 
-For each task: similarity to all earlier networks, supernet training, evolutionary search, fine-tuning from scratch of
-the chosen network, growth of the pool, task centroids (paper section 'Our Proposed CHEEM').
+For each task: similarity to all earlier networks, supernet training, evolutionary search,
+fine-tuning from scratch of the chosen network, growth of the pool, task centroids (paper section
+'Our Proposed CHEEM').
 """
 
 import dataclasses
@@ -35,7 +37,15 @@ from cheem_jax.core.architecture import Choice, decode
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two
 from cheem_jax.core.metrics import fitted
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Candidates, DenseExperts, Head, candidates_of, grow, logits_of, pool_sizes
+from cheem_jax.core.pool import (
+    Candidates,
+    DenseExperts,
+    Head,
+    candidates_of,
+    grow,
+    logits_of,
+    pool_sizes,
+)
 from cheem_jax.core.settings import Advance
 from cheem_jax.data.augmentation import AugmentedImages
 from cheem_jax.data.task import Task
@@ -68,7 +78,8 @@ class Compared(NamedTuple):
 
     @property
     def is_frozen_better(self) -> bool:
-        """By correct answers; by log-probability if they are equal, which is common with few images."""
+        """By correct answers; by log-probability if they are equal, which is common with few
+        images."""
         learned, frozen = zip(self.right, self.log_probability, strict=True)
         return frozen > learned
 
@@ -89,7 +100,8 @@ class Learning:
     task: Task
     candidates: Candidates
     train: Feed
-    """Training images, from where no choice at block 0 changes anything, if there is room to keep that."""
+    """Training images, from where no choice at block 0 changes anything, if there is room to keep
+    that."""
     val: Feed
     budget: Budget
     underway: Underway
@@ -99,12 +111,14 @@ class Learning:
 class Cheem(ExpertMemory):
     """A continual learner over one frozen backbone.
 
-    `base_means` are mu of the backbone's own task `[L, D]` at this placement, token and image size, or None (neutral).
-    `features` gives the router's features; pass the learner's own backbone or a lighter one.
+    `base_means` are mu of the backbone's own task `[L, D]` at this placement, token and image size,
+    or None (neutral). `features` gives the router's features; pass the learner's own backbone or a
+    lighter one.
     """
 
     always_compares = False
-    """Whether a task's report says how accurate the frozen backbone with a ridge head is, even without `fallback`."""
+    """Whether a task's report says how accurate the frozen backbone with a ridge head is, even
+    without `fallback`."""
 
     def __init__(
         self,
@@ -114,42 +128,69 @@ class Cheem(ExpertMemory):
         base_means: np.ndarray | None,
         features: FrozenFeatures,
     ):
-        super().__init__(executor, features, config.router, rank=config.ops.rank, batch_size=config.batch_size)
-        self.name, self.config, self.keys, self.base_means = config.name, config, keys, base_means
+        super().__init__(
+            executor, features, config.router, rank=config.ops.rank, batch_size=config.batch_size
+        )
+        self.name = config.name
+        self.config = config
+        self.keys = keys
+        self.base_means = base_means
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
         notes = super().check(tasks)
         if self.config.augment:
-            notes.append("training images are augmented, so every step computes frozen blocks too and takes longer")
+            notes.append(
+                "training images are augmented, so every step computes frozen blocks too and takes"
+                " longer"
+            )
         return notes
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Learn the next task of the stream, from where `running` left it; returns its report."""
         learning = self.begin(task, running)
-        index, underway, clock = learning.index, learning.underway, learning.underway.clock
+        index = learning.index
+        underway = learning.underway
+        clock = learning.underway.clock
         similarity = self.similarity(learning)
         tables = self.tables(learning, similarity)
         trained = self.train_supernet(learning, tables)
         codes = self.search(learning, tables, trained)
         finished = self.finetune(learning, trained, codes)
-        network, state, chosen = finished.supernet, finished.state, decode(codes, learning.candidates.sizes)
+        network = finished.supernet
+        state = finished.state
+        chosen = decode(codes, learning.candidates.sizes)
         architecture = learning.candidates.in_pool(chosen)
         pool, used = grow(self.memory.pool, architecture, network.learned(state, chosen), index)
-        target, head = task_network(DenseExperts(pool, 0), used), network.trained_head(state)
-        compared = self.compare(learning, target, head) if self.config.fallback or self.always_compares else None
+        target = task_network(DenseExperts(pool, 0), used)
+        head = network.trained_head(state)
+        compared = (
+            self.compare(learning, target, head)
+            if self.config.fallback or self.always_compares
+            else None
+        )
         if compared is not None and self.config.fallback and compared.is_frozen_better:
-            architecture, target, head = (Choice("reuse", 0),) * len(pool), base_network(self.executor), compared.head
+            architecture = (Choice("reuse", 0),) * len(pool)
+            target = base_network(self.executor)
+            head = compared.head
             pool, used = grow(self.memory.pool, architecture, {}, index)
         means = self.finished_means(learning, finished, target).means[0]
         self.remember(
-            task, pool=pool, architecture=architecture, experts=used, head=head, means=means,
-            seed=self.keys.seed_at(index, Phase.CENTROIDS), clock=clock,
-        )  # fmt: skip
+            task,
+            pool=pool,
+            architecture=architecture,
+            experts=used,
+            head=head,
+            means=means,
+            seed=self.keys.seed_at(index, Phase.CENTROIDS),
+            clock=clock,
+        )
         return {
             **self.costs(len(self.memory.tasks) - 1),
             "pool": self.memory.history(),
-            "similarity": [[None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity],
+            "similarity": [
+                [None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity
+            ],
             "supernet_losses": trained.progress.losses,
             "finetune_losses": finished.progress.losses,
             "skipped_steps": underway.skipped,
@@ -162,48 +203,78 @@ class Cheem(ExpertMemory):
 
     def begin(self, task: Task, running: Running) -> Learning:
         """The next task, as far as `running` brought it."""
-        executor, underway = self.executor, Underway.begun(running.saved)
+        executor = self.executor
+        underway = Underway.begun(running.saved)
         budget = Budget(executor.budget)
-        feeds = {name: feed_images(executor, task.splits[name].images, budget) for name in ("train", "val")}
+        feeds = {
+            name: feed_images(executor, task.splits[name].images, budget)
+            for name in ("train", "val")
+        }
         learning = Learning(
-            self.memory.next_number, task, candidates_of(self.memory, self.dense), feeds["train"], feeds["val"], budget,
-            underway, running,
-        )  # fmt: skip
+            self.memory.next_number,
+            task,
+            candidates_of(self.memory, self.dense),
+            feeds["train"],
+            feeds["val"],
+            budget,
+            underway,
+            running,
+        )
         # what no choice at block 0 changes: similarity, supernet and fine-tuning begin there
         train = self._kept(learning, "training images", learning.train, len(task.train.labels))
         val = self._kept(learning, "validation images", learning.val, len(task.val.labels))
         return dataclasses.replace(learning, train=train, val=val)
 
     def expected_seconds(self, task: Task, saved: Saved | None = None) -> float:
-        """About how long the task takes on this machine: its passes over images, times the measured seconds of one.
+        """About how long the task takes on this machine: its passes over images, times the measured
+        seconds of one.
 
-        `saved` is what an earlier process left of it, which is not counted. A training step counts as three passes, and
-        an augmented image as what changing it takes, too. Compilation is left out, and so is what shared prefixes save.
+        `saved` is what an earlier process left of it, which is not counted. A training step counts
+        as three passes, and an augmented image as what changing it takes, too. Compilation is left
+        out, and so is what shared prefixes save.
         """
-        config, search, num = self.config, self.config.search, len(task.train.labels)
-        batch, few = HostImages(self.executor, task.train.images), min(num, config.batch_size)
+        config = self.config
+        search = self.config.search
+        num = len(task.train.labels)
+        batch = HostImages(self.executor, task.train.images)
+        few = min(num, config.batch_size)
         times = list[float]()
         for _ in range(4):  # the first may compile, and other processes may slow some down
             start = time.perf_counter()
             token_means(
-                self.executor, [base_network(self.executor)], batch, few, batch_size=config.batch_size,
+                self.executor,
+                [base_network(self.executor)],
+                batch,
+                few,
+                batch_size=config.batch_size,
                 advance=unwatched,
-            )  # fmt: skip
+            )
             times.append(time.perf_counter() - start)
         seconds = min(times) / few
-        underway, fits = Underway.begun(saved), {"supernet": config.supernet, "finetune": config.finetune}
+        underway = Underway.begun(saved)
+        fits = {"supernet": config.supernet, "finetune": config.finetune}
         trained = sum(
-            images_left(underway.fits.get(name, FitState()), fit, num, config.batch_size) for name, fit in fits.items()
+            images_left(underway.fits.get(name, FitState()), fit, num, config.batch_size)
+            for name, fit in fits.items()
         )
-        generations = search.generations - (0 if underway.searched is None else underway.searched.generations)
-        scored = len(task.val.labels) + (min(config.score_images or num, num) if config.score == "closed_form" else 0)
+        generations = search.generations - (
+            0 if underway.searched is None else underway.searched.generations
+        )
+        scored = len(task.val.labels) + (
+            min(config.score_images or num, num) if config.score == "closed_form" else 0
+        )
         changing = self._augmenting_seconds(task) if config.augment else 0.0
-        return seconds * (3 * trained + search.population * generations * scored) + changing * trained
+        return (
+            seconds * (3 * trained + search.population * generations * scored) + changing * trained
+        )
 
     def _augmenting_seconds(self, task: Task) -> float:
-        """Seconds per image of what augmented training adds to a step: changing the image and entering block 0."""
-        images, rows = AugmentedImages(self.executor, task.train.images, 0), self.executor.rows(self.config.batch_size)
-        order, times = [np.resize(np.arange(len(task.train.labels)), rows)], list[float]()
+        """Seconds per image of what augmented training adds to a step: changing the image and
+        entering block 0."""
+        images = AugmentedImages(self.executor, task.train.images, 0)
+        rows = self.executor.rows(self.config.batch_size)
+        order = [np.resize(np.arange(len(task.train.labels)), rows)]
+        times = list[float]()
         for _ in range(3):  # the first may compile
             start = time.perf_counter()
             for tokens in images.follow(order):
@@ -212,12 +283,18 @@ class Cheem(ExpertMemory):
         return min(times) / rows
 
     def similarity(self, learning: Learning) -> Float[np.ndarray, "E L"]:
-        """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""
-        underway, base = learning.underway, self.base_means
+        """S of the new task to the base and every earlier task, per block; NaN where a task skipped
+        the block."""
+        underway = learning.underway
+        base = self.base_means
         if underway.similarity is None:
             with underway.clock("similarity"):
-                means, earlier = self._earlier_means(learning), learning.candidates.earlier
-                known = [np.zeros_like(means[0]) if base is None else base, *(task.means for task in self.memory.tasks)]
+                means = self._earlier_means(learning)
+                earlier = learning.candidates.earlier
+                known = [
+                    np.zeros_like(means[0]) if base is None else base,
+                    *(task.means for task in self.memory.tasks),
+                ]
                 present = np.array([[expert is not None for expert in used] for used in earlier])
                 neutral = np.zeros(len(known), bool)
                 neutral[0] = base is None
@@ -226,40 +303,61 @@ class Cheem(ExpertMemory):
 
     def tables(self, learning: Learning, similarity: np.ndarray) -> Tables:
         """What supernet and search draw from."""
-        config, candidates = self.config, learning.candidates
+        config = self.config
+        candidates = learning.candidates
         exploit = exploit_table(similarity, candidates.earlier, candidates.sizes)
         uniform = uniform_table(candidates.sizes, with_adapt=config.exploration.over == "uniform")
-        return Tables(*(without(table, config.remove, candidates.sizes) for table in (exploit, uniform)))
+        return Tables(
+            *(without(table, config.remove, candidates.sizes) for table in (exploit, uniform))
+        )
 
     def train_supernet(self, learning: Learning, tables: Tables) -> SupernetFit:
         """The supernet with all that supernet training learned."""
-        config, keys, index, labels = self.config, self.keys, learning.index, learning.task.train.labels
-        underway, supernet = learning.underway, self._supernet(learning, Phase.SUPERNET_INIT)
+        config = self.config
+        keys = self.keys
+        index = learning.index
+        labels = learning.task.train.labels
+        underway = learning.underway
+        supernet = self._supernet(learning, Phase.SUPERNET_INIT)
         fitting = underway.fitting("supernet", supernet)
         with underway.clock("prepare"):
             prepare(self.executor, supernet, config.batch_size)
             prepare_search(tables.exploit, config.search)
         epsilon = 1.0 if config.sampling == "uniform" else config.exploration.epsilon
         draws = supernet_draws(
-            keys.at(index, Phase.SUPERNET_MODE), keys.at(index, Phase.SUPERNET_DRAW), **tables._asdict(),
+            keys.at(index, Phase.SUPERNET_MODE),
+            keys.at(index, Phase.SUPERNET_DRAW),
+            **tables._asdict(),
             epsilon=epsilon,
-        )  # fmt: skip
+        )
         images = self._trained_on(learning, Phase.SUPERNET_AUGMENTATION)
         left = images_left(fitting.progress, config.supernet, len(labels), config.batch_size)
         saved = functools.partial(underway.saved, {"supernet": fitting})
         with underway.clock("supernet"), learning.running.phase("supernet", left, saved) as advance:
             return fit(
-                self.executor, fitting, images, labels, draws=draws, config=config.supernet,
-                batch_size=config.batch_size, order_key=keys.at(index, Phase.SUPERNET_ORDER), advance=advance,
-            )  # fmt: skip
+                self.executor,
+                fitting,
+                images,
+                labels,
+                draws=draws,
+                config=config.supernet,
+                batch_size=config.batch_size,
+                order_key=keys.at(index, Phase.SUPERNET_ORDER),
+                advance=advance,
+            )
 
-    def search(self, learning: Learning, tables: Tables, trained: SupernetFit) -> Int[np.ndarray, "L"]:
-        """Candidate indices of the chosen network; `underway.searched` holds what it was chosen from."""
-        config, underway = self.config.search, learning.underway
+    def search(
+        self, learning: Learning, tables: Tables, trained: SupernetFit
+    ) -> Int[np.ndarray, "L"]:
+        """Candidate indices of the chosen network; `underway.searched` holds what it was chosen
+        from."""
+        config = self.config.search
+        underway = learning.underway
         if self.config.sampling == "uniform":
             config = dataclasses.replace(config, epsilon=1.0)
         rows = self._scored_rows(learning)
-        key, num = self.keys.at(learning.index, Phase.SEARCH), len(rows) + len(learning.task.val.labels)
+        key = self.keys.at(learning.index, Phase.SEARCH)
+        num = len(rows) + len(learning.task.val.labels)
         done = 0 if underway.searched is None else underway.searched.generations
         left = config.population * num * (config.generations - done)
         saved = functools.partial(underway.saved, {"supernet": trained})
@@ -267,15 +365,24 @@ class Cheem(ExpertMemory):
 
             def keep(searched: Searched) -> None:
                 underway.searched = searched
-                best, tried = 100 * np.nanmax(searched.scored.correct) / num, len(searched.scored.genomes)
-                advance(0, f"generation {searched.generations}: {tried} networks, best {best:.1f} %")
+                best = 100 * np.nanmax(searched.scored.correct) / num
+                tried = len(searched.scored.genomes)
+                advance(
+                    0, f"generation {searched.generations}: {tried} networks, best {best:.1f} %"
+                )
 
             score = self._score(learning, trained, rows, advance)
             flops = architecture_flops(self.executor, trained.supernet)
             codes, _ = search(
-                key, score, flops, **tables._asdict(), num_images=num, config=config, on_generation=keep,
+                key,
+                score,
+                flops,
+                **tables._asdict(),
+                num_images=num,
+                config=config,
+                on_generation=keep,
                 begun=underway.searched,
-            )  # fmt: skip
+            )
         return codes
 
     def compare(self, learning: Learning, network: Network, head: Head) -> Compared | None:
@@ -283,34 +390,44 @@ class Cheem(ExpertMemory):
 
         None where the backbone's features are non-finite.
         """
-        task, executor, batch_size = learning.task, self.executor, self.config.batch_size
+        task = learning.task
+        executor = self.executor
+        batch_size = self.config.batch_size
         with learning.underway.clock("finetune"):
             if self.features.ends(executor):
                 train, val = self.features(task, "train"), self.features(task, "val")
             else:
                 base = [base_network(executor)]
                 train, val = (
-                    network_features(executor, base, feed, len(task.splits[name].labels), batch_size=batch_size)[0]
+                    network_features(
+                        executor, base, feed, len(task.splits[name].labels), batch_size=batch_size
+                    )[0]
                     for name, feed in (("train", learning.train), ("val", learning.val))
                 )
             if not (np.isfinite(train).all() and np.isfinite(val).all()):
                 return None
-            num, labels = len(task.val.labels), task.val.labels
+            num = len(task.val.labels)
+            labels = task.val.labels
             (own,) = network_features(executor, [network], learning.val, num, batch_size=batch_size)
             frozen, penalty = ridge_head(train, task.train.labels, len(task.classes))
             pairs = ((own, head), (val, frozen))
-            right, log_probability = zip(*(fitted(logits_of(*pair), labels) for pair in pairs), strict=True)
+            right, log_probability = zip(
+                *(fitted(logits_of(*pair), labels) for pair in pairs), strict=True
+            )
             return Compared(frozen, penalty, num, right, log_probability)
 
     def finetune(
         self, learning: Learning, trained: SupernetFit | None, codes: Int[np.ndarray, "L"]
-    ) -> SupernetFit:  # fmt: skip
+    ) -> SupernetFit:
         """The network trained stand-alone, as a supernet of which nothing else was sampled.
 
         `trained` is needed only where weights are inherited.
         """
-        config, underway, labels = self.config, learning.underway, learning.task.train.labels
-        supernet, architecture = self._supernet(learning, Phase.FINETUNE_INIT), decode(codes, learning.candidates.sizes)
+        config = self.config
+        underway = learning.underway
+        labels = learning.task.train.labels
+        supernet = self._supernet(learning, Phase.FINETUNE_INIT)
+        architecture = decode(codes, learning.candidates.sizes)
         fitting = underway.fitting("finetune", supernet)
         if config.weights == "inherited" and not fitting.progress.step:
             assert trained is not None, "inherited weights come from a supernet"
@@ -319,40 +436,65 @@ class Cheem(ExpertMemory):
         if not config.augment:
             prefix = frozen_prefix(supernet, architecture)
             prefix = prefix[: self.executor.start_of(len(prefix))]
-            images = self._kept(learning, "what fine-tuning leaves unchanged", images, len(labels), prefix)
+            images = self._kept(
+                learning, "what fine-tuning leaves unchanged", images, len(labels), prefix
+            )
         left = images_left(fitting.progress, config.finetune, len(labels), config.batch_size)
         saved = functools.partial(underway.saved, {"finetune": fitting})
         with underway.clock("finetune"), learning.running.phase("finetune", left, saved) as advance:
             return fit(
-                self.executor, fitting, images, labels, draws=constant_draws(codes), config=config.finetune,
-                batch_size=config.batch_size, order_key=self.keys.at(learning.index, Phase.FINETUNE_ORDER),
+                self.executor,
+                fitting,
+                images,
+                labels,
+                draws=constant_draws(codes),
+                config=config.finetune,
+                batch_size=config.batch_size,
+                order_key=self.keys.at(learning.index, Phase.FINETUNE_ORDER),
                 advance=advance,
-            )  # fmt: skip
+            )
 
     def _scored_rows(self, learning: Learning) -> Int[np.ndarray, "N"]:
         """The training images that the score looks at; none for the supernet's own head."""
-        config, num = self.config, len(learning.task.train.labels)
+        config = self.config
+        num = len(learning.task.train.labels)
         if config.score == "shared_head":
             return np.arange(0)
         return self._subsample(learning, Phase.SCORE, config.score_images, num)
 
-    def _subsample(self, learning: Learning, phase: Phase, wanted: int, num: int) -> Int[np.ndarray, "N"]:
+    def _subsample(
+        self, learning: Learning, phase: Phase, wanted: int, num: int
+    ) -> Int[np.ndarray, "N"]:
         """All of `num` rows, or a seeded choice of `wanted` of them in order."""
         if not 0 < wanted < num:
             return np.arange(num)
         rng = np.random.default_rng(self.keys.seed_at(learning.index, phase))
         return np.sort(rng.permutation(num)[:wanted])
 
-    def _score(self, learning: Learning, trained: SupernetFit, rows: Int[np.ndarray, "N"], advance: Advance) -> Score:
-        task, common = learning.task, {"batch_size": self.config.batch_size, "advance": advance}
+    def _score(
+        self, learning: Learning, trained: SupernetFit, rows: Int[np.ndarray, "N"], advance: Advance
+    ) -> Score:
+        task = learning.task
+        common = {"batch_size": self.config.batch_size, "advance": advance}
         if self.config.score == "shared_head":
             return supernet_score(
-                self.executor, trained.supernet, trained.state, learning.val, task.val.labels, **common
+                self.executor,
+                trained.supernet,
+                trained.state,
+                learning.val,
+                task.val.labels,
+                **common,
             )
         return closed_form_score(
-            self.executor, trained.supernet, trained.state, train=Subset(learning.train, rows),
-            train_labels=task.train.labels[rows], val=learning.val, val_labels=task.val.labels, **common,
-        )  # fmt: skip
+            self.executor,
+            trained.supernet,
+            trained.state,
+            train=Subset(learning.train, rows),
+            train_labels=task.train.labels[rows],
+            val=learning.val,
+            val_labels=task.val.labels,
+            **common,
+        )
 
     def _trained_on(self, learning: Learning, phase: Phase) -> Feed:
         """What a phase of training sees of the training images."""
@@ -361,31 +503,53 @@ class Cheem(ExpertMemory):
         seed = self.keys.seed_at(learning.index, phase)
         return AugmentedImages(self.executor, learning.task.train.images, seed)
 
-    def _kept(self, learning: Learning, name: str, images: Feed, num: int, prefix: Network = ()) -> Feed:
+    def _kept(
+        self, learning: Learning, name: str, images: Feed, num: int, prefix: Network = ()
+    ) -> Feed:
         with learning.underway.clock("keep"):
             return keep_tokens(
-                name, self.executor, images, num, prefix, batch_size=self.config.batch_size, budget=learning.budget
-            )  # fmt: skip
+                name,
+                self.executor,
+                images,
+                num,
+                prefix,
+                batch_size=self.config.batch_size,
+                budget=learning.budget,
+            )
 
     def _supernet(self, learning: Learning, phase: Phase) -> Supernet:
-        key, num_classes = self.keys.at(learning.index, phase), len(learning.task.classes)
+        key = self.keys.at(learning.index, phase)
+        num_classes = len(learning.task.classes)
         return Supernet(key, learning.candidates.experts, num_classes, self.config.ops)
 
-    def finished_means(self, learning: Learning, finished: SupernetFit, network: Network) -> TokenMeans:
+    def finished_means(
+        self, learning: Learning, finished: SupernetFit, network: Network
+    ) -> TokenMeans:
         """mu of the finished network over the training images, and their features."""
-        underway, num = learning.underway, len(learning.task.train.labels)
+        underway = learning.underway
+        num = len(learning.task.train.labels)
         saved = functools.partial(underway.saved, {"finetune": finished})
         with underway.clock("finetune"), learning.running.phase("means", num, saved) as advance:
             return token_means(
-                self.executor, [network], learning.train, num, batch_size=self.config.batch_size, advance=advance
+                self.executor,
+                [network],
+                learning.train,
+                num,
+                batch_size=self.config.batch_size,
+                advance=advance,
             )
 
     def _search_report(self, learning: Learning, codes: Int[np.ndarray, "L"]) -> dict[str, Any]:
-        searched, config = learning.underway.searched, self.config
+        searched = learning.underway.searched
+        config = self.config
         assert searched is not None, "the search is over"
-        scored, num_images = searched.scored, len(self._scored_rows(learning)) + len(learning.task.val.labels)
+        scored = searched.scored
+        num_images = len(self._scored_rows(learning)) + len(learning.task.val.labels)
         chosen = int(np.flatnonzero((scored.genomes == codes).all(axis=1))[0])
-        reached, best = float(scored.correct[chosen]) / num_images, float(np.nanmax(scored.correct)) / num_images
+        reached, best = (
+            float(scored.correct[chosen]) / num_images,
+            float(np.nanmax(scored.correct)) / num_images,
+        )
         found = {
             "correct": scored.correct.tolist(),
             "flops": scored.flops.astype(int).tolist(),
@@ -396,33 +560,50 @@ class Cheem(ExpertMemory):
         name = "validation_accuracy"
         if config.score != "shared_head":  # training images count too
             name, found["score"] = "score", config.score
-        return {"searched": len(scored.genomes), "search": found, name: reached, f"best_{name}": best}
+        return {
+            "searched": len(scored.genomes),
+            "search": found,
+            name: reached,
+            f"best_{name}": best,
+        }
 
     def bytes_needed(self, task: Task) -> int:
         """Everything sampled in the supernet, with Adam's moments.
 
-        Twice: a rolling checkpoint and its successor. What the router keeps of the task is there once.
+        Twice: a rolling checkpoint and its successor. What the router keeps of the task is there
+            once.
         """
         expert = self.memory.pool[0][0].params
         num_inputs, width = expert[0].shape
         pair, new = self.config.ops.rank * (num_inputs + width), (num_inputs + 1) * width
-        head, blocks = (width + 1) * next_power_of_two(len(task.classes)), len(self.memory.pool)
+        head = (width + 1) * next_power_of_two(len(task.classes))
+        blocks = len(self.memory.pool)
         supernet = sum(pool_sizes(self.memory.pool)) * pair + blocks * new + head
         return 4 * (3 * 2 * supernet + self.router_numbers(task))
 
     def _earlier_means(self, learning: Learning) -> Float[np.ndarray, "E L D"]:
-        """mu of the new task by the base network and every earlier task's; zeros where a task skipped the block."""
-        config, task, candidates = self.config, learning.task, learning.candidates
-        earlier, num = candidates.earlier, len(task.train.labels)
+        """mu of the new task by the base network and every earlier task's; zeros where a task
+        skipped the block."""
+        config = self.config
+        task = learning.task
+        candidates = learning.candidates
+        earlier = candidates.earlier
+        num = len(task.train.labels)
         rows = self._subsample(learning, Phase.SIMILARITY, config.similarity_images, num)
-        means = np.zeros((len(earlier), self.executor.num_blocks, self.executor.config.width), np.float32)
+        means = np.zeros(
+            (len(earlier), self.executor.num_blocks, self.executor.config.width), np.float32
+        )
         with learning.running.phase("similarity", len(rows) * len(earlier)) as advance:
             for part in together(earlier, candidates.experts, self.dense.limit):
                 networks = [task_network(candidates.experts, earlier[i]) for i in part]
                 seen = token_means(
-                    self.executor, networks, Subset(learning.train, rows), len(rows), batch_size=config.batch_size,
+                    self.executor,
+                    networks,
+                    Subset(learning.train, rows),
+                    len(rows),
+                    batch_size=config.batch_size,
                     advance=advance,
-                )  # fmt: skip
+                )
                 means[part] = seen.means
                 if part[0] == 0 and len(rows) == num and self.features.ends(self.executor):
                     self.features.remember(task, "train", seen.features)
@@ -436,19 +617,24 @@ FEW = 4
 def together(
     earlier: Sequence[Sequence[int | None]], experts: Sequence[Sequence[Expert]], limit: int
 ) -> Iterator[list[int]]:
-    """The base network (first) and those of tasks in parts, each of experts of at most `limit` bytes, or of a few.
+    """The base network (first) and those of tasks in parts, each of experts of at most `limit`
+    bytes, or of a few.
 
     Neighbours by their experts come together, since they share most. Usually all fit in one part.
     """
     size = sum(leaf.nbytes for leaf in experts[0][0])
     limit = max(limit, FEW * len(experts) * size)
-    part, held = [0], {(block, 0) for block in range(len(experts))}
-    order = sorted(range(1, len(earlier)), key=lambda i: [-1 if e is None else e for e in earlier[i]])
+    part = [0]
+    held = {(block, 0) for block in range(len(experts))}
+    order = sorted(
+        range(1, len(earlier)), key=lambda i: [-1 if e is None else e for e in earlier[i]]
+    )
     for index in order:
         own = {(block, expert) for block, expert in enumerate(earlier[index]) if expert is not None}
         if len(held | own) * size > limit:
             yield part
-            part, held = [], set()
+            part = []
+            held = set()
         part.append(index)
         held |= own
     yield part

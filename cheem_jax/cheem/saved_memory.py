@@ -1,4 +1,5 @@
-"""The memory on the disk: a directory per task, and what can be had of it where some are corrupted."""
+"""The memory on the disk: a directory per task, and what can be had of it where some are
+corrupted."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,14 +11,25 @@ import numpy as np
 from cheem_jax.core.architecture import from_strings, to_strings
 from cheem_jax.core.ops import Expert, LowRank
 from cheem_jax.core.pool import Head, InternalMemory, Pool, StoredExpert, TaskMemory, gone, grow
-from cheem_jax.run.checkpoint import Arrays, each_task, load_task, named, save_task, saved_tasks, task_directory
+from cheem_jax.run.checkpoint import (
+    Arrays,
+    each_task,
+    load_task,
+    named,
+    save_task,
+    saved_tasks,
+    task_directory,
+)
 
 
 def save_memory_task(root: Path, memory: InternalMemory, index: int, rank: int) -> Path:
     """Save what the task at `index` added to the memory; `rank` is that of its Adapt pairs."""
-    task, number = memory.tasks[index], memory.numbers[index]
+    task = memory.tasks[index]
+    number = memory.numbers[index]
     arrays = {
-        "experts": {str(block): stored.params._asdict() for block, stored in memory.added(index).items()},
+        "experts": {
+            str(block): stored.params._asdict() for block, stored in memory.added(index).items()
+        },
         "head": task.head._asdict(),
         "means": task.means,
         "centroids": task.centroids,
@@ -43,7 +55,8 @@ def save_memory_task(root: Path, memory: InternalMemory, index: int, rank: int) 
 
 
 def save_forgotten(root: Path, memory: InternalMemory, number: int) -> Path:
-    """Save what is left of a forgotten task: the places of its experts, and those that others need; no name, no class.
+    """Save what is left of a forgotten task: the places of its experts, and those that others need;
+    no name, no class.
 
     Opening the memory then gives every other expert the place that it has always had.
     """
@@ -56,7 +69,11 @@ def save_forgotten(root: Path, memory: InternalMemory, number: int) -> Path:
             experts[str(index)], parents[str(index)] = stored.params._asdict(), stored.parent
     directory = root / f"{number:03d}{FORGOTTEN}"
     # Orbax keeps no empty tree
-    save_task(directory, {"experts": experts, "nothing": np.zeros(1)}, {"forgotten": places, "parents": parents})
+    save_task(
+        directory,
+        {"experts": experts, "nothing": np.zeros(1)},
+        {"forgotten": places, "parents": parents},
+    )
     return directory
 
 
@@ -64,11 +81,13 @@ FORGOTTEN = ".forgotten"
 
 
 def open_memory(root: Path, pool: Pool) -> InternalMemory:
-    """The memory of all saved tasks, grown from the backbone's own pool by reading one small directory per task.
+    """The memory of all saved tasks, grown from the backbone's own pool by reading one small
+    directory per task.
 
     Raises ValueError that names every corrupted task, not the first alone.
     """
-    memory, directories = InternalMemory(pool), saved_tasks(root)
+    memory = InternalMemory(pool)
+    directories = saved_tasks(root)
     for directory, (arrays, meta) in zip(directories, each_task(directories), strict=True):
         memory = _with_saved(memory, directory, arrays, meta)
     return memory
@@ -79,8 +98,11 @@ def with_task(memory: InternalMemory, directory: Path) -> InternalMemory:
     return _with_saved(memory, directory, *load_task(directory))
 
 
-def _with_saved(memory: InternalMemory, directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> InternalMemory:
-    """The memory and the next task; raises ValueError naming its directory where it does not fit those before."""
+def _with_saved(
+    memory: InternalMemory, directory: Path, arrays: Arrays, meta: Mapping[str, Any]
+) -> InternalMemory:
+    """The memory and the next task; raises ValueError naming its directory where it does not fit
+    those before."""
     with named(directory):
         if directory.name.endswith(FORGOTTEN):
             return _with_forgotten(memory, arrays, meta)
@@ -88,44 +110,64 @@ def _with_saved(memory: InternalMemory, directory: Path, arrays: Arrays, meta: M
         pool, experts = grow(memory.pool, task.architecture, learned, memory.next_number)
         if experts != task.experts:
             raise ValueError(
-                f"it uses experts {list(task.experts)}, but the pool before it gives {list(experts)}; an earlier "
-                "task is missing or from another run"
+                f"it uses experts {list(task.experts)}, but the pool before it gives"
+                f" {list(experts)}; an earlier task is missing or from another run"
             )
         return InternalMemory(pool, (*memory.tasks, task), memory.forgotten)
 
 
-def _with_forgotten(memory: InternalMemory, arrays: Arrays, meta: Mapping[str, Any]) -> InternalMemory:
-    left, pool, number = _experts_of(arrays), list(memory.pool), memory.next_number
+def _with_forgotten(
+    memory: InternalMemory, arrays: Arrays, meta: Mapping[str, Any]
+) -> InternalMemory:
+    left = _experts_of(arrays)
+    pool = list(memory.pool)
+    number = memory.next_number
     for index, (block, place) in enumerate(zip(memory.pool, meta["forgotten"], strict=True)):
         if place is None:
             continue
         if place != len(block):
-            raise ValueError(f"its expert in block {index} was number {place}, but {len(block)} are before it")
-        kept = StoredExpert(left[index], meta["parents"][str(index)], number) if index in left else gone(number)
+            raise ValueError(
+                f"its expert in block {index} was number {place}, but {len(block)} are before it"
+            )
+        kept = (
+            StoredExpert(left[index], meta["parents"][str(index)], number)
+            if index in left
+            else gone(number)
+        )
         pool[index] = (*block, kept)
     return InternalMemory(tuple(pool), memory.tasks, (*memory.forgotten, number))
 
 
 def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]:
-    """What of a corrupted memory still answers exactly as before, and why each other task does not, by directory.
+    """What of a corrupted memory still answers exactly as before, and why each other task does not,
+    by directory.
 
-    What builds on a corrupted task's experts is lost with it. The memory is for answering: its pool has gaps.
+    What builds on a corrupted task's experts is lost with it. The memory is for answering: its pool
+    has gaps.
     """
-    blocks, tasks, lost = [list(block) for block in pool], list[TaskMemory](), dict[str, str]()
-    absent, gap = list[int](), gone()
+    blocks = [list(block) for block in pool]
+    tasks = list[TaskMemory]()
+    lost = dict[str, str]()
+    absent = list[int]()
+    gap = gone()
     for number, directory in enumerate(saved_tasks(root)):
         try:
             arrays, meta = load_task(directory)
             with named(directory):
                 if directory.name.endswith(FORGOTTEN):
-                    task, places, learned = None, meta["forgotten"], _experts_of(arrays)
+                    task = None
+                    places = meta["forgotten"]
+                    learned = _experts_of(arrays)
                     parents = {int(block): parent for block, parent in meta["parents"].items()}
                 else:
                     task, learned = _task_of(arrays, meta)
                     places = task.experts
-                    # a full expert stands on nothing, one that was adapted from an erased one neither
+                    # a full expert stands on nothing, one that was adapted from an erased one
+                    # neither
                     parents = {
-                        block: task.architecture[block].expert if isinstance(params, LowRank) else None
+                        block: (
+                            task.architecture[block].expert if isinstance(params, LowRank) else None
+                        )
                         for block, params in learned.items()
                     }
         except (ValueError, OSError) as error:
@@ -156,18 +198,26 @@ def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]
 def _experts_of(arrays: Arrays) -> dict[int, Expert | LowRank]:
     experts = jax.device_put(arrays["experts"])
     return {
-        int(block): LowRank(**leaves) if "down" in leaves else Expert(**leaves) for block, leaves in experts.items()
+        int(block): LowRank(**leaves) if "down" in leaves else Expert(**leaves)
+        for block, leaves in experts.items()
     }
 
 
-def _task_of(arrays: Arrays, meta: Mapping[str, Any]) -> tuple[TaskMemory, dict[int, Expert | LowRank]]:
+def _task_of(
+    arrays: Arrays, meta: Mapping[str, Any]
+) -> tuple[TaskMemory, dict[int, Expert | LowRank]]:
     distances = arrays.get("distances")
     task = TaskMemory(
-        meta["name"], tuple(meta["classes"]), from_strings(meta["architecture"]), tuple(meta["experts"]),
-        Head(**jax.device_put(arrays["head"])), np.asarray(arrays["means"]),
-        np.asarray(arrays["centroids"]), None if distances is None else np.asarray(distances),
+        meta["name"],
+        tuple(meta["classes"]),
+        from_strings(meta["architecture"]),
+        tuple(meta["experts"]),
+        Head(**jax.device_put(arrays["head"])),
+        np.asarray(arrays["means"]),
+        np.asarray(arrays["centroids"]),
+        None if distances is None else np.asarray(distances),
         {name: np.asarray(values) for name, values in arrays.get("moments", {}).items()},
         float(arrays.get("temperature", np.ones(1))[0]),
         {name: np.asarray(values) for name, values in arrays.get("statistics", {}).items()},
-    )  # fmt: skip
+    )
     return task, _experts_of(arrays)

@@ -1,9 +1,9 @@
-"""The supernet of a new task: what can be sampled at each block, and what is learned behind it (paper section
-'Supernet Construction').
+"""The supernet of a new task: what can be sampled at each block, and what is learned behind it
+(paper section 'Supernet Construction').
 
-`Supernet` is what stays as it is while a task learns; `SupernetState` is what changes, an immutable pytree that every
-step replaces. A candidate's parameters begin where it is first sampled, from a key that depends only on its place, so
-memory grows with what was explored and not with the pool.
+`Supernet` is what stays as it is while a task learns; `SupernetState` is what changes, an immutable
+pytree that every step replaces. A candidate's parameters begin where it is first sampled, from a
+key that depends only on its place, so memory grows with what was explored and not with the pool.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ _adam = optax.scale_by_adam()
 
 
 class OpLearner(NamedTuple):
-    """A learnable op with Adam's moments and step count of its own: where it is not sampled, it keeps all three."""
+    """A learnable op with Adam's moments and step count of its own: where it is not sampled, it
+    keeps all three."""
 
     params: Expert | LowRank
     adam: optax.OptState
@@ -45,7 +46,8 @@ Learner = TypeVar("Learner", OpLearner, HeadLearner)
 
 
 class SupernetState(NamedTuple):
-    """All that a task learns: a learner for each candidate that was sampled, and the head that all of them share."""
+    """All that a task learns: a learner for each candidate that was sampled, and the head that all
+    of them share."""
 
     learners: Mapping[Place, OpLearner]
     """By block and choice, such as `(3, Choice("adapt", 0))`."""
@@ -54,7 +56,8 @@ class SupernetState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Supernet:
-    """What a task may choose at each block, and how what it learns begins. All methods are pure functions."""
+    """What a task may choose at each block, and how what it learns begins. All methods are pure
+    functions."""
 
     key: jax.Array
     """Root of the keys of all parameters; a candidate's key follows from its place."""
@@ -77,7 +80,9 @@ class Supernet:
             for kind in ("adapt", "new")
         ]
         adapt, new = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return Setup(self.experts, self.num_classes, adam_update(self.settings.new_rate), (adapt, new))
+        return Setup(
+            self.experts, self.num_classes, adam_update(self.settings.new_rate), (adapt, new)
+        )
 
     def init(self) -> SupernetState:
         """The state before the first step: a head, and no candidate sampled."""
@@ -88,36 +93,55 @@ class Supernet:
 
     def begun_with(self, learned: Mapping[Place, Expert | LowRank], head: Head) -> SupernetState:
         """A state that begins with a network's own parameters and a padded head."""
-        learners = {place: OpLearner(params, _adam.init(params)) for place, params in learned.items()}
+        learners = {
+            place: OpLearner(params, _adam.init(params)) for place, params in learned.items()
+        }
         return SupernetState(learners, HeadLearner(head, _adam.init(head)))
 
-    def with_learners(self, state: SupernetState, architectures: Iterable[Architecture]) -> SupernetState:
-        """The state with a learner for each Adapt and New of these architectures; those it has stay as they are."""
-        places = {place for architecture in set(architectures) for place in learned_places(architecture)}
+    def with_learners(
+        self, state: SupernetState, architectures: Iterable[Architecture]
+    ) -> SupernetState:
+        """The state with a learner for each Adapt and New of these architectures; those it has stay
+        as they are."""
+        places = {
+            place for architecture in set(architectures) for place in learned_places(architecture)
+        }
         missing = sorted(places - state.learners.keys())
         if not missing:
             return state
-        return state._replace(learners={**state.learners, **{place: self._begin(*place) for place in missing}})
+        return state._replace(
+            learners={**state.learners, **{place: self._begin(*place) for place in missing}}
+        )
 
     def learner(self, state: SupernetState, place: Place) -> OpLearner:
-        """The learner of an Adapt or New, at its start where it was never sampled; the state does not change."""
+        """The learner of an Adapt or New, at its start where it was never sampled; the state does
+        not change."""
         return state.learners[place] if place in state.learners else self._begin(*place)
 
     def ops(self, state: SupernetState, architecture: Architecture) -> list[Op]:
         """The ops of an architecture with the parameters behind them."""
-        return ops_of(architecture, self.experts, self.with_learners(state, [architecture]).learners)
+        return ops_of(
+            architecture, self.experts, self.with_learners(state, [architecture]).learners
+        )
 
-    def learned(self, state: SupernetState, architecture: Architecture) -> dict[int, Expert | LowRank]:
+    def learned(
+        self, state: SupernetState, architecture: Architecture
+    ) -> dict[int, Expert | LowRank]:
         """Per block the learned parameters of an architecture's Adapt and New."""
-        return {place[0]: self.learner(state, place).params for place in learned_places(architecture)}
+        return {
+            place[0]: self.learner(state, place).params for place in learned_places(architecture)
+        }
 
     def trained_head(self, state: SupernetState) -> Head:
         """The head without its padding."""
         weight, bias = (np.asarray(leaf) for leaf in state.head.params)
-        return Head(jnp.asarray(weight[:, : self.num_classes]), jnp.asarray(bias[: self.num_classes]))
+        return Head(
+            jnp.asarray(weight[:, : self.num_classes]), jnp.asarray(bias[: self.num_classes])
+        )
 
     def inherit(self, state: SupernetState, architecture: Architecture) -> SupernetState:
-        """What `state` has learned for one architecture, with fresh moments; nothing of the other candidates."""
+        """What `state` has learned for one architecture, with fresh moments; nothing of the other
+        candidates."""
         places = learned_places(architecture)
         learners = {place: _begun_again(self.learner(state, place)) for place in places}
         return SupernetState(learners, _begun_again(state.head))
@@ -132,7 +156,10 @@ class Supernet:
 
     def arrays(self, state: SupernetState) -> dict[str, Any]:
         """A state as arrays by name, learners by "block:candidate index"."""
-        learners = {f"{place[0]}:{self.code(*place)}": _named(learner) for place, learner in state.learners.items()}
+        learners = {
+            f"{place[0]}:{self.code(*place)}": _named(learner)
+            for place, learner in state.learners.items()
+        }
         return {"head": _named(state.head)} | ({"learners": learners} if learners else {})
 
     def from_arrays(self, arrays: Mapping[str, Any]) -> SupernetState:
@@ -152,7 +179,11 @@ class Supernet:
 
 def learned_places(architecture: Architecture) -> list[Place]:
     """The places of an architecture's Adapt and New, in the order of the blocks."""
-    return [(block, choice) for block, choice in enumerate(architecture) if choice.kind in ("adapt", "new")]
+    return [
+        (block, choice)
+        for block, choice in enumerate(architecture)
+        if choice.kind in ("adapt", "new")
+    ]
 
 
 def _named(learner: OpLearner | HeadLearner) -> dict[str, Any]:
@@ -165,8 +196,12 @@ def _named(learner: OpLearner | HeadLearner) -> dict[str, Any]:
     }
 
 
-def _unnamed(kind: type[Expert | LowRank | Head], leaves: Mapping[str, Any]) -> tuple[Any, optax.OptState]:
-    params, mu, nu = (kind(**jax.tree.map(jnp.asarray, leaves[name])) for name in ("params", "mu", "nu"))
+def _unnamed(
+    kind: type[Expert | LowRank | Head], leaves: Mapping[str, Any]
+) -> tuple[Any, optax.OptState]:
+    params, mu, nu = (
+        kind(**jax.tree.map(jnp.asarray, leaves[name])) for name in ("params", "mu", "nu")
+    )
     return params, optax.ScaleByAdamState(jnp.asarray(leaves["count"]), mu, nu)
 
 
@@ -174,7 +209,9 @@ def _unnamed(kind: type[Expert | LowRank | Head], leaves: Mapping[str, Any]) -> 
 def init_learner(key: jax.Array, base: Expert, *, kind: Kind, settings: OpSettings) -> OpLearner:
     """The learner of an Adapt or a New at its start; `base` is the block's expert 0."""
     if kind == "adapt":
-        params = init_low_rank(key, num_inputs=base.weight.shape[0], width=base.weight.shape[1], rank=settings.rank)
+        params = init_low_rank(
+            key, num_inputs=base.weight.shape[0], width=base.weight.shape[1], rank=settings.rank
+        )
     else:
         params = init_new(key, base, how=settings.new_init)
     return OpLearner(params, _adam.init(params))
@@ -188,7 +225,8 @@ def _begun_again(learner: Learner) -> Learner:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def init_head_learner(key, width: int, num_outputs: int) -> HeadLearner:
-    """A head (truncated normal 0.02, zero bias) padded to a power of two outputs, with fresh moments."""
+    """A head (truncated normal 0.02, zero bias) padded to a power of two outputs, with fresh
+    moments."""
     weight = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, (width, num_outputs))
     head = Head(weight, jnp.zeros(num_outputs))
     return HeadLearner(head, _adam.init(head))
@@ -198,8 +236,8 @@ def init_head_learner(key, width: int, num_outputs: int) -> HeadLearner:
 def adam_update(new_rate: float = 1.0) -> Callable[..., Any]:
     """One Adam step (no weight decay) of a learner, where New's rate is a multiple of the others'.
 
-    The bias correction counts this learner's own steps. Where the step's loss is non-finite (see `executor.guard`) the
-    learner stays as it was. The same multiple gives the same function.
+    The bias correction counts this learner's own steps. Where the step's loss is non-finite (see
+    `executor.guard`) the learner stays as it was. The same multiple gives the same function.
     """
 
     @jax.jit
@@ -208,6 +246,8 @@ def adam_update(new_rate: float = 1.0) -> Callable[..., Any]:
         steps, adam = _adam.update(grads, learner.adam)
         params = jax.tree.map(lambda p, s: p - rate * s, learner.params, steps)
         updated = learner._replace(params=params, adam=adam)
-        return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(loss), new, old), updated, learner)
+        return jax.tree.map(
+            lambda new, old: jnp.where(jnp.isfinite(loss), new, old), updated, learner
+        )
 
     return update

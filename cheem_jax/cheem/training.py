@@ -1,7 +1,8 @@
-"""Learning one task: supernet training, scoring, fine-tuning (paper sections 'Supernet Training' and following).
+"""Learning one task: supernet training, scoring, fine-tuning (paper sections 'Supernet Training'
+and following).
 
-`train_step` is one step as a function; `fit` is the loop of both phases: supernet training samples a fresh architecture
-for every batch, fine-tuning repeats one.
+`train_step` is one step as a function; `fit` is the loop of both phases: supernet training samples
+a fresh architecture for every batch, fine-tuning repeats one.
 """
 
 import dataclasses
@@ -45,7 +46,9 @@ def learning_rate_at(config: FitConfig, step: int, total_steps: int) -> float:
         return config.learning_rate
     if config.schedule == "epoch_cosine":
         epoch = step * config.epochs // total_steps
-        return config.learning_rate * math.cos(99 * math.pi * epoch / (200 * max(config.epochs - 1, 1)))
+        return config.learning_rate * math.cos(
+            99 * math.pi * epoch / (200 * max(config.epochs - 1, 1))
+        )
     return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * step / total_steps))
 
 
@@ -65,7 +68,8 @@ class FitState:
 
 @dataclasses.dataclass
 class SupernetFit:
-    """A supernet in training: its state so far, and how far the phase has come. `fit` replaces both step by step."""
+    """A supernet in training: its state so far, and how far the phase has come. `fit` replaces both
+    step by step."""
 
     supernet: Supernet
     state: SupernetState
@@ -73,13 +77,20 @@ class SupernetFit:
 
 
 def train_step(
-    executor: Executor, supernet: Supernet, state: SupernetState, architecture: Architecture, step: Step, *, rate: float
+    executor: Executor,
+    supernet: Supernet,
+    state: SupernetState,
+    architecture: Architecture,
+    step: Step,
+    *,
+    rate: float,
 ) -> tuple[SupernetState, jax.Array]:
-    """One Adam step of one architecture on one batch: the next state, and the mean loss before the step.
+    """One Adam step of one architecture on one batch: the next state, and the mean loss before the
+    step.
 
-    `step` comes from `make_step` and `rate` is Adam's. What the architecture does not hold keeps parameters, moments
-    and step count; its own Adapt and New begin here where they were never sampled. Where the loss or a gradient is
-    non-finite the loss is NaN and nothing learned changes.
+    `step` comes from `make_step` and `rate` is Adam's. What the architecture does not hold keeps
+    parameters, moments and step count; its own Adapt and New begin here where they were never
+    sampled. Where the loss or a gradient is non-finite the loss is NaN and nothing learned changes.
     """
     state, (loss,) = train_steps(executor, supernet, state, [architecture], [step], rates=[rate])
     return state, loss
@@ -94,7 +105,8 @@ def train_steps(
     *,
     rates: Sequence[float],
 ) -> tuple[SupernetState, list[jax.Array]]:
-    """`train_step` for each architecture in turn; `executor.steps_per_call` of them share one dispatch."""
+    """`train_step` for each architecture in turn; `executor.steps_per_call` of them share one
+    dispatch."""
     state = supernet.with_learners(state, architectures)
     learners, head, losses = executor.train(
         state.learners, state.head, architectures, steps, rates=rates, setup=supernet.setup
@@ -114,38 +126,53 @@ def fit(
     order_key: jax.Array,
     advance: Advance,
 ) -> SupernetFit:
-    """Train what the sampled architectures hold, and the head, from where `fitting` is to the last epoch.
+    """Train what the sampled architectures hold, and the head, from where `fitting` is to the last
+    epoch.
 
-    The data order comes from `order_key`. `fitting` is up to date whenever `advance` is called, so what is kept of it
-    there resumes as if nothing had happened. Raises FloatingPointError where a loss or gradient is non-finite; no such
-    step reaches a parameter.
+    The data order comes from `order_key`. `fitting` is up to date whenever `advance` is called, so
+    what is kept of it there resumes as if nothing had happened. Raises FloatingPointError where a
+    loss or gradient is non-finite; no such step reaches a parameter.
     """
     supernet, progress = fitting.supernet, fitting.progress
-    num, steps = len(labels), num_batches(len(labels), batch_size)
-    total, note = config.epochs * steps, ""
+    num = len(labels)
+    steps = num_batches(len(labels), batch_size)
+    total = config.epochs * steps
+    note = ""
     for epoch in range(progress.step // steps, config.epochs):
-        begin, seen = progress.step % steps, 0
+        begin = progress.step % steps
+        seen = 0
         architectures = [decode(codes, supernet.sizes) for codes in draws(epoch, steps)]
         rates = [learning_rate_at(config, epoch * steps + step, total) for step in range(steps)]
         pieces = list(batches(order_at(key_at(order_key, epoch), num), batch_size))
         now = feed.at(epoch) if isinstance(feed, AugmentedImages) else feed
-        prepared = ahead(executor.layout, steps_of(executor, now, labels, pieces[begin:], batch_size))
+        prepared = ahead(
+            executor.layout, steps_of(executor, now, labels, pieces[begin:], batch_size)
+        )
         for first in range(begin, steps, executor.steps_per_call):
             part = slice(first, first + executor.steps_per_call)
             coming = list(itertools.islice(prepared, executor.steps_per_call))
             fitting.state, losses = train_steps(
-                executor, supernet, fitting.state, architectures[part], [step for step, _ in coming], rates=rates[part]
+                executor,
+                supernet,
+                fitting.state,
+                architectures[part],
+                [step for step, _ in coming],
+                rates=rates[part],
             )
             progress.running += losses
             progress.step += len(coming)
-            # of several steps in a call the last one's loss comes late: to wait for it would leave the device idle
+            # of several steps in a call the last one's loss comes late: to wait for it would leave
+            # the device idle
             known = progress.running
             if len(losses) > 1:
                 known = [*progress.losses[-1:], *progress.running[: -len(losses)]]
             if known and (first - begin) // NOTE_EVERY >= seen:
-                note, seen = f"epoch {epoch + 1}/{config.epochs} loss {float(known[-1]):.3f}", seen + 1
+                note = f"epoch {epoch + 1}/{config.epochs} loss {float(known[-1]):.3f}"
+                seen = seen + 1
             if progress.step == (epoch + 1) * steps:
-                finish_epoch(progress, config, [piece.size for piece in pieces], rates, architectures)
+                finish_epoch(
+                    progress, config, [piece.size for piece in pieces], rates, architectures
+                )
             advance(sum(size for _, size in coming), note)
     return fitting
 
@@ -163,7 +190,8 @@ def finish_epoch(
     rates: Sequence[float],
     architectures: Sequence[Architecture] = (),
 ) -> None:
-    """Move the running losses of an epoch's steps to its mean; an error tells the step's architecture, if given.
+    """Move the running losses of an epoch's steps to its mean; an error tells the step's
+    architecture, if given.
 
     Raises FloatingPointError where one is non-finite, unless such steps are to be left out.
     """
@@ -172,34 +200,55 @@ def finish_epoch(
     left_out = sorted(set(range(len(losses))) - set(kept))
     if left_out and (config.non_finite == "stop" or not kept):
         step = left_out[0]
-        trained = f" with the architecture {' '.join(to_strings(architectures[step]))}" if architectures else ""
+        trained = (
+            f" with the architecture {' '.join(to_strings(architectures[step]))}"
+            if architectures
+            else ""
+        )
         raise FloatingPointError(
             f"non-finite loss or gradient at step {step + 1} of {len(losses)} in epoch "
             f"{len(state.losses) + 1}, at the learning rate {rates[step]:.3g}"
             f"{trained}; try a learning rate below {config.learning_rate}"
-            + ("" if config.non_finite == "skip" else ", or non_finite=skip to leave such steps out")
+            + (
+                ""
+                if config.non_finite == "skip"
+                else ", or non_finite=skip to leave such steps out"
+            )
         )
-    state.losses.append(sum(losses[step] * sizes[step] for step in kept) / sum(sizes[step] for step in kept))
+    state.losses.append(
+        sum(losses[step] * sizes[step] for step in kept) / sum(sizes[step] for step in kept)
+    )
     state.skipped += len(left_out)
     state.running = []
 
 
 def steps_of(
-    executor: Executor, feed: Feed, labels: Int[np.ndarray, "N"], order: Sequence[Rows], batch_size: int
+    executor: Executor,
+    feed: Feed,
+    labels: Int[np.ndarray, "N"],
+    order: Sequence[Rows],
+    batch_size: int,
 ) -> Iterator[tuple[Step, int]]:
     """Each step's data, in parts as the executor takes them, and its number of images."""
-    layout, rows = executor.layout, executor.rows(batch_size)
-    parts = [(batch, slice(i, i + rows)) for batch in order for i in range(0, len(batch.rows), rows)]
+    layout = executor.layout
+    rows = executor.rows(batch_size)
+    parts = [
+        (batch, slice(i, i + rows)) for batch in order for i in range(0, len(batch.rows), rows)
+    ]
     tokens = fed(feed, [batch.rows[part] for batch, part in parts])
     for batch in order:
         weights = batch.mask / batch.mask.sum()
         cuts = [slice(i, i + rows) for i in range(0, len(batch.rows), rows)]
-        step = [Batch(next(tokens), layout.rows(labels[batch.rows[cut]]), layout.weights(weights[cut])) for cut in cuts]
+        step = [
+            Batch(next(tokens), layout.rows(labels[batch.rows[cut]]), layout.weights(weights[cut]))
+            for cut in cuts
+        ]
         yield step, batch.size
 
 
 def make_step(executor: Executor, images: np.ndarray, labels: Int[np.ndarray, "B"]) -> Step:
-    """A batch of uint8 images `[B, S, S, 3]` and their labels in [0, num_classes), for one training step."""
+    """A batch of uint8 images `[B, S, S, 3]` and their labels in [0, num_classes), for one training
+    step."""
     (batch,) = batches(np.arange(len(labels)), len(labels))
     return step_of(executor, HostImages(executor, images), labels, batch)
 
@@ -211,30 +260,45 @@ def step_of(executor: Executor, feed: Feed, labels: Int[np.ndarray, "N"], batch:
 
 
 def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]:
-    """The blocks before the first that learns, as a forward-only network: what fine-tuning never changes."""
+    """The blocks before the first that learns, as a forward-only network: what fine-tuning never
+    changes."""
     prefix = itertools.takewhile(lambda choice: choice.kind in ("reuse", "skip"), architecture)
-    return [Dense(supernet.code(block, choice), supernet.frozen(block, choice)) for block, choice in enumerate(prefix)]
+    return [
+        Dense(supernet.code(block, choice), supernet.frozen(block, choice))
+        for block, choice in enumerate(prefix)
+    ]
 
 
 def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
-    """Compile every program that training, scoring and evaluation of this task can call, by running each once.
+    """Compile every program that training, scoring and evaluation of this task can call, by running
+    each once.
 
-    Only shapes matter: a state of its own trains on blank images and is thrown away. After this, sampling an
-    architecture compiles nothing, unless the executor compiles one program per signature. Over several devices the
-    search's first generation compiles its forward programs for each of them.
+    Only shapes matter: a state of its own trains on blank images and is thrown away. After this,
+    sampling an architecture compiles nothing, unless the executor compiles one program per
+    signature. Over several devices the search's first generation compiles its forward programs for
+    each of them.
     """
     scratch = supernet.init()
-    size, rows, last = executor.config.image_size, executor.rows(batch_size), executor.num_blocks - 1
+    size = executor.config.image_size
+    rows = executor.rows(batch_size)
+    last = executor.num_blocks - 1
     layout = executor.layout
     tokens = executor.begin(layout.rows(np.zeros((rows, size, size, 3), np.uint8)))
-    labels, mask = layout.rows(np.zeros(rows, np.int32)), layout.weights(np.ones(rows, np.float32))
+    labels = layout.rows(np.zeros(rows, np.int32))
+    mask = layout.weights(np.ones(rows, np.float32))
     step = [Batch(tokens, labels, mask / batch_size)] * (batch_size // rows)
-    adapt, new, reuse, skip = Choice("adapt", 0), Choice("new"), Choice("reuse", 0), Choice("skip")
-    # (first op, those behind it, the last): each kind behind a learnable one, and each learnable one as the first
+    adapt = Choice("adapt", 0)
+    new = Choice("new")
+    reuse = Choice("reuse", 0)
+    skip = Choice("skip")
+    # (first op, those behind it, the last): each kind behind a learnable one, and each learnable
+    # one as the first
     patterns = [(adapt, kind, kind) for kind in (reuse, adapt, new, skip)]
     patterns += [(new, skip, reuse), (reuse, reuse, adapt), (skip, reuse, new)]
     if not executor.composes:
-        patterns = patterns[:1]  # one program serves them all, or each would be a program of its own
+        patterns = patterns[
+            :1
+        ]  # one program serves them all, or each would be a program of its own
     for first, behind, end in patterns:
         architecture = (first, *[behind] * (last - 1), end)[-executor.num_blocks :]
         scratch, _ = train_step(executor, supernet, scratch, architecture, step, rate=0.0)
@@ -253,13 +317,16 @@ def supernet_draws(
     uniform: Float[np.ndarray, "L C"],
     epsilon: float,
 ) -> Draws:
-    """Exploration or exploitation for a whole epoch, a fresh architecture per batch (section 'Balancing')."""
+    """Exploration or exploitation for a whole epoch, a fresh architecture per batch (section
+    'Balancing')."""
 
     def draws(epoch: int, steps: int) -> np.ndarray:
         explore = float(_unit(key_at(mode_key, epoch))) < epsilon
         table = uniform if explore else exploit
         num = next_power_of_two(steps)
-        return np.asarray(sample(key_at(draw_key, epoch), table.astype(np.float32), num=num))[:steps]
+        return np.asarray(sample(key_at(draw_key, epoch), table.astype(np.float32), num=num))[
+            :steps
+        ]
 
     return draws
 
@@ -270,7 +337,10 @@ def constant_draws(codes: Int[np.ndarray, "L"]) -> Draws:
 
 
 def dense_network(
-    supernet: Supernet, state: SupernetState, codes: Int[np.ndarray, "L"], merged: dict[Place, Expert]
+    supernet: Supernet,
+    state: SupernetState,
+    codes: Int[np.ndarray, "L"],
+    merged: dict[Place, Expert],
 ) -> list[Dense]:
     """A sampled architecture as a forward-only network.
 
@@ -278,11 +348,16 @@ def dense_network(
     """
     network = []
     for block, choice in enumerate(decode(codes, supernet.sizes)):
-        place, expert = (block, choice), supernet.frozen(block, choice)
+        place = (block, choice)
+        expert = supernet.frozen(block, choice)
         if choice.kind in ("adapt", "new"):
             if place not in merged:
                 params = supernet.learner(state, place).params
-                merged[place] = params if isinstance(params, Expert) else merge_dense(cast(Expert, expert), params)
+                merged[place] = (
+                    params
+                    if isinstance(params, Expert)
+                    else merge_dense(cast(Expert, expert), params)
+                )
             expert = merged[place]
         network.append(Dense(int(codes[block]), expert))
     return network
@@ -298,18 +373,26 @@ def supernet_score(
     batch_size: int,
     advance: Advance = unwatched,
 ) -> Score:
-    """The search's fitness: genomes `[P, L]` to right answers `[P]` on held-out images, by the supernet's weights.
+    """The search's fitness: genomes `[P, L]` to right answers `[P]` on held-out images, by the
+    supernet's weights.
 
-    `feed` gives the images (`HostImages(executor, images)`) and `labels` their classes within the task.
+    `feed` gives the images (`HostImages(executor, images)`) and `labels` their classes within the
+    task.
     """
     merged: dict[Place, Expert] = {}
 
     def score(genomes: np.ndarray) -> np.ndarray:
         networks = [dense_network(supernet, state, codes, merged) for codes in genomes]
         return count_right_spread(
-            executor, networks, state.head.params, feed, labels,
-            num_classes=supernet.num_classes, batch_size=batch_size, advance=advance,
-        )  # fmt: skip
+            executor,
+            networks,
+            state.head.params,
+            feed,
+            labels,
+            num_classes=supernet.num_classes,
+            batch_size=batch_size,
+            advance=advance,
+        )
 
     return score
 
@@ -317,9 +400,12 @@ def supernet_score(
 def architecture_flops(executor: Executor, supernet: Supernet) -> Score:
     """FLOPs of genomes by the paper's convention, without head."""
     rank = supernet.settings.rank
-    return lambda genomes: np.array([
-        network_flops(executor.config, executor.placement, decode(codes, supernet.sizes), rank) for codes in genomes
-    ])  # fmt: skip
+    return lambda genomes: np.array(
+        [
+            network_flops(executor.config, executor.placement, decode(codes, supernet.sizes), rank)
+            for codes in genomes
+        ]
+    )
 
 
 _unit = jax.jit(functools.partial(jax.random.uniform, shape=()))

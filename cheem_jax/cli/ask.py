@@ -28,8 +28,16 @@ from cheem_jax.run.progress import Progress, on_screen
 from cheem_jax.serve import Limits
 
 COLUMNS: list[str] = [
-    "file", "task", "class", "probability", "second", "second_probability", "distance", "blocks", "error",
-]  # fmt: skip
+    "file",
+    "task",
+    "class",
+    "probability",
+    "second",
+    "second_probability",
+    "distance",
+    "blocks",
+    "error",
+]
 OPEN_SET = 0.05
 """Default share of a task's own images that a server rejects."""
 SHOW_PROGRESS_FROM = 500
@@ -38,15 +46,19 @@ BATCH_SIZES = (1, 8, 16)
 """Sizes that are compiled next to the largest one: of 32 clients about ten meet in a batch."""
 SCORES_LEGEND = """\
 accuracy: task and class are right; task ID given: the class is right where the task is known
-task ID right: the task is right; ECE: how far confidence and accuracy are apart, the task ID given"""
+task ID right: the task is right
+ECE: how far confidence and accuracy are apart, the task ID given"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Predict(Predicting):
     """Say which task and class images belong to, and which blocks answered."""
 
-    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE [IMAGE ...]")]
-    """Images, folders of images, or - for standard input: one image, or a list of names, one a line."""
+    images: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE [IMAGE ...]")
+    ]
+    """Images, folders of images, or - for standard input: one image, or a list of names, one a
+    line."""
     format: Literal["table", "csv", "json"] = "table"
     """A table for people, CSV, or one JSON object per line."""
     json: bool = False
@@ -54,14 +66,17 @@ class Predict(Predicting):
     task: str | None = None
     """The task ID of all images, if you know it: only that task's network answers."""
     open_set: float | None = None
-    """Answer `none of my tasks` for images farther from the nearest task than this share of that task's validation
-    images, such as 0.05; default: every image gets a task, as in the paper."""
+    """Answer `none of my tasks` for images farther from the nearest task than this share of that
+    task's validation images, such as 0.05; default: every image gets a task, as in the paper."""
 
 
 def predict_images(settings: Predict) -> int:
     """Answers as they come; 1 where some images could not be answered."""
     if not settings.images:
-        raise ValueError("no image given; name images or folders, or - to read an image or a list from standard input")
+        raise ValueError(
+            "no image given; name images or folders, or - to read an image or a list from standard"
+            " input"
+        )
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be valid text
         sys.stdout.reconfigure(errors="surrogateescape")
     files, errors = _files(settings.images)
@@ -91,14 +106,20 @@ def predict_images(settings: Predict) -> int:
             for asked in failed:
                 print(f"{asked.file}: {asked.prediction.error}", file=sys.stderr)
     if failed:
-        print(f"error: {len(failed)} of {len(files) + len(errors)} could not be answered", file=sys.stderr)
+        print(
+            f"error: {len(failed)} of {len(files) + len(errors)} could not be answered",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 
 def _files(given: tuple[str, ...]) -> tuple[list[str | bytes], list[Asked]]:
     """Every image, and what cannot be looked through."""
-    files, errors = list[str | bytes](), list[Asked]()
-    for place in itertools.chain.from_iterable(_from_standard_input() if one == "-" else [one] for one in given):
+    files = list[str | bytes]()
+    errors = list[Asked]()
+    for place in itertools.chain.from_iterable(
+        _from_standard_input() if one == "-" else [one] for one in given
+    ):
         if isinstance(place, bytes):
             files.append(place)
             continue
@@ -137,7 +158,9 @@ def _print_table(answered: Iterator[Asked]) -> None:
         if found.error:
             continue
         best = [f"{label} {100 * probability:.0f} %" for label, probability in found.guesses[:2]]
-        letters = "".join(block[0].upper() for block in found.blocks)  # as in the tables: R, A, N, S
+        letters = "".join(
+            block[0].upper() for block in found.blocks
+        )  # as in the tables: R, A, N, S
         rows.append((asked.file, found.task or "none of my tasks", *(*best, "", "")[:2], letters))
     if rows:
         grid = Grid("", ("image", "task", "class", "second choice", "blocks"), tuple(rows), 5)
@@ -151,8 +174,8 @@ class Evaluate(OfData, Answering):
     task: str | None = None
     """The learned task that the data belong to, where their name differs."""
     split: Literal["test", "val", "train"] = "test"
-    """Which images to measure on; of data without a test split `test` means all images, or those that were held out
-    if the task was learned from these data."""
+    """Which images to measure on; of data without a test split `test` means all images, or those
+    that were held out if the task was learned from these data."""
     open_set: float | None = None
     """As for `cheem predict`; an image that is rejected counts as wrong."""
     json: bool = False
@@ -164,22 +187,39 @@ def evaluate_memory(settings: Evaluate) -> None:
     progress = Progress(Console(stderr=True))
     memory = settings.open()
     tasks = settings.load(settings.plans("measure"), memory, progress, only=settings.split)
-    scores = memory.evaluate(tasks, split=settings.split, task=settings.task, open_set=settings.open_set)
-    if settings.split == "test" and settings.open_set is None and not memory.is_run and not memory.lost:
+    scores = memory.evaluate(
+        tasks, split=settings.split, task=settings.task, open_set=settings.open_set
+    )
+    if (
+        settings.split == "test"
+        and settings.open_set is None
+        and not memory.is_run
+        and not memory.lost
+    ):
         try:
             memory.keep_scores(scores)
         except OSError as error:
-            progress.say(f"note: these numbers will be missing in `cheem report`, they cannot be saved ({error})")
+            progress.say(
+                "note: these numbers will be missing in `cheem report`, they cannot be saved"
+                f" ({error})"
+            )
     if settings.json:
-        print(json.dumps({"split": settings.split, "tasks": [score._asdict() for score in scores]}, indent=1))
+        print(
+            json.dumps(
+                {"split": settings.split, "tasks": [score._asdict() for score in scores]}, indent=1
+            )
+        )
         return
     rows = []
-    shares = np.array([(s.accuracy, s.accuracy_given, s.calibration_error, s.found) for s in scores])
+    shares = np.array(
+        [(s.accuracy, s.accuracy_given, s.calibration_error, s.found) for s in scores]
+    )
     for score, row in zip(scores, shares, strict=True):
         rows.append((score.task, f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in row)))
     if len(scores) > 1:
         rows.append(("average", "", *(f"{100 * mean:.1f}" for mean in shares.mean(axis=0))))
-    columns, said = ("task", "images", "accuracy %", "task ID given %", "ECE %", "task ID right %"), Progress()
+    columns = ("task", "images", "accuracy %", "task ID given %", "ECE %", "task ID right %")
+    said = Progress()
     print_fitting(Grid("", columns, tuple(rows), 1), said.console, ("images", "ECE %"))
     for score in scores:
         said.say(f"{score.task}: measured on {score.images}")
@@ -188,23 +228,29 @@ def evaluate_memory(settings: Evaluate) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Serve(Limits, Predicting):
-    """Answer images over HTTP, with a page in the browser that shows which blocks ran (extra `serve`)."""
+    """Answer images over HTTP, with a page in the browser that shows which blocks ran (extra
+    `serve`)."""
 
     host: str = "127.0.0.1"
     """Address to listen on; the default is reached from this machine only."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
     public_host: str | None = None
-    """Names by which a proxy passes requests on, such as pets.example.org, separated by commas; others are refused,
-    this machine's excepted."""
-    open_set: Annotated[float | Literal["auto", "off"], tyro.conf.arg(metavar="NUMBER|auto|off")] = "auto"
-    """As for `cheem predict`: the share of a task's own images that may be rejected as `none of my tasks`; auto: 0.05
-    where every task is calibrated; off: every image gets a task."""
+    """Names by which a proxy passes requests on, such as pets.example.org, separated by commas;
+    others are refused, this machine's excepted."""
+    open_set: Annotated[
+        float | Literal["auto", "off"], tyro.conf.arg(metavar="NUMBER|auto|off")
+    ] = "auto"
+    """As for `cheem predict`: the share of a task's own images that may be rejected as `none of my
+    tasks`; auto: 0.05 where every task is calibrated; off: every image gets a task."""
 
     def predictor(self, **more: Any) -> Predictor:
         """The memory's predictor, with `more` of its settings."""
-        memory, open_set = self.open(), None if isinstance(self.open_set, str) else self.open_set
-        if self.open_set == "auto" and all(target.distances is not None for target in memory.targets):
+        memory = self.open()
+        open_set = None if isinstance(self.open_set, str) else self.open_set
+        if self.open_set == "auto" and all(
+            target.distances is not None for target in memory.targets
+        ):
             open_set = OPEN_SET
         return memory.predictor(top=self.top, memory_gb=self.memory_gb, open_set=open_set, **more)
 
@@ -214,34 +260,52 @@ def serve_memory(settings: Serve) -> None:
     try:
         from cheem_jax.serve.app import address_of, hosts_of, listen, make_app, make_server
     except ImportError as error:
-        raise ValueError(f"serving needs more packages ({error}); pip install 'cheem_jax[serve]'") from error
+        raise ValueError(
+            f"serving needs more packages ({error}); pip install 'cheem_jax[serve]'"
+        ) from error
     progress = Progress()
     usual = signal.signal(signal.SIGTERM, _stop)
     try:
         with listen(settings.host, settings.port) as listening:
-            public = [name for one in (settings.public_host or "").split(",") if (name := one.strip())]
+            public = [
+                name for one in (settings.public_host or "").split(",") if (name := one.strip())
+            ]
             hosts = hosts_of(listening, settings.host, public)
-            sizes = tuple(sorted({min(size, settings.max_batch) for size in (*BATCH_SIZES, settings.max_batch)}))
+            sizes = tuple(
+                sorted(
+                    {min(size, settings.max_batch) for size in (*BATCH_SIZES, settings.max_batch)}
+                )
+            )
             predictor = settings.predictor(batch_sizes=sizes)
             app = make_app(predictor, settings, hosts, name=settings.memory.resolve().name)
-            server, service = make_server(app, settings), app.state.service
+            server = make_server(app, settings)
+            service = app.state.service
 
             def say() -> None:
                 if service.failure is not None:
                     server.should_exit = True
                 else:
-                    progress.say(f"ready on {address_of(listening)} for browsers and POST /predict; Ctrl-C stops it")
+                    progress.say(
+                        f"ready on {address_of(listening)} for browsers and POST /predict; Ctrl-C"
+                        " stops it"
+                    )
 
             service.on_warm = say
             tasks = f"{len(predictor.classes)} task{'s' if len(predictor.classes) > 1 else ''}"
-            progress.say(f"{shown(settings.memory)}: {tasks}; compiling for batches of {', '.join(map(str, sizes))}")
+            progress.say(
+                f"{shown(settings.memory)}: {tasks}; compiling for batches of"
+                f" {', '.join(map(str, sizes))}"
+            )
             if predictor.open_set is not None:
                 progress.say(
-                    f"images far from every task get `none of my tasks`, about {100 * predictor.open_set:g} % of a "
-                    "task's own, too; --open-set off gives every image a task"
+                    "images far from every task get `none of my tasks`, about"
+                    f" {100 * predictor.open_set:g} % of a task's own, too; --open-set off gives"
+                    " every image a task"
                 )
             elif settings.open_set == "auto":
-                progress.say("every image gets a task, a foreign one, too: not every task here is calibrated")
+                progress.say(
+                    "every image gets a task, a foreign one, too: not every task here is calibrated"
+                )
             server.run(sockets=[listening])
             if service.failure is not None:
                 raise service.failure

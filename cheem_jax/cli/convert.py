@@ -1,4 +1,5 @@
-"""`cheem convert`: weights of a plain timm ViT, DeiT or DINO in this library's format, with means of its own data.
+"""`cheem convert`: weights of a plain timm ViT, DeiT or DINO in this library's format, with means
+of its own data.
 
     cheem convert --backbone deit_tiny --output deit_tiny.safetensors
     cheem convert --backbone deit_tiny --weights FILE --output deit_tiny.safetensors \
@@ -30,9 +31,11 @@ class Convert:
     output: Path
     """The .safetensors file to write."""
     backbone: str = "deit_tiny"
-    """One of this library's backbones, or any other plain timm name such as vit_small_patch16_224.dino."""
+    """One of this library's backbones, or any other plain timm name such as
+    vit_small_patch16_224.dino."""
     weights: Path | None = None
-    """Local .safetensors or .npz under timm's names, or a converted file; else the hub's timm/ repository."""
+    """Local .safetensors or .npz under timm's names, or a converted file; else the hub's timm/
+    repository."""
     base_data: str | None = None
     """Training images of the pretraining data: a folder, a zip, or tfds:NAME:SPLIT."""
     image_size: int | None = None
@@ -42,7 +45,8 @@ class Convert:
 
 
 def convert_weights(settings: Convert) -> None:
-    """Read the weights, write them and say what was written; ValueError, OSError or ImportError tell what is wrong."""
+    """Read the weights, write them and say what was written; ValueError, OSError or ImportError
+    tell what is wrong."""
     check(settings)
     tell(settings, write(settings, load_pretrained(settings.backbone, weights=settings.weights)))
 
@@ -54,7 +58,9 @@ def check(settings: Convert) -> None:
     if settings.output.exists() and not settings.overwrite:
         raise ValueError(f"{settings.output} exists; choose another --output or add --overwrite")
     if settings.image_size is not None and settings.base_data is None:
-        raise ValueError("--image-size is the size at which --base-data is measured; give both or neither")
+        raise ValueError(
+            "--image-size is the size at which --base-data is measured; give both or neither"
+        )
 
 
 def write(settings: Convert, pretrained: Pretrained) -> Pretrained:
@@ -72,7 +78,10 @@ def write(settings: Convert, pretrained: Pretrained) -> Pretrained:
 def tell(settings: Convert, written: Pretrained) -> None:
     """Three lines: the file, its source, its means."""
     numbers = sum(value.size for value in written.params.values())
-    print(f"{shown(settings.output)}: {written.config.name}, {numbers:,} numbers from {written.source}")
+    print(
+        f"{shown(settings.output)}: {written.config.name}, {numbers:,} numbers from"
+        f" {written.source}"
+    )
     print(f"sha256 of the source: {written.sha256}")
     print(f"base means: {', '.join(written.base_means) or 'none (give --base-data)'}")
 
@@ -91,5 +100,7 @@ def spelled(base_data: str) -> tuple[str, str]:
     """The data set and the split of tfds:NAME:SPLIT."""
     found = _TFDS.fullmatch(base_data)
     if not found:
-        raise ValueError(f"--base-data {base_data!r}: expected tfds:NAME:SPLIT, e.g. tfds:imagenet_v2:test")
+        raise ValueError(
+            f"--base-data {base_data!r}: expected tfds:NAME:SPLIT, e.g. tfds:imagenet_v2:test"
+        )
     return found[1], found[2]

@@ -63,12 +63,14 @@ class List(InDataFolder):
 
 @dataclasses.dataclass(frozen=True)
 class Prepare(WithSplits):
-    """Get data sets in place: download and prepare what can be, and say exactly what must be done for the rest."""
+    """Get data sets in place: download and prepare what can be, and say exactly what must be done
+    for the rest."""
 
     what: Annotated[str, tyro.conf.Positional]
     """mtil, vdd, all, names of their tasks, or several of these separated by commas."""
     image_size: int | None = None
-    """Also decode and resize all images to this many pixels now; otherwise the first run does it."""
+    """Also decode and resize all images to this many pixels now; otherwise the first run does
+    it."""
     cache_dir: Path | None = None
     """Where decoded images are kept; default: `cheem_jax/images` in the data folder."""
 
@@ -77,7 +79,8 @@ class Prepare(WithSplits):
 
 @dataclasses.dataclass(frozen=True)
 class Verify(WithSplits):
-    """Decode every image of a stream and count: broken files, exact copies across splits, wrong labels."""
+    """Decode every image of a stream and count: broken files, exact copies across splits, wrong
+    labels."""
 
     what: Annotated[str, tyro.conf.Positional]
     """mtil, vdd, one of their tasks, a stream file (TOML), a manifest (CSV, Parquet), tfds:NAME,
@@ -85,23 +88,27 @@ class Verify(WithSplits):
     cache_dir: Path | None = None
     """Where decoded images are kept: those of this stream are compared with their hashes."""
     skip_broken: bool = False
-    """As for `cheem learn`: images that it would leave out are named and do not count as a fault."""
+    """As for `cheem learn`: images that it would leave out are named and do not count as a
+    fault."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Show(WithSplits):
-    """Draw a contact sheet of each task, or with --stream the figure of a whole benchmark or stream."""
+    """Draw a contact sheet of each task, or with --stream the figure of a whole benchmark or
+    stream."""
 
     what: Annotated[str | None, tyro.conf.Positional] = None
     """As for `verify`: a contact sheet of every task in it."""
     stream: str | None = None
-    """mtil, vdd, a stream file or a folder of tasks: one figure of its tasks, images and classes."""
+    """mtil, vdd, a stream file or a folder of tasks: one figure of its tasks, images and
+    classes."""
     split: Literal["train", "val", "test"] = "train"
     """Whose images the contact sheets show."""
     output: Path | None = None
-    """The PNG file to write, for several tasks a folder; default: named after what is shown, here."""
+    """The PNG file to write, for several tasks a folder; default: named after what is shown,
+    here."""
     order: Order = "default"
     """The order of MTIL's tasks."""
 
@@ -112,48 +119,72 @@ def list_data(settings: List) -> None:
     rows = []
     for task in map(BY_NAME.__getitem__, _names(settings.what)):
         status = status_of(task, data_dir)
-        rows.append({
-            "task": task.name,
-            "benchmarks": [benchmark for benchmark in BENCHMARKS if task.name in members_of(benchmark)],
-            "state": status.state,
-            "tfds": task.spec,
-            "images": task.counts._asdict(),
-            "classes": task.num_classes,
-            "bytes": status.num_bytes,
-            "licence": task.licence,
-            "advice": status.advice,
-        })  # fmt: skip
+        rows.append(
+            {
+                "task": task.name,
+                "benchmarks": [
+                    benchmark for benchmark in BENCHMARKS if task.name in members_of(benchmark)
+                ],
+                "state": status.state,
+                "tfds": task.spec,
+                "images": task.counts._asdict(),
+                "classes": task.num_classes,
+                "bytes": status.num_bytes,
+                "licence": task.licence,
+                "advice": status.advice,
+            }
+        )
     if settings.json:
         print(json.dumps({"data_dir": str(data_dir), "tasks": rows}, indent=1))
         return
     table = Table(title=f"Tasks in {data_dir}", title_justify="left")
     for column in ("task", "in", "state", "train", "val", "test", "classes", "on disk", "licence"):
-        table.add_column(column, justify="left" if column in ("task", "in", "state", "licence") else "right")
+        table.add_column(
+            column, justify="left" if column in ("task", "in", "state", "licence") else "right"
+        )
     for row in rows:
         table.add_row(
-            row["task"], " ".join(row["benchmarks"]), row["state"], *(f"{n:,}" for n in row["images"].values()),
-            f"{row['classes']:,}", _megabytes(row["bytes"]), row["licence"],
-        )  # fmt: skip
+            row["task"],
+            " ".join(row["benchmarks"]),
+            row["state"],
+            *(f"{n:,}" for n in row["images"].values()),
+            f"{row['classes']:,}",
+            _megabytes(row["bytes"]),
+            row["licence"],
+        )
     progress = Progress()
     progress.console.print(table)
     for row in rows:
         if row["advice"]:
             progress.say(f"{row['task']}: {row['advice']}")
     ready = sum(row["state"] == "ready" for row in rows)
-    progress.say(f"{ready} of {len(rows)} ready; archives that you bring yourself go into {manual_dir(data_dir)}")
+    progress.say(
+        f"{ready} of {len(rows)} ready; archives that you bring yourself go into"
+        f" {manual_dir(data_dir)}"
+    )
 
 
 def prepare_data(settings: Prepare) -> None:
     """Prepare task by task; what fails is reported at the end, and the exit status is then 2."""
     data_dir = settings.data_dir or default_data_dir()
-    progress, failed = Progress(), {}
+    progress = Progress()
+    failed = {}
     for name in _names(settings.what):
         try:
-            plan = prepare(name, data_dir, functools.partial(_phase, progress), seed=settings.split_seed)
+            plan = prepare(
+                name, data_dir, functools.partial(_phase, progress), seed=settings.split_seed
+            )
             if settings.image_size is not None:
                 images = ImagesConfig("cache", settings.cache_dir or images_dir(data_dir))
-                load_tasks([plan], settings.image_size, images, functools.partial(_phase, progress, "decode"))
-            progress.say(f"{name}: ready, {_listed(plan.counts)}; splits sha256 {plan.split_sha256[:16]}")
+                load_tasks(
+                    [plan],
+                    settings.image_size,
+                    images,
+                    functools.partial(_phase, progress, "decode"),
+                )
+            progress.say(
+                f"{name}: ready, {_listed(plan.counts)}; splits sha256 {plan.split_sha256[:16]}"
+            )
         except (ValueError, OSError) as error:
             failed[name] = " ".join(str(error).split())
             progress.say(f"{name}: not ready")
@@ -161,8 +192,8 @@ def prepare_data(settings: Prepare) -> None:
         for name, reason in failed.items():
             print(f"{name}: {reason}", file=sys.stderr)
         raise ValueError(
-            f"{len(failed)} task(s) could not be prepared: {', '.join(failed)}; do what is said above and give the "
-            "command again: what is ready is kept"
+            f"{len(failed)} task(s) could not be prepared: {', '.join(failed)}; do what is said"
+            " above and give the command again: what is ready is kept"
         )
 
 
@@ -176,7 +207,8 @@ def verify_data(settings: Verify) -> None:
         with contextlib.suppress(ValueError):  # without a home folder, nothing is kept there
             roots.append(usual())
     progress = Progress(Console(quiet=True) if settings.json else None)
-    unsound, found = [], {}
+    unsound = []
+    found = {}
     for plan in (plan.turned(True) for plan in plans):
         if settings.skip_broken:
             with contextlib.suppress(ValueError):  # too many: they are found again below
@@ -185,26 +217,35 @@ def verify_data(settings: Verify) -> None:
             findings = verify(plan, on_progress=on_progress)
         caches, damaged = verify_caches(plan, dict.fromkeys(roots))
         found[plan.name] = {
-            "split_sha256": plan.split_sha256, **findings.to_json(), "ignored": plan.ignored, "skipped": plan.skipped,
-            "caches": caches, "damaged_caches": damaged,
-        }  # fmt: skip
+            "split_sha256": plan.split_sha256,
+            **findings.to_json(),
+            "ignored": plan.ignored,
+            "skipped": plan.skipped,
+            "caches": caches,
+            "damaged_caches": damaged,
+        }
         if damaged or not findings.sound:
             unsound.append(plan.name)
         _tell(progress, plan, findings, caches, damaged)
     if settings.json:
         print(json.dumps({"stream": name, "tasks": found}, indent=1))
     if unsound:
-        raise ValueError(f"{len(unsound)} of {len(plans)} task(s) are not sound: {', '.join(unsound)}")
+        raise ValueError(
+            f"{len(unsound)} of {len(plans)} task(s) are not sound: {', '.join(unsound)}"
+        )
 
 
 def leave_out_broken(plan: Plan, progress: Progress) -> Plan:
-    """The plan without images that cannot be read, which are named; ValueError where they are too many."""
+    """The plan without images that cannot be read, which are named; ValueError where they are too
+    many."""
     with _phase(progress, "look", plan.name, plan.num_images) as on_progress:
         plan, reasons = without_broken(plan, on_progress=on_progress)
     for reason in reasons[:SAID]:
         progress.say(f"left out: {reason}")
     if reasons:
-        progress.say(f"{plan.name}: unreadable images left out: {len(reasons):,}; kept: {plan.num_images:,}")
+        progress.say(
+            f"{plan.name}: unreadable images left out: {len(reasons):,}; kept: {plan.num_images:,}"
+        )
     return plan
 
 
@@ -212,17 +253,33 @@ def show_data(settings: Show) -> None:
     """Write the figures and say where they are."""
     source = settings.what or settings.stream
     if source is None or None not in (settings.what, settings.stream):
-        raise ValueError("give either the task to show or --stream with a benchmark; e.g. `cheem data show food101`")
+        raise ValueError(
+            "give either the task to show or --stream with a benchmark; e.g. `cheem data show"
+            " food101`"
+        )
     # drawing takes seconds to import, which no other command should wait for
     from cheem_jax.report.figures import StreamRow, contact_sheet, stream_figure
 
-    name, plans = plan_source(source, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed)
-    plans, say = [plan.turned(True) for plan in plans], Progress().say
+    name, plans = plan_source(
+        source, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed
+    )
+    plans = [plan.turned(True) for plan in plans]
+    say = Progress().say
     if settings.stream is not None:
         rows = []
         for plan in plans:
-            images, counts = _images(plan.train, _some_of_each_class(plan.train.labels)[:5]), plan.counts
-            rows.append(StreamRow(plan.name, len(plan.classes), counts["train"], counts["val"], counts["test"], images))
+            images = _images(plan.train, _some_of_each_class(plan.train.labels)[:5])
+            counts = plan.counts
+            rows.append(
+                StreamRow(
+                    plan.name,
+                    len(plan.classes),
+                    counts["train"],
+                    counts["val"],
+                    counts["test"],
+                    images,
+                )
+            )
         file = settings.output or absolute(f"{_slug(name)}.png")
         stream_figure(rows, file, title=f"{name}: {len(plans)} tasks")
         say(f"wrote {shown(file)}")
@@ -232,9 +289,14 @@ def show_data(settings: Show) -> None:
         rows = _some_of_each_class(part.labels, max(1, 80 // len(plan.classes)))
         file = settings.output or absolute(f"{_slug(plan.name)}.png")
         if len(plans) > 1:
-            file = (settings.output or absolute(f"{_slug(name)}-sheets")) / f"{_slug(plan.name)}.png"
+            file = (
+                settings.output or absolute(f"{_slug(name)}-sheets")
+            ) / f"{_slug(plan.name)}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        title = f"{plan.name} · {settings.split} · {len(plan.classes):,} classes · {len(part.labels):,} images"
+        title = (
+            f"{plan.name} · {settings.split} · {len(plan.classes):,} classes · {len(part.labels):,}"
+            " images"
+        )
         contact_sheet(_images(part, rows), part.labels[rows], plan.classes, file, title=title)
         say(f"wrote {shown(file)}")
 
@@ -246,7 +308,9 @@ def _names(what: str) -> list[str]:
     return list(dict.fromkeys(name for word in words for name in groups.get(word, [word])))
 
 
-def _phase(progress: Progress, phase: str, task: str, total: int) -> AbstractContextManager[OnProgress]:
+def _phase(
+    progress: Progress, phase: str, task: str, total: int
+) -> AbstractContextManager[OnProgress]:
     unit = "bytes" if phase in ("download", "check") else "images"
     return progress.phase(phase, task=task, total=total, unit=unit)
 
@@ -280,18 +344,28 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.0f} MB" if num_bytes else "–"
 
 
-def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[str], damaged: Sequence[str]) -> None:
+def _tell(
+    progress: Progress,
+    plan: Plan,
+    findings: Findings,
+    caches: Sequence[str],
+    damaged: Sequence[str],
+) -> None:
     """One task's findings for people."""
     (few, least), (many, most) = findings.smallest_class, findings.largest_class
     sizes = f"{least:,}" if least == most else f"{least:,} ({few}) to {most:,} ({many})"
     cut = f" ({' and '.join(plan.cut)} cut from train)" if plan.cut else ""
     progress.say(
-        f"{plan.name}: {_listed(findings.num)}{cut}; {findings.num_classes:,} classes of {sizes} training images"
+        f"{plan.name}: {_listed(findings.num)}{cut}; {findings.num_classes:,} classes of {sizes}"
+        " training images"
     )
     if findings.smallest_image and findings.largest_image:
-        small, large = ("x".join(map(str, size)) for size in (findings.smallest_image, findings.largest_image))
+        small, large = (
+            "x".join(map(str, size)) for size in (findings.smallest_image, findings.largest_image)
+        )
         progress.say(
-            f"  {small} to {large} pixels, {_listed(findings.modes)}; {_megabytes(findings.num_bytes)}; {plan.source}"
+            f"  {small} to {large} pixels, {_listed(findings.modes)};"
+            f" {_megabytes(findings.num_bytes)}; {plan.source}"
         )
     if note := dim_note(findings.brightest):
         progress.say(f"  {note}")
@@ -305,7 +379,8 @@ def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[s
     given = [pair for pair in findings.across if not {image.split for image in pair} <= of_one]
     copies = {
         "copies in two splits (counted, not refused: some public sets have them)": given,
-        "copies that the cut put into two splits (a table with a column `split` can keep them together)": by_cut,
+        "copies that the cut put into two splits (a table with a column `split` can keep them "
+        "together)": (by_cut),
         "images under two labels": findings.contradictory,
     }
     for what, pairs in copies.items():
@@ -315,4 +390,6 @@ def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[s
     for line in [*damaged, *findings.broken[:SAID]]:
         progress.say(f"  NOT SOUND: {line}")
     if len(findings.broken) > SAID:
-        progress.say(f"  NOT SOUND: and {len(findings.broken) - SAID:,} more broken files (--json lists all)")
+        progress.say(
+            f"  NOT SOUND: and {len(findings.broken) - SAID:,} more broken files (--json lists all)"
+        )

@@ -18,12 +18,14 @@ from cheem_jax.run.progress import Progress
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
-    """CHEEM learns six small tasks with the bundled vit_micro: no network, no data, minutes on a laptop."""
+    """CHEEM learns six small tasks with the bundled vit_micro: no network, no data, minutes on a
+    laptop."""
 
     run_dir: Path = Path("runs/demo")
     """Where the run is kept; an unfinished one is continued."""
     method: Name = "cheem"
-    """The method that learns; for `cheem_lite` and `moe_adapters` the bundled vit_nano infers the task ID."""
+    """The method that learns; for `cheem_lite` and `moe_adapters` the bundled vit_nano infers the
+    task ID."""
     seed: int = 0
     """Where random choices start: the same number gives the same run."""
     seeds: Annotated[SeedsConfig, ADVANCED] = SeedsConfig()
@@ -35,7 +37,8 @@ class Demo:
     engine: Annotated[EngineConfig, ADVANCED] = EngineConfig()
     """How networks are run."""
     save_every: Annotated[float | None, ADVANCED] = None
-    """Seconds between saves of unfinished work; default: 30, more where saving would take over 2 % of the time."""
+    """Seconds between saves of unfinished work; default: 30, more where saving would take over 2 %
+    of the time."""
 
 
 def learn_demo(settings: Demo) -> None:
@@ -48,8 +51,15 @@ def learn_demo(settings: Demo) -> None:
     config = RunConfig(method, "demo", settings.seed, bound, settings.engine, settings.seeds)
     router = load_pretrained("vit_nano") if settings.method in NEED_A_ROUTER else None
     results = run_stream(
-        stream, load_pretrained("vit_micro"), config, settings.run_dir, progress, router=router,
-        save_every=settings.save_every, command=["cheem", "demo", *arguments_of(settings)],
-        data={"stream": "demo", "tasks": [task.name for task in stream.tasks]}, tensorboard=settings.tensorboard,
-    )  # fmt: skip
+        stream,
+        load_pretrained("vit_micro"),
+        config,
+        settings.run_dir,
+        progress,
+        router=router,
+        save_every=settings.save_every,
+        command=["cheem", "demo", *arguments_of(settings)],
+        data={"stream": "demo", "tasks": [task.name for task in stream.tasks]},
+        tensorboard=settings.tensorboard,
+    )
     show(progress, results, settings.run_dir)

@@ -1,6 +1,8 @@
-"""`cheem doctor`: versions, devices, memory, caches and a small network, and how to get what is missing.
+"""`cheem doctor`: versions, devices, memory, caches and a small network, and how to get what is
+missing.
 
-This process imports only the standard library: what may be broken, crash or hang runs in another one (`probe`).
+This process imports only the standard library: what may be broken, crash or hang runs in another
+one (`probe`).
 """
 
 import contextlib
@@ -21,10 +23,15 @@ from cheem_jax import __version__
 
 STEPS = {
     "caches": "pip install --force-reinstall cheem_jax",
-    "devices": "pip install --force-reinstall jax jaxlib, or if a GPU is the reason do without it: JAX_PLATFORMS=cpu",
+    "devices": (
+        "pip install --force-reinstall jax jaxlib, or if a GPU is the reason do without it:"
+        " JAX_PLATFORMS=cpu"
+    ),
     "programs": "name another folder with JAX_COMPILATION_CACHE_DIR",
     "vit_micro": "pip install --force-reinstall cheem_jax jax jaxlib",
-    "hub": "pip install --force-reinstall huggingface_hub, or give weights as files (--weights FILE)",
+    "hub": (
+        "pip install --force-reinstall huggingface_hub, or give weights as files (--weights FILE)"
+    ),
 }
 """What `probe` tries, in its order, and the way out where it fails."""
 ALWAYS = ("python", "cheem_jax", "jax", "jaxlib")
@@ -37,7 +44,8 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Look at versions, devices, memory and caches, try a small network, and say how to get what is missing."""
+    """Look at versions, devices, memory and caches, try a small network, and say how to get what is
+    missing."""
 
     json: bool = False
     """Print one JSON object instead of a table: also the versions of all packages."""
@@ -60,16 +68,26 @@ def examine(settings: Doctor) -> int:
     found, problems = look(settings)
     works = not any(problem.needed for problem in problems)
     if settings.json:
-        print(json.dumps({"works": works, **found, "problems": [p._asdict() for p in problems]}, indent=1))
+        print(
+            json.dumps(
+                {"works": works, **found, "problems": [p._asdict() for p in problems]}, indent=1
+            )
+        )
         return 0 if works else 1
     wrong = " ".join(problem.what for problem in problems)
-    left_out = {name for name in found["versions"] if name not in ALWAYS and name not in wrong} | {*FOR_DEVELOPERS}
+    left_out = {name for name in found["versions"] if name not in ALWAYS and name not in wrong} | {
+        *FOR_DEVELOPERS
+    }
     for section, entries in found.items():
         shown = {name: value for name, value in entries.items() if name not in left_out}
         for row, (name, value) in enumerate(shown.items()):
-            print(f"{'' if row else section:<10} {name:<20} {'missing' if value is None else value}")
+            print(
+                f"{'' if row else section:<10} {name:<20} {'missing' if value is None else value}"
+            )
     for problem in problems:
-        print(f"{'PROBLEM' if problem.needed else 'note'}: {problem.what}; way out: {problem.way_out}")
+        print(
+            f"{'PROBLEM' if problem.needed else 'note'}: {problem.what}; way out: {problem.way_out}"
+        )
     print("cheem can work here" if works else "cheem cannot work here")
     return 0 if works else 1
 
@@ -80,7 +98,9 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
     told, end = _probe(settings)
     if end is not None:
         problems.append(end)
-    versions, extras, gpus = _versions(problems), _extras(), _nvidia_gpus()
+    versions = _versions(problems)
+    extras = _extras()
+    gpus = _nvidia_gpus()
     devices, programs, hub = (told.get(step, {}) for step in ("devices", "programs", "hub"))
     if gpus and devices.get("platform") == "cpu":
         way_out = extras.get("cuda12", "").partition("; ")[2]  # empty where it is installed
@@ -90,11 +110,17 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
         problems.append(Problem(f"JAX does not use {gpus[0]}", way_out, needed=False))
     if devices.get("platform") == "cpu" and _asks_for_small_pages():
         what = "memory comes in small pages, and training may take up to 1.4 times as long"
-        problems.append(Problem(what, "set GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before it starts", needed=False))
+        problems.append(
+            Problem(
+                what, "set GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before it starts", needed=False
+            )
+        )
     caches = dict(told.get("caches", {}))
     for step, found in (("caches", caches), ("programs", programs), ("hub", hub)):
         if "reason" in found:
-            problems.append(Problem(found.pop("reason"), found.pop("way_out", STEPS[step]), needed=False))
+            problems.append(
+                Problem(found.pop("reason"), found.pop("way_out", STEPS[step]), needed=False)
+            )
     places = {"compiled functions": programs.get("place"), **caches, "hub": hub.get("cache")}
     found = {
         "versions": versions,
@@ -109,7 +135,9 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
 
 def _probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], Problem | None]:
     """What the other process found, by step, and what ended it."""
-    context, told, reason = multiprocessing.get_context("spawn"), dict[str, dict[str, Any]](), None
+    context = multiprocessing.get_context("spawn")
+    told = dict[str, dict[str, Any]]()
+    reason = None
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=probe, args=(sender, settings.network), daemon=True)
     process.start()
@@ -148,7 +176,10 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     from cheem_jax.data.sources import images_dir
 
     found = dict[str, Any]()
-    for name, place in (("decoded images", default_directory), ("decoded benchmarks", lambda: images_dir(None))):
+    for name, place in (
+        ("decoded images", default_directory),
+        ("decoded benchmarks", lambda: images_dir(None)),
+    ):
         try:
             found[name] = str(place())
         except ValueError as error:
@@ -179,8 +210,10 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
 
     allow_ordinary_programs()
 
-    start, pretrained = time.perf_counter(), load_pretrained("vit_micro")
-    vit, size = build(pretrained.config, pretrained.params), pretrained.config.image_size
+    start = time.perf_counter()
+    pretrained = load_pretrained("vit_micro")
+    vit = build(pretrained.config, pretrained.params)
+    size = pretrained.config.image_size
     features = jax.jit(lambda images: vit(images))(np.zeros((1, size, size, 3), np.uint8))
     if not np.isfinite(features).all():
         raise ArithmeticError("vit_micro computes non-finite features of a blank image")
@@ -217,12 +250,18 @@ def _line(error: Exception) -> str:
 
 def _versions(problems: list[Problem]) -> dict[str, str | None]:
     """Versions of the packages that are always needed; None: missing."""
-    versions = {"python": platform.python_version(), "cheem_jax": __version__, "jaxlib": _version("jaxlib")}
+    versions = {
+        "python": platform.python_version(),
+        "cheem_jax": __version__,
+        "jaxlib": _version("jaxlib"),
+    }
     try:
         for requirement in _requirements("cheem_jax"):
             version = versions[requirement.name] = _version(requirement.name)
             if version is None:
-                problems.append(Problem(f"{requirement.name} is missing", f"pip install '{requirement}'"))
+                problems.append(
+                    Problem(f"{requirement.name} is missing", f"pip install '{requirement}'")
+                )
             elif not requirement.specifier.contains(version, prereleases=True):
                 what = f"{requirement.name} is {version}, and {requirement.specifier} is wanted"
                 problems.append(Problem(what, f"pip install '{requirement}'", needed=False))
@@ -238,7 +277,9 @@ def _extras() -> dict[str, str]:
     with contextlib.suppress(ImportError):  # reported with the versions
         for extra in importlib.metadata.metadata("cheem_jax").get_all("Provides-Extra") or []:
             missing = ", ".join(sorted(set(_missing("cheem_jax", extra))))
-            found[extra] = f"missing: {missing}; pip install 'cheem_jax[{extra}]'" if missing else "installed"
+            found[extra] = (
+                f"missing: {missing}; pip install 'cheem_jax[{extra}]'" if missing else "installed"
+            )
     return found
 
 
@@ -257,7 +298,9 @@ def _requirements(package: str, extra: str = "") -> Iterator[Any]:
 
     for requirement in map(Requirement, importlib.metadata.requires(package) or ()):
         marker = requirement.marker
-        with_it, without = (marker is None or marker.evaluate({"extra": name}) for name in (extra, ""))
+        with_it, without = (
+            marker is None or marker.evaluate({"extra": name}) for name in (extra, "")
+        )
         if with_it and (not extra or not without):
             yield requirement
 
@@ -278,20 +321,29 @@ def _nvidia_gpus() -> list[str]:
 
 
 def _asks_for_small_pages() -> bool:
-    """Whether Linux gives huge pages to who asks for them, and the C library could ask but is not told to."""
+    """Whether Linux gives huge pages to who asks for them, and the C library could ask but is not
+    told to."""
     try:
         given = HUGE_PAGES.read_text()
     except OSError:
         return False
     name, version = platform.libc_ver()
     asks = "glibc.malloc.hugetlb" in os.environ.get("GLIBC_TUNABLES", "")
-    return "[madvise]" in given and name == "glibc" and tuple(map(int, version.split("."))) >= (2, 35) and not asks
+    return (
+        "[madvise]" in given
+        and name == "glibc"
+        and tuple(map(int, version.split("."))) >= (2, 35)
+        and not asks
+    )
 
 
 def _machine() -> dict[str, Any]:
     """System, cores, gigabytes of memory and of free disk."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory, disk = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, shutil.disk_usage(".").free / 1e9
+    memory, disk = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
+        shutil.disk_usage(".").free / 1e9,
+    )
     return {
         "system": platform.platform(),
         "cores": cores,

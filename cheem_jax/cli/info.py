@@ -1,4 +1,5 @@
-"""`cheem info`: the contents of a memory, without importing the packages that only predictions need."""
+"""`cheem info`: the contents of a memory, without importing the packages that only predictions
+need."""
 
 import dataclasses
 import json
@@ -18,7 +19,8 @@ from cheem_jax.run.progress import Progress
 
 INFO_LEGEND = """\
 added: parameters that the task brought, in % of the backbone's
-GFLOPs: 10^9 operations per image by the paper's count, with the router; executed: those that run here
+GFLOPs: 10^9 operations per image by the paper's count, with the router
+executed: those that run here
 open set: calibrated where `cheem predict --open-set` can reject images of other tasks"""
 
 
@@ -37,7 +39,8 @@ class OfMemoryOrRun(OfMemory):
     memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The memory's folder, or that of a finished run of CHEEM."""
     weights: Path | None = None
-    """For a run, which contains no weights: the backbone's weights file; default: the one that it was learned with."""
+    """For a run, which contains no weights: the backbone's weights file; default: the one that it
+    was learned with."""
     usable: bool = False
     """Where tasks of a memory are corrupted, answer with the others."""
 
@@ -56,7 +59,9 @@ def show_info(settings: Info) -> None:
     if found is None:
         from cheem_jax.memory import open_memory  # late, since JAX takes long to import
 
-        found = open_memory(settings.memory, weights=settings.weights, usable=settings.usable).info()
+        found = open_memory(
+            settings.memory, weights=settings.weights, usable=settings.usable
+        ).info()
     if settings.json:
         print(json.dumps(found, indent=1))
         return
@@ -64,8 +69,9 @@ def show_info(settings: Info) -> None:
     place = shown(Path(found["directory"]))
     kind = "run" if found["kind"] == "run" else "memory"
     progress.say(
-        f"{kind} {place}: {found['backbone']} at {found['image_size']} pixels, experts at "
-        f"{found['placement']}, preset {found['preset']}, seed {found['seed']}, {_size(found['bytes'])} on the disk"
+        f"{kind} {place}: {found['backbone']} at {found['image_size']} pixels, experts at"
+        f" {found['placement']}, preset {found['preset']}, seed {found['seed']},"
+        f" {_size(found['bytes'])} on the disk"
     )
     if not found["upright"]:
         progress.say("images are used as stored: EXIF orientation is not applied")
@@ -84,11 +90,17 @@ def show_info(settings: Info) -> None:
     columns = ("task", "classes", "added %", "GFLOPs", "executed", "on disk", "open set")
     rows = []
     for task in found["tasks"]:
-        rows.append((
-            task["name"], str(len(task["classes"])), f"{task['params_added_percent']:.2f}",
-            f"{task['flops'] / 1e9:.3f}", f"{task['flops_executed'] / 1e9:.3f}", _size(task["bytes"]),
-            "calibrated" if task["calibrated"] else "no",
-        ))  # fmt: skip
+        rows.append(
+            (
+                task["name"],
+                str(len(task["classes"])),
+                f"{task['params_added_percent']:.2f}",
+                f"{task['flops'] / 1e9:.3f}",
+                f"{task['flops_executed'] / 1e9:.3f}",
+                _size(task["bytes"]),
+                "calibrated" if task["calibrated"] else "no",
+            )
+        )
     print_fitting(Grid("", columns, tuple(rows), 1), progress.console, ("executed", "open set"))
     progress.say(INFO_LEGEND)
     for task in found["tasks"]:
@@ -97,27 +109,32 @@ def show_info(settings: Info) -> None:
         if compared := task["frozen_head"]:
             learned, frozen = (f"{100 * compared[key]:.1f} %" for key in ("network", "frozen"))
             progress.say(
-                f"{task['name']}: {compared['validation_images']:,} validation images: network {learned}, frozen "
-                f"backbone with a ridge head {frozen}{' (used)' if compared['kept'] == 'frozen' else ''}"
+                f"{task['name']}: {compared['validation_images']:,} validation images: network"
+                f" {learned}, frozen backbone with a ridge head"
+                f" {frozen}{' (used)' if compared['kept'] == 'frozen' else ''}"
             )
         for more in task["extended"]:
             (images, all_images), (classes, all_classes) = more["num_train"], more["num_classes"]
             progress.say(
-                f"{task['name']}: extended from {images:,} training images of {classes} classes to {all_images:,} of "
-                f"{all_classes}"
+                f"{task['name']}: extended from {images:,} training images of {classes} classes to"
+                f" {all_images:,} of {all_classes}"
             )
     num_experts = [sum(expert["kind"] != "gone" for expert in block) for block in found["pool"]]
     progress.say(f"experts per block: {' '.join(map(str, num_experts))}")
 
 
 def print_fitting(grid: Grid, console: Console, spare: Sequence[str]) -> None:
-    """The table, without as many of the spare columns as a narrow terminal has no room for; long names wrap."""
+    """The table, without as many of the spare columns as a narrow terminal has no room for; long
+    names wrap."""
     while grid.width - 2 > console.width and spare:
-        grid, spare = grid.without(spare[:1]), spare[1:]
+        grid = grid.without(spare[:1])
+        spare = spare[1:]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for place, name in enumerate(grid.columns):
         is_left = place < grid.num_left
-        table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap=not is_left)
+        table.add_column(
+            name, justify="left" if is_left else "right", overflow="fold", no_wrap=not is_left
+        )
     for row in grid.rows:
         table.add_row(*map(Text, row))
     console.print(table)

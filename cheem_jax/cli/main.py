@@ -29,24 +29,33 @@ from cheem_jax.core.paths import shown, with_absolute_paths
 
 Settings = TypeVar("Settings")
 
-PURPOSE = "Continual learning with Vision Transformers: earlier tasks keep their parameters, no old image is stored."
+PURPOSE = (
+    "Continual learning with Vision Transformers: earlier tasks keep their parameters, no old image"
+    " is stored."
+)
 STATUS = (
-    "Exit status: 0 done; 1 done in part (doctor: something is broken); 2 bad input or something missing; "
-    "128 + N stopped by signal N."
+    "Exit status: 0 done; 1 done in part (doctor: something is broken); 2 bad input or something"
+    " missing; 128 + N stopped by signal N."
 )
 ALL = "--help-all"
 
 
-def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None = None, **options: Any) -> Settings:
-    """The command line as `settings`, a dataclass or an instance that holds the defaults; its paths are absolute.
+def parse(
+    settings: type[Settings] | Settings, arguments: Sequence[str] | None = None, **options: Any
+) -> Settings:
+    """The command line as `settings`, a dataclass or an instance that holds the defaults; its paths
+    are absolute.
 
-    tyro draws a titled box around a complaint; a command answers in one line and ends with status 2.
+    tyro draws a titled box around a complaint; a command answers in one line and ends with status
+    2.
     """
     import tyro
 
     complaint = io.StringIO()
     kind, default = (settings, None) if isinstance(settings, type) else (type(settings), settings)
-    if wanted := {"-h", "--help", ALL}.intersection(sys.argv[1:] if arguments is None else arguments):
+    if wanted := {"-h", "--help", ALL}.intersection(
+        sys.argv[1:] if arguments is None else arguments
+    ):
         from cheem_jax.cli.arguments import print_help
 
         print_help(kind, shows_all=ALL in wanted, default=default, **options)
@@ -76,18 +85,26 @@ def run_command(
     *,
     computes: bool = True,
 ) -> None:
-    """Run a command's main: bad input ends in one line and status 2, Ctrl-C in a line that says how to go on.
+    """Run a command's main: bad input ends in one line and status 2, Ctrl-C in a line that says how
+    to go on.
 
-    A status that the command returns, other than 0, ends the process. What `computes` keeps its compiled programs. A
-    process of a job of several ends at once where it fails, so that the others need not wait for it.
+    A status that the command returns, other than 0, ends the process. What `computes` keeps its
+    compiled programs. A process of a job of several ends at once where it fails, so that the others
+    need not wait for it.
     """
     try:
         with _reader_may_leave(), _failures_in_a_line(directory, getattr(settings, "kept", "")):
             # of an image that is too large: whoever reads it says so, by name and in one line
             warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
-            warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")  # of EXIF that is corrupted
+            warnings.filterwarnings(
+                "ignore", module=r"PIL\.TiffImagePlugin"
+            )  # of EXIF that is corrupted
             if computes:  # not every command needs JAX, so it is not imported with this module
-                from cheem_jax.engine.compilation import NotKept, allow_ordinary_programs, keep_programs
+                from cheem_jax.engine.compilation import (
+                    NotKept,
+                    allow_ordinary_programs,
+                    keep_programs,
+                )
 
                 for note in allow_ordinary_programs():
                     print(f"note: {note}", file=sys.stderr)
@@ -106,10 +123,11 @@ def run_command(
 
 @contextlib.contextmanager
 def _failures_in_a_line(directory: Path | None = None, kept: str = "") -> Iterator[None]:
-    """Bad input, missing packages and Ctrl-C end in one line and a status; a fault of our own keeps its traceback.
+    """Bad input, missing packages and Ctrl-C end in one line and a status; a fault of our own keeps
+    its traceback.
 
-    `directory` is where the command writes, for errors of a disk that name no file; `kept` says what a stop leaves
-    where there is none.
+    `directory` is where the command writes, for errors of a disk that name no file; `kept` says
+    what a stop leaves where there is none.
     """
     try:
         yield
@@ -118,7 +136,9 @@ def _failures_in_a_line(directory: Path | None = None, kept: str = "") -> Iterat
         if directory is not None and isinstance(stop, Stopped):
             kept = f" In {shown(directory)} {stop}; the same command resumes from there."
         elif directory is not None and directory.exists():
-            kept = f" Finished tasks are in {shown(directory)}; the same command resumes after them."
+            kept = (
+                f" Finished tasks are in {shown(directory)}; the same command resumes after them."
+            )
         print(f"\nstopped.{kept}", file=sys.stderr)
         raise SystemExit(128 + number) from None
     except Exception as error:
@@ -132,32 +152,39 @@ def _failures_in_a_line(directory: Path | None = None, kept: str = "") -> Iterat
 
 def _sentence(error: Exception, directory: Path | None) -> str | None:
     """What a user reads of an error; None for a fault of our own."""
-    text, jax = f"{' '.join(str(error).split()):.4000}", sys.modules.get("jax")
+    text = f"{' '.join(str(error).split()):.4000}"
+    jax = sys.modules.get("jax")
     is_of_jax = jax is not None and isinstance(error, jax.errors.JaxRuntimeError)
     if isinstance(error, MemoryError) or (is_of_jax and "RESOURCE_EXHAUSTED" in text):
         reason = str(error).splitlines()[0] if text else "no memory left"
         return (
-            f"out of memory ({reason}); try a smaller batch size, less kept on the device (memory_gb) or a smaller "
-            "image size; finished tasks are safe"
+            f"out of memory ({reason}); try a smaller batch size, less kept on the device"
+            " (memory_gb) or a smaller image size; finished tasks are safe"
         )
     if isinstance(error, ImportError):
         if error.name is None:  # an extra's, and whoever raised it says how to get it
             return text
         is_ours = error.name.split(".")[0] == "cheem_jax"
-        return None if is_ours else f"{text}; `cheem doctor` tells what is missing and how to get it"
+        return (
+            None if is_ours else f"{text}; `cheem doctor` tells what is missing and how to get it"
+        )
     if isinstance(error, BrokenPipeError) and _reader_is_gone():
         return None
     if isinstance(error, OSError) and error.errno in REFUSING:
-        room = "" if error.errno == errno.EROFS else "free some room there and give the same command again, or "
+        room = (
+            ""
+            if error.errno == errno.EROFS
+            else "free some room there and give the same command again, or "
+        )
         return (
-            f"{error.filename or directory or 'a file'} cannot be written: {error.strerror}; {room}choose a folder on "
-            "another disk; what was saved stays"
+            f"{error.filename or directory or 'a file'} cannot be written: {error.strerror};"
+            f" {room}choose a folder on another disk; what was saved stays"
         )
     if isinstance(error, RuntimeError | AssertionError) and (asked := _missing_platform()):
         reason = f" ({text:.300})" if text else ""
         return (
-            f"JAX has no device for JAX_PLATFORMS={asked}{reason}; set JAX_PLATFORMS=cpu, or unset it to use what is "
-            "there; `cheem doctor` shows what is"
+            f"JAX has no device for JAX_PLATFORMS={asked}{reason}; set JAX_PLATFORMS=cpu, or unset"
+            " it to use what is there; `cheem doctor` shows what is"
         )
     return text if isinstance(error, ValueError | OSError | FloatingPointError) else None
 
@@ -183,7 +210,9 @@ def _reader_may_leave() -> Iterator[None]:
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, number)  # which would otherwise be the number of the next file that is opened
+            os.dup2(
+                nowhere, number
+            )  # which would otherwise be the number of the next file that is opened
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115, it stays open to the end
     try:
         try:
@@ -193,12 +222,15 @@ def _reader_may_leave() -> Iterator[None]:
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the buffer still holds
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what the buffer still holds
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads; the broken one may also be a worker's."""
+    """Whether standard output is a pipe that nobody reads; the broken one may also be a
+    worker's."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
@@ -226,9 +258,14 @@ class Command(NamedTuple):
 
     @property
     def help(self) -> str:
-        """The first line of the dataclass's docstring, read without importing what the command needs."""
+        """The first line of the dataclass's docstring, read without importing what the command
+        needs."""
         source = ast.parse(Path(__file__).with_name(f"{self.module}.py").read_text())
-        kinds = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name == self.settings)
+        kinds = (
+            node
+            for node in source.body
+            if isinstance(node, ast.ClassDef) and node.name == self.settings
+        )
         return (ast.get_docstring(next(kinds)) or "").splitlines()[0]
 
 
@@ -264,7 +301,9 @@ GROUPS: dict[str, tuple[Command, ...]] = {
 }
 """Commands as the help shows them."""
 
-COMMANDS: dict[str, Command] = {command.name: command for group in GROUPS.values() for command in group}
+COMMANDS: dict[str, Command] = {
+    command.name: command for group in GROUPS.values() for command in group
+}
 
 
 def main() -> None:
@@ -281,7 +320,8 @@ def main() -> None:
         if words[0] in ("-V", "--version"):
             print(f"cheem_jax {__version__}")
             return
-        name, arguments = prefix + rest[0], rest[1:]
+        name = prefix + rest[0]
+        arguments = rest[1:]
         if name not in COMMANDS:
             print(f"error: {_unknown(name, prefix)}", file=sys.stderr)
             raise SystemExit(2)
@@ -291,11 +331,14 @@ def main() -> None:
         with _failures_in_a_line():
             kind, function = command.load()
             settings = parse(kind, arguments, prog=f"cheem {name}")
-        run_command(function, settings, getattr(settings, "run_dir", None), computes=command.computes)
+        run_command(
+            function, settings, getattr(settings, "run_dir", None), computes=command.computes
+        )
 
 
 def _print_help(prefix: str) -> None:
-    width, most = max(map(len, COMMANDS)) + 4, columns()
+    width = max(map(len, COMMANDS)) + 4
+    most = columns()
     print(f"usage: cheem {prefix}COMMAND [--help]{'' if prefix else ' | cheem --version'}")
     if not prefix:
         print(f"\n{textwrap.fill(PURPOSE, most)}")
@@ -305,8 +348,17 @@ def _print_help(prefix: str) -> None:
             print("" if prefix else f"\n{heading}:")
         for command in shown:
             name = f"  {command.name}".ljust(width)
-            print(textwrap.fill(command.help, most, initial_indent=name, subsequent_indent=" " * width))
-    print("\n" + textwrap.fill("`cheem COMMAND --help` shows a command's options and their defaults.", most))
+            print(
+                textwrap.fill(
+                    command.help, most, initial_indent=name, subsequent_indent=" " * width
+                )
+            )
+    print(
+        "\n"
+        + textwrap.fill(
+            "`cheem COMMAND --help` shows a command's options and their defaults.", most
+        )
+    )
     print(textwrap.fill(STATUS, most))
 
 

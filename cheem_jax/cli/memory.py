@@ -1,6 +1,7 @@
 """Commands that make, change and send a memory: learn, forget, export, push, pull.
 
-The settings at the top are shared with commands that answer: a memory, what it takes to answer with one, and data.
+The settings at the top are shared with commands that answer: a memory, what it takes to answer with
+one, and data.
 """
 
 import dataclasses
@@ -54,8 +55,9 @@ class Predicting(Answering):
     top: int = 5
     """How many classes to list for each image, the most probable first (a table shows two)."""
     memory_gb: Annotated[float | None, ADVANCED] = None
-    """Gigabytes for the networks of tasks that are ready; default: a quarter of the device's memory. Least recently
-    used ones are evicted and made again when needed; answers are the same."""
+    """Gigabytes for the networks of tasks that are ready; default: a quarter of the device's
+    memory. Least recently used ones are evicted and made again when needed; answers are the
+    same."""
 
     def predictor(self, **more: Any) -> Predictor:
         """The memory's predictor, with `more` of its settings."""
@@ -67,62 +69,81 @@ class OfData:
     """Tasks with labelled images."""
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """A folder with one folder of images per class, or with train, val and test folders of such ones; a zip of either;
-    a folder of several tasks; a list of images (CSV, Parquet) or of tasks (TOML); a name of `cheem data list`; or
-    hf:OWNER/NAME[:CONFIG], a data set of the Hugging Face hub (extra `hub`)."""
+    """A folder with one folder of images per class, or with train, val and test folders of such
+    ones; a zip of either; a folder of several tasks; a list of images (CSV, Parquet) or of tasks
+    (TOML); a name of `cheem data list`; or hf:OWNER/NAME[:CONFIG], a data set of the Hugging Face
+    hub (extra `hub`)."""
     tasks: str | None = None
     """Names of the data's tasks to take, in this order, separated by commas; default: all."""
     split_seed: Annotated[int, ADVANCED] = 0
-    """Where the data are not split into training, validation and test images: another number splits them otherwise."""
+    """Where the data are not split into training, validation and test images: another number splits
+    them otherwise."""
     data_dir: Path | None = None
-    """Folder of the data sets of `cheem data prepare`; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    """Folder of the data sets of `cheem data prepare`; default: $TFDS_DATA_DIR, else
+    ~/tensorflow_datasets."""
     images: Annotated[ImagesConfig, ADVANCED] = ImagesConfig()
     """Where decoded images are kept."""
     skip_broken: bool = False
-    """Leave out images that cannot be read, and name them: at most 5 %, rounded up, of a class and of a split. All are
-    decoded once more for this."""
+    """Leave out images that cannot be read, and name them: at most 5 %, rounded up, of a class and
+    of a split. All are decoded once more for this."""
 
     def plans(self, purpose: Purpose) -> tuple[Plan, ...]:
         """The tasks before decoding; raises ValueError or OSError for data that do not fit."""
         names = None if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
-        return tuple(plan_source(self.data, names, data_dir=self.data_dir, seed=self.split_seed, purpose=purpose)[1])
+        return tuple(
+            plan_source(
+                self.data, names, data_dir=self.data_dir, seed=self.split_seed, purpose=purpose
+            )[1]
+        )
 
     def load(
-        self, plans: Sequence[Plan], memory: OpenMemory, progress: Progress, *, only: str | None = None
+        self,
+        plans: Sequence[Plan],
+        memory: OpenMemory,
+        progress: Progress,
+        *,
+        only: str | None = None,
     ) -> tuple[Task, ...]:
         """The tasks, decoded for a memory; `only` as for `load_tasks`."""
         if self.skip_broken:
             plans = [leave_out_broken(plan, progress) for plan in plans]
         cache_dir = self.images.cache_dir or cache_dir_of(self.data, self.data_dir)
-        images, known = dataclasses.replace(self.images, cache_dir=cache_dir), memory.config
+        images = dataclasses.replace(self.images, cache_dir=cache_dir)
+        known = memory.config
         return decoded(plans, known.image_size, images, progress, upright=known.upright, only=only)
 
 
 @dataclasses.dataclass(frozen=True)
 class Learn(OfData, OfMemory):
-    """Learn tasks into a memory, which is made if there is none; images of earlier tasks are not needed."""
+    """Learn tasks into a memory, which is made if there is none; images of earlier tasks are not
+    needed."""
 
     name: str | None = None
     """The task's name; default: that of its folder."""
     extend: str | None = None
-    """A learned task of which the data are more images: of classes that it has, of new ones, or both."""
+    """A learned task of which the data are more images: of classes that it has, of new ones, or
+    both."""
     backbone: str | None = None
-    """For a new memory: deit_tiny (the default), dinov2_small, vit_micro (bundled), another plain timm ViT by name."""
+    """For a new memory: deit_tiny (the default), dinov2_small, vit_micro (bundled), another plain
+    timm ViT by name."""
     weights: Path | None = None
     """For a new memory: a safetensors or npz file; default: bundled, else from the hub."""
     image_size: int | None = None
     """For a new memory: pixels of the square images; default: the backbone's own."""
     preset: LearnPreset | None = None
-    """For a new memory: auto (the default: quick, with up to 64 epochs for a task of fewer than 1,000 images), quick
-    (sized for a CPU), paper (the paper's settings, ours where it states none), demo (for a few hundred small images);
-    quick_plus and cheem_plus are quick and paper with another router, quick_plus with another search too."""
+    """For a new memory: auto (the default: quick, with up to 64 epochs for a task of fewer than
+    1,000 images), quick (sized for a CPU), paper (the paper's settings, ours where it states none),
+    demo (for a few hundred small images); quick_plus and cheem_plus are quick and paper with
+    another router, quick_plus with another search too."""
     augment: bool = False
-    """For a new memory: crop, flip and change training images at random, new in every epoch. For images whose mirror
-    image means the same; not for text or digits."""
+    """For a new memory: crop, flip and change training images at random, new in every epoch. For
+    images whose mirror image means the same; not for text or digits."""
     seed: int | None = None
-    """For a new memory: where random choices start; the same number gives the same memory; default: 0."""
+    """For a new memory: where random choices start; the same number gives the same memory; default:
+    0."""
     base_data: str | None = None
-    """For a new memory: a folder or zip with images of the pretraining data, with which new tasks are compared."""
+    """For a new memory: a folder or zip with images of the pretraining data, with which new tasks
+    are compared."""
     keep_base: bool = False
     """For a new memory: also predict the classes of the pretraining data (with --base-data)."""
     base_classes: Path | None = None
@@ -132,9 +153,11 @@ class Learn(OfData, OfMemory):
     engine: Annotated[EngineConfig, ADVANCED] = EngineConfig()
     """How networks are run."""
     save_every: Annotated[float | None, ADVANCED] = None
-    """Seconds between saves of unfinished work; default: 30, more where saving would take over 2 % of the time."""
+    """Seconds between saves of unfinished work; default: 30, more where saving would take over 2 %
+    of the time."""
     discard_unfinished: bool = False
-    """Give up a task that was interrupted; until it is finished, given up or forgotten, no other task is learned."""
+    """Give up a task that was interrupted; until it is finished, given up or forgotten, no other
+    task is learned."""
 
     @property
     def run_dir(self) -> Path:
@@ -143,15 +166,19 @@ class Learn(OfData, OfMemory):
 
 
 def learn_tasks(settings: Learn) -> None:
-    """Read the data first, so that wrong ones leave no memory behind; then learn what is not learned yet."""
+    """Read the data first, so that wrong ones leave no memory behind; then learn what is not
+    learned yet."""
     progress = Progress()
     plans = settings.plans("learn" if settings.extend is None else "extend")
     if settings.name is not None and len(plans) > 1:
-        raise ValueError(f"one name, {settings.name!r}, for {len(plans)} tasks: {[plan.name for plan in plans]}")
+        raise ValueError(
+            f"one name, {settings.name!r}, for {len(plans)} tasks: {[plan.name for plan in plans]}"
+        )
     fresh = not (settings.memory / NAME).exists()
     if fresh and settings.extend is not None:
         raise ValueError(
-            f"no memory {str(settings.memory)!r}, so no task {settings.extend!r} to extend; leave out --extend"
+            f"no memory {str(settings.memory)!r}, so no task {settings.extend!r} to extend; leave"
+            " out --extend"
         )
     memory = (_new_memory if fresh else _old_memory)(settings, progress)
     progress.say(
@@ -165,12 +192,18 @@ def learn_tasks(settings: Learn) -> None:
             take_away(memory.directory)
         raise
     memory.learn(
-        tasks, name=settings.name, extend=settings.extend, progress=progress, save_every=settings.save_every,
+        tasks,
+        name=settings.name,
+        extend=settings.extend,
+        progress=progress,
+        save_every=settings.save_every,
         discard_unfinished=settings.discard_unfinished,
-    )  # fmt: skip
-    place, names = shown(memory.directory), ", ".join(task.name for task in memory.tasks)
+    )
+    place = shown(memory.directory)
+    names = ", ".join(task.name for task in memory.tasks)
     progress.say(
-        f"{place} contains {_tasks(len(memory.tasks))}: {names}; cheem predict {place} IMAGES answers for all of them"
+        f"{place} contains {_tasks(len(memory.tasks))}: {names}; cheem predict {place} IMAGES"
+        " answers for all of them"
     )
 
 
@@ -180,41 +213,67 @@ def _tasks(num: int) -> str:
 
 def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
     if settings.begin_with is not None:
-        names = ("base_data", "base_classes", "backbone", "image_size", "preset", "augment", "seed", "keep_base")
+        names = (
+            "base_data",
+            "base_classes",
+            "backbone",
+            "image_size",
+            "preset",
+            "augment",
+            "seed",
+            "keep_base",
+        )
         _refuse(settings, names, "a memory that begins with a run takes the run's")
         progress.say(f"beginning with what {shown(settings.begin_with)} has learned")
-        return begin_with(settings.memory, settings.begin_with, weights=settings.weights, engine=settings.engine)
+        return begin_with(
+            settings.memory, settings.begin_with, weights=settings.weights, engine=settings.engine
+        )
     names = None if settings.base_classes is None else _names_in(settings.base_classes)
     return create(
-        settings.memory, backbone=settings.backbone or "deit_tiny", weights=settings.weights,
-        image_size=settings.image_size, preset=settings.preset or "auto", augment=settings.augment,
-        seed=settings.seed or 0, base_data=settings.base_data, keep_base=settings.keep_base, base_classes=names,
-        engine=settings.engine, progress=progress,
-    )  # fmt: skip
+        settings.memory,
+        backbone=settings.backbone or "deit_tiny",
+        weights=settings.weights,
+        image_size=settings.image_size,
+        preset=settings.preset or "auto",
+        augment=settings.augment,
+        seed=settings.seed or 0,
+        base_data=settings.base_data,
+        keep_base=settings.keep_base,
+        base_classes=names,
+        engine=settings.engine,
+        progress=progress,
+    )
 
 
 def _old_memory(settings: Learn, progress: Progress) -> OpenMemory:
-    """The memory that is there. The settings that it was made with are accepted; raises ValueError for others."""
+    """The memory that is there. The settings that it was made with are accepted; raises ValueError
+    for others."""
     memory = open_memory(settings.memory, weights=settings.weights, engine=settings.engine)
     memory.check_writable()
     if apart := list(_differences(settings, memory, progress)):
         raise ValueError(
-            f"memory {str(settings.memory)!r} was made with other settings: {'; '.join(map(str, apart))}; leave them "
-            "out, or make another memory"
+            f"memory {str(settings.memory)!r} was made with other settings:"
+            f" {'; '.join(map(str, apart))}; leave them out, or make another memory"
         )
     return memory
 
 
 def _differences(settings: Learn, memory: OpenMemory, progress: Progress) -> Iterator[Leaf]:
-    """The settings that a memory is made with and that are given with other values; hashes stand for files."""
-    config, there, here = memory.config, dict[str, Any](), dict[str, Any]()
+    """The settings that a memory is made with and that are given with other values; hashes stand
+    for files."""
+    config = memory.config
+    there = dict[str, Any]()
+    here = dict[str, Any]()
     for name in ("image_size", "preset", "seed"):
         there[name], here[name] = getattr(config, name), getattr(settings, name)
     if settings.backbone is not None:
         known = named_config(name := settings.backbone.removeprefix("timm/"))
         there["backbone"], here["backbone"] = config.backbone, name if known is None else known.name
     for name, value in (("augment", config.method.augment), ("keep_base", config.keeps_base)):
-        there[name], here[name] = value, getattr(settings, name) or None  # a flag that is left out says nothing
+        there[name], here[name] = (
+            value,
+            getattr(settings, name) or None,
+        )  # a flag that is left out says nothing
     if settings.base_classes is not None:
         there["base_classes"] = memory.targets[-1].classes if config.keeps_base else None
         here["base_classes"] = _names_in(settings.base_classes)
@@ -227,7 +286,10 @@ def _differences(settings: Learn, memory: OpenMemory, progress: Progress) -> Ite
         here["begin_with"] = digest(read_config(settings.begin_with))
     for name, given in here.items():
         if there[name] == UNRECORDED:
-            progress.say(f"note: this memory is of an earlier version and does not record {name}: it is not compared")
+            progress.say(
+                f"note: this memory is of an earlier version and does not record {name}: it is not"
+                " compared"
+            )
         elif given is not None:
             yield from itertools.islice(leaves(there[name], given, (name,)), 1)
 
@@ -239,17 +301,23 @@ def _names_in(file: Path) -> tuple[str, ...]:
 def _refuse(settings: Learn, names: Sequence[str], reason: str) -> None:
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name)]
     if given:
-        raise ValueError(f"{', '.join(given)}: {reason}; leave {'it' if len(given) == 1 else 'them'} out")
+        raise ValueError(
+            f"{', '.join(given)}: {reason}; leave {'it' if len(given) == 1 else 'them'} out"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Forget(OfMemory):
-    """Drop tasks and what only they use; every other task answers as before, and this cannot be undone."""
+    """Drop tasks and what only they use; every other task answers as before, and this cannot be
+    undone."""
 
-    tasks: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TASK [TASK ...]")]
+    tasks: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TASK [TASK ...]")
+    ]
     """Names of tasks: all of them are forgotten, or none."""
     erase: bool = False
-    """Also remove experts of the task that later tasks have adapted; what those tasks use is then stored in full."""
+    """Also remove experts of the task that later tasks have adapted; what those tasks use is then
+    stored in full."""
     json: bool = False
     """Print JSON instead."""
 
@@ -259,28 +327,40 @@ def forget_tasks(settings: Forget) -> None:
     memory = open_memory(settings.memory)
     done = memory.forget(*settings.tasks, erase=settings.erase)
     if settings.json:
-        removed, made_full = ([place._asdict() for place in places] for places in (done.removed, done.baked))
+        removed, made_full = (
+            [place._asdict() for place in places] for places in (done.removed, done.baked)
+        )
         in_use, ancestors = (
             [{**kept.place._asdict(), "tasks": list(kept.tasks)} for kept in group]
             for group in (done.in_use, done.ancestors)
         )
-        found = {"tasks": settings.tasks, "numbers": done.numbers, "removed": removed, "in_use": in_use}
+        found = {
+            "tasks": settings.tasks,
+            "numbers": done.numbers,
+            "removed": removed,
+            "in_use": in_use,
+        }
         print(json.dumps({**found, "ancestors": ancestors, "made_full": made_full}))
         return
     say = Progress().say
     left = ", ".join(task.name for task in memory.tasks) or "no task"
-    num, names = len(done.removed), ", ".join(map(repr, settings.tasks))
+    num = len(done.removed)
+    names = ", ".join(map(repr, settings.tasks))
     who = "it" if len(settings.tasks) == 1 else "they"
     say(
-        f"{shown(settings.memory)} has forgotten {names} and {num} expert{'' if num == 1 else 's'} that only {who} "
-        f"used; {left} left"
+        f"{shown(settings.memory)} has forgotten {names} and {num} expert{'' if num == 1 else 's'}"
+        f" that only {who} used; {left} left"
     )
     for kept in done.in_use:
-        say(f"block {kept.place.block + 1}, expert {kept.place.expert} stays: used by {', '.join(kept.tasks)}")
+        say(
+            f"block {kept.place.block + 1}, expert {kept.place.expert} stays: used by"
+            f" {', '.join(kept.tasks)}"
+        )
     for kept in done.ancestors:
         say(
-            f"block {kept.place.block + 1}, expert {kept.place.expert} stays, no candidate for new tasks any more: "
-            f"what {', '.join(kept.tasks)} uses was adapted from it (--erase makes that a full expert)"
+            f"block {kept.place.block + 1}, expert {kept.place.expert} stays, no candidate for new"
+            f" tasks any more: what {', '.join(kept.tasks)} uses was adapted from it (--erase makes"
+            " that a full expert)"
         )
     for place in done.baked:
         say(f"block {place.block + 1}, expert {place.expert} is a full expert now")
@@ -288,10 +368,12 @@ def forget_tasks(settings: Forget) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Export(Answering):
-    """Write one task's network, or the whole memory behind its router, for use without this library."""
+    """Write one task's network, or the whole memory behind its router, for use without this
+    library."""
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """The file to write: .onnx, .stablehlo (JAX's own), or .safetensors (a timm state dict of one task)."""
+    """The file to write: .onnx, .stablehlo (JAX's own), or .safetensors (a timm state dict of one
+    task)."""
     format: Format | None = None
     """onnx, stablehlo or timm; default: by the file's ending."""
     task: str | None = None
@@ -306,18 +388,28 @@ class Export(Answering):
 
 def export_memory(settings: Export) -> None:
     """Write it, check it against this library, and say its size and speed."""
-    kind = settings.format or kind_of(settings.file)  # before the memory is opened, which takes seconds
+    kind = settings.format or kind_of(
+        settings.file
+    )  # before the memory is opened, which takes seconds
     done = settings.open().export(
-        settings.file, kind, task=settings.task, open_set=settings.open_set, overwrite=settings.overwrite
+        settings.file,
+        kind,
+        task=settings.task,
+        open_set=settings.open_set,
+        overwrite=settings.overwrite,
     )
     if settings.json:
         print(json.dumps({**done._asdict(), "file": str(done.file)}))
         return
     say = Progress().say
-    took = "" if done.seconds_per_image is None else f", {1000 * done.seconds_per_image:.1f} ms for one image here"
+    took = (
+        ""
+        if done.seconds_per_image is None
+        else f", {1000 * done.seconds_per_image:.1f} ms for one image here"
+    )
     say(
-        f"wrote {shown(done.file)}: {done.num_bytes / 2**20:.1f} MB{took}; differs from this library by at most "
-        f"{done.largest_difference:.1e}"
+        f"wrote {shown(done.file)}: {done.num_bytes / 2**20:.1f} MB{took}; differs from this"
+        f" library by at most {done.largest_difference:.1e}"
     )
     for note in done.notes:
         say(note)
@@ -337,8 +429,12 @@ class Push(OfMemory):
 
 def push_memory(settings: Push) -> None:
     """Push it, and say what was sent."""
-    names = push(settings.memory, settings.repository, license=settings.license, public=settings.public)
-    Progress().say(f"{settings.repository} contains {shown(settings.memory)}: {len(names)} files, and no image")
+    names = push(
+        settings.memory, settings.repository, license=settings.license, public=settings.public
+    )
+    Progress().say(
+        f"{settings.repository} contains {shown(settings.memory)}: {len(names)} files, and no image"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -353,6 +449,7 @@ class Pull:
 
 def pull_memory(settings: Pull) -> None:
     """Pull it, and say what it knows."""
-    memory, place = pull(settings.repository, settings.memory), shown(settings.memory)
+    memory = pull(settings.repository, settings.memory)
+    place = shown(settings.memory)
     names = ", ".join(task.name for task in memory.tasks) or "no task"
     Progress().say(f"{place} contains {names}; cheem predict {place} IMAGES answers")

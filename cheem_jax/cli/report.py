@@ -1,4 +1,5 @@
-"""`cheem report`, `cheem tensorboard` and `cheem watch`: a run or memory as a page, as event files, while it works."""
+"""`cheem report`, `cheem tensorboard` and `cheem watch`: a run or memory as a page, as event files,
+while it works."""
 
 import contextlib
 import dataclasses
@@ -44,7 +45,9 @@ class Report:
 def write_report_page(settings: Report) -> None:
     """Write the page and say where it is."""
     if not settings.runs:
-        raise ValueError("no run was named; give a run directory, such as runs/demo after `cheem demo`")
+        raise ValueError(
+            "no run was named; give a run directory, such as runs/demo after `cheem demo`"
+        )
     progress = Progress()
     file = settings.out or settings.runs[0] / "report.html"
     if file.is_dir():
@@ -52,13 +55,17 @@ def write_report_page(settings: Report) -> None:
     if file.exists():
         with file.open("rb") as stream:
             if not stream.read(100).lstrip().lower().startswith(PAGE):
-                raise ValueError(f"--out {str(file)!r} is there and is no HTML page; name another file")
+                raise ValueError(
+                    f"--out {str(file)!r} is there and is no HTML page; name another file"
+                )
     text, left_out = page(settings.runs, images=settings.images)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
     except OSError as error:
-        raise ValueError(f"{file} cannot be written ({error.strerror}); name another file with --out") from error
+        raise ValueError(
+            f"{file} cannot be written ({error.strerror}); name another file with --out"
+        ) from error
     for directory, reason in left_out:
         progress.say(f"left out {shown(directory)}: {reason}")
     progress.say(f"wrote {shown(file)} ({len(text.encode()) / 1e6:.1f} MB): open it in a browser")
@@ -66,7 +73,8 @@ def write_report_page(settings: Report) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Tensorboard:
-    """Write TensorBoard event files of runs or memories, finished or not; written again, they continue."""
+    """Write TensorBoard event files of runs or memories, finished or not; written again, they
+    continue."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Directories of runs or memories."""
@@ -79,12 +87,18 @@ def write_tensorboard(settings: Tensorboard) -> None:
         raise ValueError("no run is named; e.g. `cheem tensorboard runs/demo`")
     for directory in settings.runs:
         if not (directory / NAME).is_file():
-            raise ValueError(f"{str(directory)!r} is not a run directory (it has no {NAME}); give what --run-dir said")
+            raise ValueError(
+                f"{str(directory)!r} is not a run directory (it has no {NAME}); give what --run-dir"
+                " said"
+            )
     progress = Progress()
     for directory in settings.runs:
         folder = write_events(directory)
         is_empty = not any(entry["event"] == "learned" for entry in read(directory))
-        progress.say(f"wrote {shown(folder)}" + (": settings only, since no task is learned yet" if is_empty else ""))
+        progress.say(
+            f"wrote {shown(folder)}"
+            + (": settings only, since no task is learned yet" if is_empty else "")
+        )
     above = os.path.commonpath(settings.runs)
     progress.say(f"look at them with: tensorboard --logdir {shown(Path(above))}")
 
@@ -97,7 +111,8 @@ MOST_ROWS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """Watch a run or memory that another process works on: what is learned, learning now, and the time left."""
+    """Watch a run or memory that another process works on: what is learned, learning now, and the
+    time left."""
 
     run_dir: Annotated[Path, tyro.conf.Positional]
     """The directory of the run or memory; shown once where nobody works on it."""
@@ -108,9 +123,12 @@ class Watch:
 
 
 def watch_run(settings: Watch, console: Console | None = None) -> None:
-    """Shows the run until it is finished or stopped; Ctrl-C ends the view and leaves the run alone."""
+    """Shows the run until it is finished or stopped; Ctrl-C ends the view and leaves the run
+    alone."""
     if not settings.every > 0:
-        raise ValueError(f"every is {settings.every}; expected seconds between two looks, more than 0")
+        raise ValueError(
+            f"every is {settings.every}; expected seconds between two looks, more than 0"
+        )
     console = console or Console(width=None if on_screen() else 100)
     seen = look(settings.run_dir, time.time())
     if not settings.once and not seen.is_over:
@@ -125,23 +143,30 @@ def watch_run(settings: Watch, console: Console | None = None) -> None:
 
 @contextlib.contextmanager
 def _shows(console: Console) -> Iterator[Callable[[Snapshot], None]]:
-    """Redraws a separate screen, which is gone afterwards; without one, a line now and then and after every task."""
+    """Redraws a separate screen, which is gone afterwards; without one, a line now and then and
+    after every task."""
     if not console.is_terminal or console.is_dumb_terminal:
         said, num_finished = 0.0, None
 
         def say(seen: Snapshot) -> None:
             nonlocal said, num_finished
-            if seen.num_finished != num_finished or time.monotonic() - said >= SECONDS_BETWEEN_LINES:
-                said, num_finished = time.monotonic(), seen.num_finished
+            if (
+                seen.num_finished != num_finished
+                or time.monotonic() - said >= SECONDS_BETWEEN_LINES
+            ):
+                said = time.monotonic()
+                num_finished = seen.num_finished
                 console.print(Text(line(seen)), soft_wrap=True)
 
         yield say
         return
-    usual = signal.signal(signal.SIGTERM, signal.default_int_handler)  # gives the terminal back as well
+    usual = signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # gives the terminal back as well
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             yield lambda seen: live.update(
                 view(seen, console.width, max(3, console.height - OTHER_LINES)), refresh=True
-            )  # fmt: skip
+            )
     finally:
         signal.signal(signal.SIGTERM, usual)

@@ -1,6 +1,7 @@
 """Architectures: one choice per block, hashable, printable, JSON; and their integer encoding.
 
-A block whose pool holds n experts offers 2n + 2 candidates in this order: Reuse(0..n-1), Adapt(0..n-1), New, Skip.
+A block whose pool holds n experts offers 2n + 2 candidates in this order: Reuse(0..n-1),
+Adapt(0..n-1), New, Skip.
 """
 
 from collections.abc import Sequence
@@ -25,11 +26,15 @@ Architecture = tuple[Choice, ...]
 
 
 def parse_choice(text: Any) -> Choice:
-    """`"reuse:3"`, `"adapt:0"`, `"new"` or `"skip"` as written by `str(choice)`; ValueError for anything else."""
+    """`"reuse:3"`, `"adapt:0"`, `"new"` or `"skip"` as written by `str(choice)`; ValueError for
+    anything else."""
     kind, _, expert = text.partition(":") if isinstance(text, str) else (None, "", "")
-    needs_expert, is_number = kind in ("reuse", "adapt"), expert.isascii() and expert.isdigit() and len(expert) < 10
+    needs_expert = kind in ("reuse", "adapt")
+    is_number = expert.isascii() and expert.isdigit() and len(expert) < 10
     if kind not in KINDS or needs_expert != is_number or (expert and not needs_expert):
-        raise ValueError(f"{text!r:.60} is no choice; expected 'reuse:N', 'adapt:N', 'new' or 'skip'")
+        raise ValueError(
+            f"{text!r:.60} is no choice; expected 'reuse:N', 'adapt:N', 'new' or 'skip'"
+        )
     return Choice(kind, int(expert) if needs_expert else None)
 
 
@@ -41,7 +46,9 @@ def to_strings(architecture: Architecture) -> list[str]:
 def from_strings(texts: Any) -> Architecture:
     """Inverse of `to_strings`; ValueError for other JSON."""
     if not isinstance(texts, list | tuple):
-        raise ValueError(f"{texts!r:.60} is not an architecture; expected a list of one choice per block")
+        raise ValueError(
+            f"{texts!r:.60} is not an architecture; expected a list of one choice per block"
+        )
     return tuple(parse_choice(text) for text in texts)
 
 
@@ -56,7 +63,9 @@ def decode(codes: Sequence[int] | np.ndarray, num_experts: Sequence[int]) -> Arc
     for code, n in zip(codes, num_experts, strict=True):
         code = int(code)
         if not 0 <= code < num_candidates(n):
-            raise ValueError(f"candidate {code} outside 0..{num_candidates(n) - 1} of a block with {n} experts")
+            raise ValueError(
+                f"candidate {code} outside 0..{num_candidates(n) - 1} of a block with {n} experts"
+            )
         if code < 2 * n:
             choices.append(Choice("reuse" if code < n else "adapt", code % n))
         else:
@@ -68,7 +77,9 @@ def encode(architecture: Architecture, num_experts: Sequence[int]) -> np.ndarray
     """Inverse of `decode`, as int32 `[L]`."""
     codes = []
     for choice, n in zip(architecture, num_experts, strict=True):
-        if choice.kind in ("reuse", "adapt") and (choice.expert is None or not 0 <= choice.expert < n):
+        if choice.kind in ("reuse", "adapt") and (
+            choice.expert is None or not 0 <= choice.expert < n
+        ):
             raise ValueError(f"{choice} names no expert of a pool with {n}")
         first = {"reuse": 0, "adapt": n, "new": 2 * n, "skip": 2 * n + 1}[choice.kind]
         codes.append(first + (choice.expert or 0))

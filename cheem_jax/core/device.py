@@ -18,13 +18,16 @@ class Device:
     """A kind of device; the defaults are a CPU's."""
 
     is_host: bool = True
-    """Its memory is the host's: NumPy gathers there, no argument is copied, and a call costs next to nothing."""
+    """Its memory is the host's: NumPy gathers there, no argument is copied, and a call costs next
+    to nothing."""
     forward_sizes: tuple[int, ...] = ()
-    """Images per call of a forward pass, where memory and data set allow; none: as many as in a training step."""
+    """Images per call of a forward pass, where memory and data set allow; none: as many as in a
+    training step."""
     is_narrow: bool = False
     """Products of bfloat16 operands are written, and kept for their gradients, in bfloat16."""
     attention: Literal["ours", "cudnn", "xla"] = "ours"
-    """bfloat16 attention: `kernels.attend` itself, or `jax.nn.dot_product_attention` by this implementation."""
+    """bfloat16 attention: `kernels.attend` itself, or `jax.nn.dot_product_attention` by this
+    implementation."""
     remark: str = ""
     """Why bfloat16 attention is not cuDNN's, for the log."""
     has_cholesky: bool = False
@@ -38,32 +41,48 @@ _traced_for: ContextVar[Device | None] = ContextVar("traced_for", default=None)
 
 
 def here(*, deterministic: bool = False) -> Device:
-    """The kind of device that JAX computes on by default; `deterministic`: for equal bits in every run."""
+    """The kind of device that JAX computes on by default; `deterministic`: for equal bits in every
+    run."""
     if jax.default_backend() == "cpu":
         return CPU
-    if deterministic:  # the gradient of cuDNN's attention adds up in the order in which blocks finish
+    if (
+        deterministic
+    ):  # the gradient of cuDNN's attention adds up in the order in which blocks finish
         return ACCELERATOR
     problem = flash_problem()
     if problem is None:
         return dataclasses.replace(ACCELERATOR, attention="cudnn")
-    return dataclasses.replace(ACCELERATOR, remark=f"attention is XLA's, as cuDNN's does not compile ({problem})")
+    return dataclasses.replace(
+        ACCELERATOR, remark=f"attention is XLA's, as cuDNN's does not compile ({problem})"
+    )
 
 
 @functools.cache
 def flash_problem() -> str | None:
-    """Why cuDNN's attention and its gradient cannot be compiled for the default device; None if they can."""
+    """Why cuDNN's attention and its gradient cannot be compiled for the default device; None if
+    they can."""
 
     def loss(x, lengths):
         attended = jax.nn.dot_product_attention(
-            x, x, x, query_seq_lengths=lengths, key_value_seq_lengths=lengths, implementation="cudnn"
+            x,
+            x,
+            x,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            implementation="cudnn",
         )
         return attended.astype(jnp.float32).sum()
 
-    shapes = jax.ShapeDtypeStruct((2, 8, 1, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.int32)
+    shapes = (
+        jax.ShapeDtypeStruct((2, 8, 1, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2,), jnp.int32),
+    )
     try:  # whatever the reason is (platform, compute capability, library), XLA's attention is there
         jax.jit(jax.grad(loss)).lower(*shapes).compile()
     except Exception as error:
-        return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        return (
+            str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        )
     return None
 
 

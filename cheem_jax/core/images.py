@@ -1,4 +1,5 @@
-"""Pictures by row number, wherever they are: in memory, in a mapped file, or decoded when they are asked for."""
+"""Pictures by row number, wherever they are: in memory, in a mapped file, or decoded when they are
+asked for."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
@@ -29,4 +30,6 @@ class ReadsAhead(Protocol):
 
 def in_turn(images: Images, order: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
     """The pictures of each of these rows in turn, read ahead where that pays."""
-    return images.follow(order) if isinstance(images, ReadsAhead) else (images[rows] for rows in order)
+    return (
+        images.follow(order) if isinstance(images, ReadsAhead) else (images[rows] for rows in order)
+    )

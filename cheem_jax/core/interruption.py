@@ -51,7 +51,11 @@ def stop_requests() -> Iterator[Stop]:
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     # a background process ignores Ctrl-C, and still does
-    usual = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    usual = {
+        number: handler
+        for number, handler in handlers.items()
+        if handler not in (signal.SIG_IGN, None)
+    }
 
     def restore() -> None:
         for number, handler in usual.items():

@@ -1,9 +1,10 @@
 """The few functions where a Vision Transformer's time goes, with gradients written by hand.
 
-XLA's own gradients of these keep two to three times as much and read it again; on a CPU that traffic costs as much as
-the arithmetic. Each function below names what it keeps. `Precision` says in which type matrix products take their
-operands; everything else (parameters, sums, LayerNorm, softmax, residual stream) is float32 whatever it says. An
-accelerator also writes products in that type (`is_narrow`).
+XLA's own gradients of these keep two to three times as much and read it again; on a CPU that
+traffic costs as much as the arithmetic. Each function below names what it keeps. `Precision` says
+in which type matrix products take their operands; everything else (parameters, sums, LayerNorm,
+softmax, residual stream) is float32 whatever it says. An accelerator also writes products in that
+type (`is_narrow`).
 """
 
 import functools
@@ -21,31 +22,42 @@ from cheem_jax.core.settings import Activation, Precision
 
 _SIGMOIDS = {"quick_gelu": 1.702, "silu": 1.0}
 """What a sigmoid gate takes its argument times."""
-_TANH, _CUBIC = 2.0 * (2.0 / math.pi) ** 0.5, 0.044715
-"""Of the tanh approximation of GELU (Hendrycks and Gimpel, 2016), written as a sigmoid of twice its argument."""
+_TANH = 2.0 * (2.0 / math.pi) ** 0.5
+_CUBIC = 0.044715
+"""Of the tanh approximation of GELU (Hendrycks and Gimpel, 2016), written as a sigmoid of twice its
+argument."""
 IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
 """Whether the program that is traced now will be divided over several devices."""
 
 
 def _own_gradient(static: int) -> Any:
-    """Decorator of a function whose gradient is written below it; argument number `static` is not an array."""
+    """Decorator of a function whose gradient is written below it; argument number `static` is not
+    an array."""
     # typed as anything: the type of a `custom_vjp` hides that it returns an array
     return functools.partial(jax.custom_vjp, nondiff_argnums=(static,))
 
 
 def is_narrow(precision: Precision) -> bool:
-    """Whether activations are written in bfloat16, too: an accelerator's small products wait for memory."""
+    """Whether activations are written in bfloat16, too: an accelerator's small products wait for
+    memory."""
     return precision == "bfloat16" and current().is_narrow
 
 
 def dot(
-    a: Float[Array, "*B M K"], b: Float[Array, "*B K N"], precision: Precision, *, narrow: bool = False
+    a: Float[Array, "*B M K"],
+    b: Float[Array, "*B K N"],
+    precision: Precision,
+    *,
+    narrow: bool = False,
 ) -> Float[Array, "*B M N"]:
-    """`a @ b` with operands rounded to `precision`; the result is float32, or bfloat16 if `narrow`."""
+    """`a @ b` with operands rounded to `precision`; the result is float32, or bfloat16 if
+    `narrow`."""
     dtype = jnp.dtype(precision)
-    a, b = a.astype(dtype), b.astype(dtype)
+    a = a.astype(dtype)
+    b = b.astype(dtype)
     if precision == "bfloat16" and current().is_host:
-        # written out first: the CPU's bfloat16 kernels take no transposed operand, so XLA would compute in float32
+        # written out first: the CPU's bfloat16 kernels take no transposed operand, so XLA would
+        # compute in float32
         a, b = _in_order(a), _in_order(b)
     return jnp.matmul(a, b, preferred_element_type=jnp.bfloat16 if narrow else jnp.float32)
 
@@ -53,9 +65,11 @@ def dot(
 def product(
     x: Float[Array, "*B K"], weight: Float[Array, "K N"], precision: Precision = "float32"
 ) -> Float[Array, "*B N"]:
-    """`x @ weight`; keeps only the operand that the other one's gradient needs, and that in `precision`.
+    """`x @ weight`; keeps only the operand that the other one's gradient needs, and that in
+    `precision`.
 
-    The result is float32; on an accelerator it and the gradient of x are in `precision`, that of the weight is not.
+    The result is float32; on an accelerator it and the gradient of x are in `precision`, that of
+    the weight is not.
     """
     # rounded out here, so that JAX widens the gradient of x again
     return _product(x.astype(jnp.bfloat16) if is_narrow(precision) else x, weight, precision)
@@ -79,7 +93,9 @@ def _product_backward(precision, kept, grad):
     flat = grad.reshape(-1, grad.shape[-1])
     grad_x = grad_weight = None
     if weight is not None:
-        grad_x = dot(flat, weight.T, precision, narrow=is_narrow(precision)).reshape(*grad.shape[:-1], -1)
+        grad_x = dot(flat, weight.T, precision, narrow=is_narrow(precision)).reshape(
+            *grad.shape[:-1], -1
+        )
     if x is not None:
         grad_weight = dot(x.reshape(-1, x.shape[-1]).T, flat, precision)
     return grad_x, grad_weight
@@ -107,7 +123,9 @@ def _layer_norm_backward(epsilon, kept, grad):
     x, mean, inverse, scale = kept
     normal = (x - mean) * inverse
     grad_normal = grad * scale
-    grad_x = inverse * (grad_normal - _row_mean(grad_normal) - normal * _row_mean(grad_normal * normal))
+    grad_x = inverse * (
+        grad_normal - _row_mean(grad_normal) - normal * _row_mean(grad_normal * normal)
+    )
     axes = tuple(range(grad.ndim - 1))
     return grad_x, (grad * normal).sum(axes), grad.sum(axes)
 
@@ -122,8 +140,11 @@ def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
 
 
 @_own_gradient(2)
-def activate(x: Float[Array, "*B F"], bias: Float[Array, "F"], activation: Activation) -> Float[Array, "*B F"]:
-    """Exact GELU, an approximation of it or SiLU of `x + bias`; keeps x, a product's result, which is in memory anyway.
+def activate(
+    x: Float[Array, "*B F"], bias: Float[Array, "F"], activation: Activation
+) -> Float[Array, "*B F"]:
+    """Exact GELU, an approximation of it or SiLU of `x + bias`; keeps x, a product's result, which
+    is in memory anyway.
 
     The gradient computes the gate again: cheaper than to write the derivative and to read it back.
     """
@@ -150,7 +171,8 @@ def _gate(a, activation):
 
 
 def _activate_forward(x, bias, activation):
-    # the barrier keeps XLA from computing the product before this twice, for the value and to be kept
+    # the barrier keeps XLA from computing the product before this twice, for the value and to be
+    # kept
     x = jax.lax.optimization_barrier(x)
     a = x + bias
     return a * _gate(a, activation), (x, bias)
@@ -173,23 +195,33 @@ def attend(
 ) -> Float[Array, "B H M d"]:
     """Softmax attention; keeps the exponentials, which the gradient reads twice.
 
-    On a GPU in bfloat16 cuDNN's flash attention takes its place where it can: it keeps one number per row instead.
+    On a GPU in bfloat16 cuDNN's flash attention takes its place where it can: it keeps one number
+    per row instead.
     """
     num, width = query.shape[-2:]
     implementation = current().attention
-    fits = precision == "bfloat16" and num == key.shape[-2] and has_flash_head(width) and not IS_DIVIDED.get()
+    fits = (
+        precision == "bfloat16"
+        and num == key.shape[-2]
+        and has_flash_head(width)
+        and not IS_DIVIDED.get()
+    )
     if implementation == "ours" or not fits:
         return _attend(query, key, value, precision)
 
     def tokens_first(x):
         # cuDNN's gradient takes even lengths alone: one more token, which nothing attends
-        return jnp.pad(x.astype(jnp.bfloat16).transpose(0, 2, 1, 3), ((0, 0), (0, num % 2), (0, 0), (0, 0)))
+        return jnp.pad(
+            x.astype(jnp.bfloat16).transpose(0, 2, 1, 3), ((0, 0), (0, num % 2), (0, 0), (0, 0))
+        )
 
     lengths = jnp.full(query.shape[:1], num, jnp.int32) if num % 2 else None
     mixed = jax.nn.dot_product_attention(
-        *map(tokens_first, (query, key, value)), query_seq_lengths=lengths, key_value_seq_lengths=lengths,
+        *map(tokens_first, (query, key, value)),
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
         implementation=implementation,
-    )  # fmt: skip
+    )
     return mixed[:, :num].transpose(0, 2, 1, 3)
 
 
@@ -228,11 +260,14 @@ def _attend_backward(precision, kept, grad):
         dot(grad_scores.mT, query, precision),
         dot(weights.mT, grad, precision),
     )
-    return tuple(own.astype(given.dtype) for own, given in zip(grads, (query, key, value), strict=True))
+    return tuple(
+        own.astype(given.dtype) for own, given in zip(grads, (query, key, value), strict=True)
+    )
 
 
 def _in_order(values):
-    if IS_DIVIDED.get():  # such a constraint cannot be: each device would gather the whole batch, and attend all of it
+    # such a constraint cannot be: each device would gather the whole batch, and attend all of it
+    if IS_DIVIDED.get():
         return values
     return with_layout_constraint(values, Layout(tuple(range(values.ndim))))
 

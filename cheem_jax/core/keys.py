@@ -1,4 +1,5 @@
-"""PRNG keys by position: a key is a function of where it is used, so a resumed run draws what an unbroken one would."""
+"""PRNG keys by position: a key is a function of where it is used, so a resumed run draws what an
+unbroken one would."""
 
 import enum
 import functools
@@ -37,7 +38,13 @@ class Phase(enum.IntEnum):
 
 
 ONE_SEED = SeedsConfig()
-_SEEDED_BY = {"INIT": "initialisation", "ORDER": "order", "MODE": "sampling", "DRAW": "sampling", "SEARCH": "search"}
+_SEEDED_BY = {
+    "INIT": "initialisation",
+    "ORDER": "order",
+    "MODE": "sampling",
+    "DRAW": "sampling",
+    "SEARCH": "search",
+}
 """Which of these seeds a phase takes, by the last word of its name; others take the run's."""
 
 
@@ -47,7 +54,9 @@ class Keys:
     def __init__(self, seed: int, seeds: SeedsConfig = ONE_SEED):
         named = {phase: _SEEDED_BY.get(phase.name.rpartition("_")[2], "") for phase in Phase}
         own = {phase: getattr(seeds, name, None) for phase, name in named.items()}
-        self._roots = {phase: jax.random.key(seed if other is None else other) for phase, other in own.items()}
+        self._roots = {
+            phase: jax.random.key(seed if other is None else other) for phase, other in own.items()
+        }
 
     def at(self, task: int, phase: Phase, *position: int) -> jax.Array:
         """The key of a place in a task's phase."""
@@ -59,22 +68,26 @@ class Keys:
 
 
 def task_number(name: str) -> int:
-    """A task's number among the keys of a method whose tasks are independent: by name, whatever the order."""
+    """A task's number among the keys of a method whose tasks are independent: by name, whatever the
+    order."""
     return zlib.crc32(name.encode())
 
 
 def key_at(key: jax.Array, *position: int) -> jax.Array:
-    """`key` folded with each number in turn, as in `key_at(root, task, Phase.SEARCH, generation)`."""
+    """`key` folded with each number in turn, as in `key_at(root, task, Phase.SEARCH,
+    generation)`."""
     return _fold(key, np.asarray(position, np.uint32))
 
 
 def order_at(key: jax.Array, num: int) -> np.ndarray:
-    """A random order of `num` items; the length is padded to a power of two, so few programs serve all data sets."""
+    """A random order of `num` items; the length is padded to a power of two, so few programs serve
+    all data sets."""
     return np.argsort(np.asarray(_bits(key, next_power_of_two(num)))[:num], kind="stable")
 
 
 def next_power_of_two(num: int) -> int:
-    """The smallest power of two that is at least `num` (padding buckets keep compiled programs few)."""
+    """The smallest power of two that is at least `num` (padding buckets keep compiled programs
+    few)."""
     return 1 << max(num - 1, 0).bit_length()
 
 

@@ -1,7 +1,7 @@
 """The four ops a task may choose at a block, as pytrees (paper section 'Supernet Construction').
 
-Each op is a NamedTuple whose type is part of jit's cache key: two architectures with the same kinds share one compiled
-program, whichever experts they hold.
+Each op is a NamedTuple whose type is part of jit's cache key: two architectures with the same kinds
+share one compiled program, whichever experts they hold.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,8 @@ Learned = Expert | LowRank
 
 
 def learned_of(op: Op) -> Learned | None:
-    """What gradient steps change in an op: Adapt's pair, New's expert, nothing in Reuse and Skip."""
+    """What gradient steps change in an op: Adapt's pair, New's expert, nothing in Reuse and
+    Skip."""
     match op:
         case Adapt(_, pair):
             return pair
@@ -90,18 +91,22 @@ def apply_op(
 
 
 def merge(expert: Expert, pair: LowRank) -> Expert:
-    """The dense expert that computes what `Adapt(expert, pair)` does (law: equal to 1e-5 of the largest entry)."""
+    """The dense expert that computes what `Adapt(expert, pair)` does (law: equal to 1e-5 of the
+    largest entry)."""
     return Expert(expert.weight + pair.down @ pair.up, expert.bias)
 
 
 def init_low_rank(key: jax.Array, *, num_inputs: int, width: int, rank: int) -> LowRank:
-    """LoRA's own start: `down` Kaiming-uniform with a = sqrt(5), `up` zero, so Adapt begins as Reuse."""
+    """LoRA's own start: `down` Kaiming-uniform with a = sqrt(5), `up` zero, so Adapt begins as
+    Reuse."""
     bound = num_inputs**-0.5
     down = jax.random.uniform(key, (num_inputs, rank), minval=-bound, maxval=bound)
     return LowRank(down, jnp.zeros((rank, width)))
 
 
-def init_new(key: jax.Array, base: Expert, *, how: Literal["random", "copy", "zero"] = "random") -> Expert:
+def init_new(
+    key: jax.Array, base: Expert, *, how: Literal["random", "copy", "zero"] = "random"
+) -> Expert:
     """A New expert: truncated normal 0.02 and zero bias (default), a copy of the base, or zeros."""
     match how:
         case "random":

@@ -1,4 +1,5 @@
-"""Paths as people give them. Each is made absolute where it enters, so that nothing below sees a relative one."""
+"""Paths as people give them. Each is made absolute where it enters, so that nothing below sees a
+relative one."""
 
 import dataclasses
 import os
@@ -10,15 +11,18 @@ Settings = TypeVar("Settings")
 
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
-"""Also with the single slash that `Path` leaves of two; one letter before the colon is a drive of Windows."""
+"""Also with the single slash that `Path` leaves of two; one letter before the colon is a drive of
+Windows."""
 
 
 def absolute(path: str | os.PathLike[str], start: Path | None = None) -> Path:
-    """The same place from the root on: `~` is expanded; `.`, `..` and trailing slashes are resolved.
+    """The same place from the root on: `~` is expanded; `.`, `..` and trailing slashes are
+    resolved.
 
-    A symbolic link keeps its name unless `..` follows somewhere: only the file system knows what that means behind a
-    link. Nothing has to exist there. Relative paths are relative to `start` (default: the working directory). Raises
-    ValueError for a URL, and for `~` without a home folder.
+    A symbolic link keeps its name unless `..` follows somewhere: only the file system knows what
+    that means behind a link. Nothing has to exist there. Relative paths are relative to `start`
+    (default: the working directory). Raises ValueError for a URL, and for `~` without a home
+    folder.
     """
     given = os.fspath(path)
     if url := _URL.fullmatch(given):
@@ -26,8 +30,8 @@ def absolute(path: str | os.PathLike[str], start: Path | None = None) -> Path:
     text = os.path.expanduser(given)
     if text.split(os.sep)[0] == "~":  # the name of a folder that nobody wants
         raise ValueError(
-            f"{given!r}: the home folder is unknown (HOME is not set, and this user has no entry in the system's "
-            "list); set HOME, or give the full path"
+            f"{given!r}: the home folder is unknown (HOME is not set, and this user has no entry in"
+            " the system's list); set HOME, or give the full path"
         )
     text = os.path.join(start or "", text)
     return Path(os.path.realpath(text) if ".." in Path(text).parts else os.path.abspath(text))
@@ -37,24 +41,43 @@ def _refusal(scheme: str, rest: str) -> str:
     if scheme == "file":
         return f"'file:///{rest}' is a URL, expected a path; give '/{rest}'"
     if scheme == "hf":
-        return f"'hf://{rest}' is a URL; a data set of the Hugging Face hub is written hf:OWNER/NAME"
+        return (
+            f"'hf://{rest}' is a URL; a data set of the Hugging Face hub is written hf:OWNER/NAME"
+        )
     return (
-        f"'{scheme}://{rest}' is a URL, expected a file or folder of this machine; give a local one: copy it here, or "
-        "mount the bucket and give its folder"
+        f"'{scheme}://{rest}' is a URL, expected a file or folder of this machine; give a local"
+        " one: copy it here, or mount the bucket and give its folder"
     )
 
 
-SYSTEM_FOLDERS = frozenset((
-    "__macosx", "__pycache__", "@eadir", "@recycle", "@recently-snapshot", "#recycle", "#snapshot", "$recycle.bin",
-    "system volume information", "lost+found", "network trash folder", "temporary items",
-))  # fmt: skip
+SYSTEM_FOLDERS = frozenset(
+    (
+        "__macosx",
+        "__pycache__",
+        "@eadir",
+        "@recycle",
+        "@recently-snapshot",
+        "#recycle",
+        "#snapshot",
+        "$recycle.bin",
+        "system volume information",
+        "lost+found",
+        "network trash folder",
+        "temporary items",
+    )
+)
 """Of network storage, file systems and archivers: copies, thumbnails and rubbish."""
 _SYSTEM_FILES = frozenset(("desktop.ini", "thumbs.db", "ehthumbs.db", "icon\r"))
 
 
 def is_of_system(name: str) -> bool:
-    """Whether a file or folder is hidden, or one that systems and editors put beside what people keep."""
-    return name.startswith(".") or name.endswith("~") or name.casefold() in SYSTEM_FOLDERS | _SYSTEM_FILES
+    """Whether a file or folder is hidden, or one that systems and editors put beside what people
+    keep."""
+    return (
+        name.startswith(".")
+        or name.endswith("~")
+        or name.casefold() in SYSTEM_FOLDERS | _SYSTEM_FILES
+    )
 
 
 def user_cache() -> Path:
@@ -63,7 +86,8 @@ def user_cache() -> Path:
 
 
 def with_absolute_paths(settings: Settings) -> Settings:
-    """A settings dataclass whose `Path` fields are absolute, those in tuples and in nested dataclasses included."""
+    """A settings dataclass whose `Path` fields are absolute, those in tuples and in nested
+    dataclasses included."""
     changes = {}
     for field in dataclasses.fields(settings):  # pyright: ignore[reportArgumentType]
         value = getattr(settings, field.name)
@@ -83,6 +107,7 @@ def _absolute_paths_in(value: Any) -> Any:
 
 
 def shown(path: Path) -> str:
-    """An absolute path as a person would type it here: relative where it lies below the working directory."""
+    """An absolute path as a person would type it here: relative where it lies below the working
+    directory."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)

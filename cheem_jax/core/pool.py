@@ -1,7 +1,8 @@
-"""Internal memory: per block a growing pool of experts, and what each task keeps (paper section 'Mixture-of-Experts').
+"""Internal memory: per block a growing pool of experts, and what each task keeps (paper section
+'Mixture-of-Experts').
 
-Everything is immutable: learning a task returns a new memory that shares the old one's arrays, so nothing that an
-earlier task needs can change.
+Everything is immutable: learning a task returns a new memory that shares the old one's arrays, so
+nothing that an earlier task needs can change.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ from cheem_jax.core.routing import TaskStatistics
 
 
 class StoredExpert(NamedTuple):
-    """A full expert (weight and bias), or a low-rank pair on top of its parent in the same block."""
+    """A full expert (weight and bias), or a low-rank pair on top of its parent in the same
+    block."""
 
     params: Expert | LowRank
     parent: int | None
@@ -52,7 +54,8 @@ def logits_of(features: Float[np.ndarray, "N D"], head: Head) -> Float[np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class TaskMemory:
-    """What one learned task keeps beside its experts; `experts` holds a pool index per block, None where skipped."""
+    """What one learned task keeps beside its experts; `experts` holds a pool index per block, None
+    where skipped."""
 
     name: str
     classes: tuple[str, ...]
@@ -63,14 +66,16 @@ class TaskMemory:
     """mu of this task per block; rows of skipped blocks are zero and never read."""
     centroids: Float[np.ndarray, "K E"]
     distances: Float[np.ndarray, "Q"] | None = None
-    """Quantiles of the distance from this task's validation images to its nearest centroid, in equal steps from 0 to 1;
-    None where nobody asked for them."""
+    """Quantiles of the distance from this task's validation images to its nearest centroid, in
+    equal steps from 0 to 1; None where nobody asked for them."""
     moments: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """What else names the task, where the router is not one by centroids."""
     temperature: float = 1.0
-    """Of its probabilities, softmax(logits / temperature), fitted on its validation images; 1 where nobody asked."""
+    """Of its probabilities, softmax(logits / temperature), fitted on its validation images; 1 where
+    nobody asked."""
     statistics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Of its classes in its own network's features, where more images may follow; empty where nobody asked for them."""
+    """Of its classes in its own network's features, where more images may follow; empty where
+    nobody asked for them."""
 
     @property
     def place(self) -> TaskStatistics:
@@ -80,10 +85,11 @@ class TaskMemory:
 
 @dataclasses.dataclass(frozen=True)
 class InternalMemory:
-    """The whole state of a continual learner: pool and tasks in the order in which they were learned.
+    """The whole state of a continual learner: pool and tasks in the order in which they were
+    learned.
 
-    Every task that was ever learned has a number, which decides its PRNG keys and is the `origin` of its experts.
-    Numbers of `forgotten` tasks are never used again.
+    Every task that was ever learned has a number, which decides its PRNG keys and is the `origin`
+    of its experts. Numbers of `forgotten` tasks are never used again.
     """
 
     pool: Pool
@@ -102,27 +108,40 @@ class InternalMemory:
 
     def added(self, index: int) -> dict[int, StoredExpert]:
         """What the task at `index` added to the pool, by block."""
-        number, experts = self.numbers[index], self.tasks[index].experts
-        used = {block: self.pool[block][expert] for block, expert in enumerate(experts) if expert is not None}
+        number = self.numbers[index]
+        experts = self.tasks[index].experts
+        used = {
+            block: self.pool[block][expert]
+            for block, expert in enumerate(experts)
+            if expert is not None
+        }
         return {block: stored for block, stored in used.items() if stored.origin == number}
 
     def candidates(self) -> tuple[tuple[int, ...], ...]:
         """Per block the experts that a new task may choose: the base's and those that a task uses.
 
-        Without forgotten tasks these are all; what only others descend from has no similarity to be chosen by.
+        Without forgotten tasks these are all; what only others descend from has no similarity to be
+        chosen by.
         """
-        used = [{0, *(task.experts[block] for task in self.tasks)} - {None} for block in range(len(self.pool))]
+        used = [
+            {0, *(task.experts[block] for task in self.tasks)} - {None}
+            for block in range(len(self.pool))
+        ]
         return tuple(tuple(sorted(block)) for block in used)  # pyright: ignore[reportReturnType]
 
     def history(self) -> list[list[dict[str, Any]]]:
         """Where every expert comes from, as JSON values; origins are places among `tasks`."""
-        place: dict[int | None, int | str] = {number: index for index, number in enumerate(self.numbers)}
+        place: dict[int | None, int | str] = {
+            number: index for index, number in enumerate(self.numbers)
+        }
         place[None] = "base"
         return [
             [
                 {
                     "origin": place.get(stored.origin, "forgotten"),
-                    "kind": "gone" if stored.is_gone else "full" if stored.parent is None else "adapted",
+                    "kind": (
+                        "gone" if stored.is_gone else "full" if stored.parent is None else "adapted"
+                    ),
                     "parent": stored.parent,
                 }
                 for stored in block
@@ -132,7 +151,8 @@ class InternalMemory:
 
 
 def base_pool(experts: Sequence[Expert]) -> Pool:
-    """A pool with one expert per block: the pretrained layers, such as `vit.experts("mlp_down")`."""
+    """A pool with one expert per block: the pretrained layers, such as
+    `vit.experts("mlp_down")`."""
     return tuple((StoredExpert(expert, None, None),) for expert in experts)
 
 
@@ -162,10 +182,12 @@ def dense_experts(pool: Pool) -> list[list[Expert]]:
 
 
 class DenseExperts:
-    """The dense experts of a pool, each merged when it is first asked for and kept while `limit` bytes allow.
+    """The dense experts of a pool, each merged when it is first asked for and kept while `limit`
+    bytes allow.
 
-    Whichever are kept, an expert is the same bits: its chain is merged from the root upwards. What was asked for
-    longest ago goes first; full experts are the pool's own and take nothing here. Threads may share it.
+    Whichever are kept, an expert is the same bits: its chain is merged from the root upwards. What
+    was asked for longest ago goes first; full experts are the pool's own and take nothing here.
+    Threads may share it.
     """
 
     def __init__(self, pool: Pool, limit: int):
@@ -217,15 +239,22 @@ class DenseExperts:
 
     def counters(self) -> dict[str, int]:
         """Experts merged and dropped so far, and the bytes of those that are kept."""
-        return {"merged": self.merged, "evictions": self.evicted, "bytes": self.bytes, "limit_bytes": self.limit}
+        return {
+            "merged": self.merged,
+            "evictions": self.evicted,
+            "bytes": self.bytes,
+            "limit_bytes": self.limit,
+        }
 
     def grown(self, pool: Pool, limit: int) -> "DenseExperts":
-        """Those of a pool that other tasks have made of this one, with what is kept of experts that did not change."""
+        """Those of a pool that other tasks have made of this one, with what is kept of experts that
+        did not change."""
         found = DenseExperts(pool, limit)
         for (block, index), expert in self._kept.items():
             if index < len(pool[block]) and pool[block][index] is self.pool[block][index]:
                 found._keep((block, index), expert)
-        found.merged, found.evicted = self.merged, found.evicted + self.evicted
+        found.merged = self.merged
+        found.evicted = found.evicted + self.evicted
         return found
 
     def _keep(self, place: tuple[int, int], expert: Expert) -> None:
@@ -249,7 +278,8 @@ class _Chosen(Sequence[Expert]):
 
 
 class Candidates(NamedTuple):
-    """What a new task may choose at each block, numbered anew without the gaps that forgotten tasks leave."""
+    """What a new task may choose at each block, numbered anew without the gaps that forgotten tasks
+    leave."""
 
     kept: tuple[tuple[int, ...], ...]
     """The candidates as experts of the memory's pool; the base's is always the first."""
@@ -276,7 +306,10 @@ def candidates_of(memory: InternalMemory, dense: DenseExperts) -> Candidates:
     kept = memory.candidates()
     places = [{expert: place for place, expert in enumerate(block)} for block in kept]
     used_by_tasks = [
-        tuple(None if expert is None else place[expert] for expert, place in zip(task.experts, places, strict=True))
+        tuple(
+            None if expert is None else place[expert]
+            for expert, place in zip(task.experts, places, strict=True)
+        )
         for task in memory.tasks
     ]
     return Candidates(kept, dense.chosen(kept), [tuple(0 for _ in kept), *used_by_tasks])
@@ -285,7 +318,8 @@ def candidates_of(memory: InternalMemory, dense: DenseExperts) -> Candidates:
 def grow(
     pool: Pool, architecture: Architecture, learned: Mapping[int, Expert | LowRank], origin: int
 ) -> tuple[Pool, tuple[int | None, ...]]:
-    """The pool with a task's New and Adapt as experts, and the expert each block of the task uses."""
+    """The pool with a task's New and Adapt as experts, and the expert each block of the task
+    uses."""
     blocks, experts = [], []
     for index, (block, choice) in enumerate(zip(pool, architecture, strict=True)):
         if choice.kind in ("reuse", "skip"):

@@ -12,7 +12,8 @@ Precision = Literal["float32", "bfloat16"]
 """Operand type of matrix products; their sums are float32 in both."""
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 Token = Literal["component", "block"]
-"""Where mean class tokens are read: the plastic layer's output before the residual sum, or the block's output."""
+"""Where mean class tokens are read: the plastic layer's output before the residual sum, or the
+block's output."""
 
 
 @runtime_checkable
@@ -24,7 +25,8 @@ class Advance(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class SeedsConfig:
-    """Seeds of their own for parts of a run, to vary one part and keep the others; default: the run's seed."""
+    """Seeds of their own for parts of a run, to vary one part and keep the others; default: the
+    run's seed."""
 
     initialisation: int | None = None
     """What New, Adapt and heads begin with."""

@@ -1,7 +1,9 @@
-"""Augmentation of training images: a crop, a flip and two random changes, as in RandAugment (Cubuk et al., 2020).
+"""Augmentation of training images: a crop, a flip and two random changes, as in RandAugment (Cubuk
+et al., 2020).
 
-Pillow does the work, so the bits depend neither on the device nor on JAX. What an image becomes depends only on the
-seed, the epoch and its row: a resumed run sees the same images, on any number of devices.
+Pillow does the work, so the bits depend neither on the device nor on JAX. What an image becomes
+depends only on the seed, the epoch and its row: a resumed run sees the same images, on any number
+of devices.
 """
 
 import functools
@@ -40,18 +42,26 @@ CHANGES: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "posterize": lambda image, strength: ImageOps.posterize(image, 8 - round(4 * abs(strength))),
     "color": lambda image, strength: ImageEnhance.Color(image).enhance(1 + 0.6 * strength),
     "contrast": lambda image, strength: ImageEnhance.Contrast(image).enhance(1 + 0.6 * strength),
-    "brightness": lambda image, strength: ImageEnhance.Brightness(image).enhance(1 + 0.6 * strength),
+    "brightness": (
+        lambda image, strength: ImageEnhance.Brightness(image).enhance(1 + 0.6 * strength)
+    ),
     "sharpness": lambda image, strength: ImageEnhance.Sharpness(image).enhance(1 + 0.6 * strength),
 }
 """What may change, by a strength in [-1, 1]."""
 
 
-def augment(image: UInt8[np.ndarray, "S S 3"], rng: np.random.Generator) -> UInt8[np.ndarray, "S S 3"]:
-    """A random crop at the image's own size, mirrored half of the time, with two changes of random strength."""
-    size, found = image.shape[0], Image.fromarray(image)
+def augment(
+    image: UInt8[np.ndarray, "S S 3"], rng: np.random.Generator
+) -> UInt8[np.ndarray, "S S 3"]:
+    """A random crop at the image's own size, mirrored half of the time, with two changes of random
+    strength."""
+    size = image.shape[0]
+    found = Image.fromarray(image)
     side = size * math.sqrt(rng.uniform(SMALLEST_AREA, 1))
     left, top = rng.uniform(0, size - side, 2)
-    found = found.resize((size, size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+    found = found.resize(
+        (size, size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side)
+    )
     if rng.random() < 0.5:
         found = ImageOps.mirror(found)
     for name in rng.choice(list(CHANGES), NUM_CHANGES):
@@ -78,7 +88,9 @@ class AugmentedImages(HostImages):
             yield self.executor.begin(layout.joined(augmented(images, rows, self.seed, self.epoch)))
 
 
-def augmented(images: UInt8[np.ndarray, "B S S 3"], rows: np.ndarray, *place: int) -> UInt8[np.ndarray, "B S S 3"]:
+def augmented(
+    images: UInt8[np.ndarray, "B S S 3"], rows: np.ndarray, *place: int
+) -> UInt8[np.ndarray, "B S S 3"]:
     """The images of these rows, each changed by its place and row alone."""
     rngs = (np.random.default_rng([*place, row]) for row in rows.tolist())
     return np.stack(list(_threads().map(augment, images, rngs)))
@@ -86,4 +98,6 @@ def augmented(images: UInt8[np.ndarray, "B S S 3"], rows: np.ndarray, *place: in
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="augment")  # Pillow releases the interpreter's lock while it works
+    return ThreadPoolExecutor(
+        thread_name_prefix="augment"
+    )  # Pillow releases the interpreter's lock while it works

@@ -1,9 +1,11 @@
 """The bundled demo stream: six tasks made on the user's machine in seconds, without network.
 
-shapes -> letters -> colours -> textures -> shapes_recoloured -> digits. `colours` is very easy, `digits` are
-real, and `shapes_recoloured` is the planted kin of `shapes`: new images of the same classes in other colours.
+shapes -> letters -> colours -> textures -> shapes_recoloured -> digits. `colours` is very easy,
+`digits` are real, and `shapes_recoloured` is the planted kin of `shapes`: new images of the same
+classes in other colours.
 
-Every `draw_*` function takes a generator, labels int `[N]` and the image size S, and returns uint8 `[N, S, S, 3]`.
+Every `draw_*` function takes a generator, labels int `[N]` and the image size S, and returns uint8
+`[N, S, S, 3]`.
 """
 
 import functools
@@ -30,10 +32,13 @@ def draw_shapes(
     front: Range = (-0.08, 0.16),
     back: Range = (0.60, 0.76),
 ) -> np.ndarray:
-    """Shapes in one range of hues on another; by default warm ones, pink to yellow, on blue and violet."""
+    """Shapes in one range of hues on another; by default warm ones, pink to yellow, on blue and
+    violet."""
     num = len(labels)
     mask = np.stack([_shape_mask(rng, OUTLINES[SHAPES[label]], image_size) for label in labels])
-    bright = hsv(rng.uniform(*front, num) % 1, rng.uniform(0.3, 0.75, num), rng.uniform(0.75, 1.0, num))
+    bright = hsv(
+        rng.uniform(*front, num) % 1, rng.uniform(0.3, 0.75, num), rng.uniform(0.75, 1.0, num)
+    )
     dark = hsv(rng.uniform(*back, num) % 1, rng.uniform(0.5, 0.8, num), rng.uniform(0.3, 0.5, num))
     field = ground(rng, dark, image_size, unrest=0.25)
     shape = ground(rng, bright, image_size, unrest=0.06)
@@ -63,14 +68,17 @@ def _shape_mask(rng: np.random.Generator, outline: np.ndarray, image_size: int) 
     return shrink(canvas)
 
 
-def _arc(start: float, stop: float, num: int, radius: float = 1.0, centre: float = 0.0) -> np.ndarray:
+def _arc(
+    start: float, stop: float, num: int, radius: float = 1.0, centre: float = 0.0
+) -> np.ndarray:
     """Points `[num, 2]` on a circle around (centre, 0), angles in degrees."""
     angles = np.radians(np.linspace(start, stop, num))
     return np.stack([centre + radius * np.cos(angles), radius * np.sin(angles)], axis=1)
 
 
 def _regular(num: int, inner: float = 1.0, start: float = -90.0) -> np.ndarray:
-    """A regular polygon with a corner on top, or with every second corner at radius `inner` a star."""
+    """A regular polygon with a corner on top, or with every second corner at radius `inner` a
+    star."""
     corners = _arc(start, start + 360.0, num + 1)[:-1]
     corners[1::2] *= inner
     return corners
@@ -99,9 +107,13 @@ OUTLINES: dict[str, np.ndarray] = {
         [(_W, -1.0), (_W, -_W), (1.0, -_W), (1.0, _W), (_W, _W), (_W, 1.0)]
         + [(-_W, 1.0), (-_W, _W), (-1.0, _W), (-1.0, -_W), (-_W, -_W), (-_W, -1.0)]
     ),
-    "crescent": _centred(np.concatenate([_arc(50.0, 310.0, 30), _arc(292.0, 68.0, 24, 0.826, 0.334)])),
+    "crescent": _centred(
+        np.concatenate([_arc(50.0, 310.0, 30), _arc(292.0, 68.0, 24, 0.826, 0.334)])
+    ),
     "heart": _centred(_heart()),
-    "arrow": _centred([(-1.0, -0.3), (0.1, -0.3), (0.1, -0.8), (1.0, 0.0), (0.1, 0.8), (0.1, 0.3), (-1.0, 0.3)]),
+    "arrow": _centred(
+        [(-1.0, -0.3), (0.1, -0.3), (0.1, -0.8), (1.0, 0.0), (0.1, 0.8), (0.1, 0.3), (-1.0, 0.3)]
+    ),
 }
 """Corners around the origin, none further away than 1."""
 
@@ -112,7 +124,12 @@ SHAPES = tuple(OUTLINES)
 LETTERS = tuple("ABDEGHKMPRSY")
 FONTS = (
     *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique"),
-    *("DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSansMono-Oblique", "DejaVuSansMono-BoldOblique"),
+    *(
+        "DejaVuSansMono",
+        "DejaVuSansMono-Bold",
+        "DejaVuSansMono-Oblique",
+        "DejaVuSansMono-BoldOblique",
+    ),
     *("DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic"),
     *("STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta"),
     *("cmr10", "cmb10", "cmss10", "cmtt10", "cmmi10"),
@@ -130,7 +147,9 @@ def draw_letters(rng: np.random.Generator, labels: np.ndarray, image_size: int) 
         ]
     )
     ink = hsv(rng.random(num), rng.uniform(0.4, 0.9, num), rng.uniform(0.1, 0.45, num))
-    paper = hsv(rng.uniform(0.06, 0.2, num), rng.uniform(0.03, 0.2, num), rng.uniform(0.85, 1.0, num))
+    paper = hsv(
+        rng.uniform(0.06, 0.2, num), rng.uniform(0.03, 0.2, num), rng.uniform(0.85, 1.0, num)
+    )
     page = ground(rng, paper, image_size, unrest=0.05)
     return finish(rng, blend(mask, ink[:, None, None], page), grain=0.03)
 
@@ -197,7 +216,11 @@ def draw_textures(rng: np.random.Generator, labels: np.ndarray, image_size: int)
         pattern[members] = _pattern(rng, PATTERNS[name], len(members), image_size)
     hue = rng.random(num)
     pale = hsv(hue, rng.uniform(0.05, 0.3, num), rng.uniform(0.65, 0.95, num))
-    deep = hsv((hue + rng.uniform(-0.2, 0.2, num)) % 1, rng.uniform(0.15, 0.45, num), rng.uniform(0.15, 0.45, num))
+    deep = hsv(
+        (hue + rng.uniform(-0.2, 0.2, num)) % 1,
+        rng.uniform(0.15, 0.45, num),
+        rng.uniform(0.15, 0.45, num),
+    )
     light = 1 + 0.08 * mottle(rng, num, image_size, 2)
     flip = rng.random(num) < 0.5
     pattern[flip] = 1 - pattern[flip]
@@ -205,12 +228,17 @@ def draw_textures(rng: np.random.Generator, labels: np.ndarray, image_size: int)
     return finish(rng, mixed * light[..., None], grain=0.05)
 
 
-def _pattern(rng: np.random.Generator, value: Callable[[Plane, Plane], Plane], num: int, image_size: int) -> Plane:
-    """Brightness in [0, 1]: `value` of turned and scaled coordinates in periods, softly thresholded at 0."""
+def _pattern(
+    rng: np.random.Generator, value: Callable[[Plane, Plane], Plane], num: int, image_size: int
+) -> Plane:
+    """Brightness in [0, 1]: `value` of turned and scaled coordinates in periods, softly thresholded
+    at 0."""
     side = 2 * image_size  # drawn twice as large and averaged, against aliasing
     at = (np.arange(side) + 0.5) / side - 0.5
     y, x = at[:, None], at[None, :]
-    angle, periods, bend = (rng.uniform(*r, (num, 1, 1)) for r in ((0, 2 * np.pi), (2.6, 4.6), (-0.5, 0.5)))
+    angle, periods, bend = (
+        rng.uniform(*r, (num, 1, 1)) for r in ((0, 2 * np.pi), (2.6, 4.6), (-0.5, 0.5))
+    )
     u = periods * (np.cos(angle) * x + np.sin(angle) * y) + rng.uniform(-0.5, 0.5, (num, 1, 1))
     v = periods * (np.cos(angle) * y - np.sin(angle) * x) + rng.uniform(-0.5, 0.5, (num, 1, 1))
     wobble = 0.12 * mottle(rng, num, side, 3)
@@ -265,8 +293,11 @@ def hsv(hue, saturation, value) -> np.ndarray:
     return value[..., None] * (1 - saturation[..., None] * ramp)
 
 
-def mottle(rng: np.random.Generator, num: int, image_size: int, cells: int) -> Float[np.ndarray, "num S S"]:
-    """Smooth noise: normal values on a grid of `cells` x `cells` squares, interpolated with a cosine."""
+def mottle(
+    rng: np.random.Generator, num: int, image_size: int, cells: int
+) -> Float[np.ndarray, "num S S"]:
+    """Smooth noise: normal values on a grid of `cells` x `cells` squares, interpolated with a
+    cosine."""
     grid = rng.standard_normal((num, cells + 1, cells + 1))
     position = (np.arange(image_size) + 0.5) / image_size * cells
     left = position.astype(int)
@@ -318,9 +349,15 @@ TASKS = (*FAMILIES, "digits")
 
 
 def demo_stream(
-    *, image_size: int = 32, seed: int = 0, num_train: int = 600, num_val: int = 150, num_test: int = 250
+    *,
+    image_size: int = 32,
+    seed: int = 0,
+    num_train: int = 600,
+    num_val: int = 150,
+    num_test: int = 250,
 ) -> Stream:
-    """The six tasks with the given numbers of images each, the classes balanced (of the digits nearly).
+    """The six tasks with the given numbers of images each, the classes balanced (of the digits
+    nearly).
 
     The same for the same arguments; a generated split does not depend on the sizes of the others.
     Raises ValueError for fewer images than classes, or more than the real digits allow.
@@ -330,7 +367,9 @@ def demo_stream(
     sizes = {"train": num_train, "val": num_val, "test": num_test}
     most_classes = max(len(classes) for classes, _ in FAMILIES.values())
     if min(sizes.values()) < most_classes:
-        raise ValueError(f"every split needs at least {most_classes} images, one of each letter; got {sizes}")
+        raise ValueError(
+            f"every split needs at least {most_classes} images, one of each letter; got {sizes}"
+        )
     real = _digits(sizes, image_size, _generator(seed, "digits"))
     return Stream("demo", (*(_generated(name, sizes, image_size, seed) for name in FAMILIES), real))
 
@@ -346,18 +385,25 @@ def _generated(name: str, sizes: dict[str, int], image_size: int, seed: int) -> 
 
 
 def _digits(sizes: dict[str, int], image_size: int, rng: np.random.Generator) -> Task:
-    """Real handwritten digits, white on black: disjoint splits of the 1,797 images that scikit-learn contains.
+    """Real handwritten digits, white on black: disjoint splits of the 1,797 images that
+    scikit-learn contains.
 
-    The test split is drawn first and from all images, so that it does not depend on the other sizes.
+    The test split is drawn first and from all images, so that it does not depend on the other
+    sizes.
     """
     from sklearn.datasets import load_digits  # here, because importing it takes a second
 
-    small, labels = (np.asarray(array) for array in load_digits(return_X_y=True))  # its stubs name pandas' types too
+    small, labels = (
+        np.asarray(array) for array in load_digits(return_X_y=True)
+    )  # its stubs name pandas' types too
     if sum(sizes.values()) > len(labels):
         raise ValueError(f"there are {len(labels)} digits in all, the splits ask for {sizes}")
-    left, splits = np.arange(len(labels)), {}
+    left = np.arange(len(labels))
+    splits = {}
     for split in ("test", "val", "train"):
-        order = np.concatenate([rng.permutation(np.flatnonzero(labels[left] == digit)) for digit in range(10)])
+        order = np.concatenate(
+            [rng.permutation(np.flatnonzero(labels[left] == digit)) for digit in range(10)]
+        )
         taken = cut(labels[left], sizes[split], keep=0, order=order)
         chosen = left[taken]
         splits[split] = Split(_enlarge(small[chosen], image_size), labels[chosen].astype(np.int32))

@@ -22,10 +22,13 @@ from cheem_jax.core.paths import SYSTEM_FOLDERS
 
 IMAGE_SUFFIXES = frozenset(".jpg .jpeg .png .bmp .gif .webp .tif .tiff .ppm .pgm .avif".split())
 HEIF_SUFFIXES = frozenset((".heic", ".heif"))
-COMPANIONS = frozenset(".txt .json .csv .tsv .xml .md .html .pdf .db .ini .yaml .yml .toml .bak .tmp".split())
+COMPANIONS = frozenset(
+    ".txt .json .csv .tsv .xml .md .html .pdf .db .ini .yaml .yml .toml .bak .tmp".split()
+)
 """Of usual files beside images: their content is not looked at."""
 MAGIC = re.compile(
-    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM.{4}\0{4}|RIFF.{4}WEBP|II\*\0|MM\0\*|.{4}ftypavi[fs]", re.DOTALL
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM.{4}\0{4}|RIFF.{4}WEBP|II\*\0|MM\0\*|.{4}ftypavi[fs]",
+    re.DOTALL,
 )
 """How image files begin whose suffix does not say what they are."""
 HEIF_MAGIC = re.compile(rb".{4}ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL)
@@ -37,11 +40,14 @@ HEAD_BYTES = 16
 MAX_DEPTH = 6  # folders below the root that are looked into, so that a link to a parent ends
 MAX_FILE_BYTES = 256 * 2**20
 MAX_FILES = 5_000_000  # in one folder or archive; ImageNet has 1.4 million
-SMALL_BYTES, MAX_RATIO = 2**30, 100  # what unpacks to more than both is a bomb: images are packed already
+# what unpacks to more than both is a bomb: images are packed already
+SMALL_BYTES = 2**30
+MAX_RATIO = 100
 
 
 class Encoded(abc.ABC):
-    """Image files in a fixed order. They can be pickled, so that worker processes can read them as well."""
+    """Image files in a fixed order. They can be pickled, so that worker processes can read them as
+    well."""
 
     keys: Sequence[str]
     upright = False
@@ -86,7 +92,9 @@ class FolderFiles(Encoded):
         try:
             mode = self.file(row).stat().st_mode
         except FileNotFoundError:
-            link = f" (a link to {os.readlink(self.file(row))})" if self.file(row).is_symlink() else ""
+            link = (
+                f" (a link to {os.readlink(self.file(row))})" if self.file(row).is_symlink() else ""
+            )
             raise FileNotFoundError(f"{self.where(row)}: no such file{link}") from None
         if not stat.S_ISREG(mode):
             raise ValueError(f"{self.where(row)}: not a regular file")  # reading a pipe would wait
@@ -95,7 +103,9 @@ class FolderFiles(Encoded):
     def read(self, row: int) -> bytes:
         with self.open(row) as stream:
             if (size := os.fstat(stream.fileno()).st_size) > MAX_FILE_BYTES:
-                raise ValueError(f"{self.where(row)}: {size} bytes, expected at most {MAX_FILE_BYTES}")
+                raise ValueError(
+                    f"{self.where(row)}: {size} bytes, expected at most {MAX_FILE_BYTES}"
+                )
             return stream.read()
 
 
@@ -103,7 +113,10 @@ class ZipFiles(Encoded):
     """Members of a zip file below `root` ("" or "folder/")."""
 
     def __init__(self, path: Path, keys: Sequence[str], root: str):
-        self.path, self.keys, self.root, self.stamp = path, keys, root, stamp_of([path])
+        self.path = path
+        self.keys = keys
+        self.root = root
+        self.stamp = stamp_of([path])
 
     def where(self, row: int) -> str:
         return f"{self.path}/{self.root}{self.keys[row]}"
@@ -116,9 +129,12 @@ class ZipFiles(Encoded):
         try:
             size = _opened(self.path, self.stamp).getinfo(self.root + self.keys[row]).file_size
             with self.open(row) as stream:
-                # no more bytes than the zip's directory says, whatever the packed bytes would unpack to
+                # no more bytes than the zip's directory says, whatever the packed bytes would
+                # unpack to
                 return stream.read(size + 1)
-        except Exception as error:  # checksum, compression method, cut-off file: zipfile and zlib raise many types
+        except (
+            Exception
+        ) as error:  # checksum, compression method, cut-off file: zipfile and zlib raise many types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
 
@@ -126,7 +142,9 @@ class Chosen(Encoded):
     """Some rows of other files."""
 
     def __init__(self, files: Encoded, rows: Sequence[int]):
-        self.files, self.rows, self.keys = files, rows, [files.key(row) for row in rows]
+        self.files = files
+        self.rows = rows
+        self.keys = [files.key(row) for row in rows]
         self.upright = files.upright
 
     def where(self, row: int) -> str:
@@ -138,7 +156,8 @@ class Chosen(Encoded):
 
 @functools.lru_cache(maxsize=32)
 def _opened(path: Path, stamp: str) -> zipfile.ZipFile:
-    """A zip, opened once in a process since its list of members may be large; several threads may read from it."""
+    """A zip, opened once in a process since its list of members may be large; several threads may
+    read from it."""
     if stamp_of([path]) != stamp:
         raise ValueError("the zip has changed since its names were read")
     return zipfile.ZipFile(path)
@@ -151,15 +170,19 @@ def first_of(faults: Sequence[str], num: int = 5) -> str:
 
 
 def import_extra(module: str, extra: str, what: str, instead: str = "") -> Any:
-    """A module that comes with an extra; ValueError says that `what` needs it, and what to do `instead`."""
+    """A module that comes with an extra; ValueError says that `what` needs it, and what to do
+    `instead`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"{what} needs {module} ({error}): `pip install 'cheem_jax[{extra}]'`{instead}") from error
+        raise ValueError(
+            f"{what} needs {module} ({error}): `pip install 'cheem_jax[{extra}]'`{instead}"
+        ) from error
 
 
 def files_of(path: Path, names: Sequence[str], root: str = "") -> FolderFiles | ZipFiles:
-    """Named files below `root` ("" or "folder/") of a folder or zip that `list_files` has checked."""
+    """Named files below `root` ("" or "folder/") of a folder or zip that `list_files` has
+    checked."""
     return FolderFiles(path / root, names) if path.is_dir() else ZipFiles(path, names, root)
 
 
@@ -178,8 +201,8 @@ def stamp_of(files: Iterable[Path]) -> str:
 def list_files(path: Path) -> list[str]:
     """Names of all visible files relative to `path`, sorted.
 
-    Hidden files and folders, and those of the system, are left out. Raises FileNotFoundError, or ValueError for a
-    file that is not a zip or a zip with members that no image set has.
+    Hidden files and folders, and those of the system, are left out. Raises FileNotFoundError, or
+    ValueError for a file that is not a zip or a zip with members that no image set has.
     """
     return _list(path)[0]
 
@@ -189,7 +212,15 @@ def _list(path: Path) -> tuple[list[str], collections.Counter[str]]:
     hidden = collections.Counter[str]()
     if path.is_dir():
         places = walk(path, hidden)
-        return sorted(f"{folder}{name}" for folder, _, names in places for name in names if not is_hidden(name)), hidden
+        return (
+            sorted(
+                f"{folder}{name}"
+                for folder, _, names in places
+                for name in names
+                if not is_hidden(name)
+            ),
+            hidden,
+        )
     if path.is_file():
         return sorted(_list_zip(path, hidden)), hidden
     raise FileNotFoundError(f"{path}: no such folder or zip file")
@@ -210,13 +241,17 @@ class Listing(NamedTuple):
     def notes(self) -> list[str]:
         """A line for each folder and kind of file that is left out, and one for hidden folders."""
         found = [
-            f"{'/'.join(filter(None, (self.path.name, folder)))}: {num:,} file{'s'[: num > 1]} ignored ({kind})"
+            f"{'/'.join(filter(None, (self.path.name, folder)))}: {num:,} file{'s'[: num > 1]}"
+            f" ignored ({kind})"
             for (folder, kind), num in sorted(self.ignored.items())
         ]
         if (more := len(found) - MAX_NOTES) > 0:
             found[MAX_NOTES:] = [f"{self.path.name}: {more:,} more folders with ignored files"]
         if self.hidden:
-            names = [f"{name} ({num:,})" if num > 1 else name for name, num in sorted(self.hidden.items())]
+            names = [
+                f"{name} ({num:,})" if num > 1 else name
+                for name, num in sorted(self.hidden.items())
+            ]
             found.append(f"{self.path.name}: hidden or system folders ignored: {first_of(names)}")
         return found
 
@@ -226,7 +261,8 @@ class Listing(NamedTuple):
 
 
 def look_through(path: Path) -> Listing:
-    """The files of a folder or zip; see `list_files`. Content is read only where a suffix is unknown."""
+    """The files of a folder or zip; see `list_files`. Content is read only where a suffix is
+    unknown."""
     names, hidden = _list(path)
     listing = Listing(path, names, [], collections.Counter(), hidden)
     files = files_of(path, listing.names)
@@ -277,8 +313,11 @@ def is_hidden(part: str) -> bool:
     return part.startswith(".") or part.casefold() in SYSTEM_FOLDERS
 
 
-def walk(path: Path, hidden: collections.Counter[str] | None = None) -> Iterator[tuple[str, list[str], list[str]]]:
-    """As `os.walk`, with folders relative to `path` ("" or "folder/"); hidden ones are left out, and counted."""
+def walk(
+    path: Path, hidden: collections.Counter[str] | None = None
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As `os.walk`, with folders relative to `path` ("" or "folder/"); hidden ones are left out,
+    and counted."""
 
     def fail(error: OSError) -> NoReturn:
         raise error  # a folder that cannot be read is not an empty one
@@ -287,11 +326,16 @@ def walk(path: Path, hidden: collections.Counter[str] | None = None) -> Iterator
     for folder, subfolders, names in os.walk(path, followlinks=True, onerror=fail):
         num += len(subfolders) + len(names)
         if num > MAX_FILES:  # a few links to parents are enough, since each multiplies
-            raise ValueError(f"{path}: more than {MAX_FILES} files and folders; are there links to parent folders?")
+            raise ValueError(
+                f"{path}: more than {MAX_FILES} files and folders; are there links to parent"
+                " folders?"
+            )
         parts = Path(folder).relative_to(path).parts
         if hidden is not None:
             hidden.update(filter(is_hidden, subfolders))
-        subfolders[:] = [name for name in subfolders if not is_hidden(name)] if len(parts) < MAX_DEPTH else []
+        subfolders[:] = (
+            [name for name in subfolders if not is_hidden(name)] if len(parts) < MAX_DEPTH else []
+        )
         yield "".join(f"{part}/" for part in parts), subfolders, names
 
 
@@ -299,25 +343,40 @@ def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-    except Exception as error:  # corrupted directories also raise OSError, struct.error, NotImplementedError
+    except (
+        Exception
+    ) as error:  # corrupted directories also raise OSError, struct.error, NotImplementedError
         way_out = (
-            "unpack it first, and give the folder" if path.suffix.lower() in ARCHIVES else "expected a zip or a folder"
+            "unpack it first, and give the folder"
+            if path.suffix.lower() in ARCHIVES
+            else "expected a zip or a folder"
         )
         raise ValueError(f"{path} is not a readable zip file ({error}); {way_out}") from error
     size = path.stat().st_size
     if len(members) > MAX_FILES:
-        raise ValueError(f"{path}: {len(members)} members, expected at most {MAX_FILES}; use several zips")
+        raise ValueError(
+            f"{path}: {len(members)} members, expected at most {MAX_FILES}; use several zips"
+        )
     if sum(member.compress_size for member in members) > size:
-        raise ValueError(f"{path}: its members take more bytes than the file has, so they overlap or are truncated")
+        raise ValueError(
+            f"{path}: its members take more bytes than the file has, so they overlap or are"
+            " truncated"
+        )
     total = sum(member.file_size for member in members)
     if total > max(SMALL_BYTES, MAX_RATIO * size):
-        raise ValueError(f"{path}: refused as a bomb: {size} bytes unpack to {total}, over {MAX_RATIO} times as many")
-    files, left_out = set[str](), set[tuple[str, ...]]()
+        raise ValueError(
+            f"{path}: refused as a bomb: {size} bytes unpack to {total}, over {MAX_RATIO} times as"
+            " many"
+        )
+    files = set[str]()
+    left_out = set[tuple[str, ...]]()
     for member in members:
         if fault := _fault(member):
             raise ValueError(f"{path}: refused because of member {member.filename!r}: {fault}")
         *folders, name = member.filename.split("/")
-        if at := next((at for at, folder in enumerate(folders, start=1) if is_hidden(folder)), None):
+        if at := next(
+            (at for at, folder in enumerate(folders, start=1) if is_hidden(folder)), None
+        ):
             left_out.add(tuple(folders[:at]))
         if at or member.is_dir() or is_hidden(name):
             continue
@@ -332,10 +391,19 @@ def _fault(member: zipfile.ZipInfo) -> str | None:
     """What makes a zip member unsafe or absurd, if anything."""
     name = member.filename
     if "\\" in name:
-        return "its name is not a plain relative one, as it has a backslash; unpack it, and zip it again"
-    # without the flag for UTF-8 zipfile takes names for those of MS-DOS, whose signs show that they are not
-    if not member.flag_bits & 0x800 and any(unicodedata.category(sign).startswith("S") for sign in name if sign > "~"):
-        return "its name is neither UTF-8 nor of MS-DOS; unpack it with the right encoding, and give the folder"
+        return (
+            "its name is not a plain relative one, as it has a backslash; unpack it, and zip it"
+            " again"
+        )
+    # without the flag for UTF-8 zipfile takes names for those of MS-DOS, whose signs show that they
+    # are not
+    if not member.flag_bits & 0x800 and any(
+        unicodedata.category(sign).startswith("S") for sign in name if sign > "~"
+    ):
+        return (
+            "its name is neither UTF-8 nor of MS-DOS; unpack it with the right encoding, and give"
+            " the folder"
+        )
     # names must stay below the folder that they would be unpacked to
     if name[1:2] == ":" or not {"", ".", ".."}.isdisjoint(name.removesuffix("/").split("/")):
         return "its name is not a plain relative one"
@@ -349,4 +417,8 @@ def _fault(member: zipfile.ZipInfo) -> str | None:
 
 def too_large(num_bytes: int) -> str | None:
     """The complaint about a member of this size, if there is one."""
-    return f"it unpacks to {num_bytes} bytes, expected at most {MAX_FILE_BYTES}" if num_bytes > MAX_FILE_BYTES else None
+    return (
+        f"it unpacks to {num_bytes} bytes, expected at most {MAX_FILE_BYTES}"
+        if num_bytes > MAX_FILE_BYTES
+        else None
+    )

@@ -1,5 +1,6 @@
-"""Tasks from image folders and zips laid out as `<split>/<class>/<image>`, streams from folders of them, and tasks from
-a manifest: a table that names the files, in CSV or Parquet, with `path`, `label` and perhaps `split`.
+"""Tasks from image folders and zips laid out as `<split>/<class>/<image>`, streams from folders of
+them, and tasks from a manifest: a table that names the files, in CSV or Parquet, with `path`,
+`label` and perhaps `split`.
 """
 
 import collections
@@ -50,15 +51,17 @@ NEEDED, OPTIONAL = ("path", "label"), ("split",)  # columns of a manifest
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 
-def plan_task(path: Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn") -> Plan:
+def plan_task(
+    path: Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn"
+) -> Plan:
     """The task in a folder or zip with `<split>/<class>/<image>`; one enclosing folder is skipped.
 
-    Classes are the sorted folders of train, or `classes` of a `meta.json` next to the splits, whose folders
-    then have the names or the label numbers. A missing validation part is cut from train: ceil(0.1 n) images, at
-    least one of each class; with train alone or `<class>/<image>` a test part of ceil(0.3 n) goes first.
-    `seed` draws these. For what another `purpose` than learning needs and cuts, see `Plan.of`. A folder of
-    `save_to_disk` is a task, too: see `plan_hub`. Raises FileNotFoundError, or ValueError naming the offending file or
-    folder.
+    Classes are the sorted folders of train, or `classes` of a `meta.json` next to the splits, whose
+    folders then have the names or the label numbers. A missing validation part is cut from train:
+    ceil(0.1 n) images, at least one of each class; with train alone or `<class>/<image>` a test
+    part of ceil(0.3 n) goes first. `seed` draws these. For what another `purpose` than learning
+    needs and cuts, see `Plan.of`. A folder of `save_to_disk` is a task, too: see `plan_hub`. Raises
+    FileNotFoundError, or ValueError naming the offending file or folder.
     """
     if is_saved(path):
         return plan_hub(path, name=name, seed=seed, purpose=purpose)
@@ -68,10 +71,12 @@ def plan_task(path: Path, *, name: str | None = None, seed: int = 0, purpose: Pu
 def plan_stream(
     path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0, purpose: Purpose = "learn"
 ) -> list[Plan]:
-    """The tasks of a folder whose zips and folders are tasks, named after them; a single task is a stream of one.
+    """The tasks of a folder whose zips and folders are tasks, named after them; a single task is a
+    stream of one.
 
-    `tasks` selects and orders; by default all are taken, sorted, except folders without any image. Raises as
-    `plan_task`, and unless `tasks` names them for folders that look like parts of one task.
+    `tasks` selects and orders; by default all are taken, sorted, except folders without any image.
+    Raises as `plan_task`, and unless `tasks` names them for folders that look like parts of one
+    task.
     """
     places = _find_tasks(path, purpose)
     if tasks is not None:
@@ -79,15 +84,25 @@ def plan_stream(
         places = {name: places[name] for name in tasks}
     found = {name: look_through(place) for name, place in places.items() if not is_saved(place)}
     if tasks is None:
-        lacks_heif = {name for name, one in found.items() if any(kind.endswith(GET_HEIF) for _, kind in one.ignored)}
-        empty = {name for name, one in found.items() if not (one.images or name in lacks_heif or one.path.is_file())}
+        lacks_heif = {
+            name
+            for name, one in found.items()
+            if any(kind.endswith(GET_HEIF) for _, kind in one.ignored)
+        }
+        empty = {
+            name
+            for name, one in found.items()
+            if not (one.images or name in lacks_heif or one.path.is_file())
+        }
         tasks = sorted(places.keys() - empty)
         if places != {name_of(path): path}:
             _refuse_parts(path, tasks, found, purpose)
     plans = [
-        _plan(found[name], name, seed, purpose)
-        if name in found
-        else plan_hub(places[name], name=name, seed=seed, purpose=purpose)
+        (
+            _plan(found[name], name, seed, purpose)
+            if name in found
+            else plan_hub(places[name], name=name, seed=seed, purpose=purpose)
+        )
         for name in tasks
     ]
     if not plans:
@@ -108,20 +123,27 @@ def _find_tasks(path: Path, purpose: Purpose) -> dict[str, Path]:
         return {name_of(path): path}  # a single task: folders of images are classes
     # a link to a missing task must not make it vanish
     places = [
-        entry for entry in entries if entry.is_dir() or entry.suffix.lower() == ".zip" or _may_be_dead_folder(entry)
+        entry
+        for entry in entries
+        if entry.is_dir() or entry.suffix.lower() == ".zip" or _may_be_dead_folder(entry)
     ]
     if repeated := repeats(map(name_of, places)):
-        raise ValueError(f"{path} contains two folders or zips of the same name: {repeated}; keep one of each")
+        raise ValueError(
+            f"{path} contains two folders or zips of the same name: {repeated}; keep one of each"
+        )
     if not places and (num := sum(map(may_be_image, entries))):
         raise ValueError(
-            f"{path} contains {num} images and no folder; put those of each class into a separate folder, such "
-            f"as {path.name}/cat and {path.name}/dog"
+            f"{path} contains {num} images and no folder; put those of each class into a separate"
+            f" folder, such as {path.name}/cat and {path.name}/dog"
         )
     return {name_of(place): place for place in places}
 
 
-def _refuse_parts(path: Path, tasks: Sequence[str], found: Mapping[str, Listing], purpose: Purpose) -> None:
-    """ValueError for folders or zips that are named like splits, or without splits have the same classes."""
+def _refuse_parts(
+    path: Path, tasks: Sequence[str], found: Mapping[str, Listing], purpose: Purpose
+) -> None:
+    """ValueError for folders or zips that are named like splits, or without splits have the same
+    classes."""
     alike: dict[frozenset[str], list[str]] = {}
     for name in tasks:
         if name in found and (classes := _bare_classes(found[name])):
@@ -129,30 +151,43 @@ def _refuse_parts(path: Path, tasks: Sequence[str], found: Mapping[str, Listing]
     bare = [name for names in alike.values() for name in names]
     if tasks and sorted(bare) == tasks and len(_split_folders(tasks)) == len(tasks):
         check_splits(str(path), splits_of(str(path), tasks).values(), purpose)
-        raise ValueError(f"{path}: zips named {sorted(tasks)} are splits of one task; unpack them into one folder")
+        raise ValueError(
+            f"{path}: zips named {sorted(tasks)} are splits of one task; unpack them into one"
+            " folder"
+        )
     for classes, names in alike.items():
         if len(names) > 1:
             raise ValueError(
-                f"{path}: {', '.join(names[:8])} have the same classes ({first_of(sorted(classes))}), so they may be "
-                "parts of one task. If they are, rename them to train and test, or put the images of each class into "
-                f"one folder. If each is a task, list them in a TOML file, give each folder by itself, or name them "
-                f"(`cheem learn` and `cheem evaluate`: --tasks {','.join(names[:8])})"
+                f"{path}: {', '.join(names[:8])} have the same classes"
+                f" ({first_of(sorted(classes))}), so they may be parts of one task. If they are,"
+                " rename them to train and test, or put the images of each class into one folder."
+                " If each is a task, list them in a TOML file, give each folder by itself, or name"
+                f" them (`cheem learn` and `cheem evaluate`: --tasks {','.join(names[:8])})"
             )
 
 
 def _bare_classes(found: Listing) -> frozenset[str]:
-    """Names of the class folders of a task without splits; none for a task that has splits or a meta.json."""
+    """Names of the class folders of a task without splits; none for a task that has splits or a
+    meta.json."""
     folders = {tuple(name.split("/")[:-1]) for name in found.images}
     # train.zip usually contains the folder train
-    has_splits = {split_of(parts[-2]) for parts in folders if len(parts) > 1} - {None, split_of(name_of(found.path))}
+    has_splits = {split_of(parts[-2]) for parts in folders if len(parts) > 1} - {
+        None,
+        split_of(name_of(found.path)),
+    }
     names = {composed(parts[-1]).casefold() for parts in folders if parts}
-    if has_splits or len(_split_folders(names)) == len(names) or any(at.endswith("meta.json") for at in found.names):
+    if (
+        has_splits
+        or len(_split_folders(names)) == len(names)
+        or any(at.endswith("meta.json") for at in found.names)
+    ):
         return frozenset()
     return frozenset(names)
 
 
 def holds_images(path: Path) -> bool:
-    """Whether it is a zip or saved data set, or a folder with images in at least two folders below it."""
+    """Whether it is a zip or saved data set, or a folder with images in at least two folders below
+    it."""
     if not path.is_dir() or is_saved(path):
         return zipfile.is_zipfile(path) or is_saved(path)
     folders = (Path(path, at) for at, _, _ in walk(path) if at)
@@ -160,13 +195,17 @@ def holds_images(path: Path) -> bool:
 
 
 def _may_be_dead_folder(place: Path) -> bool:
-    return is_dead_link(place) and kind_of(FolderFiles(place.parent, [place.name]), 0) == "no suffix"
+    return (
+        is_dead_link(place) and kind_of(FolderFiles(place.parent, [place.name]), 0) == "no suffix"
+    )
 
 
 def _has_images(folder: Path) -> bool:
     """Whether it directly contains images."""
     with os.scandir(folder) as entries:
-        return any(not is_hidden(entry.name) and may_be_image(Path(entry.path)) for entry in entries)
+        return any(
+            not is_hidden(entry.name) and may_be_image(Path(entry.path)) for entry in entries
+        )
 
 
 def name_of(path: Path) -> str:
@@ -183,26 +222,36 @@ def _plan(found: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{path}: the name {ascii(name)} is not valid Unicode; rename the file") from None
+            raise ValueError(
+                f"{path}: the name {ascii(name)} is not valid Unicode; rename the file"
+            ) from None
     root, grouped = _group(path, images)
     check_splits(str(path), grouped.keys(), purpose)
-    _refuse_folders_without_image(found, root, (root + next(iter(next(iter(grouped.values()))))).count("/"))
+    _refuse_folders_without_image(
+        found, root, (root + next(iter(next(iter(grouped.values()))))).count("/")
+    )
     listed = _class_names(path, f"{root}meta.json", names)
     naming = grouped if purpose == "measure" else {"train": grouped["train"]}
     folders = [folder for folder_of in naming.values() for folder in folder_of.values()]
     classes, label_of = _label_folders(path, folders, listed)
     if listed is None and len(_split_folders(classes)) == len(classes):
         raise ValueError(
-            f"{path}: {', '.join(classes)} are splits, but their images are in no class folder; expected {LAYOUT}, "
-            "or a table (CSV) with the columns path, label and split"
+            f"{path}: {', '.join(classes)} are splits, but their images are in no class folder;"
+            f" expected {LAYOUT}, or a table (CSV) with the columns path, label and split"
         )
     members: Members = {}
     for split, folder_of in grouped.items():
         if unknown := sorted(set(map(composed, folder_of.values())) - set(label_of)):
             # ascii shows the difference between letters that look the same
-            raise ValueError(f"{path}: classes in {split} that train does not have: {ascii(unknown[:8])}")
+            raise ValueError(
+                f"{path}: classes in {split} that train does not have: {ascii(unknown[:8])}"
+            )
         members[split] = {file: label_of[composed(folder)] for file, folder in folder_of.items()}
-    files = [path / root / file for labels in members.values() for file in labels] if path.is_dir() else [path]
+    files = (
+        [path / root / file for labels in members.values() for file in labels]
+        if path.is_dir()
+        else [path]
+    )
     return Plan.of(
         task,
         classes,
@@ -217,7 +266,8 @@ def _plan(found: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
 
 
 def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]]]:
-    """The enclosing folder ("" or "name/"), and the class folder of each split's images by their names below it."""
+    """The enclosing folder ("" or "name/"), and the class folder of each split's images by their
+    names below it."""
     # a stray file or a folder below a class is no reason to take the others for misplaced
     depth = _usual(images)
     tops = {file.split("/")[0] for file in images}
@@ -229,20 +279,27 @@ def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]
         name = file.removeprefix(root)
         by_top.setdefault(name.split("/")[0], []).append(name)
     has_splits = any(_usual(by_top[top]) > 1 for top in _split_folders(by_top))
-    depth = 2 if has_splits or min(file.count("/") for files in by_top.values() for file in files) > 1 else 1
+    depth = (
+        2
+        if has_splits or min(file.count("/") for files in by_top.values() for file in files) > 1
+        else 1
+    )
     if wrong := [file for file in images if file.removeprefix(root).count("/") != depth]:
         at = max(wrong, key=lambda file: file.count("/"))
         raise ValueError(
-            f"{path}: {len(wrong):,} of {len(images):,} images are at an unexpected place, such as {at!r}; expected "
-            f"{LAYOUT}; move them, or take them out of it"
+            f"{path}: {len(wrong):,} of {len(images):,} images are at an unexpected place, such as"
+            f" {at!r}; expected {LAYOUT}; move them, or take them out of it"
         )
     found: dict[str, dict[str, str]] = {}
     for top, files in by_top.items():
-        found.setdefault(top if depth == 2 else "train", {}).update((file, file.split("/")[-2]) for file in files)
+        found.setdefault(top if depth == 2 else "train", {}).update(
+            (file, file.split("/")[-2]) for file in files
+        )
     if unknown := sorted(found.keys() - _split_folders(found)):
         raise ValueError(
-            f"{path}: {unknown[:8]} are not splits; known are {', '.join(SPLITS)} ({LAYOUT}); of several tasks, give "
-            "the folder that contains them, or make a zip or a [[task]] of each"
+            f"{path}: {unknown[:8]} are not splits; known are {', '.join(SPLITS)} ({LAYOUT}); of"
+            " several tasks, give the folder that contains them, or make a zip or a [[task]] of"
+            " each"
         )
     split_names = splits_of(str(path), found)
     return root, {split_names[folder]: folder_of for folder, folder_of in found.items()}
@@ -255,16 +312,24 @@ def _usual(files: Sequence[str]) -> int:
 
 def _refuse_folders_without_image(found: Listing, root: str, depth: int) -> None:
     """A class that is empty, or whose files are all no images, would otherwise vanish silently."""
-    folders = {name.rpartition("/")[0] for name in found.names if name.startswith(root) and name.count("/") == depth}
+    folders = {
+        name.rpartition("/")[0]
+        for name in found.names
+        if name.startswith(root) and name.count("/") == depth
+    }
     folders -= {name.rpartition("/")[0] for name in found.images}
     if found.path.is_dir():
         above = (name for name in found.names if name.count("/") < depth)
         folders |= {name for name in above if _may_be_dead_folder(found.path / name)}
-        folders |= {at[:-1] for at, subfolders, names in walk(found.path) if at and not subfolders and not names}
+        folders |= {
+            at[:-1]
+            for at, subfolders, names in walk(found.path)
+            if at and not subfolders and not names
+        }
     if folders:
         raise ValueError(
-            f"{found.path}: folders without any image: {sorted(folders)[:8]}; fill these folders, or remove them if no "
-            f"class is meant{found.told()}"
+            f"{found.path}: folders without any image: {sorted(folders)[:8]}; fill these folders,"
+            f" or remove them if no class is meant{found.told()}"
         )
 
 
@@ -281,22 +346,28 @@ def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | Non
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}/{name}: not readable as JSON: {error}") from error
     names = meta.get("classes") if isinstance(meta, dict) else None
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"{path}/{name}: `classes` must be a list of names in label order, got {names!r:.80}")
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        raise ValueError(
+            f"{path}/{name}: `classes` must be a list of names in label order, got {names!r:.80}"
+        )
     return names
 
 
 def _label_folders(
     path: Path, folders: Iterable[str], names: list[str] | None
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Class names in label order, and the label of each class folder by its name in composed form."""
+    """Class names in label order, and the label of each class folder by its name in composed
+    form."""
     if names is None:
         way_out = (
-            "put one class into one folder, or list them as `classes` of a meta.json next to the splits if they are "
-            "different ones"
+            "put one class into one folder, or list them as `classes` of a meta.json next to the"
+            " splits if they are different ones"
         )
         names = list(class_names(str(path), folders, way_out))
-    folders, label_of = sorted(set(map(composed, folders))), {composed(name): i for i, name in enumerate(names)}
+    folders = sorted(set(map(composed, folders)))
+    label_of = {composed(name): i for i, name in enumerate(names)}
     if set(folders) <= set(label_of):
         return tuple(names), label_of
     numbers = {folder: int(folder) for folder in folders if folder.isdecimal() and len(folder) < 20}
@@ -320,14 +391,20 @@ class ManifestRow(NamedTuple):
 
 
 def plan_manifest(
-    file: Path, *, name: str | None = None, root: Path | None = None, seed: int = 0, purpose: Purpose = "learn"
+    file: Path,
+    *,
+    name: str | None = None,
+    root: Path | None = None,
+    seed: int = 0,
+    purpose: Purpose = "learn",
 ) -> Plan:
-    """The task that a CSV (comma, semicolon or tab) or Parquet file lists: one image a row, other columns are ignored.
+    """The task that a CSV (comma, semicolon or tab) or Parquet file lists: one image a row, other
+    columns are ignored.
 
-    `path` is relative to `root`, by default the folder of the manifest. `label` is a class name, or a number
-    0..n-1 (for another `purpose` than learning, some of these); names are sorted. Splits (train, val or test) that the
-    column `split` does not have are cut from train by `seed` as for folders. Raises FileNotFoundError, or ValueError
-    naming file and lines.
+    `path` is relative to `root`, by default the folder of the manifest. `label` is a class name, or
+    a number 0..n-1 (for another `purpose` than learning, some of these); names are sorted. Splits
+    (train, val or test) that the column `split` does not have are cut from train by `seed` as for
+    folders. Raises FileNotFoundError, or ValueError naming file and lines.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; expected a CSV or Parquet manifest")
@@ -336,7 +413,9 @@ def plan_manifest(
         raise FileNotFoundError(f"{root}: no such folder; the paths in {file} are relative to it")
     rows = _read_rows(file)
     # os.path and no pathlib: there may be a million of them
-    if not any(os.path.isfile(os.path.join(root, row.path)) for row in rows):  # some alone are like broken images
+    if not any(
+        os.path.isfile(os.path.join(root, row.path)) for row in rows
+    ):  # some alone are like broken images
         absent = first_of([f"{row.where}: {row.path!r}" for row in rows])
         raise FileNotFoundError(
             f"{file}: none of its {len(rows)} files exists: {absent}; "
@@ -361,7 +440,8 @@ def plan_manifest(
 
 
 def _read_rows(file: Path) -> list[ManifestRow]:
-    """The rows with paths in POSIX form and our names of splits, or one ValueError for all that is wrong."""
+    """The rows with paths in POSIX form and our names of splits, or one ValueError for all that is
+    wrong."""
     read = _read_parquet if file.suffix.lower() in (".parquet", ".pq") else _read_csv
     first: dict[str, str] = {}
     rows: list[ManifestRow] = []
@@ -373,7 +453,10 @@ def _read_rows(file: Path) -> list[ManifestRow]:
         if not row.path:
             wrong.append(f"{where}: empty path")
         elif path.startswith("/") or path[1:2] == ":" or ".." in path.split("/") or "\0" in path:
-            wrong.append(f"{where}: path {path!r} is not one below the root; write it relative and without '..'")
+            wrong.append(
+                f"{where}: path {path!r} is not one below the root; write it relative and without"
+                " '..'"
+            )
         elif path in first:
             wrong.append(f"{where}: path {path!r} is in {first[path]} already")
         if not row.label:
@@ -385,7 +468,9 @@ def _read_rows(file: Path) -> list[ManifestRow]:
     if wrong:
         raise ValueError(f"{file}: {len(wrong)} fault(s): {first_of(wrong)}")
     if not rows:
-        raise ValueError(f"{file}: no rows; expected one image a row below the names of the columns")
+        raise ValueError(
+            f"{file}: no rows; expected one image a row below the names of the columns"
+        )
     return rows
 
 
@@ -396,11 +481,17 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{file}, line {line}: not UTF-8 ({error.reason}); save the table as UTF-8") from error
+        raise ValueError(
+            f"{file}, line {line}: not UTF-8 ({error.reason}); save the table as UTF-8"
+        ) from error
     header = io.StringIO(text, newline="").readline()
     skipped = 0
-    if separator := re.fullmatch("sep=([,;\t])", header.strip("\r\n"), re.IGNORECASE):  # Excel's own first line
-        text, skipped, delimiter = text[len(header) :], 1, separator[1]
+    if separator := re.fullmatch(
+        "sep=([,;\t])", header.strip("\r\n"), re.IGNORECASE
+    ):  # Excel's own first line
+        text = text[len(header) :]
+        skipped = 1
+        delimiter = separator[1]
     else:
         delimiter = max(",;\t", key=header.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
@@ -412,13 +503,20 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
             if len(fields) != len(columns):
                 ragged.append(f"line {skipped + reader.line_num}: {len(fields)}")
             else:
-                yield f"line {skipped + reader.line_num}", {column: fields[at].strip() for column, at in wanted.items()}
+                yield (
+                    f"line {skipped + reader.line_num}",
+                    {column: fields[at].strip() for column, at in wanted.items()},
+                )
     except csv.Error as error:
-        raise ValueError(f"{file}, line {skipped + reader.line_num}: not readable as CSV: {error}") from error
+        raise ValueError(
+            f"{file}, line {skipped + reader.line_num}: not readable as CSV: {error}"
+        ) from error
     if ragged:
         raise ValueError(
-            f"{file}: expected {len(columns)} fields in every row, separated by {delimiter!r} as in the first "
-            f'line; other numbers in {first_of(ragged)}; put "..." around a field that contains {delimiter!r}'
+            f"{file}: expected {len(columns)} fields in every row, separated by {delimiter!r} as in"
+            " the first "
+            f'line; other numbers in {first_of(ragged)}; put "..." around a field that contains'
+            f" {delimiter!r}"
         )
 
 
@@ -434,21 +532,26 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         raise ValueError(f"{file}: not readable as Parquet: {error}") from error
     for number, values in enumerate(table.rename_columns([*wanted]).to_pylist(), start=1):
         # the exact type: True would pass for a whole number
-        if wrong := [column for column, value in values.items() if type(value) not in (str, int, type(None))]:
+        if wrong := [
+            column for column, value in values.items() if type(value) not in (str, int, type(None))
+        ]:
             value: Any = values[wrong[0]]
             raise ValueError(
-                f"{file}, row {number}: column {wrong[0]!r} contains {type(value).__name__} ({value!r:.40}); expected "
-                "text or whole numbers"
+                f"{file}, row {number}: column {wrong[0]!r} contains {type(value).__name__}"
+                f" ({value!r:.40}); expected text or whole numbers"
             )
-        yield f"row {number}", {c: "" if value is None else str(value).strip() for c, value in values.items()}
+        yield (
+            f"row {number}",
+            {c: "" if value is None else str(value).strip() for c, value in values.items()},
+        )
 
 
 def _wanted(file: Path, found: Sequence[str]) -> dict[str, int]:
     """The columns to read and where they are."""
     if missing := [column for column in NEEDED if column not in found]:
         raise ValueError(
-            f"{file}: no column {' and '.join(map(repr, missing))} among {found[:12]}; the first line must name the "
-            "columns: path, label, and optionally split"
+            f"{file}: no column {' and '.join(map(repr, missing))} among {found[:12]}; the first"
+            " line must name the columns: path, label, and optionally split"
         )
     wanted = [column for column in NEEDED + OPTIONAL if column in found]
     if repeated := [column for column in wanted if found.count(column) > 1]:
@@ -456,8 +559,11 @@ def _wanted(file: Path, found: Sequence[str]) -> dict[str, int]:
     return {column: found.index(column) for column in wanted}
 
 
-def _classes(file: Path, rows: Sequence[ManifestRow], purpose: Purpose) -> tuple[tuple[str, ...], Mapping[str, int]]:
-    """Class names, and the label of each row's text: the numbers 0..n-1, to learn without gaps, or names."""
+def _classes(
+    file: Path, rows: Sequence[ManifestRow], purpose: Purpose
+) -> tuple[tuple[str, ...], Mapping[str, int]]:
+    """Class names, and the label of each row's text: the numbers 0..n-1, to learn without gaps, or
+    names."""
     first = {row.label: row for row in reversed(rows)}
     if not all(map(_WHOLE.fullmatch, first)):
         way_out = "write one class in one way, and give different ones names that differ in more"
@@ -468,8 +574,9 @@ def _classes(file: Path, rows: Sequence[ManifestRow], purpose: Purpose) -> tuple
     most = len(numbers) - 1 if purpose == "learn" else max(numbers)
     if strange := sorted(number for number in numbers if not 0 <= number <= most):
         raise ValueError(
-            f"{file}, {numbers[strange[0]].where}: label {strange[0]} among {len(numbers)} different ones, expected "
-            f"numbers 0..{len(numbers) - 1}; number the classes from 0 without gaps, or write class names"
+            f"{file}, {numbers[strange[0]].where}: label {strange[0]} among {len(numbers)}"
+            f" different ones, expected numbers 0..{len(numbers) - 1}; number the classes from 0"
+            " without gaps, or write class names"
         )
     places = {number: place for place, number in enumerate(sorted(numbers))}
     return tuple(map(str, places)), {text: places[int(text)] for text in first}

@@ -1,8 +1,10 @@
-"""Plans to tasks: images decoded into memory, into files that are mapped into it, or when they are needed.
+"""Plans to tasks: images decoded into memory, into files that are mapped into it, or when they are
+needed.
 
-The files of a plan, an image size and a version of the decoder are a cache: a folder `<task>-<size>-<key>` with one
-`.npy` per split and `cache.json`. It is written under another name and renamed when it is complete, so a folder of that
-name can be trusted; a lock makes a second process wait for the first.
+The files of a plan, an image size and a version of the decoder are a cache: a folder
+`<task>-<size>-<key>` with one `.npy` per split and `cache.json`. It is written under another name
+and renamed when it is complete, so a folder of that name can be trusted; a lock makes a second
+process wait for the first.
 """
 
 import contextlib
@@ -22,7 +24,14 @@ import filelock
 import numpy as np
 
 from cheem_jax.core.paths import absolute, user_cache
-from cheem_jax.data.decode import DECODER_VERSION, BrokenImages, Progress, decode_in_order, decode_many, decode_row
+from cheem_jax.data.decode import (
+    DECODER_VERSION,
+    BrokenImages,
+    Progress,
+    decode_in_order,
+    decode_many,
+    decode_row,
+)
 from cheem_jax.data.files import Encoded, import_extra
 from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.task import Part, Plan, Split, Stream, Task, hash_of
@@ -31,7 +40,8 @@ FORMAT = "cheem_jax-images/1"
 SPLIT_NAMES = ("train", "val", "test")
 
 Phase = Callable[[str, int], AbstractContextManager[Progress]]
-"""Opens a phase of work on a task, by the task's name and its number of images; gives the function that counts them."""
+"""Opens a phase of work on a task, by the task's name and its number of images; gives the function
+that counts them."""
 Given = TypeVar("Given")
 Loaded = TypeVar("Loaded")
 Keep = Literal["auto", "memory", "cache", "stream"]
@@ -47,12 +57,14 @@ class ImagesConfig:
     """Where decoded images are kept."""
 
     keep: Keep = "auto"
-    """`memory`, `cache` (files mapped into memory, made once), `stream` (decoded again in every epoch by Grain, nothing
-    stored), or `auto`: memory for a stream below 1 GiB, cache for a task below 64 GiB, else stream."""
+    """`memory`, `cache` (files mapped into memory, made once), `stream` (decoded again in every
+    epoch by Grain, nothing stored), or `auto`: memory for a stream below 1 GiB, cache for a task
+    below 64 GiB, else stream."""
     cache_dir: Path | None = None
     """Folder of the cached images; default: below the user's cache folder, or below --data-dir."""
     workers: int = 0
-    """Processes that decode for `stream`; 0: threads of this one. Processes start again, in seconds, for every pass."""
+    """Processes that decode for `stream`; 0: threads of this one. Processes start again, in
+    seconds, for every pass."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -82,7 +94,11 @@ def load_tasks(
         none = Split(np.empty((0, image_size, image_size, 3), np.uint8), np.empty(0, np.int32))
         splits = dict.fromkeys(SPLIT_NAMES, none)
         splits |= _load(plan, names_in(plan), image_size, config, total, phase or _silent)
-        known: dict[str, Any] = {"split_sha256": plan.split_sha256, "skipped": plan.skipped, "cut": plan.cut}
+        known: dict[str, Any] = {
+            "split_sha256": plan.split_sha256,
+            "skipped": plan.skipped,
+            "cut": plan.cut,
+        }
         known["purpose"] = plan.purpose if only is None else "measure"
         return Task(plan.name, plan.classes, **splits, **known)
 
@@ -91,7 +107,8 @@ def load_tasks(
 
 def _each(given: Iterable[Given], load: Callable[[Given], Loaded]) -> list[Loaded]:
     """All of them loaded; the broken images of all are one error."""
-    loaded, broken = list[Any](), list[str]()
+    loaded = list[Any]()
+    broken = list[str]()
     for one in given:
         try:
             loaded.append(load(one))
@@ -110,22 +127,35 @@ def load_task(path: str | Path, *, image_size: int, seed: int = 0, upright: bool
 
 
 def load_stream(
-    path: str | Path, tasks: Sequence[str] | None = None, *, image_size: int, seed: int = 0, upright: bool = True
+    path: str | Path,
+    tasks: Sequence[str] | None = None,
+    *,
+    image_size: int,
+    seed: int = 0,
+    upright: bool = True,
 ) -> Stream:
-    """A folder of tasks as a stream in memory; see `plan_stream`. `upright` as for `decode_image`."""
+    """A folder of tasks as a stream in memory; see `plan_stream`. `upright` as for
+    `decode_image`."""
     path = absolute(path)
     plans = [plan.turned(upright) for plan in plan_stream(path, tasks, seed=seed)]
     return Stream(path.resolve().stem, load_tasks(plans, image_size, ImagesConfig("memory")))
 
 
-def load_train(plan: Plan, image_size: int, config: ImagesConfig = ImagesConfig(), phase: Phase | None = None) -> Split:
+def load_train(
+    plan: Plan, image_size: int, config: ImagesConfig = ImagesConfig(), phase: Phase | None = None
+) -> Split:
     """The training split alone."""
     total = bytes_needed(len(plan.train.labels), image_size)
     return _load(plan, ("train",), image_size, config, total, phase or _silent)["train"]
 
 
 def _load(
-    plan: Plan, names: Sequence[str], image_size: int, config: ImagesConfig, total_bytes: int, phase: Phase
+    plan: Plan,
+    names: Sequence[str],
+    image_size: int,
+    config: ImagesConfig,
+    total_bytes: int,
+    phase: Phase,
 ) -> dict[str, Split]:
     """Some splits; `total_bytes` is the size of everything that is loaded together."""
     parts = {name: plan.splits[name] for name in names}
@@ -135,12 +165,17 @@ def _load(
         too_large = bytes_needed(num, image_size) > CACHED
         keep = "memory" if total_bytes <= IN_MEMORY else "stream" if too_large else "cache"
     if keep == "cache":
-        return cached(plan, image_size, absolute(config.cache_dir or default_directory()), phase, names)
+        return cached(
+            plan, image_size, absolute(config.cache_dir or default_directory()), phase, names
+        )
     splits = {}
     if keep == "stream":
         for name, part in parts.items():
             # the pixels follow from this, and none has been decoded yet
-            known = f"{plan.split_sha256} {plan.stamp} {image_size} {DECODER_VERSION} {name}{' upright' * plan.upright}"
+            known = (
+                f"{plan.split_sha256} {plan.stamp} {image_size} {DECODER_VERSION}"
+                f" {name}{' upright' * plan.upright}"
+            )
             images = StreamedImages(part.files, image_size, workers=config.workers)
             splits[name] = Split(images, part.labels, hashlib.sha256(known.encode()).hexdigest())
         return splits
@@ -159,7 +194,8 @@ def _silent(task: str, num_images: int) -> Iterator[Progress]:
 
 
 def default_directory() -> Path:
-    """Where caches are by default: in the user's cache folder. Raises ValueError if there is none."""
+    """Where caches are by default: in the user's cache folder. Raises ValueError if there is
+    none."""
     return user_cache() / "images"
 
 
@@ -168,11 +204,13 @@ def bytes_needed(num_images: int, image_size: int) -> int:
     return num_images * image_size * image_size * 3
 
 
-def cache_place(plan: Plan, image_size: int, root: Path, names: Sequence[str] = SPLIT_NAMES) -> Path:
+def cache_place(
+    plan: Plan, image_size: int, root: Path, names: Sequence[str] = SPLIT_NAMES
+) -> Path:
     """The folder of a plan's decoded images, whether it exists or not.
 
-    Its name has what decides the pixels of some splits: which files in which order, their stamp, the size, the
-    decoder, and whether it turns images by their EXIF orientation.
+    Its name has what decides the pixels of some splits: which files in which order, their stamp,
+    the size, the decoder, and whether it turns images by their EXIF orientation.
     """
     turned = ["upright"] if plan.upright else []
     decides = [FORMAT, DECODER_VERSION, image_size, plan.source, plan.stamp, *turned]
@@ -191,8 +229,8 @@ def cached(
 ) -> dict[str, Split]:
     """Splits with their images mapped from files, which are made if they do not exist.
 
-    Waits for another process that makes them. Raises ValueError for broken images, OSError if there is no room or no
-    permission; then nothing is left.
+    Waits for another process that makes them. Raises ValueError for broken images, OSError if there
+    is no room or no permission; then nothing is left.
     """
     place = cache_place(plan, image_size, root)
     if not place.is_dir():  # of all splits, which also contains these
@@ -205,14 +243,16 @@ def cached(
                     _make(plan, names, image_size, place, phase)
         except OSError as error:
             raise OSError(
-                f"the decoded images of {plan.name!r} cannot be kept in {root}: {error.strerror or error}; name "
-                "another folder for decoded images, one with room and write permission"
+                f"the decoded images of {plan.name!r} cannot be kept in {root}:"
+                f" {error.strerror or error}; name another folder for decoded images, one with room"
+                " and write permission"
             ) from error
     return open_cache(place, plan, names)
 
 
 def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> dict[str, Split]:
-    """Splits of a plan with the images of a finished cache. Raises ValueError naming what is corrupted."""
+    """Splits of a plan with the images of a finished cache. Raises ValueError naming what is
+    corrupted."""
     try:
         meta = json.loads((place / "cache.json").read_text())
         splits = {}
@@ -220,11 +260,16 @@ def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> d
             labels = plan.splits[name].labels
             # mapped, so that a header that promises more than there is takes no memory
             images = np.lib.format.open_memmap(place / f"{name}.npy", mode="r")
-            if images.shape != (len(labels), meta["image_size"], meta["image_size"], 3) or images.dtype != np.uint8:
+            if (
+                images.shape != (len(labels), meta["image_size"], meta["image_size"], 3)
+                or images.dtype != np.uint8
+            ):
                 raise ValueError(f"{name} has the shape {images.shape} of {images.dtype}")
             splits[name] = Split(images, labels, str(meta["splits"][name]["sha256"]))
     except PermissionError as error:
-        raise OSError(f"the cache {place} cannot be read ({error.strerror}: {error.filename})") from error
+        raise OSError(
+            f"the cache {place} cannot be read ({error.strerror}: {error.filename})"
+        ) from error
     except Exception as error:  # NumPy's parser of headers raises almost anything on a broken file
         raise ValueError(
             f"the cache {place} is corrupted ({error!r}); remove this folder and it is made again"
@@ -233,11 +278,13 @@ def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> d
 
 
 def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase: Phase) -> None:
-    """Decode everything into a folder next to the place, then rename it. Only one process does this at a time."""
+    """Decode everything into a folder next to the place, then rename it. Only one process does this
+    at a time."""
     partial = place.with_name(f"{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     num_images = sum(len(plan.splits[name].labels) for name in names)
-    needed, free = bytes_needed(num_images, image_size), shutil.disk_usage(place.parent).free
+    needed = bytes_needed(num_images, image_size)
+    free = shutil.disk_usage(place.parent).free
     if needed > free:
         raise OSError(f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB free")
     partial.mkdir()
@@ -245,10 +292,19 @@ def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase:
         with phase(plan.name, num_images) as on_progress:
 
             def write(name: str) -> dict[str, str]:
-                return {"sha256": _write(partial / f"{name}.npy", plan.splits[name], image_size, on_progress)}
+                return {
+                    "sha256": _write(
+                        partial / f"{name}.npy", plan.splits[name], image_size, on_progress
+                    )
+                }
 
             splits = dict(zip(names, _each(names, write), strict=True))
-        meta = {"task": plan.name, "source": plan.source, "image_size": image_size, "splits": splits}
+        meta = {
+            "task": plan.name,
+            "source": plan.source,
+            "image_size": image_size,
+            "splits": splits,
+        }
         (partial / "cache.json").write_text(json.dumps(meta, indent=1) + "\n")
         os.rename(partial, place)
     except BaseException:
@@ -257,9 +313,14 @@ def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase:
 
 
 def _write(file: Path, part: Part, image_size: int, on_progress: Progress) -> str:
-    """A `.npy` written piece by piece, so that a full disk is an error here and no signal later; returns its hash."""
+    """A `.npy` written piece by piece, so that a full disk is an error here and no signal later;
+    returns its hash."""
     digest = hashlib.sha256(part.labels.astype("<i4").tobytes())
-    header = {"descr": "|u1", "fortran_order": False, "shape": (len(part.labels), image_size, image_size, 3)}
+    header = {
+        "descr": "|u1",
+        "fortran_order": False,
+        "shape": (len(part.labels), image_size, image_size, 3),
+    }
     with file.open("wb") as stream:
         np.lib.format.write_array_header_1_0(stream, header)
         for piece in decode_in_order(part.files, image_size, range(len(part.files))):
@@ -272,11 +333,13 @@ def _write(file: Path, part: Part, image_size: int, on_progress: Progress) -> st
 
 
 class StreamedImages:
-    """Files that behave like uint8 images `[N, S, S, 3]`, decoded when they are needed and never stored.
+    """Files that behave like uint8 images `[N, S, S, 3]`, decoded when they are needed and never
+    stored.
 
-    Grain decodes ahead with `workers` processes, or with 0 with threads of this one, which is faster up to a handful of
-    cores; processes take seconds to start, for every pass. The caller decides which images a step sees, so a stream
-    gives what the same images in memory would give, and a pass that resumes at a later step what would have come then.
+    Grain decodes ahead with `workers` processes, or with 0 with threads of this one, which is
+    faster up to a handful of cores; processes take seconds to start, for every pass. The caller
+    decides which images a step sees, so a stream gives what the same images in memory would give,
+    and a pass that resumes at a later step what would have come then.
     """
 
     def __init__(self, files: Encoded, image_size: int, *, workers: int = 0):
@@ -299,13 +362,17 @@ class StreamedImages:
         Its `get_state()` says how far it has come; `set_state` of an equal one resumes there.
         """
         grain = _grain()
-        batch_size, num_threads = len(order[0]), max(2, min(16, os.cpu_count() or 1))
+        batch_size = len(order[0])
+        num_threads = max(2, min(16, os.cpu_count() or 1))
         images = grain.MapDataset.source(np.concatenate(order).tolist()).map(self._decode)
         if self.workers:  # whole batches, since each process takes every so many-th element
             reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
-            options = grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=2)
+            options = grain.MultiprocessingOptions(
+                num_workers=self.workers, per_worker_buffer_size=2
+            )
             return iter(images.batch(batch_size).to_iter_dataset(reading).mp_prefetch(options))
-        # single images, put together afterwards, so that the threads share the work on the first batch too
+        # single images, put together afterwards, so that the threads share the work on the first
+        # batch too
         reading = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=3 * batch_size)
         return iter(images.to_iter_dataset(reading).batch(batch_size))
 
@@ -317,5 +384,6 @@ def _grain() -> Any:
     grain = import_extra("grain", "datasets", "streaming images", ", or --images.keep cache")
     flags = importlib.import_module("absl.flags").FLAGS
     if not flags.is_parsed():
-        flags.mark_as_parsed()  # starting workers, Grain asks for absl's flags, which nobody parses here
+        # starting workers, Grain asks for absl's flags, which nobody parses here
+        flags.mark_as_parsed()
     return grain

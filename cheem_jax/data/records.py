@@ -1,8 +1,9 @@
-"""Data sets that TFDS has prepared, and those of the Hugging Face hub or that `save_to_disk` wrote, as encoded images.
+"""Data sets that TFDS has prepared, and those of the Hugging Face hub or that `save_to_disk` wrote,
+as encoded images.
 
-The library's own decoder decodes their bytes. TFDS's decoder without TensorFlow gives palette images their indices as
-colours and leaves CMYK and alpha channels in, hence `SkipDecoding`. The hub's are kept as Arrow files: no code of a
-data set runs, and nothing is unpickled.
+The library's own decoder decodes their bytes. TFDS's decoder without TensorFlow gives palette
+images their indices as colours and leaves CMYK and alpha channels in, hence `SkipDecoding`. The
+hub's are kept as Arrow files: no code of a data set runs, and nothing is unpickled.
 """
 
 import collections
@@ -67,7 +68,11 @@ class Records(Encoded):
         split, position = self.places[row]
         try:
             found = self._splits[split][position][self.image]
-            return found if isinstance(found, bytes) else found["bytes"] or FolderFiles(Path(), [found["path"]]).read(0)
+            return (
+                found
+                if isinstance(found, bytes)
+                else found["bytes"] or FolderFiles(Path(), [found["path"]]).read(0)
+            )
         except Exception as error:  # array_record, protobuf and pyarrow raise their own
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
@@ -89,7 +94,8 @@ def plan_rows(
     is_benchmark: bool = True,
     purpose: Purpose = "learn",
 ) -> Plan:
-    """A task from the rows of some splits; see `Plan.of`. `records` makes the images at some places with some keys."""
+    """A task from the rows of some splits; see `Plan.of`. `records` makes the images at some places
+    with some keys."""
     members: Members = {}
     places: dict[str, tuple[str, int]] = {}
     for split, found in rows.items():
@@ -97,7 +103,8 @@ def plan_rows(
         repeated = collections.Counter[str]()
         for row in found:
             repeated[row.key] += 1
-            # the same image may come twice, and be in two official splits: its key must say which is meant
+            # the same image may come twice, and be in two official splits: its key must say which
+            # is meant
             number = f"#{repeated[row.key]}" if repeated[row.key] > 1 else ""
             key = f"{split}/{row.key}{number}"
             members[split][key], places[key] = row.label, (row.split, row.position)
@@ -106,14 +113,23 @@ def plan_rows(
         return records([places[key] for key in keys], keys)
 
     return Plan.of(
-        name, classes, members, files, source=source, stamp=stamp, seed=seed, floor=floor, is_benchmark=is_benchmark,
+        name,
+        classes,
+        members,
+        files,
+        source=source,
+        stamp=stamp,
+        seed=seed,
+        floor=floor,
+        is_benchmark=is_benchmark,
         purpose=purpose,
-    )  # fmt: skip
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A data set that TFDS has prepared in a directory, and the parts of it that make a classification task."""
+    """A data set that TFDS has prepared in a directory, and the parts of it that make a
+    classification task."""
 
     directory: Path
     full_name: str
@@ -124,13 +140,15 @@ class Prepared:
     classes: tuple[str, ...]
     splits: tuple[str, ...]
 
-    def index(self, splits: Iterable[str], key: str | None = None, *, on_progress: Progress | None = None) -> list[Row]:
+    def index(
+        self, splits: Iterable[str], key: str | None = None, *, on_progress: Progress | None = None
+    ) -> list[Row]:
         """All images of some splits, sorted.
 
-        `key` names the text feature that tells images apart, `class/FEATURE` if it does so within a class only,
-        or says that the file's bytes or pixels do; by default the first feature that looks like a file name. Every
-        example is read for this once; the result is kept in the data set's own folder if that can be written to.
-        Raises ValueError for unlabelled images.
+        `key` names the text feature that tells images apart, `class/FEATURE` if it does so within a
+        class only, or says that the file's bytes or pixels do; by default the first feature that
+        looks like a file name. Every example is read for this once; the result is kept in the data
+        set's own folder if that can be written to. Raises ValueError for unlabelled images.
         """
         key = key or next((name for name in NAME_FEATURES if name in self.features), BY_BYTES)
         rows: list[Row] = []
@@ -149,8 +167,11 @@ class Prepared:
         opened = functools.partial(_source, self.directory, self.image)
         return Records(self.directory, self.image, opened, places, keys)
 
-    def _known(self, split: str, key: str, on_progress: Progress | None) -> tuple[list[str], np.ndarray]:
-        """Keys and labels of one split in TFDS's order, from an earlier pass if nothing has changed since."""
+    def _known(
+        self, split: str, key: str, on_progress: Progress | None
+    ) -> tuple[list[str], np.ndarray]:
+        """Keys and labels of one split in TFDS's order, from an earlier pass if nothing has changed
+        since."""
         mark = hashlib.sha256(f"{key} {self.stamp}".encode()).hexdigest()[:16]
         file = self.directory / ".cheem_jax" / f"{split}-{mark}.npz"
         # what does not exist or was truncated by a crash is made again
@@ -158,7 +179,11 @@ class Prepared:
             arrays = read_npz(file)
             keys, labels = arrays["keys"], arrays["labels"]
             well_formed = keys.dtype.kind == "S" and labels.dtype == np.int32 and labels.ndim == 1
-            if well_formed and keys.shape == labels.shape and 0 <= labels.min() <= labels.max() < len(self.classes):
+            if (
+                well_formed
+                and keys.shape == labels.shape
+                and 0 <= labels.min() <= labels.max() < len(self.classes)
+            ):
                 return [name.decode() for name in keys.tolist()], labels
         source = _source(self.directory, self.image, split)
         names: list[str] = []
@@ -170,30 +195,41 @@ class Prepared:
                 names.append(self._key(example, key))
             except Exception as error:  # array_record and protobuf raise their own
                 raise ValueError(
-                    f"{self.directory}, split {split!r} #{position}, cannot be read: {error}; prepare it again"
+                    f"{self.directory}, split {split!r} #{position}, cannot be read: {error};"
+                    " prepare it again"
                 ) from error
             if on_progress is not None:
                 on_progress(1)
         if not found:
-            raise ValueError(f"{self.full_name}: split {split!r} in {self.directory} has no example; prepare it again")
+            raise ValueError(
+                f"{self.full_name}: split {split!r} in {self.directory} has no example; prepare it"
+                " again"
+            )
         labels = np.array(found, np.int32)
         if outside := int(np.sum((labels < 0) | (labels >= len(self.classes)))):
             raise ValueError(
-                f"{self.full_name}: {outside} of {len(labels)} examples of split {split!r} have labels outside "
-                f"0..{len(self.classes) - 1} ({labels.min()} to {labels.max()}); -1 says that the labels are withheld, "
-                "so that nothing can be learned from or measured on these images; use another split"
+                f"{self.full_name}: {outside} of {len(labels)} examples of split {split!r} have"
+                f" labels outside 0..{len(self.classes) - 1} ({labels.min()} to {labels.max()}); -1"
+                " says that the labels are withheld, so that nothing can be learned from or"
+                " measured on these images; use another split"
             )
-        with contextlib.suppress(OSError):  # somebody else's data set, or a full disk: the next run reads all again
+        with contextlib.suppress(
+            OSError
+        ):  # somebody else's data set, or a full disk: the next run reads all again
             file.parent.mkdir(exist_ok=True)
             buffer = io.BytesIO()
-            np.savez_compressed(buffer, keys=np.array([name.encode() for name in names]), labels=labels)
+            np.savez_compressed(
+                buffer, keys=np.array([name.encode() for name in names]), labels=labels
+            )
             write_atomically(file, buffer.getvalue())
         return names, labels
 
     def _key(self, example: dict[str, Any], key: str) -> str:
         if key == BY_BYTES:
             return hashlib.sha256(example[self.image]).hexdigest()
-        if key == BY_PIXELS:  # PNG files are written while preparing, and not by everybody with the same bytes
+        if (
+            key == BY_PIXELS
+        ):  # PNG files are written while preparing, and not by everybody with the same bytes
             with opened(example[self.image], self.full_name) as image:
                 pixels = np.asarray(to_rgb(image))
             return hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).hexdigest()
@@ -208,30 +244,46 @@ def default_data_dir() -> Path:
 
 
 def plan_tfds(
-    spec: str, data_dir: Path | None, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn"
+    spec: str,
+    data_dir: Path | None,
+    *,
+    name: str | None = None,
+    seed: int = 0,
+    purpose: Purpose = "learn",
 ) -> Plan:
     """A task from any prepared TFDS data set of labelled images: `NAME[/CONFIG][:VERSION]`.
 
-    Its train, validation and test splits are taken; a missing validation or test part is cut from train as for
-    folders. Raises FileNotFoundError or ValueError.
+    Its train, validation and test splits are taken; a missing validation or test part is cut from
+    train as for folders. Raises FileNotFoundError or ValueError.
     """
     prepared = open_prepared(spec, data_dir or default_data_dir())
     known = splits_of(prepared.full_name, prepared.splits)
     if "train" not in known.values() and not (known and purpose == "measure"):
         raise ValueError(f"{prepared.full_name} has no train split, only {sorted(prepared.splits)}")
     rows = {split: prepared.index([name]) for name, split in known.items()}
-    source, stamp = f"tfds:{prepared.full_name}", prepared.stamp
+    source = f"tfds:{prepared.full_name}"
+    stamp = prepared.stamp
     name = name or prepared.full_name.split("/")[0]
     return plan_rows(
-        name, prepared.classes, rows, prepared.records, source=source, stamp=stamp, seed=seed, purpose=purpose
-    )  # fmt: skip
+        name,
+        prepared.classes,
+        rows,
+        prepared.records,
+        source=source,
+        stamp=stamp,
+        seed=seed,
+        purpose=purpose,
+    )
 
 
 def all_pictures(spec: str, split: str, data_dir: Path | None) -> Records:
-    """The images of one split, or of a slice such as `train[:1000]`, in TFDS's order; labels are not read."""
+    """The images of one split, or of a slice such as `train[:1000]`, in TFDS's order; labels are
+    not read."""
     prepared = open_prepared(spec, data_dir or default_data_dir())
     positions = range(len(_source(prepared.directory, prepared.image, split)))
-    return prepared.records([(split, position) for position in positions], [f"{split}#{row}" for row in positions])
+    return prepared.records(
+        [(split, position) for position in positions], [f"{split}#{row}" for row in positions]
+    )
 
 
 def open_prepared(spec: str, data_dir: Path) -> Prepared:
@@ -252,33 +304,44 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
         kind = builder.info.file_format.value
     except Exception as error:  # unreadable metadata: json, protobuf and TFDS raise their own
         reason = f"{error or type(error).__name__}"[:500]
-        raise ValueError(f"{directory} is not a data set of labelled images that TFDS can open: {reason}") from error
+        raise ValueError(
+            f"{directory} is not a data set of labelled images that TFDS can open: {reason}"
+        ) from error
     if kind not in ("array_record", "parquet"):
         raise ValueError(
-            f"{directory} was prepared in the format {kind!r}, which needs TensorFlow to be read; prepare it again in "
-            f"'array_record' (`cheem data prepare`, or file_format='array_record'), after moving this folder away"
+            f"{directory} was prepared in the format {kind!r}, which needs TensorFlow to be read;"
+            " prepare it again in 'array_record' (`cheem data prepare`, or"
+            " file_format='array_record'), after moving this folder away"
         )
     splits = tuple(builder.info.splits)
-    return Prepared(directory, builder.info.full_name, image, label, tuple(features), classes, splits)
+    return Prepared(
+        directory, builder.info.full_name, image, label, tuple(features), classes, splits
+    )
 
 
 def find_prepared(spec: str, data_dir: Path) -> Path:
-    """The directory of `NAME[/CONFIG][:VERSION]`; of several versions the newest. Raises FileNotFoundError."""
+    """The directory of `NAME[/CONFIG][:VERSION]`; of several versions the newest. Raises
+    FileNotFoundError."""
     matched = _SPEC.fullmatch(spec)
     if matched is None:
         raise ValueError(
-            f"{spec!r} is not the name of a TFDS data set; expected NAME[/CONFIG][:VERSION], e.g. eurosat/rgb:2.0.0"
+            f"{spec!r} is not the name of a TFDS data set; expected NAME[/CONFIG][:VERSION], e.g."
+            " eurosat/rgb:2.0.0"
         )
     name, config, version = matched.groups()
     found: list[Path] = []
     for folder in [f"{name}/{config}"] if config else [name, f"{name}/*"]:
         # what a killed preparation left has another name than a version
         infos = data_dir.glob(f"{folder}/{version or '*'}/dataset_info.json")
-        found = found or [info.parent for info in infos if re.fullmatch(r"\d+\.\d+\.\d+", info.parent.name)]
+        found = found or [
+            info.parent for info in infos if re.fullmatch(r"\d+\.\d+\.\d+", info.parent.name)
+        ]
     if not found:
         raise FileNotFoundError(f"{spec!r} is not prepared in {data_dir}")
     if len(configs := sorted({directory.parent.name for directory in found})) > 1:
-        raise ValueError(f"{spec!r} is prepared in several configs in {data_dir}; name one: {configs}")
+        raise ValueError(
+            f"{spec!r} is prepared in several configs in {data_dir}; name one: {configs}"
+        )
     return max(found, key=lambda directory: tuple(map(int, directory.name.split("."))))
 
 
@@ -304,16 +367,20 @@ def _source(directory: Path, image: str, split: str) -> Any:
 
 
 def _builder(directory: Path) -> Any:
-    """TFDS's builder of a prepared directory, after a check that opening it imports nothing but TFDS's features."""
+    """TFDS's builder of a prepared directory, after a check that opening it imports nothing but
+    TFDS's features."""
     file = directory / "features.json"
     named = _feature_classes(json.loads(file.read_text()))
     if foreign := sorted({name for name in named if not _OWN_FEATURE.fullmatch(name)}):
-        raise ValueError(f"{file} names the classes {foreign[:3]}; only features of TFDS itself are accepted")
+        raise ValueError(
+            f"{file} names the classes {foreign[:3]}; only features of TFDS itself are accepted"
+        )
     return import_tfds().builder_from_directory(directory)
 
 
 def _feature_classes(value: Any) -> Iterator[str]:
-    """Every Python class that a features.json names, also in JSON inside of texts: TFDS imports their modules."""
+    """Every Python class that a features.json names, also in JSON inside of texts: TFDS imports
+    their modules."""
     if isinstance(value, dict):
         for key, item in value.items():
             if key in ("pythonClassName", "python_class_name", "type") and isinstance(item, str):
@@ -329,12 +396,13 @@ def _feature_classes(value: Any) -> Iterator[str]:
 
 
 def _only(features: Any, kind: type, usual: str, where: str = "") -> str:
-    """The feature of this kind, of several the `usual` one; ValueError, which begins with `where`, if there is none."""
+    """The feature of this kind, of several the `usual` one; ValueError, which begins with `where`,
+    if there is none."""
     names = [name for name, feature in features.items() if isinstance(feature, kind)]
     if usual not in names and len(names) != 1:
         raise ValueError(
-            f"{where}expected one column of {kind.__name__}, found {names or 'none'} among {sorted(features)}; rename "
-            f"the one to use to {usual!r}, or cast it"
+            f"{where}expected one column of {kind.__name__}, found {names or 'none'} among"
+            f" {sorted(features)}; rename the one to use to {usual!r}, or cast it"
         )
     return usual if usual in names else names[0]
 
@@ -345,15 +413,22 @@ def is_saved(path: Path) -> bool:
     return of_one_split or (path / "dataset_dict.json").is_file()
 
 
-def plan_hub(source: str | Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn") -> Plan:
-    """The task in a data set: `NAME` or `NAME:CONFIG` on the hub, or a folder of `save_to_disk` (a path).
+def plan_hub(
+    source: str | Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn"
+) -> Plan:
+    """The task in a data set: `NAME` or `NAME:CONFIG` on the hub, or a folder of `save_to_disk` (a
+    path).
 
-    The only column of images and the only one of class labels count, or those called `image` and `label`. Missing
-    splits are cut from train by `seed` as for folders. Raises ValueError or FileNotFoundError.
+    The only column of images and the only one of class labels count, or those called `image` and
+    `label`. Missing splits are cut from train by `seed` as for folders. Raises ValueError or
+    FileNotFoundError.
     """
-    datasets, told = import_extra("datasets", "hub", "this"), f"{'' if isinstance(source, Path) else HUB}{source}"
+    datasets = import_extra("datasets", "hub", "this")
+    told = f"{'' if isinstance(source, Path) else HUB}{source}"
     datasets.disable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # which would tell of every attempt
+    logging.getLogger("huggingface_hub").setLevel(
+        logging.ERROR
+    )  # which would tell of every attempt
     if not isinstance(source, Path):
         _ask_hub(source.partition(":")[0])
     try:
@@ -367,8 +442,9 @@ def plan_hub(source: str | Path, *, name: str | None = None, seed: int = 0, purp
     except Exception as error:  # of the hub, of Arrow, and of the library
         reason = " ".join(f"{error or type(error).__name__}".split())[:300]
         raise ValueError(
-            f"{told} cannot be read: {reason}; check the name (hf:OWNER/NAME or hf:OWNER/NAME:CONFIG) and the network, "
-            "or give a folder that save_to_disk of the library datasets wrote"
+            f"{told} cannot be read: {reason}; check the name (hf:OWNER/NAME or"
+            " hf:OWNER/NAME:CONFIG) and the network, or give a folder that save_to_disk of the"
+            " library datasets wrote"
         ) from error
     splits = found if isinstance(found, dict) else {"train": found}
     known = splits_of(told, splits)
@@ -378,36 +454,59 @@ def plan_hub(source: str | Path, *, name: str | None = None, seed: int = 0, purp
     features = next(splits[split] for split in SPLITS if split in splits).features
     image = _only(features, datasets.Image, "image", f"{told}: ")
     label = _only(features, datasets.ClassLabel, "label", f"{told}: ")
-    classes, found = features[label].names, dict[str, list[Row]]()
+    classes = features[label].names
+    found = dict[str, list[Row]]()
     for split, rows in splits.items():
         if rows.features.get(label) != features[label] or image not in rows.features:
-            raise ValueError(f"{told}: the columns of {split} are not those of train; save splits that have the same")
-        labels = np.array([-1 if one is None else one for one in rows.select_columns([label])[:][label]], int)
+            raise ValueError(
+                f"{told}: the columns of {split} are not those of train; save splits that have the"
+                " same"
+            )
+        labels = np.array(
+            [-1 if one is None else one for one in rows.select_columns([label])[:][label]], int
+        )
         if outside := int(((labels < 0) | (labels >= len(classes))).sum()):
             raise ValueError(
-                f"{told}: {outside} of {len(labels)} images of {split} have no label; save the other splits with "
-                "save_to_disk, and give that folder"
+                f"{told}: {outside} of {len(labels)} images of {split} have no label; save the"
+                " other splits with save_to_disk, and give that folder"
             )
-        found[split] = [Row(f"{at:07d}", label, split, at) for at, label in enumerate(labels.tolist())]
-        splits[split] = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+        found[split] = [
+            Row(f"{at:07d}", label, split, at) for at, label in enumerate(labels.tolist())
+        ]
+        splits[split] = rows.select_columns([image]).cast_column(
+            image, datasets.Image(decode=False)
+        )
     files = {Path(file["filename"]) for rows in splits.values() for file in rows.cache_files}
     records = functools.partial(Records, told, image, splits.__getitem__)
     return plan_rows(
-        name or default, classes, found, records, source=told, stamp=stamp_of(sorted(files)), seed=seed,
-        is_benchmark=False, purpose=purpose,
-    )  # fmt: skip
+        name or default,
+        classes,
+        found,
+        records,
+        source=told,
+        stamp=stamp_of(sorted(files)),
+        seed=seed,
+        is_benchmark=False,
+        purpose=purpose,
+    )
 
 
 def _ask_hub(repository: str) -> None:
-    """Raise OSError where the hub does not have the data set or does not answer: the library would ask for minutes."""
+    """Raise OSError where the hub does not have the data set or does not answer: the library would
+    ask for minutes."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     try:
-        with told_in_a_line(f"{HUB}{repository}", "read"), contextlib.suppress(OfflineModeIsEnabled):
+        with (
+            told_in_a_line(f"{HUB}{repository}", "read"),
+            contextlib.suppress(OfflineModeIsEnabled),
+        ):
             HfApi().dataset_info(repository, timeout=TIMEOUT)
     except OSError as error:
-        raise OSError(f"{error}; HF_HUB_OFFLINE=1 takes a data set that was loaded before") from error
+        raise OSError(
+            f"{error}; HF_HUB_OFFLINE=1 takes a data set that was loaded before"
+        ) from error
 
 
 def name_in(spec: str) -> str:

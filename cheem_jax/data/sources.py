@@ -1,5 +1,5 @@
-"""From what a user writes to plans: a benchmark, one of its tasks, a stream file, a manifest, a folder, or a data set
-of TFDS or the Hugging Face hub."""
+"""From what a user writes to plans: a benchmark, one of its tasks, a stream file, a manifest, a
+folder, or a data set of TFDS or the Hugging Face hub."""
 
 import dataclasses
 import difflib
@@ -42,19 +42,21 @@ def plan_source(
 ) -> tuple[str, list[Plan]]:
     """The name of a stream and its tasks, in learning order.
 
-    `source` is `mtil` or `vdd`, the name of one of their tasks, `tfds:NAME[/CONFIG][:VERSION]`, `hf:NAME[:CONFIG]` (on
-    the Hugging Face hub), a TOML file, a manifest (CSV or Parquet), or a folder or zip. A name that is also a folder
-    or file of images in the working directory is refused. `tasks` selects and orders, `order` is one of MTIL's, `seed`
-    draws splits that are missing, `purpose` says what the tasks need. Raises MissingTasks, FileNotFoundError or
+    `source` is `mtil` or `vdd`, the name of one of their tasks, `tfds:NAME[/CONFIG][:VERSION]`,
+    `hf:NAME[:CONFIG]` (on the Hugging Face hub), a TOML file, a manifest (CSV or Parquet), or a
+    folder or zip. A name that is also a folder or file of images in the working directory is
+    refused. `tasks` selects and orders, `order` is one of MTIL's, `seed` draws splits that are
+    missing, `purpose` says what the tasks need. Raises MissingTasks, FileNotFoundError or
     ValueError.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
     if is_name(source) and holds_images(absolute(source)):
         data_set = BY_NAME[source].builder if source in BY_NAME else source
         raise ValueError(
-            f"{source!r} is ambiguous: it means the {'benchmark' if source in BENCHMARKS else 'data set'} {data_set}, "
-            f"and {absolute(source)} contains images; write ./{source} for these, or rename them if "
-            "the data set is meant"
+            f"{source!r} is ambiguous: it means the"
+            f" {'benchmark' if source in BENCHMARKS else 'data set'} {data_set}, and"
+            f" {absolute(source)} contains images; write ./{source} for these, or rename them if"
+            " the data set is meant"
         )
     if source in BENCHMARKS:
         known = order_of(source, order)
@@ -62,21 +64,29 @@ def plan_source(
             tasks = check_names(tasks, known, f"benchmark {source!r}")
         return source, _plan_benchmark(source, tasks or known, data_dir or default_data_dir(), seed)
     if order != "default":
-        raise ValueError(f"order {order!r} belongs to mtil, not to {source!r}; name tasks in the order you want")
+        raise ValueError(
+            f"order {order!r} belongs to mtil, not to {source!r}; name tasks in the order you want"
+        )
     path = absolute(source)
     if source in BY_NAME:
-        name, plans = source, _plan_benchmark(source, [source], data_dir or default_data_dir(), seed)
+        name = source
+        plans = _plan_benchmark(source, [source], data_dir or default_data_dir(), seed)
     elif source.startswith("tfds:"):
-        name, plans = source, [plan_tfds(source.removeprefix("tfds:"), data_dir, seed=seed, purpose=purpose)]
+        name = source
+        plans = [plan_tfds(source.removeprefix("tfds:"), data_dir, seed=seed, purpose=purpose)]
     elif source.startswith(HUB):
-        name, plans = source, [plan_hub(source.removeprefix(HUB), seed=seed, purpose=purpose)]
+        name = source
+        plans = [plan_hub(source.removeprefix(HUB), seed=seed, purpose=purpose)]
     elif path.suffix.lower() == ".toml":
         return plan_stream_file(path, tasks, data_dir=data_dir, seed=seed, purpose=purpose)
     elif path.suffix.lower() in (".csv", ".tsv", ".parquet"):
-        name, plans = path.stem, [plan_manifest(path, seed=seed, purpose=purpose)]
+        name = path.stem
+        plans = [plan_manifest(path, seed=seed, purpose=purpose)]
     else:
         if not path.exists():
-            raise FileNotFoundError(f"{source}: no such folder, zip, stream file or benchmark{_nearest(source, path)}")
+            raise FileNotFoundError(
+                f"{source}: no such folder, zip, stream file or benchmark{_nearest(source, path)}"
+            )
         return name_of(path), plan_stream(path, tasks, seed=seed, purpose=purpose)
     if tasks is not None:
         check_names(tasks, [plan.name for plan in plans], source)
@@ -89,22 +99,29 @@ def images_dir(data_dir: Path | None) -> Path:
 
 
 def is_name(source: str) -> bool:
-    """Whether a source is the name of a benchmark, of one of their tasks or of a data set of others, and no file."""
+    """Whether a source is the name of a benchmark, of one of their tasks or of a data set of
+    others, and no file."""
     return source in (*BENCHMARKS, *BY_NAME) or source.startswith(("tfds:", HUB))
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path | None:
-    """Where decoded images of a source are kept: in the data folder if the source uses it; None: the user's cache."""
+    """Where decoded images of a source are kept: in the data folder if the source uses it; None:
+    the user's cache."""
     is_there = is_name(source) and not source.startswith(HUB)
     return images_dir(data_dir) if data_dir is not None or is_there else None
 
 
 def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int) -> list[Plan]:
-    missing = {name: status for name in names if (status := status_of(BY_NAME[name], data_dir)).state != "ready"}
+    missing = {
+        name: status
+        for name in names
+        if (status := status_of(BY_NAME[name], data_dir)).state != "ready"
+    }
     if missing:
         raise MissingTasks(
-            f"{len(missing)} of {len(names)} tasks of {source!r} are not prepared in {data_dir}: {', '.join(missing)}; "
-            f"`cheem data prepare {source} --data-dir {shlex.quote(str(data_dir))}` gets those that can be got",
+            f"{len(missing)} of {len(names)} tasks of {source!r} are not prepared in {data_dir}:"
+            f" {', '.join(missing)}; `cheem data prepare {source} --data-dir"
+            f" {shlex.quote(str(data_dir))}` gets those that can be got",
             [f"{name}: {status.advice}" for name, status in missing.items()],
         )
     return [plan_of(BY_NAME[name], data_dir, seed=seed) for name in names]
@@ -112,9 +129,17 @@ def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int
 
 def _nearest(source: str, path: Path) -> str:
     """What was probably meant: a benchmark, one of their tasks, or something next to the path."""
-    siblings = [str(path.parent / entry.name) for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    siblings = (
+        [str(path.parent / entry.name) for entry in path.parent.iterdir()]
+        if path.parent.is_dir()
+        else []
+    )
     near = difflib.get_close_matches(source, [*BENCHMARKS, *BY_NAME, *siblings], n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; benchmarks are {', '.join(BENCHMARKS)}"
+    return (
+        f"; did you mean {' or '.join(near)}?"
+        if near
+        else f"; benchmarks are {', '.join(BENCHMARKS)}"
+    )
 
 
 def plan_stream_file(
@@ -133,15 +158,18 @@ def plan_stream_file(
         hub = "OWNER/NAME:CONFIG"  a data set of the Hugging Face hub, with or without a config
         benchmark = "food101"      a task of MTIL or VDD, from the data set below `data_dir`
 
-    and with a `name` if another is wanted. Relative paths start at the file's folder. A `seed` in the file comes
-    before the argument. `tasks` selects and orders; only those are read. Raises FileNotFoundError, or ValueError
-    with every fault.
+    and with a `name` if another is wanted. Relative paths start at the file's folder. A `seed` in
+    the file comes before the argument. `tasks` selects and orders; only those are read. Raises
+    FileNotFoundError, or ValueError with every fault.
     """
     file = absolute(file)
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; expected a stream in TOML")
     if file.stat().st_size > MAX_STREAM_FILE_BYTES:
-        raise ValueError(f"{file}: {file.stat().st_size} bytes, expected at most {MAX_STREAM_FILE_BYTES} in a stream")
+        raise ValueError(
+            f"{file}: {file.stat().st_size} bytes, expected at most {MAX_STREAM_FILE_BYTES} in a"
+            " stream"
+        )
     try:
         content = tomllib.loads(file.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, or brackets without end
@@ -150,7 +178,10 @@ def plan_stream_file(
     if tasks is not None:
         tasks = check_names(tasks, list(tables), f"stream {file}")
     seed = content.get("seed", seed)
-    plans = [_plan_table(name, tables[name], file.parent, data_dir, seed, purpose) for name in tasks or tables]
+    plans = [
+        _plan_table(name, tables[name], file.parent, data_dir, seed, purpose)
+        for name in tasks or tables
+    ]
     return content.get("name", file.resolve().stem), plans
 
 
@@ -170,7 +201,9 @@ def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, st
         wrong = _wrong_keys(table, ("name", "root", *KINDS))
         kinds = [kind for kind in KINDS if kind in table]
         if len(kinds) != 1:
-            wrong.append(f"expected exactly one of {', '.join(KINDS)}, got {' and '.join(kinds) or 'none'}")
+            wrong.append(
+                f"expected exactly one of {', '.join(KINDS)}, got {' and '.join(kinds) or 'none'}"
+            )
         elif "root" in table and kinds != ["manifest"]:
             wrong.append(f"`root` goes with `manifest`, not with `{kinds[0]}`")
         faults += [f"task {number}: {fault}" for fault in wrong]
@@ -187,14 +220,19 @@ def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, st
     return dict(zip(names, tables, strict=True))
 
 
-def _wrong_keys(table: dict[str, Any], texts: Sequence[str], others: Sequence[str] = ()) -> list[str]:
-    """Faults of a table with unknown keys, or with something else than text under the keys `texts`."""
-    faults, known = [], sorted((*texts, *others))
+def _wrong_keys(
+    table: dict[str, Any], texts: Sequence[str], others: Sequence[str] = ()
+) -> list[str]:
+    """Faults of a table with unknown keys, or with something else than text under the keys
+    `texts`."""
+    faults = []
+    known = sorted((*texts, *others))
     for key, value in table.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             faults.append(
-                f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}")
+                f"unknown key {key!r}; "
+                + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}")
             )
         elif key in texts and (not isinstance(value, str) or not value.strip() or "\0" in value):
             faults.append(f"{key} must be text without NUL, got {type(value).__name__}")
@@ -202,20 +240,28 @@ def _wrong_keys(table: dict[str, Any], texts: Sequence[str], others: Sequence[st
 
 
 def _place(folder: Path, text: str) -> Path:
-    """A path of a stream file; one that Windows wrote is taken with slashes, unless a file here has backslashes."""
+    """A path of a stream file; one that Windows wrote is taken with slashes, unless a file here has
+    backslashes."""
     place = absolute(text, folder)
     return place if place.exists() else absolute(text.replace("\\", "/"), folder)
 
 
 def _plan_table(
-    name: str, table: dict[str, str], folder: Path, data_dir: Path | None, seed: int, purpose: Purpose
+    name: str,
+    table: dict[str, str],
+    folder: Path,
+    data_dir: Path | None,
+    seed: int,
+    purpose: Purpose,
 ) -> Plan:
     match table:
         case {"path": path}:
             return plan_task(_place(folder, path), name=name, seed=seed, purpose=purpose)
         case {"manifest": manifest}:
             root = _place(folder, table["root"]) if "root" in table else None
-            return plan_manifest(_place(folder, manifest), name=name, root=root, seed=seed, purpose=purpose)
+            return plan_manifest(
+                _place(folder, manifest), name=name, root=root, seed=seed, purpose=purpose
+            )
         case {"tfds": spec}:
             return plan_tfds(spec, data_dir, name=name, seed=seed, purpose=purpose)
         case {"hub": spec}:
@@ -223,4 +269,6 @@ def _plan_table(
         case _:
             task = table["benchmark"]
             check_names([task], sorted(BY_NAME), "the benchmarks' table")
-            return dataclasses.replace(plan_of(BY_NAME[task], data_dir or default_data_dir(), seed=seed), name=name)
+            return dataclasses.replace(
+                plan_of(BY_NAME[task], data_dir or default_data_dir(), seed=seed), name=name
+            )

@@ -1,8 +1,9 @@
-"""Tasks and streams of uint8 images with integer labels, and plans of them before decoding; checked when made.
+"""Tasks and streams of uint8 images with integer labels, and plans of them before decoding; checked
+when made.
 
-Splits that a plan lacks are cut by the counts that the paper's tables follow: validation = ceil(0.1 n) of what is left
-for training; where there is no test part either, test = ceil(0.3 n) comes first (n is the size of the part that is
-divided).
+Splits that a plan lacks are cut by the counts that the paper's tables follow: validation = ceil(0.1
+n) of what is left for training; where there is no test part either, test = ceil(0.3 n) comes first
+(n is the size of the part that is divided).
 """
 
 import collections
@@ -28,12 +29,14 @@ Members = dict[str, dict[str, int]]
 """The label of every image by its key, for each split."""
 
 Purpose = Literal["learn", "extend", "measure"]
-"""What a task is for, and so what it needs: two classes and all of them in every split to `learn`; an image of each
-class in train and one for validation to `extend` a learned task; one class to `measure`."""
+"""What a task is for, and so what it needs: two classes and all of them in every split to `learn`;
+an image of each class in train and one for validation to `extend` a learned task; one class to
+`measure`."""
 
 SPLITS = ("train", "val", "test")
 _SPLIT = re.compile(
-    r"(?:(train(?:ing)?)|(val(?:id(?:ation)?)?|dev)|(test(?:ing)?))(?:[ _-]?(?:set|data|dataset|images|split))?",
+    r"(?:(train(?:ing)?)|(val(?:id(?:ation)?)?|dev)|(test(?:ing)?))(?:["
+    r" _-]?(?:set|data|dataset|images|split))?",
     re.IGNORECASE,
 )
 """Usual names of the splits: valid, Training, test_set, ..."""
@@ -80,16 +83,27 @@ class Task:
         for split_name, split in self.splits.items():
             images, labels = split.images, split.labels
             where = f"task {self.name!r}, split {split_name!r}"
-            if images.dtype != np.uint8 or len(images.shape) != 4 or images.shape[-1] != 3 or 0 in images.shape[1:3]:
-                raise ValueError(f"{where}: images must be uint8 [N, H, W, 3], got {images.dtype} {list(images.shape)}")
+            if (
+                images.dtype != np.uint8
+                or len(images.shape) != 4
+                or images.shape[-1] != 3
+                or 0 in images.shape[1:3]
+            ):
+                raise ValueError(
+                    f"{where}: images must be uint8 [N, H, W, 3], got {images.dtype}"
+                    f" {list(images.shape)}"
+                )
             if labels.dtype != np.int32 or labels.shape != images.shape[:1]:
                 raise ValueError(
-                    f"{where}: labels must be int32 [{len(images)}], got {labels.dtype} {list(labels.shape)}"
+                    f"{where}: labels must be int32 [{len(images)}], got {labels.dtype}"
+                    f" {list(labels.shape)}"
                 )
             shapes.add(images.shape[1:])
         check_purpose(f"task {self.name!r}", self.classes, labels_of, self.purpose)
         if len(shapes) > 1:
-            raise ValueError(f"task {self.name!r}: the splits' images differ in shape: {sorted(shapes)}")
+            raise ValueError(
+                f"task {self.name!r}: the splits' images differ in shape: {sorted(shapes)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,10 +117,14 @@ class Stream:
         if not self.tasks:
             raise ValueError(f"stream {self.name!r} has no task")
         if repeated := repeats(task.name for task in self.tasks):
-            raise ValueError(f"stream {self.name!r}: task names must be unique, repeated: {repeated}")
+            raise ValueError(
+                f"stream {self.name!r}: task names must be unique, repeated: {repeated}"
+            )
         shapes = {task.name: task.train.images.shape[1:] for task in self.tasks}
         if len(set(shapes.values())) > 1:
-            raise ValueError(f"stream {self.name!r}: all tasks need images of one shape, got {shapes}")
+            raise ValueError(
+                f"stream {self.name!r}: all tasks need images of one shape, got {shapes}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,7 +147,8 @@ class Plan:
     source: str
     """Where the files are, for messages."""
     stamp: str
-    """Changes when the files do (by size and time, or by version), so that no outdated decoded copy is used."""
+    """Changes when the files do (by size and time, or by version), so that no outdated decoded copy
+    is used."""
     ignored: tuple[str, ...] = ()
     """Lines for people about files beside the images that are not read."""
     skipped: tuple[str, ...] = ()
@@ -137,7 +156,8 @@ class Plan:
     cut: tuple[str, ...] = ()
     """Splits that were not given: cut from train, or left empty."""
     is_benchmark: bool = False
-    """Whether TFDS has prepared the data set: its images are decoded as stored, as in the paper's loaders."""
+    """Whether TFDS has prepared the data set: its images are decoded as stored, as in the paper's
+    loaders."""
     purpose: Purpose = "learn"
 
     @staticmethod
@@ -155,11 +175,12 @@ class Plan:
         is_benchmark: bool = False,
         purpose: Purpose = "learn",
     ) -> "Plan":
-        """The plan whose splits have these labels by key; missing ones are cut from train, in place: `cut_missing`.
+        """The plan whose splits have these labels by key; missing ones are cut from train, in
+        place: `cut_missing`.
 
-        `files` gives the files of some keys. To `extend`, a tenth is cut for validation and nothing for test; to
-        `measure`, what is missing stays empty where it cannot be cut. Raises ValueError for classes that have
-        too few images.
+        `files` gives the files of some keys. To `extend`, a tenth is cut for validation and nothing
+        for test; to `measure`, what is missing stays empty where it cannot be cut. Raises
+        ValueError for classes that have too few images.
         """
         cut = tuple(split for split in SPLITS if split not in members)
         match purpose:
@@ -177,12 +198,22 @@ class Plan:
         }
         train, val, test = parts["train"], parts["val"], parts["test"]
         return Plan(
-            name, tuple(classes), train, val, test, source, stamp, tuple(ignored), cut=cut, is_benchmark=is_benchmark,
+            name,
+            tuple(classes),
+            train,
+            val,
+            test,
+            source,
+            stamp,
+            tuple(ignored),
+            cut=cut,
+            is_benchmark=is_benchmark,
             purpose=purpose,
-        )  # fmt: skip
+        )
 
     def turned(self, upright: bool) -> "Plan":
-        """The plan whose images are turned as their EXIF orientation says, or not; those of a benchmark never are."""
+        """The plan whose images are turned as their EXIF orientation says, or not; those of a
+        benchmark never are."""
         parts = {}
         for split, part in self.splits.items():
             files = copy.copy(part.files)
@@ -214,10 +245,13 @@ class Plan:
 
     @functools.cached_property
     def split_sha256(self) -> str:
-        """SHA-256 over keys and labels of every split: equal where two people compare the same thing."""
+        """SHA-256 over keys and labels of every split: equal where two people compare the same
+        thing."""
         digest = hashlib.sha256(json.dumps([self.name, self.classes]).encode())
         for split, part in self.splits.items():
-            lines = sorted(f"{part.files.key(row)}\t{label}" for row, label in enumerate(part.labels.tolist()))
+            lines = sorted(
+                f"{part.files.key(row)}\t{label}" for row, label in enumerate(part.labels.tolist())
+            )
             digest.update("\n".join([f"{split} {len(lines)}", *lines, ""]).encode())
         return digest.hexdigest()
 
@@ -235,7 +269,8 @@ def fingerprint(task: Task) -> str:
 
 
 def copies_of(task: Task, known: Mapping[str, str]) -> list[str]:
-    """Other tasks, of those with these fingerprints by name, that have the same classes, images and labels."""
+    """Other tasks, of those with these fingerprints by name, that have the same classes, images and
+    labels."""
     others = [name for name in known if name != task.name]
     return [name for name, sha in _fingerprints(task, others).items() if sha == known[name]]
 
@@ -243,13 +278,18 @@ def copies_of(task: Task, known: Mapping[str, str]) -> list[str]:
 def _fingerprints(task: Task, names: Sequence[str]) -> dict[str, str]:
     """The task's fingerprint under each of these names."""
     shapes = {name: split.images.shape for name, split in task.splits.items()}
-    known = [split.sha256 or hash_of(split.images, split.labels) for split in task.splits.values()] if names else []
+    known = (
+        [split.sha256 or hash_of(split.images, split.labels) for split in task.splits.values()]
+        if names
+        else []
+    )
     texts = {name: json.dumps([name, task.classes, shapes, known]) for name in names}
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
 def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) -> str:
-    """SHA-256 over labels, if there are any, and pixels, which are read in chunks: `Split.sha256`."""
+    """SHA-256 over labels, if there are any, and pixels, which are read in chunks:
+    `Split.sha256`."""
     digest = hashlib.sha256(b"" if labels is None else labels.astype("<i4").tobytes())
     for start in range(0, len(images), chunk):
         digest.update(np.ascontiguousarray(images[start : start + chunk]).data)
@@ -257,9 +297,14 @@ def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) 
 
 
 def split_of(name: str) -> str | None:
-    """train, val or test, if the name is a usual one for it in any case, such as `Training` or `test_set`."""
+    """train, val or test, if the name is a usual one for it in any case, such as `Training` or
+    `test_set`."""
     found = _SPLIT.fullmatch(name.strip())
-    return None if found is None else next(split for split, group in zip(SPLITS, found.groups(), strict=True) if group)
+    return (
+        None
+        if found is None
+        else next(split for split, group in zip(SPLITS, found.groups(), strict=True) if group)
+    )
 
 
 def splits_of(where: str, names: Iterable[str]) -> dict[str, str]:
@@ -267,17 +312,21 @@ def splits_of(where: str, names: Iterable[str]) -> dict[str, str]:
     known = {name: split for name in names if (split := split_of(name)) is not None}
     if doubled := repeats(known.values()):
         several = sorted(name for name, split in known.items() if split in doubled)
-        raise ValueError(f"{where}: several names for one split {doubled}: {several}; join them, or rename one")
+        raise ValueError(
+            f"{where}: several names for one split {doubled}: {several}; join them, or rename one"
+        )
     return known
 
 
 def composed(name: str) -> str:
-    """The form in which names are compared: file systems and archives of a Mac store accents as separate letters."""
+    """The form in which names are compared: file systems and archives of a Mac store accents as
+    separate letters."""
     return unicodedata.normalize("NFC", name)
 
 
 def spelled_as(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The names, each spelled as the one of `known` that is equal in composed form, if there is one."""
+    """The names, each spelled as the one of `known` that is equal in composed form, if there is
+    one."""
     spellings = {composed(name): name for name in known} | {name: name for name in known}
     return [spellings.get(name, spellings.get(composed(name), name)) for name in names]
 
@@ -285,15 +334,17 @@ def spelled_as(names: Sequence[str], known: Sequence[str]) -> list[str]:
 def class_names(where: str, names: Iterable[str], way_out: str) -> tuple[str, ...]:
     """Each class once, sorted; of two spellings of one name the composed one.
 
-    Raises ValueError for names that differ in upper and lower case alone. The error begins with `where`, and ends with
-    `way_out`.
+    Raises ValueError for names that differ in upper and lower case alone. The error begins with
+    `where`, and ends with `way_out`.
     """
     spellings: dict[str, str] = {}
     for name in set(names):
         spellings[composed(name)] = composed(name) if composed(name) in spellings else name
     cases = collections.Counter(name.casefold() for name in spellings)
     if alike := sorted(name for form, name in spellings.items() if cases[form.casefold()] > 1):
-        raise ValueError(f"{where}: classes {alike[:8]} differ only in upper and lower case; {way_out}")
+        raise ValueError(
+            f"{where}: classes {alike[:8]} differ only in upper and lower case; {way_out}"
+        )
     return tuple(sorted(spellings.values()))
 
 
@@ -314,21 +365,30 @@ def check_names(names: Sequence[str], known: Sequence[str], where: str) -> list[
     return names
 
 
-def check_purpose(where: str, classes: Sequence[str], labels: Mapping[str, np.ndarray], purpose: Purpose) -> None:
-    """ValueError unless a task with these labels in its splits has what the purpose needs; `where` is the task."""
+def check_purpose(
+    where: str, classes: Sequence[str], labels: Mapping[str, np.ndarray], purpose: Purpose
+) -> None:
+    """ValueError unless a task with these labels in its splits has what the purpose needs; `where`
+    is the task."""
     least = 2 if purpose == "learn" else 1
     if len(classes) < least:
-        raise ValueError(f"{where} has {len(classes)} class(es) {list(classes)}; expected at least {least}")
+        raise ValueError(
+            f"{where} has {len(classes)} class(es) {list(classes)}; expected at least {least}"
+        )
     if repeated := repeats(classes):
         raise ValueError(f"{where}: class names must be unique, repeated: {repeated}")
     for split, own in labels.items():
         is_whole = purpose == "learn" or (purpose == "extend" and split == "train")
         check_labels(f"{where}, split {split!r}", classes, own, all_classes=is_whole)
     if purpose == "extend" and not len(labels["val"]):
-        raise ValueError(f"{where}: no image to decide on; to extend a task, give at least 2 images of one class")
+        raise ValueError(
+            f"{where}: no image to decide on; to extend a task, give at least 2 images of one class"
+        )
 
 
-def check_labels(where: str, classes: Sequence[object], labels: np.ndarray, *, all_classes: bool = True) -> None:
+def check_labels(
+    where: str, classes: Sequence[object], labels: np.ndarray, *, all_classes: bool = True
+) -> None:
     """ValueError for labels out of range and, with `all_classes`, for classes without an image.
 
     `where` is the task and the split.
@@ -344,7 +404,9 @@ def check_labels(where: str, classes: Sequence[object], labels: np.ndarray, *, a
 
 def repeats(names: Iterable[str]) -> list[str]:
     """Names that occur more than once, in composed form, sorted."""
-    return sorted(name for name, count in collections.Counter(map(composed, names)).items() if count > 1)
+    return sorted(
+        name for name, count in collections.Counter(map(composed, names)).items() if count > 1
+    )
 
 
 def tenths(num: int, count: int) -> int:
@@ -352,16 +414,19 @@ def tenths(num: int, count: int) -> int:
     return -(-num * count // 10)
 
 
-def cut(labels: np.ndarray, num: int, *, keep: int, order: Int[np.ndarray, "N"]) -> Bool[np.ndarray, "N"]:
+def cut(
+    labels: np.ndarray, num: int, *, keep: int, order: Int[np.ndarray, "N"]
+) -> Bool[np.ndarray, "N"]:
     """A mask with `num` examples cut out, spread over the classes in proportion to their size.
 
-    Every class gives at least one and keeps at least `keep`; `num` gives way where that needs more or leaves less.
-    Each gives those that come first in `order`.
+    Every class gives at least one and keeps at least `keep`; `num` gives way where that needs more
+    or leaves less. Each gives those that come first in `order`.
     """
     sizes = np.bincount(labels)
     if sizes.min() <= keep:
         raise ValueError(f"classes of {sizes.min()} example(s) cannot give one and keep {keep}")
-    mask, left = np.zeros(len(labels), bool), _allot(sizes, num, sizes - keep)
+    mask = np.zeros(len(labels), bool)
+    left = _allot(sizes, num, sizes - keep)
     for row, label in zip(order.tolist(), labels[order].tolist(), strict=True):
         if left[label]:
             left[label] -= 1
@@ -370,18 +435,23 @@ def cut(labels: np.ndarray, num: int, *, keep: int, order: Int[np.ndarray, "N"])
 
 
 def check_splits(where: str, splits: Collection[str], purpose: Purpose = "learn") -> None:
-    """ValueError for splits that people give and that do not do for the purpose; `where` names their folder or file."""
+    """ValueError for splits that people give and that do not do for the purpose; `where` names
+    their folder or file."""
     if "train" not in splits and purpose != "measure":
         raise ValueError(f"{where}: no split 'train', only {sorted(splits)}")
     if "val" in splits and "test" not in splits and purpose == "learn":
-        raise ValueError(f"{where}: train and val but no test split; add one, or leave train alone to be cut")
+        raise ValueError(
+            f"{where}: train and val but no test split; add one, or leave train alone to be cut"
+        )
 
 
 class TooFew(ValueError):
     """A class has too few images to cut the missing splits from train."""
 
 
-def cut_missing(where: str, classes: Sequence[str], members: Members, seed: int, *, floor: bool = False) -> None:
+def cut_missing(
+    where: str, classes: Sequence[str], members: Members, seed: int, *, floor: bool = False
+) -> None:
     """Adds the splits that `members` lacks, in place, taking their images from train.
 
     With `floor`, validation is floor(0.1 n). Raises TooFew for classes that have too few images.
@@ -392,24 +462,27 @@ def cut_missing(where: str, classes: Sequence[str], members: Members, seed: int,
     sizes = np.bincount(np.array([*members.get("train", {}).values()], int), minlength=len(classes))
     if scarce := [name for name, size in zip(classes, sizes, strict=True) if size <= len(missing)]:
         raise TooFew(
-            f"{where}: to cut {' and '.join(missing)} from train every class needs {len(missing) + 1} "
-            f"images or more; too few in {', '.join(map(repr, scarce[:8]))}"
+            f"{where}: to cut {' and '.join(missing)} from train every class needs"
+            f" {len(missing) + 1} images or more; too few in {', '.join(map(repr, scarce[:8]))}"
         )
     for i, split in enumerate(missing):
-        keys, labels = list(members["train"]), np.array(list(members["train"].values()))
+        keys = list(members["train"])
+        labels = np.array(list(members["train"].values()))
         num = len(keys) // 10 if floor else tenths(len(keys), 3 if split == "test" else 1)
         _move(members, split, cut(labels, num, keep=len(missing) - i, order=_order(keys, seed)))
 
 
 def cut_for_extension(members: Members, seed: int) -> None:
-    """Adds a missing validation split, in place: a tenth of train, at least one image of each class that has several.
+    """Adds a missing validation split, in place: a tenth of train, at least one image of each class
+    that has several.
 
     A missing test split is empty.
     """
     members.setdefault("test", {})
     if "val" in members:
         return
-    keys, labels = list(members["train"]), np.array(list(members["train"].values()))
+    keys = list(members["train"])
+    labels = np.array(list(members["train"].values()))
     several = np.flatnonzero(np.bincount(labels)[labels] > 1)
     mask, (_, own) = np.zeros(len(keys), bool), np.unique(labels[several], return_inverse=True)
     if len(several):
@@ -429,7 +502,9 @@ def _move(members: Members, split: str, chosen: Bool[np.ndarray, "N"]) -> None:
     given = members["train"].items()
     for name, wanted in ((split, True), ("train", False)):
         members[name] = {
-            key: label for (key, label), is_chosen in zip(given, chosen, strict=True) if is_chosen == wanted
+            key: label
+            for (key, label), is_chosen in zip(given, chosen, strict=True)
+            if is_chosen == wanted
         }
 
 

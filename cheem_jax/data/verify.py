@@ -1,4 +1,5 @@
-"""Every image of a plan read and decoded once, and what was found; decoded copies compared with their hashes."""
+"""Every image of a plan read and decoded once, and what was found; decoded copies compared with
+their hashes."""
 
 import collections
 import dataclasses
@@ -20,7 +21,8 @@ from cheem_jax.data.task import Part, Plan, Task, hash_of
 Size = tuple[int, int]
 """Width and height in pixels."""
 DIM = 2**14
-"""16-bit images none of which is as bright as this, a quarter of the range, probably contain 12-bit data or less."""
+"""16-bit images none of which is as bright as this, a quarter of the range, probably contain 12-bit
+data or less."""
 LOOKED_AT = 16
 """Images of a task whose brightness is looked at before learning, which is enough for a note."""
 
@@ -78,7 +80,8 @@ class Findings:
 
     @property
     def sound(self) -> bool:
-        """Every image can be read. Copies do not count, not even under two labels: public sets have some of them."""
+        """Every image can be read. Copies do not count, not even under two labels: public sets have
+        some of them."""
         return not self.broken
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +95,8 @@ def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
     copies: dict[bytes, list[Listed]] = {}  # every readable image by its digest
     modes: collections.Counter[str] = collections.Counter()
     sizes: set[Size] = set()
-    num_bytes, brightest = 0, list[int | None]()
+    num_bytes = 0
+    brightest = list[int | None]()
     for listed, _, seen in _looks(plan, on_progress):
         if isinstance(seen, str):
             broken.append(seen)
@@ -104,7 +108,9 @@ def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
         brightest.append(seen.brightest)
 
     pairs = [(first, other) for first, *others in copies.values() for other in others]
-    counts = collections.Counter(plan.classes[label] for label in sorted(plan.train.labels.tolist()))
+    counts = collections.Counter(
+        plan.classes[label] for label in sorted(plan.train.labels.tolist())
+    )
     by_area = sorted(sizes, key=lambda size: (math.prod(size), size))
     return Findings(
         task=plan.name,
@@ -136,7 +142,8 @@ def _look(files: Encoded, row: int) -> Look | str:
     try:
         data = files.read(row)
         with opened(data, files.where(row)) as image:
-            mode, rgb = image.mode, to_rgb(image, upright=files.upright)
+            mode = image.mode
+            rgb = to_rgb(image, upright=files.upright)
             brightest = brightest_of(image)
         return Look(hashlib.sha256(data).digest(), rgb.size, mode, len(data), brightest)
     except (ValueError, OSError) as error:
@@ -148,47 +155,64 @@ def _largest(values: Iterable[int | None]) -> int | None:
 
 
 def dim_note(brightest: int | None, images: str = "the 16-bit images") -> str | None:
-    """What a person should know of 16-bit images the largest value of which is this, if anything."""
+    """What a person should know of 16-bit images the largest value of which is this, if
+    anything."""
     if brightest is None or brightest >= DIM:
         return None
     bits = max(1, brightest.bit_length())
     return (
-        f"the brightest pixel of {images} is {brightest} of 65535, so they are nearly black; if they contain "
-        f"{bits}-bit data, multiply the values by {2 ** (16 - bits)} and store them again"
+        f"the brightest pixel of {images} is {brightest} of 65535, so they are nearly black; if"
+        f" they contain {bits}-bit data, multiply the values by {2 ** (16 - bits)} and store them"
+        " again"
     )
 
 
 def notes_on(plan: Plan, task: Task) -> list[str]:
-    """Lines about what makes a decoded task hard to learn: images nearly black, equal images under two labels.
+    """Lines about what makes a decoded task hard to learn: images nearly black, equal images under
+    two labels.
 
     Of images that are decoded again and again, equal ones are not looked for.
     """
-    decoded, notes = [name for name, split in task.splits.items() if len(split.labels)], list[str]()
+    decoded = [name for name, split in task.splits.items() if len(split.labels)]
+    notes = list[str]()
     if not decoded:
         return notes
     files = plan.splits[decoded[0]].files
     rows = np.unique(np.linspace(0, len(files) - 1, LOOKED_AT).astype(int)).tolist()
     looks = [_look(files, row) for row in rows]
     brightest = _largest(look.brightest for look in looks if isinstance(look, Look))
-    notes += filter(None, [dim_note(brightest, f"the 16-bit images among {len(rows)} that were looked at")])
+    notes += filter(
+        None, [dim_note(brightest, f"the 16-bit images among {len(rows)} that were looked at")]
+    )
     alike: dict[bytes, list[Listed]] = {}
     for name, split in task.splits.items():
         if isinstance(split.images, np.ndarray):
             for row, image in enumerate(split.images):
-                listed = Listed(name, task.classes[split.labels[row]], plan.splits[name].files.key(row))
-                alike.setdefault(hashlib.sha256(np.ascontiguousarray(image).data).digest(), []).append(listed)
+                listed = Listed(
+                    name, task.classes[split.labels[row]], plan.splits[name].files.key(row)
+                )
+                alike.setdefault(
+                    hashlib.sha256(np.ascontiguousarray(image).data).digest(), []
+                ).append(listed)
     if several := [group for group in alike.values() if len({image.label for image in group}) > 1]:
-        firsts = [(group[0], next(image for image in group if image.label != group[0].label)) for group in several]
+        firsts = [
+            (group[0], next(image for image in group if image.label != group[0].label))
+            for group in several
+        ]
         told = [" and ".join(f"{image.key} ({image.label})" for image in pair) for pair in firsts]
         num = sum(map(len, several))
         notes.append(f"{num:,} images have an equal one under another label: {first_of(told, 3)}")
     return [f"note: {plan.name}: {note}" for note in notes]
 
 
-def without_broken(plan: Plan, *, on_progress: Progress = lambda num: None) -> tuple[Plan, list[str]]:
-    """The plan without images that cannot be read (`Plan.skipped`), and a line with the reason for each of them.
+def without_broken(
+    plan: Plan, *, on_progress: Progress = lambda num: None
+) -> tuple[Plan, list[str]]:
+    """The plan without images that cannot be read (`Plan.skipped`), and a line with the reason for
+    each of them.
 
-    Raises ValueError where they are more than 5 %, rounded up, of a split or of a class in all splits together.
+    Raises ValueError where they are more than 5 %, rounded up, of a split or of a class in all
+    splits together.
     """
     kept: dict[str, list[int]] = {split: [] for split in plan.splits}
     reasons, skipped = list[str](), list[str]()
@@ -202,15 +226,21 @@ def without_broken(plan: Plan, *, on_progress: Progress = lambda num: None) -> t
             skipped.append(listed.key)
         else:
             kept[listed.split].append(row)
-    if many := [f"{lost[group]} of {num[group]} in {group}" for group in lost if lost[group] > -(-num[group] // 20)]:
+    if many := [
+        f"{lost[group]} of {num[group]} in {group}"
+        for group in lost
+        if lost[group] > -(-num[group] // 20)
+    ]:
         raise ValueError(
-            f"{plan.name}: {len(reasons)} images cannot be read, more than 5 % of a class or split "
-            f"({'; '.join(many[:5])}); replace or remove these files, the first of which is {reasons[0]}"
+            f"{plan.name}: {len(reasons)} images cannot be read, more than 5 % of a class or split"
+            f" ({'; '.join(many[:5])}); replace or remove these files, the first of which is"
+            f" {reasons[0]}"
         )
     if not skipped:
         return plan, []
     parts = {
-        split: Part(Chosen(part.files, kept[split]), part.labels[kept[split]]) for split, part in plan.splits.items()
+        split: Part(Chosen(part.files, kept[split]), part.labels[kept[split]])
+        for split, part in plan.splits.items()
     }
     return dataclasses.replace(plan, **parts, skipped=tuple(skipped)), reasons
 
@@ -233,8 +263,8 @@ def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[st
                 for name, split in open_cache(place, plan).items():
                     if hash_of(split.images, split.labels) != split.sha256:
                         raise ValueError(
-                            f"the cache {place} is corrupted: {name}.npy does not have the SHA-256 in cache.json; "
-                            "remove this folder and it is made again"
+                            f"the cache {place} is corrupted: {name}.npy does not have the SHA-256"
+                            " in cache.json; remove this folder and it is made again"
                         )
                 intact.append(str(place))
             except ValueError as error:

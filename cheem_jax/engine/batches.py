@@ -1,8 +1,8 @@
 """Batches of one shape, and parts of a batch side by side.
 
-The last, partial batch is padded and masked, so no data set needs a program of its own. Between its large products a
-network does things that occupy one core of a CPU; two parts at once fill the gaps, and each part stays closer to its
-core. On an accelerator a batch is one part.
+The last, partial batch is padded and masked, so no data set needs a program of its own. Between its
+large products a network does things that occupy one core of a CPU; two parts at once fill the gaps,
+and each part stays closer to its core. On an accelerator a batch is one part.
 """
 
 import collections
@@ -58,7 +58,8 @@ def side_by_side(function: Callable[[P], R], parts: Iterable[P]) -> Iterator[R]:
     """
 
     def computed(part: P) -> R:
-        # programs are dispatched ahead of the work: without a bound all parts' activations would be held at once
+        # programs are dispatched ahead of the work: without a bound all parts' activations would be
+        # held at once
         return jax.block_until_ready(function(part))
 
     waiting: collections.deque[Future[R]] = collections.deque()

@@ -1,4 +1,5 @@
-"""What the compiler does: options, the persistent cache, and a count of every program, the tiny ones too."""
+"""What the compiler does: options, the persistent cache, and a count of every program, the tiny
+ones too."""
 
 import contextlib
 import errno
@@ -23,7 +24,8 @@ _CACHE_BYTES = 2 * 2**30
 
 
 class Compilations(NamedTuple):
-    """Programs compiled, programs read from the persistent cache instead, and the seconds of both."""
+    """Programs compiled, programs read from the persistent cache instead, and the seconds of
+    both."""
 
     programs: int
     cached: int
@@ -32,7 +34,9 @@ class Compilations(NamedTuple):
     def since(self, earlier: "Compilations") -> "Compilations":
         """What came after an earlier count."""
         return Compilations(
-            self.programs - earlier.programs, self.cached - earlier.cached, self.seconds - earlier.seconds
+            self.programs - earlier.programs,
+            self.cached - earlier.cached,
+            self.seconds - earlier.seconds,
         )
 
 
@@ -47,7 +51,9 @@ def compilations() -> Compilations:
 def _on_duration(event: str, duration_secs: float, **_: object) -> None:
     global _total
     if event == _COMPILE:
-        _total = _total._replace(programs=_total.programs + 1, seconds=_total.seconds + duration_secs)
+        _total = _total._replace(
+            programs=_total.programs + 1, seconds=_total.seconds + duration_secs
+        )
 
 
 def _on_event(event: str, **_: object) -> None:
@@ -81,17 +87,20 @@ _STRICT = {
     "jax_numpy_dtype_promotion": (("strict",), "standard"),
     "jax_transfer_guard": (("disallow", "disallow_explicit"), "allow"),
 }
-"""Values of JAX's options that forbid what correct programs of this library do, and what each is set to instead."""
+"""Values of JAX's options that forbid what correct programs of this library do, and what each is
+set to instead."""
 
 
 def allow_ordinary_programs() -> list[str]:
-    """Undo options that forbid broadcasting, mixed types or transfers, for this process; a line for each of them."""
+    """Undo options that forbid broadcasting, mixed types or transfers, for this process; a line for
+    each of them."""
     notes = []
     for name, (refused, instead) in _STRICT.items():
         if (given := getattr(jax.config, name)) in refused:
             jax.config.update(name, instead)
             notes.append(
-                f"{name.upper()}={given} checks programs that are written for it; this one runs with {instead}"
+                f"{name.upper()}={given} checks programs that are written for it; this one runs"
+                f" with {instead}"
             )
     return notes
 
@@ -101,10 +110,12 @@ class NotKept(ValueError):
 
 
 def keep_programs() -> Path | None:
-    """Switch on JAX's persistent compilation cache; returns its directory, or None where the user switched it off.
+    """Switch on JAX's persistent compilation cache; returns its directory, or None where the user
+    switched it off.
 
-    `JAX_COMPILATION_CACHE_DIR` names another directory and `JAX_ENABLE_COMPILATION_CACHE=false` does without. Raises
-    ValueError where the user's directory cannot be written, and its subclass NotKept where the default one cannot.
+    `JAX_COMPILATION_CACHE_DIR` names another directory and `JAX_ENABLE_COMPILATION_CACHE=false`
+    does without. Raises ValueError where the user's directory cannot be written, and its subclass
+    NotKept where the default one cannot.
     """
     if not getattr(jax.config, "jax_enable_compilation_cache", True):
         return None
@@ -113,9 +124,11 @@ def keep_programs() -> Path | None:
     try:
         directory = absolute(chosen) if chosen else user_cache() / "programs" / _machine()
     except ValueError as error:
-        kind, reason = ValueError if chosen else NotKept, str(error).partition("; ")[0]
+        kind = ValueError if chosen else NotKept
+        reason = str(error).partition("; ")[0]
         raise kind(
-            f"cannot keep compiled functions: {reason}; name a folder with JAX_COMPILATION_CACHE_DIR, or {without}"
+            f"cannot keep compiled functions: {reason}; name a folder with"
+            f" JAX_COMPILATION_CACHE_DIR, or {without}"
         ) from None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,14 +145,15 @@ def keep_programs() -> Path | None:
     except KeyError as error:  # JAX asks for these names each time that it keeps a function
         jax.config.update("jax_enable_compilation_cache", False)
         raise NotKept(
-            f"cannot keep compiled functions: JAX needs the names of this user and group ({error.args[0]}); add them "
-            f"to the system's lists (/etc/passwd, /etc/group), or {without}"
+            "cannot keep compiled functions: JAX needs the names of this user and group"
+            f" ({error.args[0]}); add them to the system's lists (/etc/passwd, /etc/group), or"
+            f" {without}"
         ) from None
     except OSError as error:
         kind = ValueError if chosen else NotKept
         raise kind(
-            f"cannot keep compiled functions in {directory} ({error.strerror}); name another folder with "
-            f"JAX_COMPILATION_CACHE_DIR, or {without}"
+            f"cannot keep compiled functions in {directory} ({error.strerror}); name another folder"
+            f" with JAX_COMPILATION_CACHE_DIR, or {without}"
         ) from None
     _remove_torn(directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))
@@ -150,15 +164,20 @@ def keep_programs() -> Path | None:
 
 
 def _remove_torn(directory: Path) -> None:
-    """A process killed while it kept a program leaves one without its time of use, after which JAX keeps no other."""
-    with contextlib.suppress(OSError, filelock.Timeout), filelock.FileLock(directory / ".lockfile", timeout=10):
+    """A process killed while it kept a program leaves one without its time of use, after which JAX
+    keeps no other."""
+    with (
+        contextlib.suppress(OSError, filelock.Timeout),
+        filelock.FileLock(directory / ".lockfile", timeout=10),
+    ):
         for program in directory.glob("*-cache"):
             if not program.with_name(f"{program.name.removesuffix('-cache')}-atime").exists():
                 program.unlink()
 
 
 def _machine() -> str:
-    # programs for one processor may not run on another, and home directories travel between machines
+    # programs for one processor may not run on another, and home directories travel between
+    # machines
     features = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -177,10 +196,10 @@ DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True, "xla_gpu_aut
 def jit_options(precision: Precision, deterministic: bool = False) -> dict[str, Any] | None:
     """Compiler options of the blocks' programs.
 
-    `deterministic` makes an accelerator give equal bits for equal work, as a CPU does anyway. On a CPU float32
-    products go to Eigen instead of YNNPACK, whose batched ones (attention) leave one of two cores idle. Sums and
-    maxima stay with YNNPACK, since XLA's own take one number at a time; so do bfloat16 products, because only YNNPACK
-    uses the processor's bfloat16 instructions.
+    `deterministic` makes an accelerator give equal bits for equal work, as a CPU does anyway. On a
+    CPU float32 products go to Eigen instead of YNNPACK, whose batched ones (attention) leave one of
+    two cores idle. Sums and maxima stay with YNNPACK, since XLA's own take one number at a time; so
+    do bfloat16 products, because only YNNPACK uses the processor's bfloat16 instructions.
     """
     options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
     if jax.default_backend() != "cpu":

@@ -1,8 +1,9 @@
 """The interface behind which an architecture runs, and what all executors share.
 
-A pass begins with `Tokens`: what every choice at a block has in common (for `mlp_down` the tokens after its attention
-half). They come from images, from a cache, or from another network's pass; what follows does not care. The three
-executors differ only in how the blocks after that are cut into compiled programs:
+A pass begins with `Tokens`: what every choice at a block has in common (for `mlp_down` the tokens
+after its attention half). They come from images, from a cache, or from another network's pass; what
+follows does not care. The three executors differ only in how the blocks after that are cut into
+compiled programs:
 
 - `stages` (one program per op kind, composed by the host),
 - `whole` (one program per signature, the tuple of op kinds),
@@ -31,14 +32,16 @@ from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.layout import ONE, Layout
 
 WORKING_SET = 5 * 2**20
-"""Bytes of a block's widest activations (the plastic layer's input) above which a CPU gets slower per image."""
+"""Bytes of a block's widest activations (the plastic layer's input) above which a CPU gets slower
+per image."""
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
 class Dense(NamedTuple):
-    """One block of a forward-only network; equal codes at a block promise equal experts. No expert: Skip."""
+    """One block of a forward-only network; equal codes at a block promise equal experts. No expert:
+    Skip."""
 
     code: int
     expert: Expert | None
@@ -50,7 +53,8 @@ Network = Sequence[Dense]
 class Tokens(NamedTuple):
     """Where a pass goes on: the tokens `[B, N, D]` that every choice at `block` shares.
 
-    Behind the last block (`block` = L) they are the network's last tokens, of which only the class token is kept.
+    Behind the last block (`block` = L) they are the network's last tokens, of which only the class
+    token is kept.
     """
 
     block: int
@@ -91,23 +95,27 @@ Mask = np.ndarray | jax.Array
 """`[B]`, 1 for images that count and 0 for padding."""
 
 Step = Sequence[Batch]
-"""What one gradient step learns from; its weights sum to 1, so losses and gradients of its parts add up."""
+"""What one gradient step learns from; its weights sum to 1, so losses and gradients of its parts
+add up."""
 
 Place = tuple[int, Choice]
 """Where something is learned: the block and the choice (Adapt of an expert, or New)."""
 
 Learners = Mapping[Place, Any]
-"""What is learned, by place: any pytree with the parameters in `params` and beside them what its updates need."""
+"""What is learned, by place: any pytree with the parameters in `params` and beside them what its
+updates need."""
 
 Update = Callable[[Any, Any, Any, Any], Any]
-"""A learner, the gradients of its parameters, the rate and the loss to the next learner, as a function that JAX traces.
+"""A learner, the gradients of its parameters, the rate and the loss to the next learner, as a
+function that JAX traces.
 
 Where a gradient is non-finite the loss is NaN, and the learner has to stay as it was.
 """
 
 
 class Setup(NamedTuple):
-    """What training steps share and do not change. Programs are compiled for each `update`: pass the same function."""
+    """What training steps share and do not change. Programs are compiled for each `update`: pass
+    the same function."""
 
     experts: Sequence[Sequence[Expert]]
     """The frozen experts of each block."""
@@ -118,7 +126,8 @@ class Setup(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What training steps return: the learners (all of them), the head's learner and the loss of each step."""
+    """What training steps return: the learners (all of them), the head's learner and the loss of
+    each step."""
 
     learners: dict[Place, Any]
     head: Any
@@ -126,14 +135,16 @@ class Trained(NamedTuple):
 
 
 class Executor(abc.ABC):
-    """One frozen backbone at one placement of the memory, and the programs that every executor needs.
+    """One frozen backbone at one placement of the memory, and the programs that every executor
+    needs.
 
     Arrays: images uint8 `[B, S, S, 3]`, tokens `[B, N, D]`, mask float32 `[B]`.
     """
 
     name: ClassVar[str]
     composes: ClassVar[bool] = False
-    """Whether an architecture runs as a composition of compiled functions, one per op kind and place in it."""
+    """Whether an architecture runs as a composition of compiled functions, one per op kind and
+    place in it."""
     steps_per_call: int = 1
     """Training steps that one dispatch runs."""
     reason: str = "as set"
@@ -153,7 +164,9 @@ class Executor(abc.ABC):
         layout: Layout = ONE,
         device: Device | None = None,
     ):
-        self.config, self.token, self.layout = vit.config, token, layout
+        self.config = vit.config
+        self.token = token
+        self.layout = layout
         self.device = device = device or here(deterministic=deterministic)
         self._numbers: dict[int, Any] = {}
         self._on: dict[int, Executor] = {}
@@ -162,14 +175,22 @@ class Executor(abc.ABC):
         graphdef, state = nnx.split(vit)
         leaves, treedef = jax.tree.flatten(state)
         splits = [nnx.split(block) for block in vit.blocks]
-        # the last block is never split: it computes the class token alone, from a part of its weights
+        # the last block is never split: it computes the class token alone, from a part of its
+        # weights
         last = {id(leaf) for leaf in jax.tree.leaves(splits[-1][1])}
-        placed = {id(leaf): layout.everywhere(leaf) if id(leaf) in last else layout.frozen(leaf) for leaf in leaves}
+        placed = {
+            id(leaf): layout.everywhere(leaf) if id(leaf) in last else layout.frozen(leaf)
+            for leaf in leaves
+        }
         self.leaves = [placed[id(leaf)] for leaf in leaves]
-        # matrices of a block are operands of products alone, so they are rounded once and not in every call
+        # matrices of a block are operands of products alone, so they are rounded once and not in
+        # every call
         operand = jnp.dtype(vit.config.precision)
         self.blocks = [
-            tuple(own.astype(operand) if own.ndim == 2 else own for own in (placed[id(leaf)] for leaf in leaves))
+            tuple(
+                own.astype(operand) if own.ndim == 2 else own
+                for own in (placed[id(leaf)] for leaf in leaves)
+            )
             for leaves in (jax.tree.leaves(state) for _, state in splits)
         ]
         self.base_pool = jax.tree.map(
@@ -177,12 +198,15 @@ class Executor(abc.ABC):
             lambda leaf: layout.everywhere(leaf if layout.fsdp > 1 else placed.get(id(leaf), leaf)),
             base_pool(vit.experts(placement)),
         )
-        block_graph, block_tree = splits[0][0], jax.tree.structure(splits[0][1])
+        block_graph = splits[0][0]
+        block_tree = jax.tree.structure(splits[0][1])
         first_outputs = self.outputs[0]
         compiler_options = jit_options(vit.config.precision, deterministic)
 
         def jit(function: Callable[..., Any], **options: Any) -> Any:
-            return layout.jit(traced_for(device, function), compiler_options=compiler_options, **options)
+            return layout.jit(
+                traced_for(device, function), compiler_options=compiler_options, **options
+            )
 
         self.jit = jit
 
@@ -194,7 +218,9 @@ class Executor(abc.ABC):
 
         def begin(leaves, images):
             vit = vit_of(leaves)
-            return vit.blocks[0].enter(vit.embed(images), placement=placement, outputs=first_outputs)
+            return vit.blocks[0].enter(
+                vit.embed(images), placement=placement, outputs=first_outputs
+            )
 
         def features(leaves, tokens):
             return vit_of(leaves).features(tokens)
@@ -209,13 +235,21 @@ class Executor(abc.ABC):
             answers = jnp.where(jnp.isfinite(logits).all(axis=-1), logits.argmax(axis=-1), -1)
             return answers, ((answers == labels) & (mask > 0)).sum()
 
-        self.vit_of, self.block_of, self.begin_of, self.mean_loss = vit_of, block_of, begin, mean_loss
-        self._begin, self._features, self._classify = self.jit(begin), self.jit(features), self.jit(classify)
+        self.vit_of = vit_of
+        self.block_of = block_of
+        self.begin_of = begin
+        self.mean_loss = mean_loss
+        self._begin, self._features, self._classify = (
+            self.jit(begin),
+            self.jit(features),
+            self.jit(classify),
+        )
         self._mean_patch = self.jit(lambda tokens: mean_patch(tokens, vit.config))
 
     @property
     def kept_type(self) -> Any:
-        """Type of tokens that are kept: float32 on a CPU; an accelerator keeps them in the run's precision."""
+        """Type of tokens that are kept: float32 on a CPU; an accelerator keeps them in the run's
+        precision."""
         return jnp.dtype("float32" if self.device.is_host else self.config.precision)
 
     @property
@@ -223,12 +257,15 @@ class Executor(abc.ABC):
         return len(self.blocks)
 
     def on(self, place: int) -> "Executor":
-        """The same on one of this process's devices alone; it compiles for itself and copies nothing."""
+        """The same on one of this process's devices alone; it compiles for itself and copies
+        nothing."""
         if place not in self._on:
             own = self._on[place] = copy.copy(self)
             own._numbers = {}
             own.layout = Layout([self.layout.devices[place]])
-            own.leaves, own.blocks, own.base_pool = self.layout.copy((self.leaves, self.blocks, self.base_pool), place)
+            own.leaves, own.blocks, own.base_pool = self.layout.copy(
+                (self.leaves, self.blocks, self.base_pool), place
+            )
         return self._on[place]
 
     def begin(self, images: np.ndarray | jax.Array) -> Tokens:
@@ -254,12 +291,15 @@ class Executor(abc.ABC):
         """Mean patch token `[B, D]` of tokens `[B, N, D]`."""
         return self._mean_patch(tokens)
 
-    def classify(self, head: Head, tokens, labels, mask, num_classes: int) -> tuple[jax.Array, jax.Array]:
+    def classify(
+        self, head: Head, tokens, labels, mask, num_classes: int
+    ) -> tuple[jax.Array, jax.Array]:
         """Class answers `[B]` of a padded head and how many of the unmasked ones are right."""
         return self._classify(self.leaves, head, tokens, labels, mask, self.number(num_classes))
 
     def put(self, values: Any) -> Any:
-        """What several calls take from the host, on the device, where that is another one: each call would copy it."""
+        """What several calls take from the host, on the device, where that is another one: each
+        call would copy it."""
         return values if self.device.is_host or self.layout.is_many else jax.device_put(values)
 
     def number(self, value: int) -> Any:
@@ -271,26 +311,40 @@ class Executor(abc.ABC):
     def rows(self, batch_size: int, working_set: int = WORKING_SET) -> int:
         """Images per call of a program, for batches of `batch_size`: a divisor of it.
 
-        On a CPU `stages` takes as many as keep a block's widest activations within `working_set` bytes.
+        On a CPU `stages` takes as many as keep a block's widest activations within `working_set`
+        bytes.
         """
         return batch_size
 
     def forward_rows(self, batch_size: int, num: int) -> int:
         """Images per call of a forward pass over `num` images: `rows` on a CPU.
 
-        An accelerator takes more than a step has, in one of few sizes: that which leaves least of the last call empty.
+        An accelerator takes more than a step has, in one of few sizes: that which leaves least of
+        the last call empty.
         """
-        per_image = 4 * self.num_blocks * self.config.num_tokens * (self.config.width + self.config.mlp_width)
-        sizes = [size for size in self.device.forward_sizes if size > batch_size and size * per_image <= self.working]
+        per_image = (
+            4
+            * self.num_blocks
+            * self.config.num_tokens
+            * (self.config.width + self.config.mlp_width)
+        )
+        sizes = [
+            size
+            for size in self.device.forward_sizes
+            if size > batch_size and size * per_image <= self.working
+        ]
         if num <= batch_size or not sizes:
             return self.rows(batch_size)
         return min(sizes, key=lambda size: (-(-num // size) * size, -size))
 
     def each(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> Iterator[Result]:
-        """`function` of each part of a forward pass, in their order; on a CPU `stages` computes two at a time."""
+        """`function` of each part of a forward pass, in their order; on a CPU `stages` computes two
+        at a time."""
         return map(function, parts)
 
-    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask) -> Iterator[Walked]:
+    def walk(
+        self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask
+    ) -> Iterator[Walked]:
         """Every network from the same tokens on, forward only, in any order."""
         begin, values = self.resolve(tokens)
         for index, network in enumerate(networks):
@@ -308,7 +362,8 @@ class Executor(abc.ABC):
     def _forward(
         self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
     ) -> tuple[jax.Array, list[jax.Array | None]]:
-        """From the tokens of block `begin` to those of `until`, and each block's summed class token."""
+        """From the tokens of block `begin` to those of `until`, and each block's summed class
+        token."""
 
     def train(
         self,
@@ -322,33 +377,48 @@ class Executor(abc.ABC):
     ) -> Trained:
         """One step per architecture; `learners` holds what each Adapt and New of them learns.
 
-        What an architecture does not hold keeps its learner; so does everything where the loss or a gradient is
-        non-finite, and the loss returned is then NaN. Blocks before a batch's tokens are taken as done: whatever the
-        architecture holds there is not looked at.
+        What an architecture does not hold keeps its learner; so does everything where the loss or a
+        gradient is non-finite, and the loss returned is then NaN. Blocks before a batch's tokens
+        are taken as done: whatever the architecture holds there is not looked at.
         """
-        learners, losses = dict(learners), []
+        learners = dict(learners)
+        losses = []
         for architecture, step, rate in zip(architectures, steps, rates, strict=True):
-            changed, head, loss = self._train_step(learners, head, architecture, step, np.float32(rate), setup)
+            changed, head, loss = self._train_step(
+                learners, head, architecture, step, np.float32(rate), setup
+            )
             learners |= changed
             losses.append(loss)
         return Trained(learners, head, losses)
 
     def _train_step(
-        self, learners: Learners, head: Any, architecture: Architecture, step: Step, rate: np.float32, setup: Setup
+        self,
+        learners: Learners,
+        head: Any,
+        architecture: Architecture,
+        step: Step,
+        rate: np.float32,
+        setup: Setup,
     ) -> tuple[Learners, Any, jax.Array]:
         """The learners that changed, the head's, and the loss; only for `train` as it is here."""
         raise NotImplementedError
 
     def _composed(self, blocks, ops: Sequence[Op], z, begin: int, until: int):
-        """Traced: from the tokens of block `begin` to those of `until`; also each block's output and component.
+        """Traced: from the tokens of block `begin` to those of `until`; also each block's output
+        and component.
 
         `blocks` and `ops` begin with those of `begin`.
         """
         seen = []
         for i in range(begin, until):
-            block, outputs = self.block_of(blocks[i - begin]), self.outputs[i]
+            block = self.block_of(blocks[i - begin])
+            outputs = self.outputs[i]
             op = ops[i - begin]
-            u = None if isinstance(op, Skip) else block.widen(z, placement=self.placement, outputs=outputs)
+            u = (
+                None
+                if isinstance(op, Skip)
+                else block.widen(z, placement=self.placement, outputs=outputs)
+            )
             y, component = block.leave(op, z, u, placement=self.placement, outputs=outputs)
             seen.append((y, component))
             z = y
@@ -366,11 +436,13 @@ class Executor(abc.ABC):
         ]
 
     def start_of(self, block: int) -> int:
-        """Where a program begins that trains a network whose first block that learns is `block`: there, or before."""
+        """Where a program begins that trains a network whose first block that learns is `block`:
+        there, or before."""
         return block
 
     def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
-        """What a forward pass from block `begin` on compiles, told apart by the blocks that it skips."""
+        """What a forward pass from block `begin` on compiles, told apart by the blocks that it
+        skips."""
         return {begin, *enumerate(skipped, begin)}
 
     def counters(self) -> dict[str, Any]:
@@ -378,7 +450,9 @@ class Executor(abc.ABC):
         return {"executor": self.name}
 
 
-def ops_of(architecture: Architecture, experts: Sequence[Sequence[Expert]], learners: Learners) -> list[Op]:
+def ops_of(
+    architecture: Architecture, experts: Sequence[Sequence[Expert]], learners: Learners
+) -> list[Op]:
     """The ops of an architecture; `learners` holds what each Adapt and New of it learns."""
 
     def op(block: int, choice: Choice) -> Op:
@@ -386,7 +460,9 @@ def ops_of(architecture: Architecture, experts: Sequence[Sequence[Expert]], lear
             case "reuse":
                 return Reuse(experts[block][cast(int, choice.expert)])
             case "adapt":
-                return Adapt(experts[block][cast(int, choice.expert)], learners[block, choice].params)
+                return Adapt(
+                    experts[block][cast(int, choice.expert)], learners[block, choice].params
+                )
             case "new":
                 return New(learners[block, choice].params)
             case "skip":
@@ -396,7 +472,8 @@ def ops_of(architecture: Architecture, experts: Sequence[Sequence[Expert]], lear
 
 
 def guard(loss: jax.Array, grads: Any) -> jax.Array:
-    """The loss, or NaN where one of its gradients is non-finite: such a step must not reach any parameter."""
+    """The loss, or NaN where one of its gradients is non-finite: such a step must not reach any
+    parameter."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)]
     return jnp.where(jnp.stack(finite).all(), loss, jnp.nan) if finite else loss
 

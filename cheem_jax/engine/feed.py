@@ -1,8 +1,10 @@
-"""Where the tokens of a batch come from: images on the host or on the device, or activations that were kept.
+"""Where the tokens of a batch come from: images on the host or on the device, or activations that
+were kept.
 
-Without augmentation, what no step of a phase changes is the same in every epoch: in a supernet the tokens of block 0,
-in fine-tuning those of the first block that learns. They are kept where they fit a stated budget. Augmented images are
-new in every epoch, so each of their steps begins with pixels on the host.
+Without augmentation, what no step of a phase changes is the same in every epoch: in a supernet the
+tokens of block 0, in fine-tuning those of the first block that learns. They are kept where they fit
+a stated budget. Augmented images are new in every epoch, so each of their steps begins with pixels
+on the host.
 """
 
 import contextlib
@@ -34,7 +36,8 @@ class Feed(Protocol):
 
 
 class HostImages:
-    """uint8 images `[N, S, S, 3]` that the host holds or reads; each batch is copied to the device."""
+    """uint8 images `[N, S, S, 3]` that the host holds or reads; each batch is copied to the
+    device."""
 
     def __init__(self, executor: Executor, images: Images):
         self.executor, self.images = executor, images
@@ -69,8 +72,8 @@ def fed(feed: Feed, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
 class Kept:
     """What is kept of every image: tokens of one block, or where `block` is None the image itself.
 
-    An accelerator holds them; what a batch needs is gathered there by index, and images are normalised inside the
-    program.
+    An accelerator holds them; what a batch needs is gathered there by index, and images are
+    normalised inside the program.
     """
 
     def __init__(self, layout: Layout, block: int | None, values: np.ndarray | jax.Array):
@@ -88,12 +91,15 @@ class Kept:
     def __call__(self, rows: np.ndarray, /) -> Tokens | Gather:
         if isinstance(self.values, np.ndarray):
             assert self.block is not None, "a CPU keeps no images: the host has them"
-            return Tokens(self.block, jnp.asarray(self.layout.joined(self.values[self.layout.mine(rows)])))
+            return Tokens(
+                self.block, jnp.asarray(self.layout.joined(self.values[self.layout.mine(rows)]))
+            )
         return Gather(self.block, self.values, np.asarray(rows, np.int32))
 
 
 def feed_on(feed: Feed, executor: Executor) -> Feed:
-    """The same data for an executor on one of the devices, where they lie already if they were kept there."""
+    """The same data for an executor on one of the devices, where they lie already if they were kept
+    there."""
     match feed:
         case HostImages():
             return HostImages(executor, feed.images)
@@ -105,10 +111,13 @@ def feed_on(feed: Feed, executor: Executor) -> Feed:
 
 
 class Budget:
-    """Bytes that one task may still keep, and those it keeps; `refused` tells what found no room, and beside what."""
+    """Bytes that one task may still keep, and those it keeps; `refused` tells what found no room,
+    and beside what."""
 
     def __init__(self, num_bytes: int):
-        self.left, self.kept, self.refused = num_bytes, 0, list[str]()
+        self.left = num_bytes
+        self.kept = 0
+        self.refused = list[str]()
 
     def take(self, name: str, num_bytes: int) -> bool:
         """Whether there is room, which is then gone."""
@@ -121,23 +130,32 @@ class Budget:
 
     @contextlib.contextmanager
     def taken(self, name: str, num_bytes: int) -> Iterator[None]:
-        """While what took these bytes comes into being: a device that turns out to be full refuses it after all."""
+        """While what took these bytes comes into being: a device that turns out to be full refuses
+        it after all."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            self.left, self.kept = 0, self.kept - num_bytes
+            self.left = 0
+            self.kept = self.kept - num_bytes
             self._refuse(name, num_bytes)
 
     def _refuse(self, name: str, num_bytes: int) -> None:
-        self.refused.append(f"{name}, {num_bytes / 2**30:.3g} GB beside {self.kept / 2**30:.3g} GB kept")
+        self.refused.append(
+            f"{name}, {num_bytes / 2**30:.3g} GB beside {self.kept / 2**30:.3g} GB kept"
+        )
 
 
 def feed_images(executor: Executor, images: Images, budget: Budget) -> Feed:
     """Images held on the device, if it is not the host itself, they are decoded and they fit."""
-    plain, name = HostImages(executor, images), "images on the device"
-    if executor.device.is_host or not isinstance(images, np.ndarray) or not budget.take(name, images.nbytes):
+    plain = HostImages(executor, images)
+    name = "images on the device"
+    if (
+        executor.device.is_host
+        or not isinstance(images, np.ndarray)
+        or not budget.take(name, images.nbytes)
+    ):
         return plain
     with budget.taken(name, images.nbytes):
         return Kept(executor.layout, None, _on_device(executor.layout, images))
@@ -147,17 +165,27 @@ def feed_images(executor: Executor, images: Images, budget: Budget) -> Feed:
 def kept_bytes(executor: Executor, num_images: int, block: int) -> int:
     """Bytes that the tokens of a block take for so many images."""
     behind_last = block == executor.num_blocks
-    trimmed = behind_last or (executor.outputs[block] is not None and executor.placement == "mlp_down")
+    trimmed = behind_last or (
+        executor.outputs[block] is not None and executor.placement == "mlp_down"
+    )
     num_tokens = executor.config.num_outputs if trimmed else executor.config.num_tokens
     return executor.kept_type.itemsize * num_images * num_tokens * executor.config.width
 
 
 def keep_tokens(
-    name: str, executor: Executor, images: Feed, num_images: int, prefix: Network, *, batch_size: int, budget: Budget
+    name: str,
+    executor: Executor,
+    images: Feed,
+    num_images: int,
+    prefix: Network,
+    *,
+    batch_size: int,
+    budget: Budget,
 ) -> Feed:
     """Tokens behind the frozen blocks of `prefix`, computed now and kept if they fit.
 
-    Where they do not fit, or are kept already, `images` is returned: each step then goes on from there.
+    Where they do not fit, or are kept already, `images` is returned: each step then goes on from
+    there.
     """
     if isinstance(images, Kept) and images.block == len(prefix):
         return images
@@ -165,7 +193,11 @@ def keep_tokens(
     if not budget.take(name, num_bytes):
         return images
     with budget.taken(name, num_bytes):
-        return Kept(executor.layout, len(prefix), _computed(executor, images, num_images, prefix, batch_size))
+        return Kept(
+            executor.layout,
+            len(prefix),
+            _computed(executor, images, num_images, prefix, batch_size),
+        )
     return images
 
 
@@ -202,12 +234,14 @@ def _written(kept, values, start, *, size: int):
 def ahead(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
     """The items of `work`, up to `num` of them prepared by another thread while one is used.
 
-    Over several devices the main thread prepares them: these wait for each other, and must meet programs in one order.
+    Over several devices the main thread prepares them: these wait for each other, and must meet
+    programs in one order.
     """
     if layout.is_many:
         yield from work
         return
-    iterator, end = iter(work), object()
+    iterator = iter(work)
+    end = object()
     with ThreadPoolExecutor(1, "cheem-feed") as thread:
         waiting = [thread.submit(next, iterator, end) for _ in range(num)]
         while (item := waiting.pop(0).result()) is not end:
@@ -216,7 +250,8 @@ def ahead(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
 
 
 def memory_budget(gigabytes: float | None) -> int:
-    """Bytes that may be spent on keeping things: what the user said, or a quarter of the device's memory.
+    """Bytes that may be spent on keeping things: what the user said, or a quarter of the device's
+    memory.
 
     Raises ValueError for a number below 0.
     """
@@ -233,4 +268,6 @@ def memory_budget(gigabytes: float | None) -> int:
 
 
 def _on_device(layout: Layout, values: np.ndarray) -> jax.Array:
-    return jax.block_until_ready(layout.everywhere(values) if layout.is_many else jax.device_put(values))
+    return jax.block_until_ready(
+        layout.everywhere(values) if layout.is_many else jax.device_put(values)
+    )

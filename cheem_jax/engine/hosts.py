@@ -1,8 +1,9 @@
 """Several processes as one job: how they find each other, agree, and end together.
 
-Every process runs the same program on its own devices (JAX's multi-controller SPMD) and holds the same state; the first
-one alone writes, prints and logs. What may differ between them (clocks, signals, the disk) is decided by all together,
-in the main thread and in the same order everywhere. With one process everything here does nothing.
+Every process runs the same program on its own devices (JAX's multi-controller SPMD) and holds the
+same state; the first one alone writes, prints and logs. What may differ between them (clocks,
+signals, the disk) is decided by all together, in the main thread and in the same order everywhere.
+With one process everything here does nothing.
 """
 
 import ctypes
@@ -36,12 +37,13 @@ class HostsConfig:
     """The processes of one job: one per machine, with all of its devices, or one per device."""
 
     coordinator: str | None = None
-    """`HOST:PORT` of the first process, or `auto`: as SLURM, Open MPI, Kubernetes or Cloud TPU tell it; default: one
-    process alone."""
+    """`HOST:PORT` of the first process, or `auto`: as SLURM, Open MPI, Kubernetes or Cloud TPU tell
+    it; default: one process alone."""
     num_processes: int | None = None
     """Processes in the job; told by the environment with `auto`."""
     process_id: int | None = None
-    """This one's number, 0 for the first, which prints and writes; told by the environment with `auto`."""
+    """This one's number, 0 for the first, which prints and writes; told by the environment with
+    `auto`."""
     timeout: int = 30
     """Seconds without a sign of life after which a process counts as dead and the job ends."""
     patience: int = CONNECT_SECONDS
@@ -50,54 +52,75 @@ class HostsConfig:
     def __post_init__(self) -> None:
         given = (self.num_processes, self.process_id)
         if self.coordinator is None and given != (None, None):
-            raise ValueError("hosts num_processes or process_id is given without hosts coordinator; give HOST:PORT")
+            raise ValueError(
+                "hosts num_processes or process_id is given without hosts coordinator; give"
+                " HOST:PORT"
+            )
         if self.coordinator not in (None, "auto"):
             if None in given:
                 raise ValueError(
-                    f"hosts coordinator is {self.coordinator!r}; expected num_processes and process_id with it, or auto"
+                    f"hosts coordinator is {self.coordinator!r}; expected num_processes and"
+                    " process_id with it, or auto"
                 )
             _address(self.coordinator)
         if self.num_processes is not None and self.num_processes < 1:
             raise ValueError(f"hosts num_processes is {self.num_processes}; expected at least 1")
         if self.process_id is not None and not 0 <= self.process_id < (self.num_processes or 2**31):
-            raise ValueError(f"hosts process_id is {self.process_id}; expected 0 to {(self.num_processes or 1) - 1}")
+            raise ValueError(
+                f"hosts process_id is {self.process_id}; expected 0 to"
+                f" {(self.num_processes or 1) - 1}"
+            )
         if min(self.timeout, self.patience) < 5:
-            raise ValueError(f"hosts timeout is {self.timeout} and patience {self.patience}; expected 5 s or more")
+            raise ValueError(
+                f"hosts timeout is {self.timeout} and patience {self.patience}; expected 5 s or"
+                " more"
+            )
 
 
 def connect(config: HostsConfig) -> None:
     """Join the job; nothing to do for one process alone. Must come before anything is computed.
 
-    Raises ValueError where the coordinator or, for `auto`, the job cannot be found. A process that later hears nothing
-    of the others for `timeout` seconds ends with status 1 and a line that says so, whatever it is waiting for.
+    Raises ValueError where the coordinator or, for `auto`, the job cannot be found. A process that
+    later hears nothing of the others for `timeout` seconds ends with status 1 and a line that says
+    so, whatever it is waiting for.
     """
     if config.coordinator is None:
         return
     _when_aborted(
-        f"error: not all processes of the job were there within {config.patience} s, or one could not be reached; look "
-        "at their logs, and check hosts coordinator, num_processes and process_id"
+        f"error: not all processes of the job were there within {config.patience} s, or one could"
+        " not be reached; look at their logs, and check hosts coordinator, num_processes and"
+        " process_id"
     )
     if config.coordinator != "auto" and config.process_id:
         _reach(*_address(config.coordinator), config.patience)
-    address = None if config.coordinator == "auto" else ":".join(map(str, _address(config.coordinator)))
+    address = (
+        None if config.coordinator == "auto" else ":".join(map(str, _address(config.coordinator)))
+    )
     try:
         jax.distributed.initialize(
-            address, config.num_processes, config.process_id, initialization_timeout=config.patience,
-            heartbeat_timeout_seconds=config.timeout, shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+            address,
+            config.num_processes,
+            config.process_id,
+            initialization_timeout=config.patience,
+            heartbeat_timeout_seconds=config.timeout,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
             local_device_ids=_local_devices(config, os.environ),
-        )  # fmt: skip
+        )
     except (ValueError, RuntimeError) as error:
         if config.coordinator != "auto":
-            raise ValueError(f"the job's processes do not find each other ({_one_line(error)})") from error
+            raise ValueError(
+                f"the job's processes do not find each other ({_one_line(error)})"
+            ) from error
         raise ValueError(
-            "hosts coordinator is auto, but the environment tells of no job of SLURM, Open MPI, Kubernetes or Cloud "
-            f"TPU ({_one_line(error)}); give HOST:PORT, num_processes and process_id"
+            "hosts coordinator is auto, but the environment tells of no job of SLURM, Open MPI,"
+            f" Kubernetes or Cloud TPU ({_one_line(error)}); give HOST:PORT, num_processes and"
+            " process_id"
         ) from error
     _ENDED.append(
-        f"error: process {index()} of {count()} stops, because another one of the job has ended or cannot be reached "
-        f"(no sign of life for {config.timeout} s, unless it said so itself; its own log says why), or because this "
-        "one broke down (see above). What was saved is whole: start the job again, with as many processes as you like, "
-        "and it goes on from there"
+        f"error: process {index()} of {count()} stops, because another one of the job has ended or"
+        f" cannot be reached (no sign of life for {config.timeout} s, unless it said so itself; its"
+        " own log says why), or because this one broke down (see above). What was saved is whole:"
+        " start the job again, with as many processes as you like, and it goes on from there"
     )
     _when_aborted(_ENDED[-1])
 
@@ -105,8 +128,8 @@ def connect(config: HostsConfig) -> None:
 def leave(error: BaseException) -> None:
     """End a process of a job now, if it failed; the others then end as if it had died.
 
-    An orderly end would wait for others, which wait for what this one will never send. A request to stop is no failure:
-    all follow it together.
+    An orderly end would wait for others, which wait for what this one will never send. A request to
+    stop is no failure: all follow it together.
     """
     status = error.code if isinstance(error, SystemExit) else 1
     if not _ENDED or not isinstance(status, int) or not 0 < status < 128:
@@ -117,7 +140,9 @@ def leave(error: BaseException) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if is_first():
-        time.sleep(SECONDS_TO_LEAVE)  # the others need it to leave in order, if they failed for the same reason
+        time.sleep(
+            SECONDS_TO_LEAVE
+        )  # the others need it to leave in order, if they failed for the same reason
     os._exit(status)
 
 
@@ -129,8 +154,9 @@ SECONDS_TO_LEAVE = 2
 def _local_devices(config: HostsConfig, environment: Mapping[str, str]) -> list[int] | None:
     """What JAX is told about this process's devices: [] is all that it sees, None leaves it to JAX.
 
-    Where SLURM or Open MPI has started the process, JAX takes one device per process; right where each device of a
-    machine has a process of its own, but one process alone on its machine would leave all other devices idle.
+    Where SLURM or Open MPI has started the process, JAX takes one device per process; right where
+    each device of a machine has a process of its own, but one process alone on its machine would
+    leave all other devices idle.
     """
     if config.coordinator != "auto":
         return []
@@ -171,7 +197,8 @@ def smallest(value: int) -> int:
 
 
 def total(values: np.ndarray) -> np.ndarray:
-    """The sum of the processes' arrays, in all of them; exact for integers, and where all but one hold zeros."""
+    """The sum of the processes' arrays, in all of them; exact for integers, and where all but one
+    hold zeros."""
     if count() == 1:
         return values
     return np.asarray(multihost_utils.process_allgather(values)).sum(axis=0)
@@ -191,7 +218,8 @@ def fetch(tree: Any) -> Any:
 def together(work: Callable[[], Any]) -> Any:
     """What each process does by itself, finished when all have; an error of one ends all of them.
 
-    For work that may fail in one process alone, such as reading a file: the others would wait for it for ever.
+    For work that may fail in one process alone, such as reading a file: the others would wait for
+    it for ever.
     """
     if count() == 1:
         return work()
@@ -214,7 +242,8 @@ def first_does(work: Callable[[], Any]) -> None:
 
 
 def in_order(work: Callable[[], Any]) -> Any:
-    """What the first process does before all others do the same, so that these find what it has written."""
+    """What the first process does before all others do the same, so that these find what it has
+    written."""
     if count() == 1:
         return work()
     found = []
@@ -230,7 +259,8 @@ def agree_to_stop(stop: Stop) -> bool:
 
 
 def check_equal(what: str, value: Any, way_out: str) -> None:
-    """ValueError in all processes, naming those that differ from the first, unless all hold the same JSON value."""
+    """ValueError in all processes, naming those that differ from the first, unless all hold the
+    same JSON value."""
     if count() == 1:
         return
     own = hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).digest()
@@ -240,23 +270,27 @@ def check_equal(what: str, value: Any, way_out: str) -> None:
         told = json.dumps(value, default=str)
         here = f"; here: {told}" if index() in (0, *others) and len(told) < 300 else ""
         raise ValueError(
-            f"the {what} of process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))} of {count()} differ "
-            f"from those of process 0{here}; {way_out}"
+            f"the {what} of process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+            f" of {count()} differ from those of process 0{here}; {way_out}"
         )
 
 
 def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon:
-        host, port = text, str(PORT)
+        host = text
+        port = str(PORT)
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"hosts coordinator is {text!r}; expected HOST:PORT such as node01:{PORT}, or auto")
+        raise ValueError(
+            f"hosts coordinator is {text!r}; expected HOST:PORT such as node01:{PORT}, or auto"
+        )
     return host, int(port)
 
 
 def _reach(host: str, port: int, seconds: float) -> None:
     """Wait until the coordinator listens; JAX's own wait ends with the process."""
-    until, reason = time.monotonic() + seconds, "no answer"
+    until = time.monotonic() + seconds
+    reason = "no answer"
     while time.monotonic() < until:
         try:
             socket.create_connection((host, port), timeout=5).close()
@@ -265,8 +299,8 @@ def _reach(host: str, port: int, seconds: float) -> None:
             reason = error.strerror or str(error)
             time.sleep(0.5)
     raise ValueError(
-        f"the coordinator {host}:{port} could not be reached in {seconds:.0f} s ({reason}); is process 0 running, "
-        "and does the network let this port through?"
+        f"the coordinator {host}:{port} could not be reached in {seconds:.0f} s ({reason}); is"
+        " process 0 running, and does the network let this port through?"
     )
 
 
@@ -277,8 +311,8 @@ _HANDLERS: list[Any] = []
 def _when_aborted(message: str) -> None:
     """Say this, and end with status 1, where the runtime ends the process.
 
-    JAX's runtime aborts a process whose job is broken, from a thread of its own and in the middle of anything, so no
-    exception and no Python signal handler ever sees it.
+    JAX's runtime aborts a process whose job is broken, from a thread of its own and in the middle
+    of anything, so no exception and no Python signal handler ever sees it.
     """
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)

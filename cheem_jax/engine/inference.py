@@ -1,8 +1,9 @@
-"""Answering with the task unknown: the frozen base network names the task, and its activations are not thrown away.
+"""Answering with the task unknown: the frozen base network names the task, and its activations are
+not thrown away.
 
-A task's network that begins with Reuse of the base experts equals the base network up to its first difference: it is
-resumed there (paper section 'Inference' runs both from the image). Images are grouped by task within a batch and padded
-to few sizes, so that no request compiles.
+A task's network that begins with Reuse of the base experts equals the base network up to its first
+difference: it is resumed there (paper section 'Inference' runs both from the image). Images are
+grouped by task within a batch and padded to few sizes, so that no request compiles.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,12 +65,16 @@ class Inference:
         reads: RouterConfig = PAPER,
     ):
         self.executor, self.base, self.networks = executor, base, networks
-        self.batch_size, self.rows = batch_size, executor.rows(batch_size)
+        self.batch_size = batch_size
+        self.rows = executor.rows(batch_size)
         depth = executor.num_blocks
-        self._blocks, self._until = reads.blocks(depth), reads.until(depth)
-        # the base network is not run further than the router reads: what a task's shares behind that runs as its own
+        self._blocks = reads.blocks(depth)
+        self._until = reads.until(depth)
+        # the base network is not run further than the router reads: what a task's shares behind
+        # that runs as its own
         self.differences = [
-            min(first_difference(base, outline.codes), self._until) for outline in self.networks.outlines
+            min(first_difference(base, outline.codes), self._until)
+            for outline in self.networks.outlines
         ]
         self.sizes = bucket_sizes(self.rows) if sizes is None else tuple(sizes)
 
@@ -81,7 +86,8 @@ class Inference:
         return found
 
     def features(self, feed: Feed, num: int, route: Route) -> Float[np.ndarray, "N D"]:
-        """Features of each image by the network of its task; zeros where the route names none (-1)."""
+        """Features of each image by the network of its task; zeros where the route names none
+        (-1)."""
         found = np.zeros((num, self.executor.config.width), np.float32)
         for task, place, rows, reached in self._routed(feed, num, route):
             if task >= 0:
@@ -94,7 +100,8 @@ class Inference:
     def _routed(
         self, feed: Feed, num: int, route: Route
     ) -> Iterator[tuple[int, np.ndarray, np.ndarray, dict[int, np.ndarray | jax.Array]]]:
-        """Of each batch and each of its tasks: the task, its images, their rows in the batch, the base's tokens."""
+        """Of each batch and each of its tasks: the task, its images, their rows in the batch, the
+        base's tokens."""
         for batch in batches(np.arange(num), self.batch_size):
             features, reached = self._base(feed, batch.rows)
             tasks = np.asarray(route(features), np.int32)[: batch.size]
@@ -109,7 +116,9 @@ class Inference:
         """
         size = self.executor.config.image_size
         blank = np.zeros((self.batch_size, size, size, 3), np.uint8)
-        _, reached = self._base(lambda rows: self.executor.begin(blank[rows]), np.arange(self.batch_size))
+        _, reached = self._base(
+            lambda rows: self.executor.begin(blank[rows]), np.arange(self.batch_size)
+        )
         for task in self._examples():
             for num in self.sizes:
                 if classify:
@@ -121,48 +130,71 @@ class Inference:
     def _examples(self) -> Iterator[int]:
         """Few networks that together call every program that any of them calls."""
         known = set()
-        for task, (begin, outline) in enumerate(zip(self.differences, self.networks.outlines, strict=True)):
-            runs = self.executor.programs_of(begin, [code == SKIP for code in outline.codes[begin:]])
+        for task, (begin, outline) in enumerate(
+            zip(self.differences, self.networks.outlines, strict=True)
+        ):
+            runs = self.executor.programs_of(
+                begin, [code == SKIP for code in outline.codes[begin:]]
+            )
             programs = {*runs, ("head", next_power_of_two(outline.num_classes))}
             if not programs <= known:
                 known |= programs
                 yield task
 
-    def _base(self, feed: Feed, rows: np.ndarray) -> tuple[np.ndarray, dict[int, np.ndarray | jax.Array]]:
+    def _base(
+        self, feed: Feed, rows: np.ndarray
+    ) -> tuple[np.ndarray, dict[int, np.ndarray | jax.Array]]:
         """Features of a batch and the base network's tokens wherever some network leaves it."""
         stops = sorted(set(self.differences))
 
         def read(start: int) -> tuple[list[jax.Array], list[jax.Array]]:
-            tokens, kept = self.executor.resolve(feed(rows[start : start + self.rows])), list[jax.Array]()
+            tokens = self.executor.resolve(feed(rows[start : start + self.rows]))
+            kept = list[jax.Array]()
             found = read_on_the_way(
-                self.executor, self.base, tokens, blocks=self._blocks, until=self._until,
-                keep=lambda tokens: kept.append(tokens.values), stops=stops,
-            )  # fmt: skip
+                self.executor,
+                self.base,
+                tokens,
+                blocks=self._blocks,
+                until=self._until,
+                keep=lambda tokens: kept.append(tokens.values),
+                stops=stops,
+            )
             return found, kept
 
         parts, kept = zip(*self.executor.each(read, range(0, len(rows), self.rows)), strict=True)
         reached = dict(zip(stops, zip(*kept, strict=True), strict=True))
-        # on a CPU numpy gathers without a program; elsewhere a batch is one part and stays on the device
+        # on a CPU numpy gathers without a program; elsewhere a batch is one part and stays on the
+        # device
         join = np.concatenate if self.executor.device.is_host else jnp.concatenate
-        features = joined([np.concatenate(part) for part in zip(*jax.device_get(parts), strict=True)])
+        features = joined(
+            [np.concatenate(part) for part in zip(*jax.device_get(parts), strict=True)]
+        )
         return features, {
-            block: kept[0] if len(kept) == 1 else join([*map(np.asarray, kept)]) for block, kept in reached.items()
+            block: kept[0] if len(kept) == 1 else join([*map(np.asarray, kept)])
+            for block, kept in reached.items()
         }
 
-    def _answers(self, task: int, rows: np.ndarray, reached: dict[int, np.ndarray | jax.Array]) -> np.ndarray:
-        head, num_classes = self.networks.head(task), self.networks.outlines[task].num_classes
+    def _answers(
+        self, task: int, rows: np.ndarray, reached: dict[int, np.ndarray | jax.Array]
+    ) -> np.ndarray:
+        head = self.networks.head(task)
+        num_classes = self.networks.outlines[task].num_classes
         found = []
         for last, size in self._last_tokens(task, rows, reached):
             blank = np.zeros(len(last), np.int32)
-            answers, _ = self.executor.classify(head, last, blank, blank.astype(np.float32), num_classes)
+            answers, _ = self.executor.classify(
+                head, last, blank, blank.astype(np.float32), num_classes
+            )
             found.append(np.asarray(answers)[:size])
         return np.concatenate(found)
 
     def _last_tokens(
         self, task: int, rows: np.ndarray, reached: dict[int, np.ndarray | jax.Array]
     ) -> Iterator[tuple[jax.Array, int]]:
-        """The last tokens of a task's network in groups, padded ones behind the real rows, and how many are real."""
-        block, network = self.differences[task], self.networks.network(task)
+        """The last tokens of a task's network in groups, padded ones behind the real rows, and how
+        many are real."""
+        block = self.differences[task]
+        network = self.networks.network(task)
         values = reached[block]
 
         def run(group: tuple[np.ndarray, int]) -> tuple[jax.Array, int]:
@@ -170,7 +202,9 @@ class Inference:
             if self.executor.device.is_host:
                 tokens = Tokens(block, jnp.asarray(np.asarray(values)[padded]))
             else:
-                tokens = self.executor.resolve(Gather(block, jnp.asarray(values), padded.astype(np.int32)))
+                tokens = self.executor.resolve(
+                    Gather(block, jnp.asarray(values), padded.astype(np.int32))
+                )
             return self.executor.advance(network, tokens, self.executor.num_blocks).values, size
 
         return self.executor.each(run, pieces(rows, self.sizes))
@@ -181,7 +215,8 @@ SKIP = -1
 
 
 def first_difference(base: Network, codes: Sequence[int]) -> int:
-    """The first block where a network of these codes leaves the base network; L where it never does."""
+    """The first block where a network of these codes leaves the base network; L where it never
+    does."""
     pairs = enumerate(zip(base, codes, strict=True))
     return next((block for block, (step, code) in pairs if step.code != code), len(base))
 
@@ -196,10 +231,13 @@ def pieces(rows: np.ndarray, sizes: Sequence[int]) -> list[tuple[np.ndarray, int
 
     What is left is padded to the smallest size that holds it, if at least half of that is real.
     """
-    found, start = [], 0
+    found = []
+    start = 0
     while start < len(rows):
         left = len(rows) - start
-        fits = [size for size in sizes if left <= size <= 2 * left][-1:] or [size for size in sizes if size <= left]
+        fits = [size for size in sizes if left <= size <= 2 * left][-1:] or [
+            size for size in sizes if size <= left
+        ]
         size = fits[0] if fits else sizes[-1]
         part = rows[start : start + size]
         found.append((np.concatenate([part, np.full(size - len(part), part[0])]), len(part)))

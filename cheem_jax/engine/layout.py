@@ -1,8 +1,9 @@
 """Where arrays lie: on one device, or over a mesh of them, on one machine or many (JAX's SPMD).
 
-A batch's rows are split over all devices, what is learned is held by each, and the frozen backbone is held by each or,
-where it does not fit, split as well and gathered block by block. The programs stay the same: XLA reads from their
-arguments how to divide the work, and adds the sums that gradients and counts then need.
+A batch's rows are split over all devices, what is learned is held by each, and the frozen backbone
+is held by each or, where it does not fit, split as well and gathered block by block. The programs
+stay the same: XLA reads from their arguments how to divide the work, and adds the sums that
+gradients and counts then need.
 """
 
 import collections
@@ -26,9 +27,11 @@ class MeshConfig:
     """The devices of a run; nothing here changes what is computed, beyond rounding."""
 
     devices: Literal["all"] | int = 1
-    """Devices that share the work of a batch: a number, or all that JAX sees, those of all processes together."""
+    """Devices that share the work of a batch: a number, or all that JAX sees, those of all
+    processes together."""
     fsdp: int = 1
-    """Devices over which the frozen backbone's weights are split, where one cannot hold them; divides `devices`."""
+    """Devices over which the frozen backbone's weights are split, where one cannot hold them;
+    divides `devices`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, int) and self.devices < 1:
@@ -40,18 +43,29 @@ class MeshConfig:
 class Layout:
     """One device, or a mesh of several; every process of a job holds an equal one.
 
-    Whatever number of rows a batch has, each device gets as many: the batch is filled up by repeating its first row,
-    with weight 0 where rows are weighted, so answers and sums of the real rows stay as they are.
+    Whatever number of rows a batch has, each device gets as many: the batch is filled up by
+    repeating its first row, with weight 0 where rows are weighted, so answers and sums of the real
+    rows stay as they are.
     """
 
     def __init__(self, devices: Sequence[Any] | None = None, fsdp: int = 1):
-        self.devices = [] if devices is None else sorted(devices, key=lambda device: (device.process_index, device.id))
-        self.num, self.fsdp = max(len(self.devices), 1), fsdp
+        self.devices = (
+            []
+            if devices is None
+            else sorted(devices, key=lambda device: (device.process_index, device.id))
+        )
+        self.num = max(len(self.devices), 1)
+        self.fsdp = fsdp
         if self.num % fsdp:
             raise ValueError(
-                f"fsdp is {fsdp}, which does not divide the {self.num} device{'s' if self.num > 1 else ''} of the run"
+                f"fsdp is {fsdp}, which does not divide the {self.num}"
+                f" device{'s' if self.num > 1 else ''} of the run"
             )
-        self.local = [i for i, device in enumerate(self.devices) if device.process_index == jax.process_index()]
+        self.local = [
+            i
+            for i, device in enumerate(self.devices)
+            if device.process_index == jax.process_index()
+        ]
         self.mesh = None
         if self.devices:
             grid = np.array(self.devices).reshape(-1, fsdp)
@@ -77,7 +91,8 @@ class Layout:
         return -(-size // self.num) * self.num
 
     def mine(self, rows: np.ndarray, filler: Any = None) -> np.ndarray:
-        """The part of a batch that this process's devices work on, filled up by its first row or by `filler`."""
+        """The part of a batch that this process's devices work on, filled up by its first row or by
+        `filler`."""
         if not self.is_many:
             return rows
         missing = self.padded(len(rows)) - len(rows)
@@ -90,14 +105,18 @@ class Layout:
         return np.concatenate([rows, fill])[self.local[0] * share : (self.local[-1] + 1) * share]
 
     def joined(self, part: Any, axis: int = 0) -> Any:
-        """The batch of which each process has its part, as one array split over all devices along `axis`."""
+        """The batch of which each process has its part, as one array split over all devices along
+        `axis`."""
         if not self.is_many:
             return part
         share = part.shape[axis] // len(self.local)
         whole = list(part.shape)
         whole[axis] = share * self.num
         pieces = [
-            jax.device_put(part[(slice(None),) * axis + (slice(i * share, (i + 1) * share),)], self.devices[place])
+            jax.device_put(
+                part[(slice(None),) * axis + (slice(i * share, (i + 1) * share),)],
+                self.devices[place],
+            )
             for i, place in enumerate(self.local)
         ]
         split = self.sharding(*[None] * axis, ("data", "fsdp"))
@@ -112,7 +131,8 @@ class Layout:
         return self.joined(self.mine(values, 0))
 
     def read(self, images: Images, order: Sequence[np.ndarray]) -> Iterator[Any]:
-        """The pictures of each of these rows in turn; each process reads those of its own devices only."""
+        """The pictures of each of these rows in turn; each process reads those of its own devices
+        only."""
         return map(self.joined, in_turn(images, [self.mine(rows) for rows in order]))
 
     def everywhere(self, tree: Tree) -> Tree:
@@ -124,7 +144,9 @@ class Layout:
         def put(leaf):
             if getattr(leaf, "sharding", None) == whole:
                 return leaf
-            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:  # split over processes
+            if (
+                isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+            ):  # split over processes
                 return self.jit(lambda parts: parts, out_shardings=whole)(leaf)
             copies = [jax.device_put(leaf, self.devices[place]) for place in self.local]
             return jax.make_array_from_single_device_arrays(np.shape(leaf), whole, copies)
@@ -138,12 +160,15 @@ class Layout:
             if not isinstance(leaf, jax.Array) or len(leaf.devices()) == 1:
                 return leaf
             assert leaf.is_fully_replicated, "a part would pass for the whole"
-            return next(part.data for part in leaf.addressable_shards if part.device == self.devices[place])
+            return next(
+                part.data for part in leaf.addressable_shards if part.device == self.devices[place]
+            )
 
         return jax.tree.map(own, tree)
 
     def frozen(self, leaf: jax.Array) -> jax.Array:
-        """A weight of the backbone: on each device, or in parts along its longest axis that `fsdp` divides."""
+        """A weight of the backbone: on each device, or in parts along its longest axis that `fsdp`
+        divides."""
         if not self.is_many:
             return leaf
         axes = [axis for axis, size in enumerate(leaf.shape) if size % self.fsdp == 0]
@@ -157,8 +182,8 @@ class Layout:
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """`jax.jit`; each call waits for its result where devices are threads of one processor.
 
-        A CPU's devices share a pool of as many threads: in two programs at a time, each with sums over the devices,
-        all threads may wait for a device that gets none.
+        A CPU's devices share a pool of as many threads: in two programs at a time, each with sums
+        over the devices, all threads may wait for a device that gets none.
         """
 
         @functools.wraps(function)
@@ -204,20 +229,29 @@ def make_layout(config: MeshConfig) -> Layout:
     shares = collections.Counter(device.process_index for device in found)
     if len(set(shares.values())) > 1:
         told = ", ".join(f"{num} in process {process}" for process, num in sorted(shares.items()))
-        raise ValueError(f"the job's processes have different numbers of devices: {told}; give each as many")
+        raise ValueError(
+            f"the job's processes have different numbers of devices: {told}; give each as many"
+        )
     wanted = len(found) if config.devices == "all" else config.devices
     if wanted > len(found):
-        more = "; JAX_NUM_CPU_DEVICES=N makes N of a CPU, for trying" if found[0].platform == "cpu" else ""
+        more = (
+            "; JAX_NUM_CPU_DEVICES=N makes N of a CPU, for trying"
+            if found[0].platform == "cpu"
+            else ""
+        )
         raise ValueError(
-            f"devices is {wanted}, but JAX sees {len(found)} ({found[0].platform}); ask for at most that, or all{more}"
+            f"devices is {wanted}, but JAX sees {len(found)} ({found[0].platform}); ask for at most"
+            f" that, or all{more}"
         )
     if jax.process_count() > 1 and wanted != len(found):
         raise ValueError(
-            f"devices is {wanted} of the {len(found)} of {jax.process_count()} processes; give --devices all, so "
-            "that each of them takes part"
+            f"devices is {wanted} of the {len(found)} of {jax.process_count()} processes; give"
+            " --devices all, so that each of them takes part"
         )
     if wanted == 1 and jax.process_count() == 1:
         if config.fsdp > 1:
-            raise ValueError(f"fsdp is {config.fsdp}, which needs as many devices; give --devices all")
+            raise ValueError(
+                f"fsdp is {config.fsdp}, which needs as many devices; give --devices all"
+            )
         return ONE
     return Layout(found[:wanted], config.fsdp)

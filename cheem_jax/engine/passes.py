@@ -1,4 +1,5 @@
-"""Forward-only passes over whole data sets: mean class tokens, features, answers, counts of right answers."""
+"""Forward-only passes over whole data sets: mean class tokens, features, answers, counts of right
+answers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
@@ -22,27 +23,45 @@ def unwatched(num_images: int, note: str = "", /) -> None:
 
 
 class TokenMeans(NamedTuple):
-    """Mean class tokens `[networks, L, D]` (zero where skipped) and the first network's features `[N, D]`."""
+    """Mean class tokens `[networks, L, D]` (zero where skipped) and the first network's features
+    `[N, D]`."""
 
     means: Float[np.ndarray, "E L D"]
     features: Float[np.ndarray, "N D"]
 
 
 def token_means(
-    executor: Executor, networks: Sequence[Network], images: Feed, num: int, *, batch_size: int, advance: Advance
+    executor: Executor,
+    networks: Sequence[Network],
+    images: Feed,
+    num: int,
+    *,
+    batch_size: int,
+    advance: Advance,
 ) -> TokenMeans:
-    """Average class tokens of several networks over the same `num` images (paper's mu), sums kept in float64."""
+    """Average class tokens of several networks over the same `num` images (paper's mu), sums kept
+    in float64."""
     sums = np.zeros((len(networks), executor.num_blocks, executor.config.width))
     features = []
 
-    def summed(batch: Rows, tokens: Tokens | Gather) -> tuple[list[tuple[int, int, np.ndarray]], jax.Array | None]:
-        places, pending, own = [], [], None
+    def summed(
+        batch: Rows, tokens: Tokens | Gather
+    ) -> tuple[list[tuple[int, int, np.ndarray]], jax.Array | None]:
+        places = []
+        pending = []
+        own = None
         for walked in executor.walk(networks, tokens, batch.mask):
-            places += [(walked.index, block) for block, total in enumerate(walked.sums) if total is not None]
+            places += [
+                (walked.index, block)
+                for block, total in enumerate(walked.sums)
+                if total is not None
+            ]
             pending += [total for total in walked.sums if total is not None]
             own = executor.features(walked.tokens) if walked.index == 0 else own
         # read when the whole batch is under way: a look at a result waits for the device
-        return [(*place, total) for place, total in zip(places, jax.device_get(pending), strict=True)], own
+        return [
+            (*place, total) for place, total in zip(places, jax.device_get(pending), strict=True)
+        ], own
 
     for size, (totals, own) in _in_order(executor, images, num, batch_size, summed):
         for index, block, total in totals:
@@ -62,13 +81,15 @@ def network_features(
     batch_size: int,
     advance: Advance = unwatched,
 ) -> Float[np.ndarray, "P N D"]:
-    """Features of several networks for the same `num` images, shared prefixes run once per batch."""
+    """Features of several networks for the same `num` images, shared prefixes run once per
+    batch."""
     found = np.empty((len(networks), num, executor.config.width), np.float32)
 
     def read(batch: Rows, tokens: Tokens | Gather) -> None:
         # read when the whole batch is under way: a look at a result waits for the device
         pending = [
-            (walked.index, executor.features(walked.tokens)) for walked in executor.walk(networks, tokens, batch.mask)
+            (walked.index, executor.features(walked.tokens))
+            for walked in executor.walk(networks, tokens, batch.mask)
         ]
         for index, features in pending:
             found[index, batch.rows[: batch.size]] = hosts.fetch(features)[: batch.size]
@@ -79,15 +100,25 @@ def network_features(
 
 
 def features_on_the_way(
-    executor: Executor, network: Network, images: Feed, *, num: int, blocks: Sequence[int], until: int, batch_size: int
+    executor: Executor,
+    network: Network,
+    images: Feed,
+    *,
+    num: int,
+    blocks: Sequence[int],
+    until: int,
+    batch_size: int,
 ) -> list[Float[np.ndarray, "N D"]]:
-    """What one network computes before its end: the mean patch token of the tokens at each of some blocks.
+    """What one network computes before its end: the mean patch token of the tokens at each of some
+    blocks.
 
     Where the pass goes `until` the end, the features as well.
     """
 
     def read(batch: Rows, tokens: Tokens | Gather) -> list[np.ndarray]:
-        walked = read_on_the_way(executor, network, executor.resolve(tokens), blocks=blocks, until=until)
+        walked = read_on_the_way(
+            executor, network, executor.resolve(tokens), blocks=blocks, until=until
+        )
         return [hosts.fetch(part)[: batch.size] for part in walked]
 
     found = [parts for _, parts in _in_order(executor, images, num, batch_size, read)]
@@ -116,7 +147,14 @@ def read_on_the_way(
 
 
 def answers(
-    executor: Executor, network: Network, head: Head, images: Feed, *, num: int, num_classes: int, batch_size: int
+    executor: Executor,
+    network: Network,
+    head: Head,
+    images: Feed,
+    *,
+    num: int,
+    num_classes: int,
+    batch_size: int,
 ) -> Int[np.ndarray, "N"]:
     """The class that one network and its (padded) head give each image."""
 
@@ -145,7 +183,10 @@ def answers_and_features(
 
     def read(batch: Rows, tokens: Tokens | Gather) -> tuple[np.ndarray, np.ndarray]:
         labels = executor.layout.rows(np.zeros(len(batch.rows), np.int32))
-        last = {walked.index: walked.tokens for walked in executor.walk([base, network], tokens, batch.mask)}
+        last = {
+            walked.index: walked.tokens
+            for walked in executor.walk([base, network], tokens, batch.mask)
+        }
         features = executor.features(last[0])
         answer, _ = executor.classify(head, last[1], labels, batch.mask, num_classes)
         return hosts.fetch(answer)[: batch.size], hosts.fetch(features)[: batch.size]
@@ -166,11 +207,14 @@ def count_right(
     batch_size: int,
     advance: Advance,
 ) -> Int[np.ndarray, "P"]:
-    """Right answers of several networks with one shared head, shared prefixes run once per batch."""
+    """Right answers of several networks with one shared head, shared prefixes run once per
+    batch."""
     counts = np.zeros(len(networks), np.int64)
 
     def counted(batch: Rows, tokens: Tokens | Gather) -> tuple[list[int], list[np.ndarray]]:
-        order, pending, own = [], [], executor.put(executor.layout.rows(labels[batch.rows]))
+        order = []
+        pending = []
+        own = executor.put(executor.layout.rows(labels[batch.rows]))
         for walked in executor.walk(networks, tokens, batch.mask):
             _, right = executor.classify(head, walked.tokens, own, batch.mask, num_classes)
             order.append(walked.index)
@@ -184,11 +228,17 @@ def count_right(
 
 
 def _in_order(
-    executor: Executor, images: Feed, num: int, batch_size: int, work: Callable[[Rows, Tokens | Gather], T]
+    executor: Executor,
+    images: Feed,
+    num: int,
+    batch_size: int,
+    work: Callable[[Rows, Tokens | Gather], T],
 ) -> Iterator[tuple[int, T]]:
     """The images of each batch in order and what `work` makes of it."""
     pieces = list(batches(np.arange(num), executor.forward_rows(batch_size, num)))
-    masked = (batch._replace(mask=executor.put(executor.layout.weights(batch.mask))) for batch in pieces)
+    masked = (
+        batch._replace(mask=executor.put(executor.layout.weights(batch.mask))) for batch in pieces
+    )
     coming = zip(masked, fed(images, [batch.rows for batch in pieces]), strict=True)
     found = executor.each(lambda given: work(*given), coming)
     return zip((batch.size for batch in pieces), found, strict=True)

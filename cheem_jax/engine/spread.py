@@ -1,7 +1,7 @@
 """The search over several devices: each evaluates candidates of its own, on all validation images.
 
-No sums between devices are needed, as a batch divided over them would need at every block. Candidates that begin alike
-stay together, so that what they share still runs once (`Stages.walk`).
+No sums between devices are needed, as a batch divided over them would need at every block.
+Candidates that begin alike stay together, so that what they share still runs once (`Stages.walk`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,8 @@ def count_right_spread(
     batch_size: int,
     advance: Advance,
 ) -> Int[np.ndarray, "P"]:
-    """`passes.count_right`, the networks divided over the devices where one holds a whole network."""
+    """`passes.count_right`, the networks divided over the devices where one holds a whole
+    network."""
     common = {"num_classes": num_classes, "batch_size": batch_size}
     if not _divides(executor):
         return count_right(executor, networks, head, images, labels, advance=advance, **common)
@@ -40,25 +41,40 @@ def count_right_spread(
 
     def evaluate(place: int, mine: Sequence[Network], feed: Feed, rows: np.ndarray) -> np.ndarray:
         own = executor.layout.copy(head, place)
-        return count_right(executor.on(place), mine, own, feed, labels[rows], advance=unwatched, **common)
+        return count_right(
+            executor.on(place), mine, own, feed, labels[rows], advance=unwatched, **common
+        )
 
-    for group, _, right in _divided(executor, networks, images, len(labels), batch_size, evaluate, advance):
+    for group, _, right in _divided(
+        executor, networks, images, len(labels), batch_size, evaluate, advance
+    ):
         counts[group] += right
     return hosts.total(counts).astype(np.int64)
 
 
 def features_spread(
-    executor: Executor, networks: Sequence[Network], images: Feed, num: int, *, batch_size: int, advance: Advance
+    executor: Executor,
+    networks: Sequence[Network],
+    images: Feed,
+    num: int,
+    *,
+    batch_size: int,
+    advance: Advance,
 ) -> Float[np.ndarray, "P N D"]:
-    """`passes.network_features`, the networks divided in the same way; every process gets all of them."""
+    """`passes.network_features`, the networks divided in the same way; every process gets all of
+    them."""
     if not _divides(executor):
-        return network_features(executor, networks, images, num, batch_size=batch_size, advance=advance)
+        return network_features(
+            executor, networks, images, num, batch_size=batch_size, advance=advance
+        )
     found = np.zeros((len(networks), num, executor.config.width), np.float32)
 
     def evaluate(place: int, mine: Sequence[Network], feed: Feed, rows: np.ndarray) -> np.ndarray:
         return network_features(executor.on(place), mine, feed, len(rows), batch_size=batch_size)
 
-    for group, rows, features in _divided(executor, networks, images, num, batch_size, evaluate, advance):
+    for group, rows, features in _divided(
+        executor, networks, images, num, batch_size, evaluate, advance
+    ):
         found[np.asarray(group)[:, None], rows] = features
     return hosts.total(found)
 
@@ -76,9 +92,11 @@ def _divided(
     evaluate: Callable[[int, Sequence[Network], Feed, np.ndarray], np.ndarray],
     advance: Advance,
 ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Of each device of this process and each batch: the networks' indices, the images' rows, what `evaluate` made.
+    """Of each device of this process and each batch: the networks' indices, the images' rows, what
+    `evaluate` made.
 
-    All devices work on one batch before the next, so that every process reports its progress as often as the others.
+    All devices work on one batch before the next, so that every process reports its progress as
+    often as the others.
     """
     layout = executor.layout
     groups = divided(executor, networks, layout.num)
@@ -87,7 +105,9 @@ def _divided(
         for place in layout.local
         if groups[place]
     }
-    sizes = max(batch_size, executor.forward_rows(batch_size, num))  # `rows` may be a part of a batch
+    sizes = max(
+        batch_size, executor.forward_rows(batch_size, num)
+    )  # `rows` may be a part of a batch
     order = [batch.rows[: batch.size] for batch in batches(np.arange(num), sizes)]
     with ThreadPoolExecutor(len(layout.local), "search") as threads:
         for rows, feed in zip(order, _parts(executor, images, order), strict=True):
@@ -99,19 +119,23 @@ def _divided(
 
 
 def _parts(executor: Executor, images: Feed, order: Sequence[np.ndarray]) -> Iterator[Feed]:
-    """Each of these rows as a data set; pictures that the host holds or reads are read once for all devices."""
+    """Each of these rows as a data set; pictures that the host holds or reads are read once for all
+    devices."""
     if isinstance(images, HostImages):
         return (HostImages(executor, pictures) for pictures in in_turn(images.images, order))
     return (Subset(images, rows) for rows in order)
 
 
 def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[list[int]]:
-    """Indices of networks in `num` groups of nearly equal work, those with a common beginning side by side.
+    """Indices of networks in `num` groups of nearly equal work, those with a common beginning side
+    by side.
 
-    The largest group has as little to do as groups of neighbours allow; the order is that in which `walk` visits.
+    The largest group has as little to do as groups of neighbours allow; the order is that in which
+    `walk` visits.
     """
     order = sorted(range(len(networks)), key=lambda i: [step.code for step in networks[i]])
-    low, high = 0.0, _work(executor, [networks[i] for i in order])
+    low = 0.0
+    high = _work(executor, [networks[i] for i in order])
     groups = _cut(executor, networks, order, high)
     for _ in range(30):  # halving: the least bound that `num` groups can keep
         bound = (low + high) / 2
@@ -123,8 +147,11 @@ def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[l
     return groups + [[] for _ in range(num - len(groups))]
 
 
-def _cut(executor: Executor, networks: Sequence[Network], order: Sequence[int], bound: float) -> list[list[int]]:
-    """The order in groups, each filled as long as its work stays within the bound; a single one may be beyond it."""
+def _cut(
+    executor: Executor, networks: Sequence[Network], order: Sequence[int], bound: float
+) -> list[list[int]]:
+    """The order in groups, each filled as long as its work stays within the bound; a single one may
+    be beyond it."""
     groups: list[list[int]] = []
     filled = 0.0
     for index in order:
@@ -140,15 +167,22 @@ def _cut(executor: Executor, networks: Sequence[Network], order: Sequence[int], 
 
 
 def _work(executor: Executor, networks: Sequence[Network]) -> float:
-    return float(sum(_more(executor, before, own) for before, own in zip([(), *networks], networks, strict=False)))
+    return float(
+        sum(
+            _more(executor, before, own)
+            for before, own in zip([(), *networks], networks, strict=False)
+        )
+    )
 
 
 def _more(executor: Executor, previous: Network, network: Network) -> float:
-    """FLOPs per image of a network whose beginning has been computed as far as it equals the previous one's."""
+    """FLOPs per image of a network whose beginning has been computed as far as it equals the
+    previous one's."""
     shared = 0
     while shared < len(previous) and previous[shared].code == network[shared].code:
         shared += 1
-    total, last = 0, len(network) - 1
+    total = 0
+    last = len(network) - 1
     for block in range(shared, len(network)):
         attention, ffn = executed_halves(executor.config, last=block == last)
         plastic, other = (ffn, attention) if executor.placement == "mlp_down" else (attention, ffn)

@@ -1,8 +1,8 @@
 """Composed compiled stages: how any architecture runs without compiling anything new.
 
-Blocks have equal shapes, so one program per (op kind, where its input's gradient is wanted) serves every block, task
-and architecture; the host composes them. The backward pass stops at the first learnable op: what lies before it runs
-forward only and keeps nothing, and Skip costs nothing.
+Blocks have equal shapes, so one program per (op kind, where its input's gradient is wanted) serves
+every block, task and architecture; the host composes them. The backward pass stops at the first
+learnable op: what lies before it runs forward only and keeps nothing, and Skip costs nothing.
 """
 
 import dataclasses
@@ -57,7 +57,11 @@ class Stages(Executor):
 
         def widen(leaves, z, *, outputs):
             # products read it rounded anyway: so it is written once, and in half the bytes
-            return block_of(leaves).widen(z, placement=placement, outputs=outputs).astype(vit.config.precision)
+            return (
+                block_of(leaves)
+                .widen(z, placement=placement, outputs=outputs)
+                .astype(vit.config.precision)
+            )
 
         def leave(leaves, expert, z, u, mask, *, outputs):
             op = Skip() if expert is None else Reuse(expert)
@@ -68,13 +72,16 @@ class Stages(Executor):
 
         def linearise(leaves, op, x, *, outputs):
             def output(learned, x):
-                return block_of(leaves).run(with_learned(op, learned), x, placement=placement, outputs=outputs)[0]
+                return block_of(leaves).run(
+                    with_learned(op, learned), x, placement=placement, outputs=outputs
+                )[0]
 
             return linearised(jax.vjp(output, learned_of(op), x), (leaves, op, x))
 
         def linearise_first(leaves, op, z, *, outputs):
             def output(learned):
-                block, own = block_of(leaves), with_learned(op, learned)
+                block = block_of(leaves)
+                own = with_learned(op, learned)
                 u = block.widen(z, placement=placement, outputs=outputs)
                 return block.leave(own, z, u, placement=placement, outputs=outputs)[0]
 
@@ -114,9 +121,17 @@ class Stages(Executor):
         yield from side_by_side(function, following)
 
     def _train_step(
-        self, learners: Learners, head: Any, architecture: Architecture, step: Step, rate: np.float32, setup: Setup
+        self,
+        learners: Learners,
+        head: Any,
+        architecture: Architecture,
+        step: Step,
+        rate: np.float32,
+        setup: Setup,
     ) -> tuple[Learners, Any, jax.Array]:
-        ops, rate = ops_of(architecture, setup.experts, learners), self.put(rate)  # which every update takes
+        # which every update takes
+        ops = ops_of(architecture, setup.experts, learners)
+        rate = self.put(rate)
 
         def gradients(batch: Batch):
             return self.gradients(ops, head.params, batch, setup.num_classes)
@@ -127,7 +142,9 @@ class Stages(Executor):
             loss, head_grad = add(loss, more_loss), add(head_grad, more_head)
             grads = {block: add(grad, more_grads[block]) for block, grad in grads.items()}
         places = {(block, architecture[block]): grad for block, grad in grads.items()}
-        changed = {place: setup.update(learners[place], grad, rate, loss) for place, grad in places.items()}
+        changed = {
+            place: setup.update(learners[place], grad, rate, loss) for place, grad in places.items()
+        }
         return changed, setup.update(head, head_grad, rate, loss), loss
 
     def gradients(
@@ -135,42 +152,55 @@ class Stages(Executor):
     ) -> tuple[jax.Array, dict[int, Learned], Head]:
         """Weighted loss of one batch, its gradients per block that learns, and the head's gradient.
 
-        The loss is NaN where any of the gradients is non-finite. Runs forward only up to the first op that learns.
+        The loss is NaN where any of the gradients is non-finite. Runs forward only up to the first
+        op that learns.
         """
         begin, z = self.resolve(batch.tokens)
-        num, weights = self.num_blocks, self.put(batch.weights)  # which every block takes
+        # which every block takes
+        num = self.num_blocks
+        weights = self.put(batch.weights)
         first = next((i for i in range(begin, num) if learned_of(ops[i]) is not None), num)
         frozen = [Dense(0, op.expert if isinstance(op, Reuse) else None) for op in ops[begin:first]]
         z, _ = self._forward(frozen, begin, first, z, weights)
         tape: list[Any] = []
         for i in range(first, num):
-            stage, given = self._linearise_first if i == first else self._linearise, (self.blocks[i], ops[i], z)
+            stage = self._linearise_first if i == first else self._linearise
+            given = (self.blocks[i], ops[i], z)
             z, residuals = stage(*given, outputs=self.outputs[i])
             tape.append(residuals.vjp(given))
-        loss, (head_grad, grad) = self._loss(self.leaves, head, z, batch.labels, weights, self.number(num_classes))
+        loss, (head_grad, grad) = self._loss(
+            self.leaves, head, z, batch.labels, weights, self.number(num_classes)
+        )
         grads: dict[int, Learned] = {}
         for i in reversed(range(first, num)):
-            # a stage's linearisation is the largest thing a step keeps: let go of it as soon as it is used
+            # a stage's linearisation is the largest thing a step keeps: let go of it as soon as it
+            # is used
             learned_grad, rest, loss = self._backward(tape.pop(), grad, loss)
             grad = rest[0] if rest else grad
             if learned_grad is not None:
                 grads[i] = learned_grad
         return loss, grads, head_grad
 
-    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask) -> Iterator[Walked]:
+    def walk(
+        self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask
+    ) -> Iterator[Walked]:
         """Every network over one batch, each shared prefix once.
 
-        Networks are visited in the order of their codes, depth first, so a stack of one batch's activations (at most
-        2 L + 1) is all the memory that sharing needs. Siblings that differ from a block on share that block's start,
-        for `mlp_down` attention and up-projection. Results equal running each alone: the same programs see the same
-        inputs.
+        Networks are visited in the order of their codes, depth first, so a stack of one batch's
+        activations (at most 2 L + 1) is all the memory that sharing needs. Siblings that differ
+        from a block on share that block's start, for `mlp_down` attention and up-projection.
+        Results equal running each alone: the same programs see the same inputs.
         """
         begin, values = self.resolve(tokens)
         num = self.num_blocks
-        starts: list[Start] = [Start(values)]  # of block `begin`, `begin` + 1, ...; behind the last: the output
+        starts: list[Start] = [
+            Start(values)
+        ]  # of block `begin`, `begin` + 1, ...; behind the last: the output
         sums: list[jax.Array | None] = []
         previous: Network = ()
-        for index in sorted(range(len(networks)), key=lambda i: [step.code for step in networks[i]]):
+        for index in sorted(
+            range(len(networks)), key=lambda i: [step.code for step in networks[i]]
+        ):
             network = networks[index][begin:]
             shared = 0
             while shared < len(previous) and previous[shared].code == network[shared].code:
@@ -200,8 +230,11 @@ class Stages(Executor):
             return x
         return self._enter(self.blocks[block], x, outputs=self.outputs[block])
 
-    def _finish(self, block: int, expert: Expert | None, start: "Start", mask) -> tuple[jax.Array, jax.Array | None]:
-        leaves, outputs = self.blocks[block], self.outputs[block]
+    def _finish(
+        self, block: int, expert: Expert | None, start: "Start", mask
+    ) -> tuple[jax.Array, jax.Array | None]:
+        leaves = self.blocks[block]
+        outputs = self.outputs[block]
         if expert is None:
             if self.placement == "mlp_down":
                 return start.z, None
@@ -211,10 +244,13 @@ class Stages(Executor):
         return self._leave(leaves, expert, start.z, start.u, mask, outputs=outputs)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["places", "structure"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["places", "structure"]
+)
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What a backward pass needs of a stage beyond the stage's own arguments, which `jit` would copy to return them."""
+    """What a backward pass needs of a stage beyond the stage's own arguments, which `jit` would
+    copy to return them."""
 
     kept: list[jax.Array]
     places: tuple[int | None, ...]
@@ -223,12 +259,16 @@ class Residuals:
 
     def vjp(self, arguments: Any) -> Any:
         """The linearisation, given the arguments that the stage was called with."""
-        given, kept = jax.tree.leaves(arguments), iter(self.kept)
-        return self.structure.unflatten([next(kept) if place is None else given[place] for place in self.places])
+        given = jax.tree.leaves(arguments)
+        kept = iter(self.kept)
+        return self.structure.unflatten(
+            [next(kept) if place is None else given[place] for place in self.places]
+        )
 
 
 def linearised(value_and_vjp: tuple[Any, Any], arguments: Any) -> tuple[Any, Residuals]:
-    """A stage's value and what to return of its linearisation, told apart by identity while JAX traces the stage."""
+    """A stage's value and what to return of its linearisation, told apart by identity while JAX
+    traces the stage."""
     value, vjp = value_and_vjp
     leaves, structure = jax.tree.flatten(vjp)
     number = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(arguments))}
@@ -238,7 +278,8 @@ def linearised(value_and_vjp: tuple[Any, Any], arguments: Any) -> tuple[Any, Res
 
 @dataclasses.dataclass
 class Start:
-    """What a block's choices share: its first tokens, and the plastic layer's input once somebody needs it."""
+    """What a block's choices share: its first tokens, and the plastic layer's input once somebody
+    needs it."""
 
     z: jax.Array
     u: jax.Array | None = None

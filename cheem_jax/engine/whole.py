@@ -1,8 +1,10 @@
-"""Whole networks as one program each: a finished architecture is a static pytree, compiled once per signature.
+"""Whole networks as one program each: a finished architecture is a static pytree, compiled once per
+signature.
 
-The signature is the tuple of op kinds, not which experts it holds: experts are arguments, so Reuse of any expert and
-New share programs wherever only values differ. Good where one architecture runs for long (fine-tuning, serving);
-in the supernet nearly every draw is a new signature, and the counters show it.
+The signature is the tuple of op kinds, not which experts it holds: experts are arguments, so Reuse
+of any expert and New share programs wherever only values differ. Good where one architecture runs
+for long (fine-tuning, serving); in the supernet nearly every draw is a new signature, and the
+counters show it.
 """
 
 import threading
@@ -33,10 +35,12 @@ from cheem_jax.engine.executor import (
 
 
 class ProgramCache:
-    """Compiled functions by key; the least recently used are evicted above `capacity`, or above `max_maps`.
+    """Compiled functions by key; the least recently used are evicted above `capacity`, or above
+    `max_maps`.
 
-    A function compiled for a CPU takes hundreds of memory maps, a large network over a thousand. Linux ends a process
-    that asks for more than `vm.max_map_count` of them, so at most half of that is used (`max_maps` None).
+    A function compiled for a CPU takes hundreds of memory maps, a large network over a thousand.
+    Linux ends a process that asks for more than `vm.max_map_count` of them, so at most half of that
+    is used (`max_maps` None).
     """
 
     def __init__(self, capacity: int, *, max_maps: int | None = None):
@@ -48,7 +52,8 @@ class ProgramCache:
         self._lock = threading.Lock()  # the search has a thread per device
 
     def call(self, key: Hashable, function: Callable, *arguments: Any) -> Any:
-        """Run the program of `key` and the arguments' shapes, compiling `function` if there is none."""
+        """Run the program of `key` and the arguments' shapes, compiling `function` if there is
+        none."""
         leaves, structure = jax.tree.flatten(arguments)
         key = (key, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         with self._lock:
@@ -98,17 +103,36 @@ class Whole(Executor):
         self.programs = ProgramCache(programs)
 
     def _train_step(
-        self, learners: Learners, head: Any, architecture: Architecture, step: Step, rate: np.float32, setup: Setup
+        self,
+        learners: Learners,
+        head: Any,
+        architecture: Architecture,
+        step: Step,
+        rate: np.float32,
+        setup: Setup,
     ) -> tuple[Learners, Any, jax.Array]:
         (batch,) = step
         begin, values = self.resolve(batch.tokens)
-        ops, places = ops_of(architecture, setup.experts, learners), list(enumerate(architecture))[begin:]
+        ops = ops_of(architecture, setup.experts, learners)
+        places = list(enumerate(architecture))[begin:]
         loss, updated, head = self.programs.call(
-            ("step", begin, self.layout.place, setup.update), self.jit(self._step_of(begin, setup.update)),
-            self._frozen(begin), tuple(ops[begin:]), tuple(learners.get(place) for place in places), head, values,
-            batch.labels, batch.weights, np.int32(setup.num_classes), rate,
-        )  # fmt: skip
-        changed = {place: learner for place, learner in zip(places, updated, strict=True) if learner is not None}
+            ("step", begin, self.layout.place, setup.update),
+            self.jit(self._step_of(begin, setup.update)),
+            self._frozen(begin),
+            tuple(ops[begin:]),
+            tuple(learners.get(place) for place in places),
+            head,
+            values,
+            batch.labels,
+            batch.weights,
+            np.int32(setup.num_classes),
+            rate,
+        )
+        changed = {
+            place: learner
+            for place, learner in zip(places, updated, strict=True)
+            if learner is not None
+        }
         return changed, head, loss
 
     def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
@@ -135,15 +159,21 @@ class Whole(Executor):
             return last, self._sums(seen, mask)
 
         return self.programs.call(
-            ("forward", begin, until, self.layout.place), self.jit(forward), self._frozen(begin),
-            tuple(step.expert for step in network), values, mask,
-        )  # fmt: skip
+            ("forward", begin, until, self.layout.place),
+            self.jit(forward),
+            self._frozen(begin),
+            tuple(step.expert for step in network),
+            values,
+            mask,
+        )
 
     def _frozen(self, begin: int) -> tuple:
         return self.leaves, tuple(self.blocks[begin:])
 
     def _step_of(self, begin: int, update: Update):
-        def step(frozen, ops, learners: tuple[Any, ...], head, values, labels, weights, num_classes, rate):
+        def step(
+            frozen, ops, learners: tuple[Any, ...], head, values, labels, weights, num_classes, rate
+        ):
             def loss_of(learned, params):
                 own = [with_learned(op, new) for op, new in zip(ops, learned, strict=True)]
                 last, _ = self._composed(frozen[1], own, values, begin, self.num_blocks)

@@ -1,4 +1,5 @@
-"""A memory, or one task's network, written as a file that other programs run; checked before it is written."""
+"""A memory, or one task's network, written as a file that other programs run; checked before it is
+written."""
 
 import dataclasses
 import importlib.metadata
@@ -42,12 +43,16 @@ from cheem_jax.run.method import Backbone
 Format = Literal["stablehlo", "onnx", "timm"]
 SUFFIXES: dict[Format, str] = {"stablehlo": ".stablehlo", "onnx": ".onnx", "timm": ".safetensors"}
 PACKAGES: dict[Format, tuple[str, ...]] = {
-    "stablehlo": ("jax", "flatbuffers"), "onnx": ("jax", "jax2onnx", "onnx", "onnxruntime"), "timm": ("safetensors",),
-}  # fmt: skip
+    "stablehlo": ("jax", "flatbuffers"),
+    "onnx": ("jax", "jax2onnx", "onnx", "onnxruntime"),
+    "timm": ("safetensors",),
+}
 LIMIT = 2**31 - 2**20
-"""Bytes that a file of weights may hold: neither flatbuffers nor protobuf can write two gigabytes."""
+"""Bytes that a file of weights may hold: neither flatbuffers nor protobuf can write two
+gigabytes."""
 TOLERANCE = 1e-4
-"""Largest difference that a file may show, where logits are larger than 1 relative to the largest."""
+"""Largest difference that a file may show, where logits are larger than 1 relative to the
+largest."""
 NUM_IMAGES = 6
 """Compared at a time, so that few functions are compiled."""
 NUM_CANDIDATES = 4 * NUM_IMAGES
@@ -66,7 +71,8 @@ class Exported(NamedTuple):
     largest_difference: float
     """Over logits and distances of images that lead to every task, against the plain network."""
     seconds_per_image: float | None
-    """Of the file itself with one image on this machine; None where the file does not compute by itself."""
+    """Of the file itself with one image on this machine; None where the file does not compute by
+    itself."""
     notes: tuple[str, ...]
 
 
@@ -76,48 +82,66 @@ def kind_of(file: Path) -> Format:
         if suffix == file.suffix.lower():
             return kind
     known = ", ".join(f"{suffix} ({kind})" for kind, suffix in SUFFIXES.items())
-    raise ValueError(f"{str(file)!r} has an unknown ending; expected one of {known}, or name the format")
+    raise ValueError(
+        f"{str(file)!r} has an unknown ending; expected one of {known}, or name the format"
+    )
 
 
-def export(subject: Subject, file: Path, kind: Format, *, task: str | None = None, overwrite: bool = False) -> Exported:
+def export(
+    subject: Subject, file: Path, kind: Format, *, task: str | None = None, overwrite: bool = False
+) -> Exported:
     """Write the network of the named task, or without a name the whole routed memory.
 
-    A task's network: `images` to `logits`. The memory: `images` to `task`, `logits` and `distance`; the pass that
-    infers the task is shared with the task's network as far as they are equal, and only that task's network runs. A
-    description (classes, architectures, inputs and outputs) goes into the file, or lies next to a StableHLO one as
-    `<file>.json`. timm's weights are those of one task, whose name is needed where there are several.
+    A task's network: `images` to `logits`. The memory: `images` to `task`, `logits` and `distance`;
+    the pass that infers the task is shared with the task's network as far as they are equal, and
+    only that task's network runs. A description (classes, architectures, inputs and outputs) goes
+    into the file, or lies next to a StableHLO one as `<file>.json`. timm's weights are those of one
+    task, whose name is needed where there are several.
 
-    Raises ValueError for what cannot be exported or written so, and RuntimeError where the file's answers differ from
-    the network's by more than 1e-4; then nothing is written.
+    Raises ValueError for what cannot be exported or written so, and RuntimeError where the file's
+    answers differ from the network's by more than 1e-4; then nothing is written.
     """
     description_file = file.with_name(f"{file.name}.json") if kind == "stablehlo" else None
     if file.suffix != SUFFIXES[kind]:
-        raise ValueError(f"{file}: a file of kind {kind!r} ends with {SUFFIXES[kind]!r}, not {file.suffix!r}")
+        raise ValueError(
+            f"{file}: a file of kind {kind!r} ends with {SUFFIXES[kind]!r}, not {file.suffix!r}"
+        )
     for place in filter(None, (file, description_file)):
         if place.is_dir():
             raise ValueError(f"{place} is a folder; expected a file")
         if place.exists() and not overwrite:
-            raise ValueError(f"{place} exists already; choose another file, or add --overwrite (overwrite=True)")
+            raise ValueError(
+                f"{place} exists already; choose another file, or add --overwrite (overwrite=True)"
+            )
     names = [known.name for known in subject.tasks]
     if task is None and kind == "timm":
         if len(names) > 1:
-            raise ValueError(f"timm's weights are those of one task: name one of {', '.join(names)}")
+            raise ValueError(
+                f"timm's weights are those of one task: name one of {', '.join(names)}"
+            )
         task = names[0]
     if task is not None:
         (task,) = check_names([task], names, "the memory")
     index = None if task is None else names.index(task)
-    if missing := [package for package in PACKAGES[kind] if importlib.util.find_spec(package) is None]:
+    if missing := [
+        package for package in PACKAGES[kind] if importlib.util.find_spec(package) is None
+    ]:
         raise ValueError(f"{kind} needs {', '.join(missing)}; pip install 'cheem_jax[export]'")
     description = _description(subject, index, kind)
     if kind != "timm" and (wanted := num_bytes(subject, index)) > LIMIT:
-        raise ValueError(f"weights of {wanted} bytes; a {kind} file contains less than 2 GiB, so export task by task")
+        raise ValueError(
+            f"weights of {wanted} bytes; a {kind} file contains less than 2 GiB, so export task by"
+            " task"
+        )
     size = subject.vit.config.image_size
     match kind:
         case "timm":
             assert index is not None
             made = timm_weights.make(subject, index, description)
         case "onnx":
-            made = onnx_model.make(_program(subject, index), size, list(description["outputs"]), description)
+            made = onnx_model.make(
+                _program(subject, index), size, list(description["outputs"]), description
+            )
         case "stablehlo":
             made = stablehlo(_program(subject, index), size)
     difference, compared = check(subject, index, made.run)
@@ -125,9 +149,14 @@ def export(subject: Subject, file: Path, kind: Format, *, task: str | None = Non
     seconds = None if kind == "timm" else seconds_per_image(made.run, size)
     notes = list(made.notes)
     if index is None:
-        notes.append("each image runs the backbone once and its own task's network from the first difference on")
+        notes.append(
+            "each image runs the backbone once and its own task's network from the first"
+            " difference on"
+        )
         if unseen := [name for i, name in enumerate(names) if i not in compared]:
-            notes.append(f"not compared, as no image was found that leads to them: {', '.join(unseen)}")
+            notes.append(
+                f"not compared, as no image was found that leads to them: {', '.join(unseen)}"
+            )
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, made.content)
     if description_file is not None:
@@ -144,10 +173,14 @@ def _program(subject: Subject, index: int | None) -> Program:
 
 
 def _description(subject: Subject, index: int | None, kind: Format) -> dict[str, Any]:
-    """What a reader of the file has to know, as JSON values: one task's network, or the memory (None)."""
+    """What a reader of the file has to know, as JSON values: one task's network, or the memory
+    (None)."""
     config = subject.vit.config
     tasks = subject.tasks if index is None else (subject.tasks[index],)
-    images = f"uint8 [batch, {config.image_size}, {config.image_size}, 3], RGB, resized to a square (bicubic)"
+    images = (
+        f"uint8 [batch, {config.image_size}, {config.image_size}, 3], RGB, resized to a square"
+        " (bicubic)"
+    )
     logits = f"float32 [batch, {max(len(task.classes) for task in tasks)}]"
     calibrated = "; probabilities are softmax(logits / the task's temperature)"
     description: dict[str, Any] = {
@@ -171,15 +204,21 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
             }
             for task in tasks
         ],
-        "versions": {"cheem_jax": __version__, **{name: importlib.metadata.version(name) for name in PACKAGES[kind]}},
+        "versions": {
+            "cheem_jax": __version__,
+            **{name: importlib.metadata.version(name) for name in PACKAGES[kind]},
+        },
     }
     if index is None:
         rejection = (
-            "; -1 where the distance to the nearest centroid or class mean of that task, in the router's metric, "
-            "exceeds its threshold"
+            "; -1 where the distance to the nearest centroid or class mean of that task, in the"
+            " router's metric, exceeds its threshold"
         )
         description["outputs"] = {
-            "task": f"int32 [batch], position in `tasks`{'' if subject.thresholds is None else rejection}",
+            "task": (
+                "int32 [batch], position in"
+                f" `tasks`{'' if subject.thresholds is None else rejection}"
+            ),
             "logits": f"{logits} of that task; -1e30 in columns behind its last class{calibrated}",
             "distance": f"float32 [batch, {len(tasks)}] to each task, as the router compares them",
         }
@@ -193,22 +232,35 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
 def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int]]:
     """The largest difference between a file's answers and ours, and the tasks that were compared.
 
-    A memory's file is given images that lead to each of its tasks. Images are given together and one alone;
-    RuntimeError where the difference is too large. Our answers are those of
-    the plain network with ops and of the router with SciPy, which no file is made of. A task's file has merged experts,
-    so low-rank pairs run here, and the other way round for the memory's.
+    A memory's file is given images that lead to each of its tasks. Images are given together and
+    one alone; RuntimeError where the difference is too large. Our answers are those of the plain
+    network with ops and of the router with SciPy, which no file is made of. A task's file has
+    merged experts, so low-rank pairs run here, and the other way round for the memory's.
     """
     graphdef, state = nnx.split(subject.vit)
-    features = jax.jit(lambda state, ops, images: nnx.merge(graphdef, state)(images, ops, placement=subject.placement))
+    features = jax.jit(
+        lambda state, ops, images: nnx.merge(graphdef, state)(
+            images, ops, placement=subject.placement
+        )
+    )
     routing = None if index is not None else _Routing(subject)
-    images = random_images(subject.vit.config.image_size, NUM_IMAGES) if routing is None else routing.images
-    compared, scale, differences = set[int](), 0.0, list[float]()
-    for rows in [np.arange(len(images))[begin : begin + NUM_IMAGES] for begin in range(0, len(images), NUM_IMAGES)] + [
-        np.arange(1)
-    ]:
+    images = (
+        random_images(subject.vit.config.image_size, NUM_IMAGES)
+        if routing is None
+        else routing.images
+    )
+    compared = set[int]()
+    scale = 0.0
+    differences = list[float]()
+    for rows in [
+        np.arange(len(images))[begin : begin + NUM_IMAGES]
+        for begin in range(0, len(images), NUM_IMAGES)
+    ] + [np.arange(1)]:
         found = run(images[rows])
         tasks = np.full(len(rows), index) if routing is None else found["task"]
-        differences += [] if routing is None else [routing.difference(rows, tasks, found["distance"])]
+        differences += (
+            [] if routing is None else [routing.difference(rows, tasks, found["distance"])]
+        )
         logits = {-1: np.zeros((len(rows), 0))}
         for row, task in enumerate(tasks.tolist()):
             if task not in logits:
@@ -216,17 +268,25 @@ def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int
                 ops = stored_ops(subject)[task] if routing is None else dense_ops(subject, task)
                 with jax.default_matmul_precision("highest"):
                     # of all images of a part, so that few functions are compiled
-                    seen = np.asarray(features(state, ops, images[:NUM_IMAGES] if len(rows) == 1 else images[rows]))
+                    seen = np.asarray(
+                        features(
+                            state, ops, images[:NUM_IMAGES] if len(rows) == 1 else images[rows]
+                        )
+                    )
                 logits[task] = seen @ np.asarray(head.weight) + np.asarray(head.bias)
                 compared.add(task)
                 scale = max(scale, _largest(logits[task]))
-            wanted, own = logits[task][row], found["logits"][row]
-            differences += [_largest(own[: len(wanted)] - wanted), _largest(own[len(wanted) :] / FAR - 1)]
+            wanted = logits[task][row]
+            own = found["logits"][row]
+            differences += [
+                _largest(own[: len(wanted)] - wanted),
+                _largest(own[len(wanted) :] / FAR - 1),
+            ]
     largest = max(differences)
     if not largest <= TOLERANCE * max(1.0, scale):
         raise RuntimeError(
-            f"the exported file differs from the network by {largest:.3g} (logits up to {scale:.3g}); nothing was "
-            "written"
+            f"the exported file differs from the network by {largest:.3g} (logits up to"
+            f" {scale:.3g}); nothing was written"
         )
     return largest, compared
 
@@ -239,7 +299,8 @@ def seconds_per_image(run: Run, image_size: int) -> float:
 
 
 def random_images(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
-    """Coloured squares, from one over the whole image to one per pixel: features differ more than those of noise."""
+    """Coloured squares, from one over the whole image to one per pixel: features differ more than
+    those of noise."""
     rng = np.random.default_rng(0)
     images = []
     for _ in range(num):
@@ -254,16 +315,21 @@ def leading(
 ) -> UInt8[np.ndarray, "N S S 3"]:
     """The images, each changed step by step towards its task until the router infers it.
 
-    Pixels move by the sign of the slope of the task's lead over the others, then of the distance beyond its threshold.
+    Pixels move by the sign of the slope of the task's lead over the others, then of the distance
+    beyond its threshold.
     """
-    distances, to_own = distances_of(subject), to_centroids(subject)
+    distances = distances_of(subject)
+    to_own = to_centroids(subject)
     mean, std = jnp.asarray(subject.vit.config.mean), jnp.asarray(subject.vit.config.std)
     thresholds = jnp.asarray(subject.thresholds or [jnp.inf] * len(subject.tasks))
 
     def behind(pixels, tasks):
         features, _ = router_pass(subject, (pixels / 255 - mean) / std)
-        distance, rows = distances(features), jnp.arange(len(tasks))
-        others = jnp.where(jnp.arange(len(subject.tasks)) == tasks[:, None], jnp.inf, distance).min(axis=1)
+        distance = distances(features)
+        rows = jnp.arange(len(tasks))
+        others = jnp.where(jnp.arange(len(subject.tasks)) == tasks[:, None], jnp.inf, distance).min(
+            axis=1
+        )
         lag = distance[rows, tasks] - others
         beyond = to_own(features)[rows, tasks] - thresholds[tasks]
         # more than rounding changes
@@ -271,10 +337,13 @@ def leading(
         left = jnp.where(lags, lag, jnp.where(is_beyond, beyond, 0.0))
         return left.sum(), lags | is_beyond
 
-    slopes, found = jax.jit(jax.grad(behind, has_aux=True)), []
+    slopes = jax.jit(jax.grad(behind, has_aux=True))
+    found = []
     for begin in range(0, len(tasks), NUM_IMAGES):
         wanted = np.resize(tasks[begin : begin + NUM_IMAGES], NUM_IMAGES)
-        pixels = np.resize(images[begin : begin + NUM_IMAGES], (NUM_IMAGES, *images.shape[1:])).astype(np.float32)
+        pixels = np.resize(
+            images[begin : begin + NUM_IMAGES], (NUM_IMAGES, *images.shape[1:])
+        ).astype(np.float32)
         for step in range(NUM_STEPS):
             with jax.default_matmul_precision("highest"):
                 slope, is_left = map(np.asarray, slopes(pixels, wanted))
@@ -302,29 +371,44 @@ class _Routing:
         _, first = np.unique(np.where(beyond <= 0, nearest, -1), return_index=True)
         others = [row for row in range(len(candidates)) if row not in first]
         rows = [*first, *others[: -len(first) % NUM_IMAGES]]
-        self.images, self.distance, self.nearest = candidates[rows], distance[rows], nearest[rows]
+        self.images = candidates[rows]
+        self.distance = distance[rows]
+        self.nearest = nearest[rows]
         self.beyond = beyond[rows]
         """How much farther the nearest task is than its threshold."""
         # a Mahalanobis distance may be thousands: errors are relative to a task's largest
         self.far = np.maximum(np.abs(distance).max(axis=0), 1)
 
-    def _routed(self, subject: Subject, images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Distances to all tasks, the nearest one, and how much farther that is than its threshold."""
-        engine, places = EngineConfig(executor="stages"), [task.place for task in subject.tasks]
+    def _routed(
+        self, subject: Subject, images: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Distances to all tasks, the nearest one, and how much farther that is than its
+        threshold."""
+        engine = EngineConfig(executor="stages")
+        places = [task.place for task in subject.tasks]
         executor = make_executor(subject.vit, subject.placement, engine, batch_size=NUM_IMAGES)
         with jax.default_matmul_precision("highest"):
             seen = Backbone(executor, subject.router).features(images, batch_size=NUM_IMAGES)
         distance = make_router(subject.router).follow(places).distances(seen)
         nearest = distance.argmin(axis=1)
-        own = distances(seen, [place.centroids for place in places], subject.router)[np.arange(len(seen)), nearest]
-        return distance, nearest, own - np.asarray(subject.thresholds or [np.inf] * len(places))[nearest]
+        own = distances(seen, [place.centroids for place in places], subject.router)[
+            np.arange(len(seen)), nearest
+        ]
+        return (
+            distance,
+            nearest,
+            own - np.asarray(subject.thresholds or [np.inf] * len(places))[nearest],
+        )
 
     def difference(self, images: np.ndarray, tasks: np.ndarray, found: np.ndarray) -> float:
-        """The largest one in the distances to these images, and how much too far the chosen tasks are.
+        """The largest one in the distances to these images, and how much too far the chosen tasks
+        are.
 
         A tie or a threshold that rounding decides costs next to nothing.
         """
-        distance, nearest, beyond = self.distance[images], self.nearest[images], self.beyond[images]
+        distance = self.distance[images]
+        nearest = self.nearest[images]
+        beyond = self.beyond[images]
         rows = np.arange(len(images))
         farther = (distance[rows, tasks] - distance[rows, nearest]) / self.far[tasks]
         regret = np.where(tasks < 0, np.maximum(-beyond, 0), farther + np.maximum(beyond, 0))

@@ -1,4 +1,5 @@
-"""What is exported, and what its file computes: one task's network, or the whole memory with its router."""
+"""What is exported, and what its file computes: one task's network, or the whole memory with its
+router."""
 
 import dataclasses
 import functools
@@ -48,11 +49,14 @@ class Subject:
     """In the order of the router's centroids; a head has one column per class."""
     router: RouterConfig
     thresholds: tuple[float, ...] | None = None
-    """Open set: per task the largest distance to its nearest centroid that is still accepted; None is off."""
+    """Open set: per task the largest distance to its nearest centroid that is still accepted; None
+    is off."""
 
     def __post_init__(self) -> None:
         if (precision := self.vit.config.precision) != "float32":
-            raise ValueError(f"the backbone computes in {precision}; open the memory with float32 (EngineConfig)")
+            raise ValueError(
+                f"the backbone computes in {precision}; open the memory with float32 (EngineConfig)"
+            )
 
 
 class Artefact(NamedTuple):
@@ -66,59 +70,83 @@ class Artefact(NamedTuple):
 def dense_ops(subject: Subject, index: int) -> Ops:
     """A task's network with every chain of low-rank pairs merged: as fast as the backbone."""
     blocks = zip(subject.pool, subject.tasks[index].experts, strict=True)
-    return [Skip() if expert is None else Reuse(dense_expert(block, expert)) for block, expert in blocks]
+    return [
+        Skip() if expert is None else Reuse(dense_expert(block, expert)) for block, expert in blocks
+    ]
 
 
 def stored_ops(subject: Subject) -> list[Ops]:
     """All tasks' networks as the memory stores them; what several tasks use is one array.
 
-    An adapted expert is a full one and a low-rank pair, so that a file grows no faster than the memory.
+    An adapted expert is a full one and a low-rank pair, so that a file grows no faster than the
+    memory.
     """
 
     @functools.cache
     def stored(block: int, index: int) -> Reuse | Adapt:
         """A chain of pairs on a full expert is one pair as wide as all of them."""
-        pool, pairs, root = subject.pool[block], [], index
+        pool = subject.pool[block]
+        pairs = []
+        root = index
         while (parent := pool[root].parent) is not None:
             pairs.append(pool[root].params)
             root = parent
         if root == index:
-            return Reuse(dense_expert(pool, root) if root else subject.vit.blocks[block].expert(subject.placement))
+            return Reuse(
+                dense_expert(pool, root)
+                if root
+                else subject.vit.blocks[block].expert(subject.placement)
+            )
         down = np.concatenate([np.asarray(pair.down) for pair in pairs], axis=1)
         up = np.concatenate([np.asarray(pair.up) for pair in pairs], axis=0)
         return Adapt(stored(block, root).expert, LowRank(jnp.asarray(down), jnp.asarray(up)))
 
     return [
-        [Skip() if expert is None else stored(block, expert) for block, expert in enumerate(task.experts)]
+        [
+            Skip() if expert is None else stored(block, expert)
+            for block, expert in enumerate(task.experts)
+        ]
         for task in subject.tasks
     ]
 
 
 def task_program(subject: Subject, index: int) -> Program:
     """Images to the logits of one task's network."""
-    ops, head = dense_ops(subject, index), subject.tasks[index].head
-    return lambda images: {"logits": subject.vit(images, ops, placement=subject.placement) @ head.weight + head.bias}
+    ops = dense_ops(subject, index)
+    head = subject.tasks[index].head
+    return lambda images: {
+        "logits": subject.vit(images, ops, placement=subject.placement) @ head.weight + head.bias
+    }
 
 
 def memory_program(subject: Subject) -> Program:
     """Images to task, that task's logits and the distances to all tasks.
 
-    The backbone's pass that infers the task is the beginning of each task's network up to its first difference. What
-    comes after it runs image by image, and only for the inferred task: the work of an image is the same in every
-    batch, and does not grow with the number of tasks.
+    The backbone's pass that infers the task is the beginning of each task's network up to its first
+    difference. What comes after it runs image by image, and only for the inferred task: the work of
+    an image is the same in every batch, and does not grow with the number of tasks.
     """
-    vit, placement, depth = subject.vit, subject.placement, subject.vit.config.depth
-    networks, heads = stored_ops(subject), [_widened(subject, task.head) for task in subject.tasks]
+    vit = subject.vit
+    placement = subject.placement
+    depth = subject.vit.config.depth
+    networks = stored_ops(subject)
+    heads = [_widened(subject, task.head) for task in subject.tasks]
     until = subject.router.until(depth)
-    begins = [next((i for i, e in enumerate(task.experts[:until]) if e != 0), until) for task in subject.tasks]
-    distances, to_own = distances_of(subject), to_centroids(subject)
+    begins = [
+        next((i for i, e in enumerate(task.experts[:until]) if e != 0), until)
+        for task in subject.tasks
+    ]
+    distances = distances_of(subject)
+    to_own = to_centroids(subject)
     thresholds = None if subject.thresholds is None else np.asarray(subject.thresholds, np.float32)
     num_classes = max(len(task.classes) for task in subject.tasks)
 
     def rest(index, x):
         """A task's network from its first difference on."""
         for i in range(begins[index], depth):
-            x, _ = vit.blocks[i].run(networks[index][i], x, placement=placement, outputs=vit.outputs(i))
+            x, _ = vit.blocks[i].run(
+                networks[index][i], x, placement=placement, outputs=vit.outputs(i)
+            )
         return (vit.features(x) @ heads[index].weight + heads[index].bias)[0]
 
     def program(images):
@@ -152,22 +180,32 @@ def memory_program(subject: Subject) -> Program:
 def router_pass(
     subject: Subject, images: UInt8[Array, "B S S 3"] | Float[Array, "B S S 3"]
 ) -> tuple[Float[Array, "B E"], dict[int, Float[Array, "B N D"]]]:
-    """The backbone's pass that infers the task: what the router reads, and the tokens before each block.
+    """The backbone's pass that infers the task: what the router reads, and the tokens before each
+    block.
 
     Floats are taken as normalised.
     """
-    vit, placement, depth = subject.vit, subject.placement, subject.vit.config.depth
-    blocks, until = subject.router.blocks(depth), subject.router.until(depth)
-    x, reached, parts = vit.embed(images), {}, []
+    vit = subject.vit
+    placement = subject.placement
+    depth = subject.vit.config.depth
+    blocks = subject.router.blocks(depth)
+    until = subject.router.until(depth)
+    x = vit.embed(images)
+    reached = {}
+    parts = []
     for i, block in enumerate(vit.blocks[: until + 1]):
         reached[i] = x
         if i in blocks:
             parts.append(mean_patch(block.enter(x, placement=placement), vit.config))
-        x, _ = block.run(Reuse(block.expert(placement)), x, placement=placement, outputs=vit.outputs(i))
+        x, _ = block.run(
+            Reuse(block.expert(placement)), x, placement=placement, outputs=vit.outputs(i)
+        )
     reached[depth] = x
     parts += [vit.features(x)] if until == depth else []
     # as `routing.statistics.joined`
-    return parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1), reached
+    return (
+        parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1)
+    ), reached
 
 
 def _widened(subject: Subject, head: Head) -> Head:
@@ -198,14 +236,21 @@ def distances_of(subject: Subject) -> Distances:
                 return jnp.sqrt(jnp.stack([_nearest(points, rows) for rows in own], axis=1))
 
         case OwnCovariance():
-            parts = [(_single(whitening), _single(rows), size) for whitening, rows, size in router.parts]
+            parts = [
+                (_single(whitening), _single(rows), size) for whitening, rows, size in router.parts
+            ]
 
             def distances(features):
                 points = _unit(features)
-                return jnp.stack([_nearest(points @ whitening, rows) + size for whitening, rows, size in parts], axis=1)
+                return jnp.stack(
+                    [_nearest(points @ whitening, rows) + size for whitening, rows, size in parts],
+                    axis=1,
+                )
 
         case RidgeOnTasks():
-            directions = _single(projection(subject.tasks[0].centroids.shape[1], subject.router.projections))
+            directions = _single(
+                projection(subject.tasks[0].centroids.shape[1], subject.router.projections)
+            )
             weights = _single(router.weights)
 
             def distances(features):
@@ -217,10 +262,14 @@ def distances_of(subject: Subject) -> Distances:
 
 
 def to_centroids(subject: Subject) -> Distances:
-    """To the nearest centroid of each task: the open set's thresholds are about that, whichever router there is."""
+    """To the nearest centroid of each task: the open set's thresholds are about that, whichever
+    router there is."""
     most = max(len(task.centroids) for task in subject.tasks)
     # tasks with fewer centroids repeat their first one
-    own = [np.concatenate([task.centroids, np.repeat(task.centroids[:1], most, axis=0)]) for task in subject.tasks]
+    own = [
+        np.concatenate([task.centroids, np.repeat(task.centroids[:1], most, axis=0)])
+        for task in subject.tasks
+    ]
     centroids = np.stack([rows[:most] for rows in own])
     return lambda features: distances_to(features, centroids, subject.router.metric)
 
@@ -237,7 +286,9 @@ def distances_to(
         case "l2":
             found = jnp.sqrt(((points - flat) ** 2).sum(axis=-1))
         case "cosine":
-            found = 1.0 - (points * (flat / np.linalg.norm(flat, axis=1, keepdims=True))).sum(axis=-1)
+            found = 1.0 - (points * (flat / np.linalg.norm(flat, axis=1, keepdims=True))).sum(
+                axis=-1
+            )
     return found.reshape(-1, *centroids.shape[:2]).min(axis=2)
 
 
@@ -256,7 +307,8 @@ def _unit(features: Float[Array, "B E"]) -> Float[Array, "B E"]:
 
 
 def stablehlo(program: Program, image_size: int) -> Artefact:
-    """The program for any number of images, with its weights, which any later JAX runs on CPU, CUDA and TPU.
+    """The program for any number of images, with its weights, which any later JAX runs on CPU, CUDA
+    and TPU.
 
     outputs = jax.export.deserialize(bytearray(Path("memory.stablehlo").read_bytes())).call(images)
     """
@@ -269,10 +321,13 @@ def stablehlo(program: Program, image_size: int) -> Artefact:
     # the program names no source files: paths of this machine are nobody's business elsewhere
     jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
-        # products in full float32: accelerators would round operands, and answer otherwise than a CPU
+        # products in full float32: accelerators would round operands, and answer otherwise than a
+        # CPU
         with jax.default_matmul_precision("highest"):
             # a function of its own: what was traced before may hold another precision
-            exported = export.export(jax.jit(lambda images: program(images)), platforms=PLATFORMS)(images)
+            exported = export.export(jax.jit(lambda images: program(images)), platforms=PLATFORMS)(
+                images
+            )
     finally:
         jax.config.update("jax_traceback_in_locations_limit", before)
     content = bytes(exported.serialize())

@@ -1,10 +1,12 @@
-"""One task's network as a state dict that timm loads: the dense expert in place of each block's plastic layer.
+"""One task's network as a state dict that timm loads: the dense expert in place of each block's
+plastic layer.
 
     described = json.loads(safetensors.safe_open(file, "pt").metadata()["cheem_jax"])["timm"]
     model = timm.create_model(described["architecture"], **described["arguments"])
     model.load_state_dict(safetensors.torch.load_file(file))
 
-timm always runs a residual branch, so where a task skips it the branch's last layer is exactly zero.
+timm always runs a residual branch, so where a task skips it the branch's last layer is exactly
+zero.
 """
 
 import dataclasses
@@ -24,7 +26,8 @@ from cheem_jax.export.programs import Artefact, Subject, dense_ops
 
 
 def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
-    """The state dict of one task's network; ValueError for a backbone that timm does not build by its name."""
+    """The state dict of one task's network; ValueError for a backbone that timm does not build by
+    its name."""
     from safetensors.numpy import load, save
 
     task = subject.tasks[index]
@@ -39,14 +42,25 @@ def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
         "zeroed": [f"blocks.{block}.{theirs}" for block in skipped],
         "merged": [f"blocks.{block}.{theirs}" for block in replaced],
     }
-    inputs = {"images": "float32 [batch, 3, image_size, image_size]; RGB in 0..1, (images - mean) / std"}
+    inputs = {
+        "images": "float32 [batch, 3, image_size, image_size]; RGB in 0..1, (images - mean) / std"
+    }
     text = json.dumps({**description, "inputs": inputs, "timm": described})
-    params = {name: value for name, value in params_of(subject.vit).items() if not name.startswith("head.")}
+    params = {
+        name: value
+        for name, value in params_of(subject.vit).items()
+        if not name.startswith("head.")
+    }
     for block, op in enumerate(dense_ops(subject, index)):
         names = [f"blocks.{block}.{layer}.{leaf}" for leaf in ("kernel", "bias")]
-        values = op.expert if isinstance(op, Reuse) else [np.zeros_like(params[name]) for name in names]
+        values = (
+            op.expert if isinstance(op, Reuse) else [np.zeros_like(params[name]) for name in names]
+        )
         params.update(zip(names, map(np.asarray, values), strict=True))
-    params["head.kernel"], params["head.bias"] = np.asarray(task.head.weight), np.asarray(task.head.bias)
+    params["head.kernel"], params["head.bias"] = (
+        np.asarray(task.head.weight),
+        np.asarray(task.head.bias),
+    )
     content = save(to_timm(params, config), {"format": "pt", "cheem_jax": text})
 
     vit = build(config, from_timm(load(content), config))
@@ -58,7 +72,9 @@ def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
 def to_timm(params: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
     """Inverse of `from_timm`: timm's names and PyTorch's layout, in float32."""
     return {
-        timm_name_of(name): np.ascontiguousarray(_their_layout(name, value, config.patch_size), np.float32)
+        timm_name_of(name): np.ascontiguousarray(
+            _their_layout(name, value, config.patch_size), np.float32
+        )
         for name, value in params.items()
     }
 
@@ -73,33 +89,47 @@ def _their_layout(name: str, value: np.ndarray, patch_size: int) -> np.ndarray:
 
 def _architecture(config: ViTConfig) -> str:
     # a distillation token is a register to timm's plain ViT, which has one head
-    return config.timm_name.split(".")[0].replace("_distilled", "") if config.timm_name else "vit_tiny_patch16_224"
+    return (
+        config.timm_name.split(".")[0].replace("_distilled", "")
+        if config.timm_name
+        else "vit_tiny_patch16_224"
+    )
 
 
 def _arguments(config: ViTConfig) -> dict[str, Any]:
-    """Of `timm.create_model`; a backbone that timm does not know is its tiny ViT with other sizes."""
+    """Of `timm.create_model`; a backbone that timm does not know is its tiny ViT with other
+    sizes."""
     if config.rotary is not None or config.gated or config.pool != "class":
         raise ValueError(
-            f"backbone {config.name!r} has rotary positions, a gated MLP or no class token, which the export to timm "
-            "does not write; "
-            "export it as stablehlo or onnx"
+            f"backbone {config.name!r} has rotary positions, a gated MLP or no class token, which"
+            " the export to timm does not write; export it as stablehlo or onnx"
         )
     found = {"num_classes": config.num_classes, "img_size": config.image_size}
     if config.timm_name:
         if not config.num_registers and not re.search("deit3_|dinov2", config.timm_name):
             return found
         # LayerScale is part of the weights, and every token has a position
-        return found | {"reg_tokens": config.num_registers, "no_embed_class": False, "init_values": 0}
+        return found | {
+            "reg_tokens": config.num_registers,
+            "no_embed_class": False,
+            "init_values": 0,
+        }
     plain = ViTConfig(config.name, config.width, config.depth, config.num_heads)
     odd = [
         f"{name}={getattr(config, name)!r}"
-        for name in ("layer_norm_eps", "activation", "norm_before_blocks", "patch_bias", "num_registers")
+        for name in (
+            "layer_norm_eps",
+            "activation",
+            "norm_before_blocks",
+            "patch_bias",
+            "num_registers",
+        )
         if getattr(config, name) != getattr(plain, name)
     ]
     if odd:
         raise ValueError(
-            f"backbone {config.name!r} has no name in timm, whose plain ViT does not do with {', '.join(odd)}; "
-            "export it as stablehlo or onnx"
+            f"backbone {config.name!r} has no name in timm, whose plain ViT does not do with"
+            f" {', '.join(odd)}; export it as stablehlo or onnx"
         )
     sizes = {"patch_size": config.patch_size, "embed_dim": config.width, "depth": config.depth}
     return found | sizes | {"num_heads": config.num_heads, "mlp_ratio": config.mlp_ratio}

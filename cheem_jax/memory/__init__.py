@@ -1,4 +1,5 @@
-"""A memory that a person keeps: learn today, add a task next month, predict, evaluate, forget, export.
+"""A memory that a person keeps: learn today, add a task next month, predict, evaluate, forget,
+export.
 
 memory = cheem_jax.create("pets", backbone="deit_tiny", image_size=96)
 memory.learn("photos/dogs")

@@ -43,12 +43,14 @@ class MemoryConfig:
     begun_with_sha256: str | None = UNRECORDED
     """Digest of the run whose tasks the memory began with; None: it began empty."""
     upright: bool = False
-    """Whether images are turned as their EXIF orientation says; memories of earlier versions did not turn them."""
+    """Whether images are turned as their EXIF orientation says; memories of earlier versions did
+    not turn them."""
     generation: int = 1
     tasks: tuple[str, ...] = ()
     """Names in learning order."""
     data_sha256: dict[str, str] = dataclasses.field(default_factory=dict)
-    """What each task was learned from, so that the same command given again learns nothing twice."""
+    """What each task was learned from, so that the same command given again learns nothing
+    twice."""
     num_learned: int = 0
     """Tasks ever learned, the forgotten ones included."""
     learning: dict[str, Any] | None = None
@@ -58,24 +60,30 @@ class MemoryConfig:
     replaced: tuple[int, ...] = ()
     """Numbers that tasks had before they were extended, each time in a new generation."""
     extended: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Each extension of a task: its data, and the numbers of training images and classes before and after."""
+    """Each extension of a task: its data, and the numbers of training images and classes before and
+    after."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """What `config.json` holds, of a memory or of a run. Raises ValueError where it is neither."""
     if not directory.is_dir():
-        raise ValueError(f"no memory {str(directory)!r}; `cheem learn {directory} FOLDER` makes one")
+        raise ValueError(
+            f"no memory {str(directory)!r}; `cheem learn {directory} FOLDER` makes one"
+        )
     file = directory / NAME
     try:
         held = read_object(file)
     except FileNotFoundError:
         raise ValueError(
-            f"{str(directory)!r} is not a memory (it has no {NAME}); give a folder that `cheem learn` made, or a run's"
+            f"{str(directory)!r} is not a memory (it has no {NAME}); give a folder that `cheem"
+            " learn` made, or a run's"
         ) from None
     if (found := held.get("format")) not in (FORMAT, RUN_FORMAT):
         newer = isinstance(found, str) and found.startswith("cheem_jax-")
         told = (
-            "a newer version of cheem_jax wrote it: pip install --upgrade cheem_jax" if newer else "it is not a memory"
+            "a newer version of cheem_jax wrote it: pip install --upgrade cheem_jax"
+            if newer
+            else "it is not a memory"
         )
         raise ValueError(f"{file} has the format {found!r:.60}, expected {FORMAT!r}; {told}")
     return held
@@ -83,22 +91,31 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def config_of(held: Mapping[str, Any], directory: Path) -> MemoryConfig:
     """The settings of a memory. Raises ValueError naming what does not fit."""
-    return settings_of(MemoryConfig, {k: v for k, v in held.items() if k != "format"}, directory / NAME)
+    return settings_of(
+        MemoryConfig, {k: v for k, v in held.items() if k != "format"}, directory / NAME
+    )
 
 
 GONE = ("finalists", "trained_draws", "cost", "rungs", "warm_start")
-"""Removed settings that an older memory may have: they say how earlier tasks were learned, so they are ignored."""
+"""Removed settings that an older memory may have: they say how earlier tasks were learned, so they
+are ignored."""
 
 
 def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:
-    """A settings dataclass from its JSON values, nested ones included. Raises ValueError naming what does not fit."""
+    """A settings dataclass from its JSON values, nested ones included. Raises ValueError naming
+    what does not fit."""
     if kind in (CheemConfig, SearchConfig):
         values = {name: value for name, value in values.items() if name not in GONE}
-    if kind is MemoryConfig and isinstance(values.get("forgetting"), dict):  # of one task, as it was written before
+    if kind is MemoryConfig and isinstance(
+        values.get("forgetting"), dict
+    ):  # of one task, as it was written before
         values = {**values, "forgetting": [values["forgetting"]]}
-    hints, known = typing.get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    known = {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(values.keys() - known):
-        raise ValueError(f"{where} contains unknown settings {unknown}; was it written by a newer version?")
+        raise ValueError(
+            f"{where} contains unknown settings {unknown}; was it written by a newer version?"
+        )
     found = {}
     try:
         for name, value in values.items():
@@ -107,7 +124,9 @@ def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:
             found[name] = tuple(value) if isinstance(value, list) else value
         return kind(**found)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{where} does not fit ({error}); was it edited, or written by another version?") from error
+        raise ValueError(
+            f"{where} does not fit ({error}); was it edited, or written by another version?"
+        ) from error
 
 
 def checkpoints_of(directory: Path, generation: int) -> Path:
@@ -128,11 +147,14 @@ def info_of(
 ) -> dict[str, Any]:
     """What `cheem info` tells, as JSON values; bytes on the disk per task.
 
-    `tasks` are those that can answer, each with its costs, `pool` is the history of every expert, and `forgotten` are
-    numbers that no task has any more.
+    `tasks` are those that can answer, each with its costs, `pool` is the history of every expert,
+    and `forgotten` are numbers that no task has any more.
     """
-    sizes, reports = dict(enumerate(map(_bytes_of, saved_tasks(root)))), {}
-    with contextlib.suppress(OSError, ValueError):  # a corrupted record does not keep a memory from answering
+    sizes = dict(enumerate(map(_bytes_of, saved_tasks(root))))
+    reports = {}
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # a corrupted record does not keep a memory from answering
         reports = {report["name"]: report for report in _reports(directory)}
     told = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base", "upright")
     used = [{0, *(task["experts"][block] for task in tasks)} - {None} for block in range(len(pool))]
@@ -146,7 +168,10 @@ def info_of(
         "bytes": _bytes_of(directory),
         "tasks": [
             {
-                **{name: task[name] for name in ("name", "classes", "architecture", "number", *_COSTS)},
+                **{
+                    name: task[name]
+                    for name in ("name", "classes", "architecture", "number", *_COSTS)
+                },
                 "bytes": sizes.get(task["number"], 0),
                 "flops": task["flops_method"],
                 "calibrated": task["calibrated"],
@@ -166,15 +191,20 @@ _COSTS = ("experts", "flops_executed", "params_added", "params_added_percent")
 
 def interrupted_of(config: MemoryConfig, next_number: int) -> dict[str, Any] | None:
     """The task that was begun and is not saved yet, where `next_number` tasks were ever saved."""
-    return None if config.learning is None or config.learning["number"] < next_number else config.learning
+    return (
+        None
+        if config.learning is None or config.learning["number"] < next_number
+        else config.learning
+    )
 
 
 def read_info(directory: Path) -> dict[str, Any] | None:
-    """What `OpenMemory.info` gives, from the record, the metadata of tasks and the hashes of their files.
+    """What `OpenMemory.info` gives, from the record, the metadata of tasks and the hashes of their
+    files.
 
-    None where only opening the memory tells: a run, an empty memory, one that is being written to or has an unusual
-    history, and one with anything wrong, which opening names. The content hashes of tasks are not compared. Raises
-    ValueError where there is neither a memory nor a run.
+    None where only opening the memory tells: a run, an empty memory, one that is being written to
+    or has an unusual history, and one with anything wrong, which opening names. The content hashes
+    of tasks are not compared. Raises ValueError where there is neither a memory nor a run.
     """
     held = read_config(directory)
     try:
@@ -184,12 +214,20 @@ def read_info(directory: Path) -> dict[str, Any] | None:
 
 
 def _read_info(directory: Path, held: Mapping[str, Any]) -> dict[str, Any] | None:
-    config, reports = config_of(held, directory), sorted(_reports(directory), key=lambda report: report["index"])
+    config = config_of(held, directory)
+    reports = sorted(_reports(directory), key=lambda report: report["index"])
     # tasks that came from a run are not calibrated
-    if held["format"] != FORMAT or config.forgetting is not None or config.begun_with_sha256 is not None:
+    if (
+        held["format"] != FORMAT
+        or config.forgetting is not None
+        or config.begun_with_sha256 is not None
+    ):
         return None
     _, header = read_tensors(directory / WEIGHTS)
-    if (header["sha256"], json.loads(header["config"])["image_size"]) != (config.weights_sha256, config.image_size):
+    if (header["sha256"], json.loads(header["config"])["image_size"]) != (
+        config.weights_sha256,
+        config.image_size,
+    ):
         return None
     root = checkpoints_of(directory, config.generation) / "cheem"
     saved = list(map(check_task, saved_tasks(root)))
@@ -201,12 +239,20 @@ def _read_info(directory: Path, held: Mapping[str, Any]) -> dict[str, Any] | Non
         return None
     pool = reports[-1]["pool"]
     for report in reports:
-        for block, (choice, expert) in enumerate(zip(report["architecture"], report["experts"], strict=True)):
+        for block, (choice, expert) in enumerate(
+            zip(report["architecture"], report["experts"], strict=True)
+        ):
             if choice.startswith("adapt") and pool[block][expert]["kind"] != "adapted":
                 return None  # it became a full one since its costs were recorded
-    if config.data_sha256.keys() - {report["name"] for report in reports} or len(saved) < config.num_learned:
+    if (
+        config.data_sha256.keys() - {report["name"] for report in reports}
+        or len(saved) < config.num_learned
+    ):
         return None
-    tasks = [{**one, "number": number, "calibrated": True} for number, one in zip(learned, reports, strict=True)]
+    tasks = [
+        {**one, "number": number, "calibrated": True}
+        for number, one in zip(learned, reports, strict=True)
+    ]
     found = info_of(directory, config, root, tasks, pool, set(range(len(saved))) - learned.keys())
     return found if read_config(directory) == held else None
 

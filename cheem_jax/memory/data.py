@@ -29,7 +29,8 @@ def tasks_of(
     purpose: Purpose = "learn",
     only: str | None = None,
 ) -> tuple[Task, ...]:
-    """Tasks as they are, or read from what `cheem learn` takes: a folder, a zip, a TOML file, a benchmark's name.
+    """Tasks as they are, or read from what `cheem learn` takes: a folder, a zip, a TOML file, a
+    benchmark's name.
 
     Raises ValueError for tasks that do not do for the purpose. `only` as for `load_tasks`.
     """
@@ -39,7 +40,9 @@ def tasks_of(
         case Stream():
             tasks = data.tasks
         case str() | Path():
-            is_there = isinstance(data, Path) and absolute(data).exists()  # so that it is no benchmark's name
+            is_there = (
+                isinstance(data, Path) and absolute(data).exists()
+            )  # so that it is no benchmark's name
             source = str(absolute(data) if is_there else data)
             plans = plan_source(source, purpose=purpose)[1]
             return decoded(plans, image_size, ImagesConfig(), progress, upright=upright, only=only)
@@ -47,7 +50,10 @@ def tasks_of(
             tasks = tuple(data)
     if repeated := repeats(task.name for task in tasks):
         raise ValueError(f"task names must be unique, repeated: {repeated}")
-    return tuple(one if one.purpose == purpose else dataclasses.replace(one, purpose=purpose) for one in tasks)
+    return tuple(
+        one if one.purpose == purpose else dataclasses.replace(one, purpose=purpose)
+        for one in tasks
+    )
 
 
 def decoded(
@@ -59,7 +65,8 @@ def decoded(
     upright: bool,
     only: str | None = None,
 ) -> tuple[Task, ...]:
-    """Tasks with their images; `progress` also says what is left out or looks wrong. See `Plan.turned`.
+    """Tasks with their images; `progress` also says what is left out or looks wrong. See
+    `Plan.turned`.
 
     `only` as for `load_tasks`.
     """
@@ -69,9 +76,12 @@ def decoded(
     for note in (note for plan in plans for note in plan.ignored):
         progress.say(note)
     tasks = load_tasks(
-        plans, image_size, config, lambda task, num_images: progress.phase("decode", task=task, total=num_images),
+        plans,
+        image_size,
+        config,
+        lambda task, num_images: progress.phase("decode", task=task, total=num_images),
         only=only,
-    )  # fmt: skip
+    )
     for plan, task in zip(plans, tasks, strict=True):
         for note in notes_on(plan, task):
             progress.say(note)
@@ -79,32 +89,45 @@ def decoded(
 
 
 def files_in(place: Path) -> tuple[list[str], list[str]]:
-    """A file itself, or the images below a folder, and lines about what else is there; ValueError where none is."""
+    """A file itself, or the images below a folder, and lines about what else is there; ValueError
+    where none is."""
     folder = absolute(place)
     if not folder.is_dir():
         return [str(place)], []
     found = look_through(folder)
     if not found.images:
-        raise ValueError(f"{str(place)!r} contains no image; expected an image file, or a folder of some{found.told()}")
+        raise ValueError(
+            f"{str(place)!r} contains no image; expected an image file, or a folder of"
+            f" some{found.told()}"
+        )
     return [str(place / name) for name in found.images], found.notes()
 
 
 class NamedFiles(FolderFiles):
-    """Files by any path, and pictures without one; errors and answers name each file as it was given, others `-`.
+    """Files by any path, and pictures without one; errors and answers name each file as it was
+    given, others `-`.
 
     Raises ValueError for what is not an image, and for arrays other than uint8 `[H, W, 3]`.
     """
 
     def __init__(self, given: Sequence[Picture], *, upright: bool):
-        super().__init__(Path(), [str(one) if isinstance(one, str | Path) else "-" for one in given])
-        self.given, self.upright, self._loading = given, upright, threading.Lock()
+        super().__init__(
+            Path(), [str(one) if isinstance(one, str | Path) else "-" for one in given]
+        )
+        self.given = given
+        self.upright = upright
+        self._loading = threading.Lock()
         for row, one in enumerate(given):
             if isinstance(one, np.ndarray):
-                fits, kind = one.dtype == np.uint8 and one.shape[2:] == (3,), f"{one.dtype} {list(one.shape)}"
+                fits = one.dtype == np.uint8 and one.shape[2:] == (3,)
+                kind = f"{one.dtype} {list(one.shape)}"
             else:
-                fits, kind = isinstance(one, str | Path | bytes | Image.Image), f"a {type(one).__name__}"
+                fits = isinstance(one, str | Path | bytes | Image.Image)
+                kind = f"a {type(one).__name__}"
             if not fits:
-                raise ValueError(f"image {row} is {kind}, expected a file, bytes, a PIL image or uint8 [H, W, 3]")
+                raise ValueError(
+                    f"image {row} is {kind}, expected a file, bytes, a PIL image or uint8 [H, W, 3]"
+                )
 
     def where(self, row: int) -> str:
         """See `FolderFiles.where`."""
@@ -114,7 +137,9 @@ class NamedFiles(FolderFiles):
         """See `Encoded.picture`."""
         one = self.given[row]
         if isinstance(one, Image.Image):
-            with self._loading:  # the same one may be given twice, and its file is read from one place
+            with (
+                self._loading
+            ):  # the same one may be given twice, and its file is read from one place
                 one.load()
             return one
         if isinstance(one, bytes):

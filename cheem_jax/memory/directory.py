@@ -1,14 +1,16 @@
-"""The directory of a memory that a person keeps: complete in itself, and changed as a whole or not at all.
+"""The directory of a memory that a person keeps: complete in itself, and changed as a whole or not
+at all.
 
     config.json                     what the memory is, and the generation that counts
-    backbone.safetensors            the frozen backbone with its head and mean CLS tokens of its data
-    base/                           where the pretraining data lie among features, if their classes are kept as a target
-    generation-0001/cheem/000-cats  one directory per task, as in a run
-    metrics.jsonl                   how each task was learned and what was measured
-    evaluated.json                  what `cheem evaluate` measured since then
+    backbone.safetensors            the frozen backbone with its head and mean CLS tokens of its
+    data base/                           where the pretraining data lie among features, if their
+    classes are kept as a target generation-0001/cheem/000-cats  one directory per task, as in a run
+    metrics.jsonl                   how each task was learned and what was measured evaluated.json
+    what `cheem evaluate` measured since then
 
-Learning adds a directory. Forgetting or extending a task writes a new generation beside the old one and then says in
-`config.json` that it counts; whatever a killed process leaves is taken away by the next one that writes.
+Learning adds a directory. Forgetting or extending a task writes a new generation beside the old one
+and then says in `config.json` that it counts; whatever a killed process leaves is taken away by the
+next one that writes.
 """
 
 import contextlib
@@ -38,7 +40,9 @@ def write_config(directory: Path, config: MemoryConfig) -> None:
     write_atomically(directory / NAME, json.dumps(values, indent=1) + "\n")
 
 
-def write_generation(directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory) -> None:
+def write_generation(
+    directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory
+) -> None:
     """The next generation, complete and on the disk; it counts once `config.json` says so.
 
     Tasks that did not change share their files with the generation before.
@@ -60,7 +64,8 @@ def write_generation(directory: Path, config: MemoryConfig, before: InternalMemo
 
 
 def _link(source: str, target: str) -> None:
-    """Files of a task are never written again, so two generations may share them; some file systems have no links."""
+    """Files of a task are never written again, so two generations may share them; some file systems
+    have no links."""
     try:
         os.link(source, target)
     except OSError:
@@ -82,29 +87,37 @@ def check_free(directory: Path) -> None:
         raise ValueError(f"{str(directory)!r} is a file; a memory is a folder")
     if directory.exists() and not all(is_of_system(file.name) for file in directory.iterdir()):
         raise ValueError(
-            f"{str(directory)!r} exists and is not empty; choose another folder for the memory, or empty it"
+            f"{str(directory)!r} exists and is not empty; choose another folder for the memory, or"
+            " empty it"
         )
 
 
 @contextlib.contextmanager
 def made_whole(directory: Path) -> Iterator[Path]:
-    """A hidden folder to fill, whose content is the directory's at the end, on the disk; nothing is left if that fails.
+    """A hidden folder to fill, whose content is the directory's at the end, on the disk; nothing is
+    left if that fails.
 
-    A new directory appears by one rename. One that is there may be a mount point, or below a folder that cannot be
-    written: it is filled from a hidden folder inside, `config.json` last, without which nothing opens. Raises
-    ValueError where there is something already, OSError naming the directory if it cannot be made.
+    A new directory appears by one rename. One that is there may be a mount point, or below a folder
+    that cannot be written: it is filled from a hidden folder inside, `config.json` last, without
+    which nothing opens. Raises ValueError where there is something already, OSError naming the
+    directory if it cannot be made.
     """
     check_free(directory)
     directory = directory.resolve()
-    is_there, moved = directory.is_dir(), list[Path]()
+    is_there = directory.is_dir()
+    moved = list[Path]()
     name = f".{directory.name}.{os.getpid()}.partial"
     partial = directory / name if is_there else directory.with_name(name)
-    for left in directory.glob(f"{glob.escape(f'.{directory.name}.')}*.partial") if is_there else [partial]:
+    for left in (
+        directory.glob(f"{glob.escape(f'.{directory.name}.')}*.partial") if is_there else [partial]
+    ):
         shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        way_out = "" if error.errno in REFUSING else ": nothing can be made there; choose another folder"
+        way_out = (
+            "" if error.errno in REFUSING else ": nothing can be made there; choose another folder"
+        )
         raise OSError(error.errno, f"{error.strerror}{way_out}", str(directory)) from error
     try:
         yield partial
@@ -129,7 +142,8 @@ def made_whole(directory: Path) -> Iterator[Path]:
 
 
 def take_away(directory: Path) -> None:
-    """Remove a memory; a folder that has to stay, such as a mount point, keeps foreign hidden files alone."""
+    """Remove a memory; a folder that has to stay, such as a mount point, keeps foreign hidden files
+    alone."""
     (directory / NAME).unlink(missing_ok=True)  # from here on it is none
     for place in list(directory.iterdir()):
         if place.name.startswith(OURS) or not is_of_system(place.name):

@@ -1,8 +1,10 @@
-"""A memory's learner: tasks as CHEEM learns them, and more images or classes for a task that exists.
+"""A memory's learner: tasks as CHEEM learns them, and more images or classes for a task that
+exists.
 
-Of each task it also keeps distances of validation images, for `none of my tasks`, the temperature of its probabilities,
-and statistics of its classes in the features of its own network: means, numbers of images and one covariance. They
-stand for classes whose images are absent when the task is extended.
+Of each task it also keeps distances of validation images, for `none of my tasks`, the temperature
+of its probabilities, and statistics of its classes in the features of its own network: means,
+numbers of images and one covariance. They stand for classes whose images are absent when the task
+is extended.
 """
 
 import dataclasses
@@ -23,7 +25,14 @@ from cheem_jax.core.keys import Phase
 from cheem_jax.core.metrics import MOST_TEMPERATURE, fit_temperature, log_probability
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import Candidates, DenseExperts, Head, TaskMemory, grow, logits_of
-from cheem_jax.core.routing import NUM_QUANTILES, calibrate, distances, packed, unpacked, whitening_of
+from cheem_jax.core.routing import (
+    NUM_QUANTILES,
+    calibrate,
+    distances,
+    packed,
+    unpacked,
+    whitening_of,
+)
 from cheem_jax.data.task import Split, Task, composed, spelled_as
 from cheem_jax.engine.executor import Network
 from cheem_jax.engine.feed import HostImages
@@ -31,7 +40,8 @@ from cheem_jax.engine.passes import TokenMeans, network_features, token_means
 from cheem_jax.run.method import Running
 
 SAMPLES = 20_000
-"""Samples that stand for a task's earlier images, over all classes, at most 200 and at least 10 of each."""
+"""Samples that stand for a task's earlier images, over all classes, at most 200 and at least 10 of
+each."""
 MOVE_PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)
 """Ridge penalties, per image, of the map between the features of two networks."""
 SHRINKAGE = 0.1
@@ -39,41 +49,54 @@ SHRINKAGE = 0.1
 
 
 class Extension(Task):
-    """New images of a learned task, labelled among all of its classes; some of them may have none."""
+    """New images of a learned task, labelled among all of its classes; some of them may have
+    none."""
 
     def __post_init__(self) -> None:
         """What it is made of is checked already."""
 
 
 def extension_of(task: Task, learned: Sequence[str]) -> Extension:
-    """The images labelled among the learned classes and, behind them, the new ones; matched by name.
+    """The images labelled among the learned classes and, behind them, the new ones; matched by
+    name.
 
     Raises ValueError for a name that differs from a learned one in upper and lower case alone.
     """
-    names, known = spelled_as(task.classes, learned), {composed(name).casefold(): name for name in learned}
+    names = spelled_as(task.classes, learned)
+    known = {composed(name).casefold(): name for name in learned}
     new = [name for name in names if name not in learned]
-    if clash := [(name, old) for name in new if (old := known.get(composed(name).casefold())) is not None]:
+    if clash := [
+        (name, old) for name in new if (old := known.get(composed(name).casefold())) is not None
+    ]:
         pairs = ", ".join(f"{name!r} and {old!r}" for name, old in clash[:4])
         raise ValueError(
-            f"task {task.name!r}: new and learned classes differ in upper and lower case alone: {pairs}; give equal "
-            "classes the learned name, and others another one"
+            f"task {task.name!r}: new and learned classes differ in upper and lower case alone:"
+            f" {pairs}; give equal classes the learned name, and others another one"
         )
     classes = (*learned, *new)
     places = np.array([classes.index(name) for name in names], np.int32)
     parts = {name: Split(split.images, places[split.labels]) for name, split in task.splits.items()}
     return Extension(
-        task.name, classes, parts["train"], parts["val"], parts["test"], skipped=task.skipped, purpose="extend"
+        task.name,
+        classes,
+        parts["train"],
+        parts["val"],
+        parts["test"],
+        skipped=task.skipped,
+        purpose="extend",
     )
 
 
 def absent_classes(task: Extension, learned: TaskMemory) -> list[str]:
-    """Learned classes without a new image. Raises ValueError where nothing is kept that could stand for them."""
+    """Learned classes without a new image. Raises ValueError where nothing is kept that could stand
+    for them."""
     present = set(task.train.labels.tolist())
     absent = [name for label, name in enumerate(learned.classes) if label not in present]
     if absent and not learned.statistics:
         raise ValueError(
-            f"task {task.name!r} has no statistics of its classes (it is of a run or of an earlier version), so it can "
-            f"only be extended with new images of every learned class; absent: {', '.join(map(repr, absent[:8]))}"
+            f"task {task.name!r} has no statistics of its classes (it is of a run or of an earlier"
+            " version), so it can only be extended with new images of every learned class; absent:"
+            f" {', '.join(map(repr, absent[:8]))}"
         )
     return absent
 
@@ -96,25 +119,37 @@ class MemoryLearner(Cheem):
         self.features.forget(task)
         epochs = {"supernet": self.config.supernet.epochs, "finetune": self.config.finetune.epochs}
         costs = self.costs(len(self.memory.tasks) - 1)  # which count the statistics now
-        settings = {"learning_rate": self.config.finetune.learning_rate, "augment": self.config.augment}
+        settings = {
+            "learning_rate": self.config.finetune.learning_rate,
+            "augment": self.config.augment,
+        }
         return {**report, **costs, "epochs": epochs, **settings}
 
-    def finished_means(self, learning: Learning, finished: SupernetFit, network: Network) -> TokenMeans:
+    def finished_means(
+        self, learning: Learning, finished: SupernetFit, network: Network
+    ) -> TokenMeans:
         """See `Cheem.finished_means`."""
         seen = super().finished_means(learning, finished, network)
-        self._statistics = class_statistics(seen.features, learning.task.train.labels, len(learning.task.classes))
+        self._statistics = class_statistics(
+            seen.features, learning.task.train.labels, len(learning.task.classes)
+        )
         return seen
 
-    def extend(self, task: Extension, running: Running, index: int, num_before: int) -> dict[str, Any]:
-        """Learn the task at `index`, of `num_before` training images, further: as one task more, with copied experts.
+    def extend(
+        self, task: Extension, running: Running, index: int, num_before: int
+    ) -> dict[str, Any]:
+        """Learn the task at `index`, of `num_before` training images, further: as one task more,
+        with copied experts.
 
-        Candidates are the task as it is (without new classes), its network with a head that follows from the
-        statistics of all classes, and, if every learned class has new images and they outnumber the old ones, the
-        network fine-tuned on them. One that changes the task has to answer more of the new validation images correctly
-        than the task as it is, and no fewer samples of what is kept of the old ones (`chosen_of`). The router's
-        statistics add up by the numbers of images; centroids of the new images are added to the old ones.
+        Candidates are the task as it is (without new classes), its network with a head that follows
+        from the statistics of all classes, and, if every learned class has new images and they
+        outnumber the old ones, the network fine-tuned on them. One that changes the task has to
+        answer more of the new validation images correctly than the task as it is, and no fewer
+        samples of what is kept of the old ones (`chosen_of`). The router's statistics add up by the
+        numbers of images; centroids of the new images are added to the old ones.
         """
-        before, learning = self.memory.tasks[index], self.begin(task, running)
+        before = self.memory.tasks[index]
+        learning = self.begin(task, running)
         underway = learning.underway
         own = {block: stored.params for block, stored in self.memory.added(index).items()}
         # an adapted expert whose parent was erased has become a full one
@@ -122,25 +157,41 @@ class MemoryLearner(Cheem):
             Choice("new") if choice.kind == "adapt" and isinstance(own[block], Expert) else choice
             for block, choice in enumerate(before.architecture)
         )
-        kept = tuple((0,) if choice.expert in (None, 0) else (0, choice.expert) for choice in architecture)
-        learning = dataclasses.replace(learning, candidates=Candidates(kept, self.dense.chosen(kept), []))
+        kept = tuple(
+            (0,) if choice.expert in (None, 0) else (0, choice.expert) for choice in architecture
+        )
+        learning = dataclasses.replace(
+            learning, candidates=Candidates(kept, self.dense.chosen(kept), [])
+        )
         chosen = tuple(
             Choice(choice.kind, None if choice.expert is None else places.index(choice.expert))
             for choice, places in zip(architecture, kept, strict=True)
         )
-        supernet, codes = self._supernet(learning, Phase.FINETUNE_INIT), encode(chosen, learning.candidates.sizes)
+        supernet = self._supernet(learning, Phase.FINETUNE_INIT)
+        codes = encode(chosen, learning.candidates.sizes)
         num_new = len(task.classes) - len(before.classes)
-        key, width = self.keys.at(learning.index, Phase.METHOD_INIT), self.executor.config.width
+        key = self.keys.at(learning.index, Phase.METHOD_INIT)
+        width = self.executor.config.width
         head = grow_head(key, before.head, width, len(before.classes), num_new)
         begun = {(block, chosen[block]): params for block, params in own.items()}
         fitting = SupernetFit(supernet, supernet.begun_with(begun, head))
-        pool, used = grow(self.memory.pool, architecture, supernet.learned(fitting.state, chosen), learning.index)
-        network, labels, num = task_network(DenseExperts(pool, 0), used), task.train.labels, len(task.train.labels)
+        pool, used = grow(
+            self.memory.pool, architecture, supernet.learned(fitting.state, chosen), learning.index
+        )
+        network = task_network(DenseExperts(pool, 0), used)
+        labels = task.train.labels
+        num = len(task.train.labels)
         with underway.clock("finetune"), running.phase("means", num) as advance:
             seen = token_means(
-                self.executor, [network], learning.train, num, batch_size=self.batch_size, advance=advance
-            )  # fmt: skip
-        statistics, temperature = class_statistics(seen.features, labels, len(task.classes)), before.temperature
+                self.executor,
+                [network],
+                learning.train,
+                num,
+                batch_size=self.batch_size,
+                advance=advance,
+            )
+        statistics = class_statistics(seen.features, labels, len(task.classes))
+        temperature = before.temperature
         samples, sampled = np.zeros((0, width)), np.zeros(0, np.int32)
         seed = self.keys.seed_at(learning.index, Phase.METHOD_NOISE)
         if before.statistics:
@@ -149,21 +200,32 @@ class MemoryLearner(Cheem):
         val = self._val_features(task, network)
         candidates: list[Candidate] = []
         if not num_new:
-            candidates.append(Candidate("unchanged", before.head, *_shares(before.head, val, task, samples, sampled)))
+            candidates.append(
+                Candidate(
+                    "unchanged", before.head, *_shares(before.head, val, task, samples, sampled)
+                )
+            )
         if before.statistics:
             head = discriminant_head(statistics, before.head)
             candidates.append(Candidate("head", head, *_shares(head, val, task, samples, sampled)))
         tuned = None
         if outnumbers(task, before, num_before):
             fitting = self.finetune(learning, fitting, codes)
-            tuned = grow(self.memory.pool, architecture, supernet.learned(fitting.state, chosen), learning.index)
+            tuned = grow(
+                self.memory.pool,
+                architecture,
+                supernet.learned(fitting.state, chosen),
+                learning.index,
+            )
             own_network = task_network(DenseExperts(tuned[0], 0), tuned[1])
             seen_tuned = self.finished_means(learning, fitting, own_network)
             if len(samples):
                 samples = moved(samples, seen.features, seen_tuned.features)
             head = supernet.trained_head(fitting.state)
             val = self._val_features(task, own_network)
-            candidates.append(Candidate("network", head, *_shares(head, val, task, samples, sampled)))
+            candidates.append(
+                Candidate("network", head, *_shares(head, val, task, samples, sampled))
+            )
         best = chosen_of(candidates)
         head = best.head
         if best.kind == "network":
@@ -173,17 +235,27 @@ class MemoryLearner(Cheem):
             temperature = new_temperature(before, head, *samples_of(before.statistics, seed))
         share = num_before / (num_before + len(labels))
         self.remember(
-            task, pool=pool, architecture=architecture, experts=used, head=head,
+            task,
+            pool=pool,
+            architecture=architecture,
+            experts=used,
+            head=head,
             means=share * before.means + (1 - share) * seen.means[0],
-            seed=self.keys.seed_at(learning.index, Phase.CENTROIDS), clock=underway.clock,
-        )  # fmt: skip
+            seed=self.keys.seed_at(learning.index, Phase.CENTROIDS),
+            clock=underway.clock,
+        )
         learned = self.memory.tasks[-1]
         rows = np.concatenate([before.centroids, learned.centroids])
         away = calibrate(distances(self.features(task, "val"), [rows], self.router)[:, 0])
         self._keep(
             centroids=rows,
-            moments={name: share * before.moments[name] + (1 - share) * new for name, new in learned.moments.items()},
-            distances=None if before.distances is None else mixed_quantiles(before.distances, away, share),
+            moments={
+                name: share * before.moments[name] + (1 - share) * new
+                for name, new in learned.moments.items()
+            },
+            distances=(
+                None if before.distances is None else mixed_quantiles(before.distances, away, share)
+            ),
             # validation images of some classes alone would tell too little
             temperature=self._temperature(task, learned) if best.kind == "network" else temperature,
             statistics=statistics,
@@ -191,7 +263,11 @@ class MemoryLearner(Cheem):
         self.features.forget(task)
         fitted = {} if tuned is None else {"finetune_losses": fitting.progress.losses}
         compared = {one.kind: {"new": one.new, "old": one.old} for one in candidates}
-        extension = {"kept": best.kind, "validation_images": len(task.val.labels), "candidates": compared}
+        extension = {
+            "kept": best.kind,
+            "validation_images": len(task.val.labels),
+            "candidates": compared,
+        }
         costs = self.costs(len(self.memory.tasks) - 1)
         return {
             **costs,
@@ -207,13 +283,16 @@ class MemoryLearner(Cheem):
         return fit_temperature(logits_of(features, learned.head), task.val.labels)
 
     def _val_features(self, task: Task, network: Network) -> Float[np.ndarray, "N D"]:
-        feed, num = HostImages(self.executor, task.val.images), len(task.val.labels)
+        feed = HostImages(self.executor, task.val.images)
+        num = len(task.val.labels)
         return network_features(self.executor, [network], feed, num, batch_size=self.batch_size)[0]
 
     def _keep(self, **changes: Any) -> None:
         """Keep this of the last task, too."""
         *earlier, last = self.memory.tasks
-        self.memory = dataclasses.replace(self.memory, tasks=(*earlier, dataclasses.replace(last, **changes)))
+        self.memory = dataclasses.replace(
+            self.memory, tasks=(*earlier, dataclasses.replace(last, **changes))
+        )
 
 
 class Candidate(NamedTuple):
@@ -228,7 +307,8 @@ class Candidate(NamedTuple):
 
 
 def outnumbers(task: Extension, before: TaskMemory, num_before: int) -> bool:
-    """Whether fine-tuning on the new images is a candidate: they show every learned class and are not fewer.
+    """Whether fine-tuning on the new images is a candidate: they show every learned class and are
+    not fewer.
 
     Without statistics, it is also the only way to a new class.
     """
@@ -239,27 +319,40 @@ def outnumbers(task: Extension, before: TaskMemory, num_before: int) -> bool:
 
 
 def chosen_of(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate with the most correct answers to new validation images, of those that lose nothing.
+    """The candidate with the most correct answers to new validation images, of those that lose
+    nothing.
 
-    Where the task can stay as it is (the first candidate then), another one has to be better on the new validation
-    images and must not be worse on the samples. With new classes, old and new count alike.
+    Where the task can stay as it is (the first candidate then), another one has to be better on the
+    new validation images and must not be worse on the samples. With new classes, old and new count
+    alike.
     """
     first = candidates[0]
     if first.kind != "unchanged":
         return max(candidates, key=lambda one: one.new + (one.old or 0))
-    kept = [one for one in candidates[1:] if one.new > first.new and (one.old or 0) >= (first.old or 0)]
+    kept = [
+        one for one in candidates[1:] if one.new > first.new and (one.old or 0) >= (first.old or 0)
+    ]
     return max(kept, key=lambda one: one.new, default=first)
 
 
 def _shares(
-    head: Head, val: Float[np.ndarray, "N D"], task: Task, samples: Float[np.ndarray, "S D"], labels: np.ndarray
+    head: Head,
+    val: Float[np.ndarray, "N D"],
+    task: Task,
+    samples: Float[np.ndarray, "S D"],
+    labels: np.ndarray,
 ) -> tuple[float, float | None]:
     new = float((logits_of(val, head).argmax(axis=1) == task.val.labels).mean())
-    return new, float((logits_of(samples, head).argmax(axis=1) == labels).mean()) if len(samples) else None
+    return new, (
+        float((logits_of(samples, head).argmax(axis=1) == labels).mean()) if len(samples) else None
+    )
 
 
-def samples_of(statistics: Mapping[str, np.ndarray], seed: int) -> tuple[Float[np.ndarray, "S D"], np.ndarray]:
-    """Features of each class at random, from a normal distribution with its mean and the covariance, and labels."""
+def samples_of(
+    statistics: Mapping[str, np.ndarray], seed: int
+) -> tuple[Float[np.ndarray, "S D"], np.ndarray]:
+    """Features of each class at random, from a normal distribution with its mean and the
+    covariance, and labels."""
     means = statistics["means"].astype(np.float64)
     num = int(np.clip(SAMPLES // len(means), 10, 200))
     values, vectors = np.linalg.eigh(unpacked(statistics["covariance"]))
@@ -269,22 +362,31 @@ def samples_of(statistics: Mapping[str, np.ndarray], seed: int) -> tuple[Float[n
 
 
 def moved(
-    samples: Float[np.ndarray, "S D"], before: Float[np.ndarray, "N D"], after: Float[np.ndarray, "N D"]
+    samples: Float[np.ndarray, "S D"],
+    before: Float[np.ndarray, "N D"],
+    after: Float[np.ndarray, "N D"],
 ) -> Float[np.ndarray, "S D"]:
-    """Samples of one network's features in those of another, by ridge regression of their difference on images."""
+    """Samples of one network's features in those of another, by ridge regression of their
+    difference on images."""
     from sklearn.linear_model import RidgeCV  # here, because importing it takes half a second
 
-    return samples + RidgeCV(len(before) * np.array(MOVE_PENALTIES)).fit(before, after - before).predict(samples)
+    return samples + RidgeCV(len(before) * np.array(MOVE_PENALTIES)).fit(
+        before, after - before
+    ).predict(samples)
 
 
-def new_temperature(before: TaskMemory, head: Head, samples: Float[np.ndarray, "S D"], labels: np.ndarray) -> float:
+def new_temperature(
+    before: TaskMemory, head: Head, samples: Float[np.ndarray, "S D"], labels: np.ndarray
+) -> float:
     """The temperature of a new head on the task's network.
 
-    With it, samples of the old classes get the mean log-probability that the old head gives them with its temperature,
-    which was fitted on validation images. Fitted on samples it would be too low: they are easier than images.
+    With it, samples of the old classes get the mean log-probability that the old head gives them
+    with its temperature, which was fitted on validation images. Fitted on samples it would be too
+    low: they are easier than images.
     """
     wanted = log_probability(logits_of(samples, before.head) / before.temperature, labels)
-    logits, most = logits_of(samples, head), float(np.log(MOST_TEMPERATURE))
+    logits = logits_of(samples, head)
+    most = float(np.log(MOST_TEMPERATURE))
 
     def apart(log_temperature):
         return abs(log_probability(logits / np.exp(log_temperature), labels) - wanted)
@@ -297,27 +399,45 @@ def class_statistics(
     features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num_classes: int
 ) -> dict[str, np.ndarray]:
     """Images and mean of each class (zeros without images), and the covariance within classes."""
-    points, counts = features.astype(np.float64), np.bincount(labels, minlength=num_classes)
+    points = features.astype(np.float64)
+    counts = np.bincount(labels, minlength=num_classes)
     means = np.zeros((num_classes, points.shape[1]))
     np.add.at(means, labels, points)
     means /= np.maximum(counts, 1)[:, None]
     apart = points - means[labels]
-    return {"counts": counts, "means": means.astype(np.float32), "covariance": packed(apart.T @ apart / len(points))}
+    return {
+        "counts": counts,
+        "means": means.astype(np.float32),
+        "covariance": packed(apart.T @ apart / len(points)),
+    }
 
 
 def added_up(old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The statistics of old and new images together, in the features of one network; `new` may have more classes."""
+    """The statistics of old and new images together, in the features of one network; `new` may have
+    more classes."""
     num_new = len(new["counts"]) - len(old["counts"])
-    counts, means = np.pad(old["counts"], (0, num_new)), np.pad(old["means"], ((0, num_new), (0, 0)))
+    counts, means = (
+        np.pad(old["counts"], (0, num_new)),
+        np.pad(old["means"], ((0, num_new), (0, 0))),
+    )
     total = counts + new["counts"]
-    share, apart = new["counts"] / np.maximum(total, 1), new["means"].astype(np.float64) - means
+    share = new["counts"] / np.maximum(total, 1)
+    apart = new["means"].astype(np.float64) - means
     between = (apart * (counts * share)[:, None]).T @ apart
-    within = old["counts"].sum() * unpacked(old["covariance"]) + new["counts"].sum() * unpacked(new["covariance"])
+    within = old["counts"].sum() * unpacked(old["covariance"]) + new["counts"].sum() * unpacked(
+        new["covariance"]
+    )
     joined = (means + share[:, None] * apart).astype(np.float32)
-    return {"counts": total, "means": joined, "covariance": packed((within + between) / total.sum())}
+    return {
+        "counts": total,
+        "means": joined,
+        "covariance": packed((within + between) / total.sum()),
+    }
 
 
-def mixed_quantiles(old: Float[np.ndarray, "Q"], new: Float[np.ndarray, "Q"], share: float) -> Float[np.ndarray, "Q"]:
+def mixed_quantiles(
+    old: Float[np.ndarray, "Q"], new: Float[np.ndarray, "Q"], share: float
+) -> Float[np.ndarray, "Q"]:
     """Quantiles of both sets of distances together, `share` of them old."""
     weights = np.repeat([share, 1 - share], NUM_QUANTILES)
     steps = np.linspace(0, 1, NUM_QUANTILES)
@@ -326,9 +446,11 @@ def mixed_quantiles(old: Float[np.ndarray, "Q"], new: Float[np.ndarray, "Q"], sh
 
 
 def discriminant_head(statistics: Mapping[str, np.ndarray], old: Head) -> Head:
-    """Linear discriminant analysis: the class of the nearest mean by Mahalanobis distance under one covariance.
+    """Linear discriminant analysis: the class of the nearest mean by Mahalanobis distance under one
+    covariance.
 
-    Logits are scaled as those of the old head, which has the first of the classes, so that probabilities stay alike.
+    Logits are scaled as those of the old head, which has the first of the classes, so that
+    probabilities stay alike.
     """
     whitening, _ = whitening_of(unpacked(statistics["covariance"]), SHRINKAGE)
     means = statistics["means"].astype(np.float64)

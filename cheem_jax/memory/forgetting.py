@@ -1,7 +1,8 @@
-"""Forgetting tasks on purpose: each goes with all that only forgotten ones use, and every other task answers as before.
+"""Forgetting tasks on purpose: each goes with all that only forgotten ones use, and every other
+task answers as before.
 
-Experts keep their places in the pool, so that no other task has to be told. An expert of a forgotten task stays while
-another task uses it, or while an adapted expert descends from it.
+Experts keep their places in the pool, so that no other task has to be told. An expert of a
+forgotten task stays while another task uses it, or while an adapted expert descends from it.
 """
 
 import dataclasses
@@ -47,26 +48,40 @@ class Forgotten:
 def forget(memory: InternalMemory, *names: str, erase: bool = False) -> Forgotten:
     """The memory without the named tasks.
 
-    With `erase`, adapted experts that descend from its own, or from those of tasks forgotten before, become full
-    experts: of forgotten tasks only what others use as it is stays then. Raises ValueError for unknown names.
+    With `erase`, adapted experts that descend from its own, or from those of tasks forgotten
+    before, become full experts: of forgotten tasks only what others use as it is stays then. Raises
+    ValueError for unknown names.
     """
     found = check_names(names, [task.name for task in memory.tasks], "this memory")
     named = zip(memory.numbers, memory.tasks, strict=True)
     return without_numbers(memory, tuple(n for n, task in named if task.name in found), erase=erase)
 
 
-def without_numbers(memory: InternalMemory, numbers: tuple[int, ...], *, erase: bool = False) -> Forgotten:
+def without_numbers(
+    memory: InternalMemory, numbers: tuple[int, ...], *, erase: bool = False
+) -> Forgotten:
     """`forget` for tasks by number."""
-    tasks = tuple(task for n, task in zip(memory.numbers, memory.tasks, strict=True) if n not in numbers)
-    left = dataclasses.replace(memory, tasks=tasks, forgotten=tuple(sorted((*memory.forgotten, *numbers))))
-    blocks, removed, in_use, ancestors, baked = [], [], [], [], []
+    tasks = tuple(
+        task for n, task in zip(memory.numbers, memory.tasks, strict=True) if n not in numbers
+    )
+    left = dataclasses.replace(
+        memory, tasks=tasks, forgotten=tuple(sorted((*memory.forgotten, *numbers)))
+    )
+    blocks = []
+    removed = []
+    in_use = []
+    ancestors = []
+    baked = []
     for b, block in enumerate(memory.pool):
-        used, block = {task.experts[b] for task in tasks} - {None}, list(block)
+        used = {task.experts[b] for task in tasks} - {None}
+        block = list(block)
         if erase:
             for place, stored in enumerate(block):
                 own = stored.parent is not None and block[stored.parent].origin in left.forgotten
                 if own and stored.parent not in used and place in _needed(block, used):
-                    block[place] = StoredExpert(dense_expert(tuple(block), place), None, stored.origin)
+                    block[place] = StoredExpert(
+                        dense_expert(tuple(block), place), None, stored.origin
+                    )
                     baked.append(Place(b, place))
         needed = _needed(block, used)
         for place, stored in enumerate(block):
@@ -77,7 +92,8 @@ def without_numbers(memory: InternalMemory, numbers: tuple[int, ...], *, erase: 
                 who = tuple(
                     task.name
                     for task in tasks
-                    if (e := task.experts[b]) == place or (place not in used and place in set(_line(block, e)))
+                    if (e := task.experts[b]) == place
+                    or (place not in used and place in set(_line(block, e)))
                 )
                 (in_use if place in used else ancestors).append(Kept(Place(b, place), who))
         blocks.append(tuple(block))
@@ -91,7 +107,9 @@ def changed_tasks(before: InternalMemory, after: InternalMemory) -> list[int]:
         number
         for number in after.numbers
         if any(
-            stored.origin == number and isinstance(stored.params, Expert) and not isinstance(old.params, Expert)
+            stored.origin == number
+            and isinstance(stored.params, Expert)
+            and not isinstance(old.params, Expert)
             for block, old_block in zip(after.pool, before.pool, strict=True)
             for stored, old in zip(block, old_block, strict=True)
         )
@@ -109,13 +127,20 @@ def _needed(block: Sequence[StoredExpert], used: set[int | None]) -> set[int]:
     return {ancestor for expert in used for ancestor in _line(block, expert)}
 
 
-def without_task(entries: Sequence[Mapping[str, Any]], index: int, name: str) -> list[dict[str, Any]]:
-    """A record as if the task at `index` had never been: its lines go, and its columns in the lines of others."""
+def without_task(
+    entries: Sequence[Mapping[str, Any]], index: int, name: str
+) -> list[dict[str, Any]]:
+    """A record as if the task at `index` had never been: its lines go, and its columns in the lines
+    of others."""
     kept = []
     for entry in map(dict, entries):
         match entry["event"]:
             case "run":
-                splits = {task: split for task, split in (entry.get("split_sha256") or {}).items() if task != name}
+                splits = {
+                    task: split
+                    for task, split in (entry.get("split_sha256") or {}).items()
+                    if task != name
+                }
                 entry |= {"split_sha256": splits, "data": None, "command": None}
             case "learned":
                 entry["report"] = report = dict(entry["report"])
@@ -125,7 +150,9 @@ def without_task(entries: Sequence[Mapping[str, Any]], index: int, name: str) ->
                     report["index"] -= 1
                     if "similarity" in report:  # the base's row comes first
                         report["similarity"] = _cut(report["similarity"], index + 1)
-                report["pool"] = [[_origin(expert, index) for expert in block] for block in report.get("pool", [])]
+                report["pool"] = [
+                    [_origin(expert, index) for expert in block] for block in report.get("pool", [])
+                ]
             case "evaluated":
                 if entry["index"] == index:
                     continue

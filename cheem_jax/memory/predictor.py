@@ -1,4 +1,5 @@
-"""Answering for a whole memory: which task an image belongs to, which class of it, and whether to any at all."""
+"""Answering for a whole memory: which task an image belongs to, which class of it, and whether to
+any at all."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,8 @@ class Guess(NamedTuple):
 
 
 class NearTask(NamedTuple):
-    """A task and how far the image is from it: as the router compares them, below 0 for some kinds."""
+    """A task and how far the image is from it: as the router compares them, below 0 for some
+    kinds."""
 
     task: str
     distance: float
@@ -45,14 +47,16 @@ class Prediction:
     task: str | None = None
     """The task whose network answered; None where the image belongs to none of them (open set)."""
     guesses: tuple[Guess, ...] = ()
-    """Classes of that task, most probable first; empty without a task, and where a logit is non-finite."""
+    """Classes of that task, most probable first; empty without a task, and where a logit is
+    non-finite."""
     near: tuple[NearTask, ...] = ()
     """Tasks by distance, the nearest first."""
     blocks: tuple[str, ...] = ()
-    """What ran in each block of the answering network, such as `reuse:0`, `adapt:2`, `new`, `skip`; () without a
-    task."""
+    """What ran in each block of the answering network, such as `reuse:0`, `adapt:2`, `new`, `skip`;
+    () without a task."""
     error: str = ""
-    """Why the image could not be read; then there is nothing else. Empty for every image that was answered."""
+    """Why the image could not be read; then there is nothing else. Empty for every image that was
+    answered."""
 
     @property
     def label(self) -> str | None:
@@ -72,7 +76,10 @@ class Prediction:
             "task": self.task,
             "class": self.label,
             "probability": self.probability,
-            "runners_up": [{"class": label, "probability": probability} for label, probability in self.guesses[1:]],
+            "runners_up": [
+                {"class": label, "probability": probability}
+                for label, probability in self.guesses[1:]
+            ],
             "near": [near._asdict() for near in self.near],
             "blocks": list(self.blocks),
         }
@@ -90,12 +97,13 @@ class Answered(NamedTuple):
 
 
 class Predictor:
-    """Some targets (tasks, and perhaps the backbone's own) behind the router, with programs of a few batch sizes.
+    """Some targets (tasks, and perhaps the backbone's own) behind the router, with programs of a
+    few batch sizes.
 
     `networks` are those of the targets; each is put together when the router first names it.
-    `open_set` is the share of a target's own images that may be refused as foreign; None refuses none, as the paper
-    does. `upright`: rotate files by their EXIF orientation. Raises ValueError if there is no target, or one
-    that was not calibrated.
+    `open_set` is the share of a target's own images that may be refused as foreign; None refuses
+    none, as the paper does. `upright`: rotate files by their EXIF orientation. Raises ValueError if
+    there is no target, or one that was not calibrated.
     """
 
     open_set: float | None = None
@@ -115,31 +123,50 @@ class Predictor:
         if not targets:
             raise ValueError("this memory has no task yet; `cheem learn` gives it one")
         if not batch_sizes or min(batch_sizes) < 1:
-            raise ValueError(f"batch_sizes are {tuple(batch_sizes)}; expected whole numbers of at least 1")
+            raise ValueError(
+                f"batch_sizes are {tuple(batch_sizes)}; expected whole numbers of at least 1"
+            )
         if top < 1:
             raise ValueError(f"top is {top}; expected at least 1 class")
-        self.executor, self.targets, self.networks, self.top = executor, tuple(targets), networks, top
+        self.executor = executor
+        self.targets = tuple(targets)
+        self.networks = networks
+        self.top = top
         self.open_set, self.upright = open_set, upright
         places = [target.place for target in targets]
         self.index = make_router(router).follow(places)
         # a distance that learning more tasks does not change, so that a threshold keeps its meaning
-        self._own = None if isinstance(self.index, NearestCentroid) else NearestCentroid(router).follow(places)
+        self._own = (
+            None
+            if isinstance(self.index, NearestCentroid)
+            else NearestCentroid(router).follow(places)
+        )
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self.thresholds: np.ndarray | None = None
         if open_set is not None:
             if lacking := [target.name for target in targets if target.distances is None]:
                 raise ValueError(
-                    f"{', '.join(lacking)} were learned without a calibrated distance, so `none of my tasks` cannot be "
-                    "said; leave open_set out, or begin a memory with `cheem learn`, which calibrates each task"
+                    f"{', '.join(lacking)} were learned without a calibrated distance, so `none of"
+                    " my tasks` cannot be said; leave open_set out, or begin a memory with `cheem"
+                    " learn`, which calibrates each task"
                 )
-            calibrated = [threshold(target.distances, open_set) for target in targets if target.distances is not None]
+            calibrated = [
+                threshold(target.distances, open_set)
+                for target in targets
+                if target.distances is not None
+            ]
             self.thresholds = np.array(calibrated)
         base = base_network(executor)
         self._inference = {}
         for size in self.batch_sizes:
             rows = executor.rows(size)
-            sizes = sorted({min(rows, smaller) for smaller in self.batch_sizes if smaller <= size}, reverse=True)
-            self._inference[size] = Inference(executor, base, networks, batch_size=size, sizes=sizes, reads=router)
+            sizes = sorted(
+                {min(rows, smaller) for smaller in self.batch_sizes if smaller <= size},
+                reverse=True,
+            )
+            self._inference[size] = Inference(
+                executor, base, networks, batch_size=size, sizes=sizes, reads=router
+            )
 
     @property
     def image_size(self) -> int:
@@ -178,12 +205,19 @@ class Predictor:
             if target < 0:
                 predictions.append(Prediction(near=near))
                 continue
-            task, guesses = self.targets[target], ()
-            if np.isfinite(logits).all():  # a network that computes NaN must not pass for one that knows
+            task = self.targets[target]
+            guesses = ()
+            if np.isfinite(
+                logits
+            ).all():  # a network that computes NaN must not pass for one that knows
                 probabilities = probabilities_of(logits, task)
-                best = np.argsort(-logits, kind="stable")[: self.top]  # which the temperature cannot change
+                best = np.argsort(-logits, kind="stable")[
+                    : self.top
+                ]  # which the temperature cannot change
                 guesses = tuple(Guess(task.classes[i], float(probabilities[i])) for i in best)
-            predictions.append(Prediction(task.name, guesses, near, tuple(to_strings(task.architecture))))
+            predictions.append(
+                Prediction(task.name, guesses, near, tuple(to_strings(task.architecture)))
+            )
         return predictions
 
     def answer(self, images: Images) -> Answered:
@@ -191,11 +225,12 @@ class Predictor:
 
         Raises ValueError for images of another shape.
         """
-        size, num = self.image_size, len(images)
+        size = self.image_size
+        num = len(images)
         if images.shape[1:] != (size, size, 3) or images.dtype != np.uint8:
             raise ValueError(
-                f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, {size}, {size}, 3]; "
-                "`memory.predict` takes files and images of any size"
+                f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, {size},"
+                f" {size}, 3]; `memory.predict` takes files and images of any size"
             )
         near = np.zeros((num, len(self.targets)))
         targets = np.zeros(num, np.int32)
@@ -203,7 +238,8 @@ class Predictor:
         largest = self.batch_sizes[-1]
         for start in range(0, num, largest):
             part = images[start : start + largest]
-            known, size = slice(start, start + len(part)), len(part)
+            known = slice(start, start + len(part))
+            size = len(part)
             # padded to the smallest size that holds it
             inference = self._inference[next(s for s in self.batch_sizes if s >= size)]
 
@@ -218,7 +254,9 @@ class Predictor:
                 return nearest
 
             features[known] = inference.features(HostImages(self.executor, part), size, route)
-        heads = {-1: (np.zeros((features.shape[1], 0), np.float32), np.zeros(0, np.float32))}  # of no class
+        heads = {
+            -1: (np.zeros((features.shape[1], 0), np.float32), np.zeros(0, np.float32))
+        }  # of no class
         for target in np.unique(targets[targets >= 0]).tolist():
             weight, bias = self.targets[target].head
             heads[target] = np.asarray(weight), np.asarray(bias)
@@ -249,9 +287,11 @@ class Asked(NamedTuple):
 
 
 def predict_files(predictor: Predictor, files: Sequence[Picture]) -> Iterator[Asked]:
-    """The answer to each file in turn, decoded while others are answered. Raises as `NamedFiles`."""
+    """The answer to each file in turn, decoded while others are answered. Raises as
+    `NamedFiles`."""
     # small pieces: the first answer does not wait for hundreds of pictures
-    size, given = 2 * predictor.batch_sizes[-1], NamedFiles(files, upright=predictor.upright)
+    size = 2 * predictor.batch_sizes[-1]
+    given = NamedFiles(files, upright=predictor.upright)
     for names, images, errors in decode_pieces(given, predictor.image_size, size):
         answers = iter(predictor(images))
         for name, error in zip(names, errors, strict=True):

@@ -9,18 +9,49 @@ from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read, read_object
 
 Entry = Mapping[str, Any]
-CIRCUMSTANCES = frozenset((
-    "time", "seconds", "seconds_total", "compile_seconds", "checkpoint_seconds", "peak_memory_bytes",
-    "compile", "hits", "misses", "evictions", "fingerprint", "conditions", "command", "data", "versions", "upper_bound",
-    "device",
-))  # fmt: skip
-"""What a clock, the memory, the history of a process, or the machine and who used it decide: no result of a run."""
+CIRCUMSTANCES = frozenset(
+    (
+        "time",
+        "seconds",
+        "seconds_total",
+        "compile_seconds",
+        "checkpoint_seconds",
+        "peak_memory_bytes",
+        "compile",
+        "hits",
+        "misses",
+        "evictions",
+        "fingerprint",
+        "conditions",
+        "command",
+        "data",
+        "versions",
+        "upper_bound",
+        "device",
+    )
+)
+"""What a clock, the memory, the history of a process, or the machine and who used it decide: no
+result of a run."""
 
 STORY = (
-    "index", "name", "classes", "num_train", "num_val", "num_test", "similarity", "supernet_losses", "search",
-    "searched", "validation_accuracy", "best_validation_accuracy", "score", "best_score", "architecture", "experts",
+    "index",
+    "name",
+    "classes",
+    "num_train",
+    "num_val",
+    "num_test",
+    "similarity",
+    "supernet_losses",
+    "search",
+    "searched",
+    "validation_accuracy",
+    "best_validation_accuracy",
+    "score",
+    "best_score",
+    "architecture",
+    "experts",
     "finetune_losses",
-)  # fmt: skip
+)
 """The order in which a task's report came about; everything else came later."""
 
 
@@ -55,12 +86,18 @@ def differences(first: Path, second: Path) -> Iterator[Difference]:
 def config_of(directory: Path) -> dict[str, Any]:
     """The settings that a run directory was begun with; raises ValueError where it is none."""
     if not (directory / NAME).exists():
-        raise ValueError(f"{str(directory)!r} is not a run directory (it has no {NAME}); give one that a run left")
+        raise ValueError(
+            f"{str(directory)!r} is not a run directory (it has no {NAME}); give one that a run"
+            " left"
+        )
     return read_object(directory / NAME)
 
 
-def difference_of_records(first: Sequence[Entry], second: Sequence[Entry], tasks: Sequence[str]) -> Difference | None:
-    """Between the entries of two records, which are paired by what they are about; `tasks` are names in order."""
+def difference_of_records(
+    first: Sequence[Entry], second: Sequence[Entry], tasks: Sequence[str]
+) -> Difference | None:
+    """Between the entries of two records, which are paired by what they are about; `tasks` are
+    names in order."""
     left, right = _by_subject(first, tasks), _by_subject(second, tasks)
     for subject in left:
         # where the order alone differs, nothing was measured differently
@@ -84,7 +121,8 @@ def _different(subject: str, leaf: Leaf) -> Difference:
 
 
 def _by_subject(entries: Sequence[Entry], tasks: Sequence[str]) -> dict[str, Entry]:
-    """Entries by what they are about and, where one comes again, a count, each in the order in which it came about.
+    """Entries by what they are about and, where one comes again, a count, each in the order in
+    which it came about.
 
     Those of nothing but circumstances, such as that a process resumed the run, are left out.
     """
@@ -105,8 +143,15 @@ def _by_subject(entries: Sequence[Entry], tasks: Sequence[str]) -> dict[str, Ent
 
 def _subject(entry: Entry, tasks: Sequence[str]) -> str:
     """What an entry is about."""
-    index, method = entry.get("index", entry.get("report", {}).get("index")), entry.get("method", "")
-    task = "" if index is None else f"task {index + 1}" + (f" {tasks[index]!r}" if index < len(tasks) else "")
+    index, method = (
+        entry.get("index", entry.get("report", {}).get("index")),
+        entry.get("method", ""),
+    )
+    task = (
+        ""
+        if index is None
+        else f"task {index + 1}" + (f" {tasks[index]!r}" if index < len(tasks) else "")
+    )
     match entry["event"]:
         case "run":
             return "the run's setting"

@@ -12,32 +12,56 @@ Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Results by method, one per seed."""
 
 MEASURES = (
-    "average_accuracy", "local_average_accuracy", "just_trained", "average_forgetting", "local_average_forgetting",
-    "flops_paper", "flops_explicit", "flops_executed", "params_learned", "params_stored", "params_added_percent",
-    "seconds", "fom",
-)  # fmt: skip
-"""What is compared of each method: accuracies in [0, 1], counts per image or per task, seconds of learning."""
+    "average_accuracy",
+    "local_average_accuracy",
+    "just_trained",
+    "average_forgetting",
+    "local_average_forgetting",
+    "flops_paper",
+    "flops_explicit",
+    "flops_executed",
+    "params_learned",
+    "params_stored",
+    "params_added_percent",
+    "seconds",
+    "fom",
+)
+"""What is compared of each method: accuracies in [0, 1], counts per image or per task, seconds of
+learning."""
 
 
 def comparison(found: Runs) -> list[dict[str, Any]]:
-    """A row per method: mean and standard deviation over the runs (n - 1; None for one run) of every measure.
+    """A row per method: mean and standard deviation over the runs (n - 1; None for one run) of
+    every measure.
 
-    `fom` is CHEEM's figure of merit against the method, of the means over runs, where both and the bound were run.
+    `fom` is CHEEM's figure of merit against the method, of the means over runs, where both and the
+    bound were run.
     """
     rows = []
     for method, runs in found.items():
-        values = {name: [v for v in (measure(run, name) for run in runs) if v is not None] for name in MEASURES}
-        rows.append({
-            "method": method,
-            "runs": len(runs),
-            "seeds": [run["seed"] for run in runs],
-            "router": runs[0]["router"],
-            **{
-                name: None if len(each) < len(runs)
-                else {"mean": float(np.mean(each)), "std": float(np.std(each, ddof=1)) if len(each) > 1 else None}
-                for name, each in values.items()
-            },
-        })  # fmt: skip
+        values = {
+            name: [v for v in (measure(run, name) for run in runs) if v is not None]
+            for name in MEASURES
+        }
+        rows.append(
+            {
+                "method": method,
+                "runs": len(runs),
+                "seeds": [run["seed"] for run in runs],
+                "router": runs[0]["router"],
+                **{
+                    name: (
+                        None
+                        if len(each) < len(runs)
+                        else {
+                            "mean": float(np.mean(each)),
+                            "std": float(np.std(each, ddof=1)) if len(each) > 1 else None,
+                        }
+                    )
+                    for name, each in values.items()
+                },
+            }
+        )
     by_name = {row["method"]: row for row in rows}
     for row in rows:
         row["fom"] = _figure_of_merit(by_name, row)
@@ -55,14 +79,20 @@ def measure(run: Mapping[str, Any], name: str) -> float | None:
     return float(np.mean(value)) if isinstance(value, list) else value
 
 
-def _figure_of_merit(rows: Mapping[str, Mapping[str, Any]], other: Mapping[str, Any]) -> dict[str, Any] | None:
+def _figure_of_merit(
+    rows: Mapping[str, Mapping[str, Any]], other: Mapping[str, Any]
+) -> dict[str, Any] | None:
     if not {"cheem", "full_finetune"} <= set(rows) or other["method"] in ("cheem", *UPPER_BOUNDS):
         return None
-    upper, own = rows["full_finetune"]["local_average_accuracy"], rows["cheem"]
+    upper = rows["full_finetune"]["local_average_accuracy"]
+    own = rows["cheem"]
     value = metrics.figure_of_merit(
-        upper["mean"], own["average_accuracy"]["mean"], own["flops_paper"]["mean"],
-        other["average_accuracy"]["mean"], other["flops_paper"]["mean"],
-    )  # fmt: skip
+        upper["mean"],
+        own["average_accuracy"]["mean"],
+        own["flops_paper"]["mean"],
+        other["average_accuracy"]["mean"],
+        other["flops_paper"]["mean"],
+    )
     return None if value is None else {"mean": value, "std": None}
 
 
@@ -85,8 +115,10 @@ ONLY_WIDE = ("local_average_forgetting", "flops_explicit", "flops_executed")
 
 
 def comparison_grid(found: Runs, titles: Mapping[str, str] = METHODS) -> Grid:
-    """The table over methods, or over what else the runs are called; `titles` gives the names of the rows."""
-    rows, first = comparison(found), next(iter(found.values()))[0]
+    """The table over methods, or over what else the runs are called; `titles` gives the names of
+    the rows."""
+    rows = comparison(found)
+    first = next(iter(found.values()))[0]
     several = any(row["runs"] > 1 for row in rows)
 
     def cell(row: Mapping[str, Any], name: str) -> str:
@@ -97,22 +129,39 @@ def comparison_grid(found: Runs, titles: Mapping[str, str] = METHODS) -> Grid:
         return shown(value["mean"]) + (f" ± {percent(value['std'])}" if is_spread else "")
 
     lines = tuple(
-        (titles[row["method"]], *([str(row["runs"])] if several else []), *(cell(row, name) for name in COLUMNS))
+        (
+            titles[row["method"]],
+            *([str(row["runs"])] if several else []),
+            *(cell(row, name) for name in COLUMNS),
+        )
         for row in rows
     )
     columns = ("method", *(["runs"] if several else []), *(title for title, _ in COLUMNS.values()))
     captions = [
-        "average accuracy: task-agnostic, the task ID inferred per image; right after learning: each task when it was "
-        "new, with the task ID given",
-        "upper bounds are given the task ID; FLOPs: per image by the paper's convention; time: learning",
-        "FoM of CHEEM: how many times better than the method, from the gaps to full fine-tuning and the FLOPs",
+        (
+            "average accuracy: task-agnostic, the task ID inferred per image; right after learning:"
+            " each task when it was new, with the task ID given"
+        ),
+        (
+            "upper bounds are given the task ID; FLOPs: per image by the paper's convention; time:"
+            " learning"
+        ),
+        (
+            "FoM of CHEEM: how many times better than the method, from the gaps to full fine-tuning"
+            " and the FLOPs"
+        ),
     ]
     named: dict[str, list[str]] = {}
     for row in rows:
         if row["router"] != first["backbone"]:
             named.setdefault(row["router"], []).append(titles[row["method"]])
-    captions += [f"{' and '.join(names)}: {router} infers the task ID" for router, names in named.items()]
-    title = f"{first['stream']}: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels"
+    captions += [
+        f"{' and '.join(names)}: {router} infers the task ID" for router, names in named.items()
+    ]
+    title = (
+        f"{first['stream']}: {len(first['tasks'])} tasks, {first['backbone']},"
+        f" {first['image_size']} pixels"
+    )
     return Grid(f"{title}, {first['preset']}", columns, lines, 1, "\n".join(captions))
 
 

@@ -1,4 +1,5 @@
-"""What a run leaves to look at: PNG files and `report.md`, from `results.json`; and example images of a stream.
+"""What a run leaves to look at: PNG files and `report.md`, from `results.json`; and example images
+of a stream.
 
 Nothing here needs a display. `report.md.jinja` has the report's text.
 """
@@ -25,7 +26,15 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.metrics import matrix_from_json
 from cheem_jax.core.settings import COLOURS
 from cheem_jax.report import memories
-from cheem_jax.report.table import MEANING, Grid, method_grid, percent, setting_rows, spread, task_grid
+from cheem_jax.report.table import (
+    MEANING,
+    Grid,
+    method_grid,
+    percent,
+    setting_rows,
+    spread,
+    task_grid,
+)
 from cheem_jax.run.progress import duration
 
 INK, FAINT = "#262626", "#757575"
@@ -40,7 +49,10 @@ MOST_OF_CLASS, MOST_OF_TASK = 8, 5
 """Images of a class in a contact sheet, and of a task in the figure of a stream."""
 SIDE = 112
 """About the pixels of an image's side."""
-MARGIN, GAP, TITLE, CAPTION = 28, 12, 50, 24
+MARGIN = 28
+GAP = 12
+TITLE = 50
+CAPTION = 24
 """Pixels, as all positions are, so that images keep whole pixels."""
 
 Images = UInt8[np.ndarray, "_ _ _ 3"]
@@ -53,37 +65,53 @@ def write_report(directory: Path, results: Results) -> Path:
     accuracy_heatmap(results, directory / "figures" / "accuracy.png")
     if "pool" in results:
         architecture_grid(results, directory / "figures" / "architectures.png")
-    compiled, splits = results["compile"], results.get("split_sha256", {})
-    spent = f"{duration(results['seconds_total'])}, of which {compiled['seconds']:.1f} s to compile "
+    compiled = results["compile"]
+    splits = results.get("split_sha256", {})
+    spent = (
+        f"{duration(results['seconds_total'])}, of which {compiled['seconds']:.1f} s to compile "
+    )
     setting = [*setting_rows(results), ("time", f"{spent}{compiled['programs']} functions")]
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, keep_trailing_newline=True,
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
         trim_blocks=True,
-    )  # fmt: skip
+    )
     text = environment.get_template("report.md.jinja").render(
-        results=results, methods=method_grid(results), tasks=task_grid(results),
+        results=results,
+        methods=method_grid(results),
+        tasks=task_grid(results),
         setting=Grid("setting", ("setting", "value"), tuple(setting), 2),
         just_trained=", ".join(map(percent, results["just_trained"])),
-        empty=memories.unmeasured(results), unavailable=memories.UNAVAILABLE,
+        empty=memories.unmeasured(results),
+        unavailable=memories.UNAVAILABLE,
         forgotten=memories.ROUTED_TO_FORGOTTEN if memories.routed_to_forgotten(results) else "",
         splits=", ".join(f"{name} `{sha256[:12]}`" for name, sha256 in splits.items() if sha256),
-    )  # fmt: skip
+    )
     write_atomically(directory / "report.md", text)
     return directory / "report.md"
 
 
 def architecture_grid(results: Results, file: Path, title: str | None = None) -> None:
-    """Tasks in rows under the base, blocks in columns; colour is the op, text the source of its expert."""
-    pool, shown, names = results["pool"], spread(len(results["tasks"]), MOST_ROWS), _labels(results)
-    num_blocks, num_rows = len(pool), len(shown) + 1
+    """Tasks in rows under the base, blocks in columns; colour is the op, text the source of its
+    expert."""
+    pool = results["pool"]
+    shown = spread(len(results["tasks"]), MOST_ROWS)
+    names = _labels(results)
+    num_blocks = len(pool)
+    num_rows = len(shown) + 1
     # the cells fill the figure, and saving adds room for what is around them
     figure = Figure(figsize=(num_blocks * 0.74, num_rows * 0.46), dpi=DPI)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, num_blocks), ylim=(num_rows, 0))
     axes.axis("off")
     for block in range(num_blocks):
-        axes.text(block + 0.5, -0.15, f"B{block + 1}", ha="center", va="bottom", color=INK, fontsize=10)
+        axes.text(
+            block + 0.5, -0.15, f"B{block + 1}", ha="center", va="bottom", color=INK, fontsize=10
+        )
         _cell(axes, block, 0, colour="#e8e8e8", text="base", ink=FAINT)
-    axes.text(num_blocks + 0.2, -0.15, "params\nadded", ha="left", va="bottom", color=FAINT, fontsize=8)
+    axes.text(
+        num_blocks + 0.2, -0.15, "params\nadded", ha="left", va="bottom", color=FAINT, fontsize=8
+    )
     has_mark = False
     for row, label in enumerate(["base", *(names[index] for index in shown)]):
         axes.text(-0.15, row + 0.5, label, ha="right", va="center", color=INK, fontsize=10)
@@ -94,34 +122,54 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
             ink = "#6b4a58" if choice.kind == "skip" else INK
             _cell(axes, block, row, colour=COLOURS[choice.kind], text=text, ink=ink)
         added = f"{task['params_added_percent']:.1f} %"
-        axes.text(num_blocks + 0.2, row + 0.5, added, ha="left", va="center", color=FAINT, fontsize=9)
+        axes.text(
+            num_blocks + 0.2, row + 0.5, added, ha="left", va="center", color=FAINT, fontsize=9
+        )
     title = title or f"The target network of each task: {results['stream']}, {results['backbone']}"
     title += _of(shown, names) + (f" ({memories.MARK}: from a forgotten task)" if has_mark else "")
     axes.text(num_blocks / 2, -1.1, title, ha="center", va="bottom", fontsize=12, color=INK)
     axes.legend(
-        [FancyBboxPatch((0, 0), 1, 1, facecolor=colour, edgecolor="none") for colour in COLOURS.values()],
-        [f"{kind}: {MEANING[kind]}" for kind in COLOURS], loc="upper center", bbox_to_anchor=(0.5, 0), frameon=False,
-        ncols=4 if num_blocks > 8 else 2, fontsize=9, labelcolor=INK, handlelength=1.4, handleheight=1.0,
-    )  # fmt: skip
+        [
+            FancyBboxPatch((0, 0), 1, 1, facecolor=colour, edgecolor="none")
+            for colour in COLOURS.values()
+        ],
+        [f"{kind}: {MEANING[kind]}" for kind in COLOURS],
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        frameon=False,
+        ncols=4 if num_blocks > 8 else 2,
+        fontsize=9,
+        labelcolor=INK,
+        handlelength=1.4,
+        handleheight=1.0,
+    )
     save(figure, file, bbox_inches="tight")
 
 
 def accuracy_heatmap(results: Results, file: Path) -> None:
-    """Accuracy after learning each task (row) on each task (column), task-agnostic and with the task ID given."""
+    """Accuracy after learning each task (row) on each task (column), task-agnostic and with the
+    task ID given."""
     names = _labels(results)
     shown = spread(len(names), MOST_CELLS)
-    labels, side = [names[index] for index in shown], max(0.56 * len(shown), 2.9)  # room for the titles
+    # room for the titles
+    labels = [names[index] for index in shown]
+    side = max(0.56 * len(shown), 2.9)
     figure = Figure(figsize=(2 * side + 3.5, side + 3), dpi=DPI, layout="constrained")
-    images, both = [], figure.subplots(1, 2, sharey=True)
+    images = []
+    both = figure.subplots(1, 2, sharey=True)
     colours = colormaps["YlGnBu"].with_extremes(bad="#f4f4f4")
     panels = (("accuracy", "task ID inferred", ""), ("local_accuracy", "task ID given", "local_"))
     for axes, (key, title, prefix) in zip(both, panels, strict=True):
         values = 100 * matrix_from_json(results[key])[np.ix_(shown, shown)]
-        images.append(axes.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=0, vmax=100, aspect="auto"))
+        images.append(
+            axes.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=0, vmax=100, aspect="auto")
+        )
         for (row, column), value in np.ndenumerate(values):
             if not np.isnan(value):
                 ink = "white" if value > 55 else INK
-                axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=9)
+                axes.text(
+                    column, row, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=9
+                )
         axes.set_xticks(range(len(shown)), labels, rotation=90, fontsize=9)
         axes.set_yticks(range(len(shown)), labels, fontsize=9)
         axes.tick_params(length=0, colors=INK)
@@ -130,8 +178,14 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
             axes.axvline(edge, color="white", linewidth=1)
             axes.axhline(edge, color="white", linewidth=1)
         axes.set_xlabel("tested on", color=FAINT)
-        average, forgetting = results[f"{prefix}average_accuracy"], results[f"{prefix}average_forgetting"]
-        text = f"{title}{_of(shown, names)}\naverage {percent(average)} %, forgetting {percent(forgetting)} points"
+        average, forgetting = (
+            results[f"{prefix}average_accuracy"],
+            results[f"{prefix}average_forgetting"],
+        )
+        text = (
+            f"{title}{_of(shown, names)}\naverage {percent(average)} %, forgetting"
+            f" {percent(forgetting)} points"
+        )
         axes.set_title(text, fontsize=10, color=INK)
     both[0].set_ylabel("after learning", color=FAINT)
     bar = figure.colorbar(images[0], ax=both, aspect=25)
@@ -145,14 +199,22 @@ def save(figure: Figure, file: Path, *, bbox_inches: Literal["tight"] | None = N
     """Write a PNG whole or not at all; `tight` fits it to all that is drawn."""
     file.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
-    figure.savefig(content, format="png", facecolor="white", metadata={"Software": None}, bbox_inches=bbox_inches)
+    figure.savefig(
+        content,
+        format="png",
+        facecolor="white",
+        metadata={"Software": None},
+        bbox_inches=bbox_inches,
+    )
     write_atomically(file, content.getvalue())
 
 
 def _labels(results: Results) -> list[str]:
     """`T1 food10` of the first task."""
     names = [task["name"] for task in results["tasks"]]
-    names = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
+    names = [
+        name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names
+    ]
     names = [name.replace("$", r"\$") for name in names]  # a pair would start a formula
     return [f"{memories.origin_name(index)} {name}" for index, name in enumerate(names)]
 
@@ -162,8 +224,11 @@ def _of(shown: list[int], names: list[str]) -> str:
 
 
 def _cell(axes: Axes, column: int, row: int, *, colour: str, text: str, ink: str) -> None:
-    corner, shape = (column + 0.1, row + 0.14), "round,pad=0.03,rounding_size=0.1"
-    axes.add_patch(FancyBboxPatch(corner, 0.8, 0.72, boxstyle=shape, facecolor=colour, edgecolor="none"))
+    corner = (column + 0.1, row + 0.14)
+    shape = "round,pad=0.03,rounding_size=0.1"
+    axes.add_patch(
+        FancyBboxPatch(corner, 0.8, 0.72, boxstyle=shape, facecolor=colour, edgecolor="none")
+    )
     axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=ink, fontsize=9)
 
 
@@ -180,7 +245,12 @@ class StreamRow(NamedTuple):
 
 
 def contact_sheet(
-    images: Images, labels: Integer[np.ndarray, "_"], classes: Sequence[str], file: Path, *, title: str
+    images: Images,
+    labels: Integer[np.ndarray, "_"],
+    classes: Sequence[str],
+    file: Path,
+    *,
+    title: str,
 ) -> None:
     """Examples of each class over its name, as many as there is room for.
 
@@ -194,15 +264,21 @@ def contact_sheet(
 def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
     """Examples of each task in learning order over its name, its classes and images."""
     groups = [
-        (f"T{number} {row.name}: {row.classes:,} classes, {row.num_train:,} training, {row.num_val:,} validation and "
-         f"{row.num_test:,} test images", row.examples)
+        (
+            (
+                f"T{number} {row.name}: {row.classes:,} classes, {row.num_train:,} training,"
+                f" {row.num_val:,} validation and {row.num_test:,} test images"
+            ),
+            row.examples,
+        )
         for number, row in enumerate(rows, 1)
-    ]  # fmt: skip
+    ]
     _draw(groups, MOST_OF_TASK, file, title)
 
 
 def _draw(groups: Sequence[tuple[str, Images]], each: int, file: Path, title: str) -> None:
-    """A PNG of at most `each` images of every group over its caption; an empty box where it has none."""
+    """A PNG of at most `each` images of every group over its caption; an empty box where it has
+    none."""
     num_columns = min(COLUMNS // each, len(groups)) * each
     num_rows = math.ceil(len(groups) * each / num_columns)
     # small images in whole multiples, so that every pixel stays a square; large ones reduced
@@ -220,7 +296,8 @@ def _draw(groups: Sequence[tuple[str, Images]], each: int, file: Path, title: st
         x, y = left + column * wide, TITLE + row * tall
         num = min(each, len(images))
         for place in range(num):
-            image, at = images[place * len(images) // num], x + place * wide
+            image = images[place * len(images) // num]
+            at = x + place * wide
             # a thin frame, since many an image is white at its edge
             drawing.rectangle((at - 1, y - 1, at + side, y + side), fill=FRAME)
             method = Image.Resampling.NEAREST if len(image) <= side else Image.Resampling.LANCZOS

@@ -1,4 +1,5 @@
-"""The runs below some folders: what they measured, whether they may share a table, and how their settings differ."""
+"""The runs below some folders: what they measured, whether they may share a table, and how their
+settings differ."""
 
 import json
 import os
@@ -43,7 +44,8 @@ class RunRecord(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Whether every task of the stream is learned and evaluated; a memory never is: there may be another task."""
+        """Whether every task of the stream is learned and evaluated; a memory never is: there may
+        be another task."""
         return not self.is_memory and len(self.order) == len(self.config["tasks"])
 
 
@@ -71,11 +73,15 @@ def read(folders: Sequence[Path], *, others: bool = False) -> tuple[list[RunReco
     directories: dict[Path, Path] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"runs are expected in {folder}, which is not a folder; give a folder with runs")
+            raise ValueError(
+                f"runs are expected in {folder}, which is not a folder; give a folder with runs"
+            )
         for place, _, files in os.walk(folder, onerror=unreadable.append):
             if NAME in files:
                 directories[Path(place).resolve()] = Path(place)
-    left_out: LeftOut = [(Path(error.filename), f"cannot be read ({error.strerror})") for error in unreadable]
+    left_out: LeftOut = [
+        (Path(error.filename), f"cannot be read ({error.strerror})") for error in unreadable
+    ]
     runs: list[RunRecord] = []
     first: dict[object, Path] = {}
     for directory in sorted(directories.values()):
@@ -95,7 +101,9 @@ def read(folders: Sequence[Path], *, others: bool = False) -> tuple[list[RunReco
             left_out.append((directory, MEMORY))
         else:
             num = len(run.config["tasks"])
-            left_out.append((directory, f"unfinished: {num - len(run.order)} of {num} tasks are missing"))
+            left_out.append(
+                (directory, f"unfinished: {num - len(run.order)} of {num} tasks are missing")
+            )
     return sorted(runs, key=lambda run: not run.is_finished), left_out
 
 
@@ -110,9 +118,15 @@ def _read_one(directory: Path) -> RunRecord | str:
     if not has_results:
         return "unfinished: it has no results yet; the command that began it resumes it"
     measured = evaluated(directory, config) if is_memory(config) else {}
-    run = RunRecord(directory, with_evaluated(read_object(directory / "results.json"), measured), as_of_run(config))
+    run = RunRecord(
+        directory,
+        with_evaluated(read_object(directory / "results.json"), measured),
+        as_of_run(config),
+    )
     if run.results["method"] not in METHODS:
-        raise ValueError(f"its method is {run.results['method']!r:.40}; expected one of {', '.join(METHODS)}")
+        raise ValueError(
+            f"its method is {run.results['method']!r:.40}; expected one of {', '.join(METHODS)}"
+        )
     if not run.is_memory:
         numbers_of(run.results)  # a run measures every task
         if len(run.order) > len(config["tasks"]):
@@ -121,7 +135,8 @@ def _read_one(directory: Path) -> RunRecord | str:
 
 
 def _identity_of(run: RunRecord) -> object:
-    """Equal for copies of one run: how networks were run decides no result, but for the precision."""
+    """Equal for copies of one run: how networks were run decides no result, but for the
+    precision."""
     seeds = run.results["seed"], run.config.get("seeds")
     return *cell_of(run), json.dumps([seeds, _without_seeds(run.config)], sort_keys=True)
 
@@ -133,20 +148,25 @@ def record_of(run: RunRecord) -> Recorded:
     except (ValueError, OSError) as error:
         return Recorded({}, [], f"{error}")
     begin = next((entry for entry in entries if entry["event"] == "run"), {})
-    own = [e["report"] for e in entries if e["event"] == "learned" and e["method"] == run.results["method"]]
+    own = [
+        e["report"]
+        for e in entries
+        if e["event"] == "learned" and e["method"] == run.results["method"]
+    ]
     return Recorded(begin, sorted(own, key=lambda report: report["index"])[: len(run.order)])
 
 
 def check_comparable(runs: Sequence[RunRecord]) -> None:
-    """Raises ValueError where runs of one table differ in data, weights or pixels, or runs of one cell in settings."""
+    """Raises ValueError where runs of one table differ in data, weights or pixels, or runs of one
+    cell in settings."""
     first: dict[tuple[str, str], RunRecord] = {}
     settings: dict[tuple[object, ...], RunRecord] = {}
     for run in runs:
         reference = first.setdefault(run.place, run)
         if apart := sorted(set(run.order) ^ set(reference.order)):
             raise ValueError(
-                f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but only one of them "
-                f"has {', '.join(apart)}; tabulate them separately"
+                f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but"
+                f" only one of them has {', '.join(apart)}; tabulate them separately"
             )
         if found := list(leaves(_identity(reference), _identity(run))):
             raise ValueError(
@@ -156,8 +176,8 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
         alike = settings.setdefault(cell_of(run), run)
         if found := settings_apart(_without_seeds(alike.config), _without_seeds(run.config)):
             raise ValueError(
-                f"{alike.directory} and {run.directory} would share cells, but {summary(found, 'settings')}; "
-                "tabulate them separately"
+                f"{alike.directory} and {run.directory} would share cells, but"
+                f" {summary(found, 'settings')}; tabulate them separately"
             )
 
 
@@ -178,9 +198,11 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def variant_of(run: RunRecord) -> str:
-    """How a run differs from the usual one of its method: placement, sampling and other settings of CHEEM that an
-    ablation changes, and the router; empty for the usual one."""
-    results, found, settings = run.results, [], run.config.get(run.results["method"], {})
+    """How a run differs from the usual one of its method: placement, sampling and other settings of
+    CHEEM that an ablation changes, and the router; empty for the usual one."""
+    results = run.results
+    found = []
+    settings = run.config.get(run.results["method"], {})
     if results["method"] in ("cheem", "cheem_lite"):
         found += [results["placement"]] if results["placement"] != "mlp_down" else []
         found += _unusual(settings)
@@ -213,15 +235,17 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
 def order_names(runs: Sequence[RunRecord]) -> dict[tuple[str, tuple[str, ...]], str]:
     """What each stream's orders of tasks are called.
 
-    `default` is the benchmark's own, else the one that most runs have; others have the benchmark's names, or `reversed`
-    or a number.
+    `default` is the benchmark's own, else the one that most runs have; others have the benchmark's
+    names, or `reversed` or a number.
     """
     named = {("mtil", tuple(tasks.split())): str(name) for name, tasks in MTIL.items()}
     named["vdd", tuple(VDD.split())] = "default"
     counts = Counter((run.results["stream"], run.order) for run in runs)
     found: dict[tuple[str, tuple[str, ...]], str] = {}
     for place, _ in sorted(counts.most_common(), key=lambda counted: counted[0] not in named):
-        has_default = "default" in (name for (stream, _), name in found.items() if stream == place[0])
+        has_default = "default" in (
+            name for (stream, _), name in found.items() if stream == place[0]
+        )
         others = sum(stream == place[0] for stream, _ in found)
         is_reversed = found.get((place[0], place[1][::-1])) == "default"
         number = "reversed" if is_reversed else f"order{others + 1}"
@@ -234,8 +258,12 @@ def numbers_of(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None
     key = accuracy_key(results["method"])
     is_bound = key == "local_accuracy"
     found: dict[tuple[str, str], float | None] = {
-        ("average_accuracy", ""): 100 * results["local_average_accuracy" if is_bound else "average_accuracy"],
-        ("average_forgetting", ""): None if is_bound else _scaled(results["average_forgetting"], 100),
+        ("average_accuracy", ""): (
+            100 * results["local_average_accuracy" if is_bound else "average_accuracy"]
+        ),
+        ("average_forgetting", ""): (
+            None if is_bound else _scaled(results["average_forgetting"], 100)
+        ),
         ("local_average_accuracy", ""): 100 * results["local_average_accuracy"],
         ("just_trained", ""): 100 * float(np.mean(results["just_trained"])),
         ("flops", ""): results["flops"]["paper"] / 1e9,

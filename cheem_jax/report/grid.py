@@ -11,7 +11,8 @@ from rich.text import Text
 
 
 class Grid(NamedTuple):
-    """A table as text; the first `num_left` columns are aligned to the left, the others to the right."""
+    """A table as text; the first `num_left` columns are aligned to the left, the others to the
+    right."""
 
     title: str
     columns: tuple[str, ...]
@@ -40,14 +41,20 @@ class Grid(NamedTuple):
         """For the terminal; moves the columns together where 80 characters would not do."""
         gap = 1 if self.width <= 80 else 0  # besides the one that the box has
         table = rich.table.Table(
-            title=Text(self.title), caption=Text(self.caption) if self.caption else None,
-            box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, gap, 0, 0),
-            title_justify="left", caption_justify="left",
-        )  # fmt: skip
+            title=Text(self.title),
+            caption=Text(self.caption) if self.caption else None,
+            box=rich.box.SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, gap, 0, 0),
+            title_justify="left",
+            caption_justify="left",
+        )
         for index, column in enumerate(self.columns):
             is_left = index < self.num_left
             justify = "left" if is_left else "right"
-            table.add_column(column, justify=justify, overflow="fold", no_wrap=index == 1 and is_left)
+            table.add_column(
+                column, justify=justify, overflow="fold", no_wrap=index == 1 and is_left
+            )
         for row in self.rows:
             table.add_row(*map(Text, row))  # a task's name may contain brackets
         return table
@@ -64,4 +71,6 @@ class Grid(NamedTuple):
         """For the report; the title and caption are left to the text around it."""
         aligns = ["---" if index < self.num_left else "---:" for index in range(len(self.columns))]
         rows = (self.heads, aligns, *self.rows)
-        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+        return "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows
+        )

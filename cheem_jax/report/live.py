@@ -34,19 +34,30 @@ def line(seen: Snapshot) -> str:
     """The same in one line, for logs."""
     parts = [state(seen), count(seen), *averages(seen)]
     if (doing := _doing(seen)) is not None:
-        parts += [f"[{doing.phase}] {doing.task}: {_counted(doing)}", *_pace(seen, doing), *filter(None, [doing.note])]
+        parts += [
+            f"[{doing.phase}] {doing.task}: {_counted(doing)}",
+            *_pace(seen, doing),
+            *filter(None, [doing.note]),
+        ]
     if (left := _left(seen)) is not None:
-        parts.append(f"about {duration(left)} left {'for this task' if seen.is_memory else 'in all'}")
+        parts.append(
+            f"about {duration(left)} left {'for this task' if seen.is_memory else 'in all'}"
+        )
     return ", ".join([*parts, *seen.trouble])
 
 
 def state(seen: Snapshot) -> str:
     """Whether a process works on it, and since when; what to do where it was stopped."""
-    owner, doing, last = seen.owner, seen.status, _time_of_last(seen)
+    owner = seen.owner
+    doing = seen.status
+    last = _time_of_last(seen)
     if owner is not None:
         sign = max(last or owner.since, owner.since, doing.time if doing is not None else 0.0)
         silent = f", silent for {duration(seen.time - sign)}" if seen.time - sign > SILENT else ""
-        since = f"{datetime.datetime.fromtimestamp(owner.since):%H:%M} ({duration(seen.time - owner.since)})"
+        since = (
+            f"{datetime.datetime.fromtimestamp(owner.since):%H:%M}"
+            f" ({duration(seen.time - owner.since)})"
+        )
         return f"running since {since}, process {owner.pid} on {owner.host}{silent}"
     at = f" {datetime.datetime.fromtimestamp(last):%Y-%m-%d %H:%M}" if last is not None else ""
     if seen.is_memory:
@@ -55,13 +66,15 @@ def state(seen: Snapshot) -> str:
 
 
 def _time_of_last(seen: Snapshot, *without: str) -> float | None:
-    """When the last entry of the record was written, seconds since 1970; events in `without` do not count."""
+    """When the last entry of the record was written, seconds since 1970; events in `without` do not
+    count."""
     times = (entry["time"] for entry in reversed(seen.entries) if entry["event"] not in without)
     return next((datetime.datetime.fromisoformat(time).timestamp() for time in times), None)
 
 
 def count(seen: Snapshot) -> str:
-    """How many tasks are learned, and of how many where that is known: a memory does not know of tasks to come."""
+    """How many tasks are learned, and of how many where that is known: a memory does not know of
+    tasks to come."""
     num = seen.num_finished
     return f"{_num_tasks(num)} learned" if seen.is_memory else f"{num} of {len(seen.names)} tasks"
 
@@ -71,13 +84,18 @@ def _num_tasks(num: int) -> str:
 
 
 def averages(seen: Snapshot) -> list[str]:
-    """Of the tasks so far; of a memory that did not measure them all, right after each was learned."""
+    """Of the tasks so far; of a memory that did not measure them all, right after each was
+    learned."""
     results = seen.results
     if not results:
         return []
     if results["local_average_accuracy"] is None:
         mean, num = after_learning(results)
-        return [] if mean is None else [f"right after learning {percent(mean)} %, mean of {_num_tasks(num)}"]
+        return (
+            []
+            if mean is None
+            else [f"right after learning {percent(mean)} %, mean of {_num_tasks(num)}"]
+        )
     given = f"{percent(results['local_average_accuracy'])} %"
     if results["method"] in UPPER_BOUNDS:
         return [f"average accuracy {given}"]
@@ -90,7 +108,8 @@ def averages(seen: Snapshot) -> list[str]:
 
 
 def _doing(seen: Snapshot) -> Doing | None:
-    """The phase at work, or the one that was when the run was killed; not that of an earlier process."""
+    """The phase at work, or the one that was when the run was killed; not that of an earlier
+    process."""
     doing, owner = seen.status, seen.owner
     if doing is None or seen.is_finished:
         return None
@@ -101,10 +120,17 @@ def _doing(seen: Snapshot) -> Doing | None:
 def _header(seen: Snapshot) -> Text:
     known = seen.setting | seen.config
     method = seen.setting.get("method") or next((name for name in METHODS if name in known), "")
-    parts = [known.get("stream"), known.get("backbone"), METHODS.get(method, method), f"seed {known.get('seed', NONE)}"]
+    parts = [
+        known.get("stream"),
+        known.get("backbone"),
+        METHODS.get(method, method),
+        f"seed {known.get('seed', NONE)}",
+    ]
     parts += [f"preset {known['preset']}"] if "preset" in known else []
     words = state(seen)
-    style = {"running": "bold green", "finished": "bold blue", "at": "bold blue"}.get(words.split()[0], "bold yellow")
+    style = {"running": "bold green", "finished": "bold blue", "at": "bold blue"}.get(
+        words.split()[0], "bold yellow"
+    )
     title = Text(" · ".join(str(part) for part in parts if part), style="bold")
     return title.append(f"\n{seen.directory}\n", style="dim").append(words, style=style)
 
@@ -124,14 +150,22 @@ def _overall(seen: Snapshot, width: int) -> Text:
 
 
 def _left(seen: Snapshot) -> float | None:
-    """Seconds until the last task is learned: as estimated before it, else as long as the finished ones on average."""
+    """Seconds until the last task is learned: as estimated before it, else as long as the finished
+    ones on average."""
     doing = _doing(seen)
-    if seen.owner is not None and doing is not None and doing.ends is not None and doing.ends > seen.time:
+    if (
+        seen.owner is not None
+        and doing is not None
+        and doing.ends is not None
+        and doing.ends > seen.time
+    ):
         return doing.ends - seen.time
     waiting = len(seen.names) - seen.num_finished
     if seen.owner is None or not seen.num_finished or waiting <= 0:
         return None
-    timed = [entry["seconds"] for entry in seen.entries if entry["event"] in ("learned", "evaluated")]
+    timed = [
+        entry["seconds"] for entry in seen.entries if entry["event"] in ("learned", "evaluated")
+    ]
     each = sum(timed) / seen.num_finished
     begun = max(seen.owner.since, _time_of_last(seen, "learned") or 0.0)
     return max(0.0, each - (seen.time - begun)) + each * (waiting - 1)
@@ -158,24 +192,36 @@ def _pace(seen: Snapshot, doing: Doing) -> list[str]:
 
 
 def _tasks(seen: Snapshot, width: int, rows: int) -> Table:
-    """What `task_grid` says of the tasks that are learned, and the others; columns that have no room are left out."""
-    num, num_finished = len(seen.names), seen.num_finished
-    learned = table.task_grid(seen.results).without(SIZES) if seen.results else Grid("", ("task",), (), 1)
-    shown, num_empty = shown_tasks(num, num_finished, rows), len(learned.columns) - 1
-    hidden = [f"{n:,} {word}" for n, word in ((shown.start, "before"), (num - shown.stop, "after")) if n]
+    """What `task_grid` says of the tasks that are learned, and the others; columns that have no
+    room are left out."""
+    num = len(seen.names)
+    num_finished = seen.num_finished
+    learned = (
+        table.task_grid(seen.results).without(SIZES) if seen.results else Grid("", ("task",), (), 1)
+    )
+    shown = shown_tasks(num, num_finished, rows)
+    num_empty = len(learned.columns) - 1
+    hidden = [
+        f"{n:,} {word}" for n, word in ((shown.start, "before"), (num - shown.stop, "after")) if n
+    ]
     captions = [f"{num:,} tasks, not shown: {' and '.join(hidden)} these"] if hidden else []
     captions += [learned.caption] if learned.caption else []
     if seen.results and unmeasured(seen.results):
         captions.append(f"{NONE} not measured: their images were not available")
     if forgotten := num_forgotten(seen.config):
-        captions.append(f"forgotten: {forgotten}, to which images could still be sent when older numbers were measured")
+        captions.append(
+            f"forgotten: {forgotten}, to which images could still be sent when older numbers were"
+            " measured"
+        )
     lines = []
     for index in shown:
         if index < num_finished:
             task, *numbers = learned.rows[index]
             lines.append((task, "learned", *numbers))
         else:
-            lines.append((f"T{index + 1} {seen.names[index]}", _waiting(seen, index), *[""] * num_empty))
+            lines.append(
+                (f"T{index + 1} {seen.names[index]}", _waiting(seen, index), *[""] * num_empty)
+            )
     columns = (learned.columns[0], "state", *learned.columns[1:])
     grid = Grid("", columns, tuple(lines), learned.num_left + 1, "\n".join(captions))
     if grid.width > width:
@@ -186,7 +232,8 @@ def _tasks(seen: Snapshot, width: int, rows: int) -> Table:
 
 
 def shown_tasks(num: int, current: int, rows: int) -> range:
-    """Which of `num` tasks have room in `rows`: those around the current one, more of those before it."""
+    """Which of `num` tasks have room in `rows`: those around the current one, more of those before
+    it."""
     start = max(0, min(current + 3, num) - rows)
     return range(start, min(num, start + rows))
 
@@ -195,7 +242,11 @@ def _waiting(seen: Snapshot, index: int) -> str:
     """The state of a task that is not learned yet."""
     if index == seen.num_finished and seen.owner is not None:
         return "learning"
-    return "stopped" if (seen.config.get("learning") or {}).get("name") == seen.names[index] else "waiting"
+    return (
+        "stopped"
+        if (seen.config.get("learning") or {}).get("name") == seen.names[index]
+        else "waiting"
+    )
 
 
 def _bar(share: float, width: int) -> Text:

@@ -1,7 +1,8 @@
 """What a run or memory is doing, for whoever looks from another process.
 
-`.status.json` contains the phase at work. It is rewritten now and then and removed at the end; nothing is resumed from
-it, so a write that fails is left out, and none waits for the disk. `look` reads all that a directory contains.
+`.status.json` contains the phase at work. It is rewritten now and then and removed at the end;
+nothing is resumed from it, so a write that fails is left out, and none waits for the disk. `look`
+reads all that a directory contains.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ from cheem_jax.run.results import results_of
 
 NAME = ".status.json"
 SECONDS_BETWEEN = 2.0
-"""At least so many between two writes in a phase; its beginning is written at once, as it may compile for minutes."""
+"""At least so many between two writes in a phase; its beginning is written at once, as it may
+compile for minutes."""
 LARGEST_SHARE = 0.01
 """Share of the time that writing may take; a slow disk makes it rarer."""
 CLOCK_ERROR = 5.0
@@ -33,7 +35,8 @@ CLOCK_ERROR = 5.0
 
 
 class Doing(NamedTuple):
-    """A phase at work: `done` of `total` images in `seconds`, written by process `pid` at `time` (since 1970)."""
+    """A phase at work: `done` of `total` images in `seconds`, written by process `pid` at `time`
+    (since 1970)."""
 
     phase: str
     task: str
@@ -56,7 +59,8 @@ class Owner(NamedTuple):
 
     def at_work(self, config: Mapping[str, Any]) -> str:
         """What it does with a memory of that configuration, in words."""
-        who, learning = f"process {self.pid} on {self.host}", (config.get("learning") or {}).get("name")
+        who = f"process {self.pid} on {self.host}"
+        learning = (config.get("learning") or {}).get("name")
         return f"{who} is learning {learning!r} now" if learning else f"{who} works on it now"
 
 
@@ -66,11 +70,17 @@ class Status:
     One that does not write belongs to a process that another one writes for.
     """
 
-    def __init__(self, directory: Path, *, writes: bool = True, clock: Callable[[], float] = time.monotonic):
-        self.file, self.writes, self.clock = directory / NAME, writes, clock
-        self._last, self._took = -math.inf, 0.0
+    def __init__(
+        self, directory: Path, *, writes: bool = True, clock: Callable[[], float] = time.monotonic
+    ):
+        self.file = directory / NAME
+        self.writes = writes
+        self.clock = clock
+        self._last = -math.inf
+        self._took = 0.0
         self.ends: float | None = None
-        """Seconds since 1970 at which the task is expected to be learned; None where nobody estimated it."""
+        """Seconds since 1970 at which the task is expected to be learned; None where nobody
+        estimated it."""
 
     def __enter__(self) -> "Status":
         return self
@@ -81,14 +91,30 @@ class Status:
                 self.file.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def phase(self, name: str, task: str, total: int, shown: AbstractContextManager[Advance]) -> Iterator[Advance]:
+    def phase(
+        self, name: str, task: str, total: int, shown: AbstractContextManager[Advance]
+    ) -> Iterator[Advance]:
         """`shown`, a phase on the screen, written for watchers too; `total` in images."""
-        start, done, noted = self.clock(), 0, ""
+        start = self.clock()
+        done = 0
+        noted = ""
 
         def write(every: float) -> None:
             now = self.clock()
             if now - self._last >= max(every, self._took / LARGEST_SHARE):
-                self._write(Doing(name, task, done, total, now - start, noted, os.getpid(), time.time(), self.ends))
+                self._write(
+                    Doing(
+                        name,
+                        task,
+                        done,
+                        total,
+                        now - start,
+                        noted,
+                        os.getpid(),
+                        time.time(),
+                        self.ends,
+                    )
+                )
                 self._last = self.clock()
                 self._took = self._last - now
 
@@ -96,7 +122,8 @@ class Status:
 
             def advance(num_images: int, note: str = "") -> None:
                 nonlocal done, noted
-                done, noted = done + num_images, note
+                done = done + num_images
+                noted = note
                 write(SECONDS_BETWEEN)
                 show(num_images, note)
 
@@ -126,8 +153,8 @@ def read_status(directory: Path) -> Doing | None:
 def read_owner(directory: Path) -> Owner | None:
     """The process that works on the run; None where there is none.
 
-    Does not touch the lock: a run that begins at that moment would find it taken. A process on another machine cannot
-    be asked, and counts as alive until it removes its name.
+    Does not touch the lock: a run that begins at that moment would find it taken. A process on
+    another machine cannot be asked, and counts as alive until it removes its name.
     """
     read = read_object(directory / OWNER)
     try:
@@ -138,7 +165,8 @@ def read_owner(directory: Path) -> Owner | None:
 
 
 def _lives(pid: int, since: float) -> bool:
-    """Whether it is the process that wrote its name then: process numbers are used again, in containers soon."""
+    """Whether it is the process that wrote its name then: process numbers are used again, in
+    containers soon."""
     try:
         os.kill(pid, 0)
     except PermissionError:  # of another user
@@ -147,7 +175,9 @@ def _lives(pid: int, since: float) -> bool:
         return False
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+        boot = next(
+            line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+        )
         begun = int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, ValueError, StopIteration):  # no Linux
         return True
@@ -170,7 +200,8 @@ class Snapshot(NamedTuple):
     config: dict[str, Any]
     entries: list[dict[str, Any]]
     results: dict[str, Any]
-    """Of the tasks that are learned and measured; {} before the first one, or where the record cannot be read."""
+    """Of the tasks that are learned and measured; {} before the first one, or where the record
+    cannot be read."""
     trouble: list[str]
     """What cannot be read, in words."""
     status: Doing | None
@@ -213,33 +244,50 @@ class Snapshot(NamedTuple):
 def look(directory: Path, now: float) -> Snapshot:
     """Read the directory of a run or memory. Raises ValueError where it is none."""
     if not directory.is_dir():
-        raise ValueError(f"no folder {str(directory)!r}; a run makes it when it begins: give what its --run-dir says")
-    config, trouble = {}, []
+        raise ValueError(
+            f"no folder {str(directory)!r}; a run makes it when it begins: give what its --run-dir"
+            " says"
+        )
+    config = {}
+    trouble = []
     try:
         config = record.read_object(directory / CONFIG)
     except FileNotFoundError:
-        below = sorted(file.parent for depth in ("*", "*/*") for file in directory.glob(f"{depth}/{CONFIG}"))
-        way_out = (
-            f"it contains {len(below)} runs, such as {str(below[0])!r}" if below else "give what a run's --run-dir says"
+        below = sorted(
+            file.parent for depth in ("*", "*/*") for file in directory.glob(f"{depth}/{CONFIG}")
         )
-        raise ValueError(f"{str(directory)!r} is not a run directory (it has no {CONFIG}); {way_out}") from None
+        way_out = (
+            f"it contains {len(below)} runs, such as {str(below[0])!r}"
+            if below
+            else "give what a run's --run-dir says"
+        )
+        raise ValueError(
+            f"{str(directory)!r} is not a run directory (it has no {CONFIG}); {way_out}"
+        ) from None
     except (OSError, ValueError) as error:
         trouble.append(f"{CONFIG} cannot be read ({error})")
     try:
         stat = (directory / record.NAME).stat()
         entries, results, missing = _numbers_in(directory, stat.st_size, stat.st_mtime_ns)
     except OSError:
-        entries, results, missing = [], {}, []
+        entries = []
+        results = {}
+        missing = []
     if results and is_memory(config):
         results = with_evaluated(results, evaluated(directory, config))
-    status, owner = read_status(directory), read_owner(directory)
+    status = read_status(directory)
+    owner = read_owner(directory)
     return Snapshot(directory, config, entries, results, [*trouble, *missing], status, owner, now)
 
 
 @functools.lru_cache(maxsize=1)
-def _numbers_in(directory: Path, size: int, changed: int) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
-    """Entries and results of a record, and what cannot be read; read again only where its size or time changes."""
-    entries, results = [], {}
+def _numbers_in(
+    directory: Path, size: int, changed: int
+) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Entries and results of a record, and what cannot be read; read again only where its size or
+    time changes."""
+    entries = []
+    results = {}
     try:
         entries = record.read(directory)
         if any(entry["event"] == "evaluated" for entry in entries):

@@ -34,15 +34,27 @@ METHODS = {
 UPPER_BOUNDS = ("full_finetune", "lora_finetune")
 """Upper bounds, which are given the task ID."""
 EXPLAINED = {
-    "frozen_linear": "frozen, linear heads: on the pretrained backbone's features, with the same router",
-    "lora_finetune": "LoRA fine-tuning: separate low-rank pairs per task, task ID given (an upper bound)",
-    "full_finetune": "full fine-tuning: a separate network per task, task ID given (the upper bound)",
+    "frozen_linear": (
+        "frozen, linear heads: on the pretrained backbone's features, with the same router"
+    ),
+    "lora_finetune": (
+        "LoRA fine-tuning: separate low-rank pairs per task, task ID given (an upper bound)"
+    ),
+    "full_finetune": (
+        "full fine-tuning: a separate network per task, task ID given (the upper bound)"
+    ),
 }
-SHORT = METHODS | {"frozen_linear": "frozen", "full_finetune": "full FT", "lora_finetune": "LoRA FT"}
+SHORT = METHODS | {
+    "frozen_linear": "frozen",
+    "full_finetune": "full FT",
+    "lora_finetune": "LoRA FT",
+}
 BASE_MEANS = {
     "known": "the mean CLS tokens of the pretraining data were measured on its images",
-    "neutral": "the mean CLS tokens of the pretraining data are unknown for this setting; their "
-    "similarity is taken as neutral, and `cheem convert --base-data` measures it",
+    "neutral": (
+        "the mean CLS tokens of the pretraining data are unknown for this setting; their "
+        "similarity is taken as neutral, and `cheem convert --base-data` measures it"
+    ),
 }
 MEANING = {
     "reuse": "an expert as it is",
@@ -61,27 +73,39 @@ Results = Mapping[str, Any]
 def method_grid(results: Results) -> Grid:
     """The run's method, its baselines and upper bounds."""
     columns = (
-        "method", "average\naccuracy\n%", "task ID\ngiven\n%", "average\nforgetting\npoints",
-        "FLOPs\npaper", "FLOPs\nexecuted", "params\nadded\n%", "time\ns",
-    )  # fmt: skip
+        "method",
+        "average\naccuracy\n%",
+        "task ID\ngiven\n%",
+        "average\nforgetting\npoints",
+        "FLOPs\npaper",
+        "FLOPs\nexecuted",
+        "params\nadded\n%",
+        "time\ns",
+    )
     rows = []
     for name, run in _runs(results).items():
-        is_bound = name in UPPER_BOUNDS  # it is given the task ID, so it has no task-agnostic accuracy
+        is_bound = (
+            name in UPPER_BOUNDS
+        )  # it is given the task ID, so it has no task-agnostic accuracy
         local = run.get("local_average_accuracy", run.get("average_accuracy") if is_bound else None)
         flops = run.get("flops") or {}
-        rows.append((
-            METHODS.get(name, name),
-            NONE if is_bound else percent(run.get("average_accuracy")),
-            percent(local),
-            NONE if is_bound else percent(run.get("average_forgetting")),
-            format_flops(flops.get("paper")),
-            format_flops(flops.get("executed")),
-            number(run.get("params_added_percent"), 2),
-            number(run.get("seconds"), 0),
-        ))  # fmt: skip
+        rows.append(
+            (
+                METHODS.get(name, name),
+                NONE if is_bound else percent(run.get("average_accuracy")),
+                percent(local),
+                NONE if is_bound else percent(run.get("average_forgetting")),
+                format_flops(flops.get("paper")),
+                format_flops(flops.get("executed")),
+                number(run.get("params_added_percent"), 2),
+                number(run.get("seconds"), 0),
+            )
+        )
     title = f"{results['stream']}: {len(results['tasks'])} tasks, {results['backbone']}"
     explained = [EXPLAINED[name] for name in _runs(results) if name in EXPLAINED]
-    return Grid(title, columns, tuple(rows), 1, "\n".join(filter(None, [*explained, fom_line(results)])))
+    return Grid(
+        title, columns, tuple(rows), 1, "\n".join(filter(None, [*explained, fom_line(results)]))
+    )
 
 
 def task_grid(results: Results) -> Grid:
@@ -108,40 +132,72 @@ def task_grid(results: Results) -> Grid:
     rows = []
     for index, task in enumerate(results["tasks"]):
         flops = task.get("flops", task.get("flops_method"))
-        rows.append((
-            f"T{index + 1} {task['name']}",
-            *([letters(task["architecture"])] if has_architecture else []),
-            str(len(task["classes"])),
-            str(task["num_train"]),
-            *(percent(row[index]) for row in accuracies),
-            percent(results["routing"][index][index]),
-            number(100 * flops / base, 1) if base and flops is not None else format_flops(flops),
-        ))  # fmt: skip
+        rows.append(
+            (
+                f"T{index + 1} {task['name']}",
+                *([letters(task["architecture"])] if has_architecture else []),
+                str(len(task["classes"])),
+                str(task["num_train"]),
+                *(percent(row[index]) for row in accuracies),
+                percent(results["routing"][index][index]),
+                (
+                    number(100 * flops / base, 1)
+                    if base and flops is not None
+                    else format_flops(flops)
+                ),
+            )
+        )
     caption = (
         "given: with the task ID given; task ID right: images whose task ID is inferred correctly\n"
         "FLOPs: per image by the paper's convention"
     )
     if any(compared):
-        caption += "\nval: on validation images, of the learned network and of the frozen backbone with a ridge head"
-        if used := [f"T{i}" for i, one in enumerate(compared, 1) if one and one["kept"] == "frozen"]:
+        caption += (
+            "\nval: on validation images, of the learned network and of the frozen backbone with a"
+            " ridge head"
+        )
+        if used := [
+            f"T{i}" for i, one in enumerate(compared, 1) if one and one["kept"] == "frozen"
+        ]:
             caption += f"; the latter is more accurate and used for {', '.join(used)}"
     for index, task in enumerate(results["tasks"]):
         if told := task.get("extended"):
-            images, classes = told[0]["num_train"][0], told[0]["num_classes"][0]
+            images = told[0]["num_train"][0]
+            classes = told[0]["num_classes"][0]
             caption += (
-                f"\nT{index + 1} was learned from {images:,} training images of {classes} classes and extended since"
+                f"\nT{index + 1} was learned from {images:,} training images of {classes} classes"
+                " and extended since"
             )
             if task.get("tested_on") == "validation":
-                caption += "; its accuracy since is on validation images, unless it was evaluated later"
+                caption += (
+                    "; its accuracy since is on validation images, unless it was evaluated later"
+                )
     if has_architecture:
-        caption = f"R reuse, A adapt, N new, S skip, one per block; {caption}, of the target network without the router"
-    return Grid("per task, after the last one", tuple(columns), tuple(rows), 1 + has_architecture, caption)
+        caption = (
+            f"R reuse, A adapt, N new, S skip, one per block; {caption}, of the target network"
+            " without the router"
+        )
+    return Grid(
+        "per task, after the last one", tuple(columns), tuple(rows), 1 + has_architecture, caption
+    )
 
 
 def setting_rows(results: Results) -> list[tuple[str, str]]:
     """What a run was made with, as names and values."""
-    keys = ("method", "backbone", "source", "router", "stream", "preset", "placement", "image_size", "seed")
-    rows = [(key.replace("_", " "), str(results[key])) for key in keys if results.get(key) is not None]
+    keys = (
+        "method",
+        "backbone",
+        "source",
+        "router",
+        "stream",
+        "preset",
+        "placement",
+        "image_size",
+        "seed",
+    )
+    rows = [
+        (key.replace("_", " "), str(results[key])) for key in keys if results.get(key) is not None
+    ]
     if means := results.get("base_means"):
         rows.append(("base means", str(BASE_MEANS.get(means, means))))
     if peak := results.get("peak_memory_bytes"):
@@ -150,7 +206,8 @@ def setting_rows(results: Results) -> list[tuple[str, str]]:
 
 
 def fom_line(results: Results) -> str:
-    """Figure of merit against each baseline, a dash where undefined, with both gaps to the upper bound."""
+    """Figure of merit against each baseline, a dash where undefined, with both gaps to the upper
+    bound."""
     fom, others = results.get("fom") or {}, results.get("yardsticks") or {}
     upper = others.get("full_finetune", {}).get("average_accuracy")
     if upper is None:
@@ -158,7 +215,8 @@ def fom_line(results: Results) -> str:
     parts = []
     for name, value in fom.items():
         gaps = [100 * (upper - run["average_accuracy"]) for run in (results, others[name])]
-        short, text = SHORT.get(name, name), number(value, 2)
+        short = SHORT.get(name, name)
+        text = number(value, 2)
         own = SHORT.get(results.get("method", "cheem"), "this method")
         below = f"points below full FT: {own} {gaps[0]:.1f}, {short} {gaps[1]:.1f}"
         parts.append(f"FoM against {short}: {text} ({below})")
@@ -176,18 +234,21 @@ def accuracy_key(method: str) -> str:
 
 
 def last_row(accuracy: Sequence[Any]) -> Sequence[int | float | None]:
-    """Accuracy per task after the last one, from a matrix or from a list that is that row already."""
+    """Accuracy per task after the last one, from a matrix or from a list that is that row
+    already."""
     return accuracy[-1] if isinstance(accuracy[-1], Sequence) else accuracy
 
 
 def plain_flops(results: Results) -> int | None:
-    """The plain backbone's FLOPs by the paper's convention; None where its config is not built in."""
+    """The plain backbone's FLOPs by the paper's convention; None where its config is not built
+    in."""
     config = CONFIGS.get(results["backbone"])
     return backbone_flops(at_image_size(config, results["image_size"])) if config else None
 
 
 def spread(num: int, most: int) -> list[int]:
-    """At most `most` of the positions 0..num-1, evenly spread, the first and the last among them."""
+    """At most `most` of the positions 0..num-1, evenly spread, the first and the last among
+    them."""
     return np.unique(np.linspace(0, num - 1, min(num, most)).round().astype(int)).tolist()
 
 
@@ -217,5 +278,9 @@ def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:
     progress.console.print(method_grid(results).to_rich())
     compiled = results["compile"]
     cached = f", {compiled['cached']} read from the cache" if compiled.get("cached") else ""
-    progress.say(f"{compiled['programs']} functions compiled{cached} in {compiled['seconds']:.1f} s")
-    progress.say(f"report: {shown(directory / 'report.md')}   numbers: {shown(directory / 'results.json')}")
+    progress.say(
+        f"{compiled['programs']} functions compiled{cached} in {compiled['seconds']:.1f} s"
+    )
+    progress.say(
+        f"report: {shown(directory / 'report.md')}   numbers: {shown(directory / 'results.json')}"
+    )

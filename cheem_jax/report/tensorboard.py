@@ -1,9 +1,10 @@
 """TensorBoard event files of a run, all from its record.
 
-    tensorboard/cheem/events.out.tfevents.cheem_jax          one folder per method, so that curves lie over each other
-    tensorboard/frozen_linear/events.out.tfevents.cheem_jax
+    tensorboard/cheem/events.out.tfevents.cheem_jax          one folder per method, so that curves
+    lie over each other tensorboard/frozen_linear/events.out.tfevents.cheem_jax
 
-Equal records give equal bytes, and a longer record gives the same ones and more, which an open TensorBoard follows.
+Equal records give equal bytes, and a longer record gives the same ones and more, which an open
+TensorBoard follows.
 """
 
 import datetime
@@ -52,7 +53,8 @@ def check_installed() -> None:
         import tensorboardX  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(
-            f"TensorBoard's event files need the package tensorboardX ({error}); pip install 'cheem_jax[tensorboard]'"
+            f"TensorBoard's event files need the package tensorboardX ({error}); pip install"
+            " 'cheem_jax[tensorboard]'"
         ) from error
 
 
@@ -66,12 +68,15 @@ def write_events(directory: Path) -> Path:
     setting = next((entry for entry in entries if entry["event"] == "run"), None)
     if setting is None:
         raise ValueError(
-            f"{str(directory)!r} has no record of a run yet; give the folder of one, as its --run-dir said"
+            f"{str(directory)!r} has no record of a run yet; give the folder of one, as its"
+            " --run-dir said"
         )
     try:
         points = list(points_of(entries))
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"the record in {str(directory)!r} lacks what event files need ({error!r})") from error
+        raise ValueError(
+            f"the record in {str(directory)!r} lacks what event files need ({error!r})"
+        ) from error
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
     with filelock.FileLock(folder / ".lock"):  # the run itself may write them at this moment
@@ -99,14 +104,18 @@ def points_of(entries: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
             case "evaluated":
                 evaluated.append(entry)
                 step = len(evaluated)
-                yield Point(next(iter(entry["methods"])), "seconds/evaluate", entry["seconds"], step, time)
+                yield Point(
+                    next(iter(entry["methods"])), "seconds/evaluate", entry["seconds"], step, time
+                )
                 for method in entry["methods"]:
                     for tag, value in _measured(evaluated, method, names):
                         yield Point(method, tag, value, step, time)
             case "upper_bound":
                 tag = f"given_accuracy/T{entry['index'] + 1}_{entry['name']}"
                 yield Point("full_finetune", tag, entry["test_accuracy"], entry["index"] + 1, time)
-                yield Point("full_finetune", "seconds/bound", entry["seconds"], entry["index"] + 1, time)
+                yield Point(
+                    "full_finetune", "seconds/bound", entry["seconds"], entry["index"] + 1, time
+                )
 
 
 def _learned(report: Mapping[str, Any], name: str) -> Iterator[tuple[str, float | str, int]]:
@@ -130,7 +139,8 @@ def _learned(report: Mapping[str, Any], name: str) -> Iterator[tuple[str, float 
 def _measured(
     evaluated: Sequence[Mapping[str, Any]], method: str, names: Mapping[int, str]
 ) -> Iterator[tuple[str, float]]:
-    """Accuracies of every task so far in [0, 1], task-agnostic and with the task ID given, and their averages.
+    """Accuracies of every task so far in [0, 1], task-agnostic and with the task ID given, and
+    their averages.
 
     What a memory did not measure is left out, and an average that would need it.
     """
@@ -149,11 +159,15 @@ def _measured(
 def _config(directory: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
     """What the run was asked for: its settings and its configuration without hashes."""
     config = as_of_run(read_object(directory / CONFIG))
-    chosen = {key: setting.get(key) for key in ("method", "preset", "executor", "precision", "device")}
+    chosen = {
+        key: setting.get(key) for key in ("method", "preset", "executor", "precision", "device")
+    }
     return chosen | {key: value for key, value in config.items() if not key.endswith("sha256")}
 
 
-def _write(file: Path, points: Sequence[Point], config: Mapping[str, Any] | None, begun: float) -> None:
+def _write(
+    file: Path, points: Sequence[Point], config: Mapping[str, Any] | None, begun: float
+) -> None:
     from tensorboardX import RecordWriter, summary  # pyright: ignore[reportMissingImports]
     from tensorboardX.proto.event_pb2 import Event  # pyright: ignore  (made when it is imported)
 
@@ -163,7 +177,11 @@ def _write(file: Path, points: Sequence[Point], config: Mapping[str, Any] | None
         events.append(Event(wall_time=begun, step=0, summary=summary.text("config", text)))
     for point in points:
         tag = re.sub(r"[^-/\w.]", "_", point.tag)
-        message = summary.text(tag, point.value) if isinstance(point.value, str) else summary.scalar(tag, point.value)
+        message = (
+            summary.text(tag, point.value)
+            if isinstance(point.value, str)
+            else summary.scalar(tag, point.value)
+        )
         events.append(Event(wall_time=point.time, step=point.step, summary=message))
     # in place: whoever has it open reads on, since a longer record begins with the same bytes
     writer = RecordWriter(str(file))

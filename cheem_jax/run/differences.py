@@ -1,4 +1,5 @@
-"""Where two JSON values differ, and one way to say it: of settings, conditions, records and results alike."""
+"""Where two JSON values differ, and one way to say it: of settings, conditions, records and results
+alike."""
 
 import enum
 import json
@@ -18,7 +19,8 @@ class Missing(enum.Enum):
 
 
 class Leaf(NamedTuple):
-    """One difference, as small as it gets; as text a sentence about the first side (there) and the second (here)."""
+    """One difference, as small as it gets; as text a sentence about the first side (there) and the
+    second (here)."""
 
     place: Place
     first: Any
@@ -30,17 +32,22 @@ class Leaf(NamedTuple):
 
 
 def leaves(first: Any, second: Any, place: Place = ()) -> Iterator[Leaf]:
-    """Every difference between two JSON values, in the order of the first; tuples count as lists."""
+    """Every difference between two JSON values, in the order of the first; tuples count as
+    lists."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        keys, sides = dict.fromkeys((*first, *second)), (first, second)
+        keys = dict.fromkeys((*first, *second))
+        sides = (first, second)
     elif isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        keys, sides = range(max(len(first), len(second))), (dict(enumerate(first)), dict(enumerate(second)))
+        keys = range(max(len(first), len(second)))
+        sides = (dict(enumerate(first)), dict(enumerate(second)))
     else:
         if first != second:
             yield Leaf(place, first, second)
         return
     for key in keys:
-        yield from leaves(sides[0].get(key, Missing.VALUE), sides[1].get(key, Missing.VALUE), (*place, key))
+        yield from leaves(
+            sides[0].get(key, Missing.VALUE), sides[1].get(key, Missing.VALUE), (*place, key)
+        )
 
 
 def settings_apart(
@@ -48,8 +55,8 @@ def settings_apart(
 ) -> list[Leaf]:
     """The settings in which two runs differ, in the order of the first.
 
-    A setting that only the second has makes no difference where it has the value in `defaults`, since without a setting
-    runs did what its default does.
+    A setting that only the second has makes no difference where it has the value in `defaults`,
+    since without a setting runs did what its default does.
     """
 
     def default_of(place: Place) -> Any:
@@ -59,7 +66,11 @@ def settings_apart(
         return value
 
     found = leaves(there, here)
-    return [leaf for leaf in found if leaf.first is not Missing.VALUE or leaf.second != default_of(leaf.place)]
+    return [
+        leaf
+        for leaf in found
+        if leaf.first is not Missing.VALUE or leaf.second != default_of(leaf.place)
+    ]
 
 
 def summary(found: Sequence[Leaf], what: str) -> str:
@@ -69,7 +80,9 @@ def summary(found: Sequence[Leaf], what: str) -> str:
 
 def dotted(place: Place) -> str:
     """`cheem.search.epsilon`, `accuracy[1][0]`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    return "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in place
+    ).removeprefix(".")
 
 
 def _shown(first: Any, second: Any) -> tuple[str, str]:
@@ -82,7 +95,10 @@ def _shown(first: Any, second: Any) -> tuple[str, str]:
     one, other = map(_text, (first, second))
     begin = 0
     if Missing.VALUE not in (first, second) and max(len(one), len(other)) > LONGEST:
-        same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        same = next(
+            (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+            min(len(one), len(other)),
+        )
         begin = max(same - 12, 0) if same > 20 else 0
     return _cut(one, begin), _cut(other, begin)
 
@@ -90,7 +106,9 @@ def _shown(first: Any, second: Any) -> tuple[str, str]:
 def _text(value: Any) -> str:
     if isinstance(value, Missing):
         return value.value
-    return "given" if isinstance(value, Mapping) else json.dumps(value)  # settings of which the other side has none
+    return (
+        "given" if isinstance(value, Mapping) else json.dumps(value)
+    )  # settings of which the other side has none
 
 
 def _cut(text: str, begin: int) -> str:

@@ -1,4 +1,5 @@
-"""A run directory belongs to one configuration, which is compared on resuming, and to one process at a time."""
+"""A run directory belongs to one configuration, which is compared on resuming, and to one process
+at a time."""
 
 import contextlib
 import json
@@ -16,15 +17,20 @@ from cheem_jax.core.paths import is_of_system
 from cheem_jax.run.differences import settings_apart, summary
 from cheem_jax.run.record import read_object, to_json
 
-NAME, LOCK, OWNER = "config.json", ".lock", ".owner.json"
+NAME = "config.json"
+LOCK = ".lock"
+OWNER = ".owner.json"
 OURS = (f".{NAME}.", LOCK, OWNER, f".{OWNER}.", ".status.json", "..status.json.")
 
 
-def claim(directory: Path, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> bool:
-    """Write `config.json`, or check that the one there has the same settings; True if a run is to be resumed.
+def claim(
+    directory: Path, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> bool:
+    """Write `config.json`, or check that the one there has the same settings; True if a run is to
+    be resumed.
 
-    `defaults` are those of `settings_apart`. Raises ValueError naming the first setting that differs where the
-    directory contains another run, or files of something else.
+    `defaults` are those of `settings_apart`. Raises ValueError naming the first setting that
+    differs where the directory contains another run, or files of something else.
     """
     config = to_json(config)
     if (directory / NAME).exists():
@@ -36,15 +42,21 @@ def claim(directory: Path, config: Mapping[str, Any], defaults: Mapping[str, Any
     return False
 
 
-def check_held(directory: Path, known: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-    """Raises ValueError where a run in the directory differs in what is known of another, before its data are read."""
+def check_held(
+    directory: Path, known: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Raises ValueError where a run in the directory differs in what is known of another, before
+    its data are read."""
     if (directory / NAME).exists():
         held = {key: value for key, value in read_object(directory / NAME).items() if key in known}
         _check_same(directory, held, to_json(known), defaults)
 
 
 def _check_same(
-    directory: Path, held: Mapping[str, Any], config: Mapping[str, Any], defaults: Mapping[str, Any] | None
+    directory: Path,
+    held: Mapping[str, Any],
+    config: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None,
 ) -> None:
     if found := settings_apart(held, config, to_json(defaults)):
         raise ValueError(
@@ -60,7 +72,8 @@ def refuse_foreign(directory: Path) -> None:
     # a killed first write and the lock leave hidden files, which are no reason to refuse
     if not directory.is_dir() or not all(is_of_system(file.name) for file in directory.iterdir()):
         raise ValueError(
-            f"{str(directory)!r} is not a run directory (it has no {NAME}) and is not empty; choose another --run-dir"
+            f"{str(directory)!r} is not a run directory (it has no {NAME}) and is not empty; choose"
+            " another --run-dir"
         )
 
 
@@ -69,17 +82,20 @@ def check_space(directory: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ValueError(
-            f"{what} takes at most {needed / 2**20:,.1f} MB on the disk (rolling checkpoints, which go "
-            f"when it is learned, results and figures), and {str(directory)!r} has {free / 2**20:,.1f} MB left; free "
-            "some and give the same command again, which resumes from here"
+            f"{what} takes at most {needed / 2**20:,.1f} MB on the disk (rolling checkpoints, which"
+            f" go when it is learned, results and figures), and {str(directory)!r} has"
+            f" {free / 2**20:,.1f} MB left; free some and give the same command again, which"
+            " resumes from here"
         )
 
 
 @contextlib.contextmanager
 def hold(directory: Path) -> Iterator[None]:
-    """The directory, made if there is none, for this process alone. Raises ValueError naming the process that has it.
+    """The directory, made if there is none, for this process alone. Raises ValueError naming the
+    process that has it.
 
-    Only a process that writes locks it. The system releases the lock when the process ends, however that happens.
+    Only a process that writes locks it. The system releases the lock when the process ends, however
+    that happens.
     """
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -93,7 +109,9 @@ def hold(directory: Path) -> Iterator[None]:
             f"{str(directory)!r} is in use by {_owner(owner)}; wait for it or choose another folder"
         ) from None
     try:
-        write_atomically(owner, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+        write_atomically(
+            owner, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
+        )
         yield
     finally:
         with contextlib.suppress(OSError):  # of a failing disk; the next owner writes it again

@@ -1,4 +1,5 @@
-"""A run's fingerprint: all that decides its numbers besides chance. Equal ones promise equal numbers."""
+"""A run's fingerprint: all that decides its numbers besides chance. Equal ones promise equal
+numbers."""
 
 import functools
 import hashlib
@@ -18,7 +19,17 @@ from cheem_jax import __version__
 from cheem_jax.run.differences import leaves
 from cheem_jax.run.record import to_json
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "scikit-learn", "pillow")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "scipy",
+    "scikit-learn",
+    "pillow",
+)
 PACKAGE = Path(__file__).parents[1]
 VARIABLES = re.compile(r"XLA_FLAGS|JAX_\w+|(OMP|OPENBLAS|MKL)_NUM_THREADS")
 """Environment variables that reach the numbers ..."""
@@ -32,7 +43,11 @@ def take(identity: Mapping[str, Any]) -> dict[str, Any]:
         "config_sha256": _hash(identity),
         "data_sha256": _hash(identity["data_sha256"]),
         "weights_sha256": identity["weights_sha256"],
-        "code": {"version": __version__, "sha256": code_hash(PACKAGE), "commit": commit_of(PACKAGE)},
+        "code": {
+            "version": __version__,
+            "sha256": code_hash(PACKAGE),
+            "commit": commit_of(PACKAGE),
+        },
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in PACKAGES},
@@ -53,7 +68,8 @@ def apart(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 
 @functools.cache
 def code_hash(package: Path) -> str:
-    """SHA-256 over names and contents of a package's code and tables; weights count by their own hash."""
+    """SHA-256 over names and contents of a package's code and tables; weights count by their own
+    hash."""
     files = {
         file.relative_to(package).as_posix(): file
         for file in package.rglob("*")
@@ -68,7 +84,8 @@ def code_hash(package: Path) -> str:
 
 @functools.cache
 def commit_of(package: Path) -> str | None:
-    """The commit of the git checkout that a package belongs to, with + where tracked files changed; None without one.
+    """The commit of the git checkout that a package belongs to, with + where tracked files changed;
+    None without one.
 
     A package that is merely installed below a checkout does not belong to it.
     """
@@ -83,8 +100,12 @@ def _git(folder: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],
-            env={**environment, "GIT_OPTIONAL_LOCKS": "0"}, capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
+            env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
@@ -98,7 +119,9 @@ def _device() -> dict[str, Any]:
         "runtime": devices[0].client.platform_version,
         "count": len(devices),
         "processor": _processor(),
-        "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())

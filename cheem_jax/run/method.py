@@ -1,4 +1,5 @@
-"""The interface of a continual learner, and what several methods share: frozen features, seconds, checks."""
+"""The interface of a continual learner, and what several methods share: frozen features, seconds,
+checks."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +25,17 @@ from cheem_jax.run.rolling import Saved
 
 @runtime_checkable
 class Running(Protocol):
-    """A task while it is learned: the state that an earlier process saved (None: none), and the task's phases."""
+    """A task while it is learned: the state that an earlier process saved (None: none), and the
+    task's phases."""
 
     @property
     def saved(self) -> Saved | None: ...
 
-    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> AbstractContextManager[Advance]:
-        """Open a phase by its name and its number of images; gives the function that reports finished images.
+    def phase(
+        self, name: str, total: int, state: Callable[[], Saved] | None = None
+    ) -> AbstractContextManager[Advance]:
+        """Open a phase by its name and its number of images; gives the function that reports
+        finished images.
 
         `state` may be called at any of these reports; a rolling checkpoint saves what it returns.
         """
@@ -42,7 +47,9 @@ class Undisturbed:
 
     saved = None
 
-    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> AbstractContextManager[Advance]:
+    def phase(
+        self, name: str, total: int, state: Callable[[], Saved] | None = None
+    ) -> AbstractContextManager[Advance]:
         """See `Running.phase`."""
         return nullcontext(unwatched)
 
@@ -50,9 +57,10 @@ class Undisturbed:
 class Answers(NamedTuple):
     """One method's predictions for the images of one task, made per image.
 
-    `given_task` is the class predicted with the task ID given, `chosen_task` the inferred task ID and `chosen_class`
-    the class predicted with it. A method with one network per task fills in `chosen_class` only where the inferred task
-    ID is right: for the other images the prediction is wrong whatever the class.
+    `given_task` is the class predicted with the task ID given, `chosen_task` the inferred task ID
+    and `chosen_class` the class predicted with it. A method with one network per task fills in
+    `chosen_class` only where the inferred task ID is right: for the other images the prediction is
+    wrong whatever the class.
     """
 
     given_task: Int[np.ndarray, "N"]
@@ -67,34 +75,41 @@ class Method(Protocol):
     name: str
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """Check the settings against a whole stream before learning starts; returns warnings for the user.
+        """Check the settings against a whole stream before learning starts; returns warnings for
+        the user.
 
         Raises ValueError if the settings cannot work with the stream.
         """
         ...
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """Learn the next task; returns its report: JSON values, with `seconds` by phase and costs per image."""
+        """Learn the next task; returns its report: JSON values, with `seconds` by phase and costs
+        per image."""
         ...
 
     def bytes_needed(self, task: Task) -> int:
-        """Upper bound of the disk space in bytes that learning this task takes, rolling checkpoints included."""
+        """Upper bound of the disk space in bytes that learning this task takes, rolling checkpoints
+        included."""
         ...
 
     def save(self, root: Path) -> None:
-        """Save what the last task added below `root`, and continue with what is read back from disk."""
+        """Save what the last task added below `root`, and continue with what is read back from
+        disk."""
         ...
 
     def open(self, root: Path) -> None:
-        """Before the first task: take over the checkpoints below `root`; raises ValueError if one is corrupted."""
+        """Before the first task: take over the checkpoints below `root`; raises ValueError if one
+        is corrupted."""
         ...
 
     def answers(self, index: int, task: Task) -> Answers:
-        """Predictions for the test images of a learned task, whose position in the stream is `index`."""
+        """Predictions for the test images of a learned task, whose position in the stream is
+        `index`."""
         ...
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """Task ID and class within the task for each image, uint8 `[N, S, S, 3]`; every image is predicted alone.
+        """Task ID and class within the task for each image, uint8 `[N, S, S, 3]`; every image is
+        predicted alone.
 
         `tasks` are the true task IDs, which upper bounds need. Raises ValueError as `check_given`.
         """
@@ -122,7 +137,8 @@ class Clock:
 
     def so_far(self) -> dict[str, float]:
         """The seconds of finished phases and of those that still run."""
-        now, seconds = time.perf_counter(), dict(self.seconds)
+        now = time.perf_counter()
+        seconds = dict(self.seconds)
         for phase, start in self._begun.items():
             seconds[phase] = seconds.get(phase, 0.0) + now - start
         return seconds
@@ -150,20 +166,28 @@ class Encoder(Protocol):
 
 
 class Backbone:
-    """The plain backbone of an executor as an encoder: its CLS token after the last LayerNorm, or what `reads` names.
+    """The plain backbone of an executor as an encoder: its CLS token after the last LayerNorm, or
+    what `reads` names.
 
     Raises ValueError if the backbone has too few blocks for that.
     """
 
     def __init__(self, executor: Executor, reads: RouterConfig = PAPER):
-        self.executor, self.network, depth = executor, base_network(executor), executor.num_blocks
-        self.blocks, self.until, self.is_plain = reads.blocks(depth), reads.until(depth), reads.features == "last"
-        self.name, self.width = executor.config.name, reads.num_parts(depth) * executor.config.width
+        self.executor = executor
+        self.network = base_network(executor)
+        depth = executor.num_blocks
+        self.blocks = reads.blocks(depth)
+        self.until = reads.until(depth)
+        self.is_plain = reads.features == "last"
+        self.name = executor.config.name
+        self.width = reads.num_parts(depth) * executor.config.width
 
     def flops(self, *, count_attention: bool = False) -> int:
         """See `Encoder.flops`."""
         executor = self.executor
-        return pass_flops(executor.config, executor.placement, self.until, count_attention=count_attention)
+        return pass_flops(
+            executor.config, executor.placement, self.until, count_attention=count_attention
+        )
 
     def executed_flops(self) -> int:
         """See `Encoder.executed_flops`."""
@@ -171,30 +195,43 @@ class Backbone:
 
     def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
         """See `Encoder.features`."""
-        feed, num = HostImages(self.executor, images), len(images)
+        feed = HostImages(self.executor, images)
+        num = len(images)
         if self.is_plain:
-            return network_features(self.executor, [self.network], feed, num, batch_size=batch_size)[0]
+            return network_features(
+                self.executor, [self.network], feed, num, batch_size=batch_size
+            )[0]
         parts = features_on_the_way(
-            self.executor, self.network, feed, num=num, blocks=self.blocks, until=self.until, batch_size=batch_size
+            self.executor,
+            self.network,
+            feed,
+            num=num,
+            blocks=self.blocks,
+            until=self.until,
+            batch_size=batch_size,
         )
         return joined(parts)
 
 
 class FrozenFeatures:
-    """Features of an initial frozen network, computed once per image and run (deterministic: no augmentation)."""
+    """Features of an initial frozen network, computed once per image and run (deterministic: no
+    augmentation)."""
 
     def __init__(self, encoder: Encoder | Executor, batch_size: int):
         self.encoder: Encoder = Backbone(encoder) if isinstance(encoder, Executor) else encoder
         self.batch_size = batch_size
-        # kept with their images: another run in this process may have other images under the same names
+        # kept with their images: another run in this process may have other images under the same
+        # names
         self._known: dict[tuple[str, str], tuple[Images, Float[np.ndarray, "N D"]]] = {}
 
     def of(self, executor: Executor) -> bool:
-        """Whether this executor's backbone computes them, so that networks can resume from the same pass."""
+        """Whether this executor's backbone computes them, so that networks can resume from the same
+        pass."""
         return isinstance(self.encoder, Backbone) and self.encoder.executor is executor
 
     def ends(self, executor: Executor) -> bool:
-        """Whether they are the last features of this executor's backbone, which any full pass computes."""
+        """Whether they are the last features of this executor's backbone, which any full pass
+        computes."""
         return isinstance(self.encoder, Backbone) and self.of(executor) and self.encoder.is_plain
 
     def __call__(self, task: Task, split: str) -> Float[np.ndarray, "N D"]:
@@ -224,28 +261,38 @@ class FrozenFeatures:
         self._known.clear()
 
     def forget(self, task: Task) -> None:
-        """Drop the training and validation features of a learned task: exemplar-free learning keeps none."""
+        """Drop the training and validation features of a learned task: exemplar-free learning keeps
+        none."""
         for split in ("train", "val"):
             self._known.pop((task.name, split), None)
 
 
 class Networks(NamedTuple):
-    """The backbone's executor, its features, and those that infer the task ID (the same without a router network)."""
+    """The backbone's executor, its features, and those that infer the task ID (the same without a
+    router network)."""
 
     executor: Executor
     features: FrozenFeatures
     router_features: FrozenFeatures
 
 
-def check_given(method: str, num_tasks: int, tasks: np.ndarray | None, *, needs_task_id: bool = False) -> None:
-    """ValueError if nothing was learned, or if task IDs are out of range or missing where a method needs them."""
+def check_given(
+    method: str, num_tasks: int, tasks: np.ndarray | None, *, needs_task_id: bool = False
+) -> None:
+    """ValueError if nothing was learned, or if task IDs are out of range or missing where a method
+    needs them."""
     if not num_tasks:
-        raise ValueError(f"nothing has been learned yet, so {method} has no task to infer; learn a task first")
+        raise ValueError(
+            f"nothing has been learned yet, so {method} has no task to infer; learn a task first"
+        )
     if needs_task_id and tasks is None:
         raise ValueError(f"{method} is an upper bound: give the true task ID of each image")
     if tasks is not None and len(tasks) and not (0 <= np.min(tasks) and np.max(tasks) < num_tasks):
         given = sorted(set(np.asarray(tasks).tolist()))
-        raise ValueError(f"task IDs {given} given; expected 0..{num_tasks - 1}, as {num_tasks} tasks were learned")
+        raise ValueError(
+            f"task IDs {given} given; expected 0..{num_tasks - 1}, as {num_tasks} tasks were"
+            " learned"
+        )
 
 
 def check_router(tasks: Sequence[Task], config: RouterConfig) -> None:

@@ -21,7 +21,9 @@ NAME_WIDTH = 20
 class Progress:
     """Phases with images/s and time left, messages, and architectures as they are found."""
 
-    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+    ):
         self.console = console or _console()
         self.clock = clock
         self.has_bars = self.console.is_terminal and not self.console.is_dumb_terminal
@@ -44,8 +46,11 @@ class Progress:
         self.console.print(Text(message), soft_wrap=True)
 
     @contextlib.contextmanager
-    def phase(self, phase: str, *, task: str, total: int, unit: str = "images") -> Iterator[Advance]:
-        """Shows one phase of one task, `total` in images or another unit; an exception, Ctrl-C included, passes."""
+    def phase(
+        self, phase: str, *, task: str, total: int, unit: str = "images"
+    ) -> Iterator[Advance]:
+        """Shows one phase of one task, `total` in images or another unit; an exception, Ctrl-C
+        included, passes."""
         start = said = self.clock()
         done = 0
         bar = None
@@ -82,16 +87,21 @@ class Progress:
         self.say(f"[{phase}] {task}: done in {duration(seconds)}, {done:,} {unit}{rate}")
 
     def architecture(self, task: str, choices: Sequence[str]) -> None:
-        """A row of R, A, N and S, one per block; a number names the expert where it is not the base's (0)."""
+        """A row of R, A, N and S, one per block; a number names the expert where it is not the
+        base's (0)."""
         if not self._explained:
             legend = Text("blocks in order: ")
             for kind in COLOURS:
                 legend.append(f" {kind[0].upper()} ", style=self._style(kind)).append(f" {kind}  ")
-            self.console.print(legend.append("number: expert of the pool, the base's where none"), soft_wrap=True)
+            self.console.print(
+                legend.append("number: expert of the pool, the base's where none"), soft_wrap=True
+            )
             self._explained = True
         row = Text(f"{task:<{NAME_WIDTH}} ")
         for choice in from_strings(choices):
-            row.append(f" {choice.kind[0].upper()}{choice.expert or ' '} ", style=self._style(choice.kind))
+            row.append(
+                f" {choice.kind[0].upper()}{choice.expert or ' '} ", style=self._style(choice.kind)
+            )
         self.console.print(row, soft_wrap=True)
 
     def _style(self, kind: str) -> str:
@@ -104,9 +114,14 @@ def on_screen() -> bool:
 
 
 def _console() -> Console:
-    """Plain lines in notebooks and logs, where FORCE_COLOR may be set and a bar would be hundreds of them."""
+    """Plain lines in notebooks and logs, where FORCE_COLOR may be set and a bar would be hundreds
+    of them."""
     is_screen = on_screen()
-    return Console(width=None if is_screen else 100, force_jupyter=False, force_terminal=None if is_screen else False)
+    return Console(
+        width=None if is_screen else 100,
+        force_jupyter=False,
+        force_terminal=None if is_screen else False,
+    )
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one JSON line per measurement, the only record of a run.
 
-Lines are appended; resuming after a stop drops those of a task that was not saved. Each ends with a hash of itself, so
-a number that changed on the disk is noticed.
+Lines are appended; resuming after a stop drops those of a task that was not saved. Each ends with a
+hash of itself, so a number that changed on the disk is noticed.
 """
 
 import datetime
@@ -21,7 +21,8 @@ NAME = "metrics.jsonl"
 
 
 def to_json(value: Any) -> Any:
-    """Plain JSON values: arrays become lists, numbers that are not finite null, tuples lists, paths text."""
+    """Plain JSON values: arrays become lists, numbers that are not finite null, tuples lists, paths
+    text."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -35,11 +36,15 @@ def to_json(value: Any) -> Any:
             return str(value)
     if hasattr(value, "__array__"):  # numpy and jax arrays and scalars
         return to_json(np.asarray(value).tolist())
-    raise TypeError(f"{type(value).__name__} {value!r} has no JSON form here; expected numbers, text, lists, arrays")
+    raise TypeError(
+        f"{type(value).__name__} {value!r} has no JSON form here; expected numbers, text, lists,"
+        " arrays"
+    )
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises FileNotFoundError, or ValueError where there is something else."""
+    """The JSON object in a file. Raises FileNotFoundError, or ValueError where there is something
+    else."""
     try:
         value = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
@@ -50,23 +55,34 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 class Record:
-    """The record of one run directory, opened for appending; a last line torn by a crash is dropped.
+    """The record of one run directory, opened for appending; a last line torn by a crash is
+    dropped.
 
-    Every line that is then written carries the fingerprint, which says under what conditions. One that does not write
-    belongs to a process that another one writes for, and leaves everything as it is.
+    Every line that is then written carries the fingerprint, which says under what conditions. One
+    that does not write belongs to a process that another one writes for, and leaves everything as
+    it is.
     """
 
     def __init__(self, directory: Path, fingerprint: str | None = None, *, writes: bool = True):
-        self.file, self.fingerprint, self.writes = directory / NAME, fingerprint, writes
+        self.file = directory / NAME
+        self.fingerprint = fingerprint
+        self.writes = writes
         if writes:
             directory.mkdir(parents=True, exist_ok=True)
-            if self.file.exists() and self.file.stat().st_size and not self.file.read_bytes().endswith(b"\n"):
+            if (
+                self.file.exists()
+                and self.file.stat().st_size
+                and not self.file.read_bytes().endswith(b"\n")
+            ):
                 self.replace(read(directory))
 
     def write(self, event: str, **values: Any) -> None:
-        """Appends one line with the event, the time (UTC, ISO 8601) and the values, on the disk at once."""
+        """Appends one line with the event, the time (UTC, ISO 8601) and the values, on the disk at
+        once."""
         if "time" in values:
-            raise ValueError("the record writes `time` itself; give the value another name, such as `seconds`")
+            raise ValueError(
+                "the record writes `time` itself; give the value another name, such as `seconds`"
+            )
         if not self.writes:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
@@ -79,7 +95,8 @@ class Record:
         to_disk(self.file.parent)
 
     def keep(self, predicate: Callable[[dict[str, Any]], bool]) -> None:
-        """Drops every line for which the predicate is false, such as those of an unfinished task."""
+        """Drops every line for which the predicate is false, such as those of an unfinished
+        task."""
         self.replace([entry for entry in read(self.file.parent) if predicate(entry)])
 
     def replace(self, entries: list[dict[str, Any]]) -> None:
@@ -114,6 +131,6 @@ def _entry(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         pass
     raise ValueError(
-        f"{where} is not as it was written, found {line[:60]!r}; restore the file from a copy, or choose "
-        "another run directory"
+        f"{where} is not as it was written, found {line[:60]!r}; restore the file from a copy, or"
+        " choose another run directory"
     )

@@ -1,4 +1,5 @@
-"""`results.json` from the record of a run: everything a table or figure shows, and nothing that was not measured."""
+"""`results.json` from the record of a run: everything a table or figure shows, and nothing that was
+not measured."""
 
 import io
 import json
@@ -17,16 +18,23 @@ from cheem_jax.run.record import read, to_json
 Entry = Mapping[str, Any]
 
 
-def accuracies(answers: Mapping[int, Answers], tasks: Mapping[int, Task], num: int) -> dict[str, Any]:
-    """Accuracy of one method on each of `num` tasks, task-agnostic and with the task ID given, and its routing."""
+def accuracies(
+    answers: Mapping[int, Answers], tasks: Mapping[int, Task], num: int
+) -> dict[str, Any]:
+    """Accuracy of one method on each of `num` tasks, task-agnostic and with the task ID given, and
+    its routing."""
     accuracy: list[float | None] = [None] * num
     given: list[float | None] = [None] * num
     for index, found in answers.items():
         labels = tasks[index].test.labels
-        accuracy[index] = float(((found.chosen_task == index) & (found.chosen_class == labels)).mean())
+        accuracy[index] = float(
+            ((found.chosen_task == index) & (found.chosen_class == labels)).mean()
+        )
         given[index] = float((found.given_task == labels).mean())
     none = np.zeros(0, np.int64)
-    true_tasks = np.concatenate([none, *(np.full(len(found.chosen_task), i) for i, found in answers.items())])
+    true_tasks = np.concatenate(
+        [none, *(np.full(len(found.chosen_task), i) for i, found in answers.items())]
+    )
     routed_tasks = np.concatenate([none, *(found.chosen_task for found in answers.values())])
     return {
         "accuracy": accuracy,
@@ -36,15 +44,19 @@ def accuracies(answers: Mapping[int, Answers], tasks: Mapping[int, Task], num: i
 
 
 def write_answers(directory: Path, answered: Mapping[str, np.ndarray]) -> None:
-    """`answers.npz`: the predictions of the run's own method for every test image so far, by task index."""
+    """`answers.npz`: the predictions of the run's own method for every test image so far, by task
+    index."""
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **{name: found.astype(np.int32) for name, found in answered.items()})  # pyright: ignore[reportArgumentType]
+    np.savez_compressed(
+        buffer, **{name: found.astype(np.int32) for name, found in answered.items()}
+    )  # pyright: ignore[reportArgumentType]
     write_atomically(directory / "answers.npz", buffer.getvalue())
 
 
 def write_results(directory: Path) -> None:
     """`results.json` from the record, as far as there is something to tell."""
-    entries, file = read(directory), directory / "results.json"
+    entries = read(directory)
+    file = directory / "results.json"
     if any(entry["event"] == "evaluated" for entry in entries):
         write_atomically(file, json.dumps(to_json(results_of(entries)), indent=1) + "\n")
     else:
@@ -52,13 +64,21 @@ def write_results(directory: Path) -> None:
 
 
 def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
-    """The results after the last evaluated task; its baselines and upper bounds are under `yardsticks`.
+    """The results after the last evaluated task; its baselines and upper bounds are under
+    `yardsticks`.
 
     Raises ValueError for a record that lacks what they need.
     """
     try:
         return _results_of(entries)
-    except (StopIteration, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+    except (
+        StopIteration,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         raise ValueError(f"the record lacks what results need ({error!r:.200})") from error
 
 
@@ -67,7 +87,8 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     evaluated = [entry for entry in entries if entry["event"] == "evaluated"]
     if not evaluated:
         raise ValueError("the record contains no evaluated task yet")
-    num_tasks, timed = len(evaluated), [entry for entry in entries if "compile" in entry]
+    num_tasks = len(evaluated)
+    timed = [entry for entry in entries if "compile" in entry]
     methods = list(evaluated[0]["methods"])
     learned = {method: _learned(entries, method)[:num_tasks] for method in methods}
     name = setting["method"]
@@ -82,11 +103,21 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         **found[name],
         "split_sha256": setting["split_sha256"],
         "checkpoints": evaluated[-1]["checkpoints"],
-        "fingerprint": list(dict.fromkeys(entry["fingerprint"] for entry in entries if "fingerprint" in entry)),
+        "fingerprint": list(
+            dict.fromkeys(entry["fingerprint"] for entry in entries if "fingerprint" in entry)
+        ),
         "peak_memory_bytes": max(entry["peak_memory_bytes"] for entry in evaluated),
-        "tasks": [_task(report, entry["seconds"]) for report, entry in zip(main, evaluated, strict=True)],
-        "engine": {key: setting.get(key) for key in ("executor", "precision", "device")} | main[-1].get("engine", {}),
-        "compile": {key: sum(entry["compile"][key] for entry in timed) for key in ("programs", "cached", "seconds")},
+        "tasks": [
+            _task(report, entry["seconds"]) for report, entry in zip(main, evaluated, strict=True)
+        ],
+        "engine": (
+            {key: setting.get(key) for key in ("executor", "precision", "device")}
+            | main[-1].get("engine", {})
+        ),
+        "compile": {
+            key: sum(entry["compile"][key] for entry in timed)
+            for key in ("programs", "cached", "seconds")
+        },
         "seconds_total": sum(entry["seconds"] for entry in timed),
         "yardsticks": yardsticks,
     }
@@ -99,8 +130,17 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 SETTING = (
-    "method", "backbone", "stream", "seed", "placement", "preset", "image_size", "base_means", "source", "router"
-)  # fmt: skip
+    "method",
+    "backbone",
+    "stream",
+    "seed",
+    "placement",
+    "preset",
+    "image_size",
+    "base_means",
+    "source",
+    "router",
+)
 
 
 def _learned(entries: Sequence[Entry], method: str) -> list[dict[str, Any]]:
@@ -129,7 +169,8 @@ def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -
 
 
 def matrices(evaluated: Sequence[Entry], method: str) -> tuple[np.ndarray, np.ndarray]:
-    """Accuracy `[T, T]` after each task (row) on each task (column), task-agnostic and with the task ID given.
+    """Accuracy `[T, T]` after each task (row) on each task (column), task-agnostic and with the
+    task ID given.
 
     NaN where nothing was measured.
     """
@@ -142,7 +183,12 @@ def matrices(evaluated: Sequence[Entry], method: str) -> tuple[np.ndarray, np.nd
 
 def averages(accuracy: np.ndarray, local: np.ndarray) -> dict[str, float | None]:
     """None where a memory was measured without the images of earlier tasks."""
-    names = ("average_accuracy", "average_forgetting", "local_average_accuracy", "local_average_forgetting")
+    names = (
+        "average_accuracy",
+        "average_forgetting",
+        "local_average_accuracy",
+        "local_average_forgetting",
+    )
     found: dict[str, float | None] = dict.fromkeys(names)
     if not np.isnan(accuracy[-1]).any():
         found["average_accuracy"] = metrics.average_accuracy(accuracy)
@@ -154,7 +200,15 @@ def averages(accuracy: np.ndarray, local: np.ndarray) -> dict[str, float | None]
 
 
 def _task(report: Entry, seconds_evaluation: float) -> dict[str, Any]:
-    hidden = ("index", "pool", "similarity", "search", "supernet_losses", "finetune_losses", "losses")
+    hidden = (
+        "index",
+        "pool",
+        "similarity",
+        "search",
+        "supernet_losses",
+        "finetune_losses",
+        "losses",
+    )
     task = {key: value for key, value in report.items() if key not in hidden}
     return {**task, "seconds": {**report["seconds"], "evaluation": seconds_evaluation}}
 
@@ -182,12 +236,15 @@ def _figure_of_merit(result: Mapping[str, Any]) -> dict[str, float | None] | Non
     upper = yardsticks["full_finetune"]["average_accuracy"]
     return {
         name: metrics.figure_of_merit(
-            upper, result["average_accuracy"], result["flops"]["paper"],
-            other["average_accuracy"], other["flops"]["paper"],
+            upper,
+            result["average_accuracy"],
+            result["flops"]["paper"],
+            other["average_accuracy"],
+            other["flops"]["paper"],
         )
         for name, other in yardsticks.items()
         if name != "full_finetune"
-    }  # fmt: skip
+    }
 
 
 def _mean(reports: Sequence[Entry], key: str) -> float:

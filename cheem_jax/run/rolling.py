@@ -2,8 +2,8 @@
 
     checkpoints/cheem/running-000007/    as a learned task's directory; the newest intact one counts
 
-Its place in the work (task, phase, step) is part of it, and keys follow from places, so a run that resumes from it ends
-as one that was never stopped.
+Its place in the work (task, phase, step) is part of it, and keys follow from places, so a run that
+resumes from it ends as one that was never stopped.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ SECONDS_BETWEEN = 30.0
 CALLS_BETWEEN = 8
 """Reports of work after which the processes of a job ask each other whether to save or to stop."""
 LARGEST_SHARE = 0.02
-"""Share of the time that rolling checkpoints may take: a slow disk or a large supernet makes them rarer."""
+"""Share of the time that rolling checkpoints may take: a slow disk or a large supernet makes them
+rarer."""
 
 
 class Saved(NamedTuple):
@@ -46,18 +47,31 @@ class Rolling:
     """The rolling checkpoint of one method in one run, and when the next one is due."""
 
     def __init__(
-        self, root: Path, stop: Stop, *, every: float | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        root: Path,
+        stop: Stop,
+        *,
+        every: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         if every is not None and not every >= 0:
             raise ValueError(f"save_every is {every}; expected seconds, 0 or more")
-        self.root, self.stop, self.every, self.clock = root, stop, every, clock
+        self.root = root
+        self.stop = stop
+        self.every = every
+        self.clock = clock
         self.seconds = 0.0
         """Spent on saving so far."""
-        self._last, self._took = clock(), 0.0
+        self._last = clock()
+        self._took = 0.0
 
     def due(self) -> bool:
         """Whether it is time to save again."""
-        wait = self.every if self.every is not None else max(SECONDS_BETWEEN, self._took * (1 / LARGEST_SHARE - 1))
+        wait = (
+            self.every
+            if self.every is not None
+            else max(SECONDS_BETWEEN, self._took * (1 / LARGEST_SHARE - 1))
+        )
         return self.clock() - self._last >= wait
 
     def agreed(self) -> tuple[bool, bool]:
@@ -69,10 +83,15 @@ class Rolling:
 
     def save(self, task: int, state: Callable[[], Saved]) -> None:
         """Write a new one, then remove the one before."""
-        start, before = self.clock(), self._directories()
+        start = self.clock()
+        before = self._directories()
         arrays, meta = state()
         number = 1 + max((int(directory.name.split("-")[1]) for directory in before), default=0)
-        save_task(self.root / f"running-{number:06d}", arrays, {"running": ROLLING_FORMAT, "task": task, **meta})
+        save_task(
+            self.root / f"running-{number:06d}",
+            arrays,
+            {"running": ROLLING_FORMAT, "task": task, **meta},
+        )
         if hosts.is_first():
             _remove(before)
         self._last = self.clock()
@@ -80,13 +99,16 @@ class Rolling:
         self.seconds += self._took
 
     def open(self, task: int, say: Callable[[str], object]) -> Saved | None:
-        """The newest intact one of this task, if there is any; what is corrupted or of another task is removed.
+        """The newest intact one of this task, if there is any; what is corrupted or of another task
+        is removed.
 
         Raises OSError or MemoryError where one cannot be read now, which may be intact.
         """
         saved = hosts.together(lambda: self._newest(task, say))
         hosts.check_equal(
-            "rolling checkpoints", saved and saved.meta, "the run directory has to be one that all processes share"
+            "rolling checkpoints",
+            saved and saved.meta,
+            "the run directory has to be one that all processes share",
         )
         if saved is None:
             self.clear()
@@ -104,7 +126,8 @@ class Rolling:
         return None
 
     def clear(self) -> None:
-        """Remove it: the task is saved for good. Also removes what a killed process left unfinished."""
+        """Remove it: the task is saved for good. Also removes what a killed process left
+        unfinished."""
         if hosts.is_first():
             _remove(self._directories())
             for left in self.root.glob(".running-*"):
@@ -112,11 +135,14 @@ class Rolling:
         self._last = self.clock()
 
     def _directories(self) -> list[Path]:
-        return sorted(d for d in self.root.glob("running-*") if re.fullmatch(r"running-\d+", d.name))
+        return sorted(
+            d for d in self.root.glob("running-*") if re.fullmatch(r"running-\d+", d.name)
+        )
 
 
 class RunningTask:
-    """One task while it is learned: its phases on the screen, its state on the disk, and requests to stop."""
+    """One task while it is learned: its phases on the screen, its state on the disk, and requests
+    to stop."""
 
     def __init__(self, task: int, rolling: Rolling, phase: OpenPhase, say: Callable[[str], object]):
         self.task, self.rolling, self._phase = task, rolling, phase
@@ -124,12 +150,16 @@ class RunningTask:
         """What an earlier process left of this task."""
 
     @contextlib.contextmanager
-    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> Iterator[Advance]:
-        """A phase of `total` images; `state` gives what is worth keeping at any call of the `advance` it yields.
+    def phase(
+        self, name: str, total: int, state: Callable[[], Saved] | None = None
+    ) -> Iterator[Advance]:
+        """A phase of `total` images; `state` gives what is worth keeping at any call of the
+        `advance` it yields.
 
         Raises Stopped out of `advance` where a signal has asked for it, after saving.
         """
-        rolling, calls = self.rolling, itertools.count(1)
+        rolling = self.rolling
+        calls = itertools.count(1)
         with self._phase(name, total) if total else contextlib.nullcontext(unwatched) as shown:
 
             def advance(num_images: int, note: str = "", /) -> None:

@@ -1,6 +1,7 @@
 """Images answered over HTTP, and a page in the browser that shows which blocks ran (extra `serve`).
 
-Here is what one request, and all of them together, may take of a server; the rest needs the extra's packages.
+Here is what one request, and all of them together, may take of a server; the rest needs the extra's
+packages.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ class Limits:
     max_queue: int = 256
     """Images that may wait at one time; a request beyond them is refused (status 429)."""
     timeout_s: float = 10
-    """Seconds until a request is answered; a slower upload ends in status 408, a slower answer in 503."""
+    """Seconds until a request is answered; a slower upload ends in status 408, a slower answer in
+    503."""
     batch_wait_ms: float = 2
     """Milliseconds that an image waits for others, because several are answered faster together."""
     max_batch: int = 32
@@ -26,8 +28,14 @@ class Limits:
 
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Limits)}
-        wrong = [f"{name} is {value:g}" for name, value in given.items() if not 0 <= value < math.inf]
-        wrong += [f"{name} is 0" for name, value in given.items() if value == 0 and name != "batch_wait_ms"]
+        wrong = [
+            f"{name} is {value:g}" for name, value in given.items() if not 0 <= value < math.inf
+        ]
+        wrong += [
+            f"{name} is 0"
+            for name, value in given.items()
+            if value == 0 and name != "batch_wait_ms"
+        ]
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}; expected finite numbers above 0")
 

@@ -1,4 +1,5 @@
-"""The routes of the server, the page in the browser, and the socket behind which both answer until a signal comes."""
+"""The routes of the server, the page in the browser, and the socket behind which both answer until
+a signal comes."""
 
 import base64
 import contextlib
@@ -30,18 +31,25 @@ from cheem_jax.serve import Limits
 from cheem_jax.serve.service import Refused, Service
 
 PATHS = ("/", "/predict", "/health", "/metrics", "/memory")
-SENTENCES = {404: f"unknown path; there are {', '.join(PATHS)}", 405: "wrong method; images are sent with POST"}
+SENTENCES = {
+    404: f"unknown path; there are {', '.join(PATHS)}",
+    405: "wrong method; images are sent with POST",
+}
 TEMPLATE = Path(__file__).with_name("page.html")
 ANY_HOST = "*"
 MORE_CONNECTIONS = 512
-"""Connections beyond the images that may wait: idle ones, and those that are about to be refused."""
+"""Connections beyond the images that may wait: idle ones, and those that are about to be
+refused."""
 
 
-def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = (ANY_HOST,), *, name: str = "") -> Starlette:
-    """The application; `state.service` is what answers. Requests for hosts of other names are refused.
+def make_app(
+    predictor: Predictor, limits: Limits, hosts: Sequence[str] = (ANY_HOST,), *, name: str = ""
+) -> Starlette:
+    """The application; `state.service` is what answers. Requests for hosts of other names are
+    refused.
 
-    A page of another origin that a browser shows could otherwise reach a loopback address under a name of its own
-    (DNS rebinding). `name` is what the page calls the memory.
+    A page of another origin that a browser shows could otherwise reach a loopback address under a
+    name of its own (DNS rebinding). `name` is what the page calls the memory.
     """
     service = Service(predictor, limits, PATHS)
     html, headers = page()
@@ -55,34 +63,43 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = (ANY_H
             else:
                 service.metrics.images.labels(prediction.task or "(none)").inc()
         one = answers[0].prediction.to_json()
-        found = one if len(answers) == 1 else {"predictions": [answer.to_json() for answer in answers]}
+        found = (
+            one if len(answers) == 1 else {"predictions": [answer.to_json() for answer in answers]}
+        )
         return JSONResponse(to_json({**found, "seconds": time.perf_counter() - start}))
 
     async def health(request: Request) -> Response:
         if not service.is_warm:
             return JSONResponse({"status": "warming up"}, 503, {"Retry-After": "1"})
-        return JSONResponse({
-            "status": "ok",
-            "tasks": list(predictor.classes),
-            "num_classes": sum(map(len, predictor.classes.values())),
-            "image_size": predictor.image_size,
-            "version": __version__,
-        })  # fmt: skip
+        return JSONResponse(
+            {
+                "status": "ok",
+                "tasks": list(predictor.classes),
+                "num_classes": sum(map(len, predictor.classes.values())),
+                "image_size": predictor.image_size,
+                "version": __version__,
+            }
+        )
 
     async def metrics(request: Request) -> Response:
-        return Response(generate_latest(service.metrics.registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+        return Response(
+            generate_latest(service.metrics.registry),
+            headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4},
+        )
 
     async def memory(request: Request) -> Response:
-        return JSONResponse({
-            "name": name,
-            "tasks": list(predictor.classes),
-            "classes": predictor.classes,
-            "architectures": predictor.architectures,
-            "image_size": predictor.image_size,
-            "open_set": predictor.open_set,
-            "max_body_bytes": limits.max_body_bytes,
-            "networks": predictor.counters(),
-        })  # fmt: skip
+        return JSONResponse(
+            {
+                "name": name,
+                "tasks": list(predictor.classes),
+                "classes": predictor.classes,
+                "architectures": predictor.architectures,
+                "image_size": predictor.image_size,
+                "open_set": predictor.open_set,
+                "max_body_bytes": limits.max_body_bytes,
+                "networks": predictor.counters(),
+            }
+        )
 
     async def start_page(request: Request) -> Response:
         return Response(html, headers=headers)
@@ -96,8 +113,11 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = (ANY_H
         return JSONResponse({"error": sentence}, error.status_code, error.headers)
 
     async def count(request: Request, answer: RequestResponseEndpoint) -> Response:
-        """Every request with its status and seconds; browsers may not guess at the type of an answer."""
-        start, status = time.perf_counter(), 500  # what Starlette answers to an error of ours
+        """Every request with its status and seconds; browsers may not guess at the type of an
+        answer."""
+        # what Starlette answers to an error of ours
+        start = time.perf_counter()
+        status = 500
         try:
             asked = host_in(request.headers.get("host", ""))
             is_known = ANY_HOST in hosts or asked in hosts
@@ -114,7 +134,10 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = (ANY_H
 
     get = {"/": start_page, "/health": health, "/metrics": metrics, "/memory": memory}
     app = Starlette(
-        routes=[Route("/predict", predict, methods=["POST"]), *(Route(path, get[path]) for path in get)],
+        routes=[
+            Route("/predict", predict, methods=["POST"]),
+            *(Route(path, get[path]) for path in get),
+        ],
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=count)],
         exception_handlers={HTTPException: refuse},
         lifespan=lifespan,
@@ -125,12 +148,14 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = (ANY_H
 
 
 def page() -> tuple[str, dict[str, str]]:
-    """The page and its headers; it asks for a memory under `/memory`, and loads and sends nothing elsewhere."""
+    """The page and its headers; it asks for a memory under `/memory`, and loads and sends nothing
+    elsewhere."""
     colours = " ".join(f"--{kind}: {colour};" for kind, colour in COLOURS.items())
     html = TEMPLATE.read_text().replace("/* colours of the ops */", colours)
     policy = (
-        f"default-src 'none'; script-src {_hash_of('script', html)}; style-src {_hash_of('style', html)}; "
-        "connect-src 'self'; img-src blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src {_hash_of('script', html)}; style-src"
+        f" {_hash_of('style', html)}; connect-src 'self'; img-src blob: data:; base-uri 'none';"
+        " form-action 'none'; frame-ancestors 'none'"
     )
     headers = {
         "Content-Type": "text/html; charset=utf-8",
@@ -155,10 +180,15 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family)
     except (OSError, OverflowError, UnicodeError) as error:
         # Python adds the address to the words of some errors
-        number = error.errno if isinstance(error, OSError) and not isinstance(error, socket.gaierror) else None
+        number = (
+            error.errno
+            if isinstance(error, OSError) and not isinstance(error, socket.gaierror)
+            else None
+        )
         reason = os.strerror(number) if number else getattr(error, "strerror", None) or error
         raise ValueError(
-            f"cannot listen on {host}:{port} ({reason}); name another with --host and --port (0: any free port)"
+            f"cannot listen on {host}:{port} ({reason}); name another with --host and --port (0:"
+            " any free port)"
         ) from error
 
 
@@ -169,14 +199,18 @@ def address_of(listening: socket.socket) -> str:
 
 
 def hosts_of(listening: socket.socket, host: str, public: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names by which this server may be asked: its own and `public` ones; any where others reach it and none is given.
+    """Names by which this server may be asked: its own and `public` ones; any where others reach it
+    and none is given.
 
     Raises ValueError for a public name that no browser sends.
     """
-    if wrong := next((name for name in public if not re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", name, re.A | re.I)), None):
+    if wrong := next(
+        (name for name in public if not re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", name, re.A | re.I)),
+        None,
+    ):
         raise ValueError(
-            f"--public-host names {wrong!r}; expected the name without https://, port and path, as browsers "
-            "send it, such as pets.example.org"
+            f"--public-host names {wrong!r}; expected the name without https://, port and path, as"
+            " browsers send it, such as pets.example.org"
         )
     bound = listening.getsockname()[0]
     if not public and not ipaddress.ip_address(bound.partition("%")[0]).is_loopback:
@@ -193,20 +227,31 @@ def host_in(header: str) -> str:
 def unknown_host(host: str) -> Refused:
     """Why a request for a host of another name gets no answer, and what to set."""
     return Refused(
-        400, "unknown_host",
-        f"{host[:100]!r} is no name of this server; behind a proxy, give `cheem serve` that name with --public-host, "
-        "or let the proxy send `Host: localhost`",
-    )  # fmt: skip
+        400,
+        "unknown_host",
+        f"{host[:100]!r} is no name of this server; behind a proxy, give `cheem serve` that name"
+        " with --public-host, or let the proxy send `Host: localhost`",
+    )
 
 
 def make_server(app: Starlette, limits: Limits) -> uvicorn.Server:
-    """A server of one process; after a signal its `run(sockets=[...])` ends with the running requests."""
+    """A server of one process; after a signal its `run(sockets=[...])` ends with the running
+    requests."""
     patience = math.ceil(limits.timeout_s)
     return uvicorn.Server(
         uvicorn.Config(
-            app, loop="asyncio", http="h11", ws="none", lifespan="on", log_config=None, log_level="error",
-            access_log=False, proxy_headers=False, server_header=False,
-            limit_concurrency=limits.max_queue + MORE_CONNECTIONS, timeout_keep_alive=patience,
+            app,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=limits.max_queue + MORE_CONNECTIONS,
+            timeout_keep_alive=patience,
             timeout_graceful_shutdown=patience + 1,
         )
-    )  # fmt: skip
+    )

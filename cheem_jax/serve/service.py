@@ -1,4 +1,5 @@
-"""One memory that answers requests: reading, decoding and predicting, each where it holds nothing up, and counted."""
+"""One memory that answers requests: reading, decoding and predicting, each where it holds nothing
+up, and counted."""
 
 import asyncio
 import contextlib
@@ -34,7 +35,8 @@ SECONDS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 1
 
 
 class Refused(HTTPException):
-    """A request that gets a sentence instead of a prediction; `reason` is the word that counts it."""
+    """A request that gets a sentence instead of a prediction; `reason` is the word that counts
+    it."""
 
     def __init__(self, status: int, reason: str, sentence: str, *, retry_after: int | None = None):
         headers = None if retry_after is None else {"Retry-After": str(retry_after)}
@@ -47,15 +49,30 @@ class Metrics:
 
     def __init__(self, paths: Sequence[str], queue_length: Callable[[], int]):
         self.registry = to = CollectorRegistry()
-        self._paths, self._warm = frozenset(paths), compilations()
-        self._requests = Counter("cheem_requests", "Requests answered", ["path", "status"], registry=to)
-        self._seconds = Histogram(
-            "cheem_request_seconds", "From a request's head to its answer", ["path"], buckets=SECONDS, registry=to
+        self._paths = frozenset(paths)
+        self._warm = compilations()
+        self._requests = Counter(
+            "cheem_requests", "Requests answered", ["path", "status"], registry=to
         )
-        self.refused = Counter("cheem_refused", "Requests that got a sentence, no prediction", ["reason"], registry=to)
-        self.batches = Histogram("cheem_batch_images", "Images in one call", buckets=BATCH_SIZES, registry=to)
-        self.images = Counter("cheem_images", "Images answered, by the task that answered", ["task"], registry=to)
-        queue = Gauge("cheem_queue_images", "Images in the server that are not answered yet", registry=to)
+        self._seconds = Histogram(
+            "cheem_request_seconds",
+            "From a request's head to its answer",
+            ["path"],
+            buckets=SECONDS,
+            registry=to,
+        )
+        self.refused = Counter(
+            "cheem_refused", "Requests that got a sentence, no prediction", ["reason"], registry=to
+        )
+        self.batches = Histogram(
+            "cheem_batch_images", "Images in one call", buckets=BATCH_SIZES, registry=to
+        )
+        self.images = Counter(
+            "cheem_images", "Images answered, by the task that answered", ["task"], registry=to
+        )
+        queue = Gauge(
+            "cheem_queue_images", "Images in the server that are not answered yet", registry=to
+        )
         queue.set_function(queue_length)
         text = "Functions compiled, or read from the cache of compiled functions, since warm-up"
         Gauge("cheem_programs_since_warm_up", text, registry=to).set_function(self._compiled)
@@ -77,7 +94,8 @@ class Metrics:
 
 
 class Service:
-    """Answers from the moment that `running` has compiled everything; images of many clients share a batch."""
+    """Answers from the moment that `running` has compiled everything; images of many clients share
+    a batch."""
 
     def __init__(self, predictor: Predictor, limits: Limits, paths: tuple[str, ...]):
         self.predictor, self.limits = predictor, limits
@@ -121,7 +139,12 @@ class Service:
     def _places(self, num: int) -> Iterator[None]:
         """Places for so many images more; raises Refused (429) where they are not free."""
         if self.num_images + num > self.limits.max_queue:
-            raise Refused(429, "queue_full", "too many images are waiting; try again in a second", retry_after=1)
+            raise Refused(
+                429,
+                "queue_full",
+                "too many images are waiting; try again in a second",
+                retry_after=1,
+            )
         self.num_images += num
         try:
             yield
@@ -129,11 +152,15 @@ class Service:
             self.num_images -= num
 
     async def answer(self, request: Request) -> list[Asked]:
-        """The answers to the images in the body, of several also why one gets none; raises Refused where none does."""
+        """The answers to the images in the body, of several also why one gets none; raises Refused
+        where none does."""
         if not self.is_warm:
-            raise Refused(503, "not_ready", "the server is not ready; try again in a second", retry_after=1)
+            raise Refused(
+                503, "not_ready", "the server is not ready; try again in a second", retry_after=1
+            )
         check_head(request, self.limits)
-        seconds, files = self.limits.timeout_s, None
+        seconds = self.limits.timeout_s
+        files = None
         with self._places(1):
             try:
                 async with asyncio.timeout(seconds):
@@ -142,18 +169,25 @@ class Service:
                         return await self._answers(files)
             except TimeoutError:
                 if files is None:
-                    raise Refused(408, "slow_body", f"the body did not arrive within {seconds:g} s") from None
+                    raise Refused(
+                        408, "slow_body", f"the body did not arrive within {seconds:g} s"
+                    ) from None
                 sentence = f"no answer within {seconds:g} s; try again later"
                 raise Refused(503, "timeout", sentence, retry_after=1) from None
             except Refused:
                 raise
             except Exception as error:
                 log.exception("the predictor failed")
-                raise Refused(500, "failed", "the prediction failed; the server's log says more") from error
+                raise Refused(
+                    500, "failed", "the prediction failed; the server's log says more"
+                ) from error
 
     async def _answers(self, files: list[tuple[str, bytes]]) -> list[Asked]:
-        size, max_pixels, loop = self.predictor.image_size, self.limits.max_pixels, asyncio.get_running_loop()
-        names, waiting = [name for name, _ in files], list[Waiting]()
+        size = self.predictor.image_size
+        max_pixels = self.limits.max_pixels
+        loop = asyncio.get_running_loop()
+        names = [name for name, _ in files]
+        waiting = list[Waiting]()
         answers: list[asyncio.Future[Prediction]] = [loop.create_future() for _ in files]
         for (name, data), answer in zip(files, answers, strict=True):
             try:
@@ -189,7 +223,9 @@ class Service:
                 self.metrics.batches.observe(len(batch))
                 images = np.stack([image for image, _ in batch])
                 try:
-                    found = await asyncio.get_running_loop().run_in_executor(self._thread, self.predictor, images)
+                    found = await asyncio.get_running_loop().run_in_executor(
+                        self._thread, self.predictor, images
+                    )
                     for (_, answer), prediction in zip(batch, found, strict=True):
                         if not answer.done():
                             answer.set_result(prediction)
@@ -220,10 +256,11 @@ def check_head(request: Request, limits: Limits) -> None:
     kind = _kind(request)
     if kind not in ("", FORM, *RAW) and not kind.startswith("image/"):
         raise Refused(
-            415, "content_type",
-            f"a body of type {kind:.60} is not accepted; send the image as image/* or application/octet-stream, or "
-            "files in a form (curl -F image=@cat.jpg)",
-        )  # fmt: skip
+            415,
+            "content_type",
+            f"a body of type {kind:.60} is not accepted; send the image as image/* or"
+            " application/octet-stream, or files in a form (curl -F image=@cat.jpg)",
+        )
 
 
 async def read_files(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
@@ -236,19 +273,28 @@ async def read_files(request: Request, limits: Limits) -> list[tuple[str, bytes]
         raise Refused(499, "hung_up", "the client hung up") from None
 
 
-def decode(data: bytes, image_size: int, max_pixels: int, name: str, upright: bool) -> UInt8[np.ndarray, "S S 3"]:
+def decode(
+    data: bytes, image_size: int, max_pixels: int, name: str, upright: bool
+) -> UInt8[np.ndarray, "S S 3"]:
     """The pixels; Refused with 413 for too many of them and with 400 for what is not an image."""
     if not data:
         raise Refused(400, "no_image", f"{name}: an empty file is not an image")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            num, text = image.width * image.height, f"{image.width} x {image.height} pixels are"
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):  # the latter where warnings are errors
-        num, text = max_pixels + 1, "so many pixels are"
+            num = image.width * image.height
+            text = f"{image.width} x {image.height} pixels are"
+    except (
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ):  # the latter where warnings are errors
+        num = max_pixels + 1
+        text = "so many pixels are"
     except Exception:  # what is wrong is said below
         num, text = 0, ""
     if num > max_pixels:
-        raise Refused(413, "pixels", f"{name}: {text} too many; send at most {max_pixels / 1e6:g} megapixels")
+        raise Refused(
+            413, "pixels", f"{name}: {text} too many; send at most {max_pixels / 1e6:g} megapixels"
+        )
     try:
         return decode_image(data, image_size, name=name, upright=upright)
     except ValueError as error:
@@ -267,15 +313,21 @@ async def _pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes, Non
 
 async def _files_of_form(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
     try:
-        pieces, most = _pieces(request, limits), limits.max_batch
+        pieces = _pieces(request, limits)
+        most = limits.max_batch
         form = await _FormInMemory(request.headers, pieces, max_files=most, max_fields=most).parse()
     except MultiPartException as error:
         raise Refused(400, "form", f"the form cannot be read: {error.message}") from error
     sent = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
-    files = [(value.filename or f"image {number}", await value.read()) for number, value in enumerate(sent, 1)]
+    files = [
+        (value.filename or f"image {number}", await value.read())
+        for number, value in enumerate(sent, 1)
+    ]
     await form.close()
     if not files:
-        raise Refused(400, "form", "the form has no file; send one with a file name (curl -F image=@cat.jpg)")
+        raise Refused(
+            400, "form", "the form has no file; send one with a file name (curl -F image=@cat.jpg)"
+        )
     return files
 
 
@@ -284,4 +336,6 @@ def _kind(request: Request) -> str:
 
 
 def _too_large(limits: Limits) -> Refused:
-    return Refused(413, "body_size", f"the body is too large; send at most {limits.max_body_mb:g} MB")
+    return Refused(
+        413, "body_size", f"the body is too large; send at most {limits.max_body_mb:g} MB"
+    )

@@ -1,12 +1,14 @@
-"""How fast one accelerator is, alone: steps, scored candidates, whole tasks, and PyTorch on the same samples.
+"""How fast one accelerator is, alone: steps, scored candidates, whole tasks, and PyTorch on the
+same samples.
 
     python -m experiments.bench.accelerator --out runs/speed            # ends within 570 s
     python -m experiments.bench.accelerator --out runs/speed --miniature
 
-Weights and images are random, so nothing is read but this package. All groups of cells first compile side by side,
-then each measures in a process of its own, in the order of its worth. `speed.json` is written after every cell, so
-whatever ends the run leaves what was measured. Autotuning is off unless XLA_FLAGS is set. The miniature takes minutes
-on a CPU, and its numbers mean nothing.
+Weights and images are random, so nothing is read but this package. All groups of cells first
+compile side by side, then each measures in a process of its own, in the order of its worth.
+`speed.json` is written after every cell, so whatever ends the run leaves what was measured.
+Autotuning is off unless XLA_FLAGS is set. The miniature takes minutes on a CPU, and its numbers
+mean nothing.
 """
 
 import contextlib
@@ -53,7 +55,8 @@ from experiments.bench import measure
 
 FILE = "speed.json"
 AUTOTUNING_OFF = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-"""Products are cuBLAS's: without autotuning XLA's own reached 86 (TF32) and 11 TFLOP/s (bfloat16) on an H100."""
+"""Products are cuBLAS's: without autotuning XLA's own reached 86 (TF32) and 11 TFLOP/s (bfloat16)
+on an H100."""
 NUM_CLASSES = 100
 GRACE = 10
 """Seconds between asking a process to end and ending it."""
@@ -103,7 +106,19 @@ class Sizes:
 
 
 MINIATURE = Sizes(
-    "vit_nano", "vit_nano", 4, 8, 4, 16, 8, 1, 3, 8, (4, 8), 12, 6,
+    "vit_nano",
+    "vit_nano",
+    4,
+    8,
+    4,
+    16,
+    8,
+    1,
+    3,
+    8,
+    (4, 8),
+    12,
+    6,
     dataclasses.replace(
         PAPER,
         batch_size=4,
@@ -111,12 +126,15 @@ MINIATURE = Sizes(
         finetune=dataclasses.replace(PAPER.finetune, epochs=1),
         search=dataclasses.replace(PAPER.search, population=4, generations=2, num_parents=2),
     ),
-    256, ("deit_tiny",), 32,
-)  # fmt: skip
+    256,
+    ("deit_tiny",),
+    32,
+)
 
 
 class Cell(NamedTuple):
-    """One measurement: its name, the seconds that it is given, and the function that returns its JSON values."""
+    """One measurement: its name, the seconds that it is given, and the function that returns its
+    JSON values."""
 
     name: str
     seconds: float
@@ -171,16 +189,25 @@ def groups(sizes: Sizes) -> dict[str, list[Cell]]:
 
 
 def main(settings: Speed) -> None:
-    """Run the groups one after the other, each for as long as its cells were given and earlier ones left."""
+    """Run the groups one after the other, each for as long as its cells were given and earlier ones
+    left."""
     end = time.monotonic() + settings.seconds - GRACE
     named = groups(MINIATURE if settings.miniature else Sizes())
-    wanted = list(named) if settings.only is None else [name.strip() for name in settings.only.split(",")]
+    wanted = (
+        list(named)
+        if settings.only is None
+        else [name.strip() for name in settings.only.split(",")]
+    )
     if unknown := [name for name in wanted if name not in named]:
         raise ValueError(f"--only names {', '.join(unknown)}; expected some of {', '.join(named)}")
     settings.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_FLAGS", AUTOTUNING_OFF)  # of the groups: this process uses no device
     if settings.compiling:
-        processes = [started(settings, name, settings.compiling, "warm") for name in wanted if name != "torch"]
+        processes = [
+            started(settings, name, settings.compiling, "warm")
+            for name in wanted
+            if name != "torch"
+        ]
         until = min(time.monotonic() + settings.compiling, end)
         print(f"compiling: {', '.join(ended(process, until) for process in processes)}", flush=True)
     left = {name: sum(cell.seconds for cell in named[name]) for name in wanted}
@@ -189,7 +216,8 @@ def main(settings: Speed) -> None:
         if name == "torch" and importlib.util.find_spec("timm") is None:
             note(settings.out, name, {"left_out": "timm is not installed"}, {})
         elif now < end:
-            # what later groups were given is theirs, as far as it is there; what earlier ones left is shared by all
+            # what later groups were given is theirs, as far as it is there; what earlier ones left
+            # is shared by all
             seconds = max(left[name] / sum(left.values()) * (end - now), min(left[name], end - now))
             print(f"{name}: {ended(started(settings, name, seconds), now + seconds)}", flush=True)
         del left[name]
@@ -198,8 +226,16 @@ def main(settings: Speed) -> None:
 
 
 def started(settings: Speed, name: str, seconds: float, how: str = "") -> subprocess.Popen[bytes]:
-    """One group in a process of its own; `warm`: all that it calls is compiled and kept, and nothing is measured."""
-    command = [sys.executable, "-m", "experiments.bench.accelerator", "--group", name, f"{seconds:.1f}"]
+    """One group in a process of its own; `warm`: all that it calls is compiled and kept, and
+    nothing is measured."""
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.bench.accelerator",
+        "--group",
+        name,
+        f"{seconds:.1f}",
+    ]
     command += [str(settings.out.resolve()), str(int(settings.miniature)), how]
     environment = dict(os.environ)
     if name == "torch" or how:  # others need memory, too
@@ -232,19 +268,24 @@ def brief(sizes: Sizes) -> Sizes:
         finetune=dataclasses.replace(config.finetune, epochs=1),
         search=dataclasses.replace(config.search, generations=1),
     )
-    return dataclasses.replace(sizes, num_steps=16, num_traced=1, num_candidates=4, repeats=1, config=config)
+    return dataclasses.replace(
+        sizes, num_steps=16, num_traced=1, num_candidates=4, repeats=1, config=config
+    )
 
 
 def run_cells(name: str, seconds: float, out: Path, *, miniature: bool, warm: bool = False) -> None:
-    """In a group's process: its cells in turn; a cell that fails is noted and does not stop the others."""
-    end, sizes = time.monotonic() + seconds, MINIATURE if miniature else Sizes()
+    """In a group's process: its cells in turn; a cell that fails is noted and does not stop the
+    others."""
+    end = time.monotonic() + seconds
+    sizes = MINIATURE if miniature else Sizes()
     keep_programs()
     if warm:
         for cell in groups(brief(sizes))[name]:
             with contextlib.suppress(Exception):  # which the measurement notes
                 cell.measure()
         return
-    known, machine = read(out)["cells"], measure.machine() | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
+    known = read(out)["cells"]
+    machine = measure.machine() | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
     for cell in groups(sizes)[name]:
         left = end - time.monotonic()
         if cell.name in known and "error" not in known[cell.name]:
@@ -288,8 +329,11 @@ def _short(found: Mapping[str, Any]) -> dict[str, Any]:
 def peak_cell(sizes: Sizes) -> dict[str, Any]:
     """Copy bandwidth, and the fastest large products in TF32 and bfloat16."""
     size = 2**28 if sizes.product > 1024 else 2**20
-    values, copy = jnp.zeros(size, jnp.float32), jax.jit(lambda x: x + 1)
-    found: dict[str, Any] = {"copy_bytes_per_second": 2 * values.nbytes / _best(lambda: copy(values))}
+    values = jnp.zeros(size, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    found: dict[str, Any] = {
+        "copy_bytes_per_second": 2 * values.nbytes / _best(lambda: copy(values))
+    }
     for precision in ("float32", "bfloat16"):
         operand = jax.random.normal(jax.random.key(0), (sizes.product, sizes.product), precision)
         product = jax.jit(lambda x: jnp.matmul(x, x))
@@ -303,10 +347,12 @@ def _best(work: Callable[[], jax.Array], repeats: int = 5) -> float:
 
 
 def dispatch_cell() -> dict[str, Any]:
-    """Seconds of host time per call of a compiled function that does next to nothing, by its number of arguments."""
+    """Seconds of host time per call of a compiled function that does next to nothing, by its number
+    of arguments."""
     found = {}
     for num in (1, 15, 158):
-        arguments, first = [jnp.zeros(8) + i for i in range(num)], jax.jit(lambda *a: a[0] + 1)
+        arguments = [jnp.zeros(8) + i for i in range(num)]
+        first = jax.jit(lambda *a: a[0] + 1)
         first(*arguments).block_until_ready()
         start = time.perf_counter()
         for _ in range(500):
@@ -317,25 +363,34 @@ def dispatch_cell() -> dict[str, Any]:
 
 
 class Subject:
-    """An executor with a fresh task: a supernet, and tokens of random images kept where training keeps them."""
+    """An executor with a fresh task: a supernet, and tokens of random images kept where training
+    keeps them."""
 
-    def __init__(self, sizes: Sizes, name: str, executor: Name, batch: int, precision: Precision, num: int):
+    def __init__(
+        self, sizes: Sizes, name: str, executor: Name, batch: int, precision: Precision, num: int
+    ):
         pretrained = measure.backbone(name)
         self.config: ViTConfig = dataclasses.replace(pretrained.config, precision=precision)
         vit = build(self.config, pretrained.params)
-        self.executor = make_executor(vit, "mlp_down", EngineConfig(executor, programs=512), batch_size=batch)
+        self.executor = make_executor(
+            vit, "mlp_down", EngineConfig(executor, programs=512), batch_size=batch
+        )
         self.fitting = measure.new_task(self.executor.base_pool, NUM_CLASSES, sizes.rank)
-        self.batch, self.labels = batch, np.arange(num, dtype=np.int32) % NUM_CLASSES
+        self.batch = batch
+        self.labels = np.arange(num, dtype=np.int32) % NUM_CLASSES
         budget = Budget(2**36)
         images = feed_images(self.executor, measure.random_images(num, self.config), budget)
-        self.feed = keep_tokens("tokens", self.executor, images, num, (), batch_size=batch, budget=budget)
+        self.feed = keep_tokens(
+            "tokens", self.executor, images, num, (), batch_size=batch, budget=budget
+        )
 
     def train(self, architectures: Sequence[Architecture]) -> list[jax.Array]:
         """One step each, not waited for; the losses."""
         executor, fitting = self.executor, self.fitting
         order = np.resize(np.arange(len(self.labels)), len(architectures) * self.batch)
         pieces = list(batches(order, self.batch))
-        steps, losses = steps_of(executor, self.feed, self.labels, pieces, self.batch), []
+        steps = steps_of(executor, self.feed, self.labels, pieces, self.batch)
+        losses = []
         for first in range(0, len(architectures), executor.steps_per_call):
             some = architectures[first : first + executor.steps_per_call]
             data = [next(steps)[0] for _ in some]
@@ -347,13 +402,20 @@ class Subject:
 
 
 def samples(config: ViTConfig, num: int) -> list[Architecture]:
-    """Architectures sampled uniformly over the candidates of a first task; the same for every side."""
+    """Architectures sampled uniformly over the candidates of a first task; the same for every
+    side."""
     table = uniform_table([1] * config.depth).astype(np.float32)
-    return [decode(codes, [1] * config.depth) for codes in np.asarray(sample(jax.random.key(0), table, num=num))]
+    return [
+        decode(codes, [1] * config.depth)
+        for codes in np.asarray(sample(jax.random.key(0), table, num=num))
+    ]
 
 
-def step_cell(sizes: Sizes, name: str, executor: Name, batch: int, precision: Precision) -> dict[str, Any]:
-    """Seconds per supernet step without waiting: of the host, until the device is done, and the device's busy share."""
+def step_cell(
+    sizes: Sizes, name: str, executor: Name, batch: int, precision: Precision
+) -> dict[str, Any]:
+    """Seconds per supernet step without waiting: of the host, until the device is done, and the
+    device's busy share."""
     mark = Mark.now()
     subject = Subject(sizes, name, executor, batch, precision, 8 * batch)
     drawn = samples(subject.config, sizes.num_steps)
@@ -361,8 +423,12 @@ def step_cell(sizes: Sizes, name: str, executor: Name, batch: int, precision: Pr
         drawn = [drawn[0]] * len(drawn)
     else:
         prepare(subject.executor, subject.fitting.supernet, batch)
-    first = [float(loss) for loss in subject.train(drawn)]  # everything that a repetition calls is compiled now
-    warm, returned, done = mark.since(), [], []
+    first = [
+        float(loss) for loss in subject.train(drawn)
+    ]  # everything that a repetition calls is compiled now
+    warm = mark.since()
+    returned = []
+    done = []
     for _ in range(sizes.repeats):
         start = time.perf_counter()
         losses = subject.train(drawn)
@@ -370,7 +436,9 @@ def step_cell(sizes: Sizes, name: str, executor: Name, batch: int, precision: Pr
         jax.block_until_ready((losses, subject.fitting.state))
         done.append((time.perf_counter() - start) / len(drawn))
     seconds = statistics.median(done)
-    flops = batch * statistics.mean(measure.step_flops(subject.config, one, sizes.rank, begin=0) for one in drawn)
+    flops = batch * statistics.mean(
+        measure.step_flops(subject.config, one, sizes.rank, begin=0) for one in drawn
+    )
     found = {
         "step_seconds": seconds,
         "host_seconds": statistics.median(returned),
@@ -381,11 +449,14 @@ def step_cell(sizes: Sizes, name: str, executor: Name, batch: int, precision: Pr
         "first_losses": first[:16],
         "memory": _memory(),
     }
-    return found | traced(lambda: jax.block_until_ready(subject.train(drawn[: sizes.num_traced])), sizes.num_traced)
+    return found | traced(
+        lambda: jax.block_until_ready(subject.train(drawn[: sizes.num_traced])), sizes.num_traced
+    )
 
 
 def candidate_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
-    """Seconds per candidate of one generation on a validation set, by the rows of a forward pass."""
+    """Seconds per candidate of one generation on a validation set, by the rows of a forward
+    pass."""
     found: dict[str, Any] = {}
     subject = Subject(sizes, name, "stages", sizes.batch, precision, sizes.num_scored)
     executor, fitting = subject.executor, subject.fitting
@@ -393,15 +464,26 @@ def candidate_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, A
     codes = np.asarray(sample(jax.random.key(1), table, num=sizes.num_candidates))
     for rows in sizes.rows:
         # an accelerator's forward passes have sizes of their own
-        executor.device = dataclasses.replace(executor.device, forward_sizes=(rows,) if rows > sizes.batch else ())
+        executor.device = dataclasses.replace(
+            executor.device, forward_sizes=(rows,) if rows > sizes.batch else ()
+        )
         score = supernet_score(
-            executor, fitting.supernet, fitting.state, subject.feed, subject.labels, batch_size=sizes.batch,
+            executor,
+            fitting.supernet,
+            fitting.state,
+            subject.feed,
+            subject.labels,
+            batch_size=sizes.batch,
             advance=unwatched,
-        )  # fmt: skip
+        )
         times = measure.alternate({"": functools.partial(score, codes)}, sizes.repeats)[""]
         found[f"{rows} rows"] = statistics.median(times) / len(codes)
         found[f"{rows} rows, traced"] = traced(functools.partial(score, codes), len(codes))
-    return {"seconds_per_candidate": found, "num_images": sizes.num_scored, "num_candidates": sizes.num_candidates}
+    return {
+        "seconds_per_candidate": found,
+        "num_images": sizes.num_scored,
+        "num_candidates": sizes.num_candidates,
+    }
 
 
 def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
@@ -411,11 +493,15 @@ def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
     from experiments.bench.peer import CheemPeer
 
     torch.set_float32_matmul_precision("high")  # TF32, as JAX's default
-    is_fixed, pretrained = "compiled" in way, measure.backbone(name, sizes.peer_pixels)
+    is_fixed = "compiled" in way
+    pretrained = measure.backbone(name, sizes.peer_pixels)
     peer = CheemPeer(
-        pretrained, rank=sizes.rank, num_outputs=next_power_of_two(NUM_CLASSES), compiled=is_fixed,
+        pretrained,
+        rank=sizes.rank,
+        num_outputs=next_power_of_two(NUM_CLASSES),
+        compiled=is_fixed,
         precision="bfloat16" if "bfloat16" in way else "float32",
-    )  # fmt: skip
+    )
     drawn = samples(pretrained.config, sizes.num_steps)
     drawn = [drawn[0]] * len(drawn) if is_fixed else drawn
     images = torch.as_tensor(measure.random_images(sizes.batch, pretrained.config)).to(peer.device)
@@ -436,21 +522,29 @@ def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
         train(drawn)
         times.append((time.perf_counter() - start) / len(drawn))
     found: dict[str, Any] = {
-        "step_seconds": statistics.median(times), "all_step_seconds": times, "warm_up_seconds": warm,
+        "step_seconds": statistics.median(times),
+        "all_step_seconds": times,
+        "warm_up_seconds": warm,
         "torch": torch.__version__,
-    }  # fmt: skip
+    }
     if not is_fixed:
-        scored = torch.as_tensor(measure.random_images(sizes.num_scored, pretrained.config)).to(peer.device)
+        scored = torch.as_tensor(measure.random_images(sizes.num_scored, pretrained.config)).to(
+            peer.device
+        )
         wanted = np.arange(sizes.num_scored, dtype=np.int32) % NUM_CLASSES
         candidates = drawn[: sizes.num_candidates]
         score = functools.partial(peer.count_right, candidates, scored, wanted, NUM_CLASSES)
-        found["seconds_per_candidate"] = min(measure.alternate({"": score}, 3)[""]) / len(candidates)
+        found["seconds_per_candidate"] = min(measure.alternate({"": score}, 3)[""]) / len(
+            candidates
+        )
     return found
 
 
 def task_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
-    """Learn a whole first task at the paper's settings, compilation included; utilisation by phase."""
-    mark, pretrained = Mark.now(), measure.backbone(name)
+    """Learn a whole first task at the paper's settings, compilation included; utilisation by
+    phase."""
+    mark = Mark.now()
+    pretrained = measure.backbone(name)
     vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
     executor = make_executor(vit, "mlp_down", EngineConfig(), batch_size=sizes.config.batch_size)
     features = FrozenFeatures(Backbone(executor, sizes.config.router), sizes.config.batch_size)
@@ -461,9 +555,16 @@ def task_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
         return Split(measure.random_images(num, pretrained.config, seed), labels)
 
     classes = tuple(f"class {i}" for i in range(min(NUM_CLASSES, sizes.num_val)))
-    task = Task("random", classes, split(sizes.num_train, 0), split(sizes.num_val, 1), split(sizes.num_val, 2))
+    task = Task(
+        "random",
+        classes,
+        split(sizes.num_train, 0),
+        split(sizes.num_val, 1),
+        split(sizes.num_val, 2),
+    )
     with watched_device() as seen:
-        start, running = time.perf_counter(), Phases()
+        start = time.perf_counter()
+        running = Phases()
         report = learner.learn(task, running)
         seconds = time.perf_counter() - start
     busy = {
@@ -487,7 +588,8 @@ def task_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
 
 
 class Phases:
-    """A task that is learned without display or checkpoints; notes when each phase began and ended."""
+    """A task that is learned without display or checkpoints; notes when each phase began and
+    ended."""
 
     saved = None
 
@@ -504,11 +606,20 @@ class Phases:
 
 @contextlib.contextmanager
 def watched_device() -> Iterator[list[tuple[float, float]]]:
-    """Moments and the share of time that the accelerator was busy, twice a second; empty without NVIDIA's tool."""
-    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "500"]
+    """Moments and the share of time that the accelerator was busy, twice a second; empty without
+    NVIDIA's tool."""
+    command = [
+        "nvidia-smi",
+        "--query-gpu=utilization.gpu",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "500",
+    ]
     seen: list[tuple[float, float]] = []
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
     except OSError:
         yield seen
         return
@@ -531,7 +642,8 @@ def watched_device() -> Iterator[list[tuple[float, float]]]:
 
 
 def traced(work: Callable[[], object], num: int) -> dict[str, Any]:
-    """Kernels per unit of work, their seconds, and the share of the time in which one runs; from the profiler's trace.
+    """Kernels per unit of work, their seconds, and the share of the time in which one runs; from
+    the profiler's trace.
 
     Empty on a CPU, whose kernels the profiler does not name.
     """
@@ -543,7 +655,7 @@ def traced(work: Callable[[], object], num: int) -> dict[str, Any]:
             start = time.perf_counter()
             work()
             seconds = time.perf_counter() - start
-        (file, *_) = Path(folder).rglob("*.xplane.pb")
+        file, *_ = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
         spans = [
             (event.start_ns, event.end_ns)
@@ -554,12 +666,17 @@ def traced(work: Callable[[], object], num: int) -> dict[str, Any]:
             for event in line.events
         ]
     busy = covered(spans) / 1e9
-    return {"kernels": len(spans) / num, "device_seconds": busy / num, "busy_share_traced": busy / seconds}
+    return {
+        "kernels": len(spans) / num,
+        "device_seconds": busy / num,
+        "busy_share_traced": busy / seconds,
+    }
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
     """Length of the union of intervals."""
-    total, end = 0.0, -np.inf
+    total = 0.0
+    end = -np.inf
     for first, last in sorted(spans):
         total += max(last - max(first, end), 0)
         end = max(end, last)

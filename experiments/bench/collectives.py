@@ -2,8 +2,9 @@
 
     python -m experiments.bench.collectives
 
-Nothing runs here: a process with eight devices of a CPU compiles the programs that a step, an evaluation and a search
-call, at the shapes of ViT-B/16 with 224 pixels, and their text tells each collective and its bytes.
+Nothing runs here: a process with eight devices of a CPU compiles the programs that a step, an
+evaluation and a search call, at the shapes of ViT-B/16 with 224 pixels, and their text tells each
+collective and its bytes.
 """
 
 import dataclasses
@@ -29,11 +30,27 @@ from cheem_jax.engine.executor import Batch, Dense, Executor, Gather
 from cheem_jax.engine.layout import SMALL, Layout
 from experiments.bench.measure import Bench, Row, command, in_child, save, say
 
-DEVICES, BATCH, SCAN_STEPS = 8, 64, 2
+DEVICES = 8
+BATCH = 64
+SCAN_STEPS = 2
 NUM_CLASSES, RANK = 100, 40
-ADAPT, NEW, REUSE, SKIP = Choice("adapt", 0), Choice("new"), Choice("reuse", 0), Choice("skip")
+ADAPT = Choice("adapt", 0)
+NEW = Choice("new")
+REUSE = Choice("reuse", 0)
+SKIP = Choice("skip")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s16": 2,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+}
 BYTES |= {"s64": 8, "u64": 8, "f64": 8}
 
 
@@ -41,23 +58,28 @@ BYTES |= {"s64": 8, "u64": 8, "f64": 8}
 
 
 class Collective(NamedTuple):
-    """One kind of exchange: bytes of the whole array, as one device hands it over or has it in the end."""
+    """One kind of exchange: bytes of the whole array, as one device hands it over or has it in the
+    end."""
 
     kind: str
     bytes: int
 
 
-_LINE = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<shape>.+?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$")
+_LINE = re.compile(
+    r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<shape>.+?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+)
 HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 
 
 def collectives(text: str) -> list[Collective]:
     """Every exchange of one call, from the text of an optimised HLO module.
 
-    What a loop repeats counts as often; of a conditional's branches the one with the most bytes counts.
+    What a loop repeats counts as often; of a conditional's branches the one with the most bytes
+    counts.
     """
     computations: dict[str, list[re.Match[str]]] = {}
-    entry, lines = None, []
+    entry = None
+    lines = []
     for line in text.splitlines():
         if head := HEAD.match(line):
             lines = computations[head["name"]] = []
@@ -80,7 +102,8 @@ def _of(name: str, computations: Mapping[str, Sequence[re.Match[str]]]) -> Itera
             once = list(_of(body, computations))
             if once and trips is None:
                 raise ValueError(
-                    f"how often the loop {body} runs is not known, and it contains {len(once)} collectives"
+                    f"how often the loop {body} runs is not known, and it contains {len(once)}"
+                    " collectives"
                 )
             yield from once * (int(trips[1]) if trips else 0)
         elif opcode == "conditional":
@@ -114,7 +137,9 @@ def group_size(attributes: str) -> int:
         return found[1].count(",") + 1
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
         return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}", attributes):
+    if found := re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}", attributes
+    ):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
     raise ValueError(f"unknown groups of devices in {attributes[:200]!r}")
@@ -127,7 +152,9 @@ class Compiled:
     """A program that compiles for its arguments' shapes, gives shapes back, and notes the call."""
 
     def __init__(self, program: Any, calls: list[list[Collective]]):
-        self.program, self._calls, self._made = program, calls, {}
+        self.program = program
+        self._calls = calls
+        self._made = {}
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         leaves, tree = jax.tree.flatten((arguments, named))
@@ -149,7 +176,11 @@ class Compiled:
 
 
 def _described(leaf: Any) -> Any:
-    return (leaf.shape, str(leaf.dtype), str(getattr(leaf, "sharding", ""))) if hasattr(leaf, "shape") else leaf
+    return (
+        (leaf.shape, str(leaf.dtype), str(getattr(leaf, "sharding", "")))
+        if hasattr(leaf, "shape")
+        else leaf
+    )
 
 
 def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -157,7 +188,8 @@ def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 class OnPaper(Layout):
-    """Devices that hold shapes instead of arrays; `calls` has the collectives of each program called."""
+    """Devices that hold shapes instead of arrays; `calls` has the collectives of each program
+    called."""
 
     def __init__(self, fsdp: int):
         super().__init__(jax.devices(), fsdp)
@@ -174,12 +206,16 @@ class OnPaper(Layout):
 
     def copy(self, tree: Any, place: int) -> Any:
         """See `Layout.copy`."""
-        return jax.tree.map(lambda leaf: _placed(leaf, SingleDeviceSharding(self.devices[place])), tree)
+        return jax.tree.map(
+            lambda leaf: _placed(leaf, SingleDeviceSharding(self.devices[place])), tree
+        )
 
     def jit(self, function: Any, **options: Any) -> Any:
         """See `Layout.jit`."""
         program = super().jit(function, **options)
-        return Compiled(getattr(program, "_program", program), self.calls)  # calls wait for results; there are none
+        return Compiled(
+            getattr(program, "_program", program), self.calls
+        )  # calls wait for results; there are none
 
     def noted(self) -> dict[str, Any]:
         """Calls since the last look, and their collectives by kind."""
@@ -195,7 +231,8 @@ class OnPaper(Layout):
 
 
 def architectures(depth: int) -> dict[str, Architecture]:
-    """Each op kind at a quarter of the blocks, the first one learning; and an expert of its own for every block."""
+    """Each op kind at a quarter of the blocks, the first one learning; and an expert of its own for
+    every block."""
     return {"typical": ((ADAPT, NEW, REUSE, SKIP) * depth)[:depth], "worst": (NEW,) * depth}
 
 
@@ -213,85 +250,133 @@ def compile_all(quick: bool) -> list[dict[str, Any]]:
     found = []
     for config, depth, name, fsdp in cases:
         config = dataclasses.replace(config, depth=depth, num_classes=0)
-        found += [{"executor": name, "fsdp": fsdp, **entry} for entry in compile_case(config, name, fsdp)]
+        found += [
+            {"executor": name, "fsdp": fsdp, **entry} for entry in compile_case(config, name, fsdp)
+        ]
         say(f"collectives: {name}, {config.name} with {depth} blocks, fsdp {fsdp}")
     return found
 
 
 def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str, Any]]:
     """Steps, an evaluated batch of one network, and a candidate's batch on a device of its own."""
-    layout, depth = OnPaper(fsdp), config.depth
+    layout = OnPaper(fsdp)
+    depth = config.depth
     for function in ("add", "_take"):  # programs of one module for all layouts
         program = getattr(shared, function)
         setattr(shared, function, Compiled(getattr(program, "program", program), layout.calls))
     vit = build(config, init_params(config, jax.random.key(0)))
-    executor = make_executor(vit, "mlp_down", EngineConfig(name, steps_per_call=SCAN_STEPS), layout=layout)
-    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
-    setup, head = supernet.setup, layout.everywhere(supernet.init().head)
+    executor = make_executor(
+        vit, "mlp_down", EngineConfig(name, steps_per_call=SCAN_STEPS), layout=layout
+    )
+    supernet = Supernet(
+        jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK)
+    )
+    setup = supernet.setup
+    head = layout.everywhere(supernet.init().head)
     if name == "stages":  # the others have the update inside of their step
         setup = setup._replace(update=Compiled(adam_update(), layout.calls))
     pair, full = layout.everywhere(setup.blank)
-    learners = {(block, choice): own for block in range(depth) for choice, own in ((ADAPT, pair), (NEW, full))}
-    rows, ones = np.zeros(BATCH, np.int32), np.ones(BATCH, np.float32)
+    learners = {
+        (block, choice): own
+        for block in range(depth)
+        for choice, own in ((ADAPT, pair), (NEW, full))
+    }
+    rows = np.zeros(BATCH, np.int32)
+    ones = np.ones(BATCH, np.float32)
     shape = jax.ShapeDtypeStruct((BATCH, config.num_tokens, config.width), np.float32)
     kept = layout.everywhere(shape)
-    batch, steps = Batch(Gather(0, kept, rows), layout.rows(rows), layout.weights(ones)), executor.steps_per_call
+    batch = Batch(Gather(0, kept, rows), layout.rows(rows), layout.weights(ones))
+    steps = executor.steps_per_call
     about = {"backbone": config.name, "depth": depth}
     kinds = architectures(depth)
     must = {which: reduced_bytes(config, architecture) for which, architecture in kinds.items()}
-    if name == "scan":  # one program, which sends the gradient of a dense expert per block, whatever is learned
+    if (
+        name == "scan"
+    ):  # one program, which sends the gradient of a dense expert per block, whatever is learned
         del kinds["typical"]
     for which, architecture in kinds.items():
         for _ in range(2):  # what the first leaves is what all later ones begin with
             layout.noted()
             learners, head, _ = executor.train(
-                learners, head, [architecture] * steps, [[batch]] * steps, rates=[1e-3] * steps, setup=setup
-            )  # fmt: skip
+                learners,
+                head,
+                [architecture] * steps,
+                [[batch]] * steps,
+                rates=[1e-3] * steps,
+                setup=setup,
+            )
         yield {
-            "what": f"step, {which}", **about, "steps": steps, **layout.noted(),
+            "what": f"step, {which}",
+            **about,
+            "steps": steps,
+            **layout.noted(),
             "expected_reduced": steps * must[which],
             "expected_gathered": 0 if fsdp == 1 else steps * gathered_bytes(config, architecture),
-        }  # fmt: skip
+        }
 
     def evaluate(own: Executor, network: list[Dense], source: Gather, head) -> None:
         place = own.layout
-        mask, labels = place.weights(ones), place.rows(rows)
+        mask = place.weights(ones)
+        labels = place.rows(rows)
         for walked in own.walk([network], source, mask):
             own.classify(head, walked.tokens, labels, mask, NUM_CLASSES)
 
     network = [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]
     evaluate(executor, network, Gather(0, kept, rows), head.params)
     yield {
-        "what": "a batch of one network", **about, "steps": 1, **layout.noted(),
+        "what": "a batch of one network",
+        **about,
+        "steps": 1,
+        **layout.noted(),
         "expected_reduced": 4 * depth * config.width + 4,
         "expected_gathered": 0 if fsdp == 1 else gathered_bytes(config, (REUSE,) * depth),
-    }  # fmt: skip
+    }
     if fsdp == 1:
         alone = [Dense(step.code, layout.copy(step.expert, 0)) for step in network]
-        evaluate(executor.on(0), alone, Gather(0, layout.copy(kept, 0), rows), layout.copy(head.params, 0))
+        evaluate(
+            executor.on(0),
+            alone,
+            Gather(0, layout.copy(kept, 0), rows),
+            layout.copy(head.params, 0),
+        )
         yield {
-            "what": "a batch of one candidate, on its device", **about, "steps": 1, **layout.noted(),
-            "expected_reduced": 0, "expected_gathered": 0,
-        }  # fmt: skip
+            "what": "a batch of one candidate, on its device",
+            **about,
+            "steps": 1,
+            **layout.noted(),
+            "expected_reduced": 0,
+            "expected_gathered": 0,
+        }
 
 
 # ---- what is expected of them
 
 
-def reduced_bytes(config: ViTConfig, architecture: Architecture, num_classes: int = NUM_CLASSES) -> int:
-    """Float32 bytes that a step must sum over the devices: gradients of what it learns, of the head, and the loss."""
-    sizes = {"adapt": RANK * (config.mlp_width + config.width), "new": (config.mlp_width + 1) * config.width}
+def reduced_bytes(
+    config: ViTConfig, architecture: Architecture, num_classes: int = NUM_CLASSES
+) -> int:
+    """Float32 bytes that a step must sum over the devices: gradients of what it learns, of the
+    head, and the loss."""
+    sizes = {
+        "adapt": RANK * (config.mlp_width + config.width),
+        "new": (config.mlp_width + 1) * config.width,
+    }
     head = (config.width + 1) * 2 ** math.ceil(math.log2(num_classes))
     return 4 * (sum(sizes.get(choice.kind, 0) for choice in architecture) + head + 1)
 
 
 def gathered_bytes(config: ViTConfig, architecture: Architecture) -> int:
-    """Bytes of frozen weights that a pass from the first block's kept tokens must bring together, and its gradient.
+    """Bytes of frozen weights that a pass from the first block's kept tokens must bring together,
+    and its gradient.
 
-    The gradient gathers again what the pass did not keep; before the first op that learns it needs nothing.
+    The gradient gathers again what the pass did not keep; before the first op that learns it needs
+    nothing.
     """
-    first = next((i for i, choice in enumerate(architecture) if choice.kind in ("adapt", "new")), None)
-    total, width = 0, config.width
+    first = next(
+        (i for i, choice in enumerate(architecture) if choice.kind in ("adapt", "new")), None
+    )
+    total = 0
+    width = config.width
     for block, choice in enumerate(architecture):
         weights = [width * 3 * width, width * width] if block else []
         weights += [] if choice.kind == "skip" else [width * config.mlp_width]
@@ -316,9 +401,14 @@ def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:
     for entry in found:
         sent = sum(own["bytes"] for own in entry["kinds"].values())
         split = f", fsdp {entry['fsdp']}" if entry["fsdp"] > 1 else ""
-        what = f"{entry['executor']}{split}, {entry['backbone']} with {entry['depth']} blocks, {entry['what']}"
+        what = (
+            f"{entry['executor']}{split}, {entry['backbone']} with {entry['depth']} blocks,"
+            f" {entry['what']}"
+        )
         if must := entry["expected_reduced"] + entry["expected_gathered"]:
-            rows.append(Row(f"{what}: bytes per byte that must be sent", {}, sent / must, 1.0, "at most"))
+            rows.append(
+                Row(f"{what}: bytes per byte that must be sent", {}, sent / must, 1.0, "at most")
+            )
         else:
             rows.append(Row(f"{what}: bytes sent", {}, float(sent), 0.0, "at most", "bytes"))
     return rows

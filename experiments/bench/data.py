@@ -2,8 +2,9 @@
 
     python -m experiments.bench.data
 
-Images are generated and files lie in the system's page cache, so that nothing here waits for a disk. What memory a
-task of many images takes is measured in processes of their own. It needs the extra `datasets`.
+Images are generated and files lie in the system's page cache, so that nothing here waits for a
+disk. What memory a task of many images takes is measured in processes of their own. It needs the
+extra `datasets`.
 """
 
 import contextlib
@@ -40,16 +41,28 @@ from cheem_jax.engine.feed import HostImages, ahead
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
 
-WIDTH, HEIGHT, QUALITY = 500, 375, 90
+WIDTH = 500
+HEIGHT = 375
+QUALITY = 90
 FINE = 0.3
-"""Amplitudes of the fields go with this power of their cells' size: at 0.3 a JPEG takes about 60 kB."""
-IMAGE_SIZE, SMALL, TINY = 224, 64, 32
+"""Amplitudes of the fields go with this power of their cells' size: at 0.3 a JPEG takes about 60
+kB."""
+IMAGE_SIZE = 224
+SMALL = 64
+TINY = 32
 """Pixels: of training, of the cache of many images, and of their files."""
-NUM_CLASSES, RANK, BATCH, GATHERED = 20, 16, 32, 64
+NUM_CLASSES = 20
+RANK = 16
+BATCH = 32
+GATHERED = 64
 STREAMED = 100
-"""Batches of each split that are streamed of the many images: their memory is soon what it will be."""
-GOAL_DECODE, GOAL_WAITING, GOAL_GIGABYTES = 1.5, 0.03, 1.5
-"""Times as fast as one thread; largest share of an epoch spent waiting; most memory of a process."""
+"""Batches of each split that are streamed of the many images: their memory is soon what it will
+be."""
+GOAL_DECODE = 1.5
+GOAL_WAITING = 0.03
+GOAL_GIGABYTES = 1.5
+"""Times as fast as one thread; largest share of an epoch spent waiting; most memory of a
+process."""
 THREADS, PILLOW = "threads", "Pillow in one thread"
 Child = Literal["prepare", "verify", "read", "stream"]
 CHILDREN: dict[Child, str] = {
@@ -78,7 +91,8 @@ def main(settings: Bench) -> None:
 
 
 def photographs(num: int, seed: int = 0) -> Iterator[bytes]:
-    """JPEG files, all different: windows of a random field that is rough at all scales, as photographs are."""
+    """JPEG files, all different: windows of a random field that is rough at all scales, as
+    photographs are."""
     rng = np.random.default_rng(seed)
     size = (3 * WIDTH, 3 * HEIGHT)
     field = np.zeros((size[1], size[0], 3), np.float32)
@@ -91,12 +105,15 @@ def photographs(num: int, seed: int = 0) -> Iterator[bytes]:
     for _ in range(num):
         left, top = rng.integers(0, 2 * WIDTH), rng.integers(0, 2 * HEIGHT)
         buffer = io.BytesIO()
-        Image.fromarray(pixels[top : top + HEIGHT, left : left + WIDTH]).save(buffer, "JPEG", quality=QUALITY)
+        Image.fromarray(pixels[top : top + HEIGHT, left : left + WIDTH]).save(
+            buffer, "JPEG", quality=QUALITY
+        )
         yield buffer.getvalue()
 
 
 def write_task(folder: Path, num_train: int) -> Plan:
-    """A folder of photographs as a task; a few for validation and test, which nobody looks at here."""
+    """A folder of photographs as a task; a few for validation and test, which nobody looks at
+    here."""
     places = [("train", row) for row in range(num_train)]
     places += [(split, row) for split in ("val", "test") for row in range(NUM_CLASSES)]
     for (split, row), data in zip(places, photographs(len(places), 1), strict=True):
@@ -107,7 +124,8 @@ def write_task(folder: Path, num_train: int) -> Plan:
 
 
 def write_many(file: Path, num: int) -> None:
-    """A zip of tiny images: few of them under many names, told apart by bytes behind the end of the JPEG."""
+    """A zip of tiny images: few of them under many names, told apart by bytes behind the end of the
+    JPEG."""
     tiny = []
     for data in photographs(50):
         buffer = io.BytesIO()
@@ -117,15 +135,19 @@ def write_many(file: Path, num: int) -> None:
     splits = ["train"] * 8 + ["val", "test"]
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for row in range(num):
-            split, label = splits[row % 10], row // 10 % NUM_CLASSES
-            archive.writestr(f"{split}/class {label:02d}/{row:06d}.jpg", tiny[row % len(tiny)] + row.to_bytes(4))
+            split = splits[row % 10]
+            label = row // 10 % NUM_CLASSES
+            archive.writestr(
+                f"{split}/class {label:02d}/{row:06d}.jpg", tiny[row % len(tiny)] + row.to_bytes(4)
+            )
 
 
 # ---- decoding
 
 
 def decoding(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """Files to pixels of the size of training, by the library and by the loop that one would write."""
+    """Files to pixels of the size of training, by the library and by the loop that one would
+    write."""
     names, num_bytes = [], []
     for row, data in enumerate(photographs(16 if quick else 400)):
         names.append(f"{row:05d}.jpg")
@@ -144,7 +166,10 @@ def decoding(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
         raise ValueError("the library's pixels are not Pillow's")
     seconds = medians(times)
     what = f"{len(names)} files to {IMAGE_SIZE} pixels, against {PILLOW}"
-    note = f"{len(names) / seconds[THREADS]:,.0f} and {len(names) / seconds[PILLOW]:,.0f} images/s; equal pixels"
+    note = (
+        f"{len(names) / seconds[THREADS]:,.0f} and {len(names) / seconds[PILLOW]:,.0f} images/s;"
+        " equal pixels"
+    )
     row = Row(what, seconds, ratio(seconds, PILLOW, THREADS), GOAL_DECODE, note=note)
     return [row], {"samples": times, "mean_file_bytes": float(np.mean(num_bytes))}
 
@@ -152,7 +177,9 @@ def decoding(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 def pillow(file: Path) -> np.ndarray:
     """One image as anybody would read it."""
     with Image.open(file) as image:
-        return np.asarray(image.convert("RGB").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC))
+        return np.asarray(
+            image.convert("RGB").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC)
+        )
 
 
 # ---- waiting
@@ -172,9 +199,12 @@ class Epoch(NamedTuple):
 
 
 def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """An epoch of supernet training from images, kept in all the ways there are; no tokens are kept."""
+    """An epoch of supernet training from images, kept in all the ways there are; no tokens are
+    kept."""
     vit = measure.backbone("vit_nano" if quick else "deit_tiny")
-    size, num_steps, num_rounds = vit.config.image_size, 3 if quick else 7, 1 if quick else 3
+    size = vit.config.image_size
+    num_steps = 3 if quick else 7
+    num_rounds = 1 if quick else 3
     executor = measure.stages(vit)
     plan = write_task(folder / "task", num_steps * BATCH)
     ways: tuple[Keep, ...] = ("memory", "cache", "stream")
@@ -184,42 +214,78 @@ def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
         splits[keep] = task.train
     prepare(executor, measure.new_task(executor.base_pool, NUM_CLASSES, RANK).supernet, BATCH)
     # what the first steps of a process make is made here
-    epoch(executor, Split(splits["memory"].images[: 2 * BATCH], splits["memory"].labels[: 2 * BATCH]))
+    epoch(
+        executor, Split(splits["memory"].images[: 2 * BATCH], splits["memory"].labels[: 2 * BATCH])
+    )
     rounds: dict[str, list[Epoch]] = {keep: [] for keep in ways}
     for _ in range(num_rounds):  # in turns, so that a slow minute of the machine meets all of them
         for keep, split in splits.items():
             one = epoch(executor, split)
             if one.losses != (first := rounds["memory"] or [one])[0].losses:
-                raise ValueError(f"losses from {keep} {one.losses} are not those from memory {first[0].losses}")
+                raise ValueError(
+                    f"losses from {keep} {one.losses} are not those from memory {first[0].losses}"
+                )
             rounds[keep].append(one)
-    found = {keep: Epoch(*(sum(lists, []) for lists in zip(*epochs, strict=True))) for keep, epochs in rounds.items()}
-    what, rows = f"waiting for pictures, {num_rounds} epochs of {num_steps} steps of {BATCH} images", []
+    found = {
+        keep: Epoch(*(sum(lists, []) for lists in zip(*epochs, strict=True)))
+        for keep, epochs in rounds.items()
+    }
+    what = f"waiting for pictures, {num_rounds} epochs of {num_steps} steps of {BATCH} images"
+    rows = []
     steps = medians({keep: one.steps for keep, one in found.items()})
     for keep, one in found.items():
         begin = statistics.median(epoch.waits[0] for epoch in rounds[keep])
-        note = f"{1e3 * begin:.0f} ms before the first step of an epoch, {1e3 * sum(one.waits):.0f} ms in all"
+        note = (
+            f"{1e3 * begin:.0f} ms before the first step of an epoch, {1e3 * sum(one.waits):.0f} ms"
+            " in all"
+        )
         rows.append(
-            Row(f"{what}, {keep}", {"step": steps[keep]}, one.share, GOAL_WAITING, "at most", "of the time", note=note)
+            Row(
+                f"{what}, {keep}",
+                {"step": steps[keep]},
+                one.share,
+                GOAL_WAITING,
+                "at most",
+                "of the time",
+                note=note,
+            )
         )
     for keep in ways[1:]:
         sides = ("memory", keep)
         seconds = medians({name: [sum(epoch.steps) for epoch in rounds[name]] for name in sides})
-        note = "the same losses; decoding takes its share of the cores" if keep == "stream" else "the same losses"
-        rows.append(Row(f"the whole epoch, {keep} over memory", seconds, ratio(seconds, keep, "memory"), note=note))
+        note = (
+            "the same losses; decoding takes its share of the cores"
+            if keep == "stream"
+            else "the same losses"
+        )
+        rows.append(
+            Row(
+                f"the whole epoch, {keep} over memory",
+                seconds,
+                ratio(seconds, keep, "memory"),
+                note=note,
+            )
+        )
     row, samples = gathering(splits["cache"], splits["memory"], 5 if quick else 50)
     return [*rows, row], {
-        "epochs": {keep: one._asdict() for keep, one in found.items()}, "gathering": samples, "weights": vit.source,
-    }  # fmt: skip
+        "epochs": {keep: one._asdict() for keep, one in found.items()},
+        "gathering": samples,
+        "weights": vit.source,
+    }
 
 
 def epoch(executor: Executor, split: Split) -> Epoch:
-    """The loop of `fit`, its waits timed; each step is waited for, so that no wait hides work of the device."""
+    """The loop of `fit`, its waits timed; each step is waited for, so that no wait hides work of
+    the device."""
     order_key, mode_key, draw_key = jax.random.split(jax.random.key(3), 3)
-    fitting, num = measure.new_task(executor.base_pool, NUM_CLASSES, RANK), len(split.labels)
+    fitting = measure.new_task(executor.base_pool, NUM_CLASSES, RANK)
+    num = len(split.labels)
     sizes = fitting.supernet.sizes
     uniform = uniform_table(sizes)
     order = list(batches(order_at(order_key, num), BATCH))
-    codes = supernet_draws(mode_key, draw_key, exploit=uniform, uniform=uniform, epsilon=0.3)(0, len(order))
+    codes = supernet_draws(mode_key, draw_key, exploit=uniform, uniform=uniform, epsilon=0.3)(
+        0, len(order)
+    )
     data = steps_of(executor, HostImages(executor, split.images), split.labels, order, BATCH)
     steps, waits, losses = [], [], []
     start = time.perf_counter()
@@ -235,7 +301,8 @@ def epoch(executor: Executor, split: Split) -> Epoch:
 
 def gathering(cache: Split, kept: Split, repeats: int) -> tuple[Row, dict[str, list[float]]]:
     """Batches of random rows from a mapped file and from memory."""
-    rng, num = np.random.default_rng(0), len(cache.labels)
+    rng = np.random.default_rng(0)
+    num = len(cache.labels)
     sides: dict[str, Callable[[], object]] = {
         name: lambda split=split: np.asarray(split.images[rng.integers(0, num, GATHERED)])
         for name, split in (("cache", cache), ("memory", kept))
@@ -263,17 +330,19 @@ def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
         found[child] = told = measure.in_child(with_many, child, str(folder))
         say(f"data: {child}: {told['seconds']:.0f} s")
         note = (
-            f"{told['num'] / told['seconds']:,.0f} images/s; {told['before'] / 1e9:.2f} GB before it began; "
-            f"with mapped files {told['resident'] / 1e9:.2f} GB were resident at most"
+            f"{told['num'] / told['seconds']:,.0f} images/s; {told['before'] / 1e9:.2f} GB before"
+            f" it began; with mapped files {told['resident'] / 1e9:.2f} GB were resident at most"
         )
-        seconds, peak = {"pass": told["seconds"]}, told["peak"] / 1e9
+        seconds = {"pass": told["seconds"]}
+        peak = told["peak"] / 1e9
         rows.append(Row(what, seconds, peak, GOAL_GIGABYTES, "at most", "GB", note=note))
     return rows, found
 
 
 def with_many(child: Child, place: str) -> dict[str, float]:
     """One pass over the many images, and the most memory that this process took meanwhile."""
-    folder, before = Path(place), measure.process_memory("RssAnon")
+    folder = Path(place)
+    before = measure.process_memory("RssAnon")
     num = 0
     with watching() as peak:
         plan = plan_task(folder / "many.zip")
@@ -290,25 +359,34 @@ def with_many(child: Child, place: str) -> dict[str, float]:
             start = time.perf_counter()  # without opening
             for split in splits:
                 rng = np.random.default_rng(0)
-                order = [batch.rows for batch in batches(rng.permutation(len(split.labels)), GATHERED)]
-                for images in in_turn(split.images, order[:STREAMED] if child == "stream" else order):
+                order = [
+                    batch.rows for batch in batches(rng.permutation(len(split.labels)), GATHERED)
+                ]
+                for images in in_turn(
+                    split.images, order[:STREAMED] if child == "stream" else order
+                ):
                     if images.shape != (GATHERED, SMALL, SMALL, 3):
                         raise ValueError(f"a batch has the shape {images.shape}")
                     num += len(images)
         seconds = time.perf_counter() - start
     return {
-        "num": num or plan.num_images, "seconds": seconds, "before": before, "peak": max(peak),
+        "num": num or plan.num_images,
+        "seconds": seconds,
+        "before": before,
+        "peak": max(peak),
         "resident": measure.process_memory("VmHWM"),
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[list[int]]:
     """Looks every few milliseconds at the memory of this process that no file backs.
 
-    Pages of a mapped file count as resident too, but the system takes them back whenever it needs them.
+    Pages of a mapped file count as resident too, but the system takes them back whenever it needs
+    them.
     """
-    seen, ended = [measure.process_memory("RssAnon")], threading.Event()
+    seen = [measure.process_memory("RssAnon")]
+    ended = threading.Event()
 
     def look() -> None:
         while not ended.wait(0.01):
@@ -328,7 +406,8 @@ def watching() -> Iterator[list[int]]:
 
 
 def prepared(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """Images a second from a data set that TFDS has prepared: by Grain's threads and processes, and without Grain."""
+    """Images a second from a data set that TFDS has prepared: by Grain's threads and processes, and
+    without Grain."""
     num = 2 * GATHERED if quick else 32 * GATHERED
     ways = {"Grain, threads": 0, **({} if quick else {"Grain, 2 processes": 2})}
     what = f"{num} records to {IMAGE_SIZE} pixels in random order"
@@ -341,7 +420,10 @@ def prepared(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 
     def follow(name: str) -> None:
         following = in_turn(StreamedImages(files, IMAGE_SIZE, workers=ways[name]), order)
-        if not np.array_equal(next(following), wanted) or sum(map(len, following)) != num - GATHERED:
+        if (
+            not np.array_equal(next(following), wanted)
+            or sum(map(len, following)) != num - GATHERED
+        ):
             raise ValueError(f"{name} gives other images")
 
     sides: dict[str, Callable[[], object]] = {
@@ -351,8 +433,14 @@ def prepared(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     times = alternate(sides, 1 if quick else 2)
     rows = []
     for name, seconds in medians(times).items():
-        note = "the workers start in every epoch" if name in ways else "the library's own, as for a cache; no Grain"
-        rows.append(Row(f"{what}, {name}", {"pass": seconds}, num / seconds, unit="images/s", note=note))
+        note = (
+            "the workers start in every epoch"
+            if name in ways
+            else "the library's own, as for a cache; no Grain"
+        )
+        rows.append(
+            Row(f"{what}, {name}", {"pass": seconds}, num / seconds, unit="images/s", note=note)
+        )
     return rows, {"samples": times, "prepare_seconds": preparing}
 
 
@@ -360,10 +448,12 @@ def write_records(folder: Path, num: int) -> None:
     """Photographs as TFDS prepares them."""
     import tensorflow_datasets as tfds
 
-    features = tfds.features.FeaturesDict({
-        "image": tfds.features.Image(shape=(None, None, 3), encoding_format="jpeg"),
-        "label": tfds.features.ClassLabel(num_classes=NUM_CLASSES),
-    })  # fmt: skip
+    features = tfds.features.FeaturesDict(
+        {
+            "image": tfds.features.Image(shape=(None, None, 3), encoding_format="jpeg"),
+            "label": tfds.features.ClassLabel(num_classes=NUM_CLASSES),
+        }
+    )
 
     class Photographs(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version("1.0.0")

@@ -1,4 +1,5 @@
-"""What a real run pays for compiling and for losing nothing: the demo with an empty cache, and again with a filled one.
+"""What a real run pays for compiling and for losing nothing: the demo with an empty cache, and
+again with a filled one.
 
 python -m experiments.bench.demo_compile
 """
@@ -16,7 +17,9 @@ from cheem_jax.run.record import read
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row
 
-GOAL_COLD, GOAL_WARM, GOAL_PROGRAMS = 0.15, 0.03, 100.0
+GOAL_COLD = 0.15
+GOAL_WARM = 0.03
+GOAL_PROGRAMS = 100.0
 """Largest share of the wall time that compiling may take, without and with a filled cache."""
 GOAL_SAVING = 0.02
 """The same of checkpoints."""
@@ -28,28 +31,51 @@ def main(settings: Bench) -> None:
         cache = Path(folder) / "programs"
         cold = run_demo(Path(folder) / "cold", cache, settings.quick)
         warm = run_demo(Path(folder) / "warm", cache, settings.quick)
-    share = {name: run["compile_seconds"] / run["seconds"] for name, run in (("cold", cold), ("warm", warm))}
+    share = {
+        name: run["compile_seconds"] / run["seconds"]
+        for name, run in (("cold", cold), ("warm", warm))
+    }
     walls = {"cold": cold["seconds"], "warm": warm["seconds"]}
     rows = [
         Row(
-            "programs compiled in the demo", {}, float(cold["programs"]), GOAL_PROGRAMS, "at most", "programs",
+            "programs compiled in the demo",
+            {},
+            float(cold["programs"]),
+            GOAL_PROGRAMS,
+            "at most",
+            "programs",
         ),
         Row(
-            "share of compiling, empty cache", walls, share["cold"], GOAL_COLD, "at most", "of the time",
+            "share of compiling, empty cache",
+            walls,
+            share["cold"],
+            GOAL_COLD,
+            "at most",
+            "of the time",
             note=_note(cold),
         ),
         Row(
-            "share of compiling, filled cache", walls, share["warm"], GOAL_WARM, "at most", "of the time",
+            "share of compiling, filled cache",
+            walls,
+            share["warm"],
+            GOAL_WARM,
+            "at most",
+            "of the time",
             note=_note(warm),
         ),
         Row(
             "saving and reading back, share of the demo",
             {"demo": warm["seconds"], "checkpoints": warm["checkpoint_seconds"]},
-            warm["checkpoint_seconds"] / warm["seconds"], GOAL_SAVING, "at most", "of the time",
+            warm["checkpoint_seconds"] / warm["seconds"],
+            GOAL_SAVING,
+            "at most",
+            "of the time",
             note="rolling ones where due; fsync and hashes included",
         ),
-    ]  # fmt: skip
-    measure.save(settings.out, "demo_compile", rows, quick=settings.quick, runs={"cold": cold, "warm": warm})
+    ]
+    measure.save(
+        settings.out, "demo_compile", rows, quick=settings.quick, runs={"cold": cold, "warm": warm}
+    )
 
 
 def run_demo(directory: Path, cache: Path, quick: bool) -> dict[str, Any]:
@@ -58,7 +84,9 @@ def run_demo(directory: Path, cache: Path, quick: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "cheem_jax", "demo", "--run-dir", str(directory)]
     command += ["--method", "frozen_linear"] if quick else []
     start = time.perf_counter()
-    subprocess.run(command, check=True, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        command, check=True, env={**os.environ, **environment}, stdout=subprocess.DEVNULL
+    )
     seconds = time.perf_counter() - start
     entries = read(directory)
     timed = [entry["compile"] for entry in entries if "compile" in entry]
@@ -67,7 +95,9 @@ def run_demo(directory: Path, cache: Path, quick: bool) -> dict[str, Any]:
         "programs": sum(entry["programs"] for entry in timed),
         "cached": sum(entry["cached"] for entry in timed),
         "compile_seconds": sum(entry["seconds"] for entry in timed),
-        "checkpoint_seconds": sum(entry["checkpoint_seconds"] for entry in entries if entry["event"] == "evaluated"),
+        "checkpoint_seconds": sum(
+            entry["checkpoint_seconds"] for entry in entries if entry["event"] == "evaluated"
+        ),
     }
 
 

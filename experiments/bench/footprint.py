@@ -1,12 +1,14 @@
-"""What a long-lived process keeps: memory maps and resident memory while architectures, supernets and memories pass.
+"""What a long-lived process keeps: memory maps and resident memory while architectures, supernets
+and memories pass.
 
     python -m experiments.bench.footprint
 
-A function compiled for a CPU takes about a hundred memory maps per block. Linux allows a process `vm.max_map_count`
-of them (65,530); a process that asks for more ends with a segmentation fault, so what is dropped must be freed. One
-process repeats three things with a backbone of two tiny blocks: a training step of a sampled architecture by the
-executor `whole`, whose cache holds 4 of the 16 signatures; a supernet trained by an executor of its own; a memory of
-two tasks opened, asked and dropped. What is needed again is read from a compile cache on disk, as in a second run.
+A function compiled for a CPU takes about a hundred memory maps per block. Linux allows a process
+`vm.max_map_count` of them (65,530); a process that asks for more ends with a segmentation fault, so
+what is dropped must be freed. One process repeats three things with a backbone of two tiny blocks:
+a training step of a sampled architecture by the executor `whole`, whose cache holds 4 of the 16
+signatures; a supernet trained by an executor of its own; a memory of two tasks opened, asked and
+dropped. What is needed again is read from a compile cache on disk, as in a second run.
 """
 
 import gc
@@ -36,7 +38,11 @@ from experiments.bench.measure import Bench, Row
 from experiments.bench.memories import sampled_memory
 
 CONFIG = ViTConfig("tiny", 16, 2, 2, image_size=8, patch_size=4, num_classes=0)
-ARCHITECTURES, ROUNDS, CAPACITY, BATCH, NUM_CLASSES = 2000, 60, 4, 8, 3
+ARCHITECTURES = 2000
+ROUNDS = 60
+CAPACITY = 4
+BATCH = 8
+NUM_CLASSES = 3
 GOAL = 1.1
 """At most so many times the maximum of the first half in the second half."""
 
@@ -46,30 +52,47 @@ def main(settings: Bench) -> None:
     num, rounds = (200, 12) if settings.quick else (ARCHITECTURES, ROUNDS)
     with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
         measure.keep_compiled(Path(folder))
-        vit, rng = build(CONFIG, init_params(CONFIG, jax.random.key(0))), np.random.default_rng(0)
+        vit = build(CONFIG, init_params(CONFIG, jax.random.key(0)))
+        rng = np.random.default_rng(0)
         memory = sampled_memory(Stages(vit, "mlp_down"), 2, rank=2)
-        whole, fitting = Whole(vit, "mlp_down", programs=CAPACITY), measure.new_task(memory.pool, NUM_CLASSES, 2)
+        whole = Whole(vit, "mlp_down", programs=CAPACITY)
+        fitting = measure.new_task(memory.pool, NUM_CLASSES, 2)
         found = {
             "training steps of `whole`": repeat(num, lambda: train(whole, fitting, rng)),
             "supernets with executors of their own": repeat(
-                rounds, lambda: train(Stages(vit, "mlp_down"), measure.new_task(memory.pool, NUM_CLASSES, 2), rng)
+                rounds,
+                lambda: train(
+                    Stages(vit, "mlp_down"), measure.new_task(memory.pool, NUM_CLASSES, 2), rng
+                ),
             ),
             "memories opened, asked and dropped": repeat(rounds, lambda: ask(vit, memory)),
         }
     measure.say(f"footprint: {whole.counters()}; Linux allows {memory_map_limit():,} memory maps")
     rows = [
         Row(
-            f"{of['times']:,} {name}: {what}", {}, of[what][1] / max(of[what][0], 1), GOAL, "at most",
+            f"{of['times']:,} {name}: {what}",
+            {},
+            of[what][1] / max(of[what][0], 1),
+            GOAL,
+            "at most",
             note=f"at most {of[what][0]:,.0f} in the first half, {of[what][1]:,.0f} in the second",
         )
         for name, of in found.items()
         for what in ("memory maps", "resident MB")
-    ]  # fmt: skip
-    measure.save(settings.out, "footprint", rows, quick=settings.quick, found=found, counters=whole.counters())
+    ]
+    measure.save(
+        settings.out,
+        "footprint",
+        rows,
+        quick=settings.quick,
+        found=found,
+        counters=whole.counters(),
+    )
 
 
 def repeat(times: int, work: Callable[[], object]) -> dict[str, Any]:
-    """The maximum of both halves, in memory maps and in resident megabytes; the first quarter of the calls warms up."""
+    """The maximum of both halves, in memory maps and in resident megabytes; the first quarter of
+    the calls warms up."""
     gc.collect()
     seen = []
     for _ in range(times):
@@ -77,15 +100,27 @@ def repeat(times: int, work: Callable[[], object]) -> dict[str, Any]:
         seen.append((memory_maps(), measure.process_memory("VmRSS") / 1e6))
     warm = np.array(seen[times // 4 :])
     first, second = (half.max(axis=0) for half in (warm[: len(warm) // 2], warm[len(warm) // 2 :]))
-    return {"times": times, "memory maps": [first[0], second[0]], "resident MB": [first[1], second[1]]}
+    return {
+        "times": times,
+        "memory maps": [first[0], second[0]],
+        "resident MB": [first[1], second[1]],
+    }
 
 
 def train(executor: Executor, fitting: SupernetFit, rng: np.random.Generator) -> None:
     """One step of a sampled architecture, from the start of what it learns."""
     supernet = fitting.supernet
-    architecture = decode([int(rng.integers(0, 2 * size + 2)) for size in supernet.sizes], supernet.sizes)
-    step = make_step(executor, measure.random_images(BATCH, CONFIG), np.arange(BATCH, dtype=np.int32) % NUM_CLASSES)
-    jax.block_until_ready(train_step(executor, supernet, fitting.state, architecture, step, rate=1e-3))
+    architecture = decode(
+        [int(rng.integers(0, 2 * size + 2)) for size in supernet.sizes], supernet.sizes
+    )
+    step = make_step(
+        executor,
+        measure.random_images(BATCH, CONFIG),
+        np.arange(BATCH, dtype=np.int32) % NUM_CLASSES,
+    )
+    jax.block_until_ready(
+        train_step(executor, supernet, fitting.state, architecture, step, rate=1e-3)
+    )
 
 
 def ask(vit: ViT, memory: InternalMemory) -> None:

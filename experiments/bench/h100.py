@@ -1,9 +1,11 @@
-"""What a supernet step asks of an H100: programs compiled for one that need not be there, and not run.
+"""What a supernet step asks of an H100: programs compiled for one that need not be there, and not
+run.
 
     python -m experiments.bench.h100
 
-It takes JAX with its CUDA plugin and no GPU. A step's calls are followed on shapes alone, and the text of each program
-tells its kernels and the bytes that they read and write. Exits with status 1 where a goal is missed.
+It takes JAX with its CUDA plugin and no GPU. A step's calls are followed on shapes alone, and the
+text of each program tells its kernels and the bytes that they read and write. Exits with status 1
+where a goal is missed.
 """
 
 import collections
@@ -51,14 +53,25 @@ gpu_device_info {
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 12 }
 device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+"""  # noqa: E501
 """The hardware: its limits as NVIDIA states them."""
-NUM_STEPS, BATCH, NUM_CLASSES, NUM_IMAGES = 24, 32, 20, 1024
+NUM_STEPS = 24
+BATCH = 32
+NUM_CLASSES = 20
+NUM_IMAGES = 1024
 TAKES = ("dynamic-slice", "gather", "slice")
 NO_KERNEL = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "copy-done",
-    "async-done", "fusion-done",
-}  # fmt: skip
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "copy-done",
+    "async-done",
+    "fusion-done",
+}
 """Opcodes for which nothing is launched."""
 
 
@@ -79,7 +92,8 @@ GOALS = (
     Goal("stages", "bfloat16", 34, 550, 5.7, 12),
     Goal("scan", "bfloat16", 0.25, 600, 6.5, 0.25),
 )
-"""DeiT-Tiny, uniform samples of a first task, 32 images: a little above what was counted, to notice when it grows."""
+"""DeiT-Tiny, uniform samples of a first task, 32 images: a little above what was counted, to notice
+when it grows."""
 
 
 # ---- kernels of a compiled program
@@ -95,7 +109,8 @@ class Kernels(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One instruction of a computation: how it is done, the bytes of its result, its operands, and what follows."""
+    """One instruction of a computation: how it is done, the bytes of its result, its operands, and
+    what follows."""
 
     opcode: str
     bytes: int
@@ -103,17 +118,22 @@ class Line(NamedTuple):
     rest: str
 
 
-_LINE = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[a-z][a-z0-9\-]*)\(")
+_LINE = re.compile(
+    r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+)"
+    r" (?P<opcode>[a-z][a-z0-9\-]*)\("
+)
 
 
 def kernels(text: str) -> Kernels:
-    """What an optimised HLO module launches; loops count as often as they run, of a conditional its largest branch.
+    """What an optimised HLO module launches; loops count as often as they run, of a conditional its
+    largest branch.
 
-    A kernel's bytes are its operands and results. What it only slices or gathers counts as what it takes, and what it
-    updates in place as the update.
+    A kernel's bytes are its operands and results. What it only slices or gathers counts as what it
+    takes, and what it updates in place as the update.
     """
     computations: dict[str, dict[str, Line]] = {}
-    entry, lines = None, {}
+    entry = None
+    lines = {}
     for text_line in text.splitlines():
         if head := HEAD.match(text_line):
             lines = computations[head["name"]] = {}
@@ -122,7 +142,11 @@ def kernels(text: str) -> Kernels:
             arguments, rest = _closed(text_line[found.end() :])
             operands = re.findall(r"%([\w.\-]+)", arguments)
             # bytes of a product's result are its scratch memory
-            shape = re.sub(r"s8\[[\d,]*\]", "", found["shape"]) if found["opcode"] == "custom-call" else found["shape"]
+            shape = (
+                re.sub(r"s8\[[\d,]*\]", "", found["shape"])
+                if found["opcode"] == "custom-call"
+                else found["shape"]
+            )
             lines[found["name"]] = Line(found["opcode"], _size(shape), operands, rest)
     if entry is None:
         raise ValueError("the text has no ENTRY computation; expected an optimised HLO module")
@@ -142,7 +166,9 @@ def _closed(text: str) -> tuple[str, str]:
 def _size(shape: str) -> int:
     """Bytes of an array or a tuple of arrays."""
     found = re.findall(r"(\w+)\[([\d,]*)\]", shape)
-    return sum(BYTES[kind] * int(np.prod([int(n) for n in sizes.split(",") if n])) for kind, sizes in found)
+    return sum(
+        BYTES[kind] * int(np.prod([int(n) for n in sizes.split(",") if n])) for kind, sizes in found
+    )
 
 
 def _launched(name: str, computations: Mapping[str, Mapping[str, Line]]) -> Kernels:
@@ -158,7 +184,9 @@ def _launched(name: str, computations: Mapping[str, Mapping[str, Line]]) -> Kern
             found = Kernels(int(trips[1]) * num, int(trips[1]) * size, conditionals, loops + 1)
         elif line.opcode == "conditional":
             branches = named("branch_computations|true_computation|false_computation", line.rest)
-            largest = max((_launched(branch, computations) for branch in branches), key=lambda own: own.num)
+            largest = max(
+                (_launched(branch, computations) for branch in branches), key=lambda own: own.num
+            )
             found = largest._replace(conditionals=largest.conditionals + 1)
         elif line.opcode == "call":
             (called,) = named("to_apply", line.rest)
@@ -169,7 +197,9 @@ def _launched(name: str, computations: Mapping[str, Mapping[str, Line]]) -> Kern
     return total
 
 
-def _moved(line: Line, around: Mapping[str, Line], computations: Mapping[str, Mapping[str, Line]]) -> int:
+def _moved(
+    line: Line, around: Mapping[str, Line], computations: Mapping[str, Mapping[str, Line]]
+) -> int:
     """Bytes that one kernel reads and writes."""
     sizes = [around[operand].bytes for operand in line.operands if operand in around]
     called = named("calls", line.rest) if line.opcode == "fusion" else []
@@ -182,13 +212,20 @@ def _moved(line: Line, around: Mapping[str, Line], computations: Mapping[str, Ma
     for own in inner.values():
         for operand in set(own.operands):
             users[operand].append(own)
-    read, written = 0, line.bytes
+    read = 0
+    written = line.bytes
     for name, own in inner.items():
         if own.opcode != "parameter":
             continue
         # indices and updates are other operands of these
-        taken = [user.bytes for user in users[name] if user.operands[0] == name and user.opcode in TAKES]
-        updated = [user for user in users[name] if user.operands[0] == name and user.opcode == "dynamic-update-slice"]
+        taken = [
+            user.bytes for user in users[name] if user.operands[0] == name and user.opcode in TAKES
+        ]
+        updated = [
+            user
+            for user in users[name]
+            if user.operands[0] == name and user.opcode == "dynamic-update-slice"
+        ]
         is_taken = len(taken) + len(updated) == len(users[name])
         read += min(sum(taken), own.bytes) if is_taken else own.bytes
     for own in inner.values():
@@ -209,11 +246,13 @@ class Counted(NamedTuple):
 
 
 class OnPaper(Layout):
-    """One device that need not be there: its programs take and give shapes. `calls` has what each call asks for."""
+    """One device that need not be there: its programs take and give shapes. `calls` has what each
+    call asks for."""
 
     def __init__(self, device: Any):
         super().__init__()
-        self.where, self.calls = SingleDeviceSharding(device), list[Counted]()
+        self.where = SingleDeviceSharding(device)
+        self.calls = list[Counted]()
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """See `Layout.jit`."""
@@ -221,14 +260,21 @@ class OnPaper(Layout):
 
     def placed(self, leaf: Any) -> Any:
         """An array's shape on the device."""
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.where) if hasattr(leaf, "dtype") else leaf
+        return (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.where)
+            if hasattr(leaf, "dtype")
+            else leaf
+        )
 
 
 class Compiled:
-    """A jitted function that compiles for its arguments' shapes, gives shapes back, and notes the call."""
+    """A jitted function that compiles for its arguments' shapes, gives shapes back, and notes the
+    call."""
 
     def __init__(self, program: Any, layout: OnPaper):
-        self.program, self.layout, self._made = program, layout, {}
+        self.program = program
+        self.layout = layout
+        self._made = {}
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         leaves, tree = jax.tree.flatten((arguments, named))
@@ -241,7 +287,9 @@ class Compiled:
             shapes = jax.tree.map(self.layout.placed, self.program.eval_shape(*placed, **how))
             self._made[key] = shapes, kernels(text)
         shapes, found = self._made[key]
-        self.layout.calls.append(Counted(getattr(self.program, "__name__", "?").strip("_"), found, copies))
+        self.layout.calls.append(
+            Counted(getattr(self.program, "__name__", "?").strip("_"), found, copies)
+        )
         return shapes
 
     def lower(self, *arguments: Any, **named: Any) -> "Compiled":
@@ -259,7 +307,8 @@ def count(
     batch: int = BATCH,
     num: int = NUM_STEPS,
 ) -> dict[str, Any]:
-    """What a supernet step of one executor asks of a device (default: this one), from so many of them.
+    """What a supernet step of one executor asks of a device (default: this one), from so many of
+    them.
 
     Their tokens are kept on the device.
     """
@@ -268,33 +317,46 @@ def count(
     config = dataclasses.replace(config_of(backbone), precision=precision)
     programs = [(shared, "_take"), (shared, "add"), (composed, "add")]
     patches: list[Any] = [
-        mock.patch.object(owner, what, Compiled(getattr(owner, what), layout)) for owner, what in programs
+        mock.patch.object(owner, what, Compiled(getattr(owner, what), layout))
+        for owner, what in programs
     ]
     # what is traced asks for the platform, to compute as this one does best
     patches.append(mock.patch.object(jax, "default_backend", lambda: device.platform))
     vit = build(config, init_params(config, jax.random.key(0)))
     experts = dense_experts(base_pool(vit.experts("mlp_down")))
     supernet = Supernet(jax.random.key(1), experts, NUM_CLASSES, OpSettings())
-    state, setup = supernet.init(), supernet.setup
+    state = supernet.init()
+    setup = supernet.setup
     if name == "stages":  # the others have the update inside of their step
         object.__setattr__(supernet, "setup", setup._replace(update=Compiled(setup.update, layout)))
-    codes = np.asarray(sample(jax.random.key(0), uniform_table([1] * config.depth).astype(np.float32), num=num))
+    codes = np.asarray(
+        sample(jax.random.key(0), uniform_table([1] * config.depth).astype(np.float32), num=num)
+    )
     architectures = [decode(own, supernet.sizes) for own in codes]
     state = supernet.with_learners(state, architectures)
-    held = layout.placed(jax.ShapeDtypeStruct((NUM_IMAGES, config.num_tokens, config.width), np.float32))
-    rows, weights = np.arange(batch, dtype=np.int32), np.full(batch, 1 / batch, np.float32)
+    held = layout.placed(
+        jax.ShapeDtypeStruct((NUM_IMAGES, config.num_tokens, config.width), np.float32)
+    )
+    rows = np.arange(batch, dtype=np.int32)
+    weights = np.full(batch, 1 / batch, np.float32)
     step = [Batch(Gather(0, held, rows), np.zeros(batch, np.int32), weights)]
     with patches[0], patches[1], patches[2], patches[3]:
-        executor = make_executor(vit, "mlp_down", EngineConfig(name), batch_size=batch, layout=layout)
+        executor = make_executor(
+            vit, "mlp_down", EngineConfig(name), batch_size=batch, layout=layout
+        )
         for first in range(0, num, executor.steps_per_call):
             part = architectures[first : first + executor.steps_per_call]
-            state, _ = train_steps(executor, supernet, state, part, [step] * len(part), rates=[1e-3] * len(part))
+            state, _ = train_steps(
+                executor, supernet, state, part, [step] * len(part), rates=[1e-3] * len(part)
+            )
     return per_step(layout.calls, num)
 
 
 def count_all(quick: bool) -> list[dict[str, Any]]:
     """Every goal's executor and precision, per step and by program."""
-    target = topologies.get_topology_desc("1x1x1", platform="cuda", target_config=TARGET, topology="1x1x1")
+    target = topologies.get_topology_desc(
+        "1x1x1", platform="cuda", target_config=TARGET, topology="1x1x1"
+    )
     found = []
     for goal in GOALS[: 1 if quick else None]:
         backbone, num = ("vit_nano", 8) if quick else ("deit_tiny", NUM_STEPS)

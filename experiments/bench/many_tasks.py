@@ -1,14 +1,16 @@
-"""What the thousandth task costs: opening, task-ID inference, answering and learning after T = 1 to 1,000 tasks.
+"""What the thousandth task costs: opening, task-ID inference, answering and learning after T = 1 to
+1,000 tasks.
 
     python -m experiments.bench.many_tasks
 
-The memory is filled with sampled architectures without training, and saved as learned tasks are. Each T opens the first
-T of them in a process of its own. Task centroids are features of five generated images, so that a task's images come
-back to it. Then one task more is really learned, with the similarity pass on 32 images, and a supernet steps over all
-experts and, in turns, over the backbone's alone.
+The memory is filled with sampled architectures without training, and saved as learned tasks are.
+Each T opens the first T of them in a process of its own. Task centroids are features of five
+generated images, so that a task's images come back to it. Then one task more is really learned,
+with the similarity pass on 32 images, and a supernet steps over all experts and, in turns, over the
+backbone's alone.
 
-What may grow with T is judged by CPU seconds of all threads, which other work on the machine hardly changes. Seconds on
-the clock are kept as well.
+What may grow with T is judged by CPU seconds of all threads, which other work on the machine hardly
+changes. Seconds on the clock are kept as well.
 """
 
 import contextlib
@@ -56,7 +58,9 @@ from experiments.bench.measure import Bench, Row
 from experiments.bench.memories import NUM_CLASSES, RANK, sampled_kinds, sampled_memory
 
 TASKS = (1, 10, 100, 300, 1000)
-NUM_ROUTED, NUM_ASKED, NUM_CENTROIDS = 1000, 64, 5
+NUM_ROUTED = 1000
+NUM_ASKED = 64
+NUM_CENTROIDS = 5
 BATCH, NUM_KINDS = 32, 12
 LIMIT = 8 * 2**20
 """Bytes of merged experts that may stay where memory is limited."""
@@ -69,18 +73,30 @@ GOAL_STEP = 1.1
 GOAL_BYTES = 1.25
 """Bytes on disk per byte of what tasks added."""
 PANELS = {
-    "learning a task (CPU s)": {"all": "learn_cpu_seconds", "similarity pass": "similarity_cpu_seconds"},
-    "bytes of a task (kB)": {"on disk": "disk_kilobytes", "its line in the record": "record_kilobytes"},
+    "learning a task (CPU s)": {
+        "all": "learn_cpu_seconds",
+        "similarity pass": "similarity_cpu_seconds",
+    },
+    "bytes of a task (kB)": {
+        "on disk": "disk_kilobytes",
+        "its line in the record": "record_kilobytes",
+    },
     "opening (CPU s)": {"": "open_cpu_seconds"},
-    "task-ID inference on 1,000 images (CPU s)": {"l1": "route_l1_cpu_seconds", "l2": "route_l2_cpu_seconds"},
+    "task-ID inference on 1,000 images (CPU s)": {
+        "l1": "route_l1_cpu_seconds",
+        "l2": "route_l2_cpu_seconds",
+    },
     "64 images of 64 tasks, one where T = 1 (CPU s)": {
-        "all kept": "ask_free_cpu_seconds", "8 MB kept": "ask_limited_cpu_seconds",
+        "all kept": "ask_free_cpu_seconds",
+        "8 MB kept": "ask_limited_cpu_seconds",
     },
     "resident memory (MB)": {
-        "opened": "opened_megabytes", "all asked, 8 MB kept": "limited_megabytes",
-        "all asked, all kept": "free_megabytes", "one more learned": "learned_megabytes",
+        "opened": "opened_megabytes",
+        "all asked, 8 MB kept": "limited_megabytes",
+        "all asked, all kept": "free_megabytes",
+        "one more learned": "learned_megabytes",
     },
-}  # fmt: skip
+}
 
 
 class Seconds:
@@ -91,7 +107,8 @@ class Seconds:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        cpu = time.process_time()
         yield
         self.found[f"{name}_seconds"] = time.perf_counter() - start
         self.found[f"{name}_cpu_seconds"] = time.process_time() - cpu
@@ -115,7 +132,9 @@ class Watched(Undisturbed):
         self.seconds = seconds
 
     @contextlib.contextmanager
-    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> Iterator[Advance]:
+    def phase(
+        self, name: str, total: int, state: Callable[[], Saved] | None = None
+    ) -> Iterator[Advance]:
         """See `Running.phase`."""
         with self.seconds(name):
             yield unwatched
@@ -124,18 +143,23 @@ class Watched(Undisturbed):
 def pictures(task: int, num: int, size: int) -> np.ndarray:
     """Soft patches of colour, drawn from the task's number: uint8 `[num, S, S, 3]`."""
     coarse = np.random.default_rng(task).integers(0, 256, (num, 4, 4, 3))
-    return np.repeat(np.repeat(coarse, -(-size // 4), axis=1), -(-size // 4), axis=2)[:, :size, :size].astype(np.uint8)
+    return np.repeat(np.repeat(coarse, -(-size // 4), axis=1), -(-size // 4), axis=2)[
+        :, :size, :size
+    ].astype(np.uint8)
 
 
 def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
     """Write a memory of sampled tasks; returns the bytes of the arrays that each of them added."""
     executor = measure.stages(vit)
     memory = sampled_memory(executor, num_tasks)
-    features, size = FrozenFeatures(executor, 64), vit.config.image_size
+    features = FrozenFeatures(executor, 64)
+    size = vit.config.image_size
     seen = np.concatenate([pictures(task, NUM_CENTROIDS, size) for task in range(num_tasks)])
     centroids = np.split(normalise(features.compute(seen)), num_tasks)
     pairs = zip(memory.tasks, centroids, strict=True)
-    memory = InternalMemory(memory.pool, tuple(dataclasses.replace(task, centroids=own) for task, own in pairs))
+    memory = InternalMemory(
+        memory.pool, tuple(dataclasses.replace(task, centroids=own) for task, own in pairs)
+    )
     for index in range(num_tasks):
         save_memory_task(root, memory, index, RANK)
     return [added_bytes(memory, index) for index in range(num_tasks)]
@@ -143,8 +167,11 @@ def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
 
 def added_bytes(memory: InternalMemory, index: int) -> int:
     """Bytes of the arrays that a task added: its experts, head, means and centroids."""
-    task, own = memory.tasks[index], [stored.params for stored in memory.added(index).values()]
-    return sum(leaf.nbytes for leaf in jax.tree.leaves((own, task.head, task.means, task.centroids)))
+    task = memory.tasks[index]
+    own = [stored.params for stored in memory.added(index).values()]
+    return sum(
+        leaf.nbytes for leaf in jax.tree.leaves((own, task.head, task.means, task.centroids))
+    )
 
 
 def small() -> CheemConfig:
@@ -165,7 +192,8 @@ def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
     # compiled functions of the processes before: what compiles is counted, and takes its time once
     measure.keep_compiled(root.parent / "programs")
     vit = measure.backbone("vit_nano" if quick else "vit_micro")
-    executor, config = measure.stages(vit), small()
+    executor = measure.stages(vit)
+    config = small()
     cheem = Cheem(executor, config, Keys(0), None, FrozenFeatures(executor, config.batch_size))
     FrozenFeatures(executor, config.batch_size).compute(pictures(0, 1, vit.config.image_size))
     begun = compilations()
@@ -189,37 +217,52 @@ def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
 
 
 def routing(memory: InternalMemory, width: int) -> dict[str, float]:
-    """Seconds to infer the task of 1,000 images by the index, and by comparing task by task as a check."""
+    """Seconds to infer the task of 1,000 images by the index, and by comparing task by task as a
+    check."""
     features = np.random.default_rng(1).normal(size=(NUM_ROUTED, width)).astype(np.float32)
     centroids = [task.centroids for task in memory.tasks]
-    points, seconds = normalise(features), Seconds()
+    points = normalise(features)
+    seconds = Seconds()
     found = {}
-    metrics: dict[Metric, Literal["cityblock", "euclidean"]] = {"l1": "cityblock", "l2": "euclidean"}
+    metrics: dict[Metric, Literal["cityblock", "euclidean"]] = {
+        "l1": "cityblock",
+        "l2": "euclidean",
+    }
     for metric, name in metrics.items():
         index = NearestCentroid(RouterConfig(metric=metric))
         index.follow([TaskStatistics(rows) for rows in centroids])
         apart = np.stack([cdist(points, one, name).min(axis=1) for one in centroids], axis=1)
-        assert np.array_equal(index.route(features), apart.argmin(axis=1)), "the index names other tasks"
+        assert np.array_equal(index.route(features), apart.argmin(axis=1)), (
+            "the index names other tasks"
+        )
         seconds.median(f"route_{metric}", functools.partial(index.route, features))
         found["index_megabytes"] = index.rows.nbytes / 1e6
     return {**found, **seconds.found}
 
 
 def answering(executor: Stages, memory: InternalMemory, size: int) -> dict[str, Any]:
-    """Seconds and memory with few bytes of merged experts kept, and with all of them; the answers are compared."""
+    """Seconds and memory with few bytes of merged experts kept, and with all of them; the answers
+    are compared."""
     num = len(memory.tasks)
     chosen = np.linspace(0, num - 1, NUM_ASKED).astype(int)
     asked = np.concatenate([pictures(task, 1, size) for task in chosen.tolist()])
     each = np.concatenate([pictures(task, 1, size) for task in range(num)])
-    found, answers, seconds = {}, {}, Seconds()
+    found = {}
+    answers = {}
+    seconds = Seconds()
     for name, limit in (("limited", LIMIT), ("free", 2**40)):
         predictor = Predictor(
-            executor, memory.tasks, TaskNetworks(DenseExperts(memory.pool, limit), memory.tasks), RouterConfig()
+            executor,
+            memory.tasks,
+            TaskNetworks(DenseExperts(memory.pool, limit), memory.tasks),
+            RouterConfig(),
         )
         predictor.prepare()
         before = compilations()
         answers[name] = predictor.answer(each)
-        assert np.array_equal(answers[name].targets, np.arange(num)), "pictures come back to other tasks"
+        assert np.array_equal(answers[name].targets, np.arange(num)), (
+            "pictures come back to other tasks"
+        )
         seconds.median(f"ask_{name}", functools.partial(predictor.answer, asked))
         found |= {
             f"{name}_megabytes": measure.process_memory("VmRSS") / 1e6,
@@ -232,7 +275,8 @@ def answering(executor: Stages, memory: InternalMemory, size: int) -> dict[str, 
 
 def learning(cheem: Cheem) -> dict[str, Any]:
     """Seconds by phase of one task more, all programs being there, and its bytes in the record."""
-    task, memory = demo_stream(num_train=64, num_val=32, num_test=32).tasks[0], cheem.memory
+    task = demo_stream(num_train=64, num_val=32, num_test=32).tasks[0]
+    memory = cheem.memory
     cheem.learn(task, Undisturbed())  # compiles
     cheem.features.clear()
     cheem.memory = memory
@@ -247,8 +291,10 @@ def learning(cheem: Cheem) -> dict[str, Any]:
 
 
 def stepping(executor: Stages, memory: InternalMemory) -> dict[str, Any]:
-    """Seconds of a step in supernets over the memory's experts and over the backbone's alone, in turns."""
-    images, labels = measure.random_images(BATCH, executor.config), np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
+    """Seconds of a step in supernets over the memory's experts and over the backbone's alone, in
+    turns."""
+    images = measure.random_images(BATCH, executor.config)
+    labels = np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
     (batch,) = batches(np.arange(BATCH), BATCH)
     data = step_of(executor, measure.kept(executor, images, batch_size=BATCH), labels, batch)
     sides: dict[str, Callable[[], object]] = {}
@@ -265,18 +311,27 @@ def stepping(executor: Stages, memory: InternalMemory) -> dict[str, Any]:
     before = compilations()
     seconds = measure.medians(measure.alternate(sides, 4 * NUM_KINDS))
     compiled = compilations().since(before).programs
-    return {"step_seconds": seconds["memory"], "base_step_seconds": seconds["base"], "step_programs": compiled}
+    return {
+        "step_seconds": seconds["memory"],
+        "base_step_seconds": seconds["base"],
+        "step_programs": compiled,
+    }
 
 
 def main(settings: Bench) -> None:
-    """Write the memory once, measure every number of tasks in a process of its own; `many_tasks.json` and a figure."""
-    numbers, found = (1, 10) if settings.quick else TASKS, []
+    """Write the memory once, measure every number of tasks in a process of its own;
+    `many_tasks.json` and a figure."""
+    numbers = (1, 10) if settings.quick else TASKS
+    found = []
     with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
         whole = Path(folder) / "memory"
         start = time.perf_counter()
-        added = fill(whole, measure.backbone("vit_nano" if settings.quick else "vit_micro"), numbers[-1])
+        added = fill(
+            whole, measure.backbone("vit_nano" if settings.quick else "vit_micro"), numbers[-1]
+        )
         written = [
-            sum(file.stat().st_size for file in place.rglob("*") if file.is_file()) for place in saved_tasks(whole)
+            sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+            for place in saved_tasks(whole)
         ]
         measure.say(f"many_tasks: {numbers[-1]} tasks saved in {time.perf_counter() - start:.0f} s")
         for num in numbers:
@@ -293,72 +348,126 @@ def main(settings: Bench) -> None:
 
 
 def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[Row]:
-    """The goals: at the largest T, beside T = 100 where something may grow with it, else beside the smallest."""
+    """The goals: at the largest T, beside T = 100 where something may grow with it, else beside the
+    smallest."""
     first, last = found[0], found[-1]
     middle = next((entry for entry in found if entry["tasks"] == 100), first)
-    few, some, many = first["tasks"], middle["tasks"], last["tasks"]
+    few = first["tasks"]
+    some = middle["tasks"]
+    many = last["tasks"]
 
     def sides(key: str, of: dict[str, Any]) -> dict[str, float]:
-        return {f"T = {of['tasks']}": of[f"{key}_cpu_seconds"], f"T = {many}": last[f"{key}_cpu_seconds"]}
+        return {
+            f"T = {of['tasks']}": of[f"{key}_cpu_seconds"],
+            f"T = {many}": last[f"{key}_cpu_seconds"],
+        }
 
     def per_task(key: str) -> float:
-        return (last[f"{key}_cpu_seconds"] / (many + 1)) / (middle[f"{key}_cpu_seconds"] / (some + 1))
+        return (last[f"{key}_cpu_seconds"] / (many + 1)) / (
+            middle[f"{key}_cpu_seconds"] / (some + 1)
+        )
 
     def other(entry: dict[str, Any]) -> float:
         return entry["learn_cpu_seconds"] - entry["similarity_cpu_seconds"]
 
     return [
         Row(
-            f"opening, per task, T = {some} to {many}", sides("open", middle), per_task("open"),
-            GOAL_LINEAR, "at most", note="every file and the content hashed",
+            f"opening, per task, T = {some} to {many}",
+            sides("open", middle),
+            per_task("open"),
+            GOAL_LINEAR,
+            "at most",
+            note="every file and the content hashed",
         ),
         Row(
-            f"similarity pass on 32 images, per network, T = {some} to {many}", sides("similarity", middle),
-            per_task("similarity"), GOAL_LINEAR, "at most",
+            f"similarity pass on 32 images, per network, T = {some} to {many}",
+            sides("similarity", middle),
+            per_task("similarity"),
+            GOAL_LINEAR,
+            "at most",
             note="linear in the networks, less where they share prefixes",
         ),
         Row(
             f"learning but for that pass, T = {few} to {many}",
-            {f"T = {few}": other(first), f"T = {many}": other(last)}, other(last) / other(first), GOAL_SAME, "at most",
-            note="tables, draws, supernet, search and fine-tuning: a moment's work of each; merging all experts",
+            {f"T = {few}": other(first), f"T = {many}": other(last)},
+            other(last) / other(first),
+            GOAL_SAME,
+            "at most",
+            note=(
+                "tables, draws, supernet, search and fine-tuning: a moment's work of each; merging"
+                " all experts"
+            ),
         ),
         Row(
             f"a supernet step, T = {many} over the backbone's experts alone",
             {"backbone": last["base_step_seconds"], f"T = {many}": last["step_seconds"]},
-            last["step_seconds"] / last["base_step_seconds"], GOAL_STEP, "at most",
+            last["step_seconds"] / last["base_step_seconds"],
+            GOAL_STEP,
+            "at most",
             note="seconds on the clock, in turns; one network runs, whatever the pool contains",
         ),
         Row(
-            f"naming the task of 1,000 images in l1, T = {some} to {many}", sides("route_l1", middle),
-            per_task("route_l1"), GOAL_LINEAR, "at most",
-            note=f"exact; {last['index_megabytes']:.3g} MB of centroids; in l2 {last['route_l2_cpu_seconds']:.3g} s",
+            f"naming the task of 1,000 images in l1, T = {some} to {many}",
+            sides("route_l1", middle),
+            per_task("route_l1"),
+            GOAL_LINEAR,
+            "at most",
+            note=(
+                f"exact; {last['index_megabytes']:.3g} MB of centroids; in l2"
+                f" {last['route_l2_cpu_seconds']:.3g} s"
+            ),
         ),
         Row(
             f"64 pictures of 64 tasks, T = {many}",
-            {"all kept": last["ask_free_cpu_seconds"], "8 MB kept": last["ask_limited_cpu_seconds"]},
+            {
+                "all kept": last["ask_free_cpu_seconds"],
+                "8 MB kept": last["ask_limited_cpu_seconds"],
+            },
             last["ask_limited_cpu_seconds"] / last["ask_free_cpu_seconds"],
             note="experts that are not kept are merged again; "
             + ("equal bits" if all(entry["same_bits"] for entry in found) else "**other bits**"),
         ),
         Row(
-            f"merged experts that stay after a picture of each task, 8 MB allowed, T = {many}", {},
-            last["limited_counters"]["bytes"] / 1e6, LIMIT / 1e6, "at most", "MB",
+            f"merged experts that stay after a picture of each task, 8 MB allowed, T = {many}",
+            {},
+            last["limited_counters"]["bytes"] / 1e6,
+            LIMIT / 1e6,
+            "at most",
+            "MB",
             note=f"without a limit {last['free_counters']['bytes'] / 1e6:.0f} MB",
         ),
         Row(
-            f"programs, T = {few} to {many}", {}, float(last["programs"]),
-            float(first["programs"] + math.ceil(math.log2(many / few))), "at most", "programs",
+            f"programs, T = {few} to {many}",
+            {},
+            float(last["programs"]),
+            float(first["programs"] + math.ceil(math.log2(many / few))),
+            "at most",
+            "programs",
             note=f"{first['programs']} at T = {few}, and one for every doubling",
         ),
         Row(
-            "programs compiled while answering and in steps", {},
-            float(max(entry[f"{name}_programs"] for entry in found for name in ("limited", "free", "step"))), 0.0,
-            "at most", "programs", note="networks that were dropped and come back included",
+            "programs compiled while answering and in steps",
+            {},
+            float(
+                max(
+                    entry[f"{name}_programs"]
+                    for entry in found
+                    for name in ("limited", "free", "step")
+                )
+            ),
+            0.0,
+            "at most",
+            "programs",
+            note="networks that were dropped and come back included",
         ),
         Row(
-            f"bytes on disk per byte that tasks added, {many} tasks", {}, written / added, GOAL_BYTES, "at most",
+            f"bytes on disk per byte that tasks added, {many} tasks",
+            {},
+            written / added,
+            GOAL_BYTES,
+            "at most",
         ),
-    ]  # fmt: skip
+    ]
 
 
 if __name__ == "__main__":

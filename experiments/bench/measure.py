@@ -1,6 +1,8 @@
-"""How benchmarks measure and count: sides in turns, medians, FLOPs that must be run, and the file they end in.
+"""How benchmarks measure and count: sides in turns, medians, FLOPs that must be run, and the file
+they end in.
 
-Call `alternate`, `medians` and `ratio` to time, `in_child` for what needs a process of its own, `save` to write.
+Call `alternate`, `medians` and `ratio` to time, `in_child` for what needs a process of its own,
+`save` to write.
 """
 
 import dataclasses
@@ -60,7 +62,8 @@ class Bench:
     quick: bool = False
     """Settings so small that the numbers mean nothing: to see whether everything runs."""
     loaded: bool = False
-    """Measure while other programs use the processors; without it that is refused, as it distorts even ratios."""
+    """Measure while other programs use the processors; without it that is refused, as it distorts
+    even ratios."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,8 @@ class Row:
     ceiling: float | None = None
     """What counting FLOPs alone would allow."""
     share: float | None = None
-    """FLOPs that our side must run per second, over those of the machine's fastest large matrix product."""
+    """FLOPs that our side must run per second, over those of the machine's fastest large matrix
+    product."""
     note: str = ""
 
     @property
@@ -115,26 +119,32 @@ def ratio(seconds: Mapping[str, float], slow: str, fast: str) -> float | None:
     return seconds[slow] / seconds[fast] if slow in seconds and fast in seconds else None
 
 
-def in_child(function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
+def in_child(
+    function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
+) -> Any:
     """Call a benchmark's function in a process of its own; returns JSON values.
 
-    A fresh process has compiled nothing, and its resident memory is the function's alone. `environment` is added to
-    this process's. Raises ValueError where the child dies.
+    A fresh process has compiled nothing, and its resident memory is the function's alone.
+    `environment` is added to this process's. Raises ValueError where the child dies.
     """
-    before, spawn = dict(os.environ), multiprocessing.get_context("spawn")
+    before = dict(os.environ)
+    spawn = multiprocessing.get_context("spawn")
     os.environ.update(environment or {})
     try:
         with ProcessPoolExecutor(1, mp_context=spawn, initializer=compile_everything) as pool:
             return to_json(pool.submit(function, *arguments).result())
     except BrokenProcessPool:
-        raise ValueError(f"{function.__name__}{arguments} died; is there too little memory?") from None
+        raise ValueError(
+            f"{function.__name__}{arguments} died; is there too little memory?"
+        ) from None
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
 def keep_compiled(folder: Path) -> None:
-    """Read compiled functions from a folder and write them there; before anything is compiled, as JAX looks once."""
+    """Read compiled functions from a folder and write them there; before anything is compiled, as
+    JAX looks once."""
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -151,10 +161,11 @@ def difference(found: Any, wanted: np.ndarray) -> float:
 
 
 def process_memory(field: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
-    """Bytes that Linux reports of this process: resident now, at most so far, or now without what files back.
+    """Bytes that Linux reports of this process: resident now, at most so far, or now without what
+    files back.
 
-    Elsewhere the most that it ever held. `ru_maxrss` begins with what the parent held when it started this process, so
-    it is only the last resort.
+    Elsewhere the most that it ever held. `ru_maxrss` begins with what the parent held when it
+    started this process, so it is only the last resort.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -165,10 +176,13 @@ def process_memory(field: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
 
 
 def other_work(seconds: float = 2.0) -> float | None:
-    """Share of the processors' time that programs use while this one waits; None where Linux does not report it."""
+    """Share of the processors' time that programs use while this one waits; None where Linux does
+    not report it."""
 
     def times() -> tuple[int, int]:
-        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        fields = [
+            int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+        ]
         return sum(fields), fields[3] + fields[4]  # idle, and waiting for a disk
 
     try:
@@ -186,13 +200,21 @@ _found: dict[str, Any] = {}
 
 @functools.cache
 def matrix_peak(precision: Precision) -> float:
-    """FLOPs per second of the fastest of a few products of large matrices, by JAX or where it is there by PyTorch."""
-    size, best = 2048 if jax.default_backend() == "cpu" else 8192, math.inf
+    """FLOPs per second of the fastest of a few products of large matrices, by JAX or where it is
+    there by PyTorch."""
+    size = 2048 if jax.default_backend() == "cpu" else 8192
+    best = math.inf
     values = np.random.default_rng(0).normal(size=(size, size)).astype(np.float32)
     sides: list[Callable[[], object]] = []
     for options in {id(o): o for o in (jit_options("float32"), jit_options("bfloat16"))}.values():
-        ours = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32), compiler_options=options)
-        sides.append(functools.partial(lambda f, x: f(x).block_until_ready(), ours, jnp.asarray(values, precision)))
+        ours = jax.jit(
+            lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32), compiler_options=options
+        )
+        sides.append(
+            functools.partial(
+                lambda f, x: f(x).block_until_ready(), ours, jnp.asarray(values, precision)
+            )
+        )
     if importlib.util.find_spec("torch") is not None and jax.default_backend() == "cpu":
         import torch
 
@@ -211,7 +233,8 @@ def share_of_peak(flops: float, seconds: float, precision: Precision = "float32"
 def machine() -> dict[str, Any]:
     """Where and with what was measured."""
     conditions = fingerprint.take({"data_sha256": {}, "weights_sha256": ""})
-    device, installed = conditions["device"], {one.name: one.version for one in importlib.metadata.distributions()}
+    device = conditions["device"]
+    installed = {one.name: one.version for one in importlib.metadata.distributions()}
     return {
         **_found,
         "cpu": device["processor"],
@@ -224,8 +247,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save(out: Path | None, part: str, rows: Sequence[Row], *, quick: bool = False, **more: Any) -> None:
-    """Print a line per row and write what a part found as one file; those of an accelerator end in `-gpu`."""
+def save(
+    out: Path | None, part: str, rows: Sequence[Row], *, quick: bool = False, **more: Any
+) -> None:
+    """Print a line per row and write what a part found as one file; those of an accelerator end in
+    `-gpu`."""
     for row in rows:
         told = [f"{name} {value:.4g} s" for name, value in row.seconds.items()]
         if row.reached is not None:
@@ -257,8 +283,9 @@ def alone(settings: Bench) -> Bench:
         _found["other_work"] = round(share, 3)
         if share > MOST_OTHER_WORK and not settings.loaded:
             raise ValueError(
-                f"other programs use {100 * share:.0f} % of the processors, which distorts even ratios; expected at "
-                f"most {100 * MOST_OTHER_WORK:.0f} %: wait for them, or measure all the same with --loaded"
+                f"other programs use {100 * share:.0f} % of the processors, which distorts even"
+                f" ratios; expected at most {100 * MOST_OTHER_WORK:.0f} %: wait for them, or"
+                " measure all the same with --loaded"
             )
     return settings
 
@@ -269,10 +296,15 @@ def say(message: str) -> None:
 
 
 def backbone(name: str, image_size: int | None = None) -> Pretrained:
-    """A backbone's weights: bundled ones, DeiT-Tiny's in the folder CHEEM_SHARED, else random: speed is the same."""
+    """A backbone's weights: bundled ones, DeiT-Tiny's in the folder CHEEM_SHARED, else random:
+    speed is the same."""
     if name in ("vit_micro", "vit_nano"):
         return load_pretrained(name, image_size=image_size)
-    file = Path(os.environ.get("CHEEM_SHARED", ROOT.parent / "shared")) / "weights" / f"{name}_patch16_224.fp16"
+    file = (
+        Path(os.environ.get("CHEEM_SHARED", ROOT.parent / "shared"))
+        / "weights"
+        / f"{name}_patch16_224.fp16"
+    )
     file = file.with_name(f"{file.name}.safetensors")
     if file.is_file():
         return load_pretrained(name, weights=file, image_size=image_size)
@@ -287,13 +319,18 @@ def stages(vit: Pretrained) -> Stages:
 
 def kept(executor: Executor, images: Images, prefix: Network = (), *, batch_size: int) -> Feed:
     """Tokens behind frozen blocks, as training keeps them, whatever memory they take."""
-    feed, budget = HostImages(executor, images), Budget(2**34)
-    return keep_tokens("", executor, feed, len(images), prefix, batch_size=batch_size, budget=budget)
+    feed = HostImages(executor, images)
+    budget = Budget(2**34)
+    return keep_tokens(
+        "", executor, feed, len(images), prefix, batch_size=batch_size, budget=budget
+    )
 
 
 def step(executor: Executor, fitting: SupernetFit, architecture: Architecture, data: Step) -> float:
     """One step of training, waited for; returns its loss and replaces the state of `fitting`."""
-    fitting.state, loss = train_step(executor, fitting.supernet, fitting.state, architecture, data, rate=1e-3)
+    fitting.state, loss = train_step(
+        executor, fitting.supernet, fitting.state, architecture, data, rate=1e-3
+    )
     jax.block_until_ready((loss, fitting.state))
     return float(loss)
 
@@ -310,8 +347,11 @@ def random_images(num: int, config: ViTConfig, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (num, size, size, 3), np.uint8)
 
 
-def draw_over_tasks(found: Sequence[Mapping[str, Any]], panels: Mapping[str, Mapping[str, str]], file: Path) -> None:
-    """A panel per title over the number of learned tasks; a panel has keys of `found` by their labels."""
+def draw_over_tasks(
+    found: Sequence[Mapping[str, Any]], panels: Mapping[str, Mapping[str, str]], file: Path
+) -> None:
+    """A panel per title over the number of learned tasks; a panel has keys of `found` by their
+    labels."""
     num_rows = -(-len(panels) // 3)
     figure = Figure(figsize=(12, 3 * num_rows), dpi=120, layout="constrained")
     tasks = [entry["tasks"] for entry in found]
@@ -328,17 +368,20 @@ def draw_over_tasks(found: Sequence[Mapping[str, Any]], panels: Mapping[str, Map
     figure.savefig(file)
 
 
-# ---- FLOPs per image as the executors run them: attention products counted, the last block for the class token alone
+# ---- FLOPs per image as the executors run them: attention products counted, the last block for the
+# class token alone
 
 
 class BlockFlops(NamedTuple):
-    """One block forward: what its choices share, what all but Skip share, and the plastic layer (`mlp_down`)."""
+    """One block forward: what its choices share, what all but Skip share, and the plastic layer
+    (`mlp_down`)."""
 
     enter: int
     widen: int
     leave: int
     attention: int
-    """The part of `enter` that is products of activations: their gradient costs twice as much as they do."""
+    """The part of `enter` that is products of activations: their gradient costs twice as much as
+    they do."""
 
 
 def block_flops(config: ViTConfig, block: int) -> BlockFlops:
@@ -346,17 +389,21 @@ def block_flops(config: ViTConfig, block: int) -> BlockFlops:
     last = block == config.depth - 1
     enter, branch = executed_halves(config, last=last)
     outputs = 1 if last else config.num_tokens
-    return BlockFlops(enter, branch // 2, branch // 2, 2 * 2 * outputs * config.num_tokens * config.width)
+    return BlockFlops(
+        enter, branch // 2, branch // 2, 2 * 2 * outputs * config.num_tokens * config.width
+    )
 
 
 def tree_flops(config: ViTConfig, networks: Sequence[Network], *, from_images: bool = False) -> int:
     """Networks as one prefix tree, from the tokens of block 0 or from images.
 
-    Attention once per distinct parent, up-projection once per parent with a child that is not Skip, down-projection
-    once per distinct child.
+    Attention once per distinct parent, up-projection once per parent with a child that is not Skip,
+    down-projection once per distinct child.
     """
     total = embed_flops(config) + block_flops(config, 0).enter if from_images else 0
-    codes = [tuple(-1 if step.expert is None else step.code for step in network) for network in networks]
+    codes = [
+        tuple(-1 if step.expert is None else step.code for step in network) for network in networks
+    ]
     for block in range(config.depth):
         cost = block_flops(config, block)
         children = {prefix[: block + 1] for prefix in codes}
@@ -367,19 +414,25 @@ def tree_flops(config: ViTConfig, networks: Sequence[Network], *, from_images: b
     return total
 
 
-def separate_flops(config: ViTConfig, networks: Sequence[Network], *, from_images: bool = False) -> int:
+def separate_flops(
+    config: ViTConfig, networks: Sequence[Network], *, from_images: bool = False
+) -> int:
     """The same networks one by one."""
     return sum(tree_flops(config, [network], from_images=from_images) for network in networks)
 
 
-def step_flops(config: ViTConfig, architecture: Architecture, rank: int, begin: int | None = None) -> int:
+def step_flops(
+    config: ViTConfig, architecture: Architecture, rank: int, begin: int | None = None
+) -> int:
     """Forward and backward of one image, from the tokens of block `begin` or from the image (None).
 
     Before the first op that learns nothing runs backward; that op's own input needs no gradient.
     """
     costs = [block_flops(config, block) for block in range(config.depth)]
     kinds = [choice.kind for choice in architecture]
-    first = next((block for block, kind in enumerate(kinds) if kind in ("adapt", "new")), config.depth)
+    first = next(
+        (block for block, kind in enumerate(kinds) if kind in ("adapt", "new")), config.depth
+    )
     start = 0 if begin is None else begin
     total = embed_flops(config) if begin is None else 0
     for block, (cost, kind) in enumerate(zip(costs, kinds, strict=True)):
@@ -388,7 +441,11 @@ def step_flops(config: ViTConfig, architecture: Architecture, rank: int, begin: 
         branch = 0 if kind == "skip" else cost.widen + cost.leave
         entered = 0 if block == begin else cost.enter
         outputs = 1 if block == config.depth - 1 else config.num_tokens
-        pair = pair_flops(config, "mlp_down", rank) * outputs // config.num_tokens if kind == "adapt" else 0
+        pair = (
+            pair_flops(config, "mlp_down", rank) * outputs // config.num_tokens
+            if kind == "adapt"
+            else 0
+        )
         total += entered + branch + pair
         if block > first:
             total += cost.enter + cost.attention + branch + pair

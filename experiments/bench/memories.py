@@ -20,13 +20,19 @@ NUM_CLASSES, RANK = 10, 16
 
 
 def sampled_memory(
-    executor: Executor, num_tasks: int, *, rank: int = RANK, architecture: Architecture | None = None
+    executor: Executor,
+    num_tasks: int,
+    *,
+    rank: int = RANK,
+    architecture: Architecture | None = None,
 ) -> InternalMemory:
-    """A memory of tasks whose architectures are sampled as the exploiting sampler would, and not trained.
+    """A memory of tasks whose architectures are sampled as the exploiting sampler would, and not
+    trained.
 
     With `architecture` all tasks have that one, each with parameters of its own.
     """
-    rng, width = np.random.default_rng(0), executor.config.width
+    rng = np.random.default_rng(0)
+    width = executor.config.width
     memory = InternalMemory(executor.base_pool)
 
     def normal(*shape: int) -> jax.Array:
@@ -42,14 +48,26 @@ def sampled_memory(
         chosen = architecture
         if chosen is None:
             table = sampled_table(rng, memory)
-            chosen = decode([rng.choice(len(row), p=row / row.sum()) for row in table], pool_sizes(memory.pool))
-        params = {i: learned(i, choice) for i, choice in enumerate(chosen) if choice.kind in ("adapt", "new")}
+            chosen = decode(
+                [rng.choice(len(row), p=row / row.sum()) for row in table], pool_sizes(memory.pool)
+            )
+        params = {
+            i: learned(i, choice)
+            for i, choice in enumerate(chosen)
+            if choice.kind in ("adapt", "new")
+        }
         pool, used = grow(memory.pool, chosen, params, index)
-        means, centroids = (rng.normal(size=(num, width)).astype(np.float32) for num in (executor.num_blocks, 5))
+        means, centroids = (
+            rng.normal(size=(num, width)).astype(np.float32) for num in (executor.num_blocks, 5)
+        )
         names = tuple(f"class {i}" for i in range(NUM_CLASSES))
         head = Head(jnp.zeros((width, NUM_CLASSES)), jnp.zeros(NUM_CLASSES))
         memory = InternalMemory(
-            pool, (*memory.tasks, TaskMemory(f"task {index}", names, chosen, used, head, means, centroids))
+            pool,
+            (
+                *memory.tasks,
+                TaskMemory(f"task {index}", names, chosen, used, head, means, centroids),
+            ),
         )
     return memory
 
@@ -66,19 +84,25 @@ def networks_of(memory: InternalMemory) -> list[list[Dense]]:
 
 
 def sampled_table(rng: np.random.Generator, memory: InternalMemory) -> np.ndarray:
-    """The exploiting table of sampled similarities: an earlier network is near or far in all blocks alike."""
-    earlier, sizes = experts_used(memory), pool_sizes(memory.pool)
+    """The exploiting table of sampled similarities: an earlier network is near or far in all blocks
+    alike."""
+    earlier = experts_used(memory)
+    sizes = pool_sizes(memory.pool)
     near = rng.uniform(-1, 1, (len(earlier), 1)) + 0.3 * rng.normal(size=(len(earlier), len(sizes)))
     absent = np.array([[expert is None for expert in used] for used in earlier])
     return exploit_table(np.where(absent, np.nan, np.clip(near, -1, 1)), earlier, sizes)
 
 
 def sampled_kinds(sizes: Sequence[int], num: int) -> list[tuple[Choice, ...]]:
-    """Architectures with the same op kinds whatever the pool contains, of experts sampled from it."""
-    kinds, rng = np.random.default_rng(0).integers(0, 4, (num, len(sizes))), np.random.default_rng(1)
+    """Architectures with the same op kinds whatever the pool contains, of experts sampled from
+    it."""
+    kinds = np.random.default_rng(0).integers(0, 4, (num, len(sizes)))
+    rng = np.random.default_rng(1)
     found = []
     for row in kinds:
         experts = [int(rng.integers(0, size)) for size in sizes]
-        options = [(Choice("reuse", e), Choice("adapt", e), Choice("new"), Choice("skip")) for e in experts]
+        options = [
+            (Choice("reuse", e), Choice("adapt", e), Choice("new"), Choice("skip")) for e in experts
+        ]
         found.append(tuple(option[kind] for option, kind in zip(options, row, strict=True)))
     return found

@@ -2,7 +2,8 @@
 
     python -m experiments.bench.methods
 
-Both sides have the same weights and images, and must agree on losses and gradients before anything is timed.
+Both sides have the same weights and images, and must agree on losses and gradients before anything
+is timed.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,9 @@ from experiments.bench import measure, steps
 from experiments.bench.measure import Bench, Row, alternate, difference, medians, ratio
 from experiments.bench.peer import L2pPeer
 
-OURS, CACHED, PLAIN = "ours", "PyTorch, cached queries", "PyTorch, queries in every step"
+OURS = "ours"
+CACHED = "PyTorch, cached queries"
+PLAIN = "PyTorch, queries in every step"
 NUM_CLASSES = 20
 
 
@@ -36,7 +39,10 @@ def main(settings: Bench) -> None:
     executor = steps.make_executor(pretrained, "float32")
     images, labels = steps.data(batch * num_steps, pretrained.config)
     sides, checks = l2p(pretrained, executor, images, labels, batch)
-    what = f"L2P, {num_steps} steps of {batch} images at {pretrained.config.image_size} pixels, float32"
+    what = (
+        f"L2P, {num_steps} steps of {batch} images at {pretrained.config.image_size} pixels,"
+        " float32"
+    )
     times = alternate(sides, repeats)
     seconds = medians(times)
     # a PyTorch that caches its queries is shown as well, and no goal
@@ -45,7 +51,13 @@ def main(settings: Bench) -> None:
         for other, goal in ((CACHED, None), (PLAIN, 1.0))
     ]
     measure.save(
-        settings.out, "methods", rows, quick=settings.quick, checks=checks, samples=times, weights=pretrained.source
+        settings.out,
+        "methods",
+        rows,
+        quick=settings.quick,
+        checks=checks,
+        samples=times,
+        weights=pretrained.source,
     )
 
 
@@ -58,7 +70,8 @@ def l2p(
     method = L2p(Networks(executor, features, features), config, Keys(0), 1)
     query = features.compute(images)
     prompts = method.begin_task(jax.random.key(1), {}, 0)
-    width, columns = executor.config.width, next_power_of_two(NUM_CLASSES)
+    width = executor.config.width
+    columns = next_power_of_two(NUM_CLASSES)
     weight = 0.02 * np.asarray(jax.random.normal(jax.random.key(2), (width, columns)))
     head = Head(jax.numpy.asarray(weight), jax.numpy.zeros(columns))
     fixed = (executor.leaves, np.int32(0), np.int32(0), np.int32(NUM_CLASSES))
@@ -66,9 +79,16 @@ def l2p(
     def ours() -> None:
         fitting = method.fitter.begun((prompts, head))
         method.fitter.run(
-            fitting, fixed, labels, Inputs(images, query=query), config.fit, batch_size=batch,
-            order_key=jax.random.key(3), noise_key=jax.random.key(4), advance=unwatched,
-        )  # fmt: skip
+            fitting,
+            fixed,
+            labels,
+            Inputs(images, query=query),
+            config.fit,
+            batch_size=batch,
+            order_key=jax.random.key(3),
+            noise_key=jax.random.key(4),
+            advance=unwatched,
+        )
         jax.block_until_ready(fitting.learned)
 
     pool, keys = np.array(prompts["pool"][0]), np.array(prompts["keys"][0])
@@ -77,9 +97,16 @@ def l2p(
     weights = np.full(batch, 1 / batch, np.float32)
     inputs: Any = {"images": images[rows], "query": query[rows]}
     given = FitBatch(inputs, labels[rows], weights, jax.random.key(5))  # pyright: ignore[reportArgumentType]
-    loss, (own, own_head) = jax.jit(jax.value_and_grad(method.fitter.loss))((prompts, head), fixed, given)
+    loss, (own, own_head) = jax.jit(jax.value_and_grad(method.fitter.loss))(
+        (prompts, head), fixed, given
+    )
     wanted_loss, wanted = peer.gradients(images[rows], labels[rows])
-    grads = [own["pool"][0], own["keys"][0], own_head.weight[:, :NUM_CLASSES], own_head.bias[:NUM_CLASSES]]
+    grads = [
+        own["pool"][0],
+        own["keys"][0],
+        own_head.weight[:, :NUM_CLASSES],
+        own_head.bias[:NUM_CLASSES],
+    ]
     largest = {
         "loss": abs(float(loss) - wanted_loss) / abs(wanted_loss),
         "gradient": max(difference(grad, other) for grad, other in zip(grads, wanted, strict=True)),

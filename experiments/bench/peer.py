@@ -1,9 +1,10 @@
-"""CHEEM's steps and candidate evaluation, and L2P's steps, in plain PyTorch with timm, to measure ours against.
+"""CHEEM's steps and candidate evaluation, and L2P's steps, in plain PyTorch with timm, to measure
+ours against.
 
-Written as one would without this library: timm's blocks as they are, the plastic layer (`mlp.fc2`) replaced by an op or
-prompts in front of the first block's own keys and values, autograd to decide what a backward pass needs, one Adam for
-everything that can be learned. Weights cross its border as NumPy arrays in our row-vector layout (`[in, out]`); inside
-they are PyTorch's `[out, in]`.
+Written as one would without this library: timm's blocks as they are, the plastic layer (`mlp.fc2`)
+replaced by an op or prompts in front of the first block's own keys and values, autograd to decide
+what a backward pass needs, one Adam for everything that can be learned. Weights cross its border as
+NumPy arrays in our row-vector layout (`[in, out]`); inside they are PyTorch's `[out, in]`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,11 +32,13 @@ Block = Any
 
 LEARNING_RATE = 1e-3
 RECOMPILE_LIMIT = 64
-"""Variants of one compiled function: gradients wanted or not, training or evaluation, batch sizes, precisions."""
+"""Variants of one compiled function: gradients wanted or not, training or evaluation, batch sizes,
+precisions."""
 
 
 class Peer:
-    """timm's frozen model in float32 with the weights of ours, on the same kind of device; `optimizer` is a subclass's.
+    """timm's frozen model in float32 with the weights of ours, on the same kind of device;
+    `optimizer` is a subclass's.
 
     Images are [B, H, W, 3] uint8, labels [B] everywhere.
     """
@@ -47,15 +50,19 @@ class Peer:
         assert config.timm_name is not None
         self.device = torch.device("cpu" if jax.default_backend() == "cpu" else "cuda")
         name = config.timm_name.split(".")[0]
-        model: Any = timm.create_model(name, pretrained=False, num_classes=0, img_size=config.image_size)
+        model: Any = timm.create_model(
+            name, pretrained=False, num_classes=0, img_size=config.image_size
+        )
         model.load_state_dict(to_timm(pretrained), strict=True)
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.mean, self.std = (
-            torch.tensor(values, device=self.device).view(1, 3, 1, 1) for values in (config.mean, config.std)
+            torch.tensor(values, device=self.device).view(1, 3, 1, 1)
+            for values in (config.mean, config.std)
         )
 
     def pixels(self, images: np.ndarray | Tensor) -> Tensor:
-        """Images as the backbone was trained to see them: float32 [B, 3, H, W]; they may be on the device already."""
+        """Images as the backbone was trained to see them: float32 [B, 3, H, W]; they may be on the
+        device already."""
         scaled = torch.as_tensor(images).to(self.device).permute(0, 3, 1, 2).float() / 255.0
         return (scaled - self.mean) / self.std
 
@@ -79,19 +86,27 @@ class Peer:
 class CheemPeer(Peer):
     """Blocks that run reuse, adapt, new or skip at `mlp.fc2`, with all that a task learns.
 
-    `experts[block]` are frozen, the backbone's own; `pairs[block]`, `new[block]` and `head` are learned. Every block
-    computes all its tokens, the last one too, as timm does. `precision` is autocast's type in the forward pass.
+    `experts[block]` are frozen, the backbone's own; `pairs[block]`, `new[block]` and `head` are
+    learned. Every block computes all its tokens, the last one too, as timm does. `precision` is
+    autocast's type in the forward pass.
     """
 
     def __init__(
-        self, pretrained: Pretrained, *, rank: int, num_outputs: int, compiled: bool = False,
+        self,
+        pretrained: Pretrained,
+        *,
+        rank: int,
+        num_outputs: int,
+        compiled: bool = False,
         precision: Literal["float32", "bfloat16"] = "float32",
-    ):  # fmt: skip
+    ):
         super().__init__(pretrained)
         self.precision = precision
         self.blocks: list[Block] = list(self.model.blocks)
         shapes = [block.mlp.fc2.weight.shape for block in self.blocks]
-        self.experts: list[Pair] = [(block.mlp.fc2.weight, block.mlp.fc2.bias) for block in self.blocks]
+        self.experts: list[Pair] = [
+            (block.mlp.fc2.weight, block.mlp.fc2.bias) for block in self.blocks
+        ]
         self.pairs = [self._new_pair(width, num_inputs, rank) for width, num_inputs in shapes]
         self.new = [self._linear(*shape) for shape in shapes]
         self.head = self._linear(num_outputs, self.model.num_features)
@@ -108,11 +123,13 @@ class CheemPeer(Peer):
             )
 
     @torch.no_grad()
-    def set_learned(self, learned: Mapping[tuple[int, str], Sequence[Any]], head: Sequence[Any]) -> None:
+    def set_learned(
+        self, learned: Mapping[tuple[int, str], Sequence[Any]], head: Sequence[Any]
+    ) -> None:
         """Copy learned parameters in our layout, each with Adam as before its first step.
 
-        `learned` maps a block and "adapt" to (down [F, r], up [r, D]), and with "new" to (weight [F, D], bias [D]);
-        `head` is (weight [D, C], bias [C]) with C = `num_outputs`.
+        `learned` maps a block and "adapt" to (down [F, r], up [r, D]), and with "new" to (weight
+        [F, D], bias [D]); `head` is (weight [D, C], bias [C]) with C = `num_outputs`.
         """
         own = {"adapt": self.pairs, "new": self.new}
         given = [(own[kind][block], arrays) for (block, kind), arrays in learned.items()]
@@ -124,9 +141,14 @@ class CheemPeer(Peer):
     def gradients(
         self, architecture: Architecture, images: np.ndarray, labels: np.ndarray, num_classes: int
     ) -> tuple[float, dict[int, Arrays], Arrays]:
-        """Mean loss and its gradients in our layout, by block that learns and of the head; nothing is updated."""
+        """Mean loss and its gradients in our layout, by block that learns and of the head; nothing
+        is updated."""
         learned = {"adapt": self.pairs, "new": self.new}
-        sampled = {i: learned[choice.kind][i] for i, choice in enumerate(architecture) if choice.kind in learned}
+        sampled = {
+            i: learned[choice.kind][i]
+            for i, choice in enumerate(architecture)
+            if choice.kind in learned
+        }
         loss = self._loss(architecture, images, labels, num_classes)
         wanted = [tensor for pair in (*sampled.values(), self.head) for tensor in pair]
         flat = iter([_to_ours(grad) for grad in torch.autograd.grad(loss, wanted)])
@@ -134,34 +156,53 @@ class CheemPeer(Peer):
         return loss.item(), grads, (next(flat), next(flat))
 
     def step(
-        self, architecture: Architecture, images: np.ndarray | Tensor, labels: np.ndarray | Tensor, num_classes: int
+        self,
+        architecture: Architecture,
+        images: np.ndarray | Tensor,
+        labels: np.ndarray | Tensor,
+        num_classes: int,
     ) -> Tensor:
         """One step of Adam on what the architecture learns and on the head; the loss before it."""
         return self.descend(self._loss(architecture, images, labels, num_classes))
 
     @torch.inference_mode()
     def count_right(
-        self, architectures: Sequence[Architecture], images: np.ndarray | Tensor, labels: np.ndarray, num_classes: int
+        self,
+        architectures: Sequence[Architecture],
+        images: np.ndarray | Tensor,
+        labels: np.ndarray,
+        num_classes: int,
     ) -> np.ndarray:
         """Per architecture the number of images whose class is the label: int64 [C]."""
-        pixels, wanted = self.pixels(images), self.labels(labels)
-        counts = [(self._logits(a, pixels, num_classes).argmax(dim=-1) == wanted).sum() for a in architectures]
+        pixels = self.pixels(images)
+        wanted = self.labels(labels)
+        counts = [
+            (self._logits(a, pixels, num_classes).argmax(dim=-1) == wanted).sum()
+            for a in architectures
+        ]
         return torch.stack(counts).cpu().numpy()
 
     @torch.inference_mode()
     def forward(self, architecture: Architecture, images: np.ndarray, batch_size: int) -> None:
         """A forward pass over a data set."""
         for start in range(0, len(images), batch_size):
-            self._logits(architecture, self.pixels(images[start : start + batch_size]), len(self.classes))
+            self._logits(
+                architecture, self.pixels(images[start : start + batch_size]), len(self.classes)
+            )
 
     def _loss(
-        self, architecture: Architecture, images: np.ndarray | Tensor, labels: np.ndarray | Tensor, num_classes: int
+        self,
+        architecture: Architecture,
+        images: np.ndarray | Tensor,
+        labels: np.ndarray | Tensor,
+        num_classes: int,
     ) -> Tensor:
         logits = self._logits(architecture, self.pixels(images), num_classes)
         return F.cross_entropy(logits.float(), self.labels(labels))
 
     def _logits(self, architecture: Architecture, pixels: Tensor, num_classes: int) -> Tensor:
-        """Logits [B, C] of normalised pixels [B, 3, H, W]; columns from `num_classes` on are -1e30."""
+        """Logits [B, C] of normalised pixels [B, 3, H, W]; columns from `num_classes` on are
+        -1e30."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
             x = self.tokens(pixels)
             for index, (block, choice) in enumerate(zip(self.blocks, architecture, strict=True)):
@@ -180,16 +221,23 @@ class CheemPeer(Peer):
     def _new_pair(self, width: int, num_inputs: int, rank: int) -> Pair:
         """LoRA's start: down [r, F] Kaiming-uniform with a = sqrt(5), up [D, r] zero."""
         down = torch.empty(rank, num_inputs).uniform_(-(num_inputs**-0.5), num_inputs**-0.5)
-        return nn.Parameter(down.to(self.device)), nn.Parameter(torch.zeros(width, rank, device=self.device))
+        return nn.Parameter(down.to(self.device)), nn.Parameter(
+            torch.zeros(width, rank, device=self.device)
+        )
 
     def _linear(self, num_outputs: int, num_inputs: int) -> Pair:
         """Truncated normal 0.02 [out, in] and zero bias [out]."""
-        weight = nn.init.trunc_normal_(torch.empty(num_outputs, num_inputs), std=0.02, a=-0.04, b=0.04)
-        return nn.Parameter(weight.to(self.device)), nn.Parameter(torch.zeros(num_outputs, device=self.device))
+        weight = nn.init.trunc_normal_(
+            torch.empty(num_outputs, num_inputs), std=0.02, a=-0.04, b=0.04
+        )
+        return nn.Parameter(weight.to(self.device)), nn.Parameter(
+            torch.zeros(num_outputs, device=self.device)
+        )
 
 
 class Walked(NamedTuple):
-    """What one network makes of a data set: features [N, D], mean class tokens [L, D], mean patches by block read."""
+    """What one network makes of a data set: features [N, D], mean class tokens [L, D], mean patches
+    by block read."""
 
     features: np.ndarray
     means: np.ndarray
@@ -205,9 +253,13 @@ class TaskPeer(CheemPeer):
         self.base: Architecture = (Choice("reuse", 0),) * len(self.blocks)
 
     @torch.inference_mode()
-    def walk(self, architecture: Architecture, images: np.ndarray, blocks: Sequence[int] = ()) -> Walked:
-        """A forward pass over images [N, H, W, 3]; the means are of what the plastic layers put out."""
-        features, read = [], list[list[Tensor]]([] for _ in blocks)
+    def walk(
+        self, architecture: Architecture, images: np.ndarray, blocks: Sequence[int] = ()
+    ) -> Walked:
+        """A forward pass over images [N, H, W, 3]; the means are of what the plastic layers put
+        out."""
+        features = []
+        read = list[list[Tensor]]([] for _ in blocks)
         sums = torch.zeros(len(self.blocks), self.model.num_features)
         for start in range(0, len(images), self.batch_size):
             x = self.tokens(self.pixels(images[start : start + self.batch_size]))
@@ -215,38 +267,59 @@ class TaskPeer(CheemPeer):
                 z = x + block.attn(block.norm1(x))
                 if index in blocks:
                     read[blocks.index(index)].append(z[:, 1:].mean(dim=1))
-                component = None if choice.kind == "skip" else self._component(block, z, index, choice)
+                component = (
+                    None if choice.kind == "skip" else self._component(block, z, index, choice)
+                )
                 x = z if component is None else z + component
                 sums[index] += 0 if component is None else component[:, 0].sum(dim=0)
             features.append(self.model.norm(x[:, 0]))
         return Walked(
-            torch.cat(features).numpy(), (sums / len(images)).numpy(), [torch.cat(parts).numpy() for parts in read]
+            torch.cat(features).numpy(),
+            (sums / len(images)).numpy(),
+            [torch.cat(parts).numpy() for parts in read],
         )
 
     def count_in_batches(
-        self, architectures: Sequence[Architecture], images: np.ndarray, labels: np.ndarray, num_classes: int
+        self,
+        architectures: Sequence[Architecture],
+        images: np.ndarray,
+        labels: np.ndarray,
+        num_classes: int,
     ) -> np.ndarray:
         """`count_right` over a data set."""
-        cuts = [slice(start, start + self.batch_size) for start in range(0, len(images), self.batch_size)]
-        counts = [self.count_right(architectures, images[cut], labels[cut], num_classes) for cut in cuts]
+        cuts = [
+            slice(start, start + self.batch_size)
+            for start in range(0, len(images), self.batch_size)
+        ]
+        counts = [
+            self.count_right(architectures, images[cut], labels[cut], num_classes) for cut in cuts
+        ]
         return np.sum(counts, axis=0)
 
     @torch.inference_mode()
     def ridge_right(
-        self, architecture: Architecture, images: np.ndarray, labels: np.ndarray, num_fitted: int, num_classes: int
+        self,
+        architecture: Architecture,
+        images: np.ndarray,
+        labels: np.ndarray,
+        num_fitted: int,
+        num_classes: int,
     ) -> int:
-        """Right answers of the best ridge head: leave-one-out on the first `num_fitted` images, as it is on the others.
+        """Right answers of the best ridge head: leave-one-out on the first `num_fitted` images, as
+        it is on the others.
 
         Source: as `cheem_jax.cheem.closed_form.fit_head`.
         """
-        x, wanted = torch.from_numpy(self.walk(architecture, images).features), torch.from_numpy(labels).long()
+        x = torch.from_numpy(self.walk(architecture, images).features)
+        wanted = torch.from_numpy(labels).long()
         fitted = torch.arange(len(x)) < num_fitted
         x = (x - x[fitted].mean(dim=0)) / x[fitted].std(dim=0, correction=0).clamp_min(1e-6)
         y = F.one_hot(wanted, num_classes).float()
         share = y[fitted].mean(dim=0)
         eigenvalues, vectors = torch.linalg.eigh(x[fitted].T @ x[fitted])
         z = x @ vectors
-        moments, found = z[fitted].T @ (y[fitted] - share), []
+        moments = z[fitted].T @ (y[fitted] - share)
+        found = []
         for penalty in PENALTIES:
             shrunk = eigenvalues.clamp_min(0) + penalty * num_fitted
             logits = z @ (moments / shrunk[:, None]) + share
@@ -273,7 +346,9 @@ def run_dense(block: Block, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x + F.linear(u, weight, bias)
 
 
-def run_adapted(block: Block, x: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Tensor:
+def run_adapted(
+    block: Block, x: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor
+) -> Tensor:
     """A block on x [B, N, D] that adapts an expert by down [r, F] and up [D, r]."""
     x = x + block.attn(block.norm1(x))
     u = block.mlp.act(block.mlp.fc1(block.norm2(x)))
@@ -292,7 +367,12 @@ class L2pPeer(Peer):
     """
 
     def __init__(
-        self, pretrained: Pretrained, config: L2pConfig, pool: np.ndarray, keys: np.ndarray, weight: np.ndarray
+        self,
+        pretrained: Pretrained,
+        config: L2pConfig,
+        pool: np.ndarray,
+        keys: np.ndarray,
+        weight: np.ndarray,
     ):
         """Begin at pool [M, P, D], keys [M, D] and head weight [D, C]; the head's bias is zero."""
         super().__init__(pretrained)
@@ -309,20 +389,26 @@ class L2pPeer(Peer):
 
     def step(self, images: np.ndarray, labels: np.ndarray, query: Tensor | None = None) -> Tensor:
         """One step of Adam; the loss before it."""
-        return self.descend(self.loss(images, labels, self.query(images) if query is None else query))
+        return self.descend(
+            self.loss(images, labels, self.query(images) if query is None else query)
+        )
 
     def gradients(self, images: np.ndarray, labels: np.ndarray) -> tuple[float, list[np.ndarray]]:
         """Loss, and its gradients for pool, keys, weight [D, C] and bias."""
         loss = self.loss(images, labels, self.query(images))
-        pool, keys, weight, bias = (grad.cpu().numpy() for grad in torch.autograd.grad(loss, self.learned))
+        pool, keys, weight, bias = (
+            grad.cpu().numpy() for grad in torch.autograd.grad(loss, self.learned)
+        )
         return loss.item(), [pool, keys, weight.T, bias]
 
     def loss(self, images: np.ndarray, labels: np.ndarray, query: Tensor) -> Tensor:
         """Mean cross-entropy and the pull of the chosen keys."""
         near = F.normalize(query, dim=-1) @ F.normalize(self.keys, dim=-1).T
         best, chosen = near.topk(self.config.top_k, dim=-1)
-        prompts, half = self.pool[chosen], self.config.length // 2
-        keys, values = prompts[:, :, :half].flatten(1, 2), prompts[:, :, half:].flatten(1, 2)
+        prompts = self.pool[chosen]
+        half = self.config.length // 2
+        keys = prompts[:, :, :half].flatten(1, 2)
+        values = prompts[:, :, half:].flatten(1, 2)
         first, *others = self.model.blocks
         x = run_prefixed(first, self.tokens(self.pixels(images)), keys, values)
         for block in others:
@@ -349,7 +435,8 @@ def run_prefixed(block: Block, x: Tensor, keys: Tensor, values: Tensor) -> Tenso
 
 def to_timm(pretrained: Pretrained) -> dict[str, Tensor]:
     """Our parameters under timm's names and in PyTorch's layout, without the head."""
-    tensors, patch = {}, pretrained.config.patch_size
+    tensors = {}
+    patch = pretrained.config.patch_size
     for name, value in pretrained.params.items():
         if name == "patch.kernel":
             value = value.reshape(patch, patch, 3, -1).transpose(3, 2, 0, 1)

@@ -1,4 +1,5 @@
-"""A folder of images answered, against decoded arrays through the same router and networks; and the first answer.
+"""A folder of images answered, against decoded arrays through the same router and networks; and the
+first answer.
 
 python experiments/bench/predicting.py runs/demo photos [--rounds 5] [--out docs/benchmarks]
 """
@@ -33,7 +34,8 @@ class Predicting:
     rounds: int = 5
     """Rounds of both sides, alternating; medians are reported."""
     out: Path | None = None
-    """Folder of predicting.json, for the tables of `bench/run.py`; default: the numbers are only printed."""
+    """Folder of predicting.json, for the tables of `bench/run.py`; default: the numbers are only
+    printed."""
 
 
 def main(settings: Predicting) -> None:
@@ -44,25 +46,52 @@ def main(settings: Predicting) -> None:
     predictor.prepare()
     images = decode_many(NamedFiles(files, upright=predictor.upright), predictor.image_size)
     times = alternate(
-        {"folder": lambda: list(predict_files(predictor, files)), "arrays": lambda: predictor(images)}, settings.rounds
+        {
+            "folder": lambda: list(predict_files(predictor, files)),
+            "arrays": lambda: predictor(images),
+        },
+        settings.rounds,
     )
-    found, single = medians(times), itertools.cycle(images)
-    command = [sys.executable, "-m", "cheem_jax", "predict", str(settings.memory), files[0], "--json"]
+    found = medians(times)
+    single = itertools.cycle(images)
+    command = [
+        sys.executable,
+        "-m",
+        "cheem_jax",
+        "predict",
+        str(settings.memory),
+        files[0],
+        "--json",
+    ]
     one = alternate({"one picture": lambda: predictor(next(single)[None])}, 50)
-    first = alternate({"process": lambda: subprocess.run(command, check=True, capture_output=True)}, 3)
+    first = alternate(
+        {"process": lambda: subprocess.run(command, check=True, capture_output=True)}, 3
+    )
     what = f"{memory.config.backbone} at {predictor.image_size} pixels, {len(memory.tasks)} tasks"
     rate = len(files) / found["folder"]
     rows = [
         Row(
-            f"{what}: {len(files)} files of a folder, against decoded arrays", found,
-            ratio(found, "arrays", "folder"), 0.9, note=f"{rate:.0f} pictures/s from files",
+            f"{what}: {len(files)} files of a folder, against decoded arrays",
+            found,
+            ratio(found, "arrays", "folder"),
+            0.9,
+            note=f"{rate:.0f} pictures/s from files",
         ),
-        Row(f"{what}: one picture, decoded", {}, 1000 * medians(one)["one picture"], unit="ms in the median"),
         Row(
-            f"{what}: a process from nothing to its first answer, programs kept", {}, medians(first)["process"], 5.0,
-            "at most", unit="s",
+            f"{what}: one picture, decoded",
+            {},
+            1000 * medians(one)["one picture"],
+            unit="ms in the median",
         ),
-    ]  # fmt: skip
+        Row(
+            f"{what}: a process from nothing to its first answer, programs kept",
+            {},
+            medians(first)["process"],
+            5.0,
+            "at most",
+            unit="s",
+        ),
+    ]
     save(settings.out, "predicting", rows)
 
 

@@ -1,4 +1,5 @@
-"""All benchmarks of a machine without an accelerator, each in a process of its own and with a JSON file of its own.
+"""All benchmarks of a machine without an accelerator, each in a process of its own and with a JSON
+file of its own.
 
 python experiments/bench/run.py [--only steps,data] [--out docs/benchmarks] [--quick]
 """
@@ -12,7 +13,17 @@ from pathlib import Path
 from cheem_jax.cli.main import parse, run_command
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("steps", "tasks", "methods", "sharing", "many_tasks", "footprint", "demo_compile", "data", "collectives")
+PARTS = (
+    "steps",
+    "tasks",
+    "methods",
+    "sharing",
+    "many_tasks",
+    "footprint",
+    "demo_compile",
+    "data",
+    "collectives",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +37,8 @@ class All:
     quick: bool = False
     """Settings so small that the numbers mean nothing: to see whether everything runs."""
     loaded: bool = False
-    """Measure while other programs use the processors; without it that is refused, as it distorts even ratios."""
+    """Measure while other programs use the processors; without it that is refused, as it distorts
+    even ratios."""
 
 
 def main(settings: All) -> None:
@@ -40,7 +52,9 @@ def main(settings: All) -> None:
     for part in parts:
         start = time.perf_counter()
         print(f"== {part}", flush=True)
-        if subprocess.run([sys.executable, "-m", f"experiments.bench.{part}", *options], cwd=ROOT).returncode:
+        if subprocess.run(
+            [sys.executable, "-m", f"experiments.bench.{part}", *options], cwd=ROOT
+        ).returncode:
             failed.append(part)
         print(f"== {part}: {time.perf_counter() - start:.0f} s", flush=True)
     if failed:

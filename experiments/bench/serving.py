@@ -1,6 +1,7 @@
 """A server under load: latencies, what was compiled, and memory, with many clients at a time.
 
-python experiments/bench/serving.py runs/demo [--requests 20000] [--clients 32] [--out docs/benchmarks]
+python experiments/bench/serving.py runs/demo [--requests 20000] [--clients 32] [--out
+docs/benchmarks]
 """
 
 import contextlib
@@ -49,7 +50,8 @@ class Serving:
     every: int = 2000
     """Requests between two looks at the server's memory."""
     out: Path | None = None
-    """Folder of serving.json, for the tables of `experiments/bench/run.py`; default: the numbers are only printed."""
+    """Folder of serving.json, for the tables of `experiments/bench/run.py`; default: the numbers
+    are only printed."""
 
 
 def main(settings: Serving) -> None:
@@ -59,7 +61,9 @@ def main(settings: Serving) -> None:
     pictures = make_pictures(NUM_PICTURES, settings.picture_size)
     with server(settings.memory) as port:
         alone = [ask(port, picture) for picture in pictures]
-        before = [seconds for _ in range(4) for seconds in (ask(port, picture)[2] for picture in pictures)]
+        before = [
+            seconds for _ in range(4) for seconds in (ask(port, picture)[2] for picture in pictures)
+        ]
         start = metrics(port)
         load = under_load(port, pictures, [answer for _, answer, _ in alone], settings)
         end = metrics(port)
@@ -71,34 +75,65 @@ def main(settings: Serving) -> None:
         "one_client": quantiles(before),
         **load,
         "programs_after_warm_up": end["cheem_programs_since_warm_up"],
-        "mean_batch": (end["cheem_batch_images_sum"] - start["cheem_batch_images_sum"])
-        / (end["cheem_batch_images_count"] - start["cheem_batch_images_count"]),
+        "mean_batch": (
+            (end["cheem_batch_images_sum"] - start["cheem_batch_images_sum"])
+            / (end["cheem_batch_images_count"] - start["cheem_batch_images_count"])
+        ),
         "over_limits": refused,
     }
-    print(f"statuses {load['statuses']}, lost {load['lost']}, other answers than alone {load['other_answers']}")
+    print(
+        f"statuses {load['statuses']}, lost {load['lost']}, other answers than alone"
+        f" {load['other_answers']}"
+    )
     save(settings.out, "serving", rows(found), numbers=found)
 
 
 def rows(found: dict[str, Any]) -> list[Row]:
     """The lines of the table."""
-    latency, resident = found["latency"], list(found["resident_bytes"].values())
+    latency = found["latency"]
+    resident = list(found["resident_bytes"].values())
     seconds = {name: latency[name] / 1000 for name in ("p50", "p90", "p99")}
     load = f"{found['requests']:,} requests of {found['clients']} clients"
     fine = found["statuses"].get("200", 0)
     refused = {"429": found["over_limits"]["429"], **found["over_limits"]["413"]}
     return [
         Row(
-            f"{load}, p99 over p50", seconds, latency["p99"] / latency["p50"], 10, "at most",
-            note=f"{found['images_per_second']:.0f} images/s in batches of {found['mean_batch']:.1f} on average",
+            f"{load}, p99 over p50",
+            seconds,
+            latency["p99"] / latency["p50"],
+            10,
+            "at most",
+            note=(
+                f"{found['images_per_second']:.0f} images/s in batches of {found['mean_batch']:.1f}"
+                " on average"
+            ),
         ),
         Row(
-            f"{load}, without an answer or with another one than alone", {},
-            found["requests"] - fine + found["other_answers"], 0, "at most", unit="requests",
+            f"{load}, without an answer or with another one than alone",
+            {},
+            found["requests"] - fine + found["other_answers"],
+            0,
+            "at most",
+            unit="requests",
         ),
-        Row("programs compiled after warm-up", {}, found["programs_after_warm_up"], 0, "at most", unit="programs"),
         Row(
-            "memory at the end over the middle of the load", {}, resident[-1] / resident[len(resident) // 2], 1.05,
-            "at most", note=f"{resident[0] / 1e6:.0f} MB at the beginning, {resident[-1] / 1e6:.0f} MB at the end",
+            "programs compiled after warm-up",
+            {},
+            found["programs_after_warm_up"],
+            0,
+            "at most",
+            unit="programs",
+        ),
+        Row(
+            "memory at the end over the middle of the load",
+            {},
+            resident[-1] / resident[len(resident) // 2],
+            1.05,
+            "at most",
+            note=(
+                f"{resident[0] / 1e6:.0f} MB at the beginning, {resident[-1] / 1e6:.0f} MB at"
+                " the end"
+            ),
         ),
         in_the_median("one client", found["one_client"]),
         *(
@@ -106,20 +141,24 @@ def rows(found: dict[str, Any]) -> list[Row]:
             for what, times in refused.items()
             if times is not None
         ),
-    ]  # fmt: skip
+    ]
 
 
 def in_the_median(what: str, milliseconds: dict[str, float]) -> Row:
     """A line for what has no goal."""
-    return Row(what, {"p99": milliseconds["p99"] / 1000}, milliseconds["p50"], unit="ms in the median")
+    return Row(
+        what, {"p99": milliseconds["p99"] / 1000}, milliseconds["p50"], unit="ms in the median"
+    )
 
 
 def make_pictures(num: int, size: int) -> list[bytes]:
     """PNG files of coloured waves, each of its own."""
-    rng, files = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    files = []
     across = np.linspace(0, 2 * np.pi, size)
     for _ in range(num):
-        phase, turns = rng.uniform(0, 6, 3), rng.integers(1, 5, (2, 3))
+        phase = rng.uniform(0, 6, 3)
+        turns = rng.integers(1, 5, (2, 3))
         waves = np.sin(across[:, None, None] * turns[0] + across[None, :, None] * turns[1] + phase)
         buffer = io.BytesIO()
         Image.fromarray((127.5 + 127 * waves).astype(np.uint8)).save(buffer, "PNG")
@@ -153,7 +192,8 @@ def connect(port: int) -> contextlib.closing[http.client.HTTPConnection]:
 def ask(
     port: int, picture: bytes, connection: http.client.HTTPConnection | None = None
 ) -> tuple[int, dict[str, Any], float]:
-    """Status, answer (without its time) and seconds of one request, on a new connection unless one is given."""
+    """Status, answer (without its time) and seconds of one request, on a new connection unless one
+    is given."""
     if connection is None:
         with connect(port) as connection:
             return ask(port, picture, connection)
@@ -181,13 +221,21 @@ def metrics(port: int) -> dict[str, float]:
     with connect(port) as connection:
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode().splitlines()
-    return {name: float(value) for name, value in (line.split() for line in lines if re.match(r"\w+ ", line))}
+    return {
+        name: float(value)
+        for name, value in (line.split() for line in lines if re.match(r"\w+ ", line))
+    }
 
 
-def under_load(port: int, pictures: Sequence[bytes], expected: Sequence[dict], settings: Serving) -> dict[str, Any]:
+def under_load(
+    port: int, pictures: Sequence[bytes], expected: Sequence[dict], settings: Serving
+) -> dict[str, Any]:
     """All clients at once, each with one request at a time; memory is looked at in between."""
-    numbers, lock = itertools.count(), threading.Lock()
-    seconds, statuses, wrong = [], Counter[int](), 0
+    numbers = itertools.count()
+    lock = threading.Lock()
+    seconds = []
+    statuses = Counter[int]()
+    wrong = 0
     resident = {0: metrics(port)["process_resident_memory_bytes"]}
 
     def client() -> None:
@@ -200,7 +248,9 @@ def under_load(port: int, pictures: Sequence[bytes], expected: Sequence[dict], s
                     statuses[status] += 1
                     # probabilities may differ in the last digits where the batch is another
                     alone = expected[number % len(pictures)]
-                    wrong += any(answer.get(name) != alone[name] for name in ("task", "class", "blocks"))
+                    wrong += any(
+                        answer.get(name) != alone[name] for name in ("task", "class", "blocks")
+                    )
                 if (number + 1) % settings.every == 0:
                     resident[number + 1] = metrics(port)["process_resident_memory_bytes"]
 
@@ -210,15 +260,20 @@ def under_load(port: int, pictures: Sequence[bytes], expected: Sequence[dict], s
             done.result()
     wall = time.perf_counter() - start
     return {
-        "latency": quantiles(seconds), "images_per_second": len(seconds) / wall,
-        "statuses": {str(status): num for status, num in statuses.items()}, "other_answers": wrong,
-        "lost": settings.requests - len(seconds), "resident_bytes": {str(at): size for at, size in resident.items()},
-    }  # fmt: skip
+        "latency": quantiles(seconds),
+        "images_per_second": len(seconds) / wall,
+        "statuses": {str(status): num for status, num in statuses.items()},
+        "other_answers": wrong,
+        "lost": settings.requests - len(seconds),
+        "resident_bytes": {str(at): size for at, size in resident.items()},
+    }
 
 
 def over_limits(port: int, pictures: Sequence[bytes], clients: int) -> dict[str, Any]:
-    """Seconds until requests beyond a limit are answered, while as many clients as `clients` keep the server busy."""
-    stop, answers = threading.Event(), list[tuple[int, float]]()
+    """Seconds until requests beyond a limit are answered, while as many clients as `clients` keep
+    the server busy."""
+    stop = threading.Event()
+    answers = list[tuple[int, float]]()
 
     def busy() -> None:
         while not stop.is_set():
@@ -242,7 +297,10 @@ def over_limits(port: int, pictures: Sequence[bytes], clients: int) -> dict[str,
     return {
         "statuses_of_busy_clients": {str(status): num for status, num in statuses.items()},
         "429": quantiles([seconds for status, seconds in answers if status == 429]),
-        "413": {what: quantiles([took for status, took in tries if status == 413]) for what, tries in told.items()},
+        "413": {
+            what: quantiles([took for status, took in tries if status == 413])
+            for what, tries in told.items()
+        },
         "resident_bytes_after": metrics(port)["process_resident_memory_bytes"],
     }
 

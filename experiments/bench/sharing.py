@@ -1,9 +1,11 @@
-"""Work that need not be done: every way of sharing or keeping it against the same executor without it.
+"""Work that need not be done: every way of sharing or keeping it against the same executor without
+it.
 
     python -m experiments.bench.sharing
 
-Both sides compute the same numbers, which is checked exactly. Beside each ratio stands its ceiling: what counting
-FLOPs alone would allow (attention products included, the last block for the CLS token alone).
+Both sides compute the same numbers, which is checked exactly. Beside each ratio stands its ceiling:
+what counting FLOPs alone would allow (attention products included, the last block for the CLS token
+alone).
 """
 
 import dataclasses
@@ -43,12 +45,24 @@ from cheem_jax.engine.inference import Inference, bucket_sizes, pieces
 from cheem_jax.engine.passes import count_right, token_means, unwatched
 from cheem_jax.run.method import base_network
 from experiments.bench import measure
-from experiments.bench.measure import Bench, Row, kept, medians, separate_flops, step_flops, tree_flops
+from experiments.bench.measure import (
+    Bench,
+    Row,
+    kept,
+    medians,
+    separate_flops,
+    step_flops,
+    tree_flops,
+)
 from experiments.bench.memories import networks_of, sampled_memory, sampled_table
 
 RANK, NUM_CLASSES = 16, 20
 SHARED, APART = "shared", "apart"
-LAST, WHOLE_SEARCH, SIMILARITY, FINETUNE, INFERENCE = 1.2, 1.3, 1.5, 1.35, 1.25
+LAST = 1.2
+WHOLE_SEARCH = 1.3
+SIMILARITY = 1.5
+FINETUNE = 1.35
+INFERENCE = 1.25
 """Goals: how many times as fast as without sharing."""
 NUM_SAME = 6
 """Blocks that the networks of the planted cases have in common with the base."""
@@ -60,7 +74,11 @@ def main(settings: Bench) -> None:
     rows: list[Row] = []
     details: dict[str, Any] = {}
     # backbone, image size, validation images, repeats
-    searched = [("vit_nano", None, 26, 1)] if quick else [("vit_micro", None, 64, 5), ("deit_tiny", 96, 26, 3)]
+    searched = (
+        [("vit_nano", None, 26, 1)]
+        if quick
+        else [("vit_micro", None, 64, 5), ("deit_tiny", 96, 26, 3)]
+    )
     for name, image_size, num_val, repeats in searched:
         start = time.perf_counter()
         found, details[f"search, {name}"] = searches(name, image_size, num_val, repeats, quick)
@@ -75,7 +93,11 @@ def main(settings: Bench) -> None:
 
 
 def shared_row(
-    what: str, seconds: dict[str, float], counted: tuple[int, int], goal: float | None, note: str = ""
+    what: str,
+    seconds: dict[str, float],
+    counted: tuple[int, int],
+    goal: float | None,
+    note: str = "",
 ) -> Row:
     """`counted`: FLOPs apart and shared."""
     ceiling = counted[0] / counted[1]
@@ -97,29 +119,47 @@ def searches(
     memory = sampled_memory(executor, 2)
     (supernet, state), generations = real_search(executor, memory, task, batch_size, config)
     merged: dict = {}
-    networks = [[dense_network(supernet, state, genome, merged) for genome in genomes] for genomes in generations]
+    networks = [
+        [dense_network(supernet, state, genome, merged) for genome in genomes]
+        for genomes in generations
+    ]
     feed = kept(executor, task.val.images, batch_size=batch_size)
 
     def score(found: Sequence[Network]) -> np.ndarray:
         return count_right(
-            executor, found, state.head.params, feed, task.val.labels,
-            num_classes=supernet.num_classes, batch_size=batch_size, advance=unwatched,
-        )  # fmt: skip
+            executor,
+            found,
+            state.head.params,
+            feed,
+            task.val.labels,
+            num_classes=supernet.num_classes,
+            batch_size=batch_size,
+            advance=unwatched,
+        )
 
     def apart(found: Sequence[Network]) -> np.ndarray:
         return np.concatenate([score([network]) for network in found])
 
     last = medians(compare(lambda: score(networks[-1]), lambda: apart(networks[-1]), repeats))
-    # each call scores the next generation, so the sum over as many calls as generations is a whole search
+    # each call scores the next generation, so the sum over as many calls as generations is a whole
+    # search
     turns = [itertools.cycle(networks) for _ in range(2)]
     times = compare(lambda: score(next(turns[0])), lambda: apart(next(turns[1])), len(networks))
     total = {name: sum(found) for name, found in times.items()}
-    counted = [(separate_flops(vit.config, found), tree_flops(vit.config, found)) for found in networks]
+    counted = [
+        (separate_flops(vit.config, found), tree_flops(vit.config, found)) for found in networks
+    ]
     num = sum(map(len, networks))
     note = f"{len(task.val.labels)} validation images at {vit.config.image_size} pixels"
     everything = sum(c[0] for c in counted), sum(c[1] for c in counted)
     rows = [
-        shared_row(f"last generation of a search, {len(networks[-1])} networks, {name}", last, counted[-1], LAST, note),
+        shared_row(
+            f"last generation of a search, {len(networks[-1])} networks, {name}",
+            last,
+            counted[-1],
+            LAST,
+            note,
+        ),
         shared_row(f"whole search, {num} networks, {name}", total, everything, WHOLE_SEARCH, note),
     ]
     return rows, {"samples": times}
@@ -129,20 +169,28 @@ def real_search(
     executor: Executor, memory: InternalMemory, task: Task, batch_size: int, config: SearchConfig
 ) -> tuple[tuple[Supernet, SupernetState], list[np.ndarray]]:
     """A supernet trained for two epochs, and the genomes of every generation of a search in it."""
-    rng, num = np.random.default_rng(2), len(task.train.labels)
-    exploit, uniform = sampled_table(rng, memory), uniform_table(pool_sizes(memory.pool))
+    rng = np.random.default_rng(2)
+    num = len(task.train.labels)
+    exploit = sampled_table(rng, memory)
+    uniform = uniform_table(pool_sizes(memory.pool))
     fitting = measure.new_task(memory.pool, len(task.classes), RANK)
     supernet = fitting.supernet
     order, mode, draw, key = jax.random.split(jax.random.key(3), 4)
     state = fit(
-        executor, fitting, kept(executor, task.train.images, batch_size=32),
+        executor,
+        fitting,
+        kept(executor, task.train.images, batch_size=32),
         task.train.labels,
         draws=supernet_draws(mode, draw, exploit=exploit, uniform=uniform, epsilon=0.3),
         config=FitConfig(epochs=2, learning_rate=2e-3),
-        batch_size=min(32, num), order_key=order, advance=unwatched,
-    ).state  # fmt: skip
+        batch_size=min(32, num),
+        order_key=order,
+        advance=unwatched,
+    ).state
     feed = kept(executor, task.val.images, batch_size=batch_size)
-    score = supernet_score(executor, supernet, state, feed, task.val.labels, batch_size=batch_size, advance=unwatched)
+    score = supernet_score(
+        executor, supernet, state, feed, task.val.labels, batch_size=batch_size, advance=unwatched
+    )
     generations: list[np.ndarray] = []
 
     def scored(genomes: np.ndarray) -> np.ndarray:
@@ -151,7 +199,9 @@ def real_search(
 
     cost = architecture_flops(executor, supernet)
     num_images = len(task.val.labels)
-    search(key, scored, cost, exploit=exploit, uniform=uniform, num_images=num_images, config=config)
+    search(
+        key, scored, cost, exploit=exploit, uniform=uniform, num_images=num_images, config=config
+    )
     return (supernet, state), generations
 
 
@@ -159,17 +209,20 @@ def real_search(
 
 
 def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
-    """Ten networks over the same images: planted ones that leave the base at one block, and drawn ones."""
+    """Ten networks over the same images: planted ones that leave the base at one block, and drawn
+    ones."""
     vit = measure.backbone(name, image_size)
     executor = measure.stages(vit)
     num = 32
     feed = kept(executor, measure.random_images(num, vit.config), batch_size=num)
     same = min(NUM_SAME, executor.num_blocks - 1)
-    planted, drawn = leaving_memory(executor, 9, same), sampled_memory(executor, 9)
+    planted = leaving_memory(executor, 9, same)
+    drawn = sampled_memory(executor, 9)
     rows = []
     for what, memory, goal in (
-        (f"all Reuse of the base in blocks 1-{same}", planted, SIMILARITY), ("drawn and consolidated", drawn, None),
-    ):  # fmt: skip
+        (f"all Reuse of the base in blocks 1-{same}", planted, SIMILARITY),
+        ("drawn and consolidated", drawn, None),
+    ):
         networks = networks_of(memory)
 
         def means(chosen: Sequence[Network]) -> np.ndarray:
@@ -182,12 +235,17 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
         )
         counted = separate_flops(vit.config, networks), tree_flops(vit.config, networks)
         note = f"{num} images at {image_size} pixels"
-        rows.append(shared_row(f"similarity pass, 10 networks, {what}, {name}", medians(times), counted, goal, note))
+        rows.append(
+            shared_row(
+                f"similarity pass, 10 networks, {what}, {name}", medians(times), counted, goal, note
+            )
+        )
     return rows
 
 
 def leaving_memory(executor: Executor, num: int, same: int) -> InternalMemory:
-    """Tasks that reuse the base in the first `same` blocks and have experts of their own behind them."""
+    """Tasks that reuse the base in the first `same` blocks and have experts of their own behind
+    them."""
     architecture = (Choice("reuse", 0),) * same + (Choice("new"),) * (executor.num_blocks - same)
     return sampled_memory(executor, num, architecture=architecture)
 
@@ -198,14 +256,18 @@ def leaving_memory(executor: Executor, num: int, same: int) -> InternalMemory:
 def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dict[str, Any]]:
     """Reuse in blocks 1-6, Adapt in block 7, Reuse behind it: from kept tokens and from images."""
     vit = measure.backbone(name, image_size)
-    config, num = vit.config, 16
+    config = vit.config
+    num = 16
     executor = measure.stages(vit)
     same = min(NUM_SAME, executor.num_blocks - 2)
     architecture: Architecture = tuple(
         Choice("adapt" if block == same else "reuse", 0) for block in range(executor.num_blocks)
     )
-    images, labels = measure.random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
-    fitting = {side: measure.new_task(executor.base_pool, NUM_CLASSES, RANK) for side in (SHARED, APART)}
+    images = measure.random_images(num, config)
+    labels = np.arange(num, dtype=np.int32) % NUM_CLASSES
+    fitting = {
+        side: measure.new_task(executor.base_pool, NUM_CLASSES, RANK) for side in (SHARED, APART)
+    }
     supernet = fitting[SHARED].supernet
     prepare(executor, supernet, num)
     prefix = frozen_prefix(supernet, architecture)
@@ -225,32 +287,49 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
 
     times = measure.alternate({SHARED: lambda: step(SHARED), APART: lambda: step(APART)}, repeats)
     if losses[SHARED] != losses[APART]:
-        raise ValueError(f"losses from kept tokens {losses[SHARED]} are not those from images {losses[APART]}")
-    counted = step_flops(config, architecture, RANK), step_flops(config, architecture, RANK, begin=same)
+        raise ValueError(
+            f"losses from kept tokens {losses[SHARED]} are not those from images {losses[APART]}"
+        )
+    counted = (
+        step_flops(config, architecture, RANK),
+        step_flops(config, architecture, RANK, begin=same),
+    )
     note = f"keeping them took {keeping:.3g} s for {num} images, once"
-    what = f"fine-tuning step, {num} images at {image_size} pixels, learning from block {same + 1} on, {name}"
-    return [shared_row(what, medians(times), counted, FINETUNE, note)], {"keep_seconds": keeping, "samples": times}
+    what = (
+        f"fine-tuning step, {num} images at {image_size} pixels, learning from block {same + 1} on,"
+        f" {name}"
+    )
+    return [shared_row(what, medians(times), counted, FINETUNE, note)], {
+        "keep_seconds": keeping,
+        "samples": times,
+    }
 
 
 # ---- inference
 
 
 def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
-    """A batch of several tasks' images: resumed where a task's network leaves the base, and both run from images."""
+    """A batch of several tasks' images: resumed where a task's network leaves the base, and both
+    run from images."""
     vit = measure.backbone(name, image_size)
     config = vit.config
     executor = measure.stages(vit)
     num = 8 if image_size <= 32 else 64
     images = measure.random_images(num, config)
     same = min(NUM_SAME, executor.num_blocks - 1)
-    planted, drawn = leaving_memory(executor, 3, same), sampled_memory(executor, 9)
+    planted = leaving_memory(executor, 3, same)
+    drawn = sampled_memory(executor, 9)
     rows = []
     for what, memory, goal in (
-        (f"3 tasks that leave the base at block {same + 1}", planted, INFERENCE), ("9 drawn tasks", drawn, None),
-    ):  # fmt: skip
+        (f"3 tasks that leave the base at block {same + 1}", planted, INFERENCE),
+        ("9 drawn tasks", drawn, None),
+    ):
         rng = np.random.default_rng(6)
         tasks = rng.integers(0, len(memory.tasks), num)
-        heads = [jnp.asarray(rng.normal(size=task.head.weight.shape), jnp.float32) for task in memory.tasks]
+        heads = [
+            jnp.asarray(rng.normal(size=task.head.weight.shape), jnp.float32)
+            for task in memory.tasks
+        ]
         learned = [
             dataclasses.replace(task, head=Head(weight, task.head.bias))
             for task, weight in zip(memory.tasks, heads, strict=True)
@@ -268,8 +347,18 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
             sum(separate_flops(config, pair, from_images=True) for pair in routed),
             sum(tree_flops(config, pair, from_images=True) for pair in routed),
         )
-        note = f"{num} images at {image_size} pixels, groups padded to {bucket_sizes(inference.rows)}"
-        rows.append(shared_row(f"inference with the task unknown, {what}, {name}", medians(times), counted, goal, note))
+        note = (
+            f"{num} images at {image_size} pixels, groups padded to {bucket_sizes(inference.rows)}"
+        )
+        rows.append(
+            shared_row(
+                f"inference with the task unknown, {what}, {name}",
+                medians(times),
+                counted,
+                goal,
+                note,
+            )
+        )
     return rows
 
 
@@ -280,33 +369,44 @@ def resumed(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.n
 
 
 def twice(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.ndarray:
-    """The same answers from two full forward passes: the base's for the router, then each group's from its images."""
-    executor, classes = inference.executor, np.zeros(len(images), np.int32)
+    """The same answers from two full forward passes: the base's for the router, then each group's
+    from its images."""
+    executor = inference.executor
+    classes = np.zeros(len(images), np.int32)
     features = []
     for batch in batches(np.arange(len(images)), inference.rows):
-        last = executor.advance(inference.base, executor.begin(images[batch.rows]), executor.num_blocks)
+        last = executor.advance(
+            inference.base, executor.begin(images[batch.rows]), executor.num_blocks
+        )
         features.append(executor.features(last.values))
     jax.device_get(features)
     for task in np.unique(tasks):
         networks = inference.networks
-        network, head, num_classes = networks.network(task), networks.head(task), networks.outlines[task].num_classes
+        network = networks.network(task)
+        head = networks.head(task)
+        num_classes = networks.outlines[task].num_classes
         rows = np.flatnonzero(tasks == task)
         done = 0
         for padded, size in pieces(rows, inference.sizes):
             last = executor.advance(network, executor.begin(images[padded]), executor.num_blocks)
             blank = np.zeros(len(padded), np.int32)
-            answers, _ = executor.classify(head, last.values, blank, blank.astype(np.float32), num_classes)
+            answers, _ = executor.classify(
+                head, last.values, blank, blank.astype(np.float32), num_classes
+            )
             classes[rows[done : done + size]] = np.asarray(answers)[:size]
             done += size
     return classes
 
 
-def compare(shared: Callable[[], np.ndarray], apart: Callable[[], np.ndarray], repeats: int) -> dict[str, list[float]]:
+def compare(
+    shared: Callable[[], np.ndarray], apart: Callable[[], np.ndarray], repeats: int
+) -> dict[str, list[float]]:
     """Both sides in turns; ValueError unless every pair of results is equal to the last bit."""
     results: dict[str, list[np.ndarray]] = {SHARED: [], APART: []}
     sides: dict[str, Callable[[], object]] = {
-        SHARED: lambda: results[SHARED].append(shared()), APART: lambda: results[APART].append(apart()),
-    }  # fmt: skip
+        SHARED: lambda: results[SHARED].append(shared()),
+        APART: lambda: results[APART].append(apart()),
+    }
     times = measure.alternate(sides, repeats)
     for ours, theirs in zip(results[SHARED], results[APART], strict=True):
         if not np.array_equal(ours, theirs):

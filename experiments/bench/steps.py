@@ -1,9 +1,10 @@
-"""Supernet steps, fine-tuning steps and candidate evaluation of DeiT-Tiny, beside plain PyTorch with timm.
+"""Supernet steps, fine-tuning steps and candidate evaluation of DeiT-Tiny, beside plain PyTorch
+with timm.
 
     python -m experiments.bench.steps
 
-Both sides have the same weights, images and architectures, and must agree on losses and gradients before anything is
-timed.
+Both sides have the same weights, images and architectures, and must agree on losses and gradients
+before anything is timed.
 """
 
 import dataclasses
@@ -34,8 +35,13 @@ from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
 from experiments.bench.peer import CheemPeer
 
-NUM_DRAWS, NUM_CLASSES, RANK = 12, 20, 16
-OURS, IMAGES, EAGER, COMPILED = "ours", "ours from images", "PyTorch eager", "torch.compile"
+NUM_DRAWS = 12
+NUM_CLASSES = 20
+RANK = 16
+OURS = "ours"
+IMAGES = "ours from images"
+EAGER = "PyTorch eager"
+COMPILED = "torch.compile"
 SINGLE, AUTOCAST = "ours float32", "PyTorch autocast"
 LARGEST_DIFFERENCE = 1e-3
 """Of losses and gradients between the sides, relative to the largest entry of an array."""
@@ -48,7 +54,8 @@ class Ours:
         self.executor, self.labels = executor, labels
         self.fitting = measure.new_task(executor.base_pool, NUM_CLASSES, RANK)
         self.supernet = self.fitting.supernet
-        self.images, self.pixels = HostImages(executor, images), images
+        self.images = HostImages(executor, images)
+        self.pixels = images
         self.kept = self.keep(())
         self.fill_pairs()
 
@@ -57,7 +64,8 @@ class Ours:
         return measure.kept(self.executor, self.pixels, prefix, batch_size=len(self.labels))
 
     def fill_pairs(self) -> None:
-        """Make all learners, with pairs that are not zero: else half of their gradients would be."""
+        """Make all learners, with pairs that are not zero: else half of their gradients would
+        be."""
         num = self.executor.num_blocks
         both = [(Choice("adapt", 0),) * num, (Choice("new"),) * num]
         state = self.supernet.with_learners(self.fitting.state, both)
@@ -72,16 +80,25 @@ class Ours:
         """One step of training, waited for."""
         num = len(self.labels)
         (batch,) = batches(np.arange(num), num)
-        measure.step(self.executor, self.fitting, architecture, step_of(self.executor, feed, self.labels, batch))
+        measure.step(
+            self.executor,
+            self.fitting,
+            architecture,
+            step_of(self.executor, feed, self.labels, batch),
+        )
 
     def hand_over(self, peer: CheemPeer) -> None:
         """Give a peer all that is learned."""
-        learned = {(block, choice.kind): own.params for (block, choice), own in self.fitting.state.learners.items()}
+        learned = {
+            (block, choice.kind): own.params
+            for (block, choice), own in self.fitting.state.learners.items()
+        }
         peer.set_learned(learned, self.fitting.state.head.params)
 
 
 def goal() -> float:
-    """How many times as fast as PyTorch, eager and compiled; PyTorch's kernels are better on Intel's processors."""
+    """How many times as fast as PyTorch, eager and compiled; PyTorch's kernels are better on
+    Intel's processors."""
     return 1.5 if "Intel" in measure.machine()["cpu"] else 1.8
 
 
@@ -94,12 +111,16 @@ def main(settings: Bench) -> None:
     architectures = [decode(row, (1,) * depth) for row in codes]
     executor = make_executor(pretrained, "float32")
     peers = {EAGER: make_peer(pretrained), COMPILED: make_peer(pretrained, compiled=True)}
-    rows, checks, samples = [], {}, {}
+    rows = []
+    checks = {}
+    samples = {}
     for num in sizes:
         images, labels = data(num, pretrained.config)
         ours = Ours(executor, images, labels)
         if num == sizes[0]:
-            checks = agree(ours, peers[EAGER], architectures[: 2 if settings.quick else 4], images, labels)
+            checks = agree(
+                ours, peers[EAGER], architectures[: 2 if settings.quick else 4], images, labels
+            )
         prepare(ours.executor, ours.supernet, num)
         warm = warm_compiled(peers, architectures, images, labels)
         sides: dict[str, Callable[[Architecture], object]] = {
@@ -110,11 +131,15 @@ def main(settings: Bench) -> None:
             sides[name] = lambda a, peer=peer, x=images, y=labels: peer.step(a, x, y, NUM_CLASSES)
         times = over_draws(sides, architectures, rounds if num == sizes[0] else 1)
         samples[f"supernet step, {num}"] = times
-        what, flops = f"supernet step, {num} images, float32", num * mean_flops(pretrained.config, architectures)
+        what = f"supernet step, {num} images, float32"
+        flops = num * mean_flops(pretrained.config, architectures)
         share = measure.share_of_peak(flops, statistics.mean(times[OURS]))
-        rows += compare(what, medians(times), goal(), share, f"torch.compile's programs took {warm:.0f} s")
+        rows += compare(
+            what, medians(times), goal(), share, f"torch.compile's programs took {warm:.0f} s"
+        )
         if num == sizes[0]:
-            found, fine = finetuning(ours, peers, images, labels), f"fine-tuning step, {num} images, float32"
+            found = finetuning(ours, peers, images, labels)
+            fine = f"fine-tuning step, {num} images, float32"
             samples[fine] = found
             architecture = finetuned(depth)
             flops = num * measure.step_flops(pretrained.config, architecture, RANK, begin=2)
@@ -122,20 +147,39 @@ def main(settings: Bench) -> None:
             rows += compare(fine, medians(found), goal(), share)
             found = bfloat16(pretrained, ours, architectures, images, labels, rounds)
             samples["bfloat16"] = found
-            seconds, what = medians(found), f"supernet step, {num} images"
+            seconds = medians(found)
+            what = f"supernet step, {num} images"
             share = measure.share_of_peak(
-                num * mean_flops(pretrained.config, architectures), statistics.mean(found[OURS]), "bfloat16"
+                num * mean_flops(pretrained.config, architectures),
+                statistics.mean(found[OURS]),
+                "bfloat16",
             )
             rows.append(
-                Row(f"{what}, bfloat16, against {AUTOCAST}", seconds, ratio(seconds, AUTOCAST, OURS), share=share)
+                Row(
+                    f"{what}, bfloat16, against {AUTOCAST}",
+                    seconds,
+                    ratio(seconds, AUTOCAST, OURS),
+                    share=share,
+                )
             )
-            rows.append(Row(f"{what}, our float32 against {AUTOCAST}", seconds, ratio(seconds, AUTOCAST, SINGLE)))
+            rows.append(
+                Row(
+                    f"{what}, our float32 against {AUTOCAST}",
+                    seconds,
+                    ratio(seconds, AUTOCAST, SINGLE),
+                )
+            )
     row, samples["candidates"] = evaluation(executor, peers[EAGER], settings.quick)
     forward, samples["forward passes"] = forward_passes(pretrained, peers, settings.quick)
     measure.save(
-        settings.out, "steps", [*rows, row, *forward], quick=settings.quick,
-        checks=checks, samples=samples, weights=pretrained.source,
-    )  # fmt: skip
+        settings.out,
+        "steps",
+        [*rows, row, *forward],
+        quick=settings.quick,
+        checks=checks,
+        samples=samples,
+        weights=pretrained.source,
+    )
 
 
 def data(num: int, config: ViTConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +188,9 @@ def data(num: int, config: ViTConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def over_draws(
-    sides: dict[str, Callable[[Architecture], object]], architectures: Sequence[Architecture], rounds: int
+    sides: dict[str, Callable[[Architecture], object]],
+    architectures: Sequence[Architecture],
+    rounds: int,
 ) -> dict[str, list[float]]:
     """Every side steps through the same architectures, in turns."""
 
@@ -152,14 +198,20 @@ def over_draws(
         following = itertools.cycle(architectures)
         return lambda: side(next(following))
 
-    return alternate({name: in_order(side) for name, side in sides.items()}, rounds * len(architectures))
+    return alternate(
+        {name: in_order(side) for name, side in sides.items()}, rounds * len(architectures)
+    )
 
 
-def compare(what: str, seconds: dict[str, float], goal: float, share: float, note: str = "") -> list[Row]:
+def compare(
+    what: str, seconds: dict[str, float], goal: float, share: float, note: str = ""
+) -> list[Row]:
     """Ours against each of PyTorch's ways."""
     return [
         Row(f"{what}, against {EAGER}", seconds, ratio(seconds, EAGER, OURS), goal, share=share),
-        Row(f"{what}, against {COMPILED}", seconds, ratio(seconds, COMPILED, OURS), goal, note=note),
+        Row(
+            f"{what}, against {COMPILED}", seconds, ratio(seconds, COMPILED, OURS), goal, note=note
+        ),
     ]
 
 
@@ -190,7 +242,9 @@ def finetuning(
     return alternate(sides, 5)
 
 
-def bfloat16(pretrained: Pretrained, ours: Ours, architectures, images, labels, rounds: int) -> dict[str, list[float]]:
+def bfloat16(
+    pretrained: Pretrained, ours: Ours, architectures, images, labels, rounds: int
+) -> dict[str, list[float]]:
     """The same steps with bfloat16 operands."""
     half = Ours(make_executor(pretrained, "bfloat16"), images, labels)
     prepare(half.executor, half.supernet, len(labels))
@@ -203,16 +257,23 @@ def bfloat16(pretrained: Pretrained, ours: Ours, architectures, images, labels, 
     return over_draws(sides, architectures, rounds)
 
 
-def evaluation(executor: Stages, peer: CheemPeer, quick: bool) -> tuple[Row, dict[str, list[float]]]:
+def evaluation(
+    executor: Stages, peer: CheemPeer, quick: bool
+) -> tuple[Row, dict[str, list[float]]]:
     """Right answers of candidates, as a generation of the search scores them."""
     num_candidates, num_images = (4, 8) if quick else (20, 64)
     images, labels = data(num_images, executor.config)
     ours = Ours(executor, images, labels)
     codes = np.random.default_rng(1).integers(0, 4, (num_candidates, ours.executor.num_blocks))
     score = supernet_score(
-        ours.executor, ours.supernet, ours.fitting.state, ours.kept, labels,
-        batch_size=num_images, advance=unwatched,
-    )  # fmt: skip
+        ours.executor,
+        ours.supernet,
+        ours.fitting.state,
+        ours.kept,
+        labels,
+        batch_size=num_images,
+        advance=unwatched,
+    )
     found: dict[str, np.ndarray] = {}
     ours.hand_over(peer)
     candidates = [decode(row, ours.supernet.sizes) for row in codes]
@@ -226,12 +287,15 @@ def evaluation(executor: Stages, peer: CheemPeer, quick: bool) -> tuple[Row, dic
     if differing > max(1, num_candidates * num_images // 100):
         raise ValueError(f"right answers differ by {differing} of {num_candidates * num_images}")
     note = (
-        f"ours shares prefixes and begins at kept tokens; {differing} of {num_candidates * num_images} answers differ"
+        f"ours shares prefixes and begins at kept tokens; {differing} of"
+        f" {num_candidates * num_images} answers differ"
     )
     seconds = medians(times)
     what = f"{num_candidates} candidates on {num_images} images, float32, against {EAGER}"
     networks = [dense_network(ours.supernet, ours.fitting.state, row, {}) for row in codes]
-    share = measure.share_of_peak(num_images * measure.tree_flops(executor.config, networks), seconds[OURS])
+    share = measure.share_of_peak(
+        num_images * measure.tree_flops(executor.config, networks), seconds[OURS]
+    )
     return Row(what, seconds, ratio(seconds, EAGER, OURS), goal(), share=share, note=note), times
 
 
@@ -254,18 +318,34 @@ def forward_passes(
     for name, peer in ((AUTOCAST, half), (EAGER, peers[EAGER])):
         sides[name] = lambda peer=peer: peer.forward(base, images, batch)
     times = alternate(sides, 1 if quick else 7)
-    seconds, what = medians(times), f"forward passes, {num} images"
+    seconds = medians(times)
+    what = f"forward passes, {num} images"
     flops = num * measure.separate_flops(pretrained.config, [network], from_images=True)
-    shares = {name: measure.share_of_peak(flops, seconds[name], own) for name, own in halves.items()}
+    shares = {
+        name: measure.share_of_peak(flops, seconds[name], own) for name, own in halves.items()
+    }
     rows = [
-        Row(f"{what}, float32, against {EAGER}", seconds, ratio(seconds, EAGER, SINGLE), share=shares[SINGLE]),
-        Row(f"{what}, bfloat16, against our float32", seconds, ratio(seconds, SINGLE, OURS), 1.6, share=shares[OURS]),
+        Row(
+            f"{what}, float32, against {EAGER}",
+            seconds,
+            ratio(seconds, EAGER, SINGLE),
+            share=shares[SINGLE],
+        ),
+        Row(
+            f"{what}, bfloat16, against our float32",
+            seconds,
+            ratio(seconds, SINGLE, OURS),
+            1.6,
+            share=shares[OURS],
+        ),
         Row(f"{what}, bfloat16, against {AUTOCAST}", seconds, ratio(seconds, AUTOCAST, OURS), 1.0),
     ]
     return rows, times
 
 
-def agree(ours: Ours, peer: CheemPeer, architectures: Sequence[Architecture], images, labels) -> dict[str, float]:
+def agree(
+    ours: Ours, peer: CheemPeer, architectures: Sequence[Architecture], images, labels
+) -> dict[str, float]:
     """Losses and gradients of both sides; ValueError where they differ."""
     ours.hand_over(peer)
     largest = {"loss": 0.0, "gradient": 0.0}
@@ -277,23 +357,36 @@ def agree(ours: Ours, peer: CheemPeer, architectures: Sequence[Architecture], im
         loss, grads, head_grad = ours.executor.gradients(ops, head, batch, NUM_CLASSES)
         wanted_loss, wanted, wanted_head = peer.gradients(architecture, images, labels, NUM_CLASSES)
         if grads.keys() != wanted.keys():
-            raise ValueError(f"gradients of blocks {sorted(grads)} here and {sorted(wanted)} in PyTorch")
-        pairs = [(ours_, theirs) for block in grads for ours_, theirs in zip(grads[block], wanted[block], strict=True)]
+            raise ValueError(
+                f"gradients of blocks {sorted(grads)} here and {sorted(wanted)} in PyTorch"
+            )
+        pairs = [
+            (ours_, theirs)
+            for block in grads
+            for ours_, theirs in zip(grads[block], wanted[block], strict=True)
+        ]
         pairs += list(zip(head_grad, wanted_head, strict=True))
         largest["loss"] = max(largest["loss"], abs(float(loss) - wanted_loss) / abs(wanted_loss))
-        largest["gradient"] = max(largest["gradient"], *(measure.difference(*pair) for pair in pairs))
+        largest["gradient"] = max(
+            largest["gradient"], *(measure.difference(*pair) for pair in pairs)
+        )
     return checked("steps", largest)
 
 
 def checked(part: str, largest: dict[str, float]) -> dict[str, float]:
-    """Largest relative differences from PyTorch; ValueError where the sides compute something else."""
+    """Largest relative differences from PyTorch; ValueError where the sides compute something
+    else."""
     if max(largest.values()) > LARGEST_DIFFERENCE:
-        raise ValueError(f"loss and gradients differ from PyTorch's by {largest}; at most {LARGEST_DIFFERENCE}")
+        raise ValueError(
+            f"loss and gradients differ from PyTorch's by {largest}; at most {LARGEST_DIFFERENCE}"
+        )
     say(f"{part}: loss and gradients agree with PyTorch's, largest relative differences {largest}")
     return largest
 
 
-def warm_compiled(peers: dict[str, CheemPeer], architectures: Sequence[Architecture], images, labels) -> float:
+def warm_compiled(
+    peers: dict[str, CheemPeer], architectures: Sequence[Architecture], images, labels
+) -> float:
     """Let torch.compile see every architecture once; returns the seconds that took."""
     if COMPILED not in peers:
         return 0.0
@@ -301,8 +394,12 @@ def warm_compiled(peers: dict[str, CheemPeer], architectures: Sequence[Architect
     try:
         for architecture in architectures:
             peers[COMPILED].step(architecture, images, labels, NUM_CLASSES)
-    except Exception as error:  # the compiler calls others, which fail in many ways; all mean that it cannot be used
-        say(f"steps: torch.compile does not work here ({str(error).splitlines()[0]}), so its side is left out")
+    # the compiler calls others, which fail in many ways; all mean that it cannot be used
+    except Exception as error:
+        say(
+            f"steps: torch.compile does not work here ({str(error).splitlines()[0]}), so its side"
+            " is left out"
+        )
         del peers[COMPILED]
     return time.perf_counter() - start
 

@@ -1,11 +1,12 @@
-"""Learning a whole task of DeiT-Tiny at 224 pixels, beside the same procedure written plainly with PyTorch and timm.
+"""Learning a whole task of DeiT-Tiny at 224 pixels, beside the same procedure written plainly with
+PyTorch and timm.
 
     python -m experiments.bench.tasks
 
-Ours learns a task as the first one of a memory and notes what it sampled: an architecture per step, the candidates of
-every generation, the target network. The peer then does the same work with the same draws: similarity,
-supernet, search, fine-tuning, mean tokens and router. Budgets are a quarter of the presets', so that shares stay about
-as they are. Images come from the folder CHEEM_SHARED.
+Ours learns a task as the first one of a memory and notes what it sampled: an architecture per step,
+the candidates of every generation, the target network. The peer then does the same work with the
+same draws: similarity, supernet, search, fine-tuning, mean tokens and router. Budgets are a quarter
+of the presets', so that shares stay about as they are. Images come from the folder CHEEM_SHARED.
 """
 
 import dataclasses
@@ -89,21 +90,30 @@ class Noting(Cheem):
 
     def train_supernet(self, learning: Learning, tables: Any) -> Any:
         """See `Cheem`."""
-        config, keys, index = self.config, self.keys, learning.index
+        config = self.config
+        keys = self.keys
+        index = learning.index
         draws = supernet_draws(
-            keys.at(index, Phase.SUPERNET_MODE), keys.at(index, Phase.SUPERNET_DRAW), **tables._asdict(),
+            keys.at(index, Phase.SUPERNET_MODE),
+            keys.at(index, Phase.SUPERNET_DRAW),
+            **tables._asdict(),
             epsilon=config.exploration.epsilon,
-        )  # fmt: skip
+        )
         steps = num_batches(len(learning.task.train.labels), config.batch_size)
         for epoch in range(config.supernet.epochs):
-            self.plan.supernet += [decode(codes, learning.candidates.sizes) for codes in draws(epoch, steps)]
+            self.plan.supernet += [
+                decode(codes, learning.candidates.sizes) for codes in draws(epoch, steps)
+            ]
         return super().train_supernet(learning, tables)
 
     def _score(self, learning: Learning, trained: Any, rows: np.ndarray, advance: Any) -> Any:
-        score, self.plan.scored = super()._score(learning, trained, rows, advance), rows
+        score = super()._score(learning, trained, rows, advance)
+        self.plan.scored = rows
 
         def noted(genomes: np.ndarray) -> np.ndarray:
-            self.plan.generations.append([decode(codes, learning.candidates.sizes) for codes in genomes])
+            self.plan.generations.append(
+                [decode(codes, learning.candidates.sizes) for codes in genomes]
+            )
             return score(genomes)
 
         return noted
@@ -119,15 +129,19 @@ def main(settings: Bench) -> None:
     pretrained = measure.backbone("deit_tiny", 32 if settings.quick else None)
     tasks = small_tasks() if settings.quick else [shortened(task, None) for task in real_tasks()]
     executor = measure.stages(pretrained)
-    rows, phases, checks = [], [], {}
+    rows = []
+    phases = []
+    checks = {}
     for task, (what, (config, goal)) in itertools.product(tasks, BUDGETS.items()):
         learner = functools.partial(new_learner, executor, config)
-        # compiles what the task calls; what compiling costs is a row of its own benchmark (`demo_compile`)
+        # compiles what the task calls; what compiling costs is a row of its own benchmark
+        # (`demo_compile`)
         learner().learn(shortened(task, 2 * config.batch_size), Undisturbed())
         start = time.perf_counter()
         ours = learner()
         report = ours.learn(task, Undisturbed())
-        own, start = time.perf_counter() - start, time.perf_counter()
+        own = time.perf_counter() - start
+        start = time.perf_counter()
         spent, features = replay(pretrained, ours.plan, config, task, ours.keys)
         theirs = time.perf_counter() - start
         known = ours.features.encoder.features(task.train.images[:32], batch_size=config.batch_size)
@@ -142,17 +156,33 @@ def main(settings: Bench) -> None:
             heads = sum(map(len, ours.plan.generations)) * head_seconds(pretrained, ours.plan, task)
             seconds = {"heads": heads, "search": report["seconds"]["search"]}
             part = heads / seconds["search"]
-            rows.append(Row(f"closed-form heads, share of the search, {task.name}", seconds, part, 0.15, "at most"))
+            rows.append(
+                Row(
+                    f"closed-form heads, share of the search, {task.name}",
+                    seconds,
+                    part,
+                    0.15,
+                    "at most",
+                )
+            )
         measure.say(f"tasks: {title}: {theirs / own:.2f} ({own:.1f} and {theirs:.1f} s)")
         # after each, as a task takes minutes
         measure.save(
-            settings.out, "tasks", rows, quick=settings.quick, phases=phases, checks=checks, weights=pretrained.source
+            settings.out,
+            "tasks",
+            rows,
+            quick=settings.quick,
+            phases=phases,
+            checks=checks,
+            weights=pretrained.source,
         )
 
 
 def flops_of(pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task) -> float:
     """FLOPs of all forward and backward passes as ours runs them, shared prefixes once."""
-    vit, num, num_val = pretrained.config, len(task.train.labels), len(task.val.labels)
+    vit = pretrained.config
+    num = len(task.train.labels)
+    num_val = len(task.val.labels)
 
     def networks(architectures: Sequence[Architecture]) -> list[list[Dense]]:
         sizes = (1,) * vit.depth
@@ -166,25 +196,42 @@ def flops_of(pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task
 
     base: Architecture = (Choice("reuse", 0),) * vit.depth
     steps = [measure.step_flops(vit, own, config.ops.rank, begin=0) for own in plan.supernet]
-    begin = next((block for block, choice in enumerate(plan.target) if choice.kind in ("adapt", "new")), vit.depth)
+    begin = next(
+        (block for block, choice in enumerate(plan.target) if choice.kind in ("adapt", "new")),
+        vit.depth,
+    )
     return (
         num * measure.separate_flops(vit, networks([base]), from_images=True)
         + num * config.supernet.epochs * float(np.mean(steps))
-        + (len(plan.scored) + num_val) * sum(measure.tree_flops(vit, networks(own)) for own in plan.generations)
-        + num * config.finetune.epochs * measure.step_flops(vit, plan.target, config.ops.rank, begin=begin)
+        + (len(plan.scored) + num_val)
+        * sum(measure.tree_flops(vit, networks(own)) for own in plan.generations)
+        + num
+        * config.finetune.epochs
+        * measure.step_flops(vit, plan.target, config.ops.rank, begin=begin)
         + num * measure.separate_flops(vit, networks([plan.target]))
     )
 
 
 def head_seconds(pretrained: Pretrained, plan: Plan, task: Task) -> float:
     """Seconds of fitting one candidate's head in closed form; random features take as long."""
-    num, num_outputs = len(plan.scored) + len(task.val.labels), next_power_of_two(len(task.classes))
+    num = len(plan.scored) + len(task.val.labels)
+    num_outputs = next_power_of_two(len(task.classes))
     rows = np.arange(next_power_of_two(num))
-    features = np.random.default_rng(0).normal(size=(len(rows), pretrained.config.width)).astype(np.float32)
+    features = (
+        np.random.default_rng(0)
+        .normal(size=(len(rows), pretrained.config.width))
+        .astype(np.float32)
+    )
     labels = np.where(rows < num, rows % len(task.classes), -1)
 
     def fit() -> None:
-        head = fit_head(features, labels, rows < len(plan.scored), np.int32(len(task.classes)), num_outputs=num_outputs)
+        head = fit_head(
+            features,
+            labels,
+            rows < len(plan.scored),
+            np.int32(len(task.classes)),
+            num_outputs=num_outputs,
+        )
         int(head.left_out)
 
     return measure.medians(measure.alternate({OURS: fit}, 5))[OURS]
@@ -203,7 +250,8 @@ def small_tasks() -> Sequence[Task]:
 
 
 def shortened(task: Task, num: int | None) -> Task:
-    """The task with its images in memory; of training and validation images as many as hold every class and `num`."""
+    """The task with its images in memory; of training and validation images as many as hold every
+    class and `num`."""
 
     def cut(split: Split) -> Split:
         firsts = np.unique(split.labels, return_index=True)[1]
@@ -231,20 +279,30 @@ def replay(
         spent[phase] = spent.get(phase, 0.0) + time.perf_counter() - start
         return found
 
-    num_classes, batch = len(task.classes), config.batch_size
+    num_classes = len(task.classes)
+    batch = config.batch_size
     depth = pretrained.config.depth
     new = functools.partial(
-        TaskPeer, pretrained, rank=config.ops.rank, num_outputs=next_power_of_two(num_classes), batch_size=batch
+        TaskPeer,
+        pretrained,
+        rank=config.ops.rank,
+        num_outputs=next_power_of_two(num_classes),
+        batch_size=batch,
     )
-    peer, reads = new(), config.router
+    peer = new()
+    reads = config.router
     blocks = () if reads.features == "last" else reads.blocks(depth)
-    images, labels = np.asarray(task.train.images), task.train.labels
-    val_images, val_labels = np.asarray(task.val.images), task.val.labels
+    images = np.asarray(task.train.images)
+    labels = task.train.labels
+    val_images = np.asarray(task.val.images)
+    val_labels = task.val.labels
     base = timed("similarity", lambda: peer.walk(peer.base, images, blocks))
     last = [base.features] if reads.until(depth) == depth else []
     features = joined([*base.on_the_way, *last]) if blocks else base.features
 
-    def steps(peer: TaskPeer, architectures: Sequence[Architecture], phase: Phase, epochs: Sequence[int]) -> None:
+    def steps(
+        peer: TaskPeer, architectures: Sequence[Architecture], phase: Phase, epochs: Sequence[int]
+    ) -> None:
         following = iter(architectures)
         for epoch in epochs:
             order = order_at(key_at(keys.at(0, phase), epoch), len(labels))
@@ -252,7 +310,10 @@ def replay(
                 chosen = rows.rows[: rows.size]
                 peer.step(next(following), images[chosen], labels[chosen], num_classes)
 
-    timed("supernet", lambda: steps(peer, plan.supernet, Phase.SUPERNET_ORDER, range(config.supernet.epochs)))
+    timed(
+        "supernet",
+        lambda: steps(peer, plan.supernet, Phase.SUPERNET_ORDER, range(config.supernet.epochs)),
+    )
 
     def search() -> None:
         for generation in plan.generations:
@@ -267,14 +328,18 @@ def replay(
     timed("search", search)
 
     def finetune() -> TaskPeer:
-        peer, epochs = new(), range(config.finetune.epochs)
+        peer = new()
+        epochs = range(config.finetune.epochs)
         architectures = [plan.target] * len(epochs) * num_batches(len(labels), batch)
         steps(peer, architectures, Phase.FINETUNE_ORDER, epochs)
         peer.walk(plan.target, images)
         return peer
 
     timed("finetune", finetune)
-    timed("router", lambda: fit_statistics(features, labels, reads, seed=keys.seed_at(0, Phase.CENTROIDS)))
+    timed(
+        "router",
+        lambda: fit_statistics(features, labels, reads, seed=keys.seed_at(0, Phase.CENTROIDS)),
+    )
     return spent, features
 
 

@@ -1,4 +1,5 @@
-"""The benchmarks measure in turns, count as the library counts, and show a missed goal as missed."""
+"""The benchmarks measure in turns, count as the library counts, and show a missed goal as
+missed."""
 
 import json
 import time
@@ -25,7 +26,8 @@ def network(*codes: int) -> list[Dense]:
 
 def test_sides_are_warmed_once_and_then_run_in_turns(monkeypatch):
     calls: list[str] = []
-    now, took = 0.0, {"a": iter([9, 1, 5, 2]), "b": iter([9, 3, 3, 4])}
+    now = 0.0
+    took = {"a": iter([9, 1, 5, 2]), "b": iter([9, 3, 3, 4])}
 
     def side(name: str):
         def work() -> None:
@@ -53,7 +55,9 @@ def test_a_goal_is_met_from_its_own_side_only():
 
 
 def test_one_network_costs_what_the_library_counts():
-    assert measure.separate_flops(CONFIG, [network()], from_images=True) == executed_backbone_flops(CONFIG)
+    assert measure.separate_flops(CONFIG, [network()], from_images=True) == executed_backbone_flops(
+        CONFIG
+    )
 
 
 def test_a_tree_runs_what_networks_share_once():
@@ -64,7 +68,10 @@ def test_a_tree_runs_what_networks_share_once():
     # siblings at block 0: only its up-projection is shared
     assert measure.tree_flops(CONFIG, [network(), network(1)]) == 2 * alone - first.widen
     # Skip has no use for it
-    assert measure.tree_flops(CONFIG, [network(), network(-1)]) == 2 * alone - first.widen - first.leave
+    assert (
+        measure.tree_flops(CONFIG, [network(), network(-1)])
+        == 2 * alone - first.widen - first.leave
+    )
     # siblings at the last block share everything but the down-projection of the class token
     last = measure.block_flops(CONFIG, CONFIG.depth - 1)
     siblings = [network(), network(*[0] * (CONFIG.depth - 1), 1)]
@@ -73,17 +80,24 @@ def test_a_tree_runs_what_networks_share_once():
 
 def test_nothing_runs_backward_before_the_first_op_that_learns():
     reuse, adapt = Choice("reuse", 0), Choice("adapt", 0)
-    depth, rank = CONFIG.depth, 4
+    depth = CONFIG.depth
+    rank = 4
     forward = measure.separate_flops(CONFIG, [network()], from_images=True)
     assert measure.step_flops(CONFIG, (reuse,) * depth, rank) == forward
     costs = [measure.block_flops(CONFIG, block) for block in range(depth)]
     late = (*[reuse] * (depth - 2), adapt, reuse)
-    pair, last = pair_flops(CONFIG, "mlp_down", rank), costs[-1]
+    pair = pair_flops(CONFIG, "mlp_down", rank)
+    last = costs[-1]
     backward = last.enter + last.attention + last.widen + last.leave
     # the pair runs forward and has gradients of its own; only the last block hands a gradient back
     assert measure.step_flops(CONFIG, late, rank) == forward + 2 * pair + backward
-    saved = embed_flops(CONFIG) + sum(c.enter + c.widen + c.leave for c in costs[:-2]) + costs[-2].enter
-    assert measure.step_flops(CONFIG, late, rank, begin=depth - 2) == forward + 2 * pair + backward - saved
+    saved = (
+        embed_flops(CONFIG) + sum(c.enter + c.widen + c.leave for c in costs[:-2]) + costs[-2].enter
+    )
+    assert (
+        measure.step_flops(CONFIG, late, rank, begin=depth - 2)
+        == forward + 2 * pair + backward - saved
+    )
 
 
 def test_a_record_says_which_goal_was_missed_and_what_was_not_run(tmp_path, capsys):
@@ -95,7 +109,10 @@ def test_a_record_says_which_goal_was_missed_and_what_was_not_run(tmp_path, caps
     measure.save(tmp_path / "benchmarks", "steps", rows)
     step, programs, without = capsys.readouterr().out.splitlines()
     assert step.endswith("1.5 x, 41 % of the matrix peak, goal: at least 2: no")
-    assert programs == "programs: 4 programs, goal: at most 5: yes" and without == "without torch: not measured"
+    assert (
+        programs == "programs: 4 programs, goal: at most 5: yes"
+        and without == "without torch: not measured"
+    )
     found = json.loads((tmp_path / "benchmarks/steps.json").read_text())
     assert [row["met"] for row in found["rows"]] == [False, True, None]
     assert found["machine"]["cpu"] and found["machine"]["jax"]
@@ -134,26 +151,37 @@ def test_a_busy_share_counts_overlapping_kernels_once():
     assert accelerator.covered([]) == 0
 
 
-def test_a_cell_that_fails_or_finds_no_time_is_noted_and_a_measured_one_stays(tmp_path, monkeypatch):
+def test_a_cell_that_fails_or_finds_no_time_is_noted_and_a_measured_one_stays(
+    tmp_path, monkeypatch
+):
     calls = []
 
     def cell(name: str, seconds: float, work) -> accelerator.Cell:
         return accelerator.Cell(name, seconds, lambda: calls.append(name) or work())
 
-    cells = [cell("works", 1, lambda: {"a": 1}), cell("fails", 1, lambda: 1 // 0), cell("long", 1e6, dict)]
+    cells = [
+        cell("works", 1, lambda: {"a": 1}),
+        cell("fails", 1, lambda: 1 // 0),
+        cell("long", 1e6, dict),
+    ]
     monkeypatch.setattr(accelerator, "groups", lambda sizes: {"group": cells})
     monkeypatch.setattr(accelerator, "keep_programs", lambda: None)
     for _ in range(2):
         accelerator.run_cells("group", 100, tmp_path, miniature=True)
     found = json.loads((tmp_path / "speed.json").read_text())
     assert found["machine"]["jax"] and found["cells"]["works"]["a"] == 1
-    assert found["cells"]["fails"]["error"].startswith("ZeroDivisionError") and "left_out" in found["cells"]["long"]
+    assert (
+        found["cells"]["fails"]["error"].startswith("ZeroDivisionError")
+        and "left_out" in found["cells"]["long"]
+    )
     assert calls == ["works", "fails", "fails"]
 
 
 @pytest.mark.full
 def test_the_speed_of_an_accelerator_is_measured_in_miniature(tmp_path):
-    accelerator.main(accelerator.Speed(tmp_path, seconds=1500, only="tiny,task_tiny", miniature=True))
+    accelerator.main(
+        accelerator.Speed(tmp_path, seconds=1500, only="tiny,task_tiny", miniature=True)
+    )
     cells = json.loads((tmp_path / "speed.json").read_text())["cells"]
     assert not any("error" in cell or "left_out" in cell for cell in cells.values()), cells
     steps = [name for name in cells if "images" in name]

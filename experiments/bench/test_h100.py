@@ -43,7 +43,7 @@ ENTRY %main (a: bf16[100,8], b: f32[8,100], p: pred[]) -> (s32[], f32[8,100]) {
   %start = (s32[], f32[8,100]{1,0}) tuple(%zero.2, %b)
   ROOT %while = (s32[], f32[8,100]) while(%start), condition=%until, body=%body, known_trip_count={"n":"5"}
 }
-"""
+"""  # noqa: E501
 
 
 def test_a_loop_counts_as_often_as_it_runs_and_a_row_of_a_table_as_the_row():
@@ -76,7 +76,16 @@ ENTRY %main (p: pred[], x.1: f32[4]) -> f32[4] {
 @pytest.mark.parametrize("executor", ["stages", "scan"])
 def test_steps_are_followed_on_shapes(executor):
     # in a process of its own: functions are checked here to get arrays, not shapes
-    found = in_child(h100.count, executor, "float32", None, "vit_nano", 4, 8, environment={"JAX_PLATFORMS": "cpu"})
+    found = in_child(
+        h100.count,
+        executor,
+        "float32",
+        None,
+        "vit_nano",
+        4,
+        8,
+        environment={"JAX_PLATFORMS": "cpu"},
+    )
     assert found["kernels"] > 100 and 0 < found["gigabytes"] < 1 and found["conditionals"] == 0
     if executor == "scan":
         assert found["programs"] == {"take": 1 / 8, "train_of": 1 / 8} and found["loops"] == 1 / 8
@@ -88,9 +97,14 @@ def test_steps_are_followed_on_shapes(executor):
 
 def test_what_a_step_asks_for_is_held_against_the_most_that_it_may():
     kernels = Kernels(300, 4e9, 1, 0)
-    found = h100.per_step([Counted("take", Kernels(1, 1e9, 0, 0), 1), Counted("step", kernels, 3)], 2)
+    found = h100.per_step(
+        [Counted("take", Kernels(1, 1e9, 0, 0), 1), Counted("step", kernels, 3)], 2
+    )
     assert found["programs"] == {"step": 0.5, "take": 0.5}
     rows = {row.what: row for row in h100.rows_of([found])}
     assert rows["stages, float32: kernels a step"].reached == 150.5
-    assert rows["stages, float32: gigabytes a step"].reached == 2.5 and rows["stages, float32: gigabytes a step"].met
+    assert (
+        rows["stages, float32: gigabytes a step"].reached == 2.5
+        and rows["stages, float32: gigabytes a step"].met
+    )
     assert not rows["stages, float32: conditionals a step"].met

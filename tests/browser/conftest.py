@@ -40,7 +40,11 @@ def one_run(tmp_path_factory) -> Path:
 def three_runs(tmp_path_factory) -> Path:
     """The page of two methods, one of them with two seeds; a name tries to be markup."""
     folder = tmp_path_factory.mktemp("three")
-    names = ("<img src=x onerror=alert(1)>", "two", "a task with a name that is longer than any column has room for")
+    names = (
+        "<img src=x onerror=alert(1)>",
+        "two",
+        "a task with a name that is longer than any column has room for",
+    )
     write_run(folder / "a", names=names)
     write_run(folder / "b", names=names, seed=1, accuracy=0.9)
     write_run(folder / "c", names=names, method="ewc", accuracy=0.5)
@@ -48,26 +52,42 @@ def three_runs(tmp_path_factory) -> Path:
     return folder / "report.html"
 
 
-@pytest.fixture(params=[(1200, "light"), (390, "light"), (1200, "dark"), (390, "dark")], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    params=[(1200, "light"), (390, "light"), (1200, "dark"), (390, "dark")],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
 def opened(request, browser) -> Iterator[Callable]:
     """Opens a page at a width and in a theme; what went wrong meanwhile fails the test."""
     width, theme = request.param
-    with browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme) as context:
+    with browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=theme
+    ) as context:
         yield from _opened(context)
 
 
 @pytest.fixture
 def opened_wide(browser) -> Iterator[Callable]:
-    with browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme="light") as context:
+    with browser.new_context(
+        viewport={"width": 1200, "height": 900}, color_scheme="light"
+    ) as context:
         yield from _opened(context)
 
 
 def _opened(context) -> Iterator[Callable]:
-    page, wrong = context.new_page(), []
-    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    page = context.new_page()
+    wrong = []
+    page.on(
+        "console",
+        lambda message: (
+            wrong.append(message.text) if message.type in ("error", "warning") else None
+        ),
+    )
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on(
-        "request", lambda request: None if request.url.startswith(("file:", "data:")) else wrong.append(request.url)
+        "request",
+        lambda request: (
+            None if request.url.startswith(("file:", "data:")) else wrong.append(request.url)
+        ),
     )
 
     def open_page(file: Path, place: str = ""):

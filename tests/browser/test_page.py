@@ -1,4 +1,5 @@
-"""The HTML page in a browser: drawn without errors or network, at both widths and in both themes."""
+"""The HTML page in a browser: drawn without errors or network, at both widths and in both
+themes."""
 
 import re
 
@@ -10,7 +11,10 @@ from cheem_jax.cli.report import Report, write_report_page
 
 pytestmark = pytest.mark.browser
 
-UNDRAWN = "[...document.querySelectorAll('.plot')].filter(p => p.offsetParent && !p.querySelector('.main-svg')).length"
+UNDRAWN = (
+    "[...document.querySelectorAll('.plot')].filter(p => p.offsetParent &&"
+    " !p.querySelector('.main-svg')).length"
+)
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
@@ -20,7 +24,8 @@ def read_to_the_end(page) -> None:
     while place < end:
         page.evaluate(f"window.scrollTo({{top: {place}, behavior: 'instant'}})")
         page.wait_for_timeout(60)
-        place, end = place + 700, page.evaluate("document.documentElement.scrollHeight")
+        place = place + 700
+        end = page.evaluate("document.documentElement.scrollHeight")
     page.wait_for_function(f"{UNDRAWN} === 0")
 
 
@@ -39,7 +44,9 @@ def test_every_chart_is_drawn_and_nothing_is_wider_than_the_page(which, opened, 
 
 def test_charts_and_images_are_drawn_without_scrolling(one_run, opened):
     page = opened(one_run)
-    page.wait_for_function(f"{UNDRAWN} === 0 && [...document.images].every(image => image.naturalWidth)")
+    page.wait_for_function(
+        f"{UNDRAWN} === 0 && [...document.images].every(image => image.naturalWidth)"
+    )
     assert page.evaluate("scrollY") == 0
 
 
@@ -79,7 +86,9 @@ def test_a_printed_page_cuts_nothing(which, opened, request):
     page.wait_for_function(f"{UNDRAWN} === 0")
     right = "getBoundingClientRect().right"
     boxes = "[...document.querySelectorAll('.box, .box > *')].filter(one => one.offsetParent)"
-    beyond = page.evaluate(f"{boxes}.map(one => one.{right} - document.querySelector('main').{right})")
+    beyond = page.evaluate(
+        f"{boxes}.map(one => one.{right} - document.querySelector('main').{right})"
+    )
     assert max(beyond) < 1 and page.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert not page.evaluate("document.documentElement.className")
@@ -124,7 +133,10 @@ def test_moving_the_focus_past_the_edge_of_the_window_keeps_the_tip(one_run, ope
         page.keyboard.press("ArrowDown")
         page.wait_for_timeout(400)  # until the page has scrolled
     assert page.evaluate("scrollY") > before
-    assert page.locator("#tip b").inner_text() == "T4 four, block 1: adapt" and page.locator("#tip").is_visible()
+    assert (
+        page.locator("#tip b").inner_text() == "T4 four, block 1: adapt"
+        and page.locator("#tip").is_visible()
+    )
     page.mouse.wheel(0, 3000)
     page.locator("#tip").wait_for(state="hidden")  # its cell is out of sight
 
@@ -134,7 +146,9 @@ def test_scrolling_the_box_of_the_table_hides_the_tip(one_run, opened_wide):
     box = page.locator(".architectures .box")
     box.evaluate("box => { box.style.maxHeight = '6rem'; }")
     cell(page, 1, 0).scroll_into_view_if_needed()
-    cell(page, 1, 0).dispatch_event("pointerover")  # as a finger does, which no later movement follows
+    cell(page, 1, 0).dispatch_event(
+        "pointerover"
+    )  # as a finger does, which no later movement follows
     page.wait_for_timeout(100)
     assert page.locator("#tip").is_visible()
     box.evaluate("box => { box.scrollTop += 30; }")
@@ -154,7 +168,10 @@ def test_runs_are_switched_by_choice_and_by_address(three_runs, opened_wide):
     assert visible.count() == 1 and visible.locator(".title").inner_text() == "CHEEM, seed 0"
     page.select_option("#runs", "run-3")
     page.wait_for_url(re.compile("#run-3$"))
-    assert visible.locator(".title").inner_text() == "EWC, seed 0" and visible.locator(".architectures").count() == 0
+    assert (
+        visible.locator(".title").inner_text() == "EWC, seed 0"
+        and visible.locator(".architectures").count() == 0
+    )
     page.go_back()
     page.wait_for_function("document.querySelector('#runs').value === 'run-1'")
     page.locator(".comparison td a, .comparison th a", has_text="EWC").click()
@@ -185,11 +202,15 @@ def test_a_selector_shows_another_task(one_run, opened_wide):
     figure.locator(".ytick text").first.wait_for()
     assert figure.locator(".ytick").count() == 4  # of the last task: the base and three tasks
     figure.locator("select").select_option("T1 one")
-    page.wait_for_function("document.querySelectorAll('section[id$=similarity] .ytick').length === 1")
+    page.wait_for_function(
+        "document.querySelectorAll('section[id$=similarity] .ytick').length === 1"
+    )
 
 
 def test_markup_in_a_name_is_shown_as_text(three_runs, opened_wide):
     page = opened_wide(three_runs)
     read_to_the_end(page)
     assert page.locator("article:visible img").count() == 0
-    assert "<img src=x" in page.locator("article:visible section[id$=forgetting] .plot").inner_text()
+    assert (
+        "<img src=x" in page.locator("article:visible section[id$=forgetting] .plot").inner_text()
+    )

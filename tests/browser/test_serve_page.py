@@ -15,7 +15,8 @@ BRIGHT, DARK = (224, 32, 32), (96, 160, 224)
 
 
 def expect(place):
-    """Playwright's own, imported where it is needed: tests that are not of a browser do without the package."""
+    """Playwright's own, imported where it is needed: tests that are not of a browser do without the
+    package."""
     from playwright.sync_api import expect as wait_for
 
     return wait_for(place)
@@ -27,26 +28,40 @@ def served() -> Iterator[Served]:
         yield server
 
 
-@pytest.fixture(params=[(1200, "light"), (390, "light"), (1200, "dark"), (390, "dark")], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    params=[(1200, "light"), (390, "light"), (1200, "dark"), (390, "dark")],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
 def page(request, browser, served) -> Iterator:
     """The page, drawn; errors in its console and requests to anywhere else fail the test."""
     width, theme = request.param
-    with browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme) as context:
+    with browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=theme
+    ) as context:
         context.grant_permissions(["clipboard-read", "clipboard-write"], origin=served.url)
-        page, wrong = context.new_page(), []
+        page = context.new_page()
+        wrong = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on(
             "console",
             # a refused picture is logged by the browser itself
             lambda said: (
-                wrong.append(said.text) if said.type in ("error", "warning") and "status of" not in said.text else None
+                wrong.append(said.text)
+                if said.type in ("error", "warning") and "status of" not in said.text
+                else None
             ),
         )
         page.on(
             "request",
-            lambda sent: None if sent.url.startswith((served.url, "data:", "blob:")) else wrong.append(sent.url),
+            lambda sent: (
+                None
+                if sent.url.startswith((served.url, "data:", "blob:"))
+                else wrong.append(sent.url)
+            ),
         )
-        page.on("filechooser", lambda chooser: None)  # so that the browser hands over even the first one
+        page.on(
+            "filechooser", lambda chooser: None
+        )  # so that the browser hands over even the first one
         page.goto(served.url)
         page.locator("#tasks tr").nth(1).wait_for()
         yield page
@@ -70,7 +85,13 @@ def test_a_chosen_picture_is_shown_with_task_class_runners_up_and_the_blocks_tha
     page.locator("#found").wait_for()
     assert page.locator("#task").inner_text() == "dark <b>red</b>"  # as text
     assert page.locator("#class").inner_text() == "96-160-224"
-    assert page.locator("#guesses .value").all_inner_texts() == ["60.0 %", "30.0 %", "15.0 %", "7.5 %", "3.8 %"]
+    assert page.locator("#guesses .value").all_inner_texts() == [
+        "60.0 %",
+        "30.0 %",
+        "15.0 %",
+        "7.5 %",
+        "3.8 %",
+    ]
     tracks = [box.bounding_box()["width"] for box in page.locator("#guesses .track").all()]
     page.wait_for_timeout(400)  # until the bars have grown
     fills = [box.bounding_box()["width"] for box in page.locator("#guesses .fill").all()]
@@ -86,23 +107,35 @@ def test_a_chosen_picture_is_shown_with_task_class_runners_up_and_the_blocks_tha
         "N",
         "R2",
     ]
-    assert lit(page).locator(".cell").nth(1).get_attribute("title") == "block 2: adapted copy of expert 1"
+    assert (
+        lit(page).locator(".cell").nth(1).get_attribute("title")
+        == "block 2: adapted copy of expert 1"
+    )
     page.wait_for_timeout(600)  # until all have lit up
-    bright, skipped = lit(page).locator(".cell").first, lit(page).locator(".cell.skip")
-    shadow, ground = (f"cell => getComputedStyle(cell).{of}" for of in ("boxShadow", "backgroundColor"))
+    bright = lit(page).locator(".cell").first
+    skipped = lit(page).locator(".cell.skip")
+    shadow, ground = (
+        f"cell => getComputedStyle(cell).{of}" for of in ("boxShadow", "backgroundColor")
+    )
     dim = page.locator("#tasks tr:not(.lit) .cell").first
-    assert bright.evaluate(shadow) != "none" and skipped.evaluate(shadow) == dim.evaluate(shadow) == "none"
+    assert (
+        bright.evaluate(shadow) != "none"
+        and skipped.evaluate(shadow) == dim.evaluate(shadow) == "none"
+    )
     assert dim.evaluate(ground) != bright.evaluate(ground)
     assert min(contrasts(page, "#tasks .cell, #tasks th")) >= 4.5
     assert skipped.evaluate("cell => getComputedStyle(cell).backgroundColor") == "rgba(0, 0, 0, 0)"
     assert bright.evaluate("cell => getComputedStyle(cell).backgroundColor") == "rgb(156, 206, 167)"
-    assert page.locator("#ran").inner_text() == (
-        "What ran for dark <b>red</b>: reuse of expert 0 in block 1; adapted copy of expert 1 in block 2; "
-        "branch skipped in block 3; new expert in block 4; reuse of expert 2 in block 5."
+    assert (
+        page.locator("#ran").inner_text()
+        == "What ran for dark <b>red</b>: reuse of expert 0 in block 1; adapted copy of expert 1 in"
+        " block 2; branch skipped in block 3; new expert in block 4; reuse of expert 2 in"
+        " block 5."
     )
     assert page.locator("#status").text_content() == "dark <b>red</b>: 96-160-224, 60.0 %"
     assert (
-        page.locator("#picture").is_visible() and page.locator("#picture").evaluate("image => image.naturalWidth") == 8
+        page.locator("#picture").is_visible()
+        and page.locator("#picture").evaluate("image => image.naturalWidth") == 8
     )
     choose(page, BRIGHT)
     expect(page.locator("#class")).to_have_text("224-32-32")
@@ -114,25 +147,47 @@ def test_the_page_names_the_memory_and_several_pictures_are_listed_with_their_an
     assert page.title() == "pets · cheem serve"
     invitation = page.locator("#another")
     assert invitation.is_hidden()
-    contents = {"a.png": picture(DARK), "b.txt": b"text", "c.png": picture((0, 0, 0)), "d.png": picture(BRIGHT)}
+    contents = {
+        "a.png": picture(DARK),
+        "b.txt": b"text",
+        "c.png": picture((0, 0, 0)),
+        "d.png": picture(BRIGHT),
+    }
     page.set_input_files(
-        "#file", files=[{"name": name, "mimeType": "image/png", "buffer": data} for name, data in contents.items()]
+        "#file",
+        files=[
+            {"name": name, "mimeType": "image/png", "buffer": data}
+            for name, data in contents.items()
+        ],
     )
     expect(page.locator("#status")).to_have_text("4 images are answered")
     assert invitation.inner_text() == "Choose other images"
     said = page.locator("#list .said").all_inner_texts()
     assert [said[0], *said[2:]] == [
-        "dark <b>red</b>: 96-160-224, 60.0 %", "None of my tasks", "bright red: 224-32-32, 60.0 %",
-    ]  # fmt: skip
+        "dark <b>red</b>: 96-160-224, 60.0 %",
+        "None of my tasks",
+        "bright red: 224-32-32, 60.0 %",
+    ]
     assert said[1].startswith("The image: not an image file")
-    assert page.locator("#class").inner_text() == "96-160-224" and page.locator("#file-name").inner_text() == "a.png"
+    assert (
+        page.locator("#class").inner_text() == "96-160-224"
+        and page.locator("#file-name").inner_text() == "a.png"
+    )
     page.locator("#list button").nth(3).click()
-    assert page.locator("#class").inner_text() == "224-32-32" and page.locator("#file-name").inner_text() == "d.png"
-    assert page.locator("#list [aria-current]").all_inner_texts() == ["d.png\nbright red: 224-32-32, 60.0 %"]
+    assert (
+        page.locator("#class").inner_text() == "224-32-32"
+        and page.locator("#file-name").inner_text() == "d.png"
+    )
+    assert page.locator("#list [aria-current]").all_inner_texts() == [
+        "d.png\nbright red: 224-32-32, 60.0 %"
+    ]
     page.locator("#list button").nth(1).click()
     assert page.locator("#found").is_hidden() and page.locator("#error").inner_text() == said[1]
     page.locator("#list button").nth(2).click()
-    assert page.locator("#class").inner_text() == "None of my tasks" and page.locator("#error").inner_text() == ""
+    assert (
+        page.locator("#class").inner_text() == "None of my tasks"
+        and page.locator("#error").inner_text() == ""
+    )
     choose(page, BRIGHT)  # another one takes the place of all
     expect(page.locator("#class")).to_have_text("224-32-32")
     assert page.locator("#list").is_hidden()
@@ -146,7 +201,10 @@ def test_the_networks_say_that_they_scroll_where_they_do(page):
 
 
 def test_below_a_path_of_a_proxy_the_page_asks_there(browser):
-    with serving(Colours(), public=("pets.example.org",)) as served, behind_a_proxy(served.port, "/pets") as port:
+    with (
+        serving(Colours(), public=("pets.example.org",)) as served,
+        behind_a_proxy(served.port, "/pets") as port,
+    ):
         with browser.new_page(base_url=f"http://localhost:{port}") as page:
             for place in ("/pets/", "/pets"):
                 page.goto(place)
@@ -169,13 +227,26 @@ def test_what_cannot_be_answered_is_told_in_a_sentence_and_the_next_picture_is_a
     choose(page, BRIGHT)
     page.locator("#found").wait_for()
     page.set_input_files(
-        "#file", files=[{"name": "notes.txt", "mimeType": "text/plain", "buffer": b"once upon a time"}]
+        "#file",
+        files=[{"name": "notes.txt", "mimeType": "text/plain", "buffer": b"once upon a time"}],
     )
     page.locator("#error:not(:empty)").wait_for()
-    assert page.locator("#error").inner_text().startswith("The image: not an image file of a known format (JPEG, ")
-    assert page.locator("#found").is_hidden() and lit(page).count() == 0 and page.locator("#picture").is_hidden()
-    page.set_input_files("#file", files=[{"name": "a.png", "mimeType": "image/png", "buffer": bytes(2**19)}])
-    expect(page.locator("#error")).to_contain_text("The file has 0.5 MB; at most 0.25 MB are accepted.")
+    assert (
+        page.locator("#error")
+        .inner_text()
+        .startswith("The image: not an image file of a known format (JPEG, ")
+    )
+    assert (
+        page.locator("#found").is_hidden()
+        and lit(page).count() == 0
+        and page.locator("#picture").is_hidden()
+    )
+    page.set_input_files(
+        "#file", files=[{"name": "a.png", "mimeType": "image/png", "buffer": bytes(2**19)}]
+    )
+    expect(page.locator("#error")).to_contain_text(
+        "The file has 0.5 MB; at most 0.25 MB are accepted."
+    )
     choose(page, (160, 32, 32), (10_000, 5_000))
     expect(page.locator("#error")).to_contain_text("10000 x 5000 pixels are too many")
     choose(page, DARK)
@@ -200,17 +271,20 @@ def test_the_keyboard_opens_the_file_chooser_and_reaches_the_networks(page):
 def test_a_picture_is_dropped_or_pasted(page):
     transfer = page.evaluate_handle(
         """bytes => { const data = new DataTransfer();
-        data.items.add(new File([new Uint8Array(bytes)], "dropped.png", { type: "image/png" })); return data; }""",
+        data.items.add(new File([new Uint8Array(bytes)], "dropped.png", { type: "image/png" })); return data; }""",  # noqa: E501
         list(picture(BRIGHT)),
     )
     page.dispatch_event("#choose", "dragover", {"dataTransfer": transfer})
     assert page.locator("body.over").count() == 1
     page.dispatch_event("#choose", "drop", {"dataTransfer": transfer})
     page.locator("#found").wait_for()
-    assert page.locator("#file-name").inner_text() == "dropped.png" and page.locator("body.over").count() == 0
+    assert (
+        page.locator("#file-name").inner_text() == "dropped.png"
+        and page.locator("body.over").count() == 0
+    )
     page.evaluate(
         """async bytes => navigator.clipboard.write([
-        new ClipboardItem({ "image/png": new Blob([new Uint8Array(bytes)], { type: "image/png" }) })])""",
+        new ClipboardItem({ "image/png": new Blob([new Uint8Array(bytes)], { type: "image/png" }) })])""",  # noqa: E501
         list(picture(DARK)),
     )
     page.keyboard.press("Control+V")

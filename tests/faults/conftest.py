@@ -1,4 +1,5 @@
-"""What the fault tests count, shown after the run and kept as JSON where CHEEM_FAULTS_JSON names a file."""
+"""What the fault tests count, shown after the run and kept as JSON where CHEEM_FAULTS_JSON names a
+file."""
 
 import dataclasses
 import json
@@ -24,14 +25,21 @@ BAD = {
 
 
 class Tally:
-    """How many faults of each kind were tried and how many went wrong, in all and per phase of a run."""
+    """How many faults of each kind were tried and how many went wrong, in all and per phase of a
+    run."""
 
     def __init__(self) -> None:
         self.tried: dict[str, Counter[str]] = {}
         self.bad: dict[str, Counter[str]] = {}
 
     def add(
-        self, kind: str, *, tried: int = 1, ok: int | None = None, bad: int | None = None, phase: str | None = None
+        self,
+        kind: str,
+        *,
+        tried: int = 1,
+        ok: int | None = None,
+        bad: int | None = None,
+        phase: str | None = None,
     ) -> None:
         """Count `tried` faults, of which `bad` went wrong or `ok` did not; give one of the two."""
         if (ok is None) == (bad is None):
@@ -47,8 +55,16 @@ class Tally:
         found = {}
         for kind, tried in self.tried.items():
             bad = self.bad[kind]
-            phases = {phase: {"tried": num, "bad": bad[phase]} for phase, num in sorted(tried.items()) if phase}
-            found[kind] = {"tried": tried.total(), "bad": bad.total(), **({"phases": phases} if phases else {})}
+            phases = {
+                phase: {"tried": num, "bad": bad[phase]}
+                for phase, num in sorted(tried.items())
+                if phase
+            }
+            found[kind] = {
+                "tried": tried.total(),
+                "bad": bad.total(),
+                **({"phases": phases} if phases else {}),
+            }
         return found
 
 
@@ -57,7 +73,8 @@ _TALLY = Tally()
 
 @pytest.fixture(scope="session")
 def tally() -> Tally:
-    """`tally.add("kills", tried=1, ok=1, phase="search")` or `tally.add("fuzzed inputs", tried=100, bad=0)`."""
+    """`tally.add("kills", tried=1, ok=1, phase="search")` or `tally.add("fuzzed inputs", tried=100,
+    bad=0)`."""
     return _TALLY
 
 
@@ -72,7 +89,9 @@ def nursery(library: Path | str, tmp_path_factory: pytest.TempPathFactory) -> It
     """Where children are started, with the library in them if there is one."""
     if not sys.platform.startswith("linux"):
         pytest.skip("children are forked on Linux alone")
-    with Nursery(tmp_path_factory.mktemp("nursery"), library if isinstance(library, Path) else None) as found:
+    with Nursery(
+        tmp_path_factory.mktemp("nursery"), library if isinstance(library, Path) else None
+    ) as found:
         yield found
 
 
@@ -98,17 +117,28 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(nursery: Nursery, library: Path | str, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(
+    nursery: Nursery, library: Path | str, tmp_path_factory: pytest.TempPathFactory
+) -> Undisturbed:
     """What all other small runs are compared with."""
     from jobs import outcome
 
     folder = tmp_path_factory.mktemp("undisturbed")
-    directory, phases, weights = folder / "run", folder / "phases", str(nursery.folder / "weights.npz")
+    directory = folder / "run"
+    phases = folder / "phases"
+    weights = str(nursery.folder / "weights.npz")
     counted = {} if isinstance(library, str) else {"fault": {}}
     operations = nursery.call(
-        "small_run", directory=str(directory), weights=weights, phases=str(phases), save_every=0.0, **counted
+        "small_run",
+        directory=str(directory),
+        weights=weights,
+        phases=str(phases),
+        save_every=0.0,
+        **counted,
     )
-    return Undisturbed(directory, weights, outcome(directory), operations, phases.read_text().splitlines())
+    return Undisturbed(
+        directory, weights, outcome(directory), operations, phases.read_text().splitlines()
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,8 +1,11 @@
-"""Hostile files for every loader: valid ones of each kind, damaged as a bad disk or a bad person would do it.
+"""Hostile files for every loader: valid ones of each kind, damaged as a bad disk or a bad person
+would do it.
 
-    python tests/faults/hostile.py LOADER NUM [SEED]     what users run: without the type checks of the test run
+    python tests/faults/hostile.py LOADER NUM [SEED]     what users run: without the type checks of
+    the test run
 
-Input number i of a loader and a seed is always the same one, so whatever is found can be looked at again.
+Input number i of a loader and a seed is always the same one, so whatever is found can be looked at
+again.
 """
 
 import argparse
@@ -63,11 +66,14 @@ class Hang(BaseException):
 
 
 def fuzz(name: str, numbers: Sequence[int], folder: Path, seed: int = 0) -> Tried:
-    """Every call returns, or raises a ValueError or OSError that names its file; soon, and with little memory."""
+    """Every call returns, or raises a ValueError or OSError that names its file; soon, and with
+    little memory."""
     make, most = LOADERS[name]
     attempts = make(folder)
     bad: list[str] = []
-    accepted, start, before = 0, time.perf_counter(), _reset_peak()
+    accepted = 0
+    start = time.perf_counter()
+    before = _reset_peak()
     for number in numbers:
         named, call = attempts(random.Random(f"{name} {seed} {number}"))
         began = time.perf_counter()
@@ -78,18 +84,26 @@ def fuzz(name: str, numbers: Sequence[int], folder: Path, seed: int = 0) -> Trie
         except (ValueError, OSError) as error:
             text = str(error)
             if named not in text:
-                bad.append(f"{name} {number}: {named!r} is not named by {type(error).__name__}: {text[:200]!r}")
+                bad.append(
+                    f"{name} {number}: {named!r} is not named by {type(error).__name__}:"
+                    f" {text[:200]!r}"
+                )
         except Hang:
             bad.append(f"{name} {number}: no answer within {SECONDS} seconds")
         except Exception as error:
-            bad.append(f"{name} {number}: {type(error).__module__}.{type(error).__name__}: {str(error)[:300]!r}")
+            bad.append(
+                f"{name} {number}: {type(error).__module__}.{type(error).__name__}:"
+                f" {str(error)[:300]!r}"
+            )
         if (seconds := time.perf_counter() - began) > SECONDS:
             bad.append(f"{name} {number}: {seconds:.1f} seconds")
     megabytes = (_peak() - before) // 2**20
     if megabytes > most:
         bad.append(f"{name}: {megabytes} MB more than before, expected at most {most}")
     num = len(numbers)
-    return Tried(num, accepted, num - accepted, round(time.perf_counter() - start, 1), megabytes, bad)
+    return Tried(
+        num, accepted, num - accepted, round(time.perf_counter() - start, 1), megabytes, bad
+    )
 
 
 @contextlib.contextmanager
@@ -123,11 +137,28 @@ def _peak() -> int:
 
 # Damage
 
-NUMBERS = [0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1]
+NUMBERS = [
+    0,
+    1,
+    2,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0x8000,
+    0xFFFF,
+    2**24,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**63 - 1,
+    2**64 - 1,
+]
 
 
 def damaged(data: bytes, rng: random.Random, other: bytes = b"") -> bytes:
-    """Bytes flipped, lost, repeated, cut off, spliced with another file, or replaced by extreme numbers."""
+    """Bytes flipped, lost, repeated, cut off, spliced with another file, or replaced by extreme
+    numbers."""
     found = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         at = rng.randrange(len(found) + 1)
@@ -157,23 +188,63 @@ def damaged(data: bytes, rng: random.Random, other: bytes = b"") -> bytes:
                 digits = [match.span() for match in re.finditer(rb"\d+", bytes(found[:5000]))]
                 if digits:
                     first, last = rng.choice(digits)
-                    found[first:last] = rng.choice((b"-1", b"0", b"1e9", b"99999999999", b"9" * 40, b"9" * 5000))
+                    found[first:last] = rng.choice(
+                        (b"-1", b"0", b"1e9", b"99999999999", b"9" * 40, b"9" * 5000)
+                    )
     return bytes(found)
 
 
 DEEP = 10_000
 RAW = [
-    "null", "true", "false", "0", "-1", "1", "2", "1.5", "-0.0", "1e400", "NaN", "Infinity", "-Infinity",
-    "9223372036854775807", "9223372036854775808", "-9223372036854775809", "1" + "0" * 100, "9" * 4000, "9" * 5000,
-    '""', '"x"', '"1"', '"\\u0000"', '"\\ud800"', '"../../x"', '"/etc/passwd"', f'"{"y" * 70_000}"', '"\u202e"', "[]",
-    "{}", "[null]", "[[]]", '[""]', '["x", "x"]', "[1, 2, 3]", "[0, 0, 0]", '{"x": 1}', "[" * DEEP + "]" * DEEP,
-    '{"x":' * DEEP + "1" + "}" * DEEP, "[" * 900 + "]" * 900, "[" * DEEP, "[" + "0," * 20_000 + "0]",
-]  # fmt: skip
+    "null",
+    "true",
+    "false",
+    "0",
+    "-1",
+    "1",
+    "2",
+    "1.5",
+    "-0.0",
+    "1e400",
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "9223372036854775807",
+    "9223372036854775808",
+    "-9223372036854775809",
+    "1" + "0" * 100,
+    "9" * 4000,
+    "9" * 5000,
+    '""',
+    '"x"',
+    '"1"',
+    '"\\u0000"',
+    '"\\ud800"',
+    '"../../x"',
+    '"/etc/passwd"',
+    f'"{"y" * 70_000}"',
+    '"\u202e"',
+    "[]",
+    "{}",
+    "[null]",
+    "[[]]",
+    '[""]',
+    '["x", "x"]',
+    "[1, 2, 3]",
+    "[0, 0, 0]",
+    '{"x": 1}',
+    "[" * DEEP + "]" * DEEP,
+    '{"x":' * DEEP + "1" + "}" * DEEP,
+    "[" * 900 + "]" * 900,
+    "[" * DEEP,
+    "[" + "0," * 20_000 + "0]",
+]
 """JSON values of every type and extreme; where one stands matters more than which."""
 
 
 def damaged_json(value: Any, rng: random.Random) -> bytes:
-    """A JSON text with keys lost, renamed or doubled, values of other types, or an unusual encoding."""
+    """A JSON text with keys lost, renamed or doubled, values of other types, or an unusual
+    encoding."""
     value = copy.deepcopy(value)
     raw: list[str] = []
 
@@ -191,7 +262,9 @@ def damaged_json(value: Any, rng: random.Random) -> bytes:
             case 0:
                 del holder[key]
             case 1 if isinstance(holder, dict):
-                holder[rng.choice((f"{key}x", "", "x", "\ud800", "__class__", "0"))] = holder.pop(key)
+                holder[rng.choice((f"{key}x", "", "x", "\ud800", "__class__", "0"))] = holder.pop(
+                    key
+                )
             case 2 if isinstance(holder, dict):
                 holder[f"@twin@{key}"] = something()  # the same key again
             case 3 if isinstance(holder, list):
@@ -205,7 +278,13 @@ def damaged_json(value: Any, rng: random.Random) -> bytes:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for key in (
+        list(value)
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    ):
         yield value, key
         yield from _places(value[key])
 
@@ -218,16 +297,57 @@ def encoded(text: str, rng: random.Random) -> bytes:
 
 
 TOML_RAW = [
-    "true", "0", "-1", "1.5", "inf", "nan", "9" * 4000, "9" * 5000, "0x" + "f" * 6000, "1979-05-27", "07:32:00", '""',
-    '"x"', '" "', '"\\u0000"', '"a\\u0000b"', '"~nobody-at-all/x"', '"~"', '"/"', '"."', '".."', '"loop.zip"',
-    '"loop"', '"../../../../etc/passwd"', f'"{"y" * 70_000}"', "[]", "{}", "[[]]", "{x = 1}", "[0xff, 2]",
-    "[" * DEEP + "]" * DEEP, "[" * 300 + "]" * 300, "{x=" * 300 + "1" + "}" * 300, '"""', "'''", '"mnist"',
-    '"mnist:3.0.1"', '"food101"', '"nosuch"', '"fifo"', '"birds.zip"', '"birds"', '"cars.csv"', '"cars.parquet"',
+    "true",
+    "0",
+    "-1",
+    "1.5",
+    "inf",
+    "nan",
+    "9" * 4000,
+    "9" * 5000,
+    "0x" + "f" * 6000,
+    "1979-05-27",
+    "07:32:00",
+    '""',
+    '"x"',
+    '" "',
+    '"\\u0000"',
+    '"a\\u0000b"',
+    '"~nobody-at-all/x"',
+    '"~"',
+    '"/"',
+    '"."',
+    '".."',
+    '"loop.zip"',
+    '"loop"',
+    '"../../../../etc/passwd"',
+    f'"{"y" * 70_000}"',
+    "[]",
+    "{}",
+    "[[]]",
+    "{x = 1}",
+    "[0xff, 2]",
+    "[" * DEEP + "]" * DEEP,
+    "[" * 300 + "]" * 300,
+    "{x=" * 300 + "1" + "}" * 300,
+    '"""',
+    "'''",
+    '"mnist"',
+    '"mnist:3.0.1"',
+    '"food101"',
+    '"nosuch"',
+    '"fifo"',
+    '"birds.zip"',
+    '"birds"',
+    '"cars.csv"',
+    '"cars.parquet"',
     "[" + "0x" + "f" * 6000 + "]",
-]  # fmt: skip
+]
 
 
-def damaged_lines(text: str, values: Sequence[str], rng: random.Random, separator: str = "=") -> bytes:
+def damaged_lines(
+    text: str, values: Sequence[str], rng: random.Random, separator: str = "="
+) -> bytes:
     """Lines lost, doubled, swapped, with other keys or values."""
     lines = text.splitlines()
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -239,10 +359,15 @@ def damaged_lines(text: str, values: Sequence[str], rng: random.Random, separato
             case 1 if lines:
                 lines.insert(rng.randrange(len(lines)), lines[at])
             case 2 if sign:
-                lines[at] = f"{rng.choice(('name', 'seed', 'task', 'root', 'path', 'tfds', 'x', '.'))}{sign}{value}"
+                lines[at] = (
+                    f"{rng.choice(('name', 'seed', 'task', 'root', 'path', 'tfds', 'x', '.'))}{sign}{value}"  # noqa: E501
+                )
             case 3:
                 lines.insert(
-                    at, rng.choice(("[task]", "[[task]]", "[[task.x]]", "x" + ".x" * 2000 + " = 1", "\0", "["))
+                    at,
+                    rng.choice(
+                        ("[task]", "[[task]]", "[[task.x]]", "x" + ".x" * 2000 + " = 1", "\0", "[")
+                    ),
                 )
             case _ if sign:
                 lines[at] = f"{key}{sign}{rng.choice(values)}"
@@ -279,7 +404,9 @@ def pictures() -> dict[str, bytes]:
         "progressive.jpg": saved(new(), "JPEG", progressive=True),
         "grey.jpg": saved(new("L"), "JPEG"),
         "cmyk.jpg": saved(new("CMYK"), "JPEG"),
-        "exif.jpg": saved(new(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0\0\0\0\0"),
+        "exif.jpg": saved(
+            new(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0\0\0\0\0"
+        ),
         "rgb.png": saved(new(), "PNG", icc_profile=rng.randbytes(300)),
         "rgba.png": saved(new("RGBA"), "PNG"),
         "palette.png": saved(new("P"), "PNG", transparency=b"\0\x80"),
@@ -344,7 +471,11 @@ def images(folder: Path) -> Attempts:
         name = rng.choice(sorted(files))
         data, other = files[name], files[rng.choice(sorted(files))]
         # checksums would keep most damage from the decoder behind them
-        data = damaged_png(data, rng) if name.endswith("png") and rng.random() < 0.6 else damaged(data, rng, other)
+        data = (
+            damaged_png(data, rng)
+            if name.endswith("png") and rng.random() < 0.6
+            else damaged(data, rng, other)
+        )
         return name, lambda: check_pixels(decode_image(data, 8, name=name))
 
     return attempt
@@ -356,7 +487,8 @@ def check_pixels(pixels: np.ndarray) -> None:
 
 def damaged_png(data: bytes, rng: random.Random) -> bytes:
     """Damage inside the chunks, whose checksums are right again."""
-    chunks, at = [], 8
+    chunks = []
+    at = 8
     while at < len(data):
         (length,) = struct.unpack_from(">I", data, at)
         chunks.append([data[at + 4 : at + 8], data[at + 8 : at + 8 + length]])
@@ -370,15 +502,34 @@ def damaged_png(data: bytes, rng: random.Random) -> bytes:
                 chunks.insert(rng.randrange(len(chunks)), list(chunks[chosen]))
             case 2:
                 bomb = zlib.compress(bytes(2**20 * rng.choice((1, 30))))
-                kind = rng.choice((b"zTXt", b"iTXt", b"iCCP", b"IDAT", b"fdAT", b"acTL", b"eXIf", b"tRNS", b"PLTE"))
-                head = b"x\0\1\0\0\0" if kind == b"iTXt" else b"x\0\0" if kind in (b"zTXt", b"iCCP") else b""
+                kind = rng.choice(
+                    (
+                        b"zTXt",
+                        b"iTXt",
+                        b"iCCP",
+                        b"IDAT",
+                        b"fdAT",
+                        b"acTL",
+                        b"eXIf",
+                        b"tRNS",
+                        b"PLTE",
+                    )
+                )
+                head = (
+                    b"x\0\1\0\0\0"
+                    if kind == b"iTXt"
+                    else b"x\0\0"
+                    if kind in (b"zTXt", b"iCCP")
+                    else b""
+                )
                 chunks.insert(rng.randrange(len(chunks)), [kind, head + bomb])
             case _:
                 chunks[chosen][1] = damaged(chunks[chosen][1], rng)
         if not chunks:
             break
     return data[:8] + b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
     )
 
 
@@ -387,7 +538,8 @@ def zips(folder: Path) -> Attempts:
     from cheem_jax.data.decode import decode_image
     from cheem_jax.data.folder import plan_stream, plan_task
 
-    files, file = task_files(), folder / "pets.zip"
+    files = task_files()
+    file = folder / "pets.zip"
     whole = [zipped(files), zipped(files, zipfile.ZIP_STORED), zipped(files, zipfile.ZIP_LZMA)]
     place = put(folder / "plain", files)
 
@@ -418,7 +570,21 @@ def damaged_name(name: str, rng: random.Random) -> str:
     if rng.random() < 0.9:
         return name
     parts = name.split("/")
-    new = ("..", ".", "", "CON", "a\\b", "C:", "x" * 60_000, "\u202e", "a\0b", "train", "9" * 5000, "²", "__MACOSX")
+    new = (
+        "..",
+        ".",
+        "",
+        "CON",
+        "a\\b",
+        "C:",
+        "x" * 60_000,
+        "\u202e",
+        "a\0b",
+        "train",
+        "9" * 5000,
+        "²",
+        "__MACOSX",
+    )
     parts[rng.randrange(len(parts))] = rng.choice(new)
     return "/".join(parts) or "x"
 
@@ -453,7 +619,9 @@ def archives(folder: Path) -> Attempts:
             case "a.tar.gz":
                 data = damaged(gzip.compress(plain, 1), rng)
             case _:
-                data = gzip.compress(damaged_tar(plain, rng) if rng.random() < 0.7 else damaged(plain, rng), 1)
+                data = gzip.compress(
+                    damaged_tar(plain, rng) if rng.random() < 0.7 else damaged(plain, rng), 1
+                )
         places[name].write_bytes(data)
         return name, lambda: [read() for _, read in members(places[name])]
 
@@ -480,11 +648,20 @@ def damaged_tar(data: bytes, rng: random.Random) -> bytes:
                 found[at + 156] = rng.choice(b"0123456789xgLKSVDNM\0\xff")
             case 1:
                 size = rng.choice(
-                    (b"77777777777\0", b"\x80" + b"\0" * 3 + b"\xff" * 8, b"\xff" * 12, b"-1\0", b"x", b"0")
+                    (
+                        b"77777777777\0",
+                        b"\x80" + b"\0" * 3 + b"\xff" * 8,
+                        b"\xff" * 12,
+                        b"-1\0",
+                        b"x",
+                        b"0",
+                    )
                 )
                 found[at + 124 : at + 124 + len(size)] = size
             case 2:
-                name = rng.choice((b"../x\0", b"/x\0", b"C:x\0", b"a\\b\0", b"\xff\xfe\0", b"\0", b"./././x\0"))
+                name = rng.choice(
+                    (b"../x\0", b"/x\0", b"C:x\0", b"a\\b\0", b"\xff\xfe\0", b"\0", b"./././x\0")
+                )
                 found[at : at + len(name)] = name
             case _:
                 field = at + rng.randrange(500)
@@ -493,7 +670,9 @@ def damaged_tar(data: bytes, rng: random.Random) -> bytes:
         found[at + 148 : at + 156] = b"%06o\0 " % sum(found[at : at + 512])
     if rng.random() < 0.3:  # in the texts of extended headers too
         found = bytearray(
-            bytes(found).replace(b" path=", rng.choice((b" size=", b" GNU.sparse.map=", b" hdrcharset=")))
+            bytes(found).replace(
+                b" path=", rng.choice((b" size=", b" GNU.sparse.map=", b" hdrcharset="))
+            )
         )
     return bytes(found)
 
@@ -541,9 +720,32 @@ def stream_files(folder: Path) -> Attempts:
     return attempt
 
 
-CELLS = ["", "-1", "0", "7", "99", "999999999999999999", "9" * 200_000, "1.5", "nan", "../x.png", "/etc/passwd", "x\0",
-         "train/cat/0.png", '"', '"a"b', "\u202e", "'", "²", "=1+1", "valid", "tset", "a;b", "C:x.png",
-         "a\\..\\b"]  # fmt: skip
+CELLS = [
+    "",
+    "-1",
+    "0",
+    "7",
+    "99",
+    "999999999999999999",
+    "9" * 200_000,
+    "1.5",
+    "nan",
+    "../x.png",
+    "/etc/passwd",
+    "x\0",
+    "train/cat/0.png",
+    '"',
+    '"a"b',
+    "\u202e",
+    "'",
+    "²",
+    "=1+1",
+    "valid",
+    "tset",
+    "a;b",
+    "C:x.png",
+    "a\\..\\b",
+]
 
 
 def manifests(folder: Path) -> Attempts:
@@ -576,7 +778,9 @@ def manifests(folder: Path) -> Attempts:
             for _ in range(rng.choice((1, 1, 2))):
                 row = rng.choice(cells)
                 row[rng.randrange(len(row))] = rng.choice(CELLS)
-            data = encoded(rng.choice("\n\r").join(rng.choice(",,,;\t").join(row) for row in cells), rng)
+            data = encoded(
+                rng.choice("\n\r").join(rng.choice(",,,;\t").join(row) for row in cells), rng
+            )
         files[suffix].write_bytes(data)
         return f"cars{suffix}", lambda: plan_manifest(files[suffix])
 
@@ -611,8 +815,12 @@ def caches(folder: Path) -> Attempts:
         if name == "cache.json":
             data = damaged_json(json.loads(files[name]), rng)
         else:
-            data = damaged_npy(files[name], rng) if rng.random() < 0.7 else damaged(files[name], rng)
-        if rng.random() < 0.9:  # else whole: nearly all of a cache counts, so that hardly any damage is accepted
+            data = (
+                damaged_npy(files[name], rng) if rng.random() < 0.7 else damaged(files[name], rng)
+            )
+        if (
+            rng.random() < 0.9
+        ):  # else whole: nearly all of a cache counts, so that hardly any damage is accepted
             (place / name).write_bytes(data)
         return place.name, read
 
@@ -649,7 +857,9 @@ def damaged_npy(data: bytes, rng: random.Random) -> bytes:
     body = data[10 + struct.unpack_from("<H", data, 8)[0] :]
     if rng.random() < 0.4:
         old = data[10 : len(data) - len(body)].decode("latin-1")
-        header = re.sub(r"\d+", lambda m: rng.choice((m[0], m[0], "0", "-1", "7", str(10**13))), old).rstrip()
+        header = re.sub(
+            r"\d+", lambda m: rng.choice((m[0], m[0], "0", "-1", "7", str(10**13))), old
+        ).rstrip()
     else:
         header = rng.choice(HEADERS)
     packed = header.encode("latin-1") + b"\n"
@@ -661,14 +871,30 @@ TINY = "vit_tiny_patch4_12.dino"
 
 def timm_tensors(depth: int = 1, width: int = 64) -> dict[str, np.ndarray]:
     """A plain ViT of the least size, under timm's names."""
-    shapes = {"cls_token": (1, 1, width), "pos_embed": (1, 10, width), "patch_embed.proj.weight": (width, 3, 4, 4),
-              "patch_embed.proj.bias": (width,), "norm.weight": (width,), "norm.bias": (width,),
-              "head.weight": (5, width), "head.bias": (5,)}  # fmt: skip
+    shapes = {
+        "cls_token": (1, 1, width),
+        "pos_embed": (1, 10, width),
+        "patch_embed.proj.weight": (width, 3, 4, 4),
+        "patch_embed.proj.bias": (width,),
+        "norm.weight": (width,),
+        "norm.bias": (width,),
+        "head.weight": (5, width),
+        "head.bias": (5,),
+    }
     for block in range(depth):
-        layers = {"attn.qkv": (3 * width, width), "attn.proj": (width, width), "mlp.fc1": (width, width),
-                  "mlp.fc2": (width, width), "norm1": (width,), "norm2": (width,)}  # fmt: skip
+        layers = {
+            "attn.qkv": (3 * width, width),
+            "attn.proj": (width, width),
+            "mlp.fc1": (width, width),
+            "mlp.fc2": (width, width),
+            "norm1": (width,),
+            "norm2": (width,),
+        }
         for layer, shape in layers.items():
-            shapes |= {f"blocks.{block}.{layer}.weight": shape, f"blocks.{block}.{layer}.bias": shape[:1]}
+            shapes |= {
+                f"blocks.{block}.{layer}.weight": shape,
+                f"blocks.{block}.{layer}.bias": shape[:1],
+            }
     rng = np.random.default_rng(0)
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
@@ -715,16 +941,21 @@ def weights(folder: Path) -> Attempts:
     valid = safetensors.numpy.save(tensors)
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **tensors)  # type: ignore[arg-type]
-    config = {"global_pool": "token", "pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]}}
+    config = {
+        "global_pool": "token",
+        "pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]},
+    }
 
     def attempt(rng: random.Random) -> Attempt:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        name, beside = TINY, rng.random() < 0.25
+        name = TINY
+        beside = rng.random() < 0.25
         file = folder / rng.choice(("w.safetensors", "w.npz"))
         if beside:
             (folder / "config.json").write_bytes(damaged_json(config, rng))
-            name, data = "vit_tiny_patch4_12.mystery", valid
+            name = "vit_tiny_patch4_12.mystery"
+            data = valid
             file = folder / "w.safetensors"
         elif rng.random() < 0.3:
             odd = odd_tensors(rng)
@@ -733,7 +964,11 @@ def weights(folder: Path) -> Attempts:
             np.savez(out, allow_pickle=False, **odd)  # type: ignore[arg-type]
             data = out.getvalue() if file.suffix == ".npz" else safetensors.numpy.save(odd)
         elif file.suffix == ".npz":
-            data = damaged_npz(buffer.getvalue(), rng) if rng.random() < 0.6 else damaged_zip(buffer.getvalue(), rng)
+            data = (
+                damaged_npz(buffer.getvalue(), rng)
+                if rng.random() < 0.6
+                else damaged_zip(buffer.getvalue(), rng)
+            )
         else:
             data = damaged_safetensors(valid, rng) if rng.random() < 0.7 else damaged(valid, rng)
         file.write_bytes(data)
@@ -749,7 +984,10 @@ def check_weights(pretrained: Any) -> None:
     check_params(pretrained.config, pretrained.params)
     assert all(value.dtype == np.float32 for value in pretrained.params.values())
     for mean in pretrained.base_means.values():
-        assert mean.shape == (pretrained.config.depth, pretrained.config.width) and mean.dtype == np.float32
+        assert (
+            mean.shape == (pretrained.config.depth, pretrained.config.width)
+            and mean.dtype == np.float32
+        )
     rgb = [*pretrained.config.mean, *pretrained.config.std]
     assert np.isfinite(rgb).all() and min(pretrained.config.std) > 0
 
@@ -761,7 +999,9 @@ def damaged_safetensors(data: bytes, rng: random.Random) -> bytes:
     if rng.random() < 0.1:
         return struct.pack("<Q", rng.choice((0, 2**63, 2**64 - 1, len(data)))) + data[8:]
     if rng.random() < 0.3:
-        other = rng.choice((b"BF16", b"F8_E4M3", b"I64", b"BOOL", b"F4", b"U8", b"C64", b"nonsense"))
+        other = rng.choice(
+            (b"BF16", b"F8_E4M3", b"I64", b"BOOL", b"F4", b"U8", b"C64", b"nonsense")
+        )
         header = data[8 : 8 + size].replace(b"F32", other, rng.choice((1, -1)))
     return struct.pack("<Q", len(header)) + header + data[8 + size :]
 
@@ -775,12 +1015,17 @@ def damaged_npz(data: bytes, rng: random.Random) -> bytes:
     name = rng.choice(sorted(members))
     match rng.randrange(4):
         case 0:
-            members[name] = rng.choice((b"", b"\x93NUMPY", b"\x93NUMPY\7\0", b"hello", rng.randbytes(50)))
+            members[name] = rng.choice(
+                (b"", b"\x93NUMPY", b"\x93NUMPY\7\0", b"hello", rng.randbytes(50))
+            )
         case 1:
             members[name[:-4]] = members.pop(name)
         case _:
             members[name] = damaged_npy(members[name], rng)
-    return zipped(members, rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)))
+    return zipped(
+        members,
+        rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)),
+    )
 
 
 def converted(folder: Path) -> Attempts:
@@ -795,7 +1040,11 @@ def converted(folder: Path) -> Attempts:
 
     config = ViTConfig(TINY, 16, 1, 2, image_size=8, patch_size=4, num_classes=0)
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes_of(config).items()}
-    nano = Path(sys.modules["cheem_jax.backbone.weights"].__file__ or "").parent / "bundled" / "vit_nano.safetensors"
+    nano = (
+        Path(sys.modules["cheem_jax.backbone.weights"].__file__ or "").parent
+        / "bundled"
+        / "vit_nano.safetensors"
+    )
     with nano.open("rb") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
         told = json.loads(stream.read(size))["__metadata__"]
@@ -804,18 +1053,29 @@ def converted(folder: Path) -> Attempts:
 
     def attempt(rng: random.Random) -> Attempt:
         name = rng.choice((TINY, TINY, "vit_nano"))
-        metadata = dict(told) if name == "vit_nano" else {
-            "format": FORMAT, "config": json.dumps(dataclasses.asdict(config)), "source": "x", "sha256": "0" * 64,
-        }  # fmt: skip
+        metadata = (
+            dict(told)
+            if name == "vit_nano"
+            else {
+                "format": FORMAT,
+                "config": json.dumps(dataclasses.asdict(config)),
+                "source": "x",
+                "sha256": "0" * 64,
+            }
+        )
         found: dict[str, Any] = dict(nano_tensors if name == "vit_nano" else tensors)
         place = f"base_means/8/mlp_down/{rng.choice(('component', 'block', 'x', '../x'))}"
         match rng.randrange(6):
             case 0:
                 shape = rng.choice(((1, 16), (), (0,), (16,), (1, 16, 1)))
-                found[place] = np.full(shape, rng.choice((0, np.nan)), rng.choice((np.float32, np.int8, np.float64)))
+                found[place] = np.full(
+                    shape, rng.choice((0, np.nan)), rng.choice((np.float32, np.int8, np.float64))
+                )
             case 1:
                 key = rng.choice(sorted(metadata))
-                metadata[key] = rng.choice(("", "x", "null", "\0", "cheem_jax", "cheem_jax.vit.2", "y" * 70_000))
+                metadata[key] = rng.choice(
+                    ("", "x", "null", "\0", "cheem_jax", "cheem_jax.vit.2", "y" * 70_000)
+                )
             case _:
                 text = damaged_json(json.loads(metadata["config"]), rng)
                 metadata["config"] = text.decode("utf-8", "replace")
@@ -833,16 +1093,25 @@ def hub_configs(folder: Path) -> Attempts:
     from cheem_jax.backbone.weights import load_pretrained
 
     config = {
-        "architecture": "vit", "global_pool": "token", "num_features": 64,
-        "pretrained_cfg": {"tag": "x", "mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2], "input_size": [3, 12, 12]},
-    }  # fmt: skip
+        "architecture": "vit",
+        "global_pool": "token",
+        "num_features": 64,
+        "pretrained_cfg": {
+            "tag": "x",
+            "mean": [0.5, 0.5, 0.5],
+            "std": [0.2, 0.2, 0.2],
+            "input_size": [3, 12, 12],
+        },
+    }
     (folder / "model.safetensors").write_bytes(safetensors.numpy.save(timm_tensors()))
 
     def attempt(rng: random.Random) -> Attempt:
         (folder / "config.json").write_bytes(damaged_json(config, rng))
 
         def load() -> None:
-            with mock.patch.object(weights, "_cached_or_fetched", lambda repository, name: folder / name):
+            with mock.patch.object(
+                weights, "_cached_or_fetched", lambda repository, name: folder / name
+            ):
                 check_weights(load_pretrained("vit_tiny_patch4_12.mystery"))
 
         return "vit_tiny_patch4_12.mystery", load
@@ -851,7 +1120,8 @@ def hub_configs(folder: Path) -> Attempts:
 
 
 def records(folder: Path) -> Attempts:
-    """A data set that TFDS has prepared: its metadata, its shards, and the index that is kept beside them."""
+    """A data set that TFDS has prepared: its metadata, its shards, and the index that is kept
+    beside them."""
     from prepared import prepare_small
 
     from cheem_jax.data.decode import decode_image
@@ -868,7 +1138,11 @@ def records(folder: Path) -> Attempts:
                 check_pixels(decode_image(part.files.read(row), 8, name=part.files.where(row)))
 
     read()
-    files = {str(file.relative_to(place)): file.read_bytes() for file in place.rglob("*") if file.is_file()}
+    files = {
+        str(file.relative_to(place)): file.read_bytes()
+        for file in place.rglob("*")
+        if file.is_file()
+    }
     times = {name: (place / name).stat() for name in files}
     jsons = [name for name in files if name.endswith(".json")]
     indices = [name for name in files if name.endswith(".npz")]
@@ -879,10 +1153,19 @@ def records(folder: Path) -> Attempts:
         if name in jsons and rng.random() < 0.8:
             data = damaged_json(json.loads(files[name]), rng)
             if rng.random() < 0.5 and b"pythonClassName" in files[name]:
-                foreign = rng.choice(("os.path", "this.x", "antigravity.fly", "x", "cheem_jax.cli.main", ".", "a..b"))
-                data = re.sub(rb'tensorflow_datasets[^"]*', foreign.encode(), files[name], count=rng.choice((0, 1)))
+                foreign = rng.choice(
+                    ("os.path", "this.x", "antigravity.fly", "x", "cheem_jax.cli.main", ".", "a..b")
+                )
+                data = re.sub(
+                    rb'tensorflow_datasets[^"]*',
+                    foreign.encode(),
+                    files[name],
+                    count=rng.choice((0, 1)),
+                )
             if rng.random() < 0.2:
-                data = re.sub(rb'"(\d+)"', lambda m: b'"%d"' % rng.choice((0, 10**12, int(m[1]))), files[name])
+                data = re.sub(
+                    rb'"(\d+)"', lambda m: b'"%d"' % rng.choice((0, 10**12, int(m[1]))), files[name]
+                )
         elif name in indices and rng.random() < 0.8:
             data = damaged_npz(files[name], rng)
         else:
@@ -903,7 +1186,14 @@ def checkpoints(folder: Path) -> Attempts:
 
     from cheem_jax.cheem.saved_memory import open_memory, save_memory_task
     from cheem_jax.core.pool import Head, InternalMemory, TaskMemory, base_pool
-    from cheem_jax.run.checkpoint import MANIFEST, content_hash, load_manifest, load_meta, load_task, saved_tasks
+    from cheem_jax.run.checkpoint import (
+        MANIFEST,
+        content_hash,
+        load_manifest,
+        load_meta,
+        load_task,
+        saved_tasks,
+    )
 
     pool = base_pool(small.backbone().experts("mlp_down"))
     from cheem_jax.core.architecture import from_strings
@@ -912,13 +1202,21 @@ def checkpoints(folder: Path) -> Attempts:
 
     numbers = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
     architecture = from_strings(["new", "reuse:0", "skip", "new"])
-    learned = {block: Expert(jax.numpy.asarray(numbers), jax.numpy.asarray(numbers[0])) for block in (0, 3)}
+    learned = {
+        block: Expert(jax.numpy.asarray(numbers), jax.numpy.asarray(numbers[0])) for block in (0, 3)
+    }
     grown, experts = grow(pool, architecture, learned, 0)
     head = Head(jax.numpy.asarray(numbers[:16, :3]), jax.numpy.asarray(numbers[0, :3]))
-    task = TaskMemory("first", ("a", "b", "c"), architecture, experts, head, numbers[:4], numbers[:5])
+    task = TaskMemory(
+        "first", ("a", "b", "c"), architecture, experts, head, numbers[:4], numbers[:5]
+    )
     root = folder / "checkpoints"
     place = save_memory_task(root, InternalMemory(grown, (task,)), 0, 2)
-    files = {str(file.relative_to(place)): file.read_bytes() for file in place.rglob("*") if file.is_file()}
+    files = {
+        str(file.relative_to(place)): file.read_bytes()
+        for file in place.rglob("*")
+        if file.is_file()
+    }
     arrays, meta = load_task(place)
 
     def attempt(rng: random.Random) -> Attempt:
@@ -953,9 +1251,13 @@ def checkpoints(folder: Path) -> Attempts:
 
 
 RUN = {
-    "format": "cheem_jax-run/1", "stream": "demo", "tasks": ["a", "b"], "seed": 0, "cheem": {"ops": {"rank": 2}},
+    "format": "cheem_jax-run/1",
+    "stream": "demo",
+    "tasks": ["a", "b"],
+    "seed": 0,
+    "cheem": {"ops": {"rank": 2}},
     "data_sha256": {"a": "0", "b": "1"},
-}  # fmt: skip
+}
 
 
 def run_configs(folder: Path) -> Attempts:
@@ -963,7 +1265,9 @@ def run_configs(folder: Path) -> Attempts:
 
     def attempt(rng: random.Random) -> Attempt:
         whole = rng.random() < 0.05
-        (folder / "config.json").write_bytes(json.dumps(RUN).encode() if whole else damaged_json(RUN, rng))
+        (folder / "config.json").write_bytes(
+            json.dumps(RUN).encode() if whole else damaged_json(RUN, rng)
+        )
         return folder.name, lambda: claim(folder, RUN)
 
     return attempt
@@ -975,8 +1279,15 @@ def entries() -> list[dict[str, Any]]:
 
     setting = dict.fromkeys(SETTING, "x")
     compiled = {"programs": 1, "cached": 0, "seconds": 0.5}
-    report = {"index": 0, "pool": [], "similarity": [[0.1]], "seconds": {"search": 1.0}, "flops_method": 5,
-              "flops_executed": 4, "params_added_percent": 1.0}  # fmt: skip
+    report = {
+        "index": 0,
+        "pool": [],
+        "similarity": [[0.1]],
+        "seconds": {"search": 1.0},
+        "flops_method": 5,
+        "flops_executed": 4,
+        "params_added_percent": 1.0,
+    }
     learned = [
         {
             "event": "learned",
@@ -989,12 +1300,21 @@ def entries() -> list[dict[str, Any]]:
     ]
     evaluated = [
         {
-            "event": "evaluated", "index": index, "seconds": 1.0, "compile": compiled, "peak_memory_bytes": 5,
-            "methods": {"cheem": {"accuracy": [0.5] * (index + 1), "local_accuracy": [0.6] * (index + 1),
-                                  "routing": [[1]]}},
+            "event": "evaluated",
+            "index": index,
+            "seconds": 1.0,
+            "compile": compiled,
+            "peak_memory_bytes": 5,
+            "methods": {
+                "cheem": {
+                    "accuracy": [0.5] * (index + 1),
+                    "local_accuracy": [0.6] * (index + 1),
+                    "routing": [[1]],
+                }
+            },
         }
         for index in (0, 1)
-    ]  # fmt: skip
+    ]
     run = {"event": "run", **setting, "method": "cheem"}
     return [run, learned[0], evaluated[0], learned[1], evaluated[1]]
 
@@ -1009,7 +1329,9 @@ def run_records(folder: Path) -> Attempts:
 
     def use() -> None:
         found = read(folder)
-        assert all(isinstance(entry, dict) and isinstance(entry.get("event"), str) for entry in found)
+        assert all(
+            isinstance(entry, dict) and isinstance(entry.get("event"), str) for entry in found
+        )
         Record(folder).write("next")
         assert len(read(folder)) == len(found) + 1
 
@@ -1087,17 +1409,24 @@ def readers(folder: Path) -> Attempts:
     from cheem_jax.data.benchmarks import builders as module
 
     kinds = {
-        "aircraft": module.read_aircraft, "gtsrb": module.read_gtsrb, "cars": module.read_cars,
-        "sun397": module.read_sun397, "eurosat": module.read_eurosat, "caltech101": module.read_caltech101,
-    }  # fmt: skip
+        "aircraft": module.read_aircraft,
+        "gtsrb": module.read_gtsrb,
+        "cars": module.read_cars,
+        "sun397": module.read_sun397,
+        "eurosat": module.read_eurosat,
+        "caltech101": module.read_caltech101,
+    }
     contents = {name: getattr(official, name)() for name in kinds}
     for name, content in contents.items():
         official.put(folder / name, content)
-    archives = {name: {file.name: file.read_bytes() for file in (folder / name).iterdir()} for name in kinds}
+    archives = {
+        name: {file.name: file.read_bytes() for file in (folder / name).iterdir()} for name in kinds
+    }
 
     def attempt(rng: random.Random) -> Attempt:
         kind = rng.choice(("aircraft", "cars", "sun397", "eurosat", "gtsrb", "caltech101"))
-        place, content = folder / kind, contents[kind]
+        place = folder / kind
+        content = contents[kind]
         put(place, archives[kind])
         name = rng.choice(sorted(content))
         files = dict(content[name])
@@ -1135,7 +1464,9 @@ def readers(folder: Path) -> Attempts:
             reading = kinds[kind](place)
             for source in reading.sources.values():
                 for example in source.read():
-                    assert isinstance(example.image, bytes) and 0 <= example.label < len(reading.classes)
+                    assert isinstance(example.image, bytes) and 0 <= example.label < len(
+                        reading.classes
+                    )
 
         return kind, read
 
@@ -1159,14 +1490,47 @@ def downloads(folder: Path) -> Attempts:
             (folder / "set.zip.part").write_bytes(body[:100])
         answers = []
         for _ in range(4):
-            values = ("300", "100", "-1", "", "9" * 5000, "²", "٣", "bytes 100-299/300", "bytes */300", "bytes 1-0/x",
-                      "bytes 100-299/" + "9" * 5000, "text/html", "W/x", "Mon, 01 Jan 0001 00:00:00 GMT", "1e9", "nan",
-                      "Fri, 31 Dec 9999 23:59:59 -9999", "\u202e", "x" * 70_000)  # fmt: skip
-            names = ("Content-Length", "Content-Range", "Location", "ETag", "Last-Modified", "Content-Type",
-                     "Content-Encoding", "Transfer-Encoding", "Set-Cookie")  # fmt: skip
+            values = (
+                "300",
+                "100",
+                "-1",
+                "",
+                "9" * 5000,
+                "²",
+                "٣",
+                "bytes 100-299/300",
+                "bytes */300",
+                "bytes 1-0/x",
+                "bytes 100-299/" + "9" * 5000,
+                "text/html",
+                "W/x",
+                "Mon, 01 Jan 0001 00:00:00 GMT",
+                "1e9",
+                "nan",
+                "Fri, 31 Dec 9999 23:59:59 -9999",
+                "\u202e",
+                "x" * 70_000,
+            )
+            names = (
+                "Content-Length",
+                "Content-Range",
+                "Location",
+                "ETag",
+                "Last-Modified",
+                "Content-Type",
+                "Content-Encoding",
+                "Transfer-Encoding",
+                "Set-Cookie",
+            )
             headers = {name: rng.choice(values) for name in names if rng.random() < 0.4}
             data = damaged(body, rng) if rng.random() < 0.3 else body
-            answers.append((rng.choice((200, 200, 206, 206, 416, 404, 500, 429, 301, 204, 0, -1)), headers, data))
+            answers.append(
+                (
+                    rng.choice((200, 200, 206, 206, 416, 404, 500, 429, 301, 204, 0, -1)),
+                    headers,
+                    data,
+                )
+            )
         coming = iter(answers)
 
         def send(adapter: Any, request: Any, **options: Any) -> Any:
@@ -1180,7 +1544,9 @@ def downloads(folder: Path) -> Attempts:
 
         def fetch() -> None:
             with mock.patch.object(requests.adapters.HTTPAdapter, "send", send):
-                module.download("https://example.org/set.zip", file, hashlib.sha256(body).hexdigest())
+                module.download(
+                    "https://example.org/set.zip", file, hashlib.sha256(body).hexdigest()
+                )
 
         return "set.zip", fetch
 
@@ -1206,7 +1572,8 @@ LOADERS: dict[str, tuple[Callable[[Path], Attempts], int]] = {
     "readers": (readers, 600),
     "downloads": (downloads, 200),
 }
-"""What makes the inputs of each loader, and by how many MB at most they may let the process grow."""
+"""What makes the inputs of each loader, and by how many MB at most they may let the process
+grow."""
 
 
 def main() -> None:

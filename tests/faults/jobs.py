@@ -1,4 +1,5 @@
-"""What the children of the nursery do: small runs under faults, and the demo. Arguments and results are plain JSON."""
+"""What the children of the nursery do: small runs under faults, and the demo. Arguments and results
+are plain JSON."""
 
 import contextlib
 import dataclasses
@@ -35,7 +36,14 @@ from cheem_jax.run.record import read, to_json
 from cheem_jax.run_config import defaults_of
 
 CONFIG = RunConfig(small.QUICK, "quick", 0, None)
-TIMES = ("seconds", "seconds_total", "checkpoint_seconds", "compile_seconds", "peak_memory_bytes", "compile")
+TIMES = (
+    "seconds",
+    "seconds_total",
+    "checkpoint_seconds",
+    "compile_seconds",
+    "peak_memory_bytes",
+    "compile",
+)
 TIMES += ("hits", "misses", "evictions")
 """What a clock, the memory of the process or the programs it holds decide."""
 METHODS = ("cheem", "frozen_linear")
@@ -43,7 +51,8 @@ ERRORS = ("ENOSPC", "EIO", "EROFS", "EDQUOT")
 
 
 class Told(Progress):
-    """Keeps the phase that runs in a file, for who kills it; `begun` is called as each phase begins.
+    """Keeps the phase that runs in a file, for who kills it; `begun` is called as each phase
+    begins.
 
     `die` names a phase that kills the process after so many reports of work done, or at its end.
     """
@@ -55,7 +64,9 @@ class Told(Progress):
         die: tuple[str, int] | None = None,
     ):
         super().__init__(Console(file=io.StringIO()))
-        self.begun, self.die, self._open = begun, die, list[str]()
+        self.begun = begun
+        self.die = die
+        self._open = list[str]()
         self._file = None if file is None else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._tell("starting")
 
@@ -102,8 +113,9 @@ def small_run(
 ) -> int:
     """Learn the stream of two small tasks; returns the number of file operations counted.
 
-    `clock_back` shifts the clock by so many seconds as the second task begins; `memory` leaves so many bytes more
-    than are in use as the phase of that number begins; `command` runs it as the `cheem` command does.
+    `clock_back` shifts the clock by so many seconds as the second task begins; `memory` leaves so
+    many bytes more than are in use as the phase of that number begins; `command` runs it as the
+    `cheem` command does.
     """
     quick_to_compile()
     count = 0
@@ -122,15 +134,23 @@ def small_run(
     with contextlib.ExitStack() as shifts:
         struck = None
         if fault is not None or log is not None:
-            struck = shifts.enter_context(armed(Path(directory), Fault(**fault or {}), Path(log) if log else None))
+            struck = shifts.enter_context(
+                armed(Path(directory), Fault(**fault or {}), Path(log) if log else None)
+            )
         if command:
-            run_command(lambda run: _learn(run, Path(weights), told, save_every), Path(directory), Path(directory))
+            run_command(
+                lambda run: _learn(run, Path(weights), told, save_every),
+                Path(directory),
+                Path(directory),
+            )
         else:
             _learn(Path(directory), Path(weights), told, save_every)
     return 0 if struck is None else struck.count
 
 
-def demo_run(directory: str, phases: str, save_every: float | None = None, die: tuple[str, int] | None = None) -> None:
+def demo_run(
+    directory: str, phases: str, save_every: float | None = None, die: tuple[str, int] | None = None
+) -> None:
     """`cheem demo`."""
     known = {field.name for field in dataclasses.fields(demo.Demo)}
     options: dict[str, Any] = {"save_every": save_every} if "save_every" in known else {}
@@ -145,7 +165,9 @@ def quick_to_compile() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _learn(directory: Path, weights: Path, progress: Progress, save_every: float | None = None) -> None:
+def _learn(
+    directory: Path, weights: Path, progress: Progress, save_every: float | None = None
+) -> None:
     known = "save_every" in inspect.signature(run_stream).parameters
     options: dict[str, Any] = {"save_every": save_every} if known else {}
     run_stream(small.stream(2), _pretrained(weights), CONFIG, directory, progress, **options)
@@ -164,7 +186,8 @@ def _pretrained(file: Path) -> Pretrained:
 
 
 def outcome(directory: Path) -> dict[str, Any]:
-    """What a run has come to, times aside: every checkpoint's content, each read back, and the results."""
+    """What a run has come to, times aside: every checkpoint's content, each read back, and the
+    results."""
     results = directory / "results.json"
     return {
         "contents": {method: contents(directory / "checkpoints" / method) for method in METHODS},
@@ -191,8 +214,11 @@ def without_times(value: Any) -> Any:
 # ---- faults of the storage, many in one process
 
 
-def storage_faults(scenario: str, folder: str, variants: list[dict[str, Any]], step: int = 1) -> dict[str, Any]:
-    """One fault at every `step`-th file operation of a scenario, its kind going round among the variants."""
+def storage_faults(
+    scenario: str, folder: str, variants: list[dict[str, Any]], step: int = 1
+) -> dict[str, Any]:
+    """One fault at every `step`-th file operation of a scenario, its kind going round among the
+    variants."""
     return _Trial(SCENARIOS[scenario], Path(folder)).all(variants, step)
 
 
@@ -200,15 +226,23 @@ class _Trial:
     """One scenario, its states before and after, and what went wrong."""
 
     def __init__(self, scenario: Scenario, folder: Path):
-        self.scenario, self.template, self.work = scenario, folder / "template", folder / "work"
+        self.scenario = scenario
+        self.template = folder / "template"
+        self.work = folder / "work"
         self.template.mkdir(parents=True)
         scenario.prepare(self.template)
-        self.old, self.kept = scenario.state(self.template), _bytes_of(self.template, scenario.replaced)
-        self.bad, self.kinds, self.tried = [], Counter[str](), 0
+        self.old, self.kept = (
+            scenario.state(self.template),
+            _bytes_of(self.template, scenario.replaced),
+        )
+        self.bad = []
+        self.kinds = Counter[str]()
+        self.tried = 0
         self._begin()
         with armed(self.work, Fault()) as struck:
             scenario.act(self.work)
-        self.new, self.count = scenario.state(self.work), struck.count
+        self.new = scenario.state(self.work)
+        self.count = struck.count
 
     def all(self, variants: list[dict[str, Any]], step: int) -> dict[str, Any]:
         for number, at in enumerate(range(1, self.count + 1, step)):
@@ -217,7 +251,12 @@ class _Trial:
                 self._one(fault)
             except Exception as error:
                 self.bad.append(f"{fault}: {type(error).__name__}: {error}"[:400])
-        return {"operations": self.count, "tried": self.tried, "bad": self.bad, "kinds": dict(self.kinds)}
+        return {
+            "operations": self.count,
+            "tried": self.tried,
+            "bad": self.bad,
+            "kinds": dict(self.kinds),
+        }
 
     def _begin(self) -> None:
         shutil.rmtree(self.work, ignore_errors=True)
@@ -235,14 +274,17 @@ class _Trial:
             return  # another number of operations this time
         self.tried += 1
         self.kinds[type(raised).__name__ if raised else "unnoticed"] += 1
-        found, wrong = self.scenario.state(self.work), []
+        found = self.scenario.state(self.work)
+        wrong = []
         if raised is not None and not is_reported(raised):
             wrong.append(f"raised {type(raised).__name__}: {raised}")
         if raised is None and found != self.new:
             wrong.append(f"reported success, left {found}")
         if found not in (self.old, self.new):
             wrong.append(f"left {found}")
-        if _bytes_of(self.work, self.scenario.replaced) | self.kept != _bytes_of(self.work, self.scenario.replaced):
+        if _bytes_of(self.work, self.scenario.replaced) | self.kept != _bytes_of(
+            self.work, self.scenario.replaced
+        ):
             wrong.append("changed what was there before")
         if found == self.old or self.scenario.repeats:
             self.scenario.act(self.work)
@@ -256,12 +298,15 @@ def is_reported(error: BaseException) -> bool:
     """Whether the command line turns it into one line that says something."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return "RESOURCE_EXHAUSTED" in str(error)
-    return isinstance(error, (ValueError, OSError, FloatingPointError, MemoryError)) and bool(str(error).strip())
+    return isinstance(error, (ValueError, OSError, FloatingPointError, MemoryError)) and bool(
+        str(error).strip()
+    )
 
 
 def _bytes_of(directory: Path, without: str) -> dict[str, bytes]:
     found = {}
-    # threads of Orbax's that failed still clear up meanwhile: os.walk passes over folders that have gone
+    # threads of Orbax's that failed still clear up meanwhile: os.walk passes over folders that have
+    # gone
     for folder, _, names in os.walk(directory):
         for file in (Path(folder, name) for name in names):
             if not (without and file.match(without)):
@@ -275,12 +320,15 @@ def stream_faults(
 ) -> dict[str, Any]:
     """Whole small runs, each with one random fault, and then once more without."""
     quick_to_compile()
-    rng, bad, kinds, tried = random.Random(seed), [], Counter[str](), 0
+    rng = random.Random(seed)
+    bad = []
+    kinds = Counter[str]()
+    tried = 0
     for number in range(num):
         directory = Path(folder) / f"{seed}-{number}"
         fault = Fault(
             rng.randint(1, operations), rng.choice(ERRORS), rng.random() < 0.5, rng.random() < 0.5
-        )  # fmt: skip
+        )
         raised: BaseException | None = None
         with armed(directory, fault) as struck:
             try:
@@ -291,7 +339,11 @@ def stream_faults(
             continue
         tried += 1
         kinds[type(raised).__name__ if raised else "unnoticed"] += 1
-        wrong = [] if raised is None or is_reported(raised) else [f"raised {type(raised).__name__}: {raised}"]
+        wrong = (
+            []
+            if raised is None or is_reported(raised)
+            else [f"raised {type(raised).__name__}: {raised}"]
+        )
         raised = None  # with it goes the lock that its frames hold
         try:
             _learn(directory, Path(weights), Told(None))
@@ -316,8 +368,12 @@ def _differing(found: Any, expected: Any) -> str:
 def read_only(directory: str, weights: str) -> dict[str, Any]:
     """A run in a folder that cannot be written at all, as the command line tells it."""
     quick_to_compile()
-    said, status = io.StringIO(), None
-    with armed(Path(directory), Fault(1, "EROFS", persistent=True)), contextlib.redirect_stderr(said):
+    said = io.StringIO()
+    status = None
+    with (
+        armed(Path(directory), Fault(1, "EROFS", persistent=True)),
+        contextlib.redirect_stderr(said),
+    ):
         try:
             run_command(lambda run: _learn(run, Path(weights), Told(None)), Path(directory))
         except SystemExit as stop:
@@ -327,7 +383,8 @@ def read_only(directory: str, weights: str) -> dict[str, Any]:
 
 def unreadable(directory: str) -> dict[str, Any]:
     """Every read of a checkpoint fails in turn."""
-    place, accepted = Path(directory), []
+    place = Path(directory)
+    accepted = []
     expected, _ = load_task(place)
     with armed(place, Fault(reads=True)) as counted:
         load_task(place)
@@ -350,9 +407,11 @@ def unreadable(directory: str) -> dict[str, Any]:
 
 
 def damaged_records(source: str, folder: str, weights: str, num: int) -> dict[str, Any]:
-    """Flip, drop and alter bytes of metrics.jsonl and config.json of a finished run, and open it again."""
+    """Flip, drop and alter bytes of metrics.jsonl and config.json of a finished run, and open it
+    again."""
     quick_to_compile()
-    rng, bad = random.Random(0), []
+    rng = random.Random(0)
+    bad = []
     directory = Path(folder) / "damaged"
     shutil.copytree(source, directory)
     for number in range(num):
@@ -377,15 +436,27 @@ def damaged_records(source: str, folder: str, weights: str, num: int) -> dict[st
 
 
 def _is_mended(directory: Path, source: Path) -> bool:
-    """Whether it has become again what it was: a lost last line is measured anew, a repeated one dropped."""
+    """Whether it has become again what it was: a lost last line is measured anew, a repeated one
+    dropped."""
     defaults = to_json(defaults_of(CheemConfig()))
-    configs = [_filled(json.loads((place / "config.json").read_text()), defaults) for place in (directory, source)]
-    records = [without_times([{**entry, "time": 0} for entry in read(place)]) for place in (directory, source)]
-    return configs[0] == configs[1] and records[0] == records[1] and outcome(directory) == outcome(source)
+    configs = [
+        _filled(json.loads((place / "config.json").read_text()), defaults)
+        for place in (directory, source)
+    ]
+    records = [
+        without_times([{**entry, "time": 0} for entry in read(place)])
+        for place in (directory, source)
+    ]
+    return (
+        configs[0] == configs[1]
+        and records[0] == records[1]
+        and outcome(directory) == outcome(source)
+    )
 
 
 def _filled(config: Any, defaults: Any) -> Any:
-    """With what was left out: a setting means its default then, as in runs from before it existed, others null."""
+    """With what was left out: a setting means its default then, as in runs from before it existed,
+    others null."""
     if not isinstance(config, dict):
         return config
     known = defaults if isinstance(defaults, dict) else {}
@@ -401,12 +472,22 @@ def _damaged(whole: bytes, rng: random.Random) -> tuple[bytes, str]:
         places = [place for place, byte in enumerate(whole) if chr(byte).isdigit()]
         place = rng.choice(places)
         other = str((int(chr(whole[place])) + 1 + rng.randrange(9)) % 10).encode()
-        return whole[:place] + other + whole[place + 1 :], f"digit {whole[place : place + 1]!r} at {place} as {other!r}"
+        return (
+            whole[:place] + other + whole[place + 1 :],
+            f"digit {whole[place : place + 1]!r} at {place} as {other!r}",
+        )
     if kind == "bit":
-        place = rng.randrange(len(whole) - 1)  # a lost newline at the end is a torn line, which is healed
-        return whole[:place] + bytes([whole[place] ^ 1 << rng.randrange(8)]) + whole[place + 1 :], f"bit at {place}"
+        place = rng.randrange(
+            len(whole) - 1
+        )  # a lost newline at the end is a torn line, which is healed
+        return (
+            whole[:place] + bytes([whole[place] ^ 1 << rng.randrange(8)]) + whole[place + 1 :],
+            f"bit at {place}",
+        )
     if kind == "emptied":
         return b"", "emptied"
     number = rng.randrange(1, len(lines) - 1)
-    changed = lines[:number] + ([] if kind == "line lost" else [lines[number]] * 2) + lines[number + 1 :]
+    changed = (
+        lines[:number] + ([] if kind == "line lost" else [lines[number]] * 2) + lines[number + 1 :]
+    )
     return b"".join(changed), f"{kind}, number {number}"

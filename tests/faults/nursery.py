@@ -23,7 +23,10 @@ class Child:
     """One call of a function in a forked process."""
 
     def __init__(self, nursery: "Nursery", pid: int, output: Path, answer: Path):
-        self.nursery, self.pid, self.output, self.answer = nursery, pid, output, answer
+        self.nursery = nursery
+        self.pid = pid
+        self.output = output
+        self.answer = answer
         self.status: int | None = None
 
     def poll(self) -> int | None:
@@ -63,9 +66,14 @@ class Nursery:
     """The process that forks, and what is asked of it; a context manager."""
 
     def __init__(self, folder: Path, library: Path | None):
-        self.folder, self.num = folder, 0
+        self.folder = folder
+        self.num = 0
         folder.mkdir(parents=True, exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if name != "JAX_ENABLE_COMPILATION_CACHE"}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name != "JAX_ENABLE_COMPILATION_CACHE"
+        }
         environment |= {
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
@@ -77,9 +85,14 @@ class Nursery:
         self.errors = (folder / "nursery.txt").open("wb")
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "nursery.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment, cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env=environment,
+            cwd=ROOT,
             start_new_session=True,  # Ctrl-C is for the tests, which then end it
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> "Nursery":
         return self
@@ -102,14 +115,21 @@ class Nursery:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            raise RuntimeError(f"no children can be had: {(self.folder / 'nursery.txt').read_text()[-3000:]}")
+            raise RuntimeError(
+                f"no children can be had: {(self.folder / 'nursery.txt').read_text()[-3000:]}"
+            )
         return json.loads(answer)
 
     def start(self, function: str, **arguments: Any) -> Child:
         """Begin `function` of jobs.py, with arguments that are plain JSON, in a child."""
         self.num += 1
         output, answer = self.folder / f"{self.num:04d}.txt", self.folder / f"{self.num:04d}.json"
-        request = {"function": function, "arguments": arguments, "output": str(output), "answer": str(answer)}
+        request = {
+            "function": function,
+            "arguments": arguments,
+            "output": str(output),
+            "answer": str(answer),
+        }
         return Child(self, self.ask(request)["pid"], output, answer)
 
     def call(self, function: str, **arguments: Any) -> Any:

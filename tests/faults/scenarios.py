@@ -1,4 +1,5 @@
-"""The library's writes, one by one: what is there before, the write, and what a reader sees afterwards."""
+"""The library's writes, one by one: what is there before, the write, and what a reader sees
+afterwards."""
 
 import functools
 import json
@@ -34,7 +35,10 @@ class Scenario(NamedTuple):
 @functools.cache
 def memory() -> InternalMemory:
     """Two tasks with random arrays over a backbone of four blocks; nothing is computed."""
-    base = [StoredExpert(Expert(jnp.full((64, 16), float(block)), jnp.zeros(16)), None, None) for block in range(4)]
+    base = [
+        StoredExpert(Expert(jnp.full((64, 16), float(block)), jnp.zeros(16)), None, None)
+        for block in range(4)
+    ]
     grown = InternalMemory(tuple((expert,) for expert in base))
     texts = (["adapt:0", "new", "reuse:0", "skip"], ["adapt:1", "reuse:1", "skip", "new"])
     for index, names in enumerate(texts):
@@ -50,15 +54,25 @@ def _grown(before: InternalMemory, index: int, texts: list[str]) -> InternalMemo
 
     architecture = from_strings(texts)
     learned: dict[int, Any] = {
-        block: LowRank(draw(64, 2), draw(2, 16)) if choice.kind == "adapt" else Expert(draw(64, 16), draw(16))
+        block: (
+            LowRank(draw(64, 2), draw(2, 16))
+            if choice.kind == "adapt"
+            else Expert(draw(64, 16), draw(16))
+        )
         for block, choice in enumerate(architecture)
         if choice.kind in ("adapt", "new")
     }
     pool, experts = grow(before.pool, architecture, learned, index)
-    head, means, centroids = Head(draw(16, 3), draw(3)), np.asarray(draw(4, 16)), np.asarray(draw(5, 16))
+    head = Head(draw(16, 3), draw(3))
+    means = np.asarray(draw(4, 16))
+    centroids = np.asarray(draw(5, 16))
     name = f"task {index}"
     return InternalMemory(
-        pool, (*before.tasks, TaskMemory(name, ("a", "b", "c"), architecture, experts, head, means, centroids))
+        pool,
+        (
+            *before.tasks,
+            TaskMemory(name, ("a", "b", "c"), architecture, experts, head, means, centroids),
+        ),
     )
 
 
@@ -82,7 +96,9 @@ def _record(directory: Path) -> None:
 
 def _entries(directory: Path) -> list[dict[str, Any]]:
     Record(directory)  # as the next process does
-    return [{key: value for key, value in entry.items() if key != "time"} for entry in read(directory)]
+    return [
+        {key: value for key, value in entry.items() if key != "time"} for entry in read(directory)
+    ]
 
 
 def _shown(file: str) -> Callable[[Path], str | None]:
@@ -133,7 +149,12 @@ SCENARIOS = {
         replaced="metrics.jsonl",
         repeats=True,
     ),
-    "claim": Scenario(lambda root: None, lambda root: claim(root / "run", RUN), _config, replaced="config.json",
-                      repeats=True),
+    "claim": Scenario(
+        lambda root: None,
+        lambda root: claim(root / "run", RUN),
+        _config,
+        replaced="config.json",
+        repeats=True,
+    ),
     "hold": Scenario(lambda root: None, _held, lambda root: None, repeats=True),
-}  # fmt: skip
+}

@@ -1,4 +1,5 @@
-"""The library of shim.c: built into a folder, and from inside a process that has it preloaded, its switches."""
+"""The library of shim.c: built into a folder, and from inside a process that has it preloaded, its
+switches."""
 
 import contextlib
 import ctypes
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 SOURCE = Path(__file__).with_name("shim.c")
-_PERSISTENT, _SHORT, _READS = 1, 2, 16
+_PERSISTENT = 1
+_SHORT = 2
+_READS = 16
 _KILLS = {"before": 4, "after": 8, "within": 4 | 2}
 
 
@@ -40,7 +43,8 @@ class Fault(NamedTuple):
 
 
 class Struck:
-    """Operations counted so far, and whether the fault has been reached; final once the block is left."""
+    """Operations counted so far, and whether the fault has been reached; final once the block is
+    left."""
 
     def __init__(self) -> None:
         self.count, self.reached = 0, False
@@ -49,7 +53,8 @@ class Struck:
 @contextlib.contextmanager
 def armed(directory: Path, fault: Fault, log: Path | None = None) -> Iterator[Struck]:
     """Within the block the fault strikes below `directory`; `log` receives a line per operation."""
-    library, struck = ctypes.CDLL(None), Struck()
+    library = ctypes.CDLL(None)
+    struck = Struck()
     library.fault_log(str(log).encode() if log else None)
     library.fault_only(fault.name.encode(), fault.part.encode())
     place = str(directory.absolute()).encode()
@@ -58,7 +63,8 @@ def armed(directory: Path, fault: Fault, log: Path | None = None) -> Iterator[St
         yield struck
     finally:
         library.fault_disarm()
-        struck.count, struck.reached = int(library.fault_count()), bool(library.fault_reached())
+        struck.count = int(library.fault_count())
+        struck.reached = bool(library.fault_reached())
         library.fault_log(None)
 
 
@@ -74,7 +80,8 @@ def clock_shifted(seconds: int) -> Iterator[None]:
 
 def build(folder: Path) -> Path | str:
     """The built library, or the reason why there is none on this machine."""
-    compiler, library = shutil.which("cc") or shutil.which("gcc"), folder / "shim.so"
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    library = folder / "shim.so"
     if not sys.platform.startswith("linux"):
         return "libraries are preloaded on Linux alone"
     if compiler is None:
@@ -85,4 +92,8 @@ def build(folder: Path) -> Path | str:
         return f"{compiler} does not build shim.c: {built.stderr.strip()[:300]}"
     probe = [sys.executable, "-c", "import ctypes; print(ctypes.CDLL(None).fault_count())"]
     tried = subprocess.run(probe, capture_output=True, text=True, env={"LD_PRELOAD": str(library)})
-    return library if tried.stdout.strip() == "0" else f"LD_PRELOAD has no effect: {tried.stderr.strip()[-300:]}"
+    return (
+        library
+        if tried.stdout.strip() == "0"
+        else f"LD_PRELOAD has no effect: {tried.stderr.strip()[-300:]}"
+    )

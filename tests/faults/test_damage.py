@@ -1,4 +1,5 @@
-"""Damaged, lost and swapped files are found before anything is read from them; foreign ones change nothing."""
+"""Damaged, lost and swapped files are found before anything is read from them; foreign ones change
+nothing."""
 
 import random
 import shutil
@@ -28,7 +29,8 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def refused(directory: Path) -> bool:
-    """Whether it is refused by a ValueError that names the directory; anything else raised is a fault of the reader."""
+    """Whether it is refused by a ValueError that names the directory; anything else raised is a
+    fault of the reader."""
     try:
         load_task(directory)
     except ValueError as error:
@@ -37,10 +39,13 @@ def refused(directory: Path) -> bool:
 
 
 class Damage:
-    """Tries contents of files in place of the true ones, which it puts back, and remembers what was accepted."""
+    """Tries contents of files in place of the true ones, which it puts back, and remembers what was
+    accepted."""
 
     def __init__(self, directory: Path):
-        self.directory, self.tried, self.accepted = directory, 0, []
+        self.directory = directory
+        self.tried = 0
+        self.accepted = []
 
     def put(self, file: Path, content: bytes | None, what: str) -> None:
         """`None`: the file is missing."""
@@ -61,14 +66,21 @@ class Damage:
         """Tell the tally; nothing may have been accepted, and the whole must be readable again."""
         tally.add("damaged files", tried=self.tried, bad=len(self.accepted))
         load_task(self.directory)
-        assert not self.accepted, f"{len(self.accepted)} of {self.tried} accepted: {self.accepted[:20]}"
+        assert not self.accepted, (
+            f"{len(self.accepted)} of {self.tried} accepted: {self.accepted[:20]}"
+        )
 
 
 def test_flipped_bits_are_found_at_every_place(saved, tally):
-    rng, damage = random.Random(0), Damage(saved / "one" / "000-task-0")
+    rng = random.Random(0)
+    damage = Damage(saved / "one" / "000-task-0")
     for file in files_of(damage.directory):
         content = file.read_bytes()
-        for place in {0, len(content) - 1, *(rng.randrange(len(content)) for _ in range(FLIPS_PER_FILE))}:
+        for place in {
+            0,
+            len(content) - 1,
+            *(rng.randrange(len(content)) for _ in range(FLIPS_PER_FILE)),
+        }:
             bit = rng.randrange(8)
             flipped = content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
             damage.put(file, flipped, f"bit {bit} of byte {place}")
@@ -80,7 +92,9 @@ def test_files_cut_emptied_lengthened_or_missing_are_found(saved, tally):
     damage = Damage(saved / "one" / "001-task-1")
     for file in files_of(damage.directory):
         content = file.read_bytes()
-        for length in sorted({0, 1, len(content) // 4, len(content) // 2, len(content) - 2, len(content) - 1}):
+        for length in sorted(
+            {0, 1, len(content) // 4, len(content) // 2, len(content) - 2, len(content) - 1}
+        ):
             damage.put(file, content[:length], f"cut to {length}")
         damage.put(file, content + b"\0", "one byte longer")
         damage.put(file, content * 2, "twice")
@@ -92,7 +106,8 @@ def test_files_cut_emptied_lengthened_or_missing_are_found(saved, tally):
 
 @pytest.mark.parametrize("other", ["one/001-task-1", "two/000-task-0"], ids=["task", "run"])
 def test_files_of_another_task_or_run_are_found(saved, tally, other):
-    damage, source = Damage(saved / "one" / "000-task-0"), saved / other
+    damage = Damage(saved / "one" / "000-task-0")
+    source = saved / other
     for file in files_of(damage.directory):
         same_name = source / file.relative_to(damage.directory)
         if same_name.exists():
@@ -112,7 +127,9 @@ def test_a_manifest_of_another_task_does_not_vouch_for_this_one(saved, tally, tm
                 shutil.copytree(source, copy / part)
             else:
                 shutil.copy(source, copy / part)
-            same = part == "arrays" and other.startswith("two")  # equal arrays, saved under other names
+            same = part == "arrays" and other.startswith(
+                "two"
+            )  # equal arrays, saved under other names
             wrong = not refused(copy)
             tally.add("damaged files", tried=1, bad=int(wrong and not same))
             assert same or not wrong, f"{part} of {other} accepted"
@@ -122,7 +139,12 @@ def test_files_added_to_any_folder_change_nothing(saved, tmp_path):
     copy = tmp_path / "000-task-0"
     shutil.copytree(saved / "one" / "000-task-0", copy)
     for folder in (copy, *(file for file in copy.rglob("*") if file.is_dir())):
-        for name in (".hidden", "manifest.json.bak", "d", *(file.name for file in files_of(saved / "two"))):
+        for name in (
+            ".hidden",
+            "manifest.json.bak",
+            "d",
+            *(file.name for file in files_of(saved / "two")),
+        ):
             if not (folder / name).exists():
                 (folder / name).write_bytes(b"x")
     assert load_manifest(copy) == load_manifest(saved / "one" / "000-task-0")
@@ -132,7 +154,11 @@ def test_files_added_to_any_folder_change_nothing(saved, tmp_path):
 @pytest.mark.full
 def test_damaged_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path):
     found = nursery.call(
-        "damaged_records", source=str(undisturbed.directory), folder=str(tmp_path), weights=undisturbed.weights, num=16
+        "damaged_records",
+        source=str(undisturbed.directory),
+        folder=str(tmp_path),
+        weights=undisturbed.weights,
+        num=16,
     )
     tally.add("damaged files", tried=found["tried"], bad=len(found["bad"]))
     assert not found["bad"], "\n".join(found["bad"])
@@ -141,7 +167,11 @@ def test_damaged_records_are_refused_by_name(nursery, tally, undisturbed, tmp_pa
 @pytest.mark.slow
 def test_many_damaged_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path):
     child = nursery.start(
-        "damaged_records", source=str(undisturbed.directory), folder=str(tmp_path), weights=undisturbed.weights, num=120
+        "damaged_records",
+        source=str(undisturbed.directory),
+        folder=str(tmp_path),
+        weights=undisturbed.weights,
+        num=120,
     )
     found = child.result(1800)
     tally.add("damaged files", tried=found["tried"], bad=len(found["bad"]))

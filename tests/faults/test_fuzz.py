@@ -1,4 +1,5 @@
-"""No hostile file ends in a traceback, a hang or a full memory: thousands of damaged ones of every kind."""
+"""No hostile file ends in a traceback, a hang or a full memory: thousands of damaged ones of every
+kind."""
 
 import json
 import subprocess
@@ -14,20 +15,50 @@ from cheem_jax.core.architecture import from_strings, to_strings
 from cheem_jax.data.decode import decode_image
 
 FEW = {
-    "images": 700, "zips": 150, "archives": 250, "stream_files": 60, "manifests": 150, "caches": 40, "records": 10,
-    "weights": 8, "converted": 5, "hub_configs": 5, "run_configs": 200, "run_records": 100, "architectures": 150,
-    "readers": 40, "downloads": 250,
-}  # fmt: skip
+    "images": 700,
+    "zips": 150,
+    "archives": 250,
+    "stream_files": 60,
+    "manifests": 150,
+    "caches": 40,
+    "records": 10,
+    "weights": 8,
+    "converted": 5,
+    "hub_configs": 5,
+    "run_configs": 200,
+    "run_records": 100,
+    "architectures": 150,
+    "readers": 40,
+    "downloads": 250,
+}
 """What an ordinary run of the tests tries; about two thousand, and few where one takes long."""
 MANY = {
-    "images": 9000, "zips": 2000, "archives": 2500, "stream_files": 1200, "manifests": 2500, "caches": 800,
-    "records": 300, "weights": 300, "converted": 200, "hub_configs": 300, "checkpoints": 300, "run_configs": 2000,
-    "run_records": 1500, "results": 1000, "architectures": 2000, "readers": 1200, "downloads": 2000,
-}  # fmt: skip
+    "images": 9000,
+    "zips": 2000,
+    "archives": 2500,
+    "stream_files": 1200,
+    "manifests": 2500,
+    "caches": 800,
+    "records": 300,
+    "weights": 300,
+    "converted": 200,
+    "hub_configs": 300,
+    "checkpoints": 300,
+    "run_configs": 2000,
+    "run_records": 1500,
+    "results": 1000,
+    "architectures": 2000,
+    "readers": 1200,
+    "downloads": 2000,
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "num"), [pytest.param(*one, marks=pytest.mark.full if one[0] == "readers" else ()) for one in FEW.items()]
+    ("name", "num"),
+    [
+        pytest.param(*one, marks=pytest.mark.full if one[0] == "readers" else ())
+        for one in FEW.items()
+    ],
 )
 @pytest.mark.filterwarnings("ignore")  # of libraries, about what is damaged
 def test_a_few_hostile_files_are_read_or_refused_by_name(name, num, tmp_path):
@@ -39,7 +70,8 @@ def test_a_few_hostile_files_are_read_or_refused_by_name(name, num, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "num"), MANY.items())
 def test_many_hostile_files_are_read_or_refused_by_name(name, num, tally):
-    """In a process of its own, which may crash; and without the type checks of the tests, as users run it."""
+    """In a process of its own, which may crash; and without the type checks of the tests, as users
+    run it."""
     command = [sys.executable, hostile.__file__, name, str(num), "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, f"the process ended with {done.returncode}: {done.stderr[-2000:]}"
@@ -51,15 +83,28 @@ def test_many_hostile_files_are_read_or_refused_by_name(name, num, tally):
 def test_the_fuzzer_notices_what_it_is_for(tmp_path, monkeypatch):
     def faulty(folder: Path) -> hostile.Attempts:
         deeds = iter(
-            [lambda: 1, lambda: {}["a"], lambda: int("x"), lambda: bytes(10**15), lambda: hog.append(b"x" * 2**26)]
+            [
+                lambda: 1,
+                lambda: {}["a"],
+                lambda: int("x"),
+                lambda: bytes(10**15),
+                lambda: hog.append(b"x" * 2**26),
+            ]
         )
         return lambda rng: ("file.txt", next(deeds))
 
     hog: list[bytes] = []
     monkeypatch.setitem(hostile.LOADERS, "faulty", (faulty, 40))
     tried = hostile.fuzz("faulty", range(5), tmp_path)
-    kinds = ("KeyError", "'file.txt' is not named by ValueError", "MemoryError", "MB more than before")
-    assert len(tried.bad) == 4 and all(kind in bad for kind, bad in zip(kinds, tried.bad, strict=True))
+    kinds = (
+        "KeyError",
+        "'file.txt' is not named by ValueError",
+        "MemoryError",
+        "MB more than before",
+    )
+    assert len(tried.bad) == 4 and all(
+        kind in bad for kind, bad in zip(kinds, tried.bad, strict=True)
+    )
     assert (tried.num, tried.accepted, tried.refused) == (5, 2, 3)
 
 
@@ -76,7 +121,8 @@ def test_the_fuzzer_ends_what_hangs(tmp_path, monkeypatch):
 
 @settings(max_examples=100)
 @given(
-    st.binary(max_size=300), st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"BM", b"II*\0"])
+    st.binary(max_size=300),
+    st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"BM", b"II*\0"]),
 )
 def test_bytes_of_any_kind_are_no_picture_or_one(data, magic):
     try:

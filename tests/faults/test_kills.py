@@ -36,8 +36,11 @@ def only_true_checkpoints(directory: Path, expected: dict) -> bool:
     return True
 
 
-def strike(child, phases: Path, number: int, *, after: int = 1, seconds: float = 0.0, phase: str = "") -> int:
-    """Send a signal as the child tells its `after`-th phase, or that one, and some seconds later; gives its status."""
+def strike(
+    child, phases: Path, number: int, *, after: int = 1, seconds: float = 0.0, phase: str = ""
+) -> int:
+    """Send a signal as the child tells its `after`-th phase, or that one, and some seconds later;
+    gives its status."""
     before = len(told(phases))
     while child.poll() is None:
         lines = told(phases)[before:]
@@ -55,29 +58,41 @@ def told(file: Path) -> list[str]:
 
 
 class Kills:
-    """The kills of one run, each with its phase and whether what it left was true; counted once the end is known."""
+    """The kills of one run, each with its phase and whether what it left was true; counted once the
+    end is known."""
 
     def __init__(self, directory: Path, expected: dict):
-        self.directory, self.expected, self.found = directory, expected, list[tuple[str, bool]]()
+        self.directory = directory
+        self.expected = expected
+        self.found = list[tuple[str, bool]]()
 
     def add(self, phase: str) -> None:
         """A kill has just happened."""
         self.found.append((phase, only_true_checkpoints(self.directory, self.expected)))
 
     def end(self, tally, last: Child) -> None:
-        """Wait for the run to end as the undisturbed one; otherwise every kill counts as not resumed."""
+        """Wait for the run to end as the undisturbed one; otherwise every kill counts as not
+        resumed."""
         status = last.wait(1800)
         good = status == 0 and outcome(self.directory) == self.expected
         for phase, true in self.found:
             tally.add("kills", tried=1, ok=int(good and true), phase=phase)
-        assert good, f"started again after kills in {self.found} it ended with {status}: {last.tail()}"
-        assert all(true for _, true in self.found), f"checkpoints were not true after some of {self.found}"
+        assert good, (
+            f"started again after kills in {self.found} it ended with {status}: {last.tail()}"
+        )
+        assert all(true for _, true in self.found), (
+            f"checkpoints were not true after some of {self.found}"
+        )
 
 
 @pytest.mark.parametrize(
-    "faults", [AT_FILES[2:3], pytest.param(AT_FILES[:2] + AT_FILES[3:], marks=pytest.mark.full)], ids=["one", "others"]
+    "faults",
+    [AT_FILES[2:3], pytest.param(AT_FILES[:2] + AT_FILES[3:], marks=pytest.mark.full)],
+    ids=["one", "others"],
 )
-def test_a_run_killed_at_chosen_writes_ends_as_one_that_was_not(faulty, tally, undisturbed, tmp_path, faults):
+def test_a_run_killed_at_chosen_writes_ends_as_one_that_was_not(
+    faulty, tally, undisturbed, tmp_path, faults
+):
     run = {"directory": str(tmp_path / "run"), "weights": undisturbed.weights}
     kills = Kills(tmp_path / "run", undisturbed.outcome)
     for fault in faults:
@@ -88,13 +103,18 @@ def test_a_run_killed_at_chosen_writes_ends_as_one_that_was_not(faulty, tally, u
 
 
 @pytest.mark.full
-def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(nursery, tally, undisturbed, tmp_path):
+def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(
+    nursery, tally, undisturbed, tmp_path
+):
     run = {"directory": str(tmp_path / "run"), "weights": undisturbed.weights}
-    phases, rng, kills = tmp_path / "phases", random.Random(0), Kills(tmp_path / "run", undisturbed.outcome)
+    phases = tmp_path / "phases"
+    rng = random.Random(0)
+    kills = Kills(tmp_path / "run", undisturbed.outcome)
     for _ in range(AT_RANDOM):
         child = nursery.start("small_run", **run, phases=str(phases), save_every=0.0)
         # a moment within whatever is still to come
-        after, seconds = rng.randint(1, len(undisturbed.phases) // 3), rng.choice([0, 0, rng.random()])
+        after = rng.randint(1, len(undisturbed.phases) // 3)
+        seconds = rng.choice([0, 0, rng.random()])
         if strike(child, phases, signal.SIGKILL, after=after, seconds=seconds) != -signal.SIGKILL:
             break
         kills.add(phase_of(phases))
@@ -102,13 +122,20 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(nursery, tally,
     assert kills.found
 
 
-def stop_and_go_on(nursery, tally, undisturbed, folder: Path, number: int, rng: random.Random) -> str:
-    """Ask a run to stop; says what was wrong with how it did, or with how it ended when started again."""
+def stop_and_go_on(
+    nursery, tally, undisturbed, folder: Path, number: int, rng: random.Random
+) -> str:
+    """Ask a run to stop; says what was wrong with how it did, or with how it ended when started
+    again."""
     run = {"directory": str(folder / "run"), "weights": undisturbed.weights}
-    phases, last = folder / "phases", len(undisturbed.phases)
-    child, wrong = nursery.start("small_run", **run, phases=str(phases), command=True), []
+    phases = folder / "phases"
+    last = len(undisturbed.phases)
+    child = nursery.start("small_run", **run, phases=str(phases), command=True)
+    wrong = []
     # the work after the first phases and before the last ones is such that a request is heard
-    status = strike(child, phases, number, after=rng.randint(2, last // 2), seconds=rng.random() / 5)
+    status = strike(
+        child, phases, number, after=rng.randint(2, last // 2), seconds=rng.random() / 5
+    )
     place = f"signal {number} in {phase_of(phases)}"
     if status != 128 + number:
         wrong.append(f"{place} ended it with {status}; its output ends: {child.tail()[-500:]}")
@@ -123,14 +150,21 @@ def stop_and_go_on(nursery, tally, undisturbed, folder: Path, number: int, rng: 
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_run_asked_to_stop_does_so_and_goes_on_exactly(nursery, tally, undisturbed, tmp_path, number):
-    assert not stop_and_go_on(nursery, tally, undisturbed, tmp_path, number, random.Random(int(number)))
+def test_a_run_asked_to_stop_does_so_and_goes_on_exactly(
+    nursery, tally, undisturbed, tmp_path, number
+):
+    assert not stop_and_go_on(
+        nursery, tally, undisturbed, tmp_path, number, random.Random(int(number))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_run_asked_to_stop_at_many_moments_goes_on_exactly(nursery, tally, undisturbed, tmp_path, number):
-    rng, wrong = random.Random(1000 + int(number)), []
+def test_a_run_asked_to_stop_at_many_moments_goes_on_exactly(
+    nursery, tally, undisturbed, tmp_path, number
+):
+    rng = random.Random(1000 + int(number))
+    wrong = []
     for trial in range(10):
         folder = tmp_path / str(trial)
         folder.mkdir()
@@ -140,7 +174,9 @@ def test_a_run_asked_to_stop_at_many_moments_goes_on_exactly(nursery, tally, und
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", ["before", "after", "within"])
-def test_a_run_killed_once_at_any_file_operation_goes_on_exactly(faulty, tally, undisturbed, tmp_path, kill):
+def test_a_run_killed_once_at_any_file_operation_goes_on_exactly(
+    faulty, tally, undisturbed, tmp_path, kill
+):
     rng = random.Random(kill)
     for trial in range(15):
         run = {"directory": str(tmp_path / str(trial)), "weights": undisturbed.weights}
@@ -155,27 +191,40 @@ def test_a_run_killed_once_at_any_file_operation_goes_on_exactly(faulty, tally, 
 def demo(nursery, tmp_path_factory):
     """What the demo comes to undisturbed; its programs are compiled from then on."""
     directory = tmp_path_factory.mktemp("demo") / "run"
-    nursery.start("demo_run", directory=str(directory), phases=str(directory.parent / "phases")).result(1800)
+    nursery.start(
+        "demo_run", directory=str(directory), phases=str(directory.parent / "phases")
+    ).result(1800)
     return outcome(directory)
 
 
 @pytest.mark.slow
 def test_kills_through_a_whole_demo_run(nursery, tally, demo, tmp_path):
-    num, rng, covered, tried, runs = 50, random.Random(0), set[str](), 0, 0
+    num = 50
+    rng = random.Random(0)
+    covered = set[str]()
+    tried = 0
+    runs = 0
     while tried < num or not covered >= set(PHASES):
-        kills, phases, ended = Kills(tmp_path / str(runs), demo), tmp_path / f"{runs}.txt", False
+        kills = Kills(tmp_path / str(runs), demo)
+        phases = tmp_path / f"{runs}.txt"
+        ended = False
         run = {"directory": str(kills.directory), "phases": str(phases), "save_every": 1.0}
         runs += 1
         while not ended and (tried < num or not covered >= set(PHASES)):
             missing = [phase for phase in PHASES if phase not in covered]
-            # every third aims at a phase that random moments have not met, for as long as there is one
+            # every third aims at a phase that random moments have not met, for as long as there is
+            # one
             aim = rng.choice(missing) if missing and tried % 3 == 2 else ""
             if aim and aim != "saving":
                 child = nursery.start("demo_run", **run, die=(aim, rng.randint(1, 9)))
                 ended = child.wait(1800) != -signal.SIGKILL
             else:
-                child, seconds = nursery.start("demo_run", **run), 0.0 if aim else rng.uniform(2, 20)
-                ended = strike(child, phases, signal.SIGKILL, seconds=seconds, phase=aim) != -signal.SIGKILL
+                child = nursery.start("demo_run", **run)
+                seconds = 0.0 if aim else rng.uniform(2, 20)
+                ended = (
+                    strike(child, phases, signal.SIGKILL, seconds=seconds, phase=aim)
+                    != -signal.SIGKILL
+                )
             if not ended:
                 tried += 1
                 kills.add(phase_of(phases))

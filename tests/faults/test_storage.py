@@ -1,4 +1,5 @@
-"""Full, failing and read-only disks: a fault is told, and whatever it hits is afterwards as before or complete."""
+"""Full, failing and read-only disks: a fault is told, and whatever it hits is afterwards as before
+or complete."""
 
 import random
 import time
@@ -20,32 +21,45 @@ VARIANTS = [
 
 def _count(tally, found):
     tally.add("storage faults", tried=found["tried"], bad=len(found["bad"]))
-    assert not found["bad"], f"{len(found['bad'])} of {found['tried']}, kinds {found['kinds']}:\n" + "\n".join(
-        found["bad"][:20]
+    assert not found["bad"], (
+        f"{len(found['bad'])} of {found['tried']}, kinds {found['kinds']}:\n"
+        + "\n".join(found["bad"][:20])
     )
 
 
 @pytest.mark.full
 def test_a_checkpoint_is_there_whole_or_not_at_all(faulty, tally, tmp_path):
-    found = faulty.call("storage_faults", scenario="save_memory_task", folder=str(tmp_path), variants=VARIANTS)
+    found = faulty.call(
+        "storage_faults", scenario="save_memory_task", folder=str(tmp_path), variants=VARIANTS
+    )
     # how many parts a checkpoint is written in differs a little from time to time
     assert found["operations"] >= 20 and found["tried"] >= 0.8 * found["operations"]
     _count(tally, found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values())))
+@pytest.mark.parametrize(
+    "variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values()))
+)
 @pytest.mark.parametrize("scenario", ["save_memory_task", "save_task"])
-def test_every_fault_at_every_write_leaves_a_checkpoint_whole_or_not_at_all(faulty, tally, tmp_path, scenario, variant):
-    child = faulty.start("storage_faults", scenario=scenario, folder=str(tmp_path), variants=[variant])
+def test_every_fault_at_every_write_leaves_a_checkpoint_whole_or_not_at_all(
+    faulty, tally, tmp_path, scenario, variant
+):
+    child = faulty.start(
+        "storage_faults", scenario=scenario, folder=str(tmp_path), variants=[variant]
+    )
     _count(tally, child.result(1800))
 
 
-@pytest.mark.parametrize("scenario", ["write_atomically", "Record.write", "Record.keep", "claim", "hold"])
+@pytest.mark.parametrize(
+    "scenario", ["write_atomically", "Record.write", "Record.keep", "claim", "hold"]
+)
 def test_small_files_are_as_before_or_wholly_new(faulty, tally, tmp_path, scenario):
     for number, variant in enumerate(VARIANTS):
         folder = tmp_path / str(number)
-        found = faulty.call("storage_faults", scenario=scenario, folder=str(folder), variants=[variant])
+        found = faulty.call(
+            "storage_faults", scenario=scenario, folder=str(folder), variants=[variant]
+        )
         assert found["operations"] >= 1 and found["tried"]
         _count(tally, found)
 
@@ -61,11 +75,18 @@ def test_a_checkpoint_that_cannot_be_read_is_named(faulty, tally, undisturbed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_a_run_on_a_failing_disk_says_so_and_goes_on_exactly(faulty, tally, undisturbed, tmp_path, seed):
+def test_a_run_on_a_failing_disk_says_so_and_goes_on_exactly(
+    faulty, tally, undisturbed, tmp_path, seed
+):
     child = faulty.start(
-        "stream_faults", folder=str(tmp_path), weights=undisturbed.weights, expected=undisturbed.outcome,
-        operations=undisturbed.operations, seed=seed, num=28,
-    )  # fmt: skip
+        "stream_faults",
+        folder=str(tmp_path),
+        weights=undisturbed.weights,
+        expected=undisturbed.outcome,
+        operations=undisturbed.operations,
+        seed=seed,
+        num=28,
+    )
     found = child.result(3600)
     assert found["tried"] >= 25
     _count(tally, found)
@@ -75,7 +96,12 @@ def test_a_run_on_a_failing_disk_says_so_and_goes_on_exactly(faulty, tally, undi
 def test_a_read_only_folder_is_refused_in_one_line(faulty, tally, undisturbed, tmp_path):
     found = faulty.call("read_only", directory=str(tmp_path / "run"), weights=undisturbed.weights)
     lines = [line for line in found["said"].splitlines() if not line.startswith("note:")]
-    good = found["status"] == 2 and len(lines) == 1 and lines[0].startswith("error: ") and not found["exists"]
+    good = (
+        found["status"] == 2
+        and len(lines) == 1
+        and lines[0].startswith("error: ")
+        and not found["exists"]
+    )
     tally.add("storage faults", tried=1, ok=int(good))
     assert good, found
 
@@ -86,11 +112,18 @@ def test_a_clock_set_back_by_a_year_changes_nothing(faulty, undisturbed, tmp_pat
 
     year = 365 * 24 * 3600
     faulty.call(
-        "small_run", directory=str(tmp_path / "run"), weights=undisturbed.weights, clock_back=year, save_every=0.0
+        "small_run",
+        directory=str(tmp_path / "run"),
+        weights=undisturbed.weights,
+        clock_back=year,
+        save_every=0.0,
     )
     assert outcome(tmp_path / "run") == undisturbed.outcome
     times = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert str(time.gmtime().tm_year) in times and str(time.gmtime(time.time() - year).tm_year) in times
+    assert (
+        str(time.gmtime().tm_year) in times
+        and str(time.gmtime(time.time() - year).tm_year) in times
+    )
 
 
 @pytest.mark.slow
@@ -103,7 +136,9 @@ def test_a_run_that_ran_out_of_memory_goes_on_exactly(nursery, tally, undisturbe
     child = nursery.start("small_run", **run, memory=(phase, more), save_every=0.0)
     try:
         child.wait(120)
-    except TimeoutError:  # a thread that could not be started is waited for; wait() has killed the child
+    except (
+        TimeoutError
+    ):  # a thread that could not be started is waited for; wait() has killed the child
         child.wait()
     nursery.call("small_run", **run)
     good = outcome(tmp_path / "run") == undisturbed.outcome

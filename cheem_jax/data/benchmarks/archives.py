@@ -1,4 +1,5 @@
-"""What the readers of the data sets share: archives read in place, their lists, and their labelled images.
+"""What the readers of the data sets share: archives read in place, their lists, and their labelled
+images.
 
 Nothing is ever unpacked to disk.
 """
@@ -36,11 +37,12 @@ KeyOf = Callable[[str], str | None]
 
 
 def members(path: Path) -> Iterator[tuple[str, Reader]]:
-    """Every visible file with a function that reads it, which is valid until the next file is asked for.
+    """Every visible file with a function that reads it, which is valid until the next file is asked
+    for.
 
-    `path` is a folder, zip or tar.gz; for a tar.gz inside come the files in that. Names of a folder begin with the
-    folder's own name, as in an archive made of it. Raises FileNotFoundError, or ValueError naming the archive for
-    what is corrupted, truncated or huge.
+    `path` is a folder, zip or tar.gz; for a tar.gz inside come the files in that. Names of a folder
+    begin with the folder's own name, as in an archive made of it. Raises FileNotFoundError, or
+    ValueError naming the archive for what is corrupted, truncated or huge.
     """
     if path.is_file() and not zipfile.is_zipfile(path):
         with path.open("rb") as file:
@@ -57,10 +59,15 @@ def members(path: Path) -> Iterator[tuple[str, Reader]]:
 
 
 def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Reader]]:
-    """`members` of an open tar.gz; `where` names it in errors. Links and devices have no bytes and are left out."""
+    """`members` of an open tar.gz; `where` names it in errors. Links and devices have no bytes and
+    are left out."""
     most = max(SMALL_BYTES, MAX_RATIO * file.seek(0, io.SEEK_END))
     file.seek(0)
-    with _named(where), _Unpacked(file, most) as unpacked, tarfile.open(fileobj=unpacked, mode="r:") as archive:
+    with (
+        _named(where),
+        _Unpacked(file, most) as unpacked,
+        tarfile.open(fileobj=unpacked, mode="r:") as archive,
+    ):
         for number, member in enumerate(archive, start=1):
             if number > MAX_FILES:
                 raise ValueError(f"refused as a bomb: more than {MAX_FILES} members")
@@ -69,20 +76,24 @@ def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Rea
             name = member.name.removeprefix("./")
             if member.isfile() and not any(map(is_hidden, name.split("/"))):
                 yield name, functools.partial(_read_member, archive, member, where)
-        # tarfile takes what is damaged for the end; gzip notices that by its checksum, when it has come to the end
+        # tarfile takes what is damaged for the end; gzip notices that by its checksum, when it has
+        # come to the end
         while unpacked.read(2**20):
             pass
 
 
 class _Unpacked(gzip.GzipFile):
-    """Refuses to unpack to more than `most` bytes in all, or to more at once than a member may have."""
+    """Refuses to unpack to more than `most` bytes in all, or to more at once than a member may
+    have."""
 
     def __init__(self, file: io.BufferedIOBase, most: int):
         super().__init__(fileobj=file, mode="rb")
         self.most = most
 
     def read(self, size: int | None = -1) -> bytes:
-        if size is not None and (fault := too_large(size)):  # of a header: tarfile reads long names without asking
+        if size is not None and (
+            fault := too_large(size)
+        ):  # of a header: tarfile reads long names without asking
             raise ValueError(fault)
         data = super().read(size)
         self._refuse_beyond(self.tell())
@@ -110,8 +121,8 @@ def _named(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(
-            f"{where}: corrupted, truncated or neither a zip nor a tar.gz ({error or type(error).__name__}); download "
-            "it again"
+            f"{where}: corrupted, truncated or neither a zip nor a tar.gz"
+            f" ({error or type(error).__name__}); download it again"
         ) from error
 
 
@@ -125,13 +136,18 @@ def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
     The official archive comes first in its tuple. FileNotFoundError lists all that is missing.
     """
     existing = [[place / name for name in names if (place / name).exists()] for names in needed]
-    if missing := [" or ".join(names) for names, paths in zip(needed, existing, strict=True) if not paths]:
-        raise Missing(f"{place}: missing {', '.join(missing)}; put the archive or what it unpacks to there")
+    if missing := [
+        " or ".join(names) for names, paths in zip(needed, existing, strict=True) if not paths
+    ]:
+        raise Missing(
+            f"{place}: missing {', '.join(missing)}; put the archive or what it unpacks to there"
+        )
     return [next((path for path in paths if path.is_dir()), paths[0]) for paths in existing]
 
 
 def read_files(path: Path, *names: str) -> list[bytes]:
-    """Small files by the end of their names from a folder or archive; or `path` itself, if it is the file."""
+    """Small files by the end of their names from a folder or archive; or `path` itself, if it is
+    the file."""
     if path.is_file() and path.suffix.lower() not in ARCHIVE_SUFFIXES:
         return [FolderFiles(path.parent, [path.name]).read(0)]
     found: dict[str, bytes] = {}
@@ -142,7 +158,9 @@ def read_files(path: Path, *names: str) -> list[bytes]:
         if len(found) == len(names):
             break
     if missing := [name for name in names if name not in found]:
-        raise FileNotFoundError(f"{path}: missing {', '.join(missing)} in it; is it another version of the data set?")
+        raise FileNotFoundError(
+            f"{path}: missing {', '.join(missing)} in it; is it another version of the data set?"
+        )
     return [found[name] for name in names]
 
 
@@ -155,7 +173,9 @@ def lines_of(data: bytes, where: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def label_keys(rows: Iterable[tuple[str, Hashable]], classes: Sequence[Hashable], where: str) -> dict[str, int]:
+def label_keys(
+    rows: Iterable[tuple[str, Hashable]], classes: Sequence[Hashable], where: str
+) -> dict[str, int]:
     """Labels by key, from keys and their classes.
 
     Raises ValueError for an unknown class, for a key that comes twice, and for a class without any.
@@ -170,7 +190,8 @@ def label_keys(rows: Iterable[tuple[str, Hashable]], classes: Sequence[Hashable]
             labels[key] = label_of[name]
     if wrong:
         raise ValueError(
-            f"{where}: {len(wrong)} images come twice or are of no class of this data set, first {wrong[:3]}"
+            f"{where}: {len(wrong)} images come twice or are of no class of this data set, first"
+            f" {wrong[:3]}"
         )
     check_labels(where, classes, np.array(list(labels.values()), int))
     return labels
@@ -182,7 +203,11 @@ def below(folder: str, depth: int, suffix: str) -> KeyOf:
     def key_of(name: str) -> str | None:
         parts = name.split("/")
         inside = len(parts) > depth and parts[-depth - 1] == folder
-        return "/".join(parts[-depth:]) if inside and PurePosixPath(name).suffix.lower() == suffix else None
+        return (
+            "/".join(parts[-depth:])
+            if inside and PurePosixPath(name).suffix.lower() == suffix
+            else None
+        )
 
     return key_of
 
@@ -213,15 +238,18 @@ class Source:
             if key is None or key not in self.labels:
                 continue
             if key in seen:
-                raise ValueError(f"{self.path}: image {key!r} occurs twice, the second time as {name!r}")
+                raise ValueError(
+                    f"{self.path}: image {key!r} occurs twice, the second time as {name!r}"
+                )
             seen.add(key)
             image = read() if self.convert is None else self.convert(read(), f"{self.path}: {name}")
             yield Example(key, image, self.labels[key])
         if absent := sorted(self.labels.keys() - seen):
             raise ValueError(
-                f"{self.path}: {len(absent)} of {len(self.labels)} listed images are absent, first {absent[:3]}; "
-                "was it unpacked or downloaded only in part? Download or unpack it again, or remove a folder that was "
-                "unpacked in part, so that the archive next to it is read"
+                f"{self.path}: {len(absent)} of {len(self.labels)} listed images are absent, first"
+                f" {absent[:3]}; was it unpacked or downloaded only in part? Download or unpack it"
+                " again, or remove a folder that was unpacked in part, so that the archive next to"
+                " it is read"
             )
 
 

@@ -1,12 +1,13 @@
-"""One reader for each data set, and a TensorFlow Datasets builder over it: prepared on disk without TensorFlow.
+"""One reader for each data set, and a TensorFlow Datasets builder over it: prepared on disk without
+TensorFlow.
 
-The readers take the official archives or the folders they unpack to from `place`, the folder that a user fills. All
-raise FileNotFoundError that lists what is missing there, or ValueError for corrupted archives, lists that do not fit
-and images that are absent.
+The readers take the official archives or the folders they unpack to from `place`, the folder that a
+user fills. All raise FileNotFoundError that lists what is missing there, or ValueError for
+corrupted archives, lists that do not fit and images that are absent.
 
-TFDS has no builder of the first two data sets. The others have the names, versions and features of its own
-builders, so that reading prepared data does not depend on which of the two has made it. None is registered:
-a second class of a name would clash, so `prepare_from_folder` makes them here.
+TFDS has no builder of the first two data sets. The others have the names, versions and features of
+its own builders, so that reading prepared data does not depend on which of the two has made it.
+None is registered: a second class of a name would clash, so `prepare_from_folder` makes them here.
 """
 
 import csv
@@ -35,9 +36,13 @@ from cheem_jax.data.benchmarks.archives import (
 from cheem_jax.data.benchmarks.table import BY_NAME, TASKS
 from cheem_jax.data.decode import Progress, opened
 
-ORIGIN = "Read from the official files in a folder that the user filled, not downloaded by TensorFlow Datasets."
+ORIGIN = (
+    "Read from the official files in a folder that the user filled, not downloaded by TensorFlow"
+    " Datasets."
+)
 STRIP_PIXELS = 20  # the copyright notice below each aircraft
-SECONDS, MAX_BYTES = 60, 2**31
+SECONDS = 60
+MAX_BYTES = 2**31
 """Of the process that reads a MATLAB file; an intact list takes less than one second."""
 _PROGRAM = """
 import contextlib, io, json, sys
@@ -45,7 +50,8 @@ with contextlib.suppress(ImportError, ValueError):  # not every system has this 
     import resource
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
 import numpy, scipy.io
-variables = scipy.io.loadmat(io.BytesIO(sys.stdin.buffer.read()), squeeze_me=True, variable_names=[sys.argv[1]])
+variables = scipy.io.loadmat(io.BytesIO(sys.stdin.buffer.read()), squeeze_me=True,
+    variable_names=[sys.argv[1]])
 found = numpy.atleast_1d(variables[sys.argv[1]])
 rows = found.ravel(order="F").tolist()  # MATLAB's order
 if found.dtype.names:
@@ -57,23 +63,33 @@ print(json.dumps(rows, default=lambda value: value.tolist()))
 def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
     """FGVC-Aircraft by variant: train, validation, test; keys are the seven digits with `.jpg`.
 
-    `cut_strip` cuts the lowest 20 pixels off and codes the rest as JPEG of quality 95; else the bytes stay.
+    `cut_strip` cuts the lowest 20 pixels off and codes the rest as JPEG of quality 95; else the
+    bytes stay.
     """
     [path] = locate(place, ("fgvc-aircraft-2013b.tar.gz", "fgvc-aircraft-2013b"))
     lists = {"train": "train", "validation": "val", "test": "test"}
     names = [f"images_variant_{part}.txt" for part in lists.values()]
     variants, *splits = _read_lists(path, "variants.txt", *names)
-    convert = functools.partial(_recode, cut=STRIP_PIXELS, format="JPEG", quality=95) if cut_strip else None
+    convert = (
+        functools.partial(_recode, cut=STRIP_PIXELS, format="JPEG", quality=95)
+        if cut_strip
+        else None
+    )
     sources = {}
     for split, name, lines in zip(lists, names, splits, strict=True):
         pairs = [line.partition(" ") for line in lines]  # variants contain spaces themselves
-        labels = label_keys(((f"{digits}.jpg", variant) for digits, _, variant in pairs), variants, f"{path}: {name}")
+        labels = label_keys(
+            ((f"{digits}.jpg", variant) for digits, _, variant in pairs),
+            variants,
+            f"{path}: {name}",
+        )
         sources[split] = Source(path, below("images", 1, ".jpg"), labels, convert)
     return Reading(tuple(variants), sources)
 
 
 def read_gtsrb(place: Path) -> Reading:
-    """German traffic signs: train, test; keys `<class>/<track>_<frame>.ppm` and `<number>.ppm`; coded as PNG.
+    """German traffic signs: train, test; keys `<class>/<track>_<frame>.ppm` and `<number>.ppm`;
+    coded as PNG.
 
     Train is the archive of 26,640 images (`GTSRB-Training_fixed.zip`).
     """
@@ -81,7 +97,12 @@ def read_gtsrb(place: Path) -> Reading:
         place,
         ("GTSRB-Training_fixed.zip", "GTSRB-Training_fixed", "GTSRB/Training"),
         ("GTSRB_Final_Test_Images.zip", "GTSRB_Final_Test_Images", "GTSRB/Final_Test"),
-        ("GTSRB_Final_Test_GT.zip", "GTSRB_Final_Test_GT", "GT-final_test.csv", "GTSRB/GT-final_test.csv"),
+        (
+            "GTSRB_Final_Test_GT.zip",
+            "GTSRB_Final_Test_GT",
+            "GT-final_test.csv",
+            "GTSRB/GT-final_test.csv",
+        ),
     )
     in_lists = below("Training", 2, ".csv")
     rows = []
@@ -96,7 +117,9 @@ def read_gtsrb(place: Path) -> Reading:
     test_labels = label_keys(_annotations(lines, str(truth)), numbers, str(truth))
     as_png = functools.partial(_recode, format="PNG")
     sources = {
-        "train": Source(train, below("Training", 2, ".ppm"), label_keys(rows, numbers, str(train)), as_png),
+        "train": Source(
+            train, below("Training", 2, ".ppm"), label_keys(rows, numbers, str(train)), as_png
+        ),
         "test": Source(test, below("Images", 1, ".ppm"), test_labels, as_png),
     }
     return Reading(classes, sources)
@@ -124,11 +147,14 @@ def read_cars(place: Path) -> Reading:
 
 
 def read_sun397(place: Path) -> Reading:
-    """SUN397, the first official partition: train, test; keys and classes as listed, `/a/abbey/sun_x.jpg`.
+    """SUN397, the first official partition: train, test; keys and classes as listed,
+    `/a/abbey/sun_x.jpg`.
 
     Some of the files named .jpg are PNG, BMP or GIF; their bytes stay as they are.
     """
-    images, partitions = locate(place, ("SUN397.tar.gz", "SUN397"), ("Partitions.zip", "Partitions"))
+    images, partitions = locate(
+        place, ("SUN397.tar.gz", "SUN397"), ("Partitions.zip", "Partitions")
+    )
     names = ("Training_01.txt", "Testing_01.txt")
     classes, *lists = _read_lists(partitions, "ClassName.txt", *names)
 
@@ -152,13 +178,16 @@ def read_eurosat(place: Path) -> Reading:
 def read_caltech101(place: Path) -> Reading:
     """Caltech-101 with its background class: everything as train; keys `<class folder>/<file>`."""
     folder, inner = "101_ObjectCategories", "101_ObjectCategories.tar.gz"
-    [path] = locate(place, ("caltech-101.zip", folder, f"caltech-101/{folder}", inner, f"caltech-101/{inner}"))
+    [path] = locate(
+        place, ("caltech-101.zip", folder, f"caltech-101/{folder}", inner, f"caltech-101/{inner}")
+    )
     return _read_class_folders("caltech101", path, folder)
 
 
 def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
     """Everything as train, from a folder for each class below `folder`; case does not count."""
-    key_of, classes = below(folder, 2, ".jpg"), BY_NAME[task].class_names
+    key_of = below(folder, 2, ".jpg")
+    classes = BY_NAME[task].class_names
     keys = sorted(key for name, _ in members(path) if (key := key_of(name)))
     rows = ((key, key.partition("/")[0].lower()) for key in keys)
     labels = label_keys(rows, [name.lower() for name in classes], f"{path}, below {folder}")
@@ -178,8 +207,8 @@ def _annotations(lines: list[str], where: str) -> list[tuple[str, int]]:
         return [(row["Filename"], int(row["ClassId"])) for row in rows]
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(
-            f"{where}, line {rows.line_num}: expected columns Filename and ClassId (a number) between ';' ({error!r}); "
-            "the list without classes will not do"
+            f"{where}, line {rows.line_num}: expected columns Filename and ClassId (a number)"
+            f" between ';' ({error!r}); the list without classes will not do"
         ) from error
 
 
@@ -205,11 +234,12 @@ def _recode(data: bytes, name: str, *, cut: int = 0, format: str, **options: int
 
 
 def read_variable(data: bytes, name: str, where: str) -> list[Any]:
-    """The elements of a variable of a `.mat` file in MATLAB's order; those of a struct array are dicts by field.
+    """The elements of a variable of a `.mat` file in MATLAB's order; those of a struct array are
+    dicts by field.
 
-    Raises ValueError for a file that is corrupted, has no such variable, or takes too much time or memory; `where`
-    names the file in it. SciPy reads it in a process of its own, since some corrupted files end that process with a
-    segmentation fault.
+    Raises ValueError for a file that is corrupted, has no such variable, or takes too much time or
+    memory; `where` names the file in it. SciPy reads it in a process of its own, since some
+    corrupted files end that process with a segmentation fault.
     """
     try:
         done = subprocess.run(
@@ -221,7 +251,9 @@ def read_variable(data: bytes, name: str, where: str) -> list[Any]:
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"{where}: variable {name!r} was not read within {SECONDS} seconds") from error
+        raise ValueError(
+            f"{where}: variable {name!r} was not read within {SECONDS} seconds"
+        ) from error
     if done.returncode != 0:
         last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         reason = last_line or f"signal {-done.returncode}"
@@ -255,18 +287,22 @@ DATA_SETS = {
     "cars196": DataSet(read_cars, "id", _stem),
     "sun397/standard-part1-120k": DataSet(read_sun397, "file_name"),
     "eurosat/rgb": DataSet(read_eurosat, "filename", _name, (64, 64, 3)),
-    # as TFDS's, but one split with everything instead of 30 sampled images of each class and the rest
+    # as TFDS's, but one split with everything instead of 30 sampled images of each class and the
+    # rest
     "caltech101": DataSet(read_caltech101, "image/file_name", _name),
 }
 """By `<name>` or `<name>/<config>`."""
 
 
-def prepare_from_folder(name: str, data_dir: Path, place: Path, on_progress: Progress = lambda num: None) -> Path:
-    """Writes a data set of `DATA_SETS` from the files in `place` to `<data_dir>/<name>[/<config>]/<version>`.
+def prepare_from_folder(
+    name: str, data_dir: Path, place: Path, on_progress: Progress = lambda num: None
+) -> Path:
+    """Writes a data set of `DATA_SETS` from the files in `place` to
+    `<data_dir>/<name>[/<config>]/<version>`.
 
-    A data set that is prepared already stays as it is, and `place` is not read. After an error nothing is left that
-    could be taken for a prepared data set. `on_progress` counts images. Raises what the readers raise, ValueError for
-    an unknown name.
+    A data set that is prepared already stays as it is, and `place` is not read. After an error
+    nothing is left that could be taken for a prepared data set. `on_progress` counts images. Raises
+    what the readers raise, ValueError for an unknown name.
     """
     if name not in DATA_SETS:
         raise ValueError(f"no builder named {name!r}; there are {', '.join(DATA_SETS)}")
@@ -282,28 +318,45 @@ def prepare_from_folder(name: str, data_dir: Path, place: Path, on_progress: Pro
 
     class Info(tfds.core.DatasetInfo):
         def initialize_from_bucket(self) -> None:
-            """Nothing: what TFDS publishes under a name describes its own builder, and asking takes a network."""
+            """Nothing: what TFDS publishes under a name describes its own builder, and asking takes
+            a network."""
 
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version(task.version)
         BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)] if config else []
 
         def _info(self) -> Info:
-            features = tfds.features.FeaturesDict({
-                "image": tfds.features.Image(shape=data_set.image_shape),
-                "label": tfds.features.ClassLabel(names=reading.classes),
-                data_set.key: tfds.features.Text(),
-            })  # fmt: skip
+            features = tfds.features.FeaturesDict(
+                {
+                    "image": tfds.features.Image(shape=data_set.image_shape),
+                    "label": tfds.features.ClassLabel(names=reading.classes),
+                    data_set.key: tfds.features.Text(),
+                }
+            )
             description = f"{task.description}{data_set.more} {ORIGIN}"
-            return Info(builder=self, description=description, features=features, supervised_keys=("image", "label"))
+            return Info(
+                builder=self,
+                description=description,
+                features=features,
+                supervised_keys=("image", "label"),
+            )
 
         def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-            return {split: self._generate_examples(source) for split, source in reading.sources.items()}
+            return {
+                split: self._generate_examples(source) for split, source in reading.sources.items()
+            }
 
         def _generate_examples(self, source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
             for key, image, label in source.read():
                 on_progress(1)
-                yield key, {"image": image, "label": label, data_set.key: data_set.text(PurePosixPath(key))}
+                yield (
+                    key,
+                    {
+                        "image": image,
+                        "label": label,
+                        data_set.key: data_set.text(PurePosixPath(key)),
+                    },
+                )
 
         # TFDS would print here what it downloads
         def _log_download_bytes(self) -> None: ...
@@ -314,8 +367,12 @@ def prepare_from_folder(name: str, data_dir: Path, place: Path, on_progress: Pro
     downloads = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
     tfds.disable_progress_bar()  # `on_progress` counts already
     try:
-        with tempfile.TemporaryDirectory() as unused:  # TFDS makes folders for downloads even if there are none
-            builder.download_and_prepare(file_format="array_record", download_config=downloads, download_dir=unused)
+        with (
+            tempfile.TemporaryDirectory() as unused
+        ):  # TFDS makes folders for downloads even if there are none
+            builder.download_and_prepare(
+                file_format="array_record", download_config=downloads, download_dir=unused
+            )
     finally:
         tfds.enable_progress_bar()
     return directory

@@ -1,7 +1,8 @@
-"""Archives over HTTP: requests transfers and retries them, pooch checks their hash and gives them their name.
+"""Archives over HTTP: requests transfers and retries them, pooch checks their hash and gives them
+their name.
 
-pooch alone starts again from the beginning after a broken connection; archives of several GB are resumed here. The
-known hash tells a file that was put together from two versions.
+pooch alone starts again from the beginning after a broken connection; archives of several GB are
+resumed here. The known hash tells a file that was put together from two versions.
 """
 
 import functools
@@ -31,43 +32,55 @@ GROWTH_BYTES = 2**20  # an attempt that got this much further starts the count o
 PASSING_STATUS = (408, 425, 429, *range(500, 600))
 
 
-def download(url: str, file: Path, known_hash: str, *, on_progress: Progress = lambda num: None) -> None:
-    """Downloads `url` to `file`, which must not exist; `known_hash` is a SHA-256, or `md5:` and an MD5.
+def download(
+    url: str, file: Path, known_hash: str, *, on_progress: Progress = lambda num: None
+) -> None:
+    """Downloads `url` to `file`, which must not exist; `known_hash` is a SHA-256, or `md5:` and an
+    MD5.
 
-    What has arrived stays in `<file>.part`, where a later call resumes; only one process may download a file at a time.
-    `on_progress` counts bytes, negative ones where some have to be downloaded again. Raises ValueError for a file that
-    is not the wanted one, and OSError where it cannot be downloaded or written; then `file` does not exist.
+    What has arrived stays in `<file>.part`, where a later call resumes; only one process may
+    download a file at a time. `on_progress` counts bytes, negative ones where some have to be
+    downloaded again. Raises ValueError for a file that is not the wanted one, and OSError where it
+    cannot be downloaded or written; then `file` does not exist.
     """
     part = file.with_name(f"{file.name}.part")
     transfer: Any = functools.partial(_transfer, part, on_progress)
-    pooch.get_logger().setLevel("WARNING")  # it would print addresses and hashes between the lines of progress
+    pooch.get_logger().setLevel(
+        "WARNING"
+    )  # it would print addresses and hashes between the lines of progress
     try:
         pooch.retrieve(url, known_hash, file.name, file.parent, downloader=transfer)
     except (requests.RequestException, HTTPError) as error:
         raise OSError(
-            f"{url} cannot be downloaded: {error}. Try again later, which resumes from byte {_num_bytes(part)}, or put "
-            f"the file at {file} by hand"
+            f"{url} cannot be downloaded: {error}. Try again later, which resumes from byte"
+            f" {_num_bytes(part)}, or put the file at {file} by hand"
         ) from error
     except OSError as error:
         raise OSError(
-            f"cannot write {file}: {error.strerror or error}; make room or choose a folder that can be written"
+            f"cannot write {file}: {error.strerror or error}; make room or choose a folder that can"
+            " be written"
         ) from error
     except ValueError as error:
         raise ValueError(f"{url}: {error}") from error
 
 
 def _transfer(part: Path, on_progress: Progress, url: str, output_file: str, _: object) -> None:
-    """Completes `part`, resuming where the connection broke, and makes it the temporary file that pooch asks for."""
+    """Completes `part`, resuming where the connection broke, and makes it the temporary file that
+    pooch asks for."""
     on_progress(_num_bytes(part))
     failures = 0
     with _session() as session:
         while True:
             before = _num_bytes(part)
-            headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={before}-"} if before else {})
+            headers = {"Accept-Encoding": "identity"} | (
+                {"Range": f"bytes={before}-"} if before else {}
+            )
             # errors of the request itself are final: urllib3 has tried again already
             with session.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response:
                 if response.status_code not in (200, 206, 416):
-                    raise requests.HTTPError(f"HTTP status {response.status_code} {response.reason}".rstrip())
+                    raise requests.HTTPError(
+                        f"HTTP status {response.status_code} {response.reason}".rstrip()
+                    )
                 try:
                     _receive(response, part, on_progress)
                     return os.replace(part, output_file)
@@ -79,7 +92,8 @@ def _transfer(part: Path, on_progress: Progress, url: str, output_file: str, _: 
 
 def _receive(response: requests.Response, part: Path, on_progress: Progress) -> None:
     """Writes what arrives to `part`; raises requests' errors where the connection breaks."""
-    offset, content_range = _num_bytes(part), response.headers.get("Content-Range", "")
+    offset = _num_bytes(part)
+    content_range = response.headers.get("Content-Range", "")
     if response.status_code == 416 and content_range == f"bytes */{offset}":
         return  # everything had arrived already
     resumes = response.status_code == 206 and content_range.startswith(f"bytes {offset}-")
@@ -87,11 +101,13 @@ def _receive(response: requests.Response, part: Path, on_progress: Progress) -> 
         on_progress(-offset)
     if response.status_code != 200 and not resumes:
         part.unlink(missing_ok=True)
-        raise requests.RequestException(f"the server sent something else than the bytes from {offset} on")
+        raise requests.RequestException(
+            f"the server sent something else than the bytes from {offset} on"
+        )
     if response.headers.get("Content-Type", "").startswith("text/html"):
         raise ValueError(
-            "a web page arrived where an archive was expected, probably a login or error page; open the address in a "
-            f"browser and put the file at {part.with_suffix('')}"
+            "a web page arrived where an archive was expected, probably a login or error page;"
+            f" open the address in a browser and put the file at {part.with_suffix('')}"
         )
     with part.open("ab" if resumes else "wb") as output:
         for chunk in response.iter_content(CHUNK_BYTES):
@@ -100,7 +116,8 @@ def _receive(response: requests.Response, part: Path, on_progress: Progress) -> 
 
 
 def _session() -> requests.Session:
-    """Tries again after refused connections and passing errors; follows redirects, but not to what is unencrypted."""
+    """Tries again after refused connections and passing errors; follows redirects, but not to what
+    is unencrypted."""
     retry = Retry(
         RETRIES,
         status_forcelist=PASSING_STATUS,
@@ -120,7 +137,11 @@ def _session() -> requests.Session:
 def _refuse_downgrade(response: requests.Response, **options: object) -> None:
     """Not from https to http: on the way from there anybody could change the file."""
     target = urljoin(response.url, response.headers.get("Location", ""))
-    if response.is_redirect and response.url.startswith("https:") and not target.startswith("https:"):
+    if (
+        response.is_redirect
+        and response.url.startswith("https:")
+        and not target.startswith("https:")
+    ):
         raise ValueError(f"it leads to {target}, which is not encrypted; download the file by hand")
 
 

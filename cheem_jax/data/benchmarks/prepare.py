@@ -1,7 +1,7 @@
 """Getting a benchmark's data sets in place, and planning its tasks with the paper's splits.
 
-Everything is in one data folder, which is also TFDS's: prepared data sets `<name>[/<config>]/<version>`, and the
-archives they were made from in `downloads/manual`.
+Everything is in one data folder, which is also TFDS's: prepared data sets
+`<name>[/<config>]/<version>`, and the archives they were made from in `downloads/manual`.
 """
 
 import contextlib
@@ -47,10 +47,14 @@ def status_of(task: BenchmarkTask, data_dir: Path) -> Status:
     """What exists of a task, without opening it."""
     with contextlib.suppress(FileNotFoundError):
         directory = find_prepared(task.spec, data_dir)
-        return Status("ready", "", sum(file.stat().st_size for file in directory.iterdir() if file.is_file()))
+        return Status(
+            "ready", "", sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
+        )
     place = manual_dir(data_dir)
     absent = [archive for archive in task.archives if not (place / archive.file).exists()]
-    size = sum((place / archive.file).stat().st_size for archive in task.archives if archive not in absent)
+    size = sum(
+        (place / archive.file).stat().st_size for archive in task.archives if archive not in absent
+    )
     command = f"`cheem data prepare {task.name} --data-dir {shlex.quote(str(data_dir))}`"
     if task.archives and not absent:
         return Status("archives", command, size)
@@ -63,8 +67,13 @@ def status_of(task: BenchmarkTask, data_dir: Path) -> Status:
 
 
 def _lacks_tensorflow(task: BenchmarkTask) -> bool:
-    """Whether a task is prepared with TensorFlow and that is not installed (it is not imported for this)."""
-    return not task.archives and task.needs_tensorflow and importlib.util.find_spec("tensorflow") is None
+    """Whether a task is prepared with TensorFlow and that is not installed (it is not imported for
+    this)."""
+    return (
+        not task.archives
+        and task.needs_tensorflow
+        and importlib.util.find_spec("tensorflow") is None
+    )
 
 
 def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
@@ -110,12 +119,18 @@ def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
     except Missing as error:
         if task.by_hand:
             raise FileNotFoundError(f"{error}; {task.by_hand}") from error
-        _get(task.name, [archive for archive in task.archives if archive not in present], place, phase)
+        _get(
+            task.name,
+            [archive for archive in task.archives if archive not in present],
+            place,
+            phase,
+        )
         build()
 
 
 def _get(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
-    """Downloads the archives that are absent, and checks those that the user brought or that were there before.
+    """Downloads the archives that are absent, and checks those that the user brought or that were
+    there before.
 
     Raises ValueError for an archive that is not the published one.
     """
@@ -131,13 +146,16 @@ def _get(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> No
             continue
         kind, _, wanted = archive.hash.rpartition(":")
         size = file.stat().st_size
-        with file.open("rb") as stream, phase("check", f"{name} {archive.file}", size) as on_progress:
+        with (
+            file.open("rb") as stream,
+            phase("check", f"{name} {archive.file}", size) as on_progress,
+        ):
             found = hashlib.file_digest(stream, kind or "sha256").hexdigest()
             on_progress(size)
         if found != wanted:
             raise ValueError(
-                f"{file} ({size:,} bytes) has the {kind or 'sha256'} {found}, the published archive {wanted}: "
-                "truncated or another version; move it away and download it again"
+                f"{file} ({size:,} bytes) has the {kind or 'sha256'} {found}, the published archive"
+                f" {wanted}: truncated or another version; move it away and download it again"
             )
 
 
@@ -155,35 +173,44 @@ def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> Non
 def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
     """The files that TFDS's own builder of a task downloads, with their registered hashes."""
     infos = import_tfds().builder(task.spec, data_dir=data_dir).url_infos
-    found = [Archive(info.filename, info.checksum, int(info.size), url) for url, info in infos.items()]
-    # the decathlon's one list of files serves all its configurations, and ImageNet's 6.5 GB only one of them
+    found = [
+        Archive(info.filename, info.checksum, int(info.size), url) for url, info in infos.items()
+    ]
+    # the decathlon's one list of files serves all its configurations, and ImageNet's 6.5 GB only
+    # one of them
     return [a for a in found if "imagenet" not in a.file or task.builder.endswith("imagenet12")]
 
 
 def prepare_stock(spec: str, data_dir: Path) -> Path:
     """Prepares a data set with TFDS's own builder, in a format that is read without TensorFlow.
 
-    Raw files are taken from `downloads/manual` of the data folder if they exist there under their registered names.
-    Raises ValueError with TFDS's reason.
+    Raw files are taken from `downloads/manual` of the data folder if they exist there under their
+    registered names. Raises ValueError with TFDS's reason.
     """
     tfds = import_tfds()
     try:
         builder = tfds.builder(spec, data_dir=data_dir, file_format="array_record")
-        config = tfds.download.DownloadConfig(manual_dir=manual_dir(data_dir), try_download_gcs=False)
+        config = tfds.download.DownloadConfig(
+            manual_dir=manual_dir(data_dir), try_download_gcs=False
+        )
         builder.download_and_prepare(download_config=config)
         return Path(builder.data_dir)
     except Exception as error:  # TFDS, requests and TensorFlow raise errors of many types
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
-            f"TFDS could not prepare {spec!r}: {reason}; raw files under their registered names are taken from "
-            f"{manual_dir(data_dir)}"
+            f"TFDS could not prepare {spec!r}: {reason}; raw files under their registered names are"
+            f" taken from {manual_dir(data_dir)}"
         ) from error
 
 
-def plan_of(task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: Progress | None = None) -> Plan:
-    """A task with the paper's splits, from the data set that TFDS has prepared; `seed` draws what is cut.
+def plan_of(
+    task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: Progress | None = None
+) -> Plan:
+    """A task with the paper's splits, from the data set that TFDS has prepared; `seed` draws what
+    is cut.
 
-    Raises FileNotFoundError if it is not prepared, ValueError if its counts or splits are not the expected ones.
+    Raises FileNotFoundError if it is not prepared, ValueError if its counts or splits are not the
+    expected ones.
     """
     prepared = open_prepared(task.spec, data_dir)
     classes = tuple(name for name in prepared.classes if name not in task.dropped)
@@ -194,21 +221,36 @@ def plan_of(task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: 
             continue  # is cut from train
         present = [name for name in prepared.splits if name in names]
         if not present:
-            raise ValueError(f"{prepared.directory} has no split {names}, only {sorted(prepared.splits)}")
+            raise ValueError(
+                f"{prepared.directory} has no split {names}, only {sorted(prepared.splits)}"
+            )
         found = prepared.index(present, task.key, on_progress=on_progress)
-        rows[split] = [row._replace(label=label_of[row.label]) for row in found if row.label in label_of]
-    source, floor = f"tfds:{prepared.full_name}", task.rule == "decathlon"
+        rows[split] = [
+            row._replace(label=label_of[row.label]) for row in found if row.label in label_of
+        ]
+    source = f"tfds:{prepared.full_name}"
+    floor = task.rule == "decathlon"
     plan = plan_rows(
-        task.name, classes, rows, prepared.records, source=source, stamp=prepared.stamp, seed=seed, floor=floor
+        task.name,
+        classes,
+        rows,
+        prepared.records,
+        source=source,
+        stamp=prepared.stamp,
+        seed=seed,
+        floor=floor,
     )
     found, wanted = (
         f"{'/'.join(f'{num:,}' for num in counts)} train/val/test images of {num_classes:,} classes"
-        for counts, num_classes in ((plan.counts.values(), len(classes)), (task.counts, task.num_classes))
+        for counts, num_classes in (
+            (plan.counts.values(), len(classes)),
+            (task.counts, task.num_classes),
+        )
     )
     if found != wanted:
         raise ValueError(
-            f"task {task.name!r} has {found}, expected {wanted}: {plan.source} is not the data set of the benchmark, "
-            "or was prepared incompletely; prepare it again"
+            f"task {task.name!r} has {found}, expected {wanted}: {plan.source} is not the data set"
+            " of the benchmark, or was prepared incompletely; prepare it again"
         )
     _check_splits(task, plan, data_dir, seed)
     return plan
@@ -233,17 +275,22 @@ def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) ->
             "num_classes": task.num_classes,
             "sha256": plan.split_sha256,
         }
-        with contextlib.suppress(OSError):  # in a read-only data folder; the run's record has the hash as well
+        with contextlib.suppress(
+            OSError
+        ):  # in a read-only data folder; the run's record has the hash as well
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(record, indent=1) + "\n")
         return
     try:
         known = str(json.loads(file.read_text())["sha256"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is corrupted ({error}); remove it and it is written again") from error
+        raise ValueError(
+            f"{file} is corrupted ({error}); remove it and it is written again"
+        ) from error
     if known != plan.split_sha256:
         raise ValueError(
-            f"task {task.name!r}: the splits are not those of {file} (sha256 {plan.split_sha256[:12]}..., there "
-            f"{known[:12]}...), so results would not be comparable; the data set has changed, or the file belongs to "
-            "somebody else: remove it if the new splits are meant"
+            f"task {task.name!r}: the splits are not those of {file} (sha256"
+            f" {plan.split_sha256[:12]}..., there {known[:12]}...), so results would not be"
+            " comparable; the data set has changed, or the file belongs to somebody else: remove"
+            " it if the new splits are meant"
         )

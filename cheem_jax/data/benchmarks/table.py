@@ -1,8 +1,9 @@
-"""The tasks of MTIL and VDD (paper, supplement 'Details of the MTIL benchmark' and 'Details of the VDD benchmark').
+"""The tasks of MTIL and VDD (paper, supplement 'Details of the MTIL benchmark' and 'Details of the
+VDD benchmark').
 
-Each is a prepared TFDS data set, a rule that cuts what it lacks, and the counts that must result. The rules are those
-that reproduce the paper's tables; its table prints SUN397's 19,850 as the test size of CIFAR-100, which has 10,000 test
-images. The facts are in `benchmarks.toml`.
+Each is a prepared TFDS data set, a rule that cuts what it lacks, and the counts that must result.
+The rules are those that reproduce the paper's tables; its table prints SUN397's 19,850 as the test
+size of CIFAR-100, which has 10,000 test images. The facts are in `benchmarks.toml`.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ class Archive(NamedTuple):
 
 
 Rule = Literal["official", "val", "test and val", "decathlon"]
-"""What is cut from train: nothing, ceil(0.1 n) for validation, ceil(0.3 n) for test before that, or floor(0.1 n)."""
+"""What is cut from train: nothing, ceil(0.1 n) for validation, ceil(0.3 n) for test before that, or
+floor(0.1 n)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,9 @@ class BenchmarkTask:
 
 
 def _task(table: dict[str, Any]) -> BenchmarkTask:
-    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
+    fields: dict[str, Any] = {
+        key: tuple(v) if isinstance(v, list) else v for key, v in table.items()
+    }
     archives = tuple(Archive(**archive) for archive in table.get("archives", ()))
     return BenchmarkTask(**fields | {"counts": Counts(*table["counts"]), "archives": archives})
 
@@ -89,7 +93,8 @@ VDD: str = _FACTS["vdd"]["default"]
 
 
 def order_of(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...]:
-    """Names of a stream's tasks in learning order; raises ValueError for an order that VDD does not have."""
+    """Names of a stream's tasks in learning order; raises ValueError for an order that VDD does not
+    have."""
     if benchmark == "mtil":
         return tuple(MTIL[order].split())
     if order != "default":

@@ -1,1 +1,2 @@
-"""One self-contained HTML page about one or several runs: it needs no network and opens from the disk."""
+"""One self-contained HTML page about one or several runs: it needs no network and opens from the
+disk."""

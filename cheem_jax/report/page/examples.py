@@ -49,48 +49,73 @@ class Examples(NamedTuple):
 
 def examples(run: RunRecord, recorded: Recorded) -> Examples:
     """Raises EmptySection where predictions or images are not available."""
-    data, size, tasks = recorded.begin.get("data"), run.results["image_size"], run.results["tasks"]
+    data = recorded.begin.get("data")
+    size = run.results["image_size"]
+    tasks = run.results["tasks"]
     if data is None:
         raise EmptySection(
-            f"The record cannot be read: {recorded.trouble}." if recorded.trouble else
-            "The run was made by a script that did not record where its images are."
-        )  # fmt: skip
+            f"The record cannot be read: {recorded.trouble}."
+            if recorded.trouble
+            else "The run was made by a script that did not record where its images are."
+        )
     answers = _answers(run.directory)
     try:
         tests = _tests_of(run, data)
-        shown = tuple(_of_task(run, index, answers, tests[task["name"]]) for index, task in enumerate(tasks[:TASKS]))
+        shown = tuple(
+            _of_task(run, index, answers, tests[task["name"]])
+            for index, task in enumerate(tasks[:TASKS])
+        )
     except EmptySection:
         raise
     except (ValueError, OSError, ImportError) as error:
         raise EmptySection(f"The images are not where the run found them: {error}.") from error
     notes = [f"The first {TASKS} of {len(tasks):,} tasks."] if len(tasks) > TASKS else []
     if data["stream"] != "demo":
-        notes.append("Files and labels are those of the run; whether their pixels are is not checked.")
+        notes.append(
+            "Files and labels are those of the run; whether their pixels are is not checked."
+        )
     return Examples(shown, size <= CRISP, " ".join(notes))
 
 
 def _tests_of(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, Split | Part]:
     """The test split of each task by its name; EmptySection where they are not those of the run."""
-    known, trouble = run.results["split_sha256"], "Other files or labels are there now than the run has seen"
+    known = run.results["split_sha256"]
+    trouble = "Other files or labels are there now than the run has seen"
     if data["stream"] == "demo":
-        known, trouble = run.config["data_sha256"], "This version makes other images than the run has seen"
+        known = run.config["data_sha256"]
+        trouble = "This version makes other images than the run has seen"
     found = _known_tests(
-        run.results["image_size"], data["stream"], data["tasks"] and tuple(data["tasks"]), data.get("data_dir"),
-        data.get("order", "default"), data.get("split_seed", 0),
-    )  # fmt: skip
-    if changed := [name for name in run.order if name not in found or found[name][1] != known.get(name)]:
+        run.results["image_size"],
+        data["stream"],
+        data["tasks"] and tuple(data["tasks"]),
+        data.get("data_dir"),
+        data.get("order", "default"),
+        data.get("split_seed", 0),
+    )
+    if changed := [
+        name for name in run.order if name not in found or found[name][1] != known.get(name)
+    ]:
         raise EmptySection(f"{trouble}: {', '.join(changed)}.")
     return {name: test for name, (test, _) in found.items()}
 
 
 @functools.cache  # several runs of one stream share its images
 def _known_tests(
-    size: int, stream: str, tasks: tuple[str, ...] | None, data_dir: str | None, order: Any, seed: int
+    size: int,
+    stream: str,
+    tasks: tuple[str, ...] | None,
+    data_dir: str | None,
+    order: Any,
+    seed: int,
 ) -> Mapping[str, tuple[Split | Part, str]]:
     """The test split of each task of a stream, and the hash by which a run knows its images."""
     if stream == "demo":
-        return {task.name: (task.test, fingerprint(task)) for task in demo_stream(image_size=size).tasks}
-    _, plans = plan_source(stream, tasks, data_dir=Path(data_dir) if data_dir else None, order=order, seed=seed)
+        return {
+            task.name: (task.test, fingerprint(task)) for task in demo_stream(image_size=size).tasks
+        }
+    _, plans = plan_source(
+        stream, tasks, data_dir=Path(data_dir) if data_dir else None, order=order, seed=seed
+    )
     return {plan.name: (plan.test, plan.split_sha256) for plan in plans}
 
 
@@ -106,18 +131,25 @@ def _answers(directory: Path) -> Mapping[str, np.ndarray]:
 def _of_task(
     run: RunRecord, index: int, answers: Mapping[str, np.ndarray], test: Split | Part
 ) -> tuple[str, list[Example], list[Example], int, int]:
-    tasks, size, labels = run.results["tasks"], run.results["image_size"], test.labels
-    task, accuracy = tasks[index], run.results["accuracy"][-1][index]
-    given, routed, classes = (answers[f"{name}_{index}"] for name in ("given_task", "chosen_task", "chosen_class"))
+    tasks = run.results["tasks"]
+    size = run.results["image_size"]
+    labels = test.labels
+    task = tasks[index]
+    accuracy = run.results["accuracy"][-1][index]
+    given, routed, classes = (
+        answers[f"{name}_{index}"] for name in ("given_task", "chosen_task", "chosen_class")
+    )
     is_right = (routed == index) & (classes == labels)
     if routed.max(initial=0) >= len(tasks) or abs(is_right.mean() - accuracy) > 1e-9:
         raise EmptySection(
-            f"answers.npz is from another moment than the record: of {task['name']!r} {is_right.mean():.4f} are right "
-            f"there, {accuracy:.4f} here; the command that began the run resumes it and writes both."
+            f"answers.npz is from another moment than the record: of {task['name']!r}"
+            f" {is_right.mean():.4f} are right there, {accuracy:.4f} here; the command that began"
+            " the run resumes it and writes both."
         )
 
     def example(row: int, image: np.ndarray) -> Example:
-        truth, source = task["classes"][labels[row]], data_uri(image)
+        truth = task["classes"][labels[row]]
+        source = data_uri(image)
         if is_right[row]:
             return Example(source, truth, "")
         if routed[row] == index:
@@ -130,7 +162,9 @@ def _of_task(
         if isinstance(test, Split):
             images = test.images[chosen]
         else:
-            images = [image for piece in decode_in_order(test.files, size, chosen) for image in piece]
+            images = [
+                image for piece in decode_in_order(test.files, size, chosen) for image in piece
+            ]
         return list(map(example, chosen.tolist(), images))
 
     right, wrong = np.flatnonzero(is_right), np.flatnonzero(~is_right)
@@ -139,7 +173,8 @@ def _of_task(
 
 def data_uri(image: np.ndarray) -> str:
     """An image `[S, S, 3]` as text inside a page."""
-    small, stream = Image.fromarray(image), io.BytesIO()
+    small = Image.fromarray(image)
+    stream = io.BytesIO()
     if len(image) <= CRISP:
         small.save(stream, "PNG", optimize=True)
         kind = "png"

@@ -1,14 +1,16 @@
-"""The eleven components of a ViT block that the paper fine-tunes, and what is trained of one, unit by unit.
+"""The eleven components of a ViT block that the paper fine-tunes, and what is trained of one, unit
+by unit.
 
-(Appendix, table 'acc_vs_forgetting'.) A component is taken out of all blocks as a tuple of arrays, learned apart from
-the backbone and put back: what does not belong to it never meets a gradient.
+(Appendix, table 'acc_vs_forgetting'.) A component is taken out of all blocks as a tuple of arrays,
+learned apart from the backbone and put back: what does not belong to it never meets a gradient.
 
-A unit is one task with one component: by itself from the pretrained backbone (`transfer`), or as the next one of the
-stream on the backbone that goes on (`sequential`), each with fresh moments of Adam and a fresh head. It is written to
-the record at once. Test accuracy is recorded at every rate of the sweep, and validation alone chooses.
+A unit is one task with one component: by itself from the pretrained backbone (`transfer`), or as
+the next one of the stream on the backbone that goes on (`sequential`), each with fresh moments of
+Adam and a fresh head. It is written to the record at once. Test accuracy is recorded at every rate
+of the sweep, and validation alone chooses.
 
-Finished units are not trained again; the running one goes on from its rolling checkpoint, which for a sequence also
-holds the heads of its earlier tasks.
+Finished units are not trained again; the running one goes on from its rolling checkpoint, which for
+a sequence also holds the heads of its earlier tasks.
 """
 
 import dataclasses
@@ -40,7 +42,8 @@ from cheem_jax.run.rolling import Rolling, RunningTask, Saved
 
 
 class Component(NamedTuple):
-    """Layers of a block; of the fused `qkv` only the `thirds` from the first to before the second."""
+    """Layers of a block; of the fused `qkv` only the `thirds` from the first to before the
+    second."""
 
     index: int
     """As in the paper's table."""
@@ -77,7 +80,11 @@ def components_of(text: str) -> list[Component]:
     """The components that are asked for by name or index, in the paper's order."""
     if text == "all":
         return list(COMPONENTS)
-    known = {word: component for component in COMPONENTS for word in (component.name, str(component.index))}
+    known = {
+        word: component
+        for component in COMPONENTS
+        for word in (component.name, str(component.index))
+    }
     asked = {known[word] for word in names_in("--components", text, known)}
     return [component for component in COMPONENTS if component in asked]
 
@@ -99,7 +106,9 @@ def pieces_of(executor: Executor, component: Component) -> tuple[Piece, ...]:
 def num_params(executor: Executor) -> dict[str, int]:
     """Parameters of every component in all blocks, by name."""
     return {
-        component.name: sum(part.size for part in taken(executor.leaves, pieces_of(executor, component)))
+        component.name: sum(
+            part.size for part in taken(executor.leaves, pieces_of(executor, component))
+        )
         for component in COMPONENTS
     }
 
@@ -115,7 +124,9 @@ def put_back(leaves: Sequence[Any], pieces: Sequence[Piece], parts: Sequence[Any
     for piece, part in zip(pieces, parts, strict=True):
         leaf = leaves[piece.leaf]
         if part.shape != leaf.shape:
-            part = jnp.concatenate([leaf[..., : piece.begin], part, leaf[..., piece.end :]], axis=-1)
+            part = jnp.concatenate(
+                [leaf[..., : piece.begin], part, leaf[..., piece.end :]], axis=-1
+            )
         found[piece.leaf] = part
     return found
 
@@ -142,7 +153,8 @@ class Learned(NamedTuple):
 
 
 class Network:
-    """A backbone with other weights in some of its leaves: one compiled function answers for all components."""
+    """A backbone with other weights in some of its leaves: one compiled function answers for all
+    components."""
 
     def __init__(self, executor: Executor, batch_size: int):
         self.executor, self.batch_size = executor, batch_size
@@ -160,9 +172,10 @@ class Network:
         """Accuracy in [0, 1] with the task ID given."""
         num = np.int32(num_classes)
         found = over_batches(
-            lambda read: self._answer(leaves, head, read["images"], num), Inputs(split.images),
+            lambda read: self._answer(leaves, head, read["images"], num),
+            Inputs(split.images),
             batch_size=self.batch_size,
-        )  # fmt: skip
+        )
         return float((found == split.labels).mean())
 
 
@@ -177,7 +190,9 @@ class Learner:
 
         def loss(learned, fixed, batch: FitBatch):
             leaves, num = fixed
-            features = executor.vit_of(put_back(leaves, pieces, learned.parts))(batch.inputs["images"])
+            features = executor.vit_of(put_back(leaves, pieces, learned.parts))(
+                batch.inputs["images"]
+            )
             logits = head_logits(learned.head, features)
             return local_cross_entropy(logits, batch.labels, batch.weights, 0, num)
 
@@ -186,25 +201,43 @@ class Learner:
 
         self._fitter = Fitter(loss, jit=executor.jit, rows=rows)
 
-    def begun(self, keys: Keys, index: int, num_classes: int, parts: Any, saved: Saved | None = None) -> Fitting:
-        """A task at its start from these parts on with a fresh head, or as far as an earlier process brought it."""
+    def begun(
+        self, keys: Keys, index: int, num_classes: int, parts: Any, saved: Saved | None = None
+    ) -> Fitting:
+        """A task at its start from these parts on with a fresh head, or as far as an earlier
+        process brought it."""
         key = keys.at(index, Phase.UPPER_BOUND_INIT)
-        head = init_head_learner(key, self.executor.config.width, next_power_of_two(num_classes)).params
+        head = init_head_learner(
+            key, self.executor.config.width, next_power_of_two(num_classes)
+        ).params
         return self._fitter.begun(Learned(parts, head), saved)
 
     def fit(
-        self, fitting: Fitting, keys: Keys, index: int, num_classes: int, split: Split, training: Training,
-        rate: float, advance: Advance,
-    ) -> None:  # fmt: skip
+        self,
+        fitting: Fitting,
+        keys: Keys,
+        index: int,
+        num_classes: int,
+        split: Split,
+        training: Training,
+        rate: float,
+        advance: Advance,
+    ) -> None:
         """Train in place to the last epoch."""
         images, labels = images_of(keys, index, split, training.max_train)
         head_scale = Head(*[training.head_rate / rate] * 2)  # pyright: ignore[reportArgumentType]
         self._fitter.run(
-            fitting, (self.executor.leaves, np.int32(num_classes)), labels, Inputs(images),
-            FitConfig(training.epochs, rate), batch_size=training.batch_size,
-            order_key=keys.at(index, Phase.UPPER_BOUND_ORDER), noise_key=keys.at(index, Phase.METHOD_NOISE),
-            advance=advance, scale=Learned((1.0,) * len(self.pieces), head_scale),  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
+            fitting,
+            (self.executor.leaves, np.int32(num_classes)),
+            labels,
+            Inputs(images),
+            FitConfig(training.epochs, rate),
+            batch_size=training.batch_size,
+            order_key=keys.at(index, Phase.UPPER_BOUND_ORDER),
+            noise_key=keys.at(index, Phase.METHOD_NOISE),
+            advance=advance,
+            scale=Learned((1.0,) * len(self.pieces), head_scale),  # pyright: ignore[reportArgumentType]
+        )
 
     def leaves(self, parts: Any) -> list[Any]:
         """The backbone with these parts."""
@@ -243,7 +276,11 @@ def _is_at(entry: Entry, event: str, place: Place) -> bool:
 
 
 def mean_validation(
-    entries: Sequence[Entry], component: Component, rate: float, seeds: Sequence[int], num_tasks: int
+    entries: Sequence[Entry],
+    component: Component,
+    rate: float,
+    seeds: Sequence[int],
+    num_tasks: int,
 ) -> float | None:
     """Mean validation accuracy over tasks and seeds, task to task; None where a unit is missing."""
     found = [found_at(entries, "transfer", Place(component.name, seed, rate)) for seed in seeds]
@@ -253,9 +290,14 @@ def mean_validation(
 
 
 def chosen_rate(
-    entries: Sequence[Entry], component: Component, rates: Sequence[float], seeds: Sequence[int], num_tasks: int
+    entries: Sequence[Entry],
+    component: Component,
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    num_tasks: int,
 ) -> float | None:
-    """The rate with the best mean validation accuracy (of equal ones the first); None before the sweep is done."""
+    """The rate with the best mean validation accuracy (of equal ones the first); None before the
+    sweep is done."""
     means = [mean_validation(entries, component, rate, seeds, num_tasks) for rate in rates]
     if any(mean is None for mean in means):
         return None
@@ -266,32 +308,55 @@ class Units:
     """The units of one run directory."""
 
     def __init__(
-        self, directory: Path, network: Network, stream: Stream, training: Training, record: Record, stop: Stop,
-        save_every: float | None, say: Callable[[str], object],
-    ):  # fmt: skip
-        self.directory, self.network, self.stream, self.training = directory, network, stream, training
+        self,
+        directory: Path,
+        network: Network,
+        stream: Stream,
+        training: Training,
+        record: Record,
+        stop: Stop,
+        save_every: float | None,
+        say: Callable[[str], object],
+    ):
+        self.directory = directory
+        self.network = network
+        self.stream = stream
+        self.training = training
         self.record, self.stop, self.say = record, stop, say
         self.rolling = Rolling(directory / "running", stop, every=save_every)
 
     def images(self, index: int) -> int:
         """Images that a unit of this task trains on, all epochs together."""
-        num, most = len(self.stream.tasks[index].train.labels), self.training.max_train
+        num = len(self.stream.tasks[index].train.labels)
+        most = self.training.max_train
         return self.training.epochs * (num if most is None else min(num, most))
 
     def images_left(self, components: Sequence[Component], seeds: Sequence[int]) -> int:
         """Images of all units that are not finished."""
-        entries, tasks, total = read(self.directory), range(len(self.stream.tasks)), 0
+        entries = read(self.directory)
+        tasks = range(len(self.stream.tasks))
+        total = 0
         for component in components:
             rate = chosen_rate(entries, component, self.training.rates, seeds, len(tasks))
             for seed in seeds:
-                done = [found_at(entries, "transfer", Place(component.name, seed, r)) for r in self.training.rates]
-                done.append({} if rate is None else found_at(entries, "sequential", Place(component.name, seed, rate)))
-                total += sum(self.images(index) for units in done for index in tasks if index not in units)
+                done = [
+                    found_at(entries, "transfer", Place(component.name, seed, r))
+                    for r in self.training.rates
+                ]
+                done.append(
+                    {}
+                    if rate is None
+                    else found_at(entries, "sequential", Place(component.name, seed, rate))
+                )
+                total += sum(
+                    self.images(index) for units in done for index in tasks if index not in units
+                )
         return total
 
     def run(self, component: Component, seeds: Sequence[int], shown: Advance) -> None:
         """The sweep of one component task to task, then its sequences at the chosen rate."""
-        num, rates = len(self.stream.tasks), self.training.rates
+        num = len(self.stream.tasks)
+        rates = self.training.rates
         places = [Place(component.name, seed, rate) for seed in seeds for rate in rates]
         learner = Learner(self.network, component)
         for place in places:
@@ -314,16 +379,23 @@ class Units:
                 self.say(f"{place}: the sequence diverged, so this component has no forgetting")
 
     def _transfer(self, learner: Learner, place: Place, index: int, shown: Advance) -> None:
-        task, keys = self.stream.tasks[index], Keys(place.seed)
+        task = self.stream.tasks[index]
+        keys = Keys(place.seed)
         num = len(task.classes)
         running = self._running(f"transfer {place} {task.name}", f"{place}, {task.name}", shown)
         fitting = learner.begun(keys, index, num, learner.pretrained, running.saved)
         found = {"val_accuracy": 0.0, "test_accuracy": 0.0, "diverged": True}
         with running.phase("transfer", self.images(index), fitting.saved) as advance:
             try:
-                learner.fit(fitting, keys, index, num, task.train, self.training, place.rate, advance)
-                leaves, head = learner.leaves(fitting.learned.parts), fitting.learned.head
-                val, test = (self.network.accuracy(leaves, head, split, num) for split in (task.val, task.test))
+                learner.fit(
+                    fitting, keys, index, num, task.train, self.training, place.rate, advance
+                )
+                leaves = learner.leaves(fitting.learned.parts)
+                head = fitting.learned.head
+                val, test = (
+                    self.network.accuracy(leaves, head, split, num)
+                    for split in (task.val, task.test)
+                )
                 found = {"val_accuracy": val, "test_accuracy": test, "diverged": False}
             except FloatingPointError:
                 pass  # too large a rate: what the sweep is there to find out
@@ -331,33 +403,49 @@ class Units:
         self.rolling.clear()
 
     def _sequence(self, learner: Learner, place: Place, shown: Advance) -> None:
-        tasks, keys = self.stream.tasks, Keys(place.seed)
+        tasks = self.stream.tasks
+        keys = Keys(place.seed)
         if len(found_at(read(self.directory), "sequential", place)) == len(tasks):
             return
         running = self._running(f"sequential {place}", f"{place}, sequential", shown)
-        begin, heads = 0, list[Head]()
+        begin = 0
+        heads = list[Head]()
         if running.saved is not None:
             begin = running.saved.meta["index"]
             known = [running.saved.arrays["heads"][f"{index:04d}"] for index in range(begin)]
-            heads = [Head(*(jnp.asarray(leaf) for _, leaf in sorted(arrays.items()))) for arrays in known]
+            heads = [
+                Head(*(jnp.asarray(leaf) for _, leaf in sorted(arrays.items()))) for arrays in known
+            ]
         # what was learned after the checkpoint is learned again
-        self.record.keep(lambda entry: not (_is_at(entry, "sequential", place) and entry["index"] >= begin))
-        fitting = learner.begun(keys, begin, len(tasks[begin].classes), learner.pretrained, running.saved)
+        self.record.keep(
+            lambda entry: not (_is_at(entry, "sequential", place) and entry["index"] >= begin)
+        )
+        fitting = learner.begun(
+            keys, begin, len(tasks[begin].classes), learner.pretrained, running.saved
+        )
         for index in range(begin, len(tasks)):
-            task, num, row = tasks[index], len(tasks[index].classes), list[float]()
+            task = tasks[index]
+            num = len(tasks[index].classes)
+            row = list[float]()
             state = functools.partial(_sequence_state, index, fitting, tuple(heads))
             with running.phase("sequential", self.images(index), state) as advance:
-                learner.fit(fitting, keys, index, num, task.train, self.training, place.rate, advance)
+                learner.fit(
+                    fitting, keys, index, num, task.train, self.training, place.rate, advance
+                )
                 leaves = learner.leaves(fitting.learned.parts)
                 # each task so far with the head that it was learned with
                 for known, head in zip(tasks, [*heads, fitting.learned.head], strict=False):
                     row.append(self.network.accuracy(leaves, head, known.test, len(known.classes)))
                     advance(0)
-            self.record.write("sequential", **place._asdict(), index=index, task=task.name, accuracy=row)
+            self.record.write(
+                "sequential", **place._asdict(), index=index, task=task.name, accuracy=row
+            )
             if index + 1 < len(tasks):
                 learned: Learned = fitting.learned
                 heads.append(learned.head)
-                fitting = learner.begun(keys, index + 1, len(tasks[index + 1].classes), learned.parts)
+                fitting = learner.begun(
+                    keys, index + 1, len(tasks[index + 1].classes), learned.parts
+                )
                 # without it the next process would learn this task again
                 saved = _sequence_state(index + 1, fitting, heads)
                 running.rolling.save(running.task, lambda saved=saved: saved)
@@ -367,7 +455,9 @@ class Units:
         def noted(num_images: int, epoch: str = "", /) -> None:
             shown(num_images, f"{note}, {epoch}" if epoch else note)
 
-        return RunningTask(task_number(name), self.rolling, lambda phase, total: nullcontext(noted), self.say)
+        return RunningTask(
+            task_number(name), self.rolling, lambda phase, total: nullcontext(noted), self.say
+        )
 
 
 def _sequence_state(index: int, fitting: Fitting, heads: Sequence[Head]) -> Saved:

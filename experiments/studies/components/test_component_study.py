@@ -44,7 +44,10 @@ VIT = dataclasses.replace(small.CONFIG, depth=2)
 
 def pretrained() -> Pretrained:
     # ten times as large as a start of training, so that blocks matter
-    params = {name: 10 * v if name.endswith("kernel") else v for name, v in init_params(VIT, jax.random.key(0)).items()}
+    params = {
+        name: 10 * v if name.endswith("kernel") else v
+        for name, v in init_params(VIT, jax.random.key(0)).items()
+    }
     return Pretrained(VIT, params, "random", "seed 0", {})
 
 
@@ -57,7 +60,9 @@ def executor():
 def learn(directory, names):
     loaded = mtil.Loaded(STREAM, pretrained(), None, None)
     engine = EngineConfig(executor="stages")
-    return component_study.learn(directory, loaded, TRAINING, components_of(names), [0], Progress(), engine=engine)
+    return component_study.learn(
+        directory, loaded, TRAINING, components_of(names), [0], Progress(), engine=engine
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +73,22 @@ def finished(tmp_path_factory):
 
 
 def test_the_components_are_the_papers_with_the_sizes_of_their_layers(executor):
-    d, f, blocks = 16, 64, 2
+    d = 16
+    f = 64
+    blocks = 2
     assert num_params(executor) == {
-        "ln1_ln2": blocks * 4 * d, "ffn": blocks * (2 * d * f + f + d), "mlp_down": blocks * (d * f + d),
-        "ln2": blocks * 2 * d, "mhsa_ln1": blocks * (4 * d * d + 4 * d + 2 * d), "ln1": blocks * 2 * d,
-        "query": blocks * (d * d + d), "key": blocks * (d * d + d), "query_key": blocks * 2 * (d * d + d),
-        "value": blocks * (d * d + d), "projection": blocks * (d * d + d),
-    }  # fmt: skip
+        "ln1_ln2": blocks * 4 * d,
+        "ffn": blocks * (2 * d * f + f + d),
+        "mlp_down": blocks * (d * f + d),
+        "ln2": blocks * 2 * d,
+        "mhsa_ln1": blocks * (4 * d * d + 4 * d + 2 * d),
+        "ln1": blocks * 2 * d,
+        "query": blocks * (d * d + d),
+        "key": blocks * (d * d + d),
+        "query_key": blocks * 2 * (d * d + d),
+        "value": blocks * (d * d + d),
+        "projection": blocks * (d * d + d),
+    }
     assert [component.index for component in COMPONENTS] == list(range(1, 12))
 
 
@@ -91,22 +105,30 @@ def test_putting_a_component_back_changes_its_own_numbers_and_no_others(executor
 
 
 def test_the_thirds_of_the_fused_weight_are_query_key_and_value(executor):
-    """Without queries attention is even, whatever the keys are; without keys, whatever the queries are."""
+    """Without queries attention is even, whatever the keys are; without keys, whatever the queries
+    are."""
     images = STREAM.tasks[0].test.images[:4]
     features = executor.jit(lambda leaves, images: executor.vit_of(leaves)(images))
     rng = np.random.default_rng(0)
 
     def with_parts(leaves, name, *, scale):
         pieces = pieces_of(executor, BY_NAME[name])
-        parts = [scale * rng.normal(size=part.shape).astype(np.float32) for part in taken(leaves, pieces)]
+        parts = [
+            scale * rng.normal(size=part.shape).astype(np.float32) for part in taken(leaves, pieces)
+        ]
         return put_back(leaves, pieces, parts)
 
     leaves = [np.asarray(leaf) for leaf in executor.leaves]
     for absent, silent in (("query", "key"), ("key", "query")):
         even = with_parts(leaves, absent, scale=0.0)
         there = np.asarray(features(even, images))
-        np.testing.assert_allclose(features(with_parts(even, silent, scale=1.0), images), there, atol=1e-4)
-        assert np.abs(np.asarray(features(with_parts(even, "value", scale=1.0), images)) - there).max() > 0.1
+        np.testing.assert_allclose(
+            features(with_parts(even, silent, scale=1.0), images), there, atol=1e-4
+        )
+        assert (
+            np.abs(np.asarray(features(with_parts(even, "value", scale=1.0), images)) - there).max()
+            > 0.1
+        )
         assert np.abs(np.asarray(features(leaves, images)) - there).max() > 1e-3
 
 
@@ -114,14 +136,18 @@ def fit(learner, index, rate):
     task = STREAM.tasks[index]
     num = len(task.classes)
     fitting = learner.begun(Keys(index), index, num, learner.pretrained)
-    learner.fit(fitting, Keys(index), index, num, task.train, TRAINING, rate, lambda num, note="", /: None)
+    learner.fit(
+        fitting, Keys(index), index, num, task.train, TRAINING, rate, lambda num, note="", /: None
+    )
     leaves = learner.leaves(fitting.learned.parts)
     learner.network.accuracy(leaves, fitting.learned.head, task.test, num)
     return leaves
 
 
 @pytest.mark.full
-def test_training_keeps_the_bytes_of_all_but_the_component_and_compiles_one_step(executor, compilations):
+def test_training_keeps_the_bytes_of_all_but_the_component_and_compiles_one_step(
+    executor, compilations
+):
     learner = Learner(Network(executor, 16), BY_NAME["key"])
     before = [np.array(leaf) for leaf in executor.leaves]
     after = [np.asarray(leaf) for leaf in fit(learner, 0, 1e-2)]
@@ -158,7 +184,9 @@ def test_the_study_sweeps_the_rate_and_a_sequence_begins_as_its_first_task_alone
     saved = json.loads((directory / "component_study.json").read_text())
     assert saved["components"] == json.loads(json.dumps(rows))
     text = (directory / "component_study.md").read_text()
-    assert "ViT-Base on VDD, another backbone and stream" in text and "the best of 1e-09, 0.01" in text
+    assert (
+        "ViT-Base on VDD, another backbone and stream" in text and "the best of 1e-09, 0.01" in text
+    )
     lines = (directory / "component_study.csv").read_text().splitlines()
     assert len(lines) == 3 and lines[2].startswith('"11","Projection","544",')
 
@@ -171,8 +199,13 @@ def units_of(directory):
 
 
 @pytest.mark.full
-def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(finished, tmp_path, monkeypatch):
-    steps, stopping, fit, init = [0], list[Stop](), Learner.fit, Units.__init__
+def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(
+    finished, tmp_path, monkeypatch
+):
+    steps = [0]
+    stopping = list[Stop]()
+    fit = Learner.fit
+    init = Units.__init__
     # 4 steps a unit: in the last unit of the sweep, in the last task of the sequence
     stops = {23, 35}
 
@@ -216,9 +249,21 @@ def test_a_finished_study_trains_nothing_and_belongs_to_its_settings(finished, m
 
 
 def test_the_rate_is_the_best_mean_over_tasks_and_seeds_and_none_before_the_sweep_is_done():
-    accuracy = {(0, 1e-3): (0.9, 0.1), (0, 1e-2): (0.5, 0.6), (1, 1e-3): (0.8, 0.1), (1, 1e-2): (0.5, 0.5)}
+    accuracy = {
+        (0, 1e-3): (0.9, 0.1),
+        (0, 1e-2): (0.5, 0.6),
+        (1, 1e-3): (0.8, 0.1),
+        (1, 1e-2): (0.5, 0.5),
+    }
     entries = [
-        {"event": "transfer", "component": "ln1", "seed": seed, "rate": rate, "index": index, "val_accuracy": value}
+        {
+            "event": "transfer",
+            "component": "ln1",
+            "seed": seed,
+            "rate": rate,
+            "index": index,
+            "val_accuracy": value,
+        }
         for (seed, rate), values in accuracy.items()
         for index, value in enumerate(values)
     ]
@@ -231,17 +276,35 @@ def test_the_rate_is_the_best_mean_over_tasks_and_seeds_and_none_before_the_swee
 def test_forgetting_of_seeds_has_a_mean_and_a_standard_deviation():
     sequences = {0: [[0.9], [0.7, 0.8]], 1: [[0.8], [0.8, 0.8]]}
     entries = [
-        {"event": "sequential", "component": "ln1", "seed": seed, "rate": 0.1, "index": index, "accuracy": row}
+        {
+            "event": "sequential",
+            "component": "ln1",
+            "seed": seed,
+            "rate": 0.1,
+            "index": index,
+            "accuracy": row,
+        }
         for seed, rows in sequences.items()
         for index, row in enumerate(rows)
     ] + [
         {
-            "event": "transfer", "component": "ln1", "seed": seed, "rate": 0.1, "index": index,
-            "val_accuracy": 0.5, "test_accuracy": 0.6 + 0.2 * index,
+            "event": "transfer",
+            "component": "ln1",
+            "seed": seed,
+            "rate": 0.1,
+            "index": index,
+            "val_accuracy": 0.5,
+            "test_accuracy": 0.6 + 0.2 * index,
         }
-        for seed in sequences for index in range(2)
-    ]  # fmt: skip
-    setting = {"training": {"rates": [0.1]}, "seeds": [0, 1], "tasks": ["a", "b"], "backbone_params": 400}
+        for seed in sequences
+        for index in range(2)
+    ]
+    setting = {
+        "training": {"rates": [0.1]},
+        "seeds": [0, 1],
+        "tasks": ["a", "b"],
+        "backbone_params": 400,
+    }
     (row,) = component_study.rows_of(entries, [BY_NAME["ln1"]], {"ln1": 8}, setting)
     assert row["average_forgetting"]["mean"] == pytest.approx(10) and row["params_percent"] == 2
     assert row["average_forgetting"]["std"] == pytest.approx(20 / np.sqrt(2))
@@ -251,7 +314,9 @@ def test_forgetting_of_seeds_has_a_mean_and_a_standard_deviation():
 def test_components_are_named_or_numbered_and_unknown_ones_refused():
     assert [component.index for component in components_of("projection, 3,mlp_down")] == [3, 11]
     assert components_of("all") == list(COMPONENTS)
-    with pytest.raises(ValueError, match="--components names 'projektion'; expected some of: .*projection, 11"):
+    with pytest.raises(
+        ValueError, match="--components names 'projektion'; expected some of: .*projection, 11"
+    ):
         components_of("projektion")
     with pytest.raises(ValueError, match="--components names '12'"):
         components_of("1,12")

@@ -1,4 +1,5 @@
-"""What the heads of finished runs say: the best logit of an image's own task against those of all other classes."""
+"""What the heads of finished runs say: the best logit of an image's own task against those of all
+other classes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -21,7 +22,8 @@ from cheem_jax.run_config import networks_of
 from studies.heads.theory import match_probability, match_with_unequal_rivals
 
 GLOBAL_HEADS = ("ewc", "moal", "coda_prompt", "dualprompt", "l2p")
-"""Methods whose logits of all tasks' classes come from one pass through one head, and may be compared."""
+"""Methods whose logits of all tasks' classes come from one pass through one head, and may be
+compared."""
 
 FEW = 10
 """Images of a class below which they have no normal fit of their own."""
@@ -45,7 +47,8 @@ class Margins(NamedTuple):
     local_accuracy: float
     """By the largest logit within the task."""
     predicted_by_class: float
-    """Match probability where each rival has its own mean and deviation for each true class, see `by_class`."""
+    """Match probability where each rival has its own mean and deviation for each true class, see
+    `by_class`."""
 
     @property
     def margin(self) -> Float[np.ndarray, "N"]:
@@ -94,35 +97,50 @@ def margins_of(
     Raises ValueError for logits that are not finite, and where there is no rival.
     """
     if not np.isfinite(logits).all():
-        raise ValueError(f"task {task!r}: {int((~np.isfinite(logits)).sum())} logits are not finite")
+        raise ValueError(
+            f"task {task!r}: {int((~np.isfinite(logits)).sum())} logits are not finite"
+        )
     if logits.shape[1] == num:
         raise ValueError(
-            f"all {num} classes are those of {task!r}; a head of one task has no other classes to compare with"
+            f"all {num} classes are those of {task!r}; a head of one task has no other classes to"
+            " compare with"
         )
     logits = logits.astype(np.float64)
-    own, rivals = logits[:, first : first + num], np.delete(logits, np.s_[first : first + num], axis=1)
+    own = logits[:, first : first + num]
+    rivals = np.delete(logits, np.s_[first : first + num], axis=1)
     return Margins(
-        task, rivals.shape[1], own.max(axis=1), rivals.max(axis=1), float(rivals.mean()), float(rivals.std()),
+        task,
+        rivals.shape[1],
+        own.max(axis=1),
+        rivals.max(axis=1),
+        float(rivals.mean()),
+        float(rivals.std()),
         accuracy=float((logits.argmax(axis=1) == first + labels).mean()),
         local_accuracy=float((own.argmax(axis=1) == labels).mean()),
         predicted_by_class=by_class(own.max(axis=1), rivals, labels),
-    )  # fmt: skip
+    )
 
 
-def by_class(best: Float[np.ndarray, "N"], rivals: Float[np.ndarray, "N M"], labels: Int[np.ndarray, "N"]) -> float:
-    """What the theory predicts from the normal fit of Z* and of each rival, for the images of each true class.
+def by_class(
+    best: Float[np.ndarray, "N"], rivals: Float[np.ndarray, "N M"], labels: Int[np.ndarray, "N"]
+) -> float:
+    """What the theory predicts from the normal fit of Z* and of each rival, for the images of each
+    true class.
 
-    Rivals remain normal and independent, but are no longer alike. Rare classes are taken together, and left out where
-    they are few even so: a fit of few images would only repeat them.
+    Rivals remain normal and independent, but are no longer alike. Rare classes are taken together,
+    and left out where they are few even so: a fit of few images would only repeat them.
     """
     groups = np.where(np.bincount(labels)[labels] < FEW, -1, labels)
     rows = [groups == group for group in np.unique(groups)]
     rows = [some for some in rows if some.sum() >= min(FEW, len(labels))]
     found = []
     for some in rows:
-        z, others = best[some], rivals[some]
+        z = best[some]
+        others = rivals[some]
         found.append(
-            match_with_unequal_rivals(float(z.mean()), float(z.std()), others.mean(axis=0), others.std(axis=0))
+            match_with_unequal_rivals(
+                float(z.mean()), float(z.std()), others.mean(axis=0), others.std(axis=0)
+            )
         )
     return float(np.average(found, weights=[some.sum() for some in rows]))
 
@@ -130,19 +148,27 @@ def by_class(best: Float[np.ndarray, "N"], rivals: Float[np.ndarray, "N M"], lab
 def fit_of(found: Sequence[Margins]) -> Fit:
     """The normal distributions of one task's logits, or of several tasks' taken together."""
     best = np.concatenate([margins.best_own for margins in found])
-    weights = np.array([len(margins.best_own) * margins.num_rivals for margins in found], np.float64)
-    means, stds = (np.array([getattr(margins, name) for margins in found]) for name in ("rival_mean", "rival_std"))
+    weights = np.array(
+        [len(margins.best_own) * margins.num_rivals for margins in found], np.float64
+    )
+    means, stds = (
+        np.array([getattr(margins, name) for margins in found])
+        for name in ("rival_mean", "rival_std")
+    )
     mean = np.average(means, weights=weights)
     variance = np.average(stds**2 + (means - mean) ** 2, weights=weights)
     return Fit(float(best.mean()), float(best.std()), float(mean), float(np.sqrt(variance)))
 
 
 def summary(found: Sequence[Margins]) -> dict[str, Any]:
-    """What was measured and what the theory says, of one task or of several taken together; probabilities in [0, 1].
+    """What was measured and what the theory says, of one task or of several taken together;
+    probabilities in [0, 1].
 
-    `predicted` takes one normal fit for all, and the mean over images of what it gives for their numbers of rivals.
+    `predicted` takes one normal fit for all, and the mean over images of what it gives for their
+    numbers of rivals.
     """
-    fit, margin = fit_of(found), np.concatenate([margins.margin for margins in found])
+    fit = fit_of(found)
+    margin = np.concatenate([margins.margin for margins in found])
     images = [len(margins.margin) for margins in found]
 
     def mean(values: Sequence[float]) -> float:
@@ -171,38 +197,57 @@ def by_task(measured: Measured) -> list[dict[str, Any]]:
 
 
 def check_same(run: RunRecord, stream: Stream, pretrained: Pretrained) -> None:
-    """ValueError unless images and labels of the tasks, and the weights, are those that the run saw."""
-    known, found = run.config["data_sha256"], {task.name: data_hash(task) for task in stream.tasks}
-    if other := [name for name in dict.fromkeys([*run.order, *found]) if known.get(name) != found.get(name)]:
+    """ValueError unless images and labels of the tasks, and the weights, are those that the run
+    saw."""
+    known = run.config["data_sha256"]
+    found = {task.name: data_hash(task) for task in stream.tasks}
+    if other := [
+        name for name in dict.fromkeys([*run.order, *found]) if known.get(name) != found.get(name)
+    ]:
         raise ValueError(
-            f"{run.directory} saw other images or labels of {', '.join(other)} than {stream.name!r} contains here; "
-            "give the --stream, --data-dir and --split-seed of that run"
+            f"{run.directory} saw other images or labels of {', '.join(other)} than {stream.name!r}"
+            " contains here; give the --stream, --data-dir and --split-seed of that run"
         )
     if pretrained.sha256 != (weights := run.config["weights_sha256"]):
         raise ValueError(
-            f"{run.directory} began with weights {weights:.12}, but those of {pretrained.config.name!r} from "
-            f"{pretrained.source} are {pretrained.sha256:.12}; give its --weights"
+            f"{run.directory} began with weights {weights:.12}, but those of"
+            f" {pretrained.config.name!r} from {pretrained.source} are {pretrained.sha256:.12};"
+            " give its --weights"
         )
 
 
 def measure(
-    run: RunRecord, stream: Stream, pretrained: Pretrained, workshop: dict[Any, Networks] | None = None
+    run: RunRecord,
+    stream: Stream,
+    pretrained: Pretrained,
+    workshop: dict[Any, Networks] | None = None,
 ) -> list[Margins]:
-    """Every task's margins after the last one, from the run's checkpoints and the images that it saw.
+    """Every task's margins after the last one, from the run's checkpoints and the images that it
+    saw.
 
-    Raises ValueError for other images or weights than the run's, and for checkpoints that are not whole.
+    Raises ValueError for other images or weights than the run's, and for checkpoints that are not
+    whole.
     """
     check_same(run, stream, pretrained)
-    name, file = run.results["method"], run.directory / "config.json"
+    name = run.results["method"]
+    file = run.directory / "config.json"
     engine = settings_of(EngineConfig, run.config["engine"], file)
     config = settings_of(type(preset_of(name, "paper")), run.config[name], file)
     networks = networks_of(pretrained, None, config, engine, workshop=workshop)
-    method = cast(Prompting | Ewc | Moal, make(config, networks, Keys(run.config["seed"]), len(stream.tasks)))
+    method = cast(
+        Prompting | Ewc | Moal, make(config, networks, Keys(run.config["seed"]), len(stream.tasks))
+    )
     method.open(run.directory / "checkpoints" / name)
     if (names := tuple(method.classes.names)) != run.order:
-        raise ValueError(f"{run.directory} learned {run.order}, but its checkpoints hold {names}; bring back the rest")
-    first, found = method.classes.first, []
+        raise ValueError(
+            f"{run.directory} learned {run.order}, but its checkpoints hold {names}; bring back the"
+            " rest"
+        )
+    first = method.classes.first
+    found = []
     for index, task in enumerate(stream.tasks):
         logits = method.logits(task.test.images)[:, : first[-1]]
-        found.append(margins_of(task.name, logits, task.test.labels, int(first[index]), len(task.classes)))
+        found.append(
+            margins_of(task.name, logits, task.test.labels, int(first[index]), len(task.classes))
+        )
     return found

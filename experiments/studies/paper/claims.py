@@ -1,4 +1,5 @@
-"""What the paper claims, checked on collected runs: a number, an interval, a verdict by a rule, and their tables."""
+"""What the paper claims, checked on collected runs: a number, an interval, a verdict by a rule, and
+their tables."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,8 +12,13 @@ from studies.paper.collected import Cell, Cells, Collected
 from studies.paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
 from studies.paper.printed import TOLD_METHOD, printed
 
-HOLDS, FAILS, OPEN, NOT_RUN = "confirmed", "refuted", "not decided", "not run"
-EQUAL, FAR, ORDERS = 0.01, 0.20, 0.02
+HOLDS = "confirmed"
+FAILS = "refuted"
+OPEN = "not decided"
+NOT_RUN = "not run"
+EQUAL = 0.01
+FAR = 0.20
+ORDERS = 0.02
 """Accuracy that counts as equal, as a collapse, and as insensitive to the order."""
 CHEEM = Cell("cheem")
 CLOSED_FORM = Cell("cheem", "closed-form score")
@@ -65,7 +71,8 @@ def within(estimate: Estimate, bound: float) -> str:
 
 
 def largest_gap() -> float:
-    """By how much CHEEM stays below full fine-tuning in the paper at most, over streams and backbones: a fraction."""
+    """By how much CHEEM stays below full fine-tuning in the paper at most, over streams and
+    backbones: a fraction."""
     table = printed()["upper_bounds"]
     gaps = [
         table[cell._replace(method=TOLD_METHOD)].value - number.value
@@ -87,40 +94,55 @@ def compared(
 ) -> Verdict:
     """Difference of average accuracy, paired by seed and test image.
 
-    `given`: whether our method and the other one are given the task ID; `without` names a task that is left out.
+    `given`: whether our method and the other one are given the task ID; `without` names a task that
+    is left out.
     """
-    (pairs, why), search = in_common(cells, ours, theirs), SEARCHES.get(ours._replace(order="default"), "")
+    (pairs, why), search = (
+        in_common(cells, ours, theirs),
+        SEARCHES.get(ours._replace(order="default"), ""),
+    )
     if why:
         return Verdict(claim, None, "points", (), NOT_RUN, why, search)
     order = [name for name in next(iter(pairs.values()))[0].run.order if name != without]
-    a, b = ([pair[side].answers(order, given=given[side]) for pair in pairs.values()] for side in (0, 1))
+    a, b = (
+        [pair[side].answers(order, given=given[side]) for pair in pairs.values()] for side in (0, 1)
+    )
     estimate = accuracy_difference(a, b)
     return Verdict(claim, estimate, "points", tuple(pairs), word(estimate), search=search)
 
 
-def in_common(cells: Cells, ours: Cell, theirs: Cell) -> tuple[dict[int, tuple[Collected, Collected]], str]:
+def in_common(
+    cells: Cells, ours: Cell, theirs: Cell
+) -> tuple[dict[int, tuple[Collected, Collected]], str]:
     """Runs of both cells by seed, or why there are none."""
     if missing := [cell.title for cell in (ours, theirs) if cell not in cells]:
         return {}, f"no run of {' and of '.join(missing)}"
-    pairs = {seed: (run, cells[theirs][seed]) for seed, run in cells[ours].items() if seed in cells[theirs]}
+    pairs = {
+        seed: (run, cells[theirs][seed])
+        for seed, run in cells[ours].items()
+        if seed in cells[theirs]
+    }
     return pairs, "" if pairs else f"no seed was run with both {ours.title} and {theirs.title}"
 
 
 def searches(cells: Cells) -> list[Cell]:
-    """CHEEM as the paper has it and with the other search, those that were run; the former where neither was."""
+    """CHEEM as the paper has it and with the other search, those that were run; the former where
+    neither was."""
     return [cell for cell in (CHEEM, CLOSED_FORM) if cell in cells] or [CHEEM]
 
 
 def better_than(method: str) -> Callable[[Cells], list[Verdict]]:
     """CHEEM's average accuracy minus that of a method."""
     return lambda cells: [
-        compared(f"{ours.title} − {METHODS[method]}", cells, ours, Cell(method), above) for ours in searches(cells)
+        compared(f"{ours.title} − {METHODS[method]}", cells, ours, Cell(method), above)
+        for ours in searches(cells)
     ]
 
 
 def close_to_the_bound(cells: Cells) -> list[Verdict]:
     """CHEEM minus full fine-tuning, with the task ID given to both and to the bound alone."""
-    bound, margin = Cell(TOLD_METHOD), -largest_gap()
+    bound = Cell(TOLD_METHOD)
+    margin = -largest_gap()
 
     def line(ours: Cell, what: str, given: tuple[bool, bool]) -> Verdict:
         title = f"{ours.title} − full fine-tuning, {what}"
@@ -137,12 +159,17 @@ def close_to_the_bound(cells: Cells) -> list[Verdict]:
 
 
 def easy_tasks_skip_more(cells: Cells) -> list[Verdict]:
-    """Rank correlation over tasks of the accuracy of frozen heads with the number of blocks that chose Skip."""
+    """Rank correlation over tasks of the accuracy of frozen heads with the number of blocks that
+    chose Skip."""
     return [_skips_of(cells, ours) for ours in searches(cells)]
 
 
 def _skips_of(cells: Cells, ours: Cell) -> Verdict:
-    title, search, x, y, seeds = f"{ours.title}: rank correlation", SEARCHES[ours], [], [], []
+    title = f"{ours.title}: rank correlation"
+    search = SEARCHES[ours]
+    x = []
+    y = []
+    seeds = []
     for seed, collected in cells.get(ours, {}).items():
         results, order = collected.run.results, collected.run.order
         frozen = results["yardsticks"].get("frozen_linear", {}).get("local_accuracy")
@@ -153,9 +180,13 @@ def _skips_of(cells: Cells, ours: Cell) -> Verdict:
             seeds.append(seed)
             x.append(frozen[-1])
             chosen = [from_strings(task["architecture"]) for task in results["tasks"]]
-            y.append([sum(choice.kind == "skip" for choice in architecture) for architecture in chosen])
+            y.append(
+                [sum(choice.kind == "skip" for choice in architecture) for architecture in chosen]
+            )
     if not seeds:
-        return Verdict(title, None, "", (), NOT_RUN, "no run of CHEEM with frozen heads beside it", search)
+        return Verdict(
+            title, None, "", (), NOT_RUN, "no run of CHEEM with frozen heads beside it", search
+        )
     try:
         found = rank_correlation(np.array(x, float), np.array(y, float))
     except ValueError:
@@ -166,10 +197,15 @@ def _skips_of(cells: Cells, ours: Cell) -> Verdict:
 
 
 def fewer_parameters_than_uniform(cells: Cells) -> list[Verdict]:
-    """HEE minus uniform sampling, of every search that has both: average accuracy, and parameters added per task."""
+    """HEE minus uniform sampling, of every search that has both: average accuracy, and parameters
+    added per task."""
     usual = searches(cells)
     both = [ours for ours in usual if uniform_of(ours) in cells] or usual[:1]
-    return [line for ours in both for line in _without_hee(cells, ours, "" if ours == CHEEM else f"{ours.title}: ")]
+    return [
+        line
+        for ours in both
+        for line in _without_hee(cells, ours, "" if ours == CHEEM else f"{ours.title}: ")
+    ]
 
 
 def uniform_of(ours: Cell) -> Cell:
@@ -179,21 +215,37 @@ def uniform_of(ours: Cell) -> Cell:
 
 def _without_hee(cells: Cells, ours: Cell, whose: str) -> list[Verdict]:
     uniform = uniform_of(ours)
-    accuracy = compared(f"{whose}HEE − uniform, accuracy", cells, ours, uniform, lambda found: above(found, -EQUAL))
-    title, unit = f"{whose}HEE − uniform, parameters added per task", "% of the backbone"
+    accuracy = compared(
+        f"{whose}HEE − uniform, accuracy", cells, ours, uniform, lambda found: above(found, -EQUAL)
+    )
+    title = f"{whose}HEE − uniform, parameters added per task"
+    unit = "% of the backbone"
     pairs, why = in_common(cells, ours, uniform)
     if why:
         return [accuracy, Verdict(title, None, unit, (), NOT_RUN, why, accuracy.search)]
     tasks = [[side.run.results["tasks"] for side in pair] for pair in pairs.values()]
-    added = np.array([[[task["params_added_percent"] for task in side] for side in pair] for pair in tasks], float)
+    added = np.array(
+        [[[task["params_added_percent"] for task in side] for side in pair] for pair in tasks],
+        float,
+    )
     found = mean_difference(added[:, 0], added[:, 1])
-    return [accuracy, Verdict(title, found, unit, tuple(pairs), below(found), search=accuracy.search)]
+    return [
+        accuracy,
+        Verdict(title, found, unit, tuple(pairs), below(found), search=accuracy.search),
+    ]
 
 
 def prompts_collapse(cells: Cells) -> list[Verdict]:
-    """Methods whose heads answer for all tasks together, below one with a head per task and below frozen features."""
+    """Methods whose heads answer for all tasks together, below one with a head per task and below
+    frozen features."""
     return [
-        compared(f"{METHODS[sound]} − {METHODS[method]}", cells, Cell(sound), Cell(method), lambda e: above(e, FAR))
+        compared(
+            f"{METHODS[sound]} − {METHODS[method]}",
+            cells,
+            Cell(sound),
+            Cell(method),
+            lambda e: above(e, FAR),
+        )
         for sound in SOUND
         for method in COLLAPSING
     ]
@@ -204,7 +256,16 @@ def insensitive_to_the_order(cells: Cells) -> list[Verdict]:
     pairs = [(cell, cell._replace(order="default")) for cell in cells if cell.order != "default"]
     pairs = [(cell, usual) for cell, usual in pairs if usual in (CHEEM, CLOSED_FORM)]
     if not pairs:
-        return [Verdict("CHEEM in other orders", None, "points", (), NOT_RUN, "no run of CHEEM in another order")]
+        return [
+            Verdict(
+                "CHEEM in other orders",
+                None,
+                "points",
+                (),
+                NOT_RUN,
+                "no run of CHEEM in another order",
+            )
+        ]
     return [
         compared(f"{cell.title} − usual order", cells, cell, usual, lambda e: within(e, ORDERS))
         for cell, usual in pairs
@@ -215,66 +276,106 @@ def claims() -> list[Claim]:
     """All claims, in the order of the page."""
     zero = "interval above 0 confirms it, below 0 refutes it"
     return [
-        Claim("a", "CHEEM is more accurate than LoRA-CL", f"average accuracy; {zero}", better_than("lora_cl")),
-        Claim("b", "CHEEM is more accurate than S-Prompts", f"average accuracy; {zero}", better_than("s_prompts")),
         Claim(
-            "c", "CHEEM is close to full fine-tuning",
-            f"close: at most {100 * largest_gap():.1f} points below it, the paper's largest gap (the whole interval)",
+            "a",
+            "CHEEM is more accurate than LoRA-CL",
+            f"average accuracy; {zero}",
+            better_than("lora_cl"),
+        ),
+        Claim(
+            "b",
+            "CHEEM is more accurate than S-Prompts",
+            f"average accuracy; {zero}",
+            better_than("s_prompts"),
+        ),
+        Claim(
+            "c",
+            "CHEEM is close to full fine-tuning",
+            f"close: at most {100 * largest_gap():.1f} points below it, the paper's largest gap"
+            " (the whole interval)",
             close_to_the_bound,
         ),
         Claim(
-            "d", "easy tasks skip more blocks",
-            "Spearman's coefficient over tasks, of the accuracy of frozen heads with the task ID given (chance "
-            f"included) and the number of blocks that chose Skip; {zero}, with p below 0.05",
+            "d",
+            "easy tasks skip more blocks",
+            "Spearman's coefficient over tasks, of the accuracy of frozen heads with the task ID"
+            f" given (chance included) and the number of blocks that chose Skip; {zero}, with p"
+            " below 0.05",
             easy_tasks_skip_more,
         ),
         Claim(
-            "e", "HEE adds fewer parameters than uniform sampling at equal accuracy",
-            f"accuracy at most {100 * EQUAL:.0f} point below (the whole interval), and parameters below 0",
+            "e",
+            "HEE adds fewer parameters than uniform sampling at equal accuracy",
+            f"accuracy at most {100 * EQUAL:.0f} point below (the whole interval), and parameters"
+            " below 0",
             fewer_parameters_than_uniform,
         ),
         Claim(
-            "f", "prompting methods whose head spans all tasks collapse",
-            f"a collapse: more than {100 * FAR:.0f} points below a method with a head per task (the whole interval)",
+            "f",
+            "prompting methods whose head spans all tasks collapse",
+            f"a collapse: more than {100 * FAR:.0f} points below a method with a head per task (the"
+            " whole interval)",
             prompts_collapse,
         ),
         Claim(
-            "g", "CHEEM is insensitive to the order of the tasks",
-            f"the whole interval within ± {100 * ORDERS:.0f} points confirms it, all outside refutes it; a small p "
-            "says that the order matters, not by how much",
+            "g",
+            "CHEEM is insensitive to the order of the tasks",
+            f"the whole interval within ± {100 * ORDERS:.0f} points confirms it, all outside"
+            " refutes it; a small p says that the order matters, not by how much",
             insensitive_to_the_order,
         ),
         Claim(
-            "h", "CHEEM is more accurate than frozen, linear heads (not a claim of the paper)",
-            f"average accuracy; {zero}", better_than("frozen_linear"),
+            "h",
+            "CHEEM is more accurate than frozen, linear heads (not a claim of the paper)",
+            f"average accuracy; {zero}",
+            better_than("frozen_linear"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
-    """The claims by what became of them, with the search where it matters: two differ, or only the other one ran."""
+    """The claims by what became of them, with the search where it matters: two differ, or only the
+    other one ran."""
     titles = {
-        HOLDS: "Confirmed here", FAILS: "**Refuted here**", OPEN: "Not decided by these runs",
+        HOLDS: "Confirmed here",
+        FAILS: "**Refuted here**",
+        OPEN: "Not decided by these runs",
         NOT_RUN: "Not run, or not in full",
-    }  # fmt: skip
+    }
     found = {word: [] for word in titles}
     for claim, lines in judged:
-        words = {search: of_claim([line for line in lines if line.search == search]) for search in searches_of(lines)}
+        words = {
+            search: of_claim([line for line in lines if line.search == search])
+            for search in searches_of(lines)
+        }
         is_told = len(set(words.values())) > 1 or list(words) == [SEARCHES[CLOSED_FORM]]
         for search, word in words.items() if is_told else [("", of_claim(lines))]:
-            found[word].append(f"({claim.letter}) {claim.title}" + (f" ({search})" if search else ""))
-    told = [f"- {title}: {'; '.join(found[word])}." for word, title in titles.items() if found[word]]
-    alone = sorted({c.letter for c, lines in judged for line in lines if line.estimate and len(line.seeds) == 1})
+            found[word].append(
+                f"({claim.letter}) {claim.title}" + (f" ({search})" if search else "")
+            )
+    told = [
+        f"- {title}: {'; '.join(found[word])}." for word, title in titles.items() if found[word]
+    ]
+    alone = sorted(
+        {
+            c.letter
+            for c, lines in judged
+            for line in lines
+            if line.estimate and len(line.seeds) == 1
+        }
+    )
     if alone:
         told.append(
-            f"- Of {', '.join(f'({letter})' for letter in alone)} at least one line rests on a single seed, which says "
-            "nothing about others."
+            f"- Of {', '.join(f'({letter})' for letter in alone)} at least one line rests on a"
+            " single seed, which says nothing about others."
         )
     return "\n".join(told)
 
 
 def unbeaten(
-    baselines: Sequence[tuple[str, Cell, Cell]], cells: Cells, measured: Mapping[Cell, Mapping[str, Any]]
+    baselines: Sequence[tuple[str, Cell, Cell]],
+    cells: Cells,
+    measured: Mapping[Cell, Mapping[str, Any]],
 ) -> str:
     """Methods of which these runs do not show that CHEEM is more accurate, as more lines."""
     told: dict[str, list[str]] = {FAILS: [], OPEN: []}
@@ -284,12 +385,15 @@ def unbeaten(
             value, interval, *_ = shown(line)
             ratio = measured[theirs]["flops_paper"]["mean"] / measured[ours]["flops_paper"]["mean"]
             alone = "one seed; " if len(line.seeds) == 1 else ""
-            told[line.word].append(f"{title} (CHEEM {value}, {interval}; {alone}{ratio:.1f} times CHEEM's FLOPs)")
+            told[line.word].append(
+                f"{title} (CHEEM {value}, {interval}; {alone}{ratio:.1f} times CHEEM's FLOPs)"
+            )
     words = {FAILS: "**More accurate** than", OPEN: "No significant difference from"}
     return "".join(
         f"\n- {words[word]} {baselines[0][1].title} with the paper's router: {'; '.join(found)}."
-        for word, found in told.items() if found
-    )  # fmt: skip
+        for word, found in told.items()
+        if found
+    )
 
 
 def searches_of(lines: Sequence[Verdict]) -> list[str]:
@@ -307,7 +411,12 @@ def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
     """A row per comparison."""
     columns = ("claim", "compared", "verdict", *NUMBERS)
     rows = [
-        (f"({claim.letter}) {claim.title}" if index == 0 else "", line.claim, _word(line), *shown(line))
+        (
+            f"({claim.letter}) {claim.title}" if index == 0 else "",
+            line.claim,
+            _word(line),
+            *shown(line),
+        )
         for claim, lines in judged
         for index, line in enumerate(lines)
     ]
@@ -328,12 +437,22 @@ def shown(line: Verdict) -> tuple[str, ...]:
         return text.lstrip("+-") if not text.strip("+-0.") else text.replace("-", "−")
 
     unit = f" {line.unit}" if line.unit else ""
-    seeds = ", ".join(f"{seed}: {text_of(value)}" for seed, value in zip(line.seeds, found.per_seed, strict=True))
+    seeds = ", ".join(
+        f"{seed}: {text_of(value)}" for seed, value in zip(line.seeds, found.per_seed, strict=True)
+    )
     p = "< 0.001" if found.p < 0.001 else f"{found.p:.3f}"
     wide = NONE if found.over_tasks is None else " to ".join(map(text_of, found.over_tasks))
-    return f"{text_of(found.value)}{unit}", f"{text_of(found.low)} to {text_of(found.high)}", wide, p, seeds
+    return (
+        f"{text_of(found.value)}{unit}",
+        f"{text_of(found.low)} to {text_of(found.high)}",
+        wide,
+        p,
+        seeds,
+    )
 
 
 def _word(line: Verdict) -> str:
     alone = line.estimate is not None and len(line.seeds) == 1
-    return f"{f'**{line.word}**' if line.word == FAILS else line.word}{' (one seed)' if alone else ''}"
+    return (
+        f"{f'**{line.word}**' if line.word == FAILS else line.word}{' (one seed)' if alone else ''}"
+    )

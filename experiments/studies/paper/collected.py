@@ -1,8 +1,9 @@
-"""Collected runs: what of a finished run may be published, how it is stored, and how it is read again.
+"""Collected runs: what of a finished run may be published, how it is stored, and how it is read
+again.
 
-A folder per run holds `results.json` and `config.json` as the run wrote them, `record.json` (command, data and
-conditions, without the places of one machine) and `right.npz`: which test images were answered rightly. No image and
-no label.
+A folder per run holds `results.json` and `config.json` as the run wrote them, `record.json`
+(command, data and conditions, without the places of one machine) and `right.npz`: which test images
+were answered rightly. No image and no label.
 """
 
 import io
@@ -22,7 +23,8 @@ ByTask = tuple[Bool[np.ndarray, "_"], ...]
 
 
 class Collected(NamedTuple):
-    """A collected run: `right` where the task and the class were found, `right_given` with the task ID given."""
+    """A collected run: `right` where the task and the class were found, `right_given` with the task
+    ID given."""
 
     run: RunRecord
     place: str
@@ -56,7 +58,8 @@ Cells = Mapping[Cell, Mapping[int, Collected]]
 
 
 def is_usual(cells: Cells, cell: Cell) -> bool:
-    """Whether runs are of a method as it is: a network that infers the task belongs to some, an ablation does not."""
+    """Whether runs are of a method as it is: a network that infers the task belongs to some, an
+    ablation does not."""
     run = next(iter(cells[cell].values())).run.results
     return cell.order == "default" and cell.variant in ("", run["router"])
 
@@ -79,28 +82,40 @@ def usual_of(cells: Cells, method: str) -> Cell | None:
 
 
 def load(folder: Path) -> Cells:
-    """All collected runs; raises ValueError where one is corrupted or does not belong to the others."""
+    """All collected runs; raises ValueError where one is corrupted or does not belong to the
+    others."""
     if not folder.is_dir():
-        raise ValueError(f"--results names {folder}, which is not a folder; expected one that collect.py has filled")
+        raise ValueError(
+            f"--results names {folder}, which is not a folder; expected one that collect.py has"
+            " filled"
+        )
     runs, left_out = read([folder])
     if left_out:
         told = "; ".join(f"{directory}: {why}" for directory, why in left_out)
-        raise ValueError(f"of the collected runs some cannot be used: {told}; remove them or collect them again")
+        raise ValueError(
+            f"of the collected runs some cannot be used: {told}; remove them or collect them again"
+        )
     if not runs:
         raise ValueError(
-            f"{folder} contains no collected run; `python experiments/collect.py --to {folder}` brings some"
+            f"{folder} contains no collected run; `python experiments/collect.py --to {folder}`"
+            " brings some"
         )
     if len(places := sorted({run.place for run in runs})) > 1:
         told = " and ".join(f"{stream} on {backbone}" for stream, backbone in places)
-        raise ValueError(f"{folder} contains runs of {told}; a page is of one stream and one backbone")
+        raise ValueError(
+            f"{folder} contains runs of {told}; a page is of one stream and one backbone"
+        )
     check_comparable(runs)
     orders = order_names(runs)
     found: dict[Cell, dict[int, Collected]] = {}
     for run in runs:
-        cell, seed = Cell(run.results["method"], variant_of(run), orders[run.place[0], run.order]), run.results["seed"]
+        cell = Cell(run.results["method"], variant_of(run), orders[run.place[0], run.order])
+        seed = run.results["seed"]
         if seed in found.setdefault(cell, {}):
             other = found[cell][seed].run.directory
-            raise ValueError(f"{run.directory} and {other} are both {cell.title} with seed {seed}; remove one")
+            raise ValueError(
+                f"{run.directory} and {other} are both {cell.title} with seed {seed}; remove one"
+            )
         found[cell][seed] = _collected(run, folder)
     place = list(METHODS)
     return {
@@ -125,10 +140,12 @@ def check_right(run: RunRecord, right: ByTask, given: ByTask) -> None:
     for name, found in (("accuracy", right), ("local_accuracy", given)):
         told = run.results[name][-1]
         shares = [float(task.mean()) for task in found]
-        if len(shares) != len(told) or any(abs(a - b) > 1e-9 for a, b in zip(shares, told, strict=True)):
+        if len(shares) != len(told) or any(
+            abs(a - b) > 1e-9 for a, b in zip(shares, told, strict=True)
+        ):
             raise ValueError(
-                f"the answers of {run.directory} are not those of its results: {name} {_short(shares)} and "
-                f"{_short(told)}; collect the run again when it is finished"
+                f"the answers of {run.directory} are not those of its results: {name}"
+                f" {_short(shares)} and {_short(told)}; collect the run again when it is finished"
             )
 
 
@@ -137,9 +154,13 @@ def _short(values: Sequence[float]) -> str:
 
 
 def packed(right: ByTask, given: ByTask) -> bytes:
-    """An npz, a bit per image and not compressed, so that equal answers give equal bytes everywhere."""
+    """An npz, a bit per image and not compressed, so that equal answers give equal bytes
+    everywhere."""
     stream = io.BytesIO()
-    bits = {name: np.packbits(np.concatenate(found)) for name, found in (("right", right), ("right_given", given))}
+    bits = {
+        name: np.packbits(np.concatenate(found))
+        for name, found in (("right", right), ("right_given", given))
+    }
     np.savez(stream, num_images=np.array([len(task) for task in right], np.int32), **bits)  # pyright: ignore[reportArgumentType]
     return stream.getvalue()
 
@@ -150,7 +171,8 @@ def unpacked(file: Path) -> tuple[ByTask, ByTask]:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
             sizes = held["num_images"]
             found = [
-                np.unpackbits(held[name], count=int(sizes.sum())).astype(bool) for name in ("right", "right_given")
+                np.unpackbits(held[name], count=int(sizes.sum())).astype(bool)
+                for name in ("right", "right_given")
             ]
             if any(len(bits) != sizes.sum() for bits in found):
                 raise ValueError("it contains fewer bits than images")

@@ -1,4 +1,5 @@
-"""The paper's printed numbers, read from `numbers.csv`, and what they say when put together again."""
+"""The paper's printed numbers, read from `numbers.csv`, and what they say when put together
+again."""
 
 import csv
 import functools
@@ -12,7 +13,8 @@ TOLD_METHOD = "full_finetune"
 
 
 class Cell(NamedTuple):
-    """What a number is of. `variant` sets apart what has one method: a placement, a sampling, a router, an order."""
+    """What a number is of. `variant` sets apart what has one method: a placement, a sampling, a
+    router, an order."""
 
     stream: str
     backbone: str
@@ -23,7 +25,8 @@ class Cell(NamedTuple):
 
 
 class Printed(NamedTuple):
-    """A number as printed: accuracies and forgetting in %, FLOPs in G, added parameters in %, hours per task."""
+    """A number as printed: accuracies and forgetting in %, FLOPs in G, added parameters in %, hours
+    per task."""
 
     value: float
     text: str
@@ -31,15 +34,24 @@ class Printed(NamedTuple):
 
 
 NOTES = {
-    "fom": "Recomputed from the printed accuracies and FLOPs, 33 of the paper's 36 values come out within 3 %. TUNA on "
-    "VDD with ViT-Base needs the 405 GFLOPs of MTIL; CODA-Prompt and DualPrompt on MTIL with DeiT-Tiny do not follow "
-    "from what is printed. On VDD with DeiT-Tiny the divisor is a gap of 0.03 points: the values mean nothing.",
-    "upper_bounds": "LoRA fine-tuning of DeiT-Tiny on VDD is 76.30 in the summary and 76.25 in the full table.",
-    "placement": "The paper's share of added parameters for ViT-Base is 0.40 here and 0.25 in the table of samplings, "
-    "where 0.25 is the value of the other placement.",
+    "fom": (
+        "Recomputed from the printed accuracies and FLOPs, 33 of the paper's 36 values come out"
+        " within 3 %. TUNA on VDD with ViT-Base needs the 405 GFLOPs of MTIL; CODA-Prompt and"
+        " DualPrompt on MTIL with DeiT-Tiny do not follow from what is printed. On VDD with"
+        " DeiT-Tiny the divisor is a gap of 0.03 points: the values mean nothing."
+    ),
+    "upper_bounds": (
+        "LoRA fine-tuning of DeiT-Tiny on VDD is 76.30 in the summary and 76.25 in the full table."
+    ),
+    "placement": (
+        "The paper's share of added parameters for ViT-Base is 0.40 here and 0.25 in the table of"
+        " samplings, where 0.25 is the value of the other placement."
+    ),
     "sampling": "See the note on added parameters at the table of placements.",
-    "taskwise_flops": "The paper's figures show more skipped blocks than these FLOPs allow: they draw one seed, the "
-    "table averages three.",
+    "taskwise_flops": (
+        "The paper's figures show more skipped blocks than these FLOPs allow: they draw one seed,"
+        " the table averages three."
+    ),
 }
 """What does not add up inside the paper, by table."""
 
@@ -62,8 +74,16 @@ def printed() -> Mapping[str, Mapping[Cell, Printed]]:
 def most_precise(cell: Cell) -> float | None:
     """A number from the table that prints the most digits of it."""
     tables = printed()
-    variants = {"full": "", "placement": "mlp_down", "breakdown": "", "upper_bounds": "", "clip": ""}
-    numbers = (tables[table].get(cell._replace(variant=variant)) for table, variant in variants.items())
+    variants = {
+        "full": "",
+        "placement": "mlp_down",
+        "breakdown": "",
+        "upper_bounds": "",
+        "clip": "",
+    }
+    numbers = (
+        tables[table].get(cell._replace(variant=variant)) for table, variant in variants.items()
+    )
     return next((number.value for number in numbers if number is not None), None)
 
 
@@ -74,7 +94,10 @@ def recomputed_fom(stream: str, backbone: str, method: str) -> float | None:
         return most_precise(Cell(stream, backbone, name, measure))
 
     given = (
-        of(TOLD_METHOD, "average_accuracy"), of("cheem", "average_accuracy"), of("cheem", "flops"),
-        of(method, "average_accuracy"), of(method, "flops"),
-    )  # fmt: skip
+        of(TOLD_METHOD, "average_accuracy"),
+        of("cheem", "average_accuracy"),
+        of("cheem", "flops"),
+        of(method, "average_accuracy"),
+        of(method, "flops"),
+    )
     return None if None in given else metrics.figure_of_merit(*given)  # pyright: ignore[reportArgumentType]

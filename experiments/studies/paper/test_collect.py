@@ -36,13 +36,19 @@ def test_a_finished_run_is_collected_and_an_unfinished_one_left_out(runs, tmp_pa
     assert [task.sum() for task in seeds[0].right_given] == [11] * 3
     assert not seeds[0].right[0][:2].any() and seeds[0].right_given[0][0]
     assert sorted(file.name for file in (tmp_path / "to").rglob("*.*")) == [
-        "config.json", "record.json", "results.json", "right.npz",
-    ]  # fmt: skip
+        "config.json",
+        "record.json",
+        "results.json",
+        "right.npz",
+    ]
 
 
 def test_collecting_again_changes_nothing_and_a_changed_run_is_replaced(runs, tmp_path, capsys):
     collected(runs, tmp_path / "to")
-    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "to").rglob("*.*")}
+    before = {
+        file: (file.read_bytes(), file.stat().st_mtime_ns)
+        for file in (tmp_path / "to").rglob("*.*")
+    }
     capsys.readouterr()
     collected(runs, tmp_path / "to")
     assert "unchanged" in capsys.readouterr().out
@@ -50,7 +56,9 @@ def test_collecting_again_changes_nothing_and_a_changed_run_is_replaced(runs, tm
     results = runs / "cheem/seed-0/results.json"
     results.write_text(json.dumps(json.loads(results.read_text()) | {"seconds": 1.0}))
     collected(runs, tmp_path / "to")
-    assert "replaced, since it differs in results.json" in capsys.readouterr().out.replace("\n", " ")
+    assert "replaced, since it differs in results.json" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
 
 
 def test_a_run_that_went_on_under_other_conditions_says_so(runs, tmp_path):
@@ -62,7 +70,10 @@ def test_a_run_that_went_on_under_other_conditions_says_so(runs, tmp_path):
     [run] = next(iter(load(tmp_path / "to").values())).values()
     assert run.record["continued"] == ['versions.python is "3.11" there and "3.12" here']
     [line] = machines([run])
-    assert '; continued under other conditions (versions.python is "3.11" there and "3.12" here): ' in line
+    assert (
+        '; continued under other conditions (versions.python is "3.11" there and "3.12" here): '
+        in line
+    )
 
 
 def test_no_place_of_the_machine_is_published(runs, tmp_path, capsys):
@@ -70,7 +81,9 @@ def test_no_place_of_the_machine_is_published(runs, tmp_path, capsys):
     text = "".join(file.read_text() for file in (tmp_path / "to").rglob("*.json"))
     assert str(tmp_path) not in text and '"stream": "DATA"' in text
     results = runs / "cheem/seed-0/results.json"
-    results.write_text(json.dumps(json.loads(results.read_text()) | {"source": f"from {tmp_path}/weights.npz"}))
+    results.write_text(
+        json.dumps(json.loads(results.read_text()) | {"source": f"from {tmp_path}/weights.npz"})
+    )
     assert collected(runs, tmp_path / "other") == 1
     assert "a place on this machine" in capsys.readouterr().out.replace("\n", " ")
     assert not (tmp_path / "other").exists()
@@ -90,12 +103,21 @@ def test_paths_of_a_command_become_words():
     ]
     names = collect.places_of(command, {"stream": "/d", "data_dir": None})
     assert [names.get(word, word) for word in command] == [
-        "mtil.py", "--weights", "WEIGHTS", "--base-data", "DATA/base.zip", "--images.cache-dir", "IMAGES_CACHE_DIR",
-        "--tasks", "x",
-    ]  # fmt: skip
+        "mtil.py",
+        "--weights",
+        "WEIGHTS",
+        "--base-data",
+        "DATA/base.zip",
+        "--images.cache-dir",
+        "IMAGES_CACHE_DIR",
+        "--tasks",
+        "x",
+    ]
 
 
-@pytest.mark.parametrize("text", ["/home/me", "--flag=/tmp/x", "see ~/runs", r"C:\runs", "in (/srv)"])
+@pytest.mark.parametrize(
+    "text", ["/home/me", "--flag=/tmp/x", "see ~/runs", r"C:\runs", "in (/srv)"]
+)
 def test_absolute_paths_are_noticed_anywhere(text):
     assert list(collect.leaks({"a": [1, {"b": text}]})) == [text]
     assert not list(collect.leaks({"classes": [text], "a": "cpu/gpu, 1 / 2, DATA/base.zip"}))
@@ -110,8 +132,9 @@ def test_other_labels_and_damaged_answers_are_refused_with_the_reason(runs, tmp_
     answers.write_bytes(whole)
     (tmp_path / "pictures/two/test/cat/5.png").unlink()
     assert collected(runs, tmp_path / "to") == 1
-    assert "other files or labels are there now than the run has seen: two" in capsys.readouterr().out.replace(
-        "\n", " "
+    assert (
+        "other files or labels are there now than the run has seen: two"
+        in capsys.readouterr().out.replace("\n", " ")
     )
 
 
@@ -122,7 +145,9 @@ def test_answers_of_another_moment_are_refused(runs, tmp_path, capsys):
     answers["chosen_task_0"][3] = 1
     np.savez_compressed(file, **answers)
     assert collected(runs, tmp_path / "to") == 1
-    assert "are not those of its results: accuracy [0.7500" in capsys.readouterr().out.replace("\n", " ")
+    assert "are not those of its results: accuracy [0.7500" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
 
 
 def test_bits_come_back_as_they_were(tmp_path):

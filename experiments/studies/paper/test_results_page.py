@@ -1,4 +1,5 @@
-"""The page of results: paired estimates against worked values, verdicts, and the committed page itself."""
+"""The page of results: paired estimates against worked values, verdicts, and the committed page
+itself."""
 
 import json
 import re
@@ -32,19 +33,24 @@ def test_the_interval_of_one_seed_is_the_analytic_one():
     found = accuracy_difference(ours, theirs)
     deviation = np.sqrt((0.2 - 0.1**2) / 400)
     assert found.value == pytest.approx(0.1) and found.per_seed == (pytest.approx(0.1),)
-    np.testing.assert_allclose([found.low, found.high], 0.1 + 1.96 * deviation * np.array([-1, 1]), atol=0.003)
+    np.testing.assert_allclose(
+        [found.low, found.high], 0.1 + 1.96 * deviation * np.array([-1, 1]), atol=0.003
+    )
     assert found.p < 0.001
     swapped = accuracy_difference(theirs, ours)
     assert (swapped.value, swapped.p) == (pytest.approx(-0.1), pytest.approx(found.p))
 
 
 def test_tasks_count_alike_whatever_their_images():
-    found = accuracy_difference([[answered(1000), answered(10)]], [[answered(0, 1000), answered(10)]])
+    found = accuracy_difference(
+        [[answered(1000), answered(10)]], [[answered(0, 1000), answered(10)]]
+    )
     assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
 
 
 def test_the_interval_over_tasks_is_that_of_drawing_tasks():
-    # of 100 tasks half are won by all images and half by none: no image matters, and every task does
+    # of 100 tasks half are won by all images and half by none: no image matters, and every task
+    # does
     ours = [[answered(10) if task % 2 else answered(0, 10) for task in range(100)]]
     found = accuracy_difference(ours, [[answered(0, 10)] * 100])
     assert found[:3] == pytest.approx((0.5, 0.5, 0.5)) and found.over_tasks is not None
@@ -57,8 +63,11 @@ def test_methods_with_the_same_answers_do_not_differ():
 
 
 def test_an_interval_may_come_from_seeds_alone():
-    # one seed gains all images and the other none: means of two drawn seeds are 0, 0.5 and 1, a quarter at either end
-    found = accuracy_difference([[answered(50)], [answered(50)]], [[answered(0, 50)], [answered(50)]])
+    # one seed gains all images and the other none: means of two drawn seeds are 0, 0.5 and 1, a
+    # quarter at either end
+    found = accuracy_difference(
+        [[answered(50)], [answered(50)]], [[answered(0, 50)], [answered(50)]]
+    )
     assert (found.value, found.low, found.high) == (0.5, 0.0, 1.0)
     assert found.p == pytest.approx(0.5, abs=0.03)
 
@@ -85,7 +94,8 @@ def test_a_mean_over_tasks_has_the_interval_of_the_tasks():
 
 def test_the_rank_correlation_is_spearmans():
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(2, 12)), rng.integers(0, 4, size=(2, 12)).astype(float)
+    x = rng.normal(size=(2, 12))
+    y = rng.integers(0, 4, size=(2, 12)).astype(float)
     expected = [spearmanr(a, b)[0] for a, b in zip(x, y, strict=True)]
     found = rank_correlation(x, y)
     np.testing.assert_allclose(found.per_seed, expected)
@@ -106,9 +116,22 @@ def test_verdicts_follow_from_where_the_interval_lies():
     def of(low: float, high: float) -> Estimate:
         return Estimate(0.0, low, high, 1.0, (0.0,))
 
-    assert [above(of(*ends)) for ends in ((0.1, 0.2), (-0.1, 0.2), (-0.2, -0.1), (0, 0))] == [HOLDS, OPEN, FAILS, OPEN]
-    assert [below(of(*ends)) for ends in ((0.1, 0.2), (-0.1, 0.2), (-0.2, -0.1))] == [FAILS, OPEN, HOLDS]
-    assert [within(of(*ends), 0.1) for ends in ((-0.05, 0.05), (-0.2, 0.05), (0.2, 0.3))] == [HOLDS, OPEN, FAILS]
+    assert [above(of(*ends)) for ends in ((0.1, 0.2), (-0.1, 0.2), (-0.2, -0.1), (0, 0))] == [
+        HOLDS,
+        OPEN,
+        FAILS,
+        OPEN,
+    ]
+    assert [below(of(*ends)) for ends in ((0.1, 0.2), (-0.1, 0.2), (-0.2, -0.1))] == [
+        FAILS,
+        OPEN,
+        HOLDS,
+    ]
+    assert [within(of(*ends), 0.1) for ends in ((-0.05, 0.05), (-0.2, 0.05), (0.2, 0.3))] == [
+        HOLDS,
+        OPEN,
+        FAILS,
+    ]
     assert claims.largest_gap() == pytest.approx(0.022)  # ViT-Base on MTIL: 88.1 and 85.9
 
 
@@ -120,33 +143,59 @@ def write(
     names: Sequence[str] = NAMES,
     **config,
 ) -> Path:
-    """A collected run with 200 test images per task, of which about `rate` are right, if it is one number."""
-    rng, directory = np.random.default_rng(seed), folder / f"{method}{len(list(folder.glob('*')))}/seed-{seed}"
+    """A collected run with 200 test images per task, of which about `rate` are right, if it is one
+    number."""
+    rng = np.random.default_rng(seed)
+    directory = folder / f"{method}{len(list(folder.glob('*')))}/seed-{seed}"
     luck = {name: rng.random((2, 200)) for name in NAMES}  # the same for all methods
     rates = rate if isinstance(rate, Mapping) else dict.fromkeys(NAMES, rate)
     given = tuple(luck[name][0] < rates[name] for name in names)
-    right = tuple(is_right & (luck[name][1] < 0.9) for is_right, name in zip(given, names, strict=True))
-    results = results_of(list(entries(names=names, classes=("cat", "dog"), method=method, seed=seed)))
+    right = tuple(
+        is_right & (luck[name][1] < 0.9) for is_right, name in zip(given, names, strict=True)
+    )
+    results = results_of(
+        list(entries(names=names, classes=("cat", "dog"), method=method, seed=seed))
+    )
     for name, found in (("accuracy", right), ("local_accuracy", given)):
         results[name][-1] = [float(task.mean()) for task in found]
     results["average_accuracy"], results["local_average_accuracy"] = (
         float(np.mean(results[name][-1])) for name in ("accuracy", "local_accuracy")
     )
     if method == "cheem":
-        results["yardsticks"] = {"frozen_linear": {**results, "local_accuracy": [[0.9, 0.2, 0.5]], "yardsticks": {}}}
+        results["yardsticks"] = {
+            "frozen_linear": {**results, "local_accuracy": [[0.9, 0.2, 0.5]], "yardsticks": {}}
+        }
         if config.get("sampling") == "uniform":
             for task in results["tasks"]:
                 task["params_added_percent"] += 1 + task["name"].count("e")
     own = [word for name, value in config.items() for word in (f"--{method}.{name}", str(value))]
     record = {
         "command": [
-            "mtil.py", "--stream", "DATA", "--tasks", ",".join(names), "--router", "None", *own, "--no-tensorboard",
-            f"--{method}.epochs", "3", "--seed", str(seed), "--run-dir", "RUN_DIR",
+            "mtil.py",
+            "--stream",
+            "DATA",
+            "--tasks",
+            ",".join(names),
+            "--router",
+            "None",
+            *own,
+            "--no-tensorboard",
+            f"--{method}.epochs",
+            "3",
+            "--seed",
+            str(seed),
+            "--run-dir",
+            "RUN_DIR",
         ],
         "data": {"stream": "DATA", "split_seed": 0},
         "conditions": {"device": {"processor": "a processor", "threads": 2, "platform": "cpu"}},
-    }  # fmt: skip
-    held = {"tasks": list(names), "seed": seed, "weights_sha256": "w", method: {"epochs": 3, "batch_size": 8, **config}}
+    }
+    held = {
+        "tasks": list(names),
+        "seed": seed,
+        "weights_sha256": "w",
+        method: {"epochs": 3, "batch_size": 8, **config},
+    }
     directory.mkdir(parents=True)
     for name, content in (("results", results), ("record", record), ("config", held)):
         (directory / f"{name}.json").write_text(json.dumps(content))
@@ -170,7 +219,10 @@ def test_the_page_is_the_same_when_made_again_and_says_what_was_not_run(tmp_path
     (tmp_path / "notes.md").write_text("## Limits\n\n- Written by hand.\n")
     first = page_of(tmp_path)
     picture = (tmp_path / "docs/results/accuracy.png").read_bytes()
-    assert first == page_of(tmp_path) and picture == (tmp_path / "docs/results/accuracy.png").read_bytes()
+    assert (
+        first == page_of(tmp_path)
+        and picture == (tmp_path / "docs/results/accuracy.png").read_bytes()
+    )
     assert (
         "CHEEM − LoRA-CL" not in first
         and "- Not run, or not in full: (a) CHEEM is more accurate than LoRA-CL;" in first
@@ -199,14 +251,22 @@ def test_the_same_sentence_is_confirmed_or_refuted_as_the_numbers_say(tmp_path):
     assert alone[-1] == "confirmed (one seed)" and alone[4].startswith("1: +2")
     assert "rests on a single seed" in page
     assert line_of(page, "S-Prompts − L2P")[-1] == "confirmed (one seed)"
-    assert line_of(page, "CHEEM − full fine-tuning, task ID given to both")[-1] == "confirmed (one seed)"
+    assert (
+        line_of(page, "CHEEM − full fine-tuning, task ID given to both")[-1]
+        == "confirmed (one seed)"
+    )
     assert line_of(page, "CHEEM, order2 − usual order")[:2] == ["0.0 points", "0.0 to 0.0"]
     # parameters: 1.5 against 1.5 + 1 and the letters e of "one", "two" and "three", 1, 0 and 2
     assert line_of(page, "HEE − uniform, parameters added per task")[0] == "−2.00 % of the backbone"
     [good] = re.findall(r"^- Confirmed here: (.*)$", page, re.MULTILINE)
     [bad] = re.findall(r"^- \*\*Refuted here\*\*: (.*)$", page, re.MULTILINE)
-    assert [re.findall(r"\((\w)\)", claims) for claims in (good, bad)] == [["a", "e", "g"], ["b", "c"]]
-    [unbeaten] = re.findall(r"^- \*\*More accurate\*\* than CHEEM with the paper's router: (.*)$", page, re.MULTILINE)
+    assert [re.findall(r"\((\w)\)", claims) for claims in (good, bad)] == [
+        ["a", "e", "g"],
+        ["b", "c"],
+    ]
+    [unbeaten] = re.findall(
+        r"^- \*\*More accurate\*\* than CHEEM with the paper's router: (.*)$", page, re.MULTILINE
+    )
     assert unbeaten.startswith("S-Prompts (CHEEM −1") and not {"L2P", "LoRA-CL", "full"} & set(
         re.findall(r"[\w-]+", unbeaten)
     )
@@ -218,13 +278,22 @@ def test_the_same_sentence_is_confirmed_or_refuted_as_the_numbers_say(tmp_path):
     assert leads["LoRA-CL"] == f"{alone[0].removesuffix(' points')} ({alone[1]})"
     bound = line_of(page, "CHEEM − full fine-tuning, task ID given to both")
     assert leads["full fine-tuning *"] == f"{bound[0].removesuffix(' points')} ({bound[1]})"
-    ahead, behind = (re.fullmatch(r"([+−])(.*) \((.*)\)", leads[name]) for name in ("LoRA-CL", "full fine-tuning *"))
+    ahead, behind = (
+        re.fullmatch(r"([+−])(.*) \((.*)\)", leads[name])
+        for name in ("LoRA-CL", "full fine-tuning *")
+    )
     assert ahead[1] == "+" and f"; {ahead[2]} points above LoRA-CL ({ahead[3]}); " in page
-    assert behind[1] == "−" and f"; {behind[2]} points below full fine-tuning with the task ID given to both (" in page
+    assert (
+        behind[1] == "−"
+        and f"; {behind[2]} points below full fine-tuning with the task ID given to both (" in page
+    )
     assert f"({behind[3]}, not significant); frozen, linear heads: not run.\n" in page
     assert "as CHEEM, but for the tasks in the order three one two |" in page
     assert "| CHEEM, uniform | as CHEEM, but for sampling uniform |" in page
-    assert "--methods cheem,s_prompts --seeds 0,1,2" in page and "--methods lora_cl --seeds 1,7" in page
+    assert (
+        "--methods cheem,s_prompts --seeds 0,1,2" in page
+        and "--methods lora_cl --seeds 1,7" in page
+    )
     assert "python experiments/compare.py --stream DATA --tasks one,two,three" in page
 
 
@@ -233,13 +302,22 @@ def test_the_other_search_and_chosen_settings_have_lines_of_their_own(tmp_path):
     write(tmp_path / "runs", score="closed_form", rate=0.9)
     write(tmp_path / "runs", "lora_cl", rate=0.8)
     write(tmp_path / "runs", "lora_cl", begin="nearest", rate=0.75)
-    row = {"title": "LoRA-CL", "setting": "rate", "values": [1e-3, 3e-3, 1e-2], "accuracies": [0.5, 0.75, None]}
-    (tmp_path / "chosen.json").write_text(json.dumps([{**row, "chosen": 3e-3, "at_the_end": False}]))
+    row = {
+        "title": "LoRA-CL",
+        "setting": "rate",
+        "values": [1e-3, 3e-3, 1e-2],
+        "accuracies": [0.5, 0.75, None],
+    }
+    (tmp_path / "chosen.json").write_text(
+        json.dumps([{**row, "chosen": 3e-3, "at_the_end": False}])
+    )
     page = page_of(tmp_path)
     assert line_of(page, "CHEEM − LoRA-CL")[-1] == "**refuted** (one seed)"
     assert line_of(page, "CHEEM, closed-form score − LoRA-CL")[-1] == "confirmed (one seed)"
     assert "- Confirmed here: (a) CHEEM is more accurate than LoRA-CL (closed-form score)" in page
-    assert "- **Refuted here**: (a) CHEEM is more accurate than LoRA-CL (the paper's search)" in page
+    assert (
+        "- **Refuted here**: (a) CHEEM is more accurate than LoRA-CL (the paper's search)" in page
+    )
     assert "without" not in page[page.index("## In short") :].split("\n\n")[1]
     [told] = re.findall(r"^- With the paper's search: (.*)$", page, re.MULTILINE)
     ours = re.match(r"\*\*CHEEM: (.*) %\*\*, .* \(1 seed\); .* points below LoRA-CL", told)
@@ -247,8 +325,16 @@ def test_the_other_search_and_chosen_settings_have_lines_of_their_own(tmp_path):
     assert "rate 0.001: 50.0, **0.003: 75.0** |" in page and "(an end of the grid)" not in page
     table = page[page.index("| method | seeds |") :].split("\n\n")[0]
     names = [line.split(" | ")[0] for line in table.splitlines()[2:]]
-    assert names == ["| CHEEM", "| CHEEM, closed-form score", "| LoRA-CL", "| LoRA-CL, from the nearest task"]
-    assert "--choose CHOSEN \\\n    --methods cheem,cheem:closed_form,lora_cl,lora_cl:nearest --seeds 0" in page
+    assert names == [
+        "| CHEEM",
+        "| CHEEM, closed-form score",
+        "| LoRA-CL",
+        "| LoRA-CL, from the nearest task",
+    ]
+    assert (
+        "--choose CHOSEN \\\n    --methods cheem,cheem:closed_form,lora_cl,lora_cl:nearest"
+        " --seeds 0" in page
+    )
     assert sum(line.startswith("| ---") for line in page.splitlines()) <= 5
 
 
@@ -258,7 +344,9 @@ def test_a_lead_that_rests_on_one_task_is_told_with_what_is_left_without_it(tmp_
     write(tmp_path / "runs", "frozen_linear", rate=0.4)
     [lora, frozen] = re.findall(r"points above [^(]*\(([^)]*)\)", page_of(tmp_path))
     value, low, high = re.search(r"; without two −(.*), −(.*) to −(.*)$", lora).groups()
-    assert 3 < float(value) < 7 and float(high) < float(value) < float(low) and "without" not in frozen
+    assert (
+        3 < float(value) < 7 and float(high) < float(value) < float(low) and "without" not in frozen
+    )
 
 
 def test_the_other_search_is_compared_where_the_papers_was_not_run(tmp_path):
@@ -267,15 +355,25 @@ def test_the_other_search_is_compared_where_the_papers_was_not_run(tmp_path):
     write(tmp_path / "runs", "s_prompts", rate=0.9)
     page = page_of(tmp_path)
     assert line_of(page, "CHEEM, closed-form score − LoRA-CL")[-1] == "confirmed (one seed)"
-    assert "- **More accurate** than CHEEM, closed-form score with the paper's router: S-Prompts (" in page
-    assert "| (d) easy tasks skip more blocks | CHEEM, closed-form score: rank correlation |" in page
+    assert (
+        "- **More accurate** than CHEEM, closed-form score with the paper's router: S-Prompts ("
+        in page
+    )
+    assert (
+        "| (d) easy tasks skip more blocks | CHEEM, closed-form score: rank correlation |" in page
+    )
     assert "no run of CHEEM" not in page and "| CHEEM, closed-form score minus |" in page
     [lora] = [line.split(" | ") for line in page.splitlines() if line.startswith("| LoRA-CL | 0 |")]
-    assert f"; {lora[4][1:].replace(' ', ' points above LoRA-CL ', 1)}; frozen, linear heads: not run; " in page
+    assert (
+        f"; {lora[4][1:].replace(' ', ' points above LoRA-CL ', 1)}; frozen, linear heads: not"
+        " run; " in page
+    )
     assert lora[4].startswith("+")
 
 
-def test_uniform_sampling_and_other_orders_are_compared_with_the_search_that_they_belong_to(tmp_path):
+def test_uniform_sampling_and_other_orders_are_compared_with_the_search_that_they_belong_to(
+    tmp_path,
+):
     write(tmp_path / "runs", rate=0.7)
     write(tmp_path / "runs", score="closed_form", rate=0.8)
     write(tmp_path / "runs", score="closed_form", sampling="uniform", rate=0.8)
@@ -283,19 +381,30 @@ def test_uniform_sampling_and_other_orders_are_compared_with_the_search_that_the
     write(tmp_path / "runs", "lora_cl", rate=0.5)
     page = page_of(tmp_path)
     title = "CHEEM, closed-form score"
-    assert line_of(page, f"{title}: HEE − uniform, parameters added per task")[0] == "−2.00 % of the backbone"
+    assert (
+        line_of(page, f"{title}: HEE − uniform, parameters added per task")[0]
+        == "−2.00 % of the backbone"
+    )
     assert line_of(page, f"{title}: HEE − uniform, accuracy")[:2] == ["0.0 points", "0.0 to 0.0"]
     assert line_of(page, f"{title}, reversed − usual order")[:2] == ["0.0 points", "0.0 to 0.0"]
-    assert "| HEE − uniform" not in page and "--methods cheem,cheem:closed_form,cheem:uniform,lora_cl --seeds 0" in page
+    assert (
+        "| HEE − uniform" not in page
+        and "--methods cheem,cheem:closed_form,cheem:uniform,lora_cl --seeds 0" in page
+    )
 
 
 def test_all_lines_of_a_claim_decide_it():
     def judged(*words: str) -> str:
         found = Estimate(0.1, 0.0, 0.2, 1.0, (0.1,))
-        lines = [claims.Verdict("x", None if word == NOT_RUN else found, "points", (0, 1), word) for word in words]
+        lines = [
+            claims.Verdict("x", None if word == NOT_RUN else found, "points", (0, 1), word)
+            for word in words
+        ]
         return in_short([(claims.claims()[0], lines)])
 
-    assert judged(HOLDS, HOLDS).startswith("- Confirmed here") and judged(HOLDS, OPEN).startswith("- Not decided")
+    assert judged(HOLDS, HOLDS).startswith("- Confirmed here") and judged(HOLDS, OPEN).startswith(
+        "- Not decided"
+    )
     assert judged(HOLDS, NOT_RUN).startswith("- Not run, or not in full")
     assert judged(NOT_RUN, FAILS, OPEN).startswith("- **Refuted here**")
 
@@ -325,19 +434,27 @@ def test_the_page_has_no_tables_of_runs_beside_it(tmp_path):
 
 
 def test_figures_of_the_readme_are_those_of_the_records():
-    lines, readme = (ROOT / "docs/results.md").read_text().splitlines(), (ROOT / "README.md").read_text()
+    lines = (ROOT / "docs/results.md").read_text().splitlines()
+    readme = (ROOT / "README.md").read_text()
     table = re.search(r"^\| method \| seeds .*?\n\n", readme, re.MULTILINE | re.DOTALL)
-    rows = [[cell.strip() for cell in line.split("|")[3:-1]] for line in table[0].splitlines()[2:] if line]
+    rows = [
+        [cell.strip() for cell in line.split("|")[3:-1]]
+        for line in table[0].splitlines()[2:]
+        if line
+    ]
     assert len(rows) >= 3 and all(len(row) == 5 and row.count("–") < 3 for row in rows)
     for task_agnostic, routed, *others in rows:
         own = [cell for cell in (task_agnostic, *others) if cell != "–"]
         assert any(all(f"| {cell} " in line for cell in own) for line in lines), own
-        assert routed == "–" or any(line.startswith("| levels | **") and f"| {routed}, +" in line for line in lines)
+        assert routed == "–" or any(
+            line.startswith("| levels | **") and f"| {routed}, +" in line for line in lines
+        )
 
 
 def test_what_was_cut_off_is_told_next_to_finished_runs_at_the_same_task():
     results = ROOT / "docs/results"
-    cut, notes = json.loads((results / "cut_off.json").read_text()), (results / "notes.md").read_text()
+    cut = json.loads((results / "cut_off.json").read_text())
+    notes = (results / "notes.md").read_text()
 
     def told(name: str) -> str:
         if name in cut["methods"]:
@@ -353,7 +470,10 @@ def test_what_was_cut_off_is_told_next_to_finished_runs_at_the_same_task():
     assert f"After six sets they had {listed[0]} % ({listed[1]} with the task ID given)" in notes
     ours, paper, lora, prompts = map(told, ("cheem-closed_form", "cheem", "lora_cl", "s_prompts"))
     frozen = told("frozen_linear")
-    assert f"score, had {ours}, CHEEM {paper}, LoRA-CL {lora}, S-Prompts {prompts} and frozen heads {frozen} (" in notes
+    assert (
+        f"score, had {ours}, CHEEM {paper}, LoRA-CL {lora}, S-Prompts {prompts} and frozen heads"
+        f" {frozen} (" in notes
+    )
 
 
 @pytest.mark.full
@@ -362,7 +482,8 @@ def test_the_committed_page_is_what_the_command_makes(tmp_path, name):
     page = tmp_path / f"{name}.md"
     tables.main(tables.Tables(results=ROOT / f"docs/{name}/runs", page=page))
     assert page.read_text() == (ROOT / f"docs/{name}.md").read_text(), (
-        f"make the page again: python experiments/tables.py --results docs/{name}/runs --page docs/{name}.md"
+        f"make the page again: python experiments/tables.py --results docs/{name}/runs --page"
+        f" docs/{name}.md"
     )
     assert (ROOT / f"docs/{name}/accuracy.png").is_file()
 

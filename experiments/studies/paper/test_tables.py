@@ -15,7 +15,11 @@ from cheem_jax.report.finished import check_comparable, read, variant_of
 from studies.paper.printed import Cell, printed, recomputed_fom
 
 TASKS = ("shapes", "letters")
-UNEVEN = {("mtil", "deit_tiny", "coda_prompt"), ("mtil", "deit_tiny", "dualprompt"), ("vdd", "vit_base", "tuna")}
+UNEVEN = {
+    ("mtil", "deit_tiny", "coda_prompt"),
+    ("mtil", "deit_tiny", "dualprompt"),
+    ("vdd", "vit_base", "tuna"),
+}
 """Figures of merit that do not follow from what the paper prints."""
 
 
@@ -35,7 +39,11 @@ def test_the_papers_averages_follow_from_its_full_rows():
     assert len(averages) == 46
     for cell in averages:
         method = cell._replace(measure="accuracy")
-        row = [number.value for other, number in full.items() if other.task and other._replace(task="") == method]
+        row = [
+            number.value
+            for other, number in full.items()
+            if other.task and other._replace(task="") == method
+        ]
         assert len(row) == {"mtil": 11, "vdd": 9}[cell.stream]
         accuracy = np.full((len(row), len(row)), np.nan)
         accuracy[-1] = row
@@ -46,15 +54,34 @@ def write_run(directory: Path, method="cheem", seed=0, accuracy=0.8, **changed) 
     """What a run leaves behind, as far as tables read it."""
     matrix = [[accuracy, None], [accuracy - 0.02, accuracy]]
     results = {
-        "stream": "demo", "backbone": "vit_micro", "method": method, "placement": "mlp_down", "router": "vit_micro",
-        "image_size": 32, "seed": seed, "preset": "paper", "split_sha256": {"shapes": "a", "letters": "b"},
-        "accuracy": matrix, "local_accuracy": matrix,
-        "average_accuracy": accuracy - 0.01, "average_forgetting": 0.02,
-        "local_average_accuracy": accuracy - 0.01, "just_trained": [accuracy, accuracy],
-        "flops": {"paper": 5e9}, "params_added_percent": 1.5, "seconds": 7200.0,
-        "tasks": [{"name": name, "flops_method": 4e9, "seconds": {"supernet": 1800.0}} for name in TASKS],
-    }  # fmt: skip
-    config = {"tasks": list(TASKS), "seed": seed, "cheem": {"sampling": "hee"}, "data_sha256": {"shapes": "x"}}
+        "stream": "demo",
+        "backbone": "vit_micro",
+        "method": method,
+        "placement": "mlp_down",
+        "router": "vit_micro",
+        "image_size": 32,
+        "seed": seed,
+        "preset": "paper",
+        "split_sha256": {"shapes": "a", "letters": "b"},
+        "accuracy": matrix,
+        "local_accuracy": matrix,
+        "average_accuracy": accuracy - 0.01,
+        "average_forgetting": 0.02,
+        "local_average_accuracy": accuracy - 0.01,
+        "just_trained": [accuracy, accuracy],
+        "flops": {"paper": 5e9},
+        "params_added_percent": 1.5,
+        "seconds": 7200.0,
+        "tasks": [
+            {"name": name, "flops_method": 4e9, "seconds": {"supernet": 1800.0}} for name in TASKS
+        ],
+    }
+    config = {
+        "tasks": list(TASKS),
+        "seed": seed,
+        "cheem": {"sampling": "hee"},
+        "data_sha256": {"shapes": "x"},
+    }
     for key, value in changed.items():
         (results if key in results else config)[key] = value
     directory.mkdir(parents=True)
@@ -82,14 +109,19 @@ def test_cells_are_means_over_seeds_with_the_number_of_runs(tmp_path):
     out = run_tables(tmp_path, "breakdown", "fom", "upper_bounds", "training_time", "full")
     rows = rows_of(out / "breakdown-5.csv")  # behind the paper's four
     assert rows["CHEEM"] == {
-        "method": "CHEEM", "accuracy %, ours": "81.00 ± 2.83 (2)", "forgetting, ours": "2.00 ± 0.00 (2)",
+        "method": "CHEEM",
+        "accuracy %, ours": "81.00 ± 2.83 (2)",
+        "forgetting, ours": "2.00 ± 0.00 (2)",
         "GFLOPs, ours": "5.00 ± 0.00 (2)",
-    }  # fmt: skip
+    }
     # (90 - 70) / (90 - 81) * 5 / 5
     assert rows_of(out / "fom-5.csv")["LoRA-CL"]["FoM, ours"] == "2.22 (1)"
     assert rows_of(out / "upper_bounds-5.csv")["full fine-tuning"]["forgetting, ours"] == ""
     hours = rows_of(out / "training_time-2.csv")
-    assert hours["CHEEM"]["hours, ours"] == "1.00 ± 0.00 (2)" and hours["CHEEM, supernet"]["hours, ours"][:4] == "0.50"
+    assert (
+        hours["CHEEM"]["hours, ours"] == "1.00 ± 0.00 (2)"
+        and hours["CHEEM, supernet"]["hours, ours"][:4] == "0.50"
+    )
     assert rows_of(out / "full-5.csv")["LoRA-CL"]["shapes, ours"] == "69.00 (1)"
 
 
@@ -117,9 +149,15 @@ def test_a_run_is_counted_once_and_variants_are_not_averaged(tmp_path):
     write_run(tmp_path / "runs/copy")
     write_run(tmp_path / "runs/uniform", cheem={"sampling": "uniform"}, accuracy=0.5)
     for router in ("vit_nano", "alexnet"):
-        write_run(tmp_path / f"runs/{router}", "cheem_lite", router=router, router_weights_sha256=router)
+        write_run(
+            tmp_path / f"runs/{router}", "cheem_lite", router=router, router_weights_sha256=router
+        )
     out = tmp_path / "out"
-    tables.main(tables.Tables(runs=(tmp_path / "runs", tmp_path / "runs/1"), out=out, only="lite,full,components"))
+    tables.main(
+        tables.Tables(
+            runs=(tmp_path / "runs", tmp_path / "runs/1"), out=out, only="lite,full,components"
+        )
+    )
     lite = rows_of(out / "lite-5.csv")
     assert lite["CHEEM, vit_micro"]["accuracy %, ours"] == "79.00 (1)"
     assert {"CHEEM-lite, vit_nano", "CHEEM-lite, alexnet"} <= set(lite)
@@ -132,8 +170,15 @@ def test_the_benchmarks_orders_have_the_papers_names(tmp_path):
     names = MTIL["paper_b"].split()
     tasks = [{"name": name, "flops_method": 1e9, "seconds": {}} for name in names]
     matrix = [[0.5] * len(names)] * len(names)
-    write_run(tmp_path / "runs/b", stream="mtil", backbone="vit_base", router="vit_base", tasks=tasks, accuracy=0.5,
-              local_accuracy=matrix)  # fmt: skip
+    write_run(
+        tmp_path / "runs/b",
+        stream="mtil",
+        backbone="vit_base",
+        router="vit_base",
+        tasks=tasks,
+        accuracy=0.5,
+        local_accuracy=matrix,
+    )
     config = tmp_path / "runs/b/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tasks": names}))
     results = tmp_path / "runs/b/results.json"
@@ -146,12 +191,14 @@ def test_two_runs_of_one_seed_count_once_whatever_ran_them(tmp_path):
     write_run(tmp_path / "runs/a", engine={"executor": "stages", "precision": "float32"})
     write_run(tmp_path / "runs/b", engine={"executor": "scan", "precision": "float32"})
     runs, left_out = read([tmp_path / "runs"])
-    assert len(runs) == 1 and left_out == [(tmp_path / "runs/b", f"the same run as {tmp_path / 'runs/a'}")]
+    assert len(runs) == 1 and left_out == [
+        (tmp_path / "runs/b", f"the same run as {tmp_path / 'runs/a'}")
+    ]
 
 
 def test_runs_of_other_tasks_of_a_stream_are_refused_with_their_names(tmp_path):
     write_run(tmp_path / "runs")
-    ((run, *_), _) = read([tmp_path / "runs"])
+    (run, *_), _ = read([tmp_path / "runs"])
     shapes, letters = run.results["tasks"]
     other = run._replace(results={**run.results, "tasks": [shapes, {**letters, "name": "digits"}]})
     with pytest.raises(ValueError, match="but only one of them has digits, letters"):
@@ -165,13 +212,18 @@ def test_other_precisions_and_presets_are_refused(tmp_path):
         run_tables(tmp_path, "breakdown")
     write_run(tmp_path / "other/2", "l2p", preset="quick, changed")
     with pytest.raises(ValueError, match="but preset is "):
-        tables.main(tables.Tables(runs=(tmp_path / "runs/1", tmp_path / "other"), out=tmp_path / "out"))
+        tables.main(
+            tables.Tables(runs=(tmp_path / "runs/1", tmp_path / "other"), out=tmp_path / "out")
+        )
 
 
 def test_runs_on_other_data_are_refused_with_the_difference(tmp_path):
     write_run(tmp_path / "runs/1")
     write_run(tmp_path / "runs/2", "lora_cl", split_sha256={"shapes": "a", "letters": "other"})
-    differ = r"both demo on vit_micro, but split_sha256.letters is .(b. there and .other|other. there and .b). here"
+    differ = (
+        r"both demo on vit_micro, but split_sha256.letters is .(b. there and .other|other. there"
+        r" and .b). here"
+    )
     with pytest.raises(ValueError, match=differ):
         run_tables(tmp_path, "breakdown")
     assert not (tmp_path / "out").exists()
@@ -188,8 +240,14 @@ def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path, capsys):
     write_run(tmp_path / "runs/good")
     (write_run(tmp_path / "runs/begun", "lora_cl") / "results.json").unlink()
     (write_run(tmp_path / "runs/broken", "l2p") / "results.json").write_text("{")
-    (write_run(tmp_path / "runs/empty", "tuna") / "results.json").write_text('{"stream": "demo", "tasks": []}')
-    write_run(tmp_path / "runs/short", "diki", tasks=[{"name": "shapes", "flops_method": 1, "seconds": {}}])
+    (write_run(tmp_path / "runs/empty", "tuna") / "results.json").write_text(
+        '{"stream": "demo", "tasks": []}'
+    )
+    write_run(
+        tmp_path / "runs/short",
+        "diki",
+        tasks=[{"name": "shapes", "flops_method": 1, "seconds": {}}],
+    )
     page = (run_tables(tmp_path, "breakdown") / "tables.md").read_text()
     assert "begun: unfinished: it has no results yet" in page
     assert "broken: corrupted" in page and "empty: corrupted" in page
@@ -200,13 +258,17 @@ def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path, capsys):
 
 def test_a_folder_without_a_finished_run_is_refused(tmp_path):
     (tmp_path / "runs").mkdir()
-    with pytest.raises(ValueError, match=r"no finished run below .*runs; expected finished run directories"):
+    with pytest.raises(
+        ValueError, match=r"no finished run below .*runs; expected finished run directories"
+    ):
         tables.main(tables.Tables((tmp_path / "runs",), out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
 def test_wrong_names_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"--only names 'foms'; expected some of: fom, .*components"):
+    with pytest.raises(
+        ValueError, match=r"--only names 'foms'; expected some of: fom, .*components"
+    ):
         run_tables(tmp_path, "foms")
     with pytest.raises(ValueError, match="which is no"):
         run_tables(tmp_path, "fom")
@@ -233,9 +295,13 @@ def test_runs_whose_base_means_are_of_other_images_share_no_cell(tmp_path):
 
     measured = {"base_means_sha256": None, "base_data_sha256": "a"}
     check_comparable(of(measured, measured))
-    with pytest.raises(ValueError, match='would share cells, but base_data_sha256 is "a" there and null here'):
+    with pytest.raises(
+        ValueError, match='would share cells, but base_data_sha256 is "a" there and null here'
+    ):
         check_comparable(of(measured, {**measured, "base_data_sha256": None}))
-    with pytest.raises(ValueError, match='would share cells, but base_data_sha256 is "a" there and "b" here'):
+    with pytest.raises(
+        ValueError, match='would share cells, but base_data_sha256 is "a" there and "b" here'
+    ):
         check_comparable(of(measured, {**measured, "base_data_sha256": "b"}))
 
 

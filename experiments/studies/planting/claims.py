@@ -1,7 +1,7 @@
 """What HEE-NAS should find, claim by claim: yes or no per run, and how often chance would say yes.
 
-Every claim asks for a strict difference to what an unrelated task does, so networks that are all alike meet none: what
-everybody draws on is no sign of kinship.
+Every claim asks for a strict difference to what an unrelated task does, so networks that are all
+alike meet none: what everybody draws on is no sign of kinship.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,17 @@ from jaxtyping import Bool, Float
 from scipy.stats import binomtest
 
 from studies.planting import structure
-from studies.planting.structure import FAMILY, NEW, PLAN, RELATED, STRANGER, Costs, Counts, counts_of, place_of
+from studies.planting.structure import (
+    FAMILY,
+    NEW,
+    PLAN,
+    RELATED,
+    STRANGER,
+    Costs,
+    Counts,
+    counts_of,
+    place_of,
+)
 
 NUM_REDRAWN = 4000
 """Structures drawn by chance per run."""
@@ -33,9 +43,11 @@ class Verdict(NamedTuple):
     """What the value would be without any preference."""
     found: bool
     random: float | None
-    """How often networks drawn from all candidates would be a yes; None for claims about similarity."""
+    """How often networks drawn from all candidates would be a yes; None for claims about
+    similarity."""
     exchanged: float
-    """How often a yes would come out with the experts, networks or tasks that are compared exchanged at random."""
+    """How often a yes would come out with the experts, networks or tasks that are compared
+    exchanged at random."""
 
     @property
     def chance(self) -> float:
@@ -44,7 +56,11 @@ class Verdict(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return {**self._asdict(), "value": None if np.isnan(self.value) else self.value, "chance": self.chance}
+        return {
+            **self._asdict(),
+            "value": None if np.isnan(self.value) else self.value,
+            "chance": self.chance,
+        }
 
 
 class Measured(NamedTuple):
@@ -77,44 +93,72 @@ def _per_relation() -> tuple[Claim, ...]:
     for place, role in ((KIN, "kin"), (TWIN, "twin")):
         found += [
             Claim(
-                f"{role} seen", place, f"the relative is what the {role} is most similar to",
-                "share of blocks at which it ranks first", "more than half, and more than for colours and noise",
+                f"{role} seen",
+                place,
+                f"the relative is what the {role} is most similar to",
+                "share of blocks at which it ranks first",
+                "more than half, and more than for colours and noise",
             ),
             Claim(
-                f"{role} offered", place, f"the first level of HEE prefers the relative of the {role}",
-                "its psi over the mean of unrelated networks", "above 1, theirs, and its own for colours and noise",
+                f"{role} offered",
+                place,
+                f"the first level of HEE prefers the relative of the {role}",
+                "its psi over the mean of unrelated networks",
+                "above 1, theirs, and its own for colours and noise",
             ),
             Claim(
-                f"{role} drawn on", place, f"the {role} draws on its family's experts",
-                "share of the blocks that have some", "more than half, and more than of letters and of noise",
+                f"{role} drawn on",
+                place,
+                f"the {role} draws on its family's experts",
+                "share of the blocks that have some",
+                "more than half, and more than of letters and of noise",
             ),
             Claim(
-                f"{role} rather", place, f"the {role} takes its family's experts rather than new or unrelated ones",
-                "family's minus new and unrelated tasks', blocks", "above 0 and above that of letters and of noise",
+                f"{role} rather",
+                place,
+                f"the {role} takes its family's experts rather than new or unrelated ones",
+                "family's minus new and unrelated tasks', blocks",
+                "above 0 and above that of letters and of noise",
             ),
             Claim(
-                f"{role} cheap", place, f"the {role} adds few parameters",
-                "parameters added over those of letters and noise", "fewer than either", 3,
+                f"{role} cheap",
+                place,
+                f"the {role} adds few parameters",
+                "parameters added over those of letters and noise",
+                "fewer than either",
+                3,
             ),
-        ]  # fmt: skip
+        ]
     return tuple(found)
 
 
 CLAIMS = (
     *_per_relation(),
     Claim(
-        "easy cheap", EASY, "the easy task's network is the cheapest", "FLOPs over the mean of the others",
-        "fewer than any other task", len(PLAN),
+        "easy cheap",
+        EASY,
+        "the easy task's network is the cheapest",
+        "FLOPs over the mean of the others",
+        "fewer than any other task",
+        len(PLAN),
     ),
     Claim(
-        "alien alone", ALIEN, "the alien draws less on other tasks' experts than kin and twin",
-        "blocks that do, over those by chance; level: kin and twin", "less than either", 3,
+        "alien alone",
+        ALIEN,
+        "the alien draws less on other tasks' experts than kin and twin",
+        "blocks that do, over those by chance; level: kin and twin",
+        "less than either",
+        3,
     ),
     Claim(
-        "alien adds", ALIEN, "the alien adds more parameters than kin and twin",
-        "parameters added, % of backbone; level: kin and twin", "more than either", 3,
+        "alien adds",
+        ALIEN,
+        "the alien adds more parameters than kin and twin",
+        "parameters added, % of backbone; level: kin and twin",
+        "more than either",
+        3,
     ),
-)  # fmt: skip
+)
 
 
 def judge(results: Mapping[str, Any], costs: Costs) -> dict[str, Verdict | None]:
@@ -139,11 +183,15 @@ def judge(results: Mapping[str, Any], costs: Costs) -> dict[str, Verdict | None]
         elif claim.name not in measured:
             verdicts[claim.name] = None
         else:
-            one, permuted = measured[claim.name], exchanged[claim.name].found
+            one = measured[claim.name]
+            permuted = exchanged[claim.name].found
             verdicts[claim.name] = Verdict(
-                float(one.value[0]), float(one.level[0]), bool(one.found[0]), frequency(random[claim.name].found),
+                float(one.value[0]),
+                float(one.level[0]),
+                bool(one.found[0]),
+                frequency(random[claim.name].found),
                 1 / claim.compared if claim.compared else frequency(permuted),
-            )  # fmt: skip
+            )
     return verdicts
 
 
@@ -154,7 +202,9 @@ def frequency(found: Bool[np.ndarray, "N"]) -> float:
 
 def measure(counts: Counts, by_chance: Float[np.ndarray, "T 5"]) -> dict[str, Measured]:
     """The claims about structures; those that have nothing to find are left out."""
-    found, added, flops = {}, counts.added, counts.flops
+    found = {}
+    added = counts.added
+    flops = counts.flops
     ones = np.ones(len(added))
     share = counts.source[:, :, FAMILY] / np.maximum(counts.planted, 1)
     surplus = (counts.source @ SURPLUS).astype(float)
@@ -164,8 +214,11 @@ def measure(counts: Counts, by_chance: Float[np.ndarray, "T 5"]) -> dict[str, Me
                 ("drawn on", share, 0.5, by_chance[task, FAMILY] / counts.planted[task]),
                 ("rather", surplus, 0.0, by_chance[task] @ SURPLUS),
             ):
-                own, others = values[:, task], values[:, UNRELATED].max(axis=1)
-                found[f"{role} {name}"] = Measured(own, level * ones, (own > least) & (own > others))
+                own = values[:, task]
+                others = values[:, UNRELATED].max(axis=1)
+                found[f"{role} {name}"] = Measured(
+                    own, level * ones, (own > least) & (own > others)
+                )
         others = added[:, UNRELATED]
         mean = others.mean(axis=1)
         over = np.divide(added[:, task], mean, out=np.full(len(added), np.nan), where=mean > 0)
@@ -175,16 +228,24 @@ def measure(counts: Counts, by_chance: Float[np.ndarray, "T 5"]) -> dict[str, Me
     found["easy cheap"] = Measured(flops[:, EASY] / others.mean(axis=1), ones, cheapest)
     available = by_chance[:, FAMILY] + by_chance[:, STRANGER]
     if available[[KIN, TWIN, ALIEN]].all():
-        drawn = (counts.source[:, :, FAMILY] + counts.source[:, :, STRANGER]) / np.maximum(available, 1e-12)
+        drawn = (counts.source[:, :, FAMILY] + counts.source[:, :, STRANGER]) / np.maximum(
+            available, 1e-12
+        )
         found["alien alone"] = Measured(
-            drawn[:, ALIEN], drawn[:, [KIN, TWIN]].mean(axis=1), drawn[:, ALIEN] < drawn[:, [KIN, TWIN]].min(axis=1)
+            drawn[:, ALIEN],
+            drawn[:, [KIN, TWIN]].mean(axis=1),
+            drawn[:, ALIEN] < drawn[:, [KIN, TWIN]].min(axis=1),
         )
     related = added[:, [KIN, TWIN]]
-    found["alien adds"] = Measured(added[:, ALIEN], related.mean(axis=1), added[:, ALIEN] > related.max(axis=1))
+    found["alien adds"] = Measured(
+        added[:, ALIEN], related.mean(axis=1), added[:, ALIEN] > related.max(axis=1)
+    )
     return found
 
 
-def _similar(similarity: Sequence[Float[np.ndarray, "E L"]], task: int, kind: str) -> Verdict | None:
+def _similar(
+    similarity: Sequence[Float[np.ndarray, "E L"]], task: int, kind: str
+) -> Verdict | None:
     """`seen` or `offered`; exchanged: every unrelated network in the place of the relative."""
 
     def measured(task: int, network: int, networks: Sequence[int]) -> tuple[float, float]:
@@ -200,7 +261,8 @@ def _similar(similarity: Sequence[Float[np.ndarray, "E L"]], task: int, kind: st
     values = {network: measured(task, network, networks)[0] for network in networks}
     least = {"seen": 0.5, "offered": 1.0}[kind]
     leads = [
-        value > least and (kind == "seen" or value >= np.nanmax(list(values.values()))) for value in values.values()
+        value > least and (kind == "seen" or value >= np.nanmax(list(values.values())))
+        for value in values.values()
     ]
     elsewhere = [measured(other, own, relative_and_rivals(other)[1])[0] for other in (EASY, ALIEN)]
     yes = leads[0] and not any(value <= other for other in elsewhere)
@@ -236,7 +298,8 @@ class Summary(NamedTuple):
 def summarise(claim: str, sampling: str, verdicts: Sequence[Verdict | None]) -> Summary:
     """Counts, interval and chance."""
     scored = [verdict for verdict in verdicts if verdict is not None]
-    yes, runs = sum(verdict.found for verdict in scored), len(scored)
+    yes = sum(verdict.found for verdict in scored)
+    runs = len(scored)
     if not runs:
         return Summary(claim, sampling, 0, 0, *[None] * 6)
     interval = binomtest(yes, runs).proportion_ci(0.95, method="wilson")
@@ -244,12 +307,17 @@ def summarise(claim: str, sampling: str, verdicts: Sequence[Verdict | None]) -> 
     known = values[~np.isnan(values)]
     chances = [verdict.chance for verdict in scored]
     return Summary(
-        claim, sampling, yes, runs, (float(interval.low), float(interval.high)),
+        claim,
+        sampling,
+        yes,
+        runs,
+        (float(interval.low), float(interval.high)),
         float(known.mean()) if known.size else None,
         float(known.std(ddof=1)) if known.size > 1 else None,
-        float(np.mean([verdict.level for verdict in scored])), float(np.mean(chances)),
+        float(np.mean([verdict.level for verdict in scored])),
+        float(np.mean(chances)),
         float(yes_distribution(chances)[yes:].sum()),
-    )  # fmt: skip
+    )
 
 
 def yes_distribution(chances: Sequence[float]) -> Float[np.ndarray, "n"]:
@@ -261,7 +329,8 @@ def yes_distribution(chances: Sequence[float]) -> Float[np.ndarray, "n"]:
 
 
 def holm(p: Mapping[str, float], level: float = 0.05) -> list[str]:
-    """Names whose p stays below the level when corrected for their number (Holm's step-down procedure)."""
+    """Names whose p stays below the level when corrected for their number (Holm's step-down
+    procedure)."""
     found = []
     for rank, (name, value) in enumerate(sorted(p.items(), key=lambda item: item[1])):
         if value * (len(p) - rank) >= level:

@@ -1,11 +1,13 @@
-"""A stream whose right structure is known, what a run's networks draw on, and the same counts of networks by chance.
+"""A stream whose right structure is known, what a run's networks draw on, and the same counts of
+networks by chance.
 
-The tasks: one, its kin and its twin, an easy one, an alien one, and one unrelated. Their answers stand here, written
-down before anything is measured; `claims.py` turns them into yes or no.
+The tasks: one, its kin and its twin, an easy one, an alien one, and one unrelated. Their answers
+stand here, written down before anything is measured; `claims.py` turns them into yes or no.
 
-Experts are pool indices, 0 the backbone's own. The family are the tasks of shapes; its experts are those that an
-earlier one of them uses, added by itself or shared, and that are not the backbone's. They are told apart for every
-task, so that what kin and twin draw on can be held against what unrelated tasks draw on.
+Experts are pool indices, 0 the backbone's own. The family are the tasks of shapes; its experts are
+those that an earlier one of them uses, added by itself or shared, and that are not the backbone's.
+They are told apart for every task, so that what kin and twin draw on can be held against what
+unrelated tasks draw on.
 """
 
 import zlib
@@ -37,7 +39,8 @@ FLIPS = 0.1
 
 
 def draw_noise(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
-    """uint8 `[N, S, S, 3]`: two-coloured noise in which a pixel mostly repeats the one a class's lag away.
+    """uint8 `[N, S, S, 3]`: two-coloured noise in which a pixel mostly repeats the one a class's
+    lag away.
 
     Every pixel for itself is a coin toss in all classes, and nothing is larger than a few pixels.
     """
@@ -49,7 +52,9 @@ def draw_noise(rng: np.random.Generator, labels: np.ndarray, image_size: int) ->
     return demo.finish(rng, demo.blend(pattern, front, back), grain=0.03)
 
 
-def _lagged(rng: np.random.Generator, lag: tuple[int, int], num: int, size: int) -> Float[np.ndarray, "num S S"]:
+def _lagged(
+    rng: np.random.Generator, lag: tuple[int, int], num: int, size: int
+) -> Float[np.ndarray, "num S S"]:
     rows, columns = lag
     field = rng.integers(0, 2, (size, size, num))
     flips = rng.random((size, size, num)) < FLIPS
@@ -73,33 +78,52 @@ class Planted(NamedTuple):
 
 PLAN = (
     Planted(
-        "shapes", "origin", demo.SHAPES, demo.draw_shapes,
+        "shapes",
+        "origin",
+        demo.SHAPES,
+        demo.draw_shapes,
         "only the base to draw on; what it adds is what its kin and its twin can find",
     ),
     Planted(
-        "letters", "unrelated", demo.LETTERS, demo.draw_letters,
+        "letters",
+        "unrelated",
+        demo.LETTERS,
+        demo.draw_letters,
         "as hard as shapes and of no use to its kin: its experts are there to be left alone",
     ),
     Planted(
-        "colours", "easy", demo.COLOURS, demo.draw_colours,
+        "colours",
+        "easy",
+        demo.COLOURS,
+        demo.draw_colours,
         "the first layers tell the classes apart: skips blocks, the cheapest network of all",
     ),
     Planted(
-        "shapes_recoloured", "kin", demo.SHAPES, demo.draw_recoloured_shapes,
+        "shapes_recoloured",
+        "kin",
+        demo.SHAPES,
+        demo.draw_recoloured_shapes,
         "the classes of shapes in other colours: draws on the experts of shapes, adds little",
         "shapes",
     ),
     Planted(
-        "noise", "alien", tuple(LAGS), draw_noise,
-        "nothing larger than a few pixels, neither shapes nor strokes: draws less on others' experts, adds more",
+        "noise",
+        "alien",
+        tuple(LAGS),
+        draw_noise,
+        "nothing larger than a few pixels, neither shapes nor strokes: draws less on others' experts, adds more",  # noqa: E501
     ),
     Planted(
-        "shapes_again", "twin", demo.SHAPES, demo.draw_shapes,
+        "shapes_again",
+        "twin",
+        demo.SHAPES,
+        demo.draw_shapes,
         "the distribution of shapes, new draws: draws on the experts of shapes, adds least",
         "shapes",
     ),
-)  # fmt: skip
-"""The alien stands between kin and twin, so that their mean place is its own: later tasks find fuller pools."""
+)
+"""The alien stands between kin and twin, so that their mean place is its own: later tasks find
+fuller pools."""
 
 NAMES = tuple(task.name for task in PLAN)
 
@@ -114,19 +138,24 @@ RELATED = tuple(map(place_of, ("origin", "kin", "twin")))
 
 
 def planted_stream(*, seed: int, num_train: int, num_val: int, num_test: int) -> Stream:
-    """The planned tasks with so many images each, classes balanced; the same for the same arguments.
+    """The planned tasks with so many images each, classes balanced; the same for the same
+    arguments.
 
     Raises ValueError for fewer images than classes.
     """
     sizes = {"train": num_train, "val": num_val, "test": num_test}
     most = max(len(task.classes) for task in PLAN)
     if min(sizes.values()) < most:
-        raise ValueError(f"every split needs at least {most} images, one of each letter; got {sizes}")
+        raise ValueError(
+            f"every split needs at least {most} images, one of each letter; got {sizes}"
+        )
     tasks = []
     for planted in PLAN:
         splits = {}
         for split, num in sizes.items():
-            rng = np.random.default_rng([seed, zlib.crc32(f"planted/{planted.name}/{split}".encode())])
+            rng = np.random.default_rng(
+                [seed, zlib.crc32(f"planted/{planted.name}/{split}".encode())]
+            )
             labels = rng.permutation(np.arange(num, dtype=np.int32) % len(planted.classes))
             splits[split] = Split(planted.draw(rng, labels, IMAGE_SIZE), labels)
         tasks.append(Task(planted.name, planted.classes, **splits))
@@ -134,7 +163,8 @@ def planted_stream(*, seed: int, num_train: int, num_val: int, num_test: int) ->
 
 
 FAMILY, STRANGER, BASE, NEW, SKIP = range(5)
-"""Where a block's expert comes from: the family, another task, the backbone, nowhere yet; or there is none."""
+"""Where a block's expert comes from: the family, another task, the backbone, nowhere yet; or there
+is none."""
 
 
 class Costs(NamedTuple):
@@ -149,7 +179,8 @@ class Costs(NamedTuple):
 
 def costs_of(config: ViTConfig, cheem: CheemConfig) -> Costs:
     """What every op saves or costs on this backbone."""
-    rank, total = cheem.ops.rank, backbone_params(config)
+    rank = cheem.ops.rank
+    total = backbone_params(config)
     inputs = config.mlp_width if cheem.placement == "mlp_down" else config.width
     return Costs(
         backbone_flops(config),
@@ -161,7 +192,8 @@ def costs_of(config: ViTConfig, cheem: CheemConfig) -> Costs:
 
 
 class Structure(NamedTuple):
-    """N structures of T tasks over one history of the pool: the one that was measured, or many redrawn ones."""
+    """N structures of T tasks over one history of the pool: the one that was measured, or many
+    redrawn ones."""
 
     sizes: Int[np.ndarray, "T L"]
     """Experts in the pool before each task."""
@@ -176,8 +208,13 @@ def structure_of(results: Mapping[str, Any], costs: Costs) -> Structure:
     """The structure that a run of the planted stream found, N = 1."""
     tasks, pool = results["tasks"], results["pool"]
     origins = [[-1 if e["origin"] == "base" else e["origin"] for e in block] for block in pool]
-    sizes = np.array([[sum(o < index for o in block) for block in origins] for index in range(len(tasks))])
-    codes = [encode(from_strings(task["architecture"]), n) for task, n in zip(tasks, sizes.tolist(), strict=True)]
+    sizes = np.array(
+        [[sum(o < index for o in block) for block in origins] for index in range(len(tasks))]
+    )
+    codes = [
+        encode(from_strings(task["architecture"]), n)
+        for task, n in zip(tasks, sizes.tolist(), strict=True)
+    ]
     family = np.zeros((len(tasks), len(pool), max(map(len, pool))), bool)
     for member in RELATED:
         for block, expert in enumerate(tasks[member]["experts"]):
@@ -196,7 +233,9 @@ def random_experts(structure: Structure, rng: np.random.Generator, num: int) -> 
     """The ops as they are found, but Reuse and Adapt with any of the n experts of the block."""
     n, codes = structure.sizes, structure.codes
     expert = rng.integers(0, n, (num, *n.shape))
-    return structure._replace(codes=np.where(codes < n, expert, np.where(codes < 2 * n, n + expert, codes)))
+    return structure._replace(
+        codes=np.where(codes < n, expert, np.where(codes < 2 * n, n + expert, codes))
+    )
 
 
 def sources(structure: Structure) -> Int[np.ndarray, "N T L"]:
@@ -204,7 +243,9 @@ def sources(structure: Structure) -> Int[np.ndarray, "N T L"]:
     n, codes = structure.sizes, structure.codes
     task, block = np.indices(n.shape)
     expert = codes % n  # means nothing for New and Skip
-    known = np.where(expert == 0, BASE, np.where(structure.family[task, block, expert], FAMILY, STRANGER))
+    known = np.where(
+        expert == 0, BASE, np.where(structure.family[task, block, expert], FAMILY, STRANGER)
+    )
     return np.where(codes < 2 * n, known, np.where(codes == 2 * n, NEW, SKIP))
 
 
@@ -222,7 +263,10 @@ class Counts(NamedTuple):
 
 def counts_of(structure: Structure) -> Counts:
     """Counted."""
-    n, codes, costs, source = structure.sizes, structure.codes, structure.costs, sources(structure)
+    n = structure.sizes
+    codes = structure.codes
+    costs = structure.costs
+    source = sources(structure)
     by_source = np.stack([(source == kind).sum(-1) for kind in range(5)], axis=-1)
     adapts = ((codes >= n) & (codes < 2 * n)).sum(-1)
     return Counts(
@@ -238,12 +282,17 @@ def expected(structure: Structure) -> Float[np.ndarray, "T 5"]:
     """Mean number of blocks by source where all candidates are equally probable, in closed form."""
     n = structure.sizes
     family = structure.family.sum(-1)
-    per_block = np.stack([2 * family, 2 * (n - 1 - family), 2 + 0 * n, 1 + 0 * n, 1 + 0 * n], axis=-1)
+    per_block = np.stack(
+        [2 * family, 2 * (n - 1 - family), 2 + 0 * n, 1 + 0 * n, 1 + 0 * n], axis=-1
+    )
     return (per_block / (2 * n + 2)[..., None]).sum(axis=1)
 
 
-def first_share(similarity: Float[np.ndarray, "E L"], own: int, rivals: Sequence[int]) -> tuple[float, float]:
-    """Share of blocks at which network `own` is more similar than every rival, and that of a random order.
+def first_share(
+    similarity: Float[np.ndarray, "E L"], own: int, rivals: Sequence[int]
+) -> tuple[float, float]:
+    """Share of blocks at which network `own` is more similar than every rival, and that of a random
+    order.
 
     Blocks count where `own` and a rival are present; NaN where there is none.
     """
@@ -256,10 +305,14 @@ def first_share(similarity: Float[np.ndarray, "E L"], own: int, rivals: Sequence
     return float((similarity[own, counted] > best).mean()), float(level.mean())
 
 
-def first_level_lead(similarity: Float[np.ndarray, "E L"], own: int, rivals: Sequence[int]) -> float:
-    """psi of network `own` over the mean psi of the rivals, mean over the blocks where it and a rival are present.
+def first_level_lead(
+    similarity: Float[np.ndarray, "E L"], own: int, rivals: Sequence[int]
+) -> float:
+    """psi of network `own` over the mean psi of the rivals, mean over the blocks where it and a
+    rival are present.
 
-    It does not change with the number of networks, as psi over 1 / n does; NaN where there is no such block.
+    It does not change with the number of networks, as psi over 1 / n does; NaN where there is no
+    such block.
     """
     psi = np.stack([first_level(column)[0] for column in similarity.T], axis=-1)
     present = ~np.isnan(similarity)

@@ -1,4 +1,5 @@
-"""`experiments/planted.py`: what is planted is there, what is found is counted right, and nothing is found for free."""
+"""`experiments/planted.py`: what is planted is there, what is found is counted right, and nothing
+is found for free."""
 
 import dataclasses
 import json
@@ -45,7 +46,12 @@ FOUND = (
     ("reuse:0", "skip", "skip", "skip"),  # colours
     ("reuse:1", "adapt:1", "reuse:1", "reuse:0"),  # kin: shapes' experts twice, one of letters
     ("new", "new", "new", "new"),  # noise
-    ("reuse:1", "reuse:3", "reuse:1", "skip"),  # twin: shapes' expert, kin's, and one that kin shares with letters
+    (
+        "reuse:1",
+        "reuse:3",
+        "reuse:1",
+        "skip",
+    ),  # twin: shapes' expert, kin's, and one that kin shares with letters
 )
 """Networks of four blocks that are as they should be."""
 
@@ -60,20 +66,40 @@ def results_of(architectures, similarity=None, seed=0):
             kind, _, expert = choice.partition(":")
             experts.append({"skip": None, "reuse": int(expert or 0)}.get(kind, len(block)))
             if kind in ("new", "adapt"):
-                block.append({"origin": origin, "kind": kind, "parent": int(expert) if expert else None})
-        flops = 100 - 10 * sum(c == "skip" for c in architecture) + 5 * sum(c.startswith("adapt") for c in architecture)
-        tasks.append({
-            "name": NAMES[origin], "architecture": list(architecture), "experts": experts, "flops": flops,
-            "params_added_percent": 1.0,
-        })  # fmt: skip
+                block.append(
+                    {"origin": origin, "kind": kind, "parent": int(expert) if expert else None}
+                )
+        flops = (
+            100
+            - 10 * sum(c == "skip" for c in architecture)
+            + 5 * sum(c.startswith("adapt") for c in architecture)
+        )
+        tasks.append(
+            {
+                "name": NAMES[origin],
+                "architecture": list(architecture),
+                "experts": experts,
+                "flops": flops,
+                "params_added_percent": 1.0,
+            }
+        )
     if similarity is None:
         similarity = [[[0.0] * len(pool) for _ in range(index + 1)] for index in range(6)]
     matrix = [[0.9] * 6 for _ in range(6)]
     return {
-        "tasks": tasks, "pool": pool, "similarity": similarity, "seed": seed, "local_accuracy": matrix,
-        "yardsticks": {"frozen_linear": {"local_accuracy": matrix}}, "stream": "planted", "backbone": "vit_micro",
-        "local_average_accuracy": 0.9, "params_added_percent": 1.0, "flops": {"paper": 4e7}, "base_means": "known",
-    }  # fmt: skip
+        "tasks": tasks,
+        "pool": pool,
+        "similarity": similarity,
+        "seed": seed,
+        "local_accuracy": matrix,
+        "yardsticks": {"frozen_linear": {"local_accuracy": matrix}},
+        "stream": "planted",
+        "backbone": "vit_micro",
+        "local_average_accuracy": 0.9,
+        "params_added_percent": 1.0,
+        "flops": {"paper": 4e7},
+        "base_means": "known",
+    }
 
 
 def test_the_stream_is_the_same_again_and_another_seed_draws_other_pictures():
@@ -91,13 +117,19 @@ def test_the_stream_is_the_same_again_and_another_seed_draws_other_pictures():
 
 
 def test_the_twin_has_the_distribution_of_shapes_in_other_pictures_and_the_kin_other_colours():
-    tasks = {task.name: task for task in planted_stream(seed=0, num_train=160, num_val=12, num_test=12).tasks}
+    tasks = {
+        task.name: task
+        for task in planted_stream(seed=0, num_train=160, num_val=12, num_test=12).tasks
+    }
     shapes, kin, twin = (tasks[name] for name in ("shapes", "shapes_recoloured", "shapes_again"))
     assert shapes.classes == kin.classes == twin.classes
     pictures = [
-        {image.tobytes() for split in task.splits.values() for image in split.images[:]} for task in tasks.values()
+        {image.tobytes() for split in task.splits.values() for image in split.images[:]}
+        for task in tasks.values()
     ]
-    assert len(set.union(*pictures)) == sum(map(len, pictures)) == 6 * 184  # no picture twice, in no task and split
+    assert (
+        len(set.union(*pictures)) == sum(map(len, pictures)) == 6 * 184
+    )  # no picture twice, in no task and split
     colour = [task.train.images[:].reshape(-1, 3).mean(axis=0) for task in (shapes, twin, kin)]
     assert np.abs(colour[0] - colour[1]).max() < 5 < 40 < np.abs(colour[0] - colour[2]).max()
 
@@ -111,7 +143,10 @@ def test_in_the_noise_pixels_agree_at_the_lag_of_the_class_and_at_no_other():
     lags = list(LAGS.values())
     agreement = np.zeros((8, 8))
     for column, (y, x) in enumerate(lags):
-        ahead, behind = sign[:, y:, max(x, 0) : 32 + min(x, 0)], sign[:, : 32 - y, max(-x, 0) : 32 - max(x, 0)]
+        ahead, behind = (
+            sign[:, y:, max(x, 0) : 32 + min(x, 0)],
+            sign[:, : 32 - y, max(-x, 0) : 32 - max(x, 0)],
+        )
         together = (ahead == behind).mean(axis=(1, 2))
         agreement[:, column] = [together[labels == label].mean() for label in range(8)]
     assert (agreement.argmax(axis=1) == np.arange(8)).all()
@@ -122,10 +157,22 @@ def test_in_the_noise_pixels_agree_at_the_lag_of_the_class_and_at_no_other():
 
 def test_the_blocks_of_worked_networks_are_counted_by_where_their_experts_come_from():
     structure = structure_of(results_of(FOUND), COSTS)
-    assert structure.sizes.tolist() == [[1] * 4, [2, 2, 1, 1], [2, 3, 2, 1], [2, 3, 2, 1], [2, 4, 2, 1], [3, 5, 3, 2]]
+    assert structure.sizes.tolist() == [
+        [1] * 4,
+        [2, 2, 1, 1],
+        [2, 3, 2, 1],
+        [2, 3, 2, 1],
+        [2, 4, 2, 1],
+        [3, 5, 3, 2],
+    ]
     found = sources(structure)[0]
     assert found[3].tolist() == [FAMILY, FAMILY, STRANGER, BASE]
-    assert found[5].tolist() == [FAMILY, FAMILY, FAMILY, SKIP]  # kin shares the expert of letters at the third block
+    assert found[5].tolist() == [
+        FAMILY,
+        FAMILY,
+        FAMILY,
+        SKIP,
+    ]  # kin shares the expert of letters at the third block
     assert found[4].tolist() == [NEW] * 4 and found[2].tolist() == [BASE, SKIP, SKIP, SKIP]
     counts = counts_of(structure)
     assert counts.flops[0].tolist() == [95, 100, 70, 105, 100, 90]
@@ -145,14 +192,23 @@ def test_chance_is_worked_out_from_the_candidates():
     drawn = counts_of(random_networks(structure, rng, 20_000))
     np.testing.assert_allclose(drawn.source.mean(axis=0), by_chance, atol=0.03)
     both = (drawn.source[:, 3, FAMILY] == 2).mean()
-    assert both == pytest.approx(yes_distribution([2 / 6, 2 / 8])[2], abs=0.01) == pytest.approx(1 / 12, abs=0.01)
+    assert (
+        both
+        == pytest.approx(yes_distribution([2 / 6, 2 / 8])[2], abs=0.01)
+        == pytest.approx(1 / 12, abs=0.01)
+    )
 
 
 def test_redrawn_experts_keep_the_ops():
     structure = structure_of(results_of(FOUND), COSTS)
-    before, after = counts_of(structure), counts_of(random_experts(structure, np.random.default_rng(0), 20_000))
+    before, after = (
+        counts_of(structure),
+        counts_of(random_experts(structure, np.random.default_rng(0), 20_000)),
+    )
     for kept in ("flops", "added", "adapts"):
-        np.testing.assert_array_equal(getattr(after, kept), np.repeat(getattr(before, kept), 20_000, axis=0))
+        np.testing.assert_array_equal(
+            getattr(after, kept), np.repeat(getattr(before, kept), 20_000, axis=0)
+        )
     # one of two experts at the first block, one of three at the second
     assert after.source[:, 3, FAMILY].mean() == pytest.approx(1 / 2 + 1 / 3, abs=0.02)
 
@@ -165,7 +221,10 @@ def test_worked_networks_meet_every_claim_about_structure():
     assert drawn.random <= 1 / 12 + 0.015 and drawn.exchanged == pytest.approx(1 / 6, abs=0.02)
     assert rather.value == 2 - 1 and rather.level == pytest.approx(-17 / 24)
     assert verdicts["kin cheap"].value == pytest.approx(1 / 12)  # of letters' 8 and noise's 16
-    assert verdicts["easy cheap"].value == pytest.approx(70 / 98) and verdicts["easy cheap"].exchanged == 1 / 6
+    assert (
+        verdicts["easy cheap"].value == pytest.approx(70 / 98)
+        and verdicts["easy cheap"].exchanged == 1 / 6
+    )
     assert (verdicts["alien adds"].value, verdicts["alien adds"].level) == (16, 0.5)
     assert verdicts["alien alone"].value == 0 and verdicts["alien alone"].exchanged == 1 / 3
     for name in ("kin seen", "kin offered", "twin seen", "twin offered"):
@@ -189,7 +248,9 @@ def test_what_everybody_draws_on_is_no_sign_of_kinship():
 def test_random_networks_meet_claims_as_often_as_chance_says():
     structure = structure_of(results_of(FOUND), COSTS)
     by_chance = expected(structure)
-    drawn = claims.measure(counts_of(random_networks(structure, np.random.default_rng(7), 8000)), by_chance)
+    drawn = claims.measure(
+        counts_of(random_networks(structure, np.random.default_rng(7), 8000)), by_chance
+    )
     verdicts = judge(results_of(FOUND), COSTS)
     for name in ABOUT_STRUCTURE:
         assert drawn[name].found.mean() == pytest.approx(verdicts[name].random, abs=0.025)
@@ -200,7 +261,10 @@ def test_the_relative_ranks_first_where_it_is_more_similar_than_every_other():
     nan = np.nan
     similarity = np.array([[0.1, 0.2, 0.9, 0.0], [0.5, 0.2, 1.0, nan], [0.4, nan, 0.3, 1.0]])
     # of the three blocks where network 1 is present it leads at the first and the third
-    assert first_share(similarity, 1, [0, 2]) == (pytest.approx(2 / 3), pytest.approx((1 / 3 + 1 / 2 + 1 / 3) / 3))
+    assert first_share(similarity, 1, [0, 2]) == (
+        pytest.approx(2 / 3),
+        pytest.approx((1 / 3 + 1 / 2 + 1 / 3) / 3),
+    )
     assert np.isnan(first_share(np.full((2, 3), nan), 0, [1])).all()
 
 
@@ -209,25 +273,43 @@ def test_the_lead_at_the_first_level_does_not_change_with_the_number_of_networks
         np.testing.assert_allclose(first_level_lead(np.zeros((num, 3)), 0, range(1, num)), 1.0)
         high = np.where(np.arange(num)[:, None] == 1, [[1.0, np.nan]], [[-1.0, 0.3]])
         # at the block where it is present, e^1 against e^-1
-        assert first_level_lead(high, 1, [i for i in range(num) if i != 1]) == pytest.approx(np.e**2)
+        assert first_level_lead(high, 1, [i for i in range(num) if i != 1]) == pytest.approx(
+            np.e**2
+        )
 
 
 def test_a_preference_for_the_relative_is_seen_and_one_that_holds_for_everybody_is_not():
     def similarity(of_shapes):
-        return [[[of_shapes[task] if row == 1 else -0.5] * 4 for row in range(task + 1)] for task in range(6)]
+        return [
+            [[of_shapes[task] if row == 1 else -0.5] * 4 for row in range(task + 1)]
+            for task in range(6)
+        ]
 
     kin = judge(results_of(FOUND, similarity({1: -0.6, 2: -0.6, 3: 0.9, 4: -0.6, 5: 1.0})), COSTS)
-    for name, exchanged in {"kin seen": 1 / 4, "twin seen": 1 / 5, "kin offered": 1 / 4, "twin offered": 1 / 5}.items():
-        assert kin[name].found and kin[name].random is None and kin[name].exchanged == pytest.approx(exchanged)
+    for name, exchanged in {
+        "kin seen": 1 / 4,
+        "twin seen": 1 / 5,
+        "kin offered": 1 / 4,
+        "twin offered": 1 / 5,
+    }.items():
+        assert (
+            kin[name].found
+            and kin[name].random is None
+            and kin[name].exchanged == pytest.approx(exchanged)
+        )
     assert kin["kin seen"].value == 1.0 and kin["kin seen"].level == pytest.approx(1 / 4)
     everybody = judge(results_of(FOUND, similarity(dict.fromkeys(range(1, 6), 0.9))), COSTS)
     assert everybody["kin seen"].value == 1.0
-    assert not any(everybody[name].found for name in ("kin seen", "twin seen", "kin offered", "twin offered"))
+    assert not any(
+        everybody[name].found for name in ("kin seen", "twin seen", "kin offered", "twin offered")
+    )
 
 
 def test_counts_come_with_wilsons_interval_and_the_chance_of_so_many():
     yes = Verdict(2.0, 1.0, True, 0.25, 0.5)
-    summary = summarise("kin cheap", "hee", [yes, yes, None, yes._replace(value=np.nan), yes._replace(found=False)])
+    summary = summarise(
+        "kin cheap", "hee", [yes, yes, None, yes._replace(value=np.nan), yes._replace(found=False)]
+    )
     assert (summary.yes, summary.runs, summary.value, summary.std) == (3, 4, 2.0, 0.0)
     # Wilson: (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n) with p = 3/4, n = 4, z = 1.96
     assert summary.interval == pytest.approx((0.3006, 0.9544), abs=1e-3)
@@ -238,19 +320,23 @@ def test_counts_come_with_wilsons_interval_and_the_chance_of_so_many():
 
 
 def test_the_correction_for_many_claims_stops_at_the_first_that_fails():
-    # 0.01 x 4 and 0.015 x 3 are below 0.05, 0.03 x 2 is not, and so 0.04 x 1 does not count any more
+    # 0.01 x 4 and 0.015 x 3 are below 0.05, 0.03 x 2 is not, and so 0.04 x 1 does not count any
+    # more
     assert claims.holm({"a": 0.04, "b": 0.01, "c": 0.03, "d": 0.015}) == ["b", "d"]
     assert claims.holm({}) == []
 
 
 def test_costs_are_those_of_the_library():
-    config, cheem = CONFIGS["vit_micro"], PRESETS["demo"]
+    config = CONFIGS["vit_micro"]
+    cheem = PRESETS["demo"]
     costs = costs_of(config, cheem)
     architectures = [("reuse:0",) * 8, ("new", "skip", "skip", "adapt:0") * 2, *[("skip",) * 8] * 4]
     structure = structure_of(results_of(architectures), costs)
     counts = counts_of(structure)
     for index, architecture in enumerate(architectures):
-        assert counts.flops[0, index] == network_flops(config, "mlp_down", from_strings(architecture), cheem.ops.rank)
+        assert counts.flops[0, index] == network_flops(
+            config, "mlp_down", from_strings(architecture), cheem.ops.rank
+        )
     # two full layers of 384 x 96 and 96, two pairs of rank 16: of 897,696 parameters
     parameters = 2 * (384 * 96 + 96) + 2 * 16 * (384 + 96)
     assert counts.added[0, 1] == pytest.approx(parameters / 897_696 * 100, rel=0.02)
@@ -259,16 +345,28 @@ def test_costs_are_those_of_the_library():
 @pytest.fixture
 def runs():
     plain = [("reuse:0",) * 4] * 6
-    return {"hee": [results_of(FOUND, seed=s) for s in (0, 1)], "uniform": [results_of(plain, seed=s) for s in (0, 1)]}
+    return {
+        "hee": [results_of(FOUND, seed=s) for s in (0, 1)],
+        "uniform": [results_of(plain, seed=s) for s in (0, 1)],
+    }
 
 
 def test_the_page_says_what_the_numbers_say(runs):
     judged = pages.judge_all(runs, COSTS)
     text = " ".join(pages.findings(runs, judged.summaries))
-    assert "HEE sampling, 2 runs, found in every run: kin drawn on, kin rather, kin cheap, twin drawn on" in text
-    assert "could not be asked: kin drawn on, kin rather, twin drawn on, twin rather, alien alone." in text
+    assert (
+        "HEE sampling, 2 runs, found in every run: kin drawn on, kin rather, kin cheap, twin"
+        " drawn on" in text
+    )
+    assert (
+        "could not be asked: kin drawn on, kin rather, twin drawn on, twin rather, alien alone."
+        in text
+    )
     page = pages.page(runs, judged, COSTS, "A setting.")
-    assert "| kin drawn on | HEE | 2 of 2 | 34–100 % |" in page and "| kin drawn on | uniform | 0 of 0 | – |" in page
+    assert (
+        "| kin drawn on | HEE | 2 of 2 | 34–100 % |" in page
+        and "| kin drawn on | uniform | 0 of 0 | – |" in page
+    )
     numbers = json.loads(json.dumps(pages.numbers(runs, judged), allow_nan=False))
     assert len(numbers["summaries"]) == 2 * len(CLAIMS)
 
@@ -277,7 +375,11 @@ def test_every_sampling_and_seed_is_a_run_of_its_own_on_its_own_pictures(monkeyp
     begun = {}
 
     def finished(stream, pretrained, config, directory, progress, **more):
-        begun[str(directory.relative_to(tmp_path))] = (stream.tasks[0].train.images[0].tobytes(), config, more)
+        begun[str(directory.relative_to(tmp_path))] = (
+            stream.tasks[0].train.images[0].tobytes(),
+            config,
+            more,
+        )
         blocks = [tuple(2 * architecture) for architecture in FOUND]
         return results_of(blocks, seed=config.seed)
 
@@ -292,19 +394,28 @@ def test_every_sampling_and_seed_is_a_run_of_its_own_on_its_own_pictures(monkeyp
     assert hee.method.sampling == "hee" and hee.seed == 0
     assert uniform.method == dataclasses.replace(hee.method, sampling="uniform")
     again = planted.parse(planted.Planted, more["command"][1:])
-    assert (again.sampling, again.seeds, again.run_dir) == ("uniform", "0", tmp_path / "uniform" / "seed-0")
+    assert (again.sampling, again.seeds, again.run_dir) == (
+        "uniform",
+        "0",
+        tmp_path / "uniform" / "seed-0",
+    )
     assert {file.name for file in tmp_path.iterdir()} == {
-        "planted.md", "planted.json", "architectures.png",
-    }  # fmt: skip
+        "planted.md",
+        "planted.json",
+        "architectures.png",
+    }
     told = json.loads((tmp_path / "planted.json").read_text())
     assert [(run["sampling"], run["seed"]) for run in told["runs"]] == [
         (s, n) for s in planted.SAMPLINGS for n in (0, 1)
     ]
     with Image.open(tmp_path / "architectures.png") as sheet:
         left, right = (
-            np.asarray(sheet.crop((x, 0, x + sheet.width // 2, sheet.height))) for x in (0, sheet.width // 2)
+            np.asarray(sheet.crop((x, 0, x + sheet.width // 2, sheet.height)))
+            for x in (0, sheet.width // 2)
         )
-    assert min(left.min(), right.min()) < 128 and (left != right).any()  # the samplings side by side
+    assert (
+        min(left.min(), right.min()) < 128 and (left != right).any()
+    )  # the samplings side by side
 
     fixed = planted.Planted(stream_seed=5)
     streams = [planted.stream_of(fixed, seed).tasks[1].test.images[:] for seed in (0, 1)]
@@ -312,7 +423,10 @@ def test_every_sampling_and_seed_is_a_run_of_its_own_on_its_own_pictures(monkeyp
 
 
 def test_settings_that_make_no_run_are_named(tmp_path, capsys):
-    for changed, said in (({"seeds": "1,1"}, "--seeds is '1,1'"), ({"stream_seed": -1}, "--stream-seed is -1")):
+    for changed, said in (
+        ({"seeds": "1,1"}, "--seeds is '1,1'"),
+        ({"stream_seed": -1}, "--stream-seed is -1"),
+    ):
         with pytest.raises(SystemExit) as stop:
             run_command(planted.main, planted.Planted(run_dir=tmp_path, **changed), tmp_path)
         assert stop.value.code == 2 and said in capsys.readouterr().err

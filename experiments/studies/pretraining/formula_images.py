@@ -1,8 +1,9 @@
-"""Images made from formulas alone, for pretraining without photographs: 480 classes in six families.
+"""Images made from formulas alone, for pretraining without photographs: 480 classes in six
+families.
 
-A class is a set of formula parameters; its images differ by jittered parameters, pose, colours, background
-and noise. The idea is that of formula-driven supervised learning (databases of fractals, radial contours and
-tilings); the families here are small ones of our own, chosen for 32x32 pixels.
+A class is a set of formula parameters; its images differ by jittered parameters, pose, colours,
+background and noise. The idea is that of formula-driven supervised learning (databases of fractals,
+radial contours and tilings); the families here are small ones of our own, chosen for 32x32 pixels.
 """
 
 import os
@@ -21,13 +22,16 @@ Colours = Float[np.ndarray, "N S S 3"]
 
 
 def grid(rng: np.random.Generator, count: int, *, turn: float, zoom: float, shift: float):
-    """x, y of every pixel [N S S] in a frame turned (radians), zoomed (log) and shifted at random."""
+    """x, y of every pixel [N S S] in a frame turned (radians), zoomed (log) and shifted at
+    random."""
     line = (np.arange(SIZE, dtype=np.float32) + 0.5) * (2 / SIZE) - 1
     angle = rng.uniform(-turn, turn, (count, 1, 1)).astype(np.float32)
     scale = np.exp(rng.uniform(-zoom, zoom, (2, count, 1, 1))).astype(np.float32)
     x0, y0 = rng.uniform(-shift, shift, (2, count, 1, 1)).astype(np.float32)
     x, y = line[None, None, :] - x0, line[None, :, None] - y0
-    return (np.cos(angle) * x + np.sin(angle) * y) * scale[0], (np.cos(angle) * y - np.sin(angle) * x) * scale[1]
+    return (np.cos(angle) * x + np.sin(angle) * y) * scale[0], (
+        np.cos(angle) * y - np.sin(angle) * x
+    ) * scale[1]
 
 
 def two_colours(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -36,7 +40,8 @@ def two_colours(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.nd
     grey = rng.uniform(0, 1, (count, 1, 1, 1)) < 0.25
     back = np.where(grey, back.mean(-1, keepdims=True), back)
     front = np.where(grey, front.mean(-1, keepdims=True), front)
-    light, other = back.mean(-1, keepdims=True), front.mean(-1, keepdims=True)
+    light = back.mean(-1, keepdims=True)
+    other = front.mean(-1, keepdims=True)
     near = np.abs(light - other) < 0.3
     front = np.where(near, front + 0.65 * ((light < 0.5) - front), front)
     plain = rng.uniform(0, 1, (count, 1, 1, 1)) < 0.1
@@ -45,7 +50,8 @@ def two_colours(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.nd
 
 def rough(rng: np.random.Generator, power: np.ndarray) -> Fields:
     """Random-phase noise with spectrum 1/f^power, scaled to mean 0 and deviation 1."""
-    fy, fx = np.fft.fftfreq(SIZE)[:, None], np.fft.rfftfreq(SIZE)[None]
+    fy = np.fft.fftfreq(SIZE)[:, None]
+    fx = np.fft.rfftfreq(SIZE)[None]
     radius = np.maximum(np.hypot(fy, fx), 1 / SIZE)
     return filtered(rng, radius ** -power[:, None, None])
 
@@ -70,10 +76,13 @@ def figure(rng: np.random.Generator, mask: Fields) -> Colours:
 
 
 def ramp(rng: np.random.Generator, field: Fields) -> Colours:
-    """A texture coloured between two colours, with a third in the middle for a third of the images."""
+    """A texture coloured between two colours, with a third in the middle for a third of the
+    images."""
     back, front = two_colours(rng, len(field))
     middle = rng.uniform(0, 1, (len(field), 1, 1, 3)).astype(np.float32)
-    amount = (rng.uniform(0, 1, (len(field), 1, 1, 1)) < 0.33) * (4 * field * (1 - field))[..., None]
+    amount = (rng.uniform(0, 1, (len(field), 1, 1, 1)) < 0.33) * (4 * field * (1 - field))[
+        ..., None
+    ]
     colour = back + (front - back) * field[..., None]
     return (colour + amount * (middle - colour)).astype(np.float32)
 
@@ -104,7 +113,11 @@ def draw_fractals(rng: np.random.Generator, count: int) -> Params:
     moves = rng.uniform(-1, 1, (tried, 5, 2))
     weight = np.abs(np.linalg.det(maps)) + 0.03
     weight *= np.arange(5) < rng.integers(2, 6, (tried, 1))
-    params = {"maps": maps, "moves": moves, "chance": np.cumsum(weight / weight.sum(-1, keepdims=True), -1)}
+    params = {
+        "maps": maps,
+        "moves": moves,
+        "chance": np.cumsum(weight / weight.sum(-1, keepdims=True), -1),
+    }
     filled = (fractal_masks(rng, params, jitter=0.0) > 0.1).mean((1, 2))
     good = np.flatnonzero((filled > 0.12) & (filled < 0.6))[:count]
     return {name: value[good] for name, value in params.items()}
@@ -112,10 +125,12 @@ def draw_fractals(rng: np.random.Generator, count: int) -> Params:
 
 def fractal_masks(rng: np.random.Generator, params: Params, *, jitter: float) -> Fields:
     """The chaos game: 48 points per image take 60 random maps each; the first 10 are not drawn."""
-    count, chains = len(params["maps"]), 48
+    count = len(params["maps"])
+    chains = 48
     maps = params["maps"] + jitter * rng.normal(0, 1, params["maps"].shape)
     maps = np.concatenate([maps, params["moves"][..., None]], -1).astype(np.float32)  # [N K 2 3]
-    maps, chance = maps.reshape(-1, 6), params["chance"][:, None]
+    maps = maps.reshape(-1, 6)
+    chance = params["chance"][:, None]
     points = np.zeros((60, count, chains, 2), np.float32)
     rows = 5 * np.arange(count)[:, None]
     for step in range(1, 60):
@@ -138,7 +153,9 @@ def fractal_masks(rng: np.random.Generator, params: Params, *, jitter: float) ->
 
 
 def _rotation(angle: np.ndarray) -> np.ndarray:
-    return np.stack([np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)], -1).reshape(*angle.shape, 2, 2)
+    return np.stack([np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)], -1).reshape(
+        *angle.shape, 2, 2
+    )
 
 
 # Radial contours: polygons, stars and blobs, filled or in rings
@@ -157,7 +174,11 @@ def draw_contours(rng: np.random.Generator, count: int) -> Params:
 
 
 def render_contours(rng: np.random.Generator, params: Params) -> Colours:
-    p = {name: value.astype(np.float32)[:, None, None] for name, value in params.items() if value.ndim == 1}
+    p = {
+        name: value.astype(np.float32)[:, None, None]
+        for name, value in params.items()
+        if value.ndim == 1
+    }
     x, y = grid(rng, len(params["sides"]), turn=0.4, zoom=0.25, shift=0.25)
     angle = np.arctan2(y, x * p["aspect"]) + p["turn"]
     wedge = 2 * np.pi / np.maximum(p["sides"], 3)
@@ -165,7 +186,10 @@ def render_contours(rng: np.random.Generator, params: Params) -> Colours:
     reach = 0.72 * np.where(p["sides"] < 3, 0.85, polygon)
     waves = params["waves"] + 0.02 * rng.normal(0, 1, params["waves"].shape)
     for k in range(6):
-        reach = reach * (1 + waves[:, k, None, None] * np.cos((k + 1) * angle + params["phases"][:, k, None, None]))
+        reach = reach * (
+            1
+            + waves[:, k, None, None] * np.cos((k + 1) * angle + params["phases"][:, k, None, None])
+        )
     depth = 1 - np.hypot(x, y * 1.0) / reach  # 1 in the middle, 0 on the outline
     edge = np.clip(0.5 + depth * 0.6 * SIZE / 2, 0, 1)
     phase = (depth * (p["rings"] + 0.5 * (p["rings"] < 2))) % 1
@@ -186,15 +210,19 @@ def draw_strokes(rng: np.random.Generator, count: int) -> Params:
         line = points[:, :, 0] + (points[:, :, 3] - points[:, :, 0]) * k / 3
         points[:, :, k] = np.where(straight, line, 1.3 * points[:, :, k])
     used = np.arange(3) < rng.choice([1, 2, 2, 3], (count, 1))
-    points = np.where(used[..., None, None], points, points[:, :1])  # an unused stroke repeats the first
-    low, high = points.min((1, 2), keepdims=True), points.max((1, 2), keepdims=True)
+    points = np.where(
+        used[..., None, None], points, points[:, :1]
+    )  # an unused stroke repeats the first
+    low = points.min((1, 2), keepdims=True)
+    high = points.max((1, 2), keepdims=True)
     points = (points - (low + high) / 2) * 0.72 / (np.max(high - low, -1, keepdims=True) / 2 + 1e-6)
     return {"points": points}
 
 
 def render_strokes(rng: np.random.Generator, params: Params) -> Colours:
     points = params["points"]
-    count, segments = len(points), 7
+    count = len(points)
+    segments = 7
     jittered = points + rng.normal(0, 0.06, points.shape)
     same = (points == points[:, :1]).all((2, 3))[..., None, None]  # repeats stay repeats
     jittered = np.where(same, jittered[:, :1], jittered)
@@ -205,7 +233,8 @@ def render_strokes(rng: np.random.Generator, params: Params) -> Colours:
     lean = rng.normal(0, 0.15, (count, 1, 1)).astype(np.float32)
     x = x + lean * y
     nearest = np.full_like(x, np.inf)
-    starts, ends = curve[:, :, :-1].reshape(count, -1, 2), curve[:, :, 1:].reshape(count, -1, 2)
+    starts = curve[:, :, :-1].reshape(count, -1, 2)
+    ends = curve[:, :, 1:].reshape(count, -1, 2)
     for start, end in zip(starts.transpose(1, 0, 2), ends.transpose(1, 0, 2), strict=True):
         ax, ay = start[:, 0, None, None], start[:, 1, None, None]
         dx, dy = end[:, 0, None, None] - ax, end[:, 1, None, None] - ay
@@ -221,10 +250,8 @@ def render_strokes(rng: np.random.Generator, params: Params) -> Colours:
 
 
 def draw_waves(rng: np.random.Generator, count: int) -> Params:
-    angle, cycles = (
-        rng.uniform(0, np.pi, (count, 3)),
-        np.exp(rng.uniform(np.log(1.0), np.log(5.5), (count, 3))),
-    )
+    angle = rng.uniform(0, np.pi, (count, 3))
+    cycles = np.exp(rng.uniform(np.log(1.0), np.log(5.5), (count, 3)))
     size = rng.uniform(0.4, 1, (count, 3)) * (np.arange(3) < rng.integers(1, 4, (count, 1)))
     return {"angle": angle, "cycles": cycles, "size": size, "shape": rng.integers(0, 4, count)}
 
@@ -234,13 +261,22 @@ def render_waves(rng: np.random.Generator, params: Params) -> Colours:
     x = x + rng.uniform(0, 0.12, (len(x), 1, 1)) * rough(rng, np.full(len(x), 2.5)) * 0.3
     waves = []
     for k in range(3):
-        fx, fy = np.pi * params["cycles"][:, k] * (np.cos(params["angle"][:, k]), np.sin(params["angle"][:, k]))
+        fx, fy = (
+            np.pi
+            * params["cycles"][:, k]
+            * (np.cos(params["angle"][:, k]), np.sin(params["angle"][:, k]))
+        )
         phase = rng.uniform(-np.pi, np.pi, (len(x), 1, 1))
-        waves.append(params["size"][:, k, None, None] * np.sin(fx[:, None, None] * x + fy[:, None, None] * y + phase))
+        waves.append(
+            params["size"][:, k, None, None]
+            * np.sin(fx[:, None, None] * x + fy[:, None, None] * y + phase)
+        )
     total = sum(waves) / params["size"].sum(-1)[:, None, None]
     shape = params["shape"][:, None, None]
     smooth, sharp = 0.5 + 0.5 * total, 0.5 + 0.5 * np.tanh(6 * total)
-    field = np.select([shape == 0, shape == 1, shape == 2], [smooth, sharp, np.abs(total)], np.maximum(total, 0))
+    field = np.select(
+        [shape == 0, shape == 1, shape == 2], [smooth, sharp, np.abs(total)], np.maximum(total, 0)
+    )
     return ramp(rng, np.clip(field, 0, 1).astype(np.float32))
 
 
@@ -257,18 +293,27 @@ def draw_noises(rng: np.random.Generator, count: int) -> Params:
 def render_noises(rng: np.random.Generator, params: Params) -> Colours:
     p = {name: value[:, None, None] for name, value in params.items()}
     angle = p["angle"] + rng.uniform(-0.2, 0.2, p["angle"].shape)
-    fy, fx = np.fft.fftfreq(SIZE, 1 / SIZE)[:, None], np.fft.rfftfreq(SIZE, 1 / SIZE)[None]
-    u, v = np.cos(angle) * fx + np.sin(angle) * fy, np.cos(angle) * fy - np.sin(angle) * fx
-    radius = np.hypot(u * p["stretch"], v / np.sqrt(p["stretch"])) * np.exp(rng.uniform(-0.1, 0.1, angle.shape))
-    field = filtered(rng, np.exp(-0.5 * (np.log(np.maximum(radius, 0.3) / p["centre"]) / p["band"]) ** 2))
+    fy = np.fft.fftfreq(SIZE, 1 / SIZE)[:, None]
+    fx = np.fft.rfftfreq(SIZE, 1 / SIZE)[None]
+    u = np.cos(angle) * fx + np.sin(angle) * fy
+    v = np.cos(angle) * fy - np.sin(angle) * fx
+    radius = np.hypot(u * p["stretch"], v / np.sqrt(p["stretch"])) * np.exp(
+        rng.uniform(-0.1, 0.1, angle.shape)
+    )
+    field = filtered(
+        rng, np.exp(-0.5 * (np.log(np.maximum(radius, 0.3) / p["centre"]) / p["band"]) ** 2)
+    )
     shape = p["shape"]
-    field = np.select([shape == 0, shape == 1, shape == 2],
-                      [0.5 + 0.25 * field, 0.5 + 0.5 * np.tanh(4 * field), 1 - 0.7 * np.abs(field)],
-                      np.clip(field - 0.6, 0, 1))  # fmt: skip
+    field = np.select(
+        [shape == 0, shape == 1, shape == 2],
+        [0.5 + 0.25 * field, 0.5 + 0.5 * np.tanh(4 * field), 1 - 0.7 * np.abs(field)],
+        np.clip(field - 0.6, 0, 1),
+    )
     return ramp(rng, np.clip(field, 0, 1).astype(np.float32))
 
 
-# Mosaics: Voronoi cells in the class's own colours, the family that only colour and cell size tell apart
+# Mosaics: Voronoi cells in the class's own colours, the family that only colour and cell size tell
+# apart
 
 
 def draw_mosaics(rng: np.random.Generator, count: int) -> Params:
@@ -281,10 +326,14 @@ def draw_mosaics(rng: np.random.Generator, count: int) -> Params:
 
 
 def render_mosaics(rng: np.random.Generator, params: Params) -> Colours:
-    count, most = len(params["cells"]), 22
+    count = len(params["cells"])
+    most = 22
     x, y = grid(rng, count, turn=0.6, zoom=0.2, shift=0.0)
     sites = rng.uniform(-1.2, 1.2, (count, most, 2)).astype(np.float32)
-    dx, dy = np.abs(x[:, None] - sites[..., 0, None, None]), np.abs(y[:, None] - sites[..., 1, None, None])
+    dx, dy = (
+        np.abs(x[:, None] - sites[..., 0, None, None]),
+        np.abs(y[:, None] - sites[..., 1, None, None]),
+    )
     distance = np.where(params["block"][:, None, None, None], dx + dy, np.hypot(dx, dy))
     distance = np.where((np.arange(most) < params["cells"][:, None])[..., None, None], distance, 99)
     cell = distance.argmin(1)
@@ -298,7 +347,12 @@ def render_mosaics(rng: np.random.Generator, params: Params) -> Colours:
 
 
 FAMILIES: tuple[Family, ...] = (
-    Family("fractals", 110, draw_fractals, lambda rng, p: figure(rng, fractal_masks(rng, p, jitter=0.05))),
+    Family(
+        "fractals",
+        110,
+        draw_fractals,
+        lambda rng, p: figure(rng, fractal_masks(rng, p, jitter=0.05)),
+    ),
     Family("contours", 100, draw_contours, render_contours),
     Family("strokes", 130, draw_strokes, render_strokes),
     Family("waves", 50, draw_waves, render_waves),
@@ -311,14 +365,18 @@ NUM_CLASSES = sum(family.num_classes for family in FAMILIES)
 def formula_images(
     seed: int, per_class: int, *, chunk: int = 512
 ) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, "N"]]:
-    """`per_class` images of every class, class by class; the same arguments give the same images."""
-    jobs, first = [], 0
+    """`per_class` images of every class, class by class; the same arguments give the same
+    images."""
+    jobs = []
+    first = 0
     for index, family in enumerate(FAMILIES):
         params = family.draw(np.random.default_rng([seed, index]), family.num_classes)
         own = np.repeat(np.arange(family.num_classes), per_class)
         for start in range(0, len(own), chunk):
             rows = own[start : start + chunk]
-            jobs.append((family, params, rows, first + rows, np.random.default_rng([seed, index, start])))
+            jobs.append(
+                (family, params, rows, first + rows, np.random.default_rng([seed, index, start]))
+            )
         first += family.num_classes
 
     def make(job) -> np.ndarray:
@@ -327,6 +385,8 @@ def formula_images(
         images += rng.normal(0, 1, images.shape) * rng.uniform(0, 0.06, (len(rows), 1, 1, 1))
         return np.round(np.clip(images, 0, 1) * 255).astype(np.uint8)
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # NumPy lets go of the lock inside its loops
+    with ThreadPoolExecutor(
+        os.cpu_count()
+    ) as threads:  # NumPy lets go of the lock inside its loops
         images = np.concatenate(list(threads.map(make, jobs)))
     return images, np.concatenate([labels for _, _, _, labels, _ in jobs]).astype(np.int32)

@@ -41,7 +41,9 @@ def test_the_same_seed_makes_the_same_images_and_another_seed_others(made):
 
 def test_images_of_a_class_differ_and_none_is_blank(made):
     images, labels = made
-    first, second = images[labels.argsort(kind="stable")].reshape(-1, 2, 32 * 32 * 3).transpose(1, 0, 2)
+    first, second = (
+        images[labels.argsort(kind="stable")].reshape(-1, 2, 32 * 32 * 3).transpose(1, 0, 2)
+    )
     assert (first != second).any(axis=1).all()
     assert images.reshape(len(images), -1).std(axis=1).min() > 1.0  # grey levels of 255
 
@@ -50,14 +52,17 @@ def test_mosaic_classes_have_colours_of_their_own():
     images, labels = formula_images.formula_images(0, 8)
     mosaics = labels >= formula_images.NUM_CLASSES - 50
     colours = images[mosaics].mean(axis=(1, 2)).reshape(50, 8, 3)
-    within, between = colours.std(axis=1).mean(), colours.mean(axis=1).std(axis=0).mean()
+    within = colours.std(axis=1).mean()
+    between = colours.mean(axis=1).std(axis=0).mean()
     assert between > within
 
 
 @pytest.mark.full
 def test_a_few_steps_on_one_batch_lower_its_loss(made, trainer):
-    images, labels = made[0][::61][:16], np.arange(16, dtype=np.int32)
-    state, losses = (trainer.learned, trainer.moments), []
+    images = made[0][::61][:16]
+    labels = np.arange(16, dtype=np.int32)
+    state = (trainer.learned, trainer.moments)
+    losses = []
     for step in range(12):
         learned, moments, loss, _ = trainer.step(*state, np.uint32(step), images, labels)
         state = (learned, moments)
@@ -67,7 +72,8 @@ def test_a_few_steps_on_one_batch_lower_its_loss(made, trainer):
 
 @pytest.mark.full
 def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(made, tiny, trainer, tmp_path):
-    images, labels = made[0][:48], np.arange(48, dtype=np.int32) % 16
+    images = made[0][:48]
+    labels = np.arange(48, dtype=np.int32) % 16
     tiny = dataclasses.replace(tiny, work_dir=tmp_path / "whole")
     whole = params_of(pretrain_micro.train(tiny, trainer, images, labels, until=5))
     tiny = dataclasses.replace(tiny, work_dir=tmp_path / "broken")
@@ -82,12 +88,16 @@ def test_a_state_of_other_settings_is_refused_by_name(tiny, tmp_path):
     state, step = pretrain_micro.load_state(tmp_path / "state", tiny, {"x": np.zeros(3)})
     assert step == 7 and state["x"].tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="seed is 0 there and 5 here"):
-        pretrain_micro.load_state(tmp_path / "state", dataclasses.replace(tiny, seed=5), {"x": np.zeros(3)})
+        pretrain_micro.load_state(
+            tmp_path / "state", dataclasses.replace(tiny, seed=5), {"x": np.zeros(3)}
+        )
 
 
 def test_every_epoch_shows_each_image_once_in_an_order_of_its_own():
     epochs = [
-        np.concatenate([pretrain_micro.batch_at(3 * epoch + i, 48, seed=0, batch_size=16) for i in range(3)])
+        np.concatenate(
+            [pretrain_micro.batch_at(3 * epoch + i, 48, seed=0, batch_size=16) for i in range(3)]
+        )
         for epoch in (0, 1)
     ]
     for order in epochs:

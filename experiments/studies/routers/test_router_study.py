@@ -18,7 +18,12 @@ SHORT = (
     f"{HEAD} --cheem.supernet.epochs 1 --cheem.finetune.epochs 1 --cheem.search.generations 1 "
     "--cheem.search.population 2 --cheem.search.num-parents 2 --num-seeds 2"
 )
-FEW = (PAPER, RouterConfig("lda", "early"), RouterConfig("ridge", "levels", projections=50), RouterConfig("gaussian"))
+FEW = (
+    PAPER,
+    RouterConfig("lda", "early"),
+    RouterConfig("ridge", "levels", projections=50),
+    RouterConfig("gaussian"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,9 @@ def studied(tmp_path_factory):
         patched.setattr(router_study, "candidates", lambda: iter(FEW))
         router_study.main(settings)
         first = json.loads((folder / "out/routers.json").read_text())
-        patched.setattr("studies.routers.trying.features_on_the_way", None)  # what the backbone said is kept
+        patched.setattr(
+            "studies.routers.trying.features_on_the_way", None
+        )  # what the backbone said is kept
         router_study.main(settings)
     return folder, first, json.loads((folder / "out/routers.json").read_text())
 
@@ -41,12 +48,21 @@ def studied(tmp_path_factory):
 @pytest.mark.full
 def test_the_papers_router_made_again_is_that_of_the_runs(studied):
     folder, found, _ = studied
-    assert found["same_answers"] == 1.0 and found["runs"] == {"CHEEM": [0, 1], "frozen, linear heads": [0]}
-    runs = [json.loads((folder / f"runs/cheem/seed-{seed}/results.json").read_text()) for seed in (0, 1)]
+    assert found["same_answers"] == 1.0 and found["runs"] == {
+        "CHEEM": [0, 1],
+        "frozen, linear heads": [0],
+    }
+    runs = [
+        json.loads((folder / f"runs/cheem/seed-{seed}/results.json").read_text()) for seed in (0, 1)
+    ]
     heads = json.loads((folder / "runs/frozen_linear/results.json").read_text())
     paper, early = found["rows"][:2]
-    assert paper["methods"]["CHEEM"]["accuracy"] == pytest.approx(np.mean([run["average_accuracy"] for run in runs]))
-    assert paper["methods"]["frozen, linear heads"]["accuracy"] == pytest.approx(heads["average_accuracy"])
+    assert paper["methods"]["CHEEM"]["accuracy"] == pytest.approx(
+        np.mean([run["average_accuracy"] for run in runs])
+    )
+    assert paper["methods"]["frozen, linear heads"]["accuracy"] == pytest.approx(
+        heads["average_accuracy"]
+    )
     assert paper["methods"]["CHEEM"]["gain"]["value"] == 0
     for name in ("paper", "executed"):
         assert paper["flops"][name] == pytest.approx(np.mean([run["flops"][name] for run in runs]))
@@ -59,7 +75,8 @@ def test_the_choice_is_by_validation_and_then_by_bytes(studied):
     best = max(row["found"]["val"] for row in found["rows"])
     near = [row for row in found["rows"] if row["found"]["val"] >= best - router_study.NEAR_BEST]
     assert found["chosen"]["bytes_per_task"] == min(row["bytes_per_task"] for row in near)
-    # 5 centroids of 48 numbers; the means of 10 classes of two patch tokens, and the triangle of their scatter
+    # 5 centroids of 48 numbers; the means of 10 classes of two patch tokens, and the triangle of
+    # their scatter
     assert found["rows"][0]["bytes_per_task"] == 4 * 5 * 48
     assert found["rows"][1]["bytes_per_task"] == 4 * (10 * 96 + 96 * 97 / 2)
 
@@ -79,7 +96,10 @@ def test_the_page_has_a_row_for_each_router(studied):
     page = (folder / "out/routers.md").read_text()
     # once with those worth knowing and once in the list of all
     assert page.count("\n| last |") == 4 and page.count("\n| early |") == 2
-    assert f"**{found['chosen']['title']}**" in page and "Runs: CHEEM 2, frozen, linear heads 1." in page
+    assert (
+        f"**{found['chosen']['title']}**" in page
+        and "Runs: CHEEM 2, frozen, linear heads 1." in page
+    )
 
 
 @pytest.mark.full

@@ -24,7 +24,8 @@ Seen = Mapping[str, Sequence[Float[np.ndarray, "N D"]]]
 
 
 def kept(file: Path, compute: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Arrays of an npz file, computed where there is none, so that a study that was stopped resumes."""
+    """Arrays of an npz file, computed where there is none, so that a study that was stopped
+    resumes."""
     if not file.exists():
         stream = io.BytesIO()
         np.savez(stream, **compute())  # pyright: ignore[reportArgumentType]
@@ -34,24 +35,35 @@ def kept(file: Path, compute: Callable[[], Mapping[str, np.ndarray]]) -> dict[st
         return dict(held)
 
 
-def seen_of(task: Task, executor: Executor, file: Path, batch_size: int, tell: Callable[[str], object]) -> Seen:
+def seen_of(
+    task: Task, executor: Executor, file: Path, batch_size: int, tell: Callable[[str], object]
+) -> Seen:
     """What the backbone says of a task's images; kept in `file`."""
 
     def compute() -> dict[str, np.ndarray]:
         tell(f"{task.name}: what the backbone says of its images")
-        depth, base, found = executor.num_blocks, base_network(executor), {}
+        depth = executor.num_blocks
+        base = base_network(executor)
+        found = {}
         blocks = RouterConfig(features="levels").blocks(depth)
         for split in SPLITS:
             images = task.splits[split].images
             parts = features_on_the_way(
-                executor, base, HostImages(executor, images), num=len(images), blocks=blocks, until=depth,
+                executor,
+                base,
+                HostImages(executor, images),
+                num=len(images),
+                blocks=blocks,
+                until=depth,
                 batch_size=batch_size,
-            )  # fmt: skip
+            )
             found |= {f"{split}-{index}": part for index, part in enumerate(parts)}
         return found
 
     held = kept(file, compute)
-    return {split: [held[name] for name in sorted(held) if name.startswith(split)] for split in SPLITS}
+    return {
+        split: [held[name] for name in sorted(held) if name.startswith(split)] for split in SPLITS
+    }
 
 
 def features_of(seen: Seen, split: str, config: RouterConfig) -> Float[np.ndarray, "N E"]:
@@ -72,7 +84,8 @@ class Tried(NamedTuple):
     bytes_per_task: float
     """Kept of a task, mean over tasks."""
     seconds_per_task: float
-    """To make the statistics of a task from its features, and the router again with it, mean over tasks."""
+    """To make the statistics of a task from its features, and the router again with it, mean over
+    tasks."""
     microseconds_per_image: float
     """To infer the task of an image whose features are there, one core, all together."""
 
@@ -104,16 +117,28 @@ def title_of(config: RouterConfig) -> str:
     return told[config.kind]
 
 
-def attempt(config: RouterConfig, tasks: Sequence[Seen], labels: Sequence[np.ndarray], keys: Keys) -> Tried:
+def attempt(
+    config: RouterConfig, tasks: Sequence[Seen], labels: Sequence[np.ndarray], keys: Keys
+) -> Tried:
     """Make the router task by task, as a stream does, and ask it at the end."""
-    places, router, start = [], make_router(config), time.perf_counter()
+    places = []
+    router = make_router(config)
+    start = time.perf_counter()
     for index, (seen, own) in enumerate(zip(tasks, labels, strict=True)):
         seed = keys.seed_at(index, Phase.CENTROIDS)
         places.append(fit_statistics(features_of(seen, "train", config), own, config, seed=seed))
         router.follow(places)
     fitted = time.perf_counter()
-    named = {split: [router.route(features_of(seen, split, config)) for seen in tasks] for split in ("val", "test")}
+    named = {
+        split: [router.route(features_of(seen, split, config)) for seen in tasks]
+        for split in ("val", "test")
+    }
     asked = time.perf_counter() - fitted
-    kept = [sum(array.nbytes for array in (place.centroids, *place.moments.values())) for place in places]
+    kept = [
+        sum(array.nbytes for array in (place.centroids, *place.moments.values()))
+        for place in places
+    ]
     num_images = sum(len(one) for split in named.values() for one in split)
-    return Tried(named, float(np.mean(kept)), (fitted - start) / len(tasks), 1e6 * asked / num_images)
+    return Tried(
+        named, float(np.mean(kept)), (fitted - start) / len(tasks), 1e6 * asked / num_images
+    )

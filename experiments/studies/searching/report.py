@@ -1,4 +1,5 @@
-"""What the record of a study of the search says, with its costs, as numbers, tables, a page and a figure."""
+"""What the record of a study of the search says, with its costs, as numbers, tables, a page and a
+figure."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,9 +20,11 @@ RESAMPLES = 2000
 SCORES = ("shared_head", "closed_form")
 
 
-def correlation(*pairs: tuple[Float[np.ndarray, "P"], Float[np.ndarray, "P"]]) -> dict[str, Any] | None:
-    """Spearman's rank correlation, mean over the `pairs`, with the 95 % interval of a bootstrap over the networks of
-    each; None where all of a pair are equal."""
+def correlation(
+    *pairs: tuple[Float[np.ndarray, "P"], Float[np.ndarray, "P"]],
+) -> dict[str, Any] | None:
+    """Spearman's rank correlation, mean over the `pairs`, with the 95 % interval of a bootstrap
+    over the networks of each; None where all of a pair are equal."""
 
     def found(x: np.ndarray, y: np.ndarray) -> float:
         if len(x) < 3 or not np.ptp(x) or not np.ptp(y):
@@ -32,36 +35,59 @@ def correlation(*pairs: tuple[Float[np.ndarray, "P"], Float[np.ndarray, "P"]]) -
     if not pairs or np.isnan(value := float(np.mean([found(x, y) for x, y in pairs]))):
         return None
     rng = np.random.default_rng(0)
-    drawn = [[(x[rows], y[rows]) for rows in rng.integers(0, len(x), (RESAMPLES, len(x)))] for x, y in pairs]
-    low, high = np.nanquantile(np.mean([[found(*one) for one in own] for own in drawn], axis=0), (0.025, 0.975))
-    return {"value": value, "low": float(low), "high": float(high), "num": sum(len(x) for x, _ in pairs)}
+    drawn = [
+        [(x[rows], y[rows]) for rows in rng.integers(0, len(x), (RESAMPLES, len(x)))]
+        for x, y in pairs
+    ]
+    low, high = np.nanquantile(
+        np.mean([[found(*one) for one in own] for own in drawn], axis=0), (0.025, 0.975)
+    )
+    return {
+        "value": value,
+        "low": float(low),
+        "high": float(high),
+        "num": sum(len(x) for x, _ in pairs),
+    }
 
 
 def rankings(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """A row per task and position whose sampled networks are all trained, and their mean: how each score correlates
-    with accuracy after stand-alone training, over validation and test images."""
-    rows, pairs = [], {name: [] for name in SCORES}
+    """A row per task and position whose sampled networks are all trained, and their mean: how each
+    score correlates with accuracy after stand-alone training, over validation and test images."""
+    rows = []
+    pairs = {name: [] for name in SCORES}
     for sampled in entries:
         if sampled["event"] != "sampled":
             continue
-        same = {name: sampled[name] for name in ("task", "position", "data_sha256", "settings", "num", "rate")}
-        trained = {tuple(e["genome"]): e for e in entries if e["event"] == "trained" and same.items() <= e.items()}
+        same = {
+            name: sampled[name]
+            for name in ("task", "position", "data_sha256", "settings", "num", "rate")
+        }
+        trained = {
+            tuple(e["genome"]): e
+            for e in entries
+            if e["event"] == "trained" and same.items() <= e.items()
+        }
         reached = [accuracy_of(trained.get(tuple(genome))) for genome in sampled["genomes"]]
         if None in reached:
             continue
         own = {name: (np.array(sampled[name]), np.array(reached, np.float64)) for name in SCORES}
         for name, pair in own.items():
             pairs[name].append(pair)
-        rows.append({
-            "task": sampled["task"], "position": sampled["position"], "rate": sampled["rate"],
-            **{name: correlation(pair) for name, pair in own.items()},
-        })  # fmt: skip
+        rows.append(
+            {
+                "task": sampled["task"],
+                "position": sampled["position"],
+                "rate": sampled["rate"],
+                **{name: correlation(pair) for name, pair in own.items()},
+            }
+        )
     mean = {"task": "mean", "position": "", **{name: correlation(*pairs[name]) for name in SCORES}}
     return [*rows, mean] if len(rows) > 1 else rows
 
 
 def accuracy_of(entry: Entry | None) -> float | None:
-    """Accuracy over validation and test images together; None where training failed or is not over."""
+    """Accuracy over validation and test images together; None where training failed or is not
+    over."""
     if entry is None or entry["test_accuracy"] is None:
         return None
     counts = np.array([entry["num_val"], entry["num_test"]])
@@ -69,44 +95,65 @@ def accuracy_of(entry: Entry | None) -> float | None:
 
 
 def found_by(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """A row per task and position: mean test accuracy over the seeds by recipe and rate, and at the rate that is best
-    on validation images; `reuse` is the all-Reuse network at its best rate."""
+    """A row per task and position: mean test accuracy over the seeds by recipe and rate, and at the
+    rate that is best on validation images; `reuse` is the all-Reuse network at its best rate."""
     rows = []
-    for task, position in dict.fromkeys((e["task"], e["position"]) for e in entries if e["event"] == "learned"):
+    for task, position in dict.fromkeys(
+        (e["task"], e["position"]) for e in entries if e["event"] == "learned"
+    ):
         own = [e for e in entries if (e.get("task"), e.get("position")) == (task, position)]
         recipes = dict.fromkeys(e["recipe"] for e in own if e["event"] == "learned")
-        rows.append({
-            "task": task, "position": position,
-            "recipes": {recipe: _by_rate([e for e in own if e.get("recipe") == recipe]) for recipe in recipes},
-            "reuse": _by_rate([e for e in own if e["event"] == "reuse"]),
-        })  # fmt: skip
+        rows.append(
+            {
+                "task": task,
+                "position": position,
+                "recipes": {
+                    recipe: _by_rate([e for e in own if e.get("recipe") == recipe])
+                    for recipe in recipes
+                },
+                "reuse": _by_rate([e for e in own if e["event"] == "reuse"]),
+            }
+        )
     return rows
 
 
 def _by_rate(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Test accuracy of each seed by rate, and the rate with the best mean on validation images; a network that could
-    not be trained counts as 0."""
+    """Test accuracy of each seed by rate, and the rate with the best mean on validation images; a
+    network that could not be trained counts as 0."""
     own: dict[str, list[Entry]] = {}
     for entry in entries:
         own.setdefault(f"{entry['rate']:g}", []).append(entry)
-    val = {rate: float(np.mean([entry["val_accuracy"] or 0 for entry in found])) for rate, found in own.items()}
+    val = {
+        rate: float(np.mean([entry["val_accuracy"] or 0 for entry in found]))
+        for rate, found in own.items()
+    }
     return {
         "best_rate": max(val, key=lambda rate: val[rate], default=None),
-        "test": {rate: {str(e["seed"]): e["test_accuracy"] or 0.0 for e in found} for rate, found in own.items()},
+        "test": {
+            rate: {str(e["seed"]): e["test_accuracy"] or 0.0 for e in found}
+            for rate, found in own.items()
+        },
     }
 
 
-def gain(rows: Sequence[Mapping[str, Any]], recipe: str, other: str, rate: str | None) -> dict[str, Any] | None:
-    """Points that a recipe is ahead of another at a rate, or each at its best (None): mean over tasks of the means over
-    their common seeds, with the 95 % interval of a bootstrap over tasks and seeds."""
+def gain(
+    rows: Sequence[Mapping[str, Any]], recipe: str, other: str, rate: str | None
+) -> dict[str, Any] | None:
+    """Points that a recipe is ahead of another at a rate, or each at its best (None): mean over
+    tasks of the means over their common seeds, with the 95 % interval of a bootstrap over tasks and
+    seeds."""
     differences = []
     for row in rows:
         if not {recipe, other} <= row["recipes"].keys():
             continue
         sides = [row["recipes"][name] for name in (recipe, other)]
-        tests = [side["test"].get(side["best_rate"] if rate is None else rate, {}) for side in sides]
+        tests = [
+            side["test"].get(side["best_rate"] if rate is None else rate, {}) for side in sides
+        ]
         if seeds := tests[0].keys() & tests[1].keys():
-            differences.append(np.array([tests[0][seed] - tests[1][seed] for seed in sorted(seeds)]))
+            differences.append(
+                np.array([tests[0][seed] - tests[1][seed] for seed in sorted(seeds)])
+            )
     if not differences:
         return None
     rng = np.random.default_rng(0)
@@ -120,8 +167,11 @@ def gain(rows: Sequence[Mapping[str, Any]], recipe: str, other: str, rate: str |
 
 
 def costs(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
-    """Means by recipe over what all recipes learned: forward passes, seconds by phase, FLOPs and parameters added."""
-    learned = [entry for entry in entries if entry["event"] == "learned" and entry["genome"] is not None]
+    """Means by recipe over what all recipes learned: forward passes, seconds by phase, FLOPs and
+    parameters added."""
+    learned = [
+        entry for entry in entries if entry["event"] == "learned" and entry["genome"] is not None
+    ]
     recipes = dict.fromkeys(entry["recipe"] for entry in learned)
     by_place: dict[tuple[Any, ...], dict[str, Entry]] = {}
     for entry in learned:
@@ -133,7 +183,10 @@ def costs(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
         own = [found[recipe] for found in common]
         means[recipe] = {
             "num": len(own),
-            **{name: float(np.mean([entry[name] for entry in own])) for name in ("passes", "flops", "params_added")},
+            **{
+                name: float(np.mean([entry[name] for entry in own]))
+                for name in ("passes", "flops", "params_added")
+            },
             "seconds": {
                 phase: float(np.mean([entry["seconds"].get(phase, 0.0) for entry in own]))
                 for phase in dict.fromkeys(phase for entry in own for phase in entry["seconds"])
@@ -152,7 +205,8 @@ OFFSET = 0.15
 def write(directory: Path, entries: Sequence[Entry], setting: Mapping[str, Any]) -> list[Grid]:
     """Page, numbers and figure of what the record holds so far; returns the tables."""
     found = found_in(entries, setting)
-    grids, title = grids_of(found), f"{found['stream']}, {found['backbone']} at {found['image_size']} pixels"
+    grids = grids_of(found)
+    title = f"{found['stream']}, {found['backbone']} at {found['image_size']} pixels"
     parts = [f"# The search on {title}", *(grid.to_markdown() for grid in grids)]
     if picture(found, directory / f"{NAME}.png"):
         parts.append(f"![Score against accuracy, and what each recipe finds]({NAME}.png)")
@@ -163,7 +217,9 @@ def write(directory: Path, entries: Sequence[Entry], setting: Mapping[str, Any])
 def found_in(entries: Sequence[Entry], setting: Mapping[str, Any]) -> dict[str, Any]:
     """All numbers of the page, as JSON values."""
     rows = found_by(entries)
-    rates = dict.fromkeys(rate for row in rows for own in row["recipes"].values() for rate in own["test"])
+    rates = dict.fromkeys(
+        rate for row in rows for own in row["recipes"].values() for rate in own["test"]
+    )
     others = dict.fromkeys(name for row in rows for name in row["recipes"] if name != PAPER)
     gains = [
         {"recipe": name, "rate": rate, **value}
@@ -173,9 +229,12 @@ def found_in(entries: Sequence[Entry], setting: Mapping[str, Any]) -> dict[str, 
     ]
     names = ("stream", "backbone", "image_size")
     return {
-        **{name: setting[name] for name in names}, "ranking": rankings(entries), "found": rows, "gains": gains,
+        **{name: setting[name] for name in names},
+        "ranking": rankings(entries),
+        "found": rows,
+        "gains": gains,
         "costs": costs(entries),
-    }  # fmt: skip
+    }
 
 
 def grids_of(found: Mapping[str, Any]) -> list[Grid]:
@@ -186,20 +245,30 @@ def grids_of(found: Mapping[str, Any]) -> list[Grid]:
 
 def ranking_grid(ranking: Sequence[Mapping[str, Any]]) -> Grid:
     """A row per task and position: both rank correlations with their intervals."""
-    rows = [(row["task"], row["position"], *(_interval(row[name], 2) for name in SCORES)) for row in ranking]
+    rows = [
+        (row["task"], row["position"], *(_interval(row[name], 2) for name in SCORES))
+        for row in ranking
+    ]
     caption = (
-        "Spearman's correlation of an architecture's score in one supernet with its accuracy after stand-alone "
-        "training (validation and test images); 95 % intervals, bootstrap over architectures. They are few, so one "
-        "task's interval is wide."
+        "Spearman's correlation of an architecture's score in one supernet with its accuracy after"
+        " stand-alone training (validation and test images); 95 % intervals, bootstrap over"
+        " architectures. They are few, so one task's interval is wide."
     )
-    return Grid("How scores rank networks", ("task", "position", *TITLES.values()), tuple(rows), 2, caption)
+    return Grid(
+        "How scores rank networks", ("task", "position", *TITLES.values()), tuple(rows), 2, caption
+    )
 
 
 def found_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
-    """A row per task and position: mean test accuracy of what each recipe found, by rate and at the best rate."""
+    """A row per task and position: mean test accuracy of what each recipe found, by rate and at the
+    best rate."""
     recipes = list(dict.fromkeys(name for row in rows for name in row["recipes"]))
     rates = {
-        name: list(dict.fromkeys(rate for row in rows for rate in row["recipes"].get(name, {"test": {}})["test"]))
+        name: list(
+            dict.fromkeys(
+                rate for row in rows for rate in row["recipes"].get(name, {"test": {}})["test"]
+            )
+        )
         for name in recipes
     }
     columns = ["task", "position", *(f"{name}\n{rate}" for name in recipes for rate in rates[name])]
@@ -209,7 +278,15 @@ def found_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
         cells = [_mean(tests.get(name, {}).get(rate)) for name in recipes for rate in rates[name]]
         seeds = min(len(seeds) for test in tests.values() for seeds in test.values())
         reuse = row["reuse"]
-        lines.append((row["task"], row["position"], *cells, _mean(reuse["test"].get(reuse["best_rate"])), str(seeds)))
+        lines.append(
+            (
+                row["task"],
+                row["position"],
+                *cells,
+                _mean(reuse["test"].get(reuse["best_rate"])),
+                str(seeds),
+            )
+        )
     columns += ["all\nReuse", "seeds"]
     caption = (
         "Test accuracy, %, the task ID given, mean over seeds, by learning rate. All "
@@ -221,12 +298,18 @@ def found_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
 def gain_grid(gains: Sequence[Mapping[str, Any]]) -> Grid:
     """A row per recipe and rate: points over the paper's search."""
     rows = [
-        (gain["recipe"], gain["rate"] or "each at its best",
-         _interval({name: 100 * gain[name] for name in ("value", "low", "high")}, 1), str(gain["num"]))
+        (
+            gain["recipe"],
+            gain["rate"] or "each at its best",
+            _interval({name: 100 * gain[name] for name in ("value", "low", "high")}, 1),
+            str(gain["num"]),
+        )
         for gain in gains
-    ]  # fmt: skip
+    ]
     caption = "Mean over tasks; 95 % intervals, bootstrap over tasks and seeds."
-    return Grid(f"Points over `{PAPER}`", ("recipe", "rate", "points", "tasks"), tuple(rows), 2, caption)
+    return Grid(
+        f"Points over `{PAPER}`", ("recipe", "rate", "points", "tasks"), tuple(rows), 2, caption
+    )
 
 
 def cost_grid(found: Mapping[str, Mapping[str, Any]]) -> Grid:
@@ -235,19 +318,26 @@ def cost_grid(found: Mapping[str, Mapping[str, Any]]) -> Grid:
     seconds = (f"{phase}\ns" for phase in phases)
     columns = ("recipe", "forward\npasses", *seconds, "all\ns", "FLOPs", "parameters\nadded")
     rows = [
-        (name, number(own["passes"], 0), *(number(own["seconds"].get(phase, 0.0), 1) for phase in phases),
-         number(sum(own["seconds"].values()), 1), format_flops(own["flops"]), number(own["params_added"], 0))
+        (
+            name,
+            number(own["passes"], 0),
+            *(number(own["seconds"].get(phase, 0.0), 1) for phase in phases),
+            number(sum(own["seconds"].values()), 1),
+            format_flops(own["flops"]),
+            number(own["params_added"], 0),
+        )
         for name, own in found.items()
-    ]  # fmt: skip
+    ]
     caption = (
-        "Means per task over what all recipes learned. A training step on an image counts as three forward passes. "
-        "Seconds compare only where nothing else ran."
+        "Means per task over what all recipes learned. A training step on an image counts as three"
+        " forward passes. Seconds compare only where nothing else ran."
     )
     return Grid("What it costs", columns, tuple(rows), 1, caption)
 
 
 def picture(found: Mapping[str, Any], file: Path) -> bool:
-    """Each score's correlation and each recipe's accuracy at its best rate, by task; False where nothing is known."""
+    """Each score's correlation and each recipe's accuracy at its best rate, by task; False where
+    nothing is known."""
     rows = found["found"]
     if not rows:
         return False
@@ -260,7 +350,13 @@ def picture(found: Mapping[str, Any], file: Path) -> bool:
         for place, row in enumerate(rows):
             y = place + offset
             if found_rank := ranked.get((row["task"], row["position"]), {}).get(score):
-                left.plot([found_rank["low"], found_rank["high"]], [y, y], color=color, alpha=0.35, linewidth=3)
+                left.plot(
+                    [found_rank["low"], found_rank["high"]],
+                    [y, y],
+                    color=color,
+                    alpha=0.35,
+                    linewidth=3,
+                )
                 left.plot(found_rank["value"], y, "o", color=color)
             if side := row["recipes"].get(recipe):
                 tests = [100 * value for value in side["test"][side["best_rate"]].values()]
@@ -287,5 +383,7 @@ def _mean(tests: Mapping[str, float] | None) -> str:
 def _interval(found: Mapping[str, Any] | None, decimals: int) -> str:
     if found is None:
         return NONE
-    value, low, high = (f"{found[name]:.{decimals}f}".replace("-", "−") for name in ("value", "low", "high"))
+    value, low, high = (
+        f"{found[name]:.{decimals}f}".replace("-", "−") for name in ("value", "low", "high")
+    )
     return f"{value} ({low} to {high})"

@@ -45,8 +45,12 @@ def quiet():
 
 def study(directory, plan=PLAN, stream=STREAM):
     search_study.study(
-        directory, mtil.Loaded(stream, small.pretrained(), None, None), plan, quiet(), workshop=WORKSHOP
-    )  # fmt: skip
+        directory,
+        mtil.Loaded(stream, small.pretrained(), None, None),
+        plan,
+        quiet(),
+        workshop=WORKSHOP,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,9 @@ def finished(tmp_path_factory):
 def entries_of(directory, *events):
     drop = ("time", "fingerprint", "seconds")
     return [
-        {key: entry[key] for key in entry if key not in drop} for entry in read(directory) if entry["event"] in events
+        {key: entry[key] for key in entry if key not in drop}
+        for entry in read(directory)
+        if entry["event"] in events
     ]
 
 
@@ -84,8 +90,11 @@ def test_every_unit_is_computed_once_first_and_behind(finished):
 
 
 @pytest.mark.full
-def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(finished, tmp_path, monkeypatch):
-    phase, seen = Counted.phase, [0]
+def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(
+    finished, tmp_path, monkeypatch
+):
+    phase = Counted.phase
+    seen = [0]
 
     def stopping(self, name, total, state=None):
         seen[0] += 1
@@ -103,7 +112,9 @@ def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(finished, t
 
 
 @pytest.mark.full
-def test_a_finished_study_computes_nothing_and_other_images_are_another_task(finished, tmp_path, monkeypatch):
+def test_a_finished_study_computes_nothing_and_other_images_are_another_task(
+    finished, tmp_path, monkeypatch
+):
     num = len(read(finished))
     study(finished)
     assert [entry["event"] for entry in read(finished)[num:]] == ["continued"]
@@ -114,7 +125,9 @@ def test_a_finished_study_computes_nothing_and_other_images_are_another_task(fin
 
 
 def test_wrong_settings_are_named():
-    with pytest.raises(ValueError, match="--behind names task7; the stream's tasks are task0, task1"):
+    with pytest.raises(
+        ValueError, match="--behind names task7; the stream's tasks are task0, task1"
+    ):
         study("nowhere", PLAN._replace(behind=["task7"]))
     with pytest.raises(ValueError, match="--rates is '0,1'"):
         search_study.rates_of("0,1")
@@ -128,59 +141,111 @@ def test_wrong_settings_are_named():
 def test_a_rank_correlation_has_an_interval_and_none_where_all_are_equal():
     x = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
     found = correlation((x, x**2))
-    assert found is not None and [found[name] for name in ("value", "low", "high")] == pytest.approx([1, 1, 1])
+    assert found is not None and [
+        found[name] for name in ("value", "low", "high")
+    ] == pytest.approx([1, 1, 1])
     assert found["num"] == 5
-    swapped = np.array([0.1, 0.3, 0.2, 0.4, 0.5])  # squared differences of ranks 1 + 1: 1 - 6 * 2 / 120
+    swapped = np.array(
+        [0.1, 0.3, 0.2, 0.4, 0.5]
+    )  # squared differences of ranks 1 + 1: 1 - 6 * 2 / 120
     found = correlation((x, swapped))
-    assert found is not None and found["value"] == pytest.approx(0.9) and found["low"] < 0.9 <= found["high"]
+    assert (
+        found is not None
+        and found["value"] == pytest.approx(0.9)
+        and found["low"] < 0.9 <= found["high"]
+    )
     assert correlation((x, np.ones(5))) is None and correlation() is None
     together = correlation((x, swapped), (x, -x))
-    assert together is not None and together["value"] == pytest.approx((0.9 - 1) / 2) and together["num"] == 10
+    assert (
+        together is not None
+        and together["value"] == pytest.approx((0.9 - 1) / 2)
+        and together["num"] == 10
+    )
 
 
 def test_networks_are_ranked_where_all_of_them_are_trained():
-    place = {"task": "a", "position": "first", "data_sha256": "d", "settings": "s", "num": 4, "rate": 1e-3}
+    place = {
+        "task": "a",
+        "position": "first",
+        "data_sha256": "d",
+        "settings": "s",
+        "num": 4,
+        "rate": 1e-3,
+    }
     genomes, shared, closed = [[0], [1], [2], [3]], [0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]
-    sampled = {"event": "sampled", **place, "genomes": genomes, "shared_head": shared, "closed_form": closed}
+    sampled = {
+        "event": "sampled",
+        **place,
+        "genomes": genomes,
+        "shared_head": shared,
+        "closed_form": closed,
+    }
     trained = [
-        {"event": "trained", **place, "genome": genome, "val_accuracy": genome[0] / 4, "test_accuracy": genome[0] / 4,
-         "num_val": 10, "num_test": 30}
+        {
+            "event": "trained",
+            **place,
+            "genome": genome,
+            "val_accuracy": genome[0] / 4,
+            "test_accuracy": genome[0] / 4,
+            "num_val": 10,
+            "num_test": 30,
+        }
         for genome in genomes
-    ]  # fmt: skip
+    ]
     (row,) = rankings([sampled, *trained])
-    assert row["shared_head"]["value"] == pytest.approx(-1) and row["closed_form"]["value"] == pytest.approx(1)
+    assert row["shared_head"]["value"] == pytest.approx(-1) and row["closed_form"][
+        "value"
+    ] == pytest.approx(1)
     assert rankings([sampled, *trained[:3]]) == []
 
 
 def learned(task, recipe, rate, seed, val, test, **further):
     return {
-        "event": "learned", "task": task, "position": "first", "recipe": recipe, "rate": rate, "seed": seed,
-        "val_accuracy": val, "test_accuracy": test, "genome": [0], **further,
-    }  # fmt: skip
+        "event": "learned",
+        "task": task,
+        "position": "first",
+        "recipe": recipe,
+        "rate": rate,
+        "seed": seed,
+        "val_accuracy": val,
+        "test_accuracy": test,
+        "genome": [0],
+        **further,
+    }
 
 
 def test_each_side_is_compared_at_its_best_rate_on_validation_images():
     entries = [
-        learned("a", "quick", 1e-3, 0, 0.5, 0.9), learned("a", "quick", 3e-3, 0, 0.6, 0.7),
-        learned("a", "plus", 1e-3, 0, 0.9, 0.6), learned("a", "plus", 3e-3, 0, 0.95, 0.8),
-        learned("b", "quick", 1e-3, 0, 0.5, None), learned("b", "plus", 1e-3, 0, 0.5, 0.5),
-    ]  # fmt: skip
+        learned("a", "quick", 1e-3, 0, 0.5, 0.9),
+        learned("a", "quick", 3e-3, 0, 0.6, 0.7),
+        learned("a", "plus", 1e-3, 0, 0.9, 0.6),
+        learned("a", "plus", 3e-3, 0, 0.95, 0.8),
+        learned("b", "quick", 1e-3, 0, 0.5, None),
+        learned("b", "plus", 1e-3, 0, 0.5, 0.5),
+    ]
     rows = found_by(entries)
     sides = rows[0]["recipes"]
     assert sides["quick"]["best_rate"] == "0.003" and sides["plus"]["best_rate"] == "0.003"
     at_best, at_one = gain(rows, "plus", "quick", None), gain(rows, "plus", "quick", "0.001")
-    assert at_best is not None and at_best["value"] == pytest.approx((0.1 + 0.5) / 2)  # what failed counts as 0
-    assert at_one is not None and at_one["value"] == pytest.approx((-0.3 + 0.5) / 2) and at_one["num"] == 2
+    assert at_best is not None and at_best["value"] == pytest.approx(
+        (0.1 + 0.5) / 2
+    )  # what failed counts as 0
+    assert (
+        at_one is not None
+        and at_one["value"] == pytest.approx((-0.3 + 0.5) / 2)
+        and at_one["num"] == 2
+    )
     assert gain(rows, "plus", "uniform", None) is None
 
 
 def test_costs_are_of_what_all_recipes_learned():
     more = {"passes": 10, "flops": 4, "params_added": 2, "seconds": {"search": 1.0}}
     entries = [
-        learned("a", "quick", 1e-3, 0, 0.5, 0.5, **more), learned("b", "quick", 1e-3, 0, 0.5, 0.5, **more),
+        learned("a", "quick", 1e-3, 0, 0.5, 0.5, **more),
+        learned("b", "quick", 1e-3, 0, 0.5, 0.5, **more),
         learned("a", "plus", 1e-3, 0, 0.5, 0.5, **{**more, "passes": 20}),
         learned("a", "plus", 3e-3, 0, 0.5, 0.5, **{**more, "passes": 90}),
-    ]  # fmt: skip
+    ]
     found = costs(entries)
     assert found["quick"]["num"] == 1 and found["plus"]["passes"] == 20
 
@@ -197,11 +262,18 @@ def test_the_tables_of_the_page_are_those_of_the_committed_numbers(record):
 
 def test_the_stream_on_the_page_is_that_of_the_committed_numbers():
     docs = Path(__file__).parents[3] / "docs"
-    page, found = (docs / "search.md").read_text(), json.loads((docs / "results/search/stream_at_96.json").read_text())
-    sides = [found[recipe][column] for column in ("given", "agnostic") for recipe in ("quick", "plus")]
+    page = (docs / "search.md").read_text()
+    found = json.loads((docs / "results/search/stream_at_96.json").read_text())
+    sides = [
+        found[recipe][column] for column in ("given", "agnostic") for recipe in ("quick", "plus")
+    ]
     for task in sides[0]:
         assert f"| {task} | {' | '.join(f'{side[task]:.1f}' for side in sides)} |" in page
-    means = [found[recipe][f"mean_{column}"] for column in ("given", "agnostic") for recipe in ("quick", "plus")]
+    means = [
+        found[recipe][f"mean_{column}"]
+        for column in ("given", "agnostic")
+        for recipe in ("quick", "plus")
+    ]
     assert f"| mean | {' | '.join(f'{mean:.1f}' for mean in means)} |" in page
     for side, mean in zip(sides, means, strict=True):
         assert abs(sum(side.values()) / len(side) - mean) < 0.01
@@ -209,23 +281,39 @@ def test_the_stream_on_the_page_is_that_of_the_committed_numbers():
 
 def test_the_runs_with_more_epochs_on_the_page_are_the_committed_ones():
     docs = Path(__file__).parents[3] / "docs"
-    page, found = (docs / "search.md").read_text(), json.loads((docs / "results/search/more_epochs.json").read_text())
+    page = (docs / "search.md").read_text()
+    found = json.loads((docs / "results/search/more_epochs.json").read_text())
     by_curve = itertools.groupby(found["runs"], lambda run: (run["task"], run["method"]))
     rows = {curve: sorted(runs, key=lambda run: run["passes"]) for curve, runs in by_curve}
-    assert len(rows) == 4 and all([run["passes"] for run in runs] == [8, 16, 32] for runs in rows.values())
+    assert len(rows) == 4 and all(
+        [run["passes"] for run in runs] == [8, 16, 32] for runs in rows.values()
+    )
     for (task, method), runs in rows.items():
         accuracies = " | ".join(f"{run['accuracy_percent']:.1f}" for run in runs)
-        learned = [sum(op.split(":")[0] in ("adapt", "new") for op in run["architecture"]) for run in runs]
-        assert f"| {task} | {METHODS[method]} | {accuracies} | {', '.join(map(str, learned))} | " in page
+        learned = [
+            sum(op.split(":")[0] in ("adapt", "new") for op in run["architecture"]) for run in runs
+        ]
+        assert (
+            f"| {task} | {METHODS[method]} | {accuracies} | {', '.join(map(str, learned))} | "
+            in page
+        )
 
 
 def test_the_searches_for_a_late_task_on_the_page_are_the_committed_ones():
     docs = Path(__file__).parents[3] / "docs"
-    page, found = (docs / "search.md").read_text(), json.loads((docs / "results/search/late_task.json").read_text())
+    page = (docs / "search.md").read_text()
+    found = json.loads((docs / "results/search/late_task.json").read_text())
     for run in found["cars49"]:
         learned = sum(op.split(":")[0] in ("adapt", "new") for op in run["architecture"])
         epochs = f"{run['supernet_epochs']} + {run['finetune_epochs']}"
-        numbers = (epochs, run["position"], run["seed"], run["score"], learned, f"{run['accuracy_percent']:.1f}")
+        numbers = (
+            epochs,
+            run["position"],
+            run["seed"],
+            run["score"],
+            learned,
+            f"{run['accuracy_percent']:.1f}",
+        )
         assert f"| {run['search']} | {' | '.join(map(str, numbers))} |" in page
     streams = {
         (processor, 0): [task["accuracy_given_percent"] for task in tasks]
@@ -233,22 +321,29 @@ def test_the_searches_for_a_late_task_on_the_page_are_the_committed_ones():
     }
     for seed in (0, 1, 2):
         file = docs / f"results/runs/cheem-closed_form/seed-{seed}/results.json"
-        streams["NVIDIA H100", seed] = [100 * value for value in json.loads(file.read_text())["local_accuracy"][-1]]
+        streams["NVIDIA H100", seed] = [
+            100 * value for value in json.loads(file.read_text())["local_accuracy"][-1]
+        ]
     for (processor, seed), tasks in streams.items():
         mean = f"{sum(tasks) / 11:.1f}" if len(tasks) == 11 else "–"
-        assert f"| {processor} | {seed} | {sum(tasks[:8]) / 8:.1f} | {tasks[7]:.1f} | {mean} |" in page
+        assert (
+            f"| {processor} | {seed} | {sum(tasks[:8]) / 8:.1f} | {tasks[7]:.1f} | {mean} |" in page
+        )
     hours = f"took {found['hours_of_the_second_stream']:.1f} hours on two cores of an Intel Xeon"
     assert hours in (docs.parent / "README.md").read_text()
 
 
 def test_uniform_sampling_on_the_page_is_what_was_cut_off_next_to_hee_at_the_same_task():
     docs = Path(__file__).parents[3] / "docs"
-    page, cut = (docs / "search.md").read_text(), json.loads((docs / "results/cut_off.json").read_text())
+    page = (docs / "search.md").read_text()
+    cut = json.loads((docs / "results/cut_off.json").read_text())
     uniform = cut["uniform_after_seven"]
     num = len(uniform["given"])
     hee = []
     for seed in (0, 1, 2):
-        run = json.loads((docs / f"results/runs/cheem-closed_form/seed-{seed}/results.json").read_text())
+        run = json.loads(
+            (docs / f"results/runs/cheem-closed_form/seed-{seed}/results.json").read_text()
+        )
         given = 100 * sum(run["local_accuracy"][num - 1][:num]) / num
         added = sum(task["params_added_percent"] for task in run["tasks"][:num]) / num
         hee.append((f"{given:.1f}", f"{added:.1f}"))

@@ -1,7 +1,7 @@
 """What the study computes of one task, unit by unit, each written to the record at once.
 
-A unit is a network that a recipe found and trained, the all-Reuse network, the scores of sampled architectures, or one
-of these trained. Finished units are not computed again.
+A unit is a network that a recipe found and trained, the all-Reuse network, the scores of sampled
+architectures, or one of these trained. Finished units are not computed again.
 """
 
 import contextlib
@@ -33,13 +33,15 @@ from cheem_jax.run.rolling import Saved
 
 Entry = dict[str, Any]
 PLUS = dataclasses.replace(PRESETS["quick_plus"], router=PRESETS["quick"].router)
-"""The search of `quick_plus`. The task ID is given in this study, so it leaves the better router out."""
+"""The search of `quick_plus`. The task ID is given in this study, so it leaves the better router
+out."""
 RECIPES: dict[str, CheemConfig] = {
     "quick": PRESETS["quick"],
     "plus": PLUS,
     "uniform": dataclasses.replace(PLUS, sampling="uniform"),
 }
-"""Searches that are compared: the paper's on a small budget, what goes beyond it, and that without HEE."""
+"""Searches that are compared: the paper's on a small budget, what goes beyond it, and that without
+HEE."""
 RANKED = "plus"
 """The recipe whose supernet ranks sampled architectures, by its own score and by the paper's."""
 STEP = 3
@@ -49,15 +51,21 @@ TRIES = 10
 
 
 class Counted:
-    """Phases on the screen that may be stopped at any step; counts the images that each worked through."""
+    """Phases on the screen that may be stopped at any step; counts the images that each worked
+    through."""
 
     saved = None
 
     def __init__(self, stop: Stop, progress: Progress, title: str):
-        self.stop, self.progress, self.title, self.images = stop, progress, title, dict[str, int]()
+        self.stop = stop
+        self.progress = progress
+        self.title = title
+        self.images = dict[str, int]()
 
     @contextlib.contextmanager
-    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> Iterator[Advance]:
+    def phase(
+        self, name: str, total: int, state: Callable[[], Saved] | None = None
+    ) -> Iterator[Advance]:
         """See `Running.phase`."""
         with self.progress.phase(name, task=self.title, total=total) as shown:
 
@@ -71,27 +79,42 @@ class Counted:
 
 
 class TaskUnits:
-    """The units of one task behind one memory; `make` gives a learner of that memory by its settings and seed."""
+    """The units of one task behind one memory; `make` gives a learner of that memory by its
+    settings and seed."""
 
     def __init__(
-        self, make: Callable[[CheemConfig, int], Cheem], task: Task, position: str, record: Record, stop: Stop,
+        self,
+        make: Callable[[CheemConfig, int], Cheem],
+        task: Task,
+        position: str,
+        record: Record,
+        stop: Stop,
         progress: Progress,
-    ):  # fmt: skip
-        self.make, self.task, self.position, self.data_sha256 = make, task, position, data_hash(task)
+    ):
+        self.make = make
+        self.task = task
+        self.position = position
+        self.data_sha256 = data_hash(task)
         self.record, self.stop, self.progress = record, stop, progress
 
     def found(self, event: str, **place: Any) -> Entry | None:
         """A finished unit, computed from the same images."""
         place = {"event": event, **self._place(), **place}
-        return next((entry for entry in read(self.record.file.parent) if place.items() <= entry.items()), None)
+        return next(
+            (entry for entry in read(self.record.file.parent) if place.items() <= entry.items()),
+            None,
+        )
 
     def learn(self, recipe: str, rate: float, seed: int) -> None:
-        """The task learned by a recipe at one rate: what was found, what it reaches, what it cost."""
+        """The task learned by a recipe at one rate: what was found, what it reaches, what it
+        cost."""
         config = at_rate(RECIPES[recipe], rate)
         place = {"recipe": recipe, "settings": settings_of(config), "rate": rate, "seed": seed}
         if self.found("learned", **place):
             return
-        cheem, learning, counted = self._begin(config, seed, f"{recipe}, rate {rate:g}, seed {seed}")
+        cheem, learning, counted = self._begin(
+            config, seed, f"{recipe}, rate {rate:g}, seed {seed}"
+        )
         tables = cheem.tables(learning, cheem.similarity(learning))
         try:
             trained = cheem.train_supernet(learning, tables)
@@ -103,9 +126,13 @@ class TaskUnits:
         training = counted.images.get("supernet", 0) + counted.images.get("finetune", 0)
         forward = sum(counted.images.values()) - training
         self._write(
-            "learned", **place, **found, images=counted.images, passes=STEP * training + forward,
+            "learned",
+            **place,
+            **found,
+            images=counted.images,
+            passes=STEP * training + forward,
             seconds=learning.underway.clock.seconds,
-        )  # fmt: skip
+        )
 
     def reuse(self, rate: float, seed: int) -> None:
         """The network that reuses the backbone in every block, of which only the head learns."""
@@ -114,15 +141,21 @@ class TaskUnits:
         config = at_rate(RECIPES["quick"], rate)
         cheem, learning, _ = self._begin(config, seed, f"all Reuse, rate {rate:g}, seed {seed}")
         self._write(
-            "reuse", rate=rate, seed=seed, **self._trained(cheem, learning, None, [0] * cheem.executor.num_blocks)
+            "reuse",
+            rate=rate,
+            seed=seed,
+            **self._trained(cheem, learning, None, [0] * cheem.executor.num_blocks),
         )
 
     def rank(self, num: int, rate: float) -> None:
-        """Architectures drawn half by HEE and half uniformly: both scores by one supernet, and each one trained."""
+        """Architectures drawn half by HEE and half uniformly: both scores by one supernet, and each
+        one trained."""
         config = at_rate(RECIPES[RANKED], rate)
         place = {"settings": settings_of(config), "num": num, "rate": rate}
         known = self.found("sampled", **place)
-        if known and all(self.found("trained", **place, genome=genome) for genome in known["genomes"]):
+        if known and all(
+            self.found("trained", **place, genome=genome) for genome in known["genomes"]
+        ):
             return
         cheem, learning, _ = self._begin(config, 0, f"{num} sampled, rate {rate:g}")
         tables = cheem.tables(learning, cheem.similarity(learning))
@@ -130,22 +163,32 @@ class TaskUnits:
         genomes = drawn(cheem.keys, learning.index, tables, num)
         if known is None:
             scores = self._scores(cheem, learning, trained)
-            shares = {name: (score(genomes) / total).tolist() for name, (score, total) in scores.items()}
+            shares = {
+                name: (score(genomes) / total).tolist() for name, (score, total) in scores.items()
+            }
             self._write("sampled", **place, genomes=genomes, **shares)
         for genome in genomes.tolist():
             if self.found("trained", **place, genome=genome) is None:
                 own = self._begin(config, 0, f"{''.join(map(str, genome))}, rate {rate:g}")[1]
                 self._write("trained", **place, **self._trained(cheem, own, trained, genome))
 
-    def _scores(self, cheem: Cheem, learning: Learning, trained: SupernetFit) -> dict[str, tuple[Score, int]]:
+    def _scores(
+        self, cheem: Cheem, learning: Learning, trained: SupernetFit
+    ) -> dict[str, tuple[Score, int]]:
         """The paper's score and the one in closed form, each with its number of images."""
-        size, train, val = cheem.batch_size, self.task.train, self.task.val
+        size = cheem.batch_size
+        train = self.task.train
+        val = self.task.val
         fixed = (cheem.executor, trained.supernet, trained.state)
         shared = supernet_score(*fixed, learning.val, val.labels, batch_size=size)
         closed = closed_form_score(
-            *fixed, train=learning.train, train_labels=train.labels, val=learning.val, val_labels=val.labels,
+            *fixed,
+            train=learning.train,
+            train_labels=train.labels,
+            val=learning.val,
+            val_labels=val.labels,
             batch_size=size,
-        )  # fmt: skip
+        )
         num = len(val.labels)
         return {"shared_head": (shared, num), "closed_form": (closed, num + len(train.labels))}
 
@@ -154,7 +197,9 @@ class TaskUnits:
         cheem = self.make(config, seed)
         return cheem, cheem.begin(self.task, counted), counted
 
-    def _trained(self, cheem: Cheem, learning: Learning, supernet: SupernetFit | None, genome: list[int]) -> Entry:
+    def _trained(
+        self, cheem: Cheem, learning: Learning, supernet: SupernetFit | None, genome: list[int]
+    ) -> Entry:
         """An architecture trained stand-alone."""
         codes = np.array(genome, np.int32)
         try:
@@ -163,24 +208,41 @@ class TaskUnits:
             self.progress.say(f"{self.task.name}: {genome} has no accuracy, {error}")
             return {"genome": genome, "val_accuracy": None, "test_accuracy": None}
 
-    def _reached(self, cheem: Cheem, learning: Learning, fit: SupernetFit, codes: Int[np.ndarray, "L"]) -> Entry:
+    def _reached(
+        self, cheem: Cheem, learning: Learning, fit: SupernetFit, codes: Int[np.ndarray, "L"]
+    ) -> Entry:
         """What a trained network is and reaches, the task ID given."""
-        network, task = dense_network(fit.supernet, fit.state, codes, {}), self.task
+        network = dense_network(fit.supernet, fit.state, codes, {})
+        task = self.task
         feeds = {"val": learning.val, "test": HostImages(cheem.executor, task.test.images)}
         accuracies = {
-            f"{name}_accuracy": float(np.mean(task.splits[name].labels == answers(
-                cheem.executor, network, fit.state.head.params, feed, num=len(task.splits[name].labels),
-                num_classes=len(task.classes), batch_size=cheem.batch_size,
-            ))) for name, feed in feeds.items()
-        }  # fmt: skip
+            f"{name}_accuracy": float(
+                np.mean(
+                    task.splits[name].labels
+                    == answers(
+                        cheem.executor,
+                        network,
+                        fit.state.head.params,
+                        feed,
+                        num=len(task.splits[name].labels),
+                        num_classes=len(task.classes),
+                        batch_size=cheem.batch_size,
+                    )
+                )
+            )
+            for name, feed in feeds.items()
+        }
         architecture = decode(codes, learning.candidates.sizes)
         learned = fit.supernet.learned(fit.state, architecture)
         return {
-            "genome": codes.tolist(), "architecture": to_strings(architecture), **accuracies,
-            "num_val": len(task.val.labels), "num_test": len(task.test.labels),
+            "genome": codes.tolist(),
+            "architecture": to_strings(architecture),
+            **accuracies,
+            "num_val": len(task.val.labels),
+            "num_test": len(task.test.labels),
             "flops": int(architecture_flops(cheem.executor, fit.supernet)(codes[None])[0]),
             "params_added": sum(leaf.size for params in learned.values() for leaf in params),
-        }  # fmt: skip
+        }
 
     def _write(self, event: str, **values: Any) -> None:
         self.record.write(event, **self._place(), **values)
@@ -192,7 +254,8 @@ class TaskUnits:
 def at_rate(config: CheemConfig, rate: float) -> CheemConfig:
     """Settings with one learning rate in both phases."""
     supernet, finetune = (
-        dataclasses.replace(phase, learning_rate=rate) for phase in (config.supernet, config.finetune)
+        dataclasses.replace(phase, learning_rate=rate)
+        for phase in (config.supernet, config.finetune)
     )
     return dataclasses.replace(config, supernet=supernet, finetune=finetune)
 
@@ -203,7 +266,8 @@ def settings_of(config: CheemConfig) -> str:
 
 
 def drawn(keys: Keys, index: int, tables: Tables, num: int) -> Int[np.ndarray, "P L"]:
-    """Half of `num` architectures by HEE and half uniformly, all different; fewer where the space is small."""
+    """Half of `num` architectures by HEE and half uniformly, all different; fewer where the space
+    is small."""
     genomes: dict[tuple[int, ...], None] = {}
     for place, (table, wanted) in enumerate(zip(tables, (num // 2, num), strict=True)):
         key = keys.at(index, Phase.METHOD_TUNING, place)
