@@ -29,8 +29,8 @@ from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.feed import (
     Budget,
+    Cached,
     HostImages,
-    Kept,
     ahead,
     feed_images,
     keep_tokens,
@@ -313,7 +313,7 @@ def test_what_fine_tuning_leaves_unchanged_is_kept_and_changes_nothing():
 def test_where_nothing_else_learns_the_head_alone_is_trained_on_kept_features():
     prefix = frozen_prefix(NET, from_strings(["reuse:0", "skip", "reuse:0", "reuse:0"]))
     feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=Budget(2**20))
-    tokens = feed(np.arange(40))
+    (tokens,) = feed.follow([np.arange(40)])
     assert tokens.block == 4 and tokens.values.shape == (40, 1, 16)  # the class token alone
     result = fitted(
         constant_draws(np.array([0, 3, 0, 0])), FitConfig(epochs=8, learning_rate=1e-2), feed=feed
@@ -366,7 +366,7 @@ def test_an_accelerator_computes_the_same_in_larger_calls_from_tokens_that_it_ho
             genomes
         )
         found[device.is_host] = state.progress.losses, right
-        assert isinstance(feed, Kept) and budget.kept == (
+        assert isinstance(feed, Cached) and budget.kept == (
             40 * 5 * 16 * 4 + (0 if device.is_host else TASK.train.images.nbytes)
         )
         assert one.forward_rows(16, 40) == (16 if device.is_host else 24)

@@ -26,10 +26,9 @@ from cheem_jax.core.keys import key_at, next_power_of_two, order_at
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import merge_dense
 from cheem_jax.core.settings import Advance
-from cheem_jax.data.augmentation import AugmentedImages
 from cheem_jax.engine.batches import Rows, batches, num_batches
 from cheem_jax.engine.executor import Batch, Dense, Executor, Place, Step
-from cheem_jax.engine.feed import Feed, HostImages, ahead, fed
+from cheem_jax.engine.feed import Feed, HostImages, ahead
 from cheem_jax.engine.passes import unwatched
 from cheem_jax.engine.spread import count_right_spread
 
@@ -144,9 +143,8 @@ def fit(
         architectures = [decode(codes, supernet.sizes) for codes in draws(epoch, steps)]
         rates = [learning_rate_at(config, epoch * steps + step, total) for step in range(steps)]
         pieces = list(batches(order_at(key_at(order_key, epoch), num), batch_size))
-        now = feed.at(epoch) if isinstance(feed, AugmentedImages) else feed
         prepared = ahead(
-            executor.layout, steps_of(executor, now, labels, pieces[begin:], batch_size)
+            executor.layout, steps_of(executor, feed.at(epoch), labels, pieces[begin:], batch_size)
         )
         for first in range(begin, steps, executor.steps_per_call):
             part = slice(first, first + executor.steps_per_call)
@@ -235,7 +233,7 @@ def steps_of(
     parts = [
         (batch, slice(i, i + rows)) for batch in order for i in range(0, len(batch.rows), rows)
     ]
-    tokens = fed(feed, [batch.rows[part] for batch, part in parts])
+    tokens = feed.follow([batch.rows[part] for batch, part in parts])
     for batch in order:
         weights = batch.mask / batch.mask.sum()
         cuts = [slice(i, i + rows) for i in range(0, len(batch.rows), rows)]

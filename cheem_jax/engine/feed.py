@@ -8,7 +8,6 @@ on the host.
 """
 
 import contextlib
-import copy
 import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.core.images import Images
+from cheem_jax.core.images import Images, in_turn
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
@@ -30,84 +29,95 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Feed(Protocol):
-    """Rows of a data set to the tokens that a pass begins with."""
+    """A data set as the beginnings of passes: its images, or tokens cached behind a frozen
+    prefix."""
 
-    def __call__(self, rows: np.ndarray, /) -> Tokens | Gather: ...
+    block: int | None = None
+    """The block whose tokens are cached; None: passes begin with images."""
+
+    def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
+        """Yield the tokens of each array of row numbers."""
+        ...
+
+    def at(self, epoch: int) -> "Feed":
+        """The data set of one training epoch: only augmented images differ between epochs."""
+        return self
+
+    def on(self, executor: Executor) -> "Feed":
+        """The same data set for an executor on one of the devices."""
+        ...
+
+    def parts(self, order: Sequence[np.ndarray]) -> Iterator["Feed"]:
+        """Each array of row numbers as a data set of its own."""
+        return (Subset(self, rows) for rows in order)
 
 
-class HostImages:
-    """uint8 images `[N, S, S, 3]` that the host holds or reads; each batch is copied to the
+class HostImages(Feed):
+    """uint8 images `[N, S, S, 3]` in the host's memory or in files; each batch is copied to the
     device."""
 
     def __init__(self, executor: Executor, images: Images):
         self.executor, self.images = executor, images
 
-    def __call__(self, rows: np.ndarray, /) -> Tokens:
-        return next(self.follow([rows]))
-
     def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens]:
-        """The tokens of each of these rows in turn, the images read ahead where that pays."""
+        """See `Feed.follow`; files are read ahead."""
         return map(self.executor.begin, self.executor.layout.read(self.images, order))
 
+    def on(self, executor: Executor) -> Feed:
+        """See `Feed.on`."""
+        return HostImages(executor, self.images)
 
-class Subset:
-    """The rows of a feed that are numbered by `rows`."""
+    def parts(self, order: Sequence[np.ndarray]) -> Iterator[Feed]:
+        """See `Feed.parts`; each image is read once for all devices."""
+        return (HostImages(self.executor, images) for images in in_turn(self.images, order))
+
+
+class Subset(Feed):
+    """Some rows of another feed."""
 
     def __init__(self, feed: Feed, rows: np.ndarray):
         self.feed, self.rows = feed, rows
-
-    def __call__(self, rows: np.ndarray, /) -> Tokens | Gather:
-        return self.feed(self.rows[rows])
+        self.block = feed.block
 
     def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
-        """As `HostImages.follow`."""
-        return fed(self.feed, [self.rows[rows] for rows in order])
+        """See `Feed.follow`."""
+        return self.feed.follow([self.rows[rows] for rows in order])
+
+    def at(self, epoch: int) -> Feed:
+        """See `Feed.at`."""
+        return Subset(self.feed.at(epoch), self.rows)
+
+    def on(self, executor: Executor) -> Feed:
+        """See `Feed.on`."""
+        return Subset(self.feed.on(executor), self.rows)
 
 
-def fed(feed: Feed, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
-    """What a feed gives for each of these rows in turn."""
-    return feed.follow(order) if isinstance(feed, HostImages | Subset) else map(feed, order)
+class Cached(Feed):
+    """Tokens `[N, ...]` of one block, or uint8 images if `block` is None.
 
-
-class Kept:
-    """What is kept of every image: tokens of one block, or where `block` is None the image itself.
-
-    An accelerator holds them; what a batch needs is gathered there by index, and images are
-    normalised inside the program.
+    On an accelerator they are in its memory: each batch is gathered there by row number, and images
+    are normalised inside the compiled function. A CPU caches tokens as NumPy arrays, which gather
+    without a compiled function, and no images.
     """
 
     def __init__(self, layout: Layout, block: int | None, values: np.ndarray | jax.Array):
-        # a CPU's device memory is the host's, and numpy gathers without a program
         self.block, self.layout, self.values = block, layout, values
 
-    def on(self, layout: Layout) -> "Kept":
-        """The same on one of the devices."""
-        own = copy.copy(self)
-        own.layout = layout
-        if isinstance(self.values, jax.Array):
-            own.values = self.layout.copy(self.values, self.layout.devices.index(layout.devices[0]))
-        return own
+    def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
+        """See `Feed.follow`."""
+        return map(self._gather, order)
 
-    def __call__(self, rows: np.ndarray, /) -> Tokens | Gather:
+    def on(self, executor: Executor) -> Feed:
+        """See `Feed.on`."""
+        place = self.layout.devices.index(executor.layout.devices[0])
+        return Cached(executor.layout, self.block, self.layout.copy(self.values, place))
+
+    def _gather(self, rows: np.ndarray) -> Tokens | Gather:
         if isinstance(self.values, np.ndarray):
-            assert self.block is not None, "a CPU keeps no images: the host has them"
-            return Tokens(
-                self.block, jnp.asarray(self.layout.joined(self.values[self.layout.mine(rows)]))
-            )
+            assert self.block is not None
+            values = self.layout.joined(self.values[self.layout.mine(rows)])
+            return Tokens(self.block, jnp.asarray(values))
         return Gather(self.block, self.values, np.asarray(rows, np.int32))
-
-
-def feed_on(feed: Feed, executor: Executor) -> Feed:
-    """The same data for an executor on one of the devices, where they lie already if they were kept
-    there."""
-    match feed:
-        case HostImages():
-            return HostImages(executor, feed.images)
-        case Subset():
-            return Subset(feed_on(feed.feed, executor), feed.rows)
-        case Kept():
-            return feed.on(executor.layout)
-    raise TypeError(f"{type(feed).__name__} is no feed that can be moved to one device")
 
 
 class Budget:
@@ -158,7 +168,7 @@ def feed_images(executor: Executor, images: Images, budget: Budget) -> Feed:
     ):
         return plain
     with budget.taken(name, images.nbytes):
-        return Kept(executor.layout, None, _on_device(executor.layout, images))
+        return Cached(executor.layout, None, _on_device(executor.layout, images))
     return plain
 
 
@@ -187,13 +197,13 @@ def keep_tokens(
     Where they do not fit, or are kept already, `images` is returned: each step then goes on from
     there.
     """
-    if isinstance(images, Kept) and images.block == len(prefix):
+    if images.block == len(prefix):
         return images
     num_bytes = kept_bytes(executor, num_images, len(prefix))
     if not budget.take(name, num_bytes):
         return images
     with budget.taken(name, num_bytes):
-        return Kept(
+        return Cached(
             executor.layout,
             len(prefix),
             _computed(executor, images, num_images, prefix, batch_size),
@@ -209,7 +219,7 @@ def _computed(
     stays = not executor.device.is_host and not layout.is_many
     kept: Any = None
     pieces = list(batches(np.arange(num_images), executor.forward_rows(batch_size, num_images)))
-    for batch, tokens in zip(pieces, fed(images, [batch.rows for batch in pieces]), strict=True):
+    for batch, tokens in zip(pieces, images.follow([batch.rows for batch in pieces]), strict=True):
         values: Any = executor.advance(prefix, tokens, len(prefix)).values
         if stays:
             kept = jnp.zeros((num_images, *values.shape[1:]), dtype) if kept is None else kept

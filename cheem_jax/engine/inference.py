@@ -19,7 +19,7 @@ from cheem_jax.core.pool import Head
 from cheem_jax.core.routing import PAPER, RouterConfig, joined
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
-from cheem_jax.engine.feed import Feed
+from cheem_jax.engine.feed import Feed, HostImages
 from cheem_jax.engine.passes import read_on_the_way
 
 Route = Callable[[Float[np.ndarray, "N D"]], Int[np.ndarray, "N"]]
@@ -116,9 +116,7 @@ class Inference:
         """
         size = self.executor.config.image_size
         blank = np.zeros((self.batch_size, size, size, 3), np.uint8)
-        _, reached = self._base(
-            lambda rows: self.executor.begin(blank[rows]), np.arange(self.batch_size)
-        )
+        _, reached = self._base(HostImages(self.executor, blank), np.arange(self.batch_size))
         for task in self._examples():
             for num in self.sizes:
                 if classify:
@@ -147,8 +145,8 @@ class Inference:
         """Features of a batch and the base network's tokens wherever some network leaves it."""
         stops = sorted(set(self.differences))
 
-        def read(start: int) -> tuple[list[jax.Array], list[jax.Array]]:
-            tokens = self.executor.resolve(feed(rows[start : start + self.rows]))
+        def read(source: Tokens | Gather) -> tuple[list[jax.Array], list[jax.Array]]:
+            tokens = self.executor.resolve(source)
             kept = list[jax.Array]()
             found = read_on_the_way(
                 self.executor,
@@ -161,7 +159,8 @@ class Inference:
             )
             return found, kept
 
-        parts, kept = zip(*self.executor.each(read, range(0, len(rows), self.rows)), strict=True)
+        sources = feed.follow(np.split(rows, range(self.rows, len(rows), self.rows)))
+        parts, kept = zip(*self.executor.each(read, sources), strict=True)
         reached = dict(zip(stops, zip(*kept, strict=True), strict=True))
         # on a CPU numpy gathers without a program; elsewhere a batch is one part and stays on the
         # device

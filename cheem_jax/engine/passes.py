@@ -13,7 +13,7 @@ from cheem_jax.core.settings import Advance
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import Rows, batches
 from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
-from cheem_jax.engine.feed import Feed, fed
+from cheem_jax.engine.feed import Feed
 
 T = TypeVar("T")
 
@@ -239,6 +239,6 @@ def _in_order(
     masked = (
         batch._replace(mask=executor.put(executor.layout.weights(batch.mask))) for batch in pieces
     )
-    coming = zip(masked, fed(images, [batch.rows for batch in pieces]), strict=True)
+    coming = zip(masked, images.follow([batch.rows for batch in pieces]), strict=True)
     found = executor.each(lambda given: work(*given), coming)
     return zip((batch.size for batch in pieces), found, strict=True)

@@ -11,13 +11,12 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.backbone.flops import executed_halves
-from cheem_jax.core.images import in_turn
 from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import Advance
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Network
-from cheem_jax.engine.feed import Feed, HostImages, Subset, feed_on
+from cheem_jax.engine.feed import Feed
 from cheem_jax.engine.passes import count_right, network_features, unwatched
 
 
@@ -110,20 +109,12 @@ def _divided(
     )  # `rows` may be a part of a batch
     order = [batch.rows[: batch.size] for batch in batches(np.arange(num), sizes)]
     with ThreadPoolExecutor(len(layout.local), "search") as threads:
-        for rows, feed in zip(order, _parts(executor, images, order), strict=True):
-            feeds = [feed_on(feed, executor.on(place)) for place in mine]
+        for rows, feed in zip(order, images.parts(order), strict=True):
+            feeds = [feed.on(executor.on(place)) for place in mine]
             found = threads.map(evaluate, mine, mine.values(), feeds, [rows] * len(mine))
             for place, result in zip(mine, found, strict=True):
                 yield groups[place], rows, result
             advance(len(rows) * len(networks))
-
-
-def _parts(executor: Executor, images: Feed, order: Sequence[np.ndarray]) -> Iterator[Feed]:
-    """Each of these rows as a data set; pictures that the host holds or reads are read once for all
-    devices."""
-    if isinstance(images, HostImages):
-        return (HostImages(executor, pictures) for pictures in in_turn(images.images, order))
-    return (Subset(images, rows) for rows in order)
 
 
 def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[list[int]]:
