@@ -49,7 +49,7 @@ faults: $(VENV)/.test ## kills, full disks, damaged files and hostile input by t
 
 scale: $(VENV)/.test ## several devices, several processes, jobs and a thousand tasks, in full; about half an hour
 	@$(VENV)/bin/python -m pytest -m "slow or not slow" tests/test_layout.py tests/test_hosts.py experiments/test_launching.py tests/test_many_tasks.py $(PYTEST_ARGS)
-	JAX_PLATFORMS=cpu $(VENV)/bin/python experiments/bench/run.py --only collectives,many_tasks $(BENCH_ARGS)
+	JAX_PLATFORMS=cpu $(VENV)/bin/python experiments/bench/run.py --only many_tasks $(BENCH_ARGS)
 
 test-convert: $(VENV_CONVERT)/.convert ## parity with timm, in an environment with torch
 	@$(VENV_CONVERT)/bin/python -m pytest -m convert $(PYTEST_ARGS)

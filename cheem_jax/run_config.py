@@ -93,7 +93,7 @@ def networks_of(
     size = config.batch_size
     workshop = {} if workshop is None else workshop
     weights = (pretrained.sha256, pretrained.config, router and (router.sha256, router.config))
-    key = (weights, placement, token, size, engine, layout.place, layout.fsdp, reads.features)
+    key = (weights, placement, token, size, engine, layout.place, reads.features)
     if key not in workshop:
         vit = build(
             dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params

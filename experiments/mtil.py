@@ -87,9 +87,6 @@ class Common(Data):
     devices: Literal["all"] | int = 1
     """Devices that share each batch: a number, or all, those of every process together; the same
     results beyond rounding."""
-    fsdp: int = 1
-    """Devices over which the frozen backbone's weights are split, for one that a single device
-    cannot hold."""
     save_every: float | None = None
     """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the
     time."""
@@ -222,7 +219,7 @@ def config_of(settings: Mtil) -> RunConfig:
         raise ValueError(
             f"--base-data anchors CHEEM's similarity, and {method.name} has none; leave it out"
         )
-    mesh = MeshConfig(settings.devices, settings.fsdp)
+    mesh = MeshConfig(settings.devices)
     return RunConfig(
         method, settings.preset, settings.seed, bound, settings.engine, settings.seeds, mesh
     )

@@ -99,11 +99,9 @@ def devices(settings: dict[str, Any]) -> dict[str, Any]:
     import small
 
     from cheem_jax.backbone.params import build
-    from cheem_jax.engine import layout
     from cheem_jax.engine.layout import ONE, Layout
 
-    layout.SMALL = 64  # so that the weights of so small a backbone are split
-    layouts = {"one": ONE, "all": Layout(jax.devices()), "fsdp": Layout(jax.devices(), 2)}
+    layouts = {"one": ONE, "all": Layout(jax.devices())}
     vit = build(small.CONFIG, small.pretrained().params)
     return {
         executor: {name: _work(executor, vit, layouts[name]) for name in settings["layouts"]}
@@ -215,13 +213,11 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
     from cheem_jax.baselines.catalogue import NEED_A_ROUTER, preset_of
     from cheem_jax.cheem.config import CheemConfig
     from cheem_jax.continual import RunConfig, run_stream
-    from cheem_jax.engine import hosts, layout
+    from cheem_jax.engine import hosts
     from cheem_jax.engine.hosts import HostsConfig
     from cheem_jax.engine.layout import MeshConfig
     from cheem_jax.run.progress import Progress
 
-    if settings.get("fsdp", 1) > 1:
-        layout.SMALL = 64
     hosts.connect(
         HostsConfig(**settings.get("hosts", {}), timeout=settings.get("hosts_timeout", 30))
     )
@@ -249,9 +245,7 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
     found = run_stream(
         small.stream(settings.get("tasks", 2)),
         small.pretrained(),
-        RunConfig(
-            method, "demo", settings.get("seed", 0), mesh=MeshConfig("all", settings.get("fsdp", 1))
-        ),
+        RunConfig(method, "demo", settings.get("seed", 0), mesh=MeshConfig("all")),
         Path(settings["run_dir"]),
         progress,
         save_every=settings.get("save_every"),

@@ -175,13 +175,7 @@ class Executor(abc.ABC):
         graphdef, state = nnx.split(vit)
         leaves, treedef = jax.tree.flatten(state)
         splits = [nnx.split(block) for block in vit.blocks]
-        # the last block is never split: it computes the class token alone, from a part of its
-        # weights
-        last = {id(leaf) for leaf in jax.tree.leaves(splits[-1][1])}
-        placed = {
-            id(leaf): layout.everywhere(leaf) if id(leaf) in last else layout.frozen(leaf)
-            for leaf in leaves
-        }
+        placed = {id(leaf): layout.everywhere(leaf) for leaf in leaves}
         self.leaves = [placed[id(leaf)] for leaf in leaves]
         # matrices of a block are operands of products alone, so they are rounded once and not in
         # every call
@@ -194,8 +188,7 @@ class Executor(abc.ABC):
             for leaves in (jax.tree.leaves(state) for _, state in splits)
         ]
         self.base_pool = jax.tree.map(
-            # split ones would hand their parts on to all that begins as a copy of them
-            lambda leaf: layout.everywhere(leaf if layout.fsdp > 1 else placed.get(id(leaf), leaf)),
+            lambda leaf: layout.everywhere(placed.get(id(leaf), leaf)),
             base_pool(vit.experts(placement)),
         )
         block_graph = splits[0][0]

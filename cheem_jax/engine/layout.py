@@ -29,15 +29,10 @@ class MeshConfig:
     devices: Literal["all"] | int = 1
     """Devices that share the work of a batch: a number, or all that JAX sees, those of all
     processes together."""
-    fsdp: int = 1
-    """Devices over which the frozen backbone's weights are split, where one cannot hold them;
-    divides `devices`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, int) and self.devices < 1:
             raise ValueError(f"devices is {self.devices}; expected a number from 1 on, or all")
-        if self.fsdp < 1:
-            raise ValueError(f"fsdp is {self.fsdp}; expected at least 1 device")
 
 
 class Layout:
@@ -48,28 +43,19 @@ class Layout:
     rows stay as they are.
     """
 
-    def __init__(self, devices: Sequence[Any] | None = None, fsdp: int = 1):
+    def __init__(self, devices: Sequence[Any] | None = None):
         self.devices = (
             []
             if devices is None
             else sorted(devices, key=lambda device: (device.process_index, device.id))
         )
         self.num = max(len(self.devices), 1)
-        self.fsdp = fsdp
-        if self.num % fsdp:
-            raise ValueError(
-                f"fsdp is {fsdp}, which does not divide the {self.num}"
-                f" device{'s' if self.num > 1 else ''} of the run"
-            )
         self.local = [
             i
             for i, device in enumerate(self.devices)
             if device.process_index == jax.process_index()
         ]
-        self.mesh = None
-        if self.devices:
-            grid = np.array(self.devices).reshape(-1, fsdp)
-            self.mesh = Mesh(grid, ("data", "fsdp"))
+        self.mesh = Mesh(np.array(self.devices), ("data",)) if self.devices else None
 
     @property
     def is_many(self) -> bool:
@@ -119,7 +105,7 @@ class Layout:
             )
             for i, place in enumerate(self.local)
         ]
-        split = self.sharding(*[None] * axis, ("data", "fsdp"))
+        split = self.sharding(*[None] * axis, "data")
         return jax.make_array_from_single_device_arrays(tuple(whole), split, pieces)
 
     def rows(self, values: np.ndarray) -> Any:
@@ -166,19 +152,6 @@ class Layout:
 
         return jax.tree.map(own, tree)
 
-    def frozen(self, leaf: jax.Array) -> jax.Array:
-        """A weight of the backbone: on each device, or in parts along its longest axis that `fsdp`
-        divides."""
-        if not self.is_many:
-            return leaf
-        axes = [axis for axis, size in enumerate(leaf.shape) if size % self.fsdp == 0]
-        if self.fsdp == 1 or leaf.size < SMALL or not axes:
-            return self.everywhere(leaf)
-        longest = max(axes, key=lambda axis: leaf.shape[axis])
-        split = self.sharding(*["fsdp" if axis == longest else None for axis in range(leaf.ndim)])
-        values = np.asarray(leaf)
-        return jax.make_array_from_callback(values.shape, split, lambda part: values[part])
-
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """`jax.jit`; each call waits for its result where devices are threads of one processor.
 
@@ -216,9 +189,6 @@ class _Waiting:
         return _Waiting(self._program.compile())
 
 
-SMALL = 2**14
-"""Numbers in a weight below which splitting it saves nothing worth the gathering."""
-
 ONE = Layout()
 """The default device alone."""
 
@@ -249,9 +219,5 @@ def make_layout(config: MeshConfig) -> Layout:
             " --devices all, so that each of them takes part"
         )
     if wanted == 1 and jax.process_count() == 1:
-        if config.fsdp > 1:
-            raise ValueError(
-                f"fsdp is {config.fsdp}, which needs as many devices; give --devices all"
-            )
         return ONE
-    return Layout(found[:wanted], config.fsdp)
+    return Layout(found[:wanted])

@@ -34,7 +34,7 @@ def count_right_spread(
     """`passes.count_right`, the networks divided over the devices where one holds a whole
     network."""
     common = {"num_classes": num_classes, "batch_size": batch_size}
-    if not _divides(executor):
+    if not executor.layout.is_many:
         return count_right(executor, networks, head, images, labels, advance=advance, **common)
     counts = np.zeros(len(networks), np.int32)
 
@@ -62,7 +62,7 @@ def features_spread(
 ) -> Float[np.ndarray, "P N D"]:
     """`passes.network_features`, the networks divided in the same way; every process gets all of
     them."""
-    if not _divides(executor):
+    if not executor.layout.is_many:
         return network_features(
             executor, networks, images, num, batch_size=batch_size, advance=advance
         )
@@ -76,10 +76,6 @@ def features_spread(
     ):
         found[np.asarray(group)[:, None], rows] = features
     return hosts.total(found)
-
-
-def _divides(executor: Executor) -> bool:
-    return executor.layout.is_many and executor.layout.fsdp == 1
 
 
 def _divided(

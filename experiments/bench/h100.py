@@ -35,7 +35,6 @@ from cheem_jax.engine import stages as composed
 from cheem_jax.engine.choice import EngineConfig, Name, make_executor
 from cheem_jax.engine.executor import Batch, Gather
 from cheem_jax.engine.layout import Layout
-from experiments.bench.collectives import BYTES, HEAD, named
 from experiments.bench.measure import Bench, Row, in_child, save, say
 
 TARGET = """
@@ -118,10 +117,32 @@ class Line(NamedTuple):
     rest: str
 
 
+BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s16": 2,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+}
+_HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _LINE = re.compile(
     r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+)"
     r" (?P<opcode>[a-z][a-z0-9\-]*)\("
 )
+
+
+def _named(attribute: str, rest: str) -> list[str]:
+    """The computations that an instruction names in one of its attributes."""
+    found = re.findall(rf"\b(?:{attribute})=(\{{[^}}]*\}}|%?[\w.\-]+)", rest)
+    return [name.strip(" %") for names in found for name in names.strip("{}").split(",")]
 
 
 def kernels(text: str) -> Kernels:
@@ -135,7 +156,7 @@ def kernels(text: str) -> Kernels:
     entry = None
     lines = {}
     for text_line in text.splitlines():
-        if head := HEAD.match(text_line):
+        if head := _HEAD.match(text_line):
             lines = computations[head["name"]] = {}
             entry = head["name"] if head["entry"] else entry
         elif found := _LINE.match(text_line):
@@ -179,17 +200,17 @@ def _launched(name: str, computations: Mapping[str, Mapping[str, Line]]) -> Kern
             trips = re.search(r"known_trip_count[^\d]*(\d+)", line.rest)
             if trips is None:
                 raise ValueError(f"how often a loop of {name} runs is not known")
-            (body,) = named("body", line.rest)
+            (body,) = _named("body", line.rest)
             num, size, conditionals, loops = _launched(body, computations)
             found = Kernels(int(trips[1]) * num, int(trips[1]) * size, conditionals, loops + 1)
         elif line.opcode == "conditional":
-            branches = named("branch_computations|true_computation|false_computation", line.rest)
+            branches = _named("branch_computations|true_computation|false_computation", line.rest)
             largest = max(
                 (_launched(branch, computations) for branch in branches), key=lambda own: own.num
             )
             found = largest._replace(conditionals=largest.conditionals + 1)
         elif line.opcode == "call":
-            (called,) = named("to_apply", line.rest)
+            (called,) = _named("to_apply", line.rest)
             found = _launched(called, computations)
         elif line.opcode not in NO_KERNEL:
             found = Kernels(1, _moved(line, computations[name], computations), 0, 0)
@@ -202,7 +223,7 @@ def _moved(
 ) -> int:
     """Bytes that one kernel reads and writes."""
     sizes = [around[operand].bytes for operand in line.operands if operand in around]
-    called = named("calls", line.rest) if line.opcode == "fusion" else []
+    called = _named("calls", line.rest) if line.opcode == "fusion" else []
     if not called:
         if line.opcode == "dynamic-update-slice":
             return 2 * sizes[1]

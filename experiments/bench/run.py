@@ -22,7 +22,6 @@ PARTS = (
     "footprint",
     "demo_compile",
     "data",
-    "collectives",
 )
 
 
