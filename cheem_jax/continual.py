@@ -1,33 +1,30 @@
 """The loop over a stream: learn a task, save it, measure every task so far from what was saved."""
 
-import contextlib
 import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.core.images import Images
-from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.task import Stream, Task
 from cheem_jax.engine import hosts
 from cheem_jax.engine.compilation import Mark
-from cheem_jax.report.status import Status
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_manifest, load_meta, saved_tasks
-from cheem_jax.run.directory import check_space, claim, hold
 from cheem_jax.run.method import Answers, Method, Networks
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import accuracies, results_of, write_answers, write_results
-from cheem_jax.run.rolling import Rolling, RunningTask
+from cheem_jax.run.rolling import Rolling
+from cheem_jax.run.session import Session, open_session
 from cheem_jax.run_config import (
     FullFinetune,
     RouterWeights,
@@ -46,8 +43,6 @@ from cheem_jax.run_config import (
 ROUTING_COST = 10
 """Percentage points of accuracy that the router loses, from which on the reader is told where its
 images went."""
-SPARE_BYTES = 4 * 2**20
-"""Room for what a task leaves besides its arrays: record, results, figures."""
 
 
 def run_stream(
@@ -100,19 +95,20 @@ def run_stream(
     methods, bound = learners_of(config, networks, num_tasks, base)
     notes = methods[0].check(stream.tasks)
 
-    with contextlib.ExitStack() as held, stop_requests() as stop:
-
-        def claim_directory() -> bool:
-            held.enter_context(hold(directory))
-            return claim(directory, identity, defaults_of(config.method))
-
-        is_claimed = hosts.together(lambda: hosts.is_first() and claim_directory())
-        is_resumed = bool(hosts.largest(int(is_claimed)))
-        status = held.enter_context(Status(directory, writes=hosts.is_first()))
-        record = Record(directory, fingerprint.digest(conditions), writes=hosts.is_first())
-        run = RunContext(directory, record, progress, stop, save_every, status)
+    fingerprint_id = fingerprint.digest(conditions)
+    with open_session(
+        directory,
+        identity,
+        defaults_of(config.method),
+        progress,
+        fingerprint=fingerprint_id,
+        save_every=save_every,
+    ) as session:
+        record = session.record
         num_finished = (
-            hosts.in_order(lambda: restore(directory, stream, methods, record)) if is_resumed else 0
+            hosts.in_order(lambda: restore(directory, stream, methods, record))
+            if session.is_resumed
+            else 0
         )
 
         begin = next((entry for entry in read(directory) if entry["event"] == "run"), None)
@@ -146,79 +142,38 @@ def run_stream(
             progress.say(
                 f"{shown(directory)} contains all {num_tasks} tasks already; nothing to learn"
             )
-        elif is_resumed:
+        elif session.is_resumed:
             progress.say(f"resuming {shown(directory)} with task {num_finished + 1} of {num_tasks}")
 
         for index, task in enumerate(stream.tasks[num_finished:], start=num_finished):
-            saving = sum(learn_task(task, index, method, run) for method in methods)
-            evaluate(stream.tasks[: index + 1], methods, run, saving)
+            saving = sum(learn_task(task, index, method, session) for method in methods)
+            evaluate(stream.tasks[: index + 1], methods, session, saving)
             networks.features.forget(task)
             networks.router_features.forget(task)
             _write_results(directory, tensorboard)
         if bound is not None:
             _write_results(directory, tensorboard, report=True)
-            _measure_bounds(stream, bound, run)
+            _measure_bounds(stream, bound, session)
         return _write_results(directory, tensorboard, report=True)
 
 
-class RunContext(NamedTuple):
-    """What all steps of one run need besides the task."""
-
-    directory: Path
-    record: Record
-    progress: Progress
-    stop: Stop
-    save_every: float | None
-    status: Status
-    checkpoints: Path | None = None
-    """The folder of all methods' checkpoints; default: the run's own."""
-
-    def root(self, method: str) -> Path:
-        """The folder of a method's checkpoints."""
-        return (self.checkpoints or self.directory / "checkpoints") / method
-
-    def phase(self, task: str, phase: str, total: int):
-        """A phase on the screen and in the status file; `total` in images."""
-        return self.status.phase(
-            phase, task, total, self.progress.phase(phase, task=task, total=total)
-        )
-
-    def learning(self, method: str, task: Task, index: int) -> RunningTask:
-        """One task while a method learns it."""
-        rolling = Rolling(self.root(method), self.stop, every=self.save_every)
-        running = RunningTask(
-            index,
-            rolling,
-            lambda phase, total: self.phase(task.name, phase, total),
-            self.progress.say,
-        )
-        if running.saved is not None:
-            self.progress.say(f"{task.name}: resuming from its rolling checkpoint")
-        return running
-
-    def check_room(self, num_bytes: int, what: str) -> None:
-        """Raises ValueError where the disk has no room for these arrays."""
-        hosts.first_does(lambda: check_space(self.directory, num_bytes + SPARE_BYTES, what))
-
-
 def learn_task(
-    task: Task, number: int, method: Method, run: RunContext, *, index: int | None = None
+    task: Task, number: int, method: Method, session: Session, *, index: int | None = None
 ) -> float:
     """Learn and save one task; from then on everything comes from disk, as after a restart.
 
     `index` is its position among the tasks in memory; default: its number, from which it differs
     once a task was forgotten. Returns the seconds that checkpoints took.
     """
-    root = run.root(method.name)
+    root = session.root(method.name)
     start = Mark.now()
-    if hosts.agree_to_stop(run.stop):
-        raise run.stop.stopped("everything learned is kept")
+    session.check_stop()
     if len(saved_tasks(root)) > number:
-        Rolling(root, run.stop).clear()
+        Rolling(root).clear()
         return 0.0  # learned and saved before the run stopped
-    run.check_room(method.bytes_needed(task), f"task {task.name!r}")
-    running = run.learning(method.name, task, number)
-    report = method.learn(task, running)
+    session.check_room(method.bytes_needed(task), f"task {task.name!r}")
+    session.begin(method.name, task.name, number)
+    report = method.learn(task, session)
     known = {
         "index": number if index is None else index,
         "name": task.name,
@@ -226,36 +181,36 @@ def learn_task(
     }
     known |= {f"num_{name}": len(split.labels) for name, split in task.splits.items()}
     known |= {"skipped_images": list(task.skipped)} if task.skipped else {}
-    run.record.write("learned", method=method.name, report={**known, **report}, **start.since())
+    session.record.write("learned", method=method.name, report={**known, **report}, **start.since())
     saving = time.perf_counter()
     method.save(root)
-    running.rolling.clear()
+    session.finish()
     for name in report.get("not_kept", ()):
-        run.progress.say(
+        session.say(
             f"{name}: no room to keep them (--engine.memory-gb), so every epoch computes them again"
         )
     if num_skipped := report.get("skipped_steps"):
-        run.progress.say(
+        session.say(
             f"{task.name}: {num_skipped} steps left out because of a non-finite loss or gradient"
         )
     if compared := report.get("frozen_head"):
         learned, frozen = (f"{100 * compared[key]:.1f} %" for key in ("network", "frozen"))
-        run.progress.say(
+        session.say(
             f"{task.name}: {learned} on {compared['validation_images']:,} validation images; the"
             f" frozen backbone with a ridge head: {frozen}"
         )
         if compared["kept"] == "frozen":
-            run.progress.say(
+            session.say(
                 f"{task.name}: the learned network is not better, so the task uses the frozen"
                 " backbone"
             )
-    if "architecture" in report:
-        run.progress.architecture(task.name, report["architecture"])
-    return running.rolling.seconds + time.perf_counter() - saving
+    if "architecture" in report and session.progress is not None:
+        session.progress.architecture(task.name, report["architecture"])
+    return session.saving_seconds + time.perf_counter() - saving
 
 
 def evaluate(
-    learned: Sequence[Task | None], methods: tuple[Method, ...], run: RunContext, saving: float
+    learned: Sequence[Task | None], methods: tuple[Method, ...], session: Session, saving: float
 ) -> None:
     """Measure every task so far with every method; `saving` are the seconds that the last one's
     checkpoints took.
@@ -269,14 +224,11 @@ def evaluate(
     measured, answered = {}, {}
     for method in methods:
         answers: dict[int, Answers] = {}
-        with run.phase(
-            f"{num} task{'s' if num > 1 else ''}, {method.name}", "evaluate", total
-        ) as advance:
+        title = f"{num} task{'s' if num > 1 else ''}, {method.name}"
+        with session.phase("evaluate", total, title=title) as advance:
             for index, task in present:
                 answers[index] = method.answers(index, task)
-                advance(len(task.test.labels), "")
-                if hosts.agree_to_stop(run.stop):
-                    raise run.stop.stopped("everything learned is kept, and measured again")
+                advance(len(task.test.labels))
         measured[method.name] = accuracies(answers, dict(present), num)
         if method is methods[0]:
             answered = {
@@ -284,13 +236,13 @@ def evaluate(
                 for i, found in answers.items()
                 for name, array in found._asdict().items()
             }
-    hosts.first_does(lambda: write_answers(run.directory, answered))
-    saved = {method.name: saved_tasks(run.root(method.name)) for method in methods}
+    hosts.first_does(lambda: write_answers(session.directory, answered))
+    saved = {method.name: saved_tasks(session.root(method.name)) for method in methods}
     contents = {
         name: [load_manifest(place)["content_sha256"] for place in places]
         for name, places in saved.items()
     }
-    run.record.write(
+    session.record.write(
         "evaluated",
         index=num - 1,
         methods=measured,
@@ -300,11 +252,11 @@ def evaluate(
         **start.since(),
     )
     if present:
-        _say_accuracy(present, measured[methods[0].name], run)
+        _say_accuracy(present, measured[methods[0].name], session)
 
 
 def _say_accuracy(
-    present: Sequence[tuple[int, Task]], measured: Mapping[str, Any], run: RunContext
+    present: Sequence[tuple[int, Task]], measured: Mapping[str, Any], session: Session
 ) -> None:
     index, task = present[-1]
     accuracy = measured["accuracy"]
@@ -317,7 +269,7 @@ def _say_accuracy(
         f"on {num:,} {'validation' if task.test is task.val else 'test'}"
         f" image{'' if num == 1 else 's'}"
     )
-    run.progress.say(
+    session.say(
         f"{task.name}: {100 * accuracy[index]:.1f} % {on} ({given:.1f} % with the task ID"
         f" given){over}"
     )
@@ -327,33 +279,33 @@ def _say_accuracy(
         shares[index] = 0
         names = {
             e["report"]["index"]: e["report"]["name"]
-            for e in read(run.directory)
+            for e in read(session.directory)
             if e["event"] == "learned"
         }
-        run.progress.say(
+        session.say(
             f"{round(num * shares.max())} of {num} test images of {task.name} were taken for "
             f"{names[int(shares.argmax())]}; are these the same kind of images?"
         )
 
 
-def _measure_bounds(stream: Stream, bound: FullFinetune, run: RunContext) -> None:
+def _measure_bounds(stream: Stream, bound: FullFinetune, session: Session) -> None:
     """Fine-tune the whole backbone for each task whose upper bound is not known yet."""
-    for index in _missing_bounds(run.directory, len(stream.tasks)):
+    for index in _missing_bounds(session.directory, len(stream.tasks)):
         start = Mark.now()
         task = stream.tasks[index]
-        run.check_room(bound.bytes_needed(task), f"the upper bound of task {task.name!r}")
-        running = run.learning(bound.name, task, index)
-        found = bound.bound(index, task, running)
+        session.check_room(bound.bytes_needed(task), f"the upper bound of task {task.name!r}")
+        session.begin(bound.name, task.name, index)
+        found = bound.bound(index, task, session)
         vit = bound.executor.config
         flops = {"flops_paper": backbone_flops(vit), "flops_executed": executed_backbone_flops(vit)}
-        run.record.write(
+        session.record.write(
             "upper_bound", index=index, name=task.name, **found._asdict(), **flops, **start.since()
         )
-        running.rolling.clear()
-        run.progress.say(
+        session.finish()
+        session.say(
             f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (task ID given)"
         )
-    Rolling(run.root(bound.name), run.stop).clear()
+    Rolling(session.root(bound.name)).clear()
 
 
 def _missing_bounds(directory: Path, num_tasks: int) -> list[int]:

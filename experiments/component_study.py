@@ -137,7 +137,7 @@ def learn(
             "a rolling checkpoint",
         )
         network = Network(executor, training.batch_size)
-        units = Units(directory, network, stream, training, record, stop, save_every, progress.say)
+        units = Units(directory, network, stream, training, record, stop, save_every, progress)
         about = {
             name: identity[name]
             for name in ("stream", "tasks", "backbone", "image_size", "training")

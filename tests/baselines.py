@@ -17,22 +17,31 @@ from cheem_jax.core.keys import Keys
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures, Method, Networks
 from cheem_jax.run.rolling import Saved
+from cheem_jax.run.session import Session
 
 
 class Interrupted(Exception):
     """Stands for the end of a process."""
 
 
-class Watched:
+class Watched(Session):
     """A task that is stopped after `until` reports of progress, with what a rolling checkpoint
     would then hold."""
 
     def __init__(self, until: int | None = None, saved: Saved | None = None):
+        super().__init__()
         self.until, self.saved, self.left = until, saved, saved
         self.reports = 0
 
     @contextmanager
-    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None):
+    def phase(
+        self,
+        name: str,
+        total: int = 0,
+        state: Callable[[], Saved] | None = None,
+        *,
+        title: str | None = None,
+    ):
         def advance(num_images: int, note: str = "", /) -> None:
             self.reports += 1
             if self.reports == self.until:
@@ -42,7 +51,8 @@ class Watched:
                     self.left = Saved(_copied(arrays), dict(meta))
                 raise Interrupted
 
-        yield advance
+        with super().phase(name, total, state):
+            yield advance
 
 
 def _copied(tree: Any) -> Any:

@@ -16,7 +16,8 @@ from cheem_jax.core.keys import Keys
 from cheem_jax.data.augmentation import CHANGES, augment, augmented
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.stages import Stages
-from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.method import FrozenFeatures
+from cheem_jax.run.session import Session
 
 TASK = small.task("task0", 0)
 IMAGES = np.random.default_rng(0).integers(0, 256, (6, 16, 16, 3), np.uint8)
@@ -54,7 +55,7 @@ def test_only_training_sees_augmented_images():
         cheem = Cheem(
             stages, config, Keys(0), np.ones((4, 16), np.float32), FrozenFeatures(stages, 16)
         )
-        learned[config.augment] = cheem.learn(TASK, Undisturbed()), cheem.memory.tasks[0]
+        learned[config.augment] = cheem.learn(TASK, Session()), cheem.memory.tasks[0]
         assert bool(cheem.check([TASK])) == config.augment
     (plain, task), (varied, other) = learned[False], learned[True]
     assert plain["similarity"] == varied["similarity"]

@@ -30,7 +30,8 @@ from cheem_jax.data.demo import demo_stream
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import token_means
 from cheem_jax.engine.stages import Stages
-from cheem_jax.run.method import Clock, FrozenFeatures, Undisturbed
+from cheem_jax.run.method import FrozenFeatures
+from cheem_jax.run.session import Session
 
 
 def learner(config=small.QUICK, stages=None, key=0, base_means=None):
@@ -57,7 +58,7 @@ def test_learning_a_task_changes_no_byte_of_what_earlier_tasks_need(placement, t
     tasks = small.stream(3).tasks
     kept, answers = [], []
     for index, task in enumerate(tasks):
-        report = cheem.learn(task, Undisturbed())
+        report = cheem.learn(task, Session())
         cheem.save(tmp_path)
         assert set(report["seconds"]) == {
             "similarity",
@@ -107,7 +108,7 @@ def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_sco
 
     # after two epochs of the supernet, and after a generation of the search
     steps = -(-len(task.train.labels) // 8)
-    underway = Underway(Clock(), fits={"supernet": FitState(2 * steps)})
+    underway = Underway(fits={"supernet": FitState(2 * steps)})
     done = 3 * 2 * len(task.train.labels)
     assert cheem.expected_seconds(task, underway.saved({})) == (trained + searched - done) / 8
     underway.fits = {"supernet": FitState(config.supernet.epochs * steps)}
@@ -132,7 +133,7 @@ def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_sco
 def test_the_same_seed_learns_the_same_and_another_seed_does_not(tmp_path):
     def memory_of(key):
         cheem = learner(key=key)
-        cheem.learn(small.task("colours", 0), Undisturbed())
+        cheem.learn(small.task("colours", 0), Session())
         return cheem.memory
 
     first, again, other = memory_of(0), memory_of(0), memory_of(1)
@@ -145,15 +146,15 @@ def test_the_same_seed_learns_the_same_and_another_seed_does_not(tmp_path):
 def test_a_new_task_sees_the_base_neutral_without_means_and_measured_with_them():
     stages = Stages(small.backbone(), "mlp_down")
     neutral = learner(stages=stages)
-    first = neutral.learn(small.task("colours", 0), Undisturbed())
+    first = neutral.learn(small.task("colours", 0), Session())
     assert first["similarity"] == [[0.0] * 4]
-    second = neutral.learn(small.task("more", 1), Undisturbed())
+    second = neutral.learn(small.task("more", 1), Session())
     assert second["similarity"][0] == [0.0] * 4
     known = [s for s in second["similarity"][1] if s is not None]
     assert known and max(known) <= 1 and min(known) >= -1
 
     means = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
-    report = learner(stages=stages, base_means=means).learn(small.task("colours", 0), Undisturbed())
+    report = learner(stages=stages, base_means=means).learn(small.task("colours", 0), Session())
     assert max(report["similarity"][0]) == 1 and min(report["similarity"][0]) == -1
 
 
@@ -168,7 +169,7 @@ def test_a_new_task_sees_the_base_neutral_without_means_and_measured_with_them()
 def test_no_task_chooses_an_op_that_was_removed(removed):
     cheem = learner(dataclasses.replace(small.QUICK, remove=removed))
     for task in small.stream(2).tasks:
-        report = cheem.learn(task, Undisturbed())
+        report = cheem.learn(task, Session())
         assert not {choice.split(":")[0] for choice in report["architecture"]} & set(removed)
         chosen = report["search"]["chosen"]
         assert (
@@ -191,7 +192,7 @@ def test_inherited_weights_begin_fine_tuning_where_the_supernet_ended():
     last = {}
     for weights in ("initial", "inherited"):
         cheem = learner(dataclasses.replace(small.QUICK, weights=weights, finetune=still))
-        report = cheem.learn(small.stream(1).tasks[0], Undisturbed())
+        report = cheem.learn(small.stream(1).tasks[0], Session())
         last[weights] = report["finetune_losses"][-1]
         trained = report["supernet_losses"]
     assert (
@@ -208,8 +209,7 @@ def test_uniform_sampling_never_asks_the_similarity():
     one, other = (learner(config, stages, base_means=m) for m in (means, -means))
     task = small.task("colours", 0)
     assert (
-        one.learn(task, Undisturbed())["architecture"]
-        == other.learn(task, Undisturbed())["architecture"]
+        one.learn(task, Session())["architecture"] == other.learn(task, Session())["architecture"]
     )
 
 
@@ -249,8 +249,8 @@ def test_a_lighter_router_gives_its_own_centroids():
     cheem = Cheem(stages, small.QUICK, Keys(0), None, FrozenFeatures(lighter, 16))
     own = learner(stages=stages)
     task = small.task("colours", 0)
-    cheem.learn(task, Undisturbed())
-    own.learn(task, Undisturbed())
+    cheem.learn(task, Session())
+    own.learn(task, Session())
     assert not np.allclose(cheem.memory.tasks[0].centroids, own.memory.tasks[0].centroids)
     np.testing.assert_array_equal(
         cheem.memory.tasks[0].head.weight, own.memory.tasks[0].head.weight

@@ -28,7 +28,8 @@ from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import network_features
 from cheem_jax.report.finished import Recorded
 from cheem_jax.report.page.charts import search_chart
-from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.method import FrozenFeatures
+from cheem_jax.run.session import Session
 
 
 def images(num: int, width: int, labels: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -228,9 +229,7 @@ def test_more_candidates_compile_nothing(compilations):
 def test_the_report_says_what_the_search_ranked_by():
     config = dataclasses.replace(small.QUICK, score="closed_form", score_images=24)
     stages = executor_of("stages")
-    report = Cheem(stages, config, Keys(0), None, FrozenFeatures(stages, 16)).learn(
-        TASK, Undisturbed()
-    )
+    report = Cheem(stages, config, Keys(0), None, FrozenFeatures(stages, 16)).learn(TASK, Session())
     search = report["search"]
     assert search["score"] == "closed_form" and search["num_images"] == 24 + len(TASK.val.labels)
     assert (

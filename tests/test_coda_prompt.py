@@ -22,7 +22,7 @@ from cheem_jax.baselines.coda_prompt import (
 )
 from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.keys import Phase
-from cheem_jax.run.method import Undisturbed
+from cheem_jax.run.session import Session
 
 CONFIG = CodaPromptConfig(
     pool=7,
@@ -53,11 +53,11 @@ def test_coda_prompt_learns_saves_opens_and_answers_per_image(tmp_path):
 @pytest.mark.full
 def test_earlier_rows_and_head_columns_keep_their_bytes_and_later_rows_stay_empty(begun):
     coda: Any = fresh(begun)
-    reports = [coda.learn(small.task("first", 0), Undisturbed())]
+    reports = [coda.learn(small.task("first", 0), Session())]
     before = jax.tree.map(np.array, coda.known.prompts)
     head = np.array(coda.known.head.weight[:, :3])
     started = coda.begin_task(coda.keys.at(1, Phase.METHOD_INIT, 0), coda.known.prompts, 1)
-    reports.append(coda.learn(small.task("second", 1, num_classes=4), Undisturbed()))
+    reports.append(coda.learn(small.task("second", 1, num_classes=4), Session()))
     for name, values in coda.known.prompts.items():
         np.testing.assert_array_equal(values[:, :2], before[name][:, :2])
         assert np.abs(values - started[name])[:, 2:4].reshape(4, -1).max(axis=1).min() > 1e-3

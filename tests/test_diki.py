@@ -24,7 +24,8 @@ from cheem_jax.baselines.diki import (
 )
 from cheem_jax.cheem.config import FitConfig
 from cheem_jax.engine.stages import Stages
-from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.method import FrozenFeatures
+from cheem_jax.run.session import Session
 
 CONFIG = DikiConfig(length=2, layers=(1, 3), fit=FitConfig(2, 1e-2), batch_size=16)
 
@@ -156,7 +157,7 @@ def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(begun
         method: Any = fresh(begun)
         method.executor.budget = budget
         reports = {
-            f"task{index}": method.learn(small.task(f"task{index}", index), Undisturbed())
+            f"task{index}": method.learn(small.task(f"task{index}", index), Session())
             for index in order
         }
         return dict(zip(method.classes.names, method.tasks, strict=True)), reports, method

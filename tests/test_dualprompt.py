@@ -14,7 +14,7 @@ from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.dualprompt import DualPrompt, DualPromptConfig
 from cheem_jax.cheem.config import FitConfig
-from cheem_jax.run.method import Undisturbed
+from cheem_jax.run.session import Session
 
 CONFIG = DualPromptConfig(
     general_length=2,
@@ -36,9 +36,9 @@ def test_dualprompt_learns_saves_opens_and_answers_per_image(config, tmp_path):
 @pytest.mark.full
 def test_a_task_moves_its_own_slot_and_the_general_prompt_alone():
     dual = learner(DualPrompt, dataclasses.replace(CONFIG, pool=4))
-    reports = [dual.learn(small.task("first", 0), Undisturbed())]
+    reports = [dual.learn(small.task("first", 0), Session())]
     before = jax.tree.map(np.array, dual.known.prompts)
-    reports.append(dual.learn(small.task("second", 1), Undisturbed()))
+    reports.append(dual.learn(small.task("second", 1), Session()))
     for name in ("expert", "keys"):
         moved = np.abs(dual.known.prompts[name] - before[name]).reshape(2, 4, -1).max(axis=2) > 0
         np.testing.assert_array_equal(moved, np.tile([False, True, False, False], (2, 1)))

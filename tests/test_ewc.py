@@ -18,7 +18,7 @@ from cheem_jax.baselines.ewc import Ewc, EwcConfig, squared_gradients
 from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.keys import Phase
 from cheem_jax.engine.passes import unwatched
-from cheem_jax.run.method import Undisturbed
+from cheem_jax.run.session import Session
 
 CONFIG = EwcConfig(
     penalties=(100.0,),
@@ -144,9 +144,9 @@ def test_the_first_task_pays_no_penalty_and_a_larger_one_keeps_later_tasks_neare
     steps = {}
     for penalty in (0.0, 1e6):
         ewc = ewc_with(penalties=(penalty,))
-        ewc.learn(tasks[0], Undisturbed())
+        ewc.learn(tasks[0], Session())
         first = ewc.known
-        ewc.learn(tasks[1], Undisturbed())
+        ewc.learn(tasks[1], Session())
         assert all(leaf.min() >= 0 for leaf in first.fisher)
         # only the first task's columns have come through unchanged
         np.testing.assert_array_equal(ewc.known.head.weight[:, :3], first.head.weight[:, :3])
@@ -164,9 +164,9 @@ def test_gamma_keeps_that_much_of_the_running_fisher_information():
     for gamma in (0.0, 0.5):
         # without a penalty gamma changes nothing else
         ewc = ewc_with(penalties=(0.0,), gamma=gamma)
-        ewc.learn(tasks[0], Undisturbed())
+        ewc.learn(tasks[0], Session())
         first = ewc.known.fisher
-        ewc.learn(tasks[1], Undisturbed())
+        ewc.learn(tasks[1], Session())
         fishers[gamma] = ewc.known.fisher
     for half, own, old in zip(fishers[0.5], fishers[0.0], first, strict=True):
         np.testing.assert_allclose(half, own + 0.5 * old, rtol=1e-5, atol=1e-9)
@@ -181,7 +181,7 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_goes_on(tmp_
         " split"
     ]
     whole = fresh(searching)
-    report = whole.learn(tasks[0], Undisturbed())
+    report = whole.learn(tasks[0], Session())
     accuracies = report["penalty_accuracies"]
     assert (
         list(accuracies) == ["0.0", "100.0", "1000000000.0"] and len(set(accuracies.values())) > 1
@@ -192,7 +192,7 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_goes_on(tmp_
     alone = ewc_with(penalties=(100.0,))
     right = []
     for task in tasks:
-        alone.learn(task, Undisturbed())
+        alone.learn(task, Session())
     for index, task in enumerate(tasks):
         found = alone.predict(task.val.images)
         right.append(((found.tasks == index) & (found.classes == task.val.labels)).mean())
@@ -217,7 +217,7 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_goes_on(tmp_
 @pytest.mark.full
 def test_costs_are_those_of_one_plain_forward_pass():
     ewc = fresh(begun())
-    report = ewc.learn(small.task("colours", 0), Undisturbed())
+    report = ewc.learn(small.task("colours", 0), Session())
     vit = ewc.executor.config
     assert report["flops_method"] == flops.backbone_flops(vit)
     assert report["flops_explicit"] == flops.backbone_flops(vit, count_attention=True)
@@ -248,8 +248,8 @@ def test_penalties_are_compared_on_a_stream_that_is_known_beforehand():
     with pytest.raises(
         ValueError, match=r"starts with 'task0': call check\(tasks\) first, or give one penalty"
     ):
-        ewc.learn(tasks[0], Undisturbed())
+        ewc.learn(tasks[0], Session())
     assert ewc.check(tasks[:1]) == [
         "a single task needs no penalty, so the 2 penalties are not compared"
     ]
-    assert ewc.learn(tasks[0], Undisturbed())["penalty"] == 1.0
+    assert ewc.learn(tasks[0], Session())["penalty"] == 1.0

@@ -8,7 +8,7 @@ import small
 from baselines import check_method, learner
 
 from cheem_jax.baselines.full_finetune import FullFinetune, FullFinetuneConfig
-from cheem_jax.run.method import Undisturbed
+from cheem_jax.run.session import Session
 
 CONFIG = FullFinetuneConfig(
     epochs=2, learning_rates=(1e-3, 1e-2), head_learning_rate=1e-2, batch_size=16
@@ -26,9 +26,9 @@ def test_the_rate_is_picked_on_validation_and_every_task_starts_from_the_pretrai
         epochs=6, learning_rates=(1e-9, 1e-2), head_learning_rate=1e-9, batch_size=16
     )
     method = learner(FullFinetune, config)
-    found = method.bound(0, task, Undisturbed())
+    found = method.bound(0, task, Session())
     assert found.learning_rate == 1e-2 and found.test_accuracy > 0.6
-    assert method.bound(0, task, Undisturbed()) == found
+    assert method.bound(0, task, Session()) == found
 
 
 def test_a_rate_that_ends_in_nan_loses_to_one_that_does_not():
@@ -36,9 +36,7 @@ def test_a_rate_that_ends_in_nan_loses_to_one_that_does_not():
         epochs=2, learning_rates=(1e30, 1e-2), head_learning_rate=1e-2, batch_size=16
     )
     assert (
-        learner(FullFinetune, config)
-        .bound(0, small.task("colours", 0), Undisturbed())
-        .learning_rate
+        learner(FullFinetune, config).bound(0, small.task("colours", 0), Session()).learning_rate
         == 1e-2
     )
 
@@ -46,7 +44,7 @@ def test_a_rate_that_ends_in_nan_loses_to_one_that_does_not():
 def test_no_step_changes_the_pretrained_weights():
     method = learner(FullFinetune, CONFIG)
     before = [np.array(leaf) for leaf in method.executor.leaves]
-    method.learn(small.task("colours", 0), Undisturbed())
+    method.learn(small.task("colours", 0), Session())
     chex.assert_trees_all_equal(before, method.executor.leaves)
     assert not np.array_equal(jax.tree.leaves(method.tasks[0])[0], before[0])
 

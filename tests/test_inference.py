@@ -16,7 +16,8 @@ from cheem_jax.engine.inference import Inference, bucket_sizes, first_difference
 from cheem_jax.engine.passes import answers
 from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import Whole
-from cheem_jax.run.method import FrozenFeatures, Undisturbed, base_network
+from cheem_jax.run.method import FrozenFeatures, base_network
+from cheem_jax.run.session import Session
 
 VIT = small.backbone()
 IMAGES = np.random.default_rng(0).integers(0, 256, (37, 8, 8, 3), dtype=np.uint8)
@@ -91,7 +92,7 @@ def test_a_learner_predicts_task_and_class_as_its_evaluation_does():
         cheem.predict(IMAGES)
     tasks = small.stream(2).tasks
     for task in tasks:
-        cheem.learn(task, Undisturbed())
+        cheem.learn(task, Session())
     for index, task in enumerate(tasks):
         wanted = cheem.answers(index, task)
         found = cheem.predict(task.test.images)

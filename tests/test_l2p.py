@@ -13,7 +13,7 @@ from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.flops import backbone_flops, prefix_flops, token_flops
 from cheem_jax.baselines.l2p import L2p, L2pConfig
 from cheem_jax.cheem.config import FitConfig
-from cheem_jax.run.method import Undisturbed
+from cheem_jax.run.session import Session
 
 CONFIG = L2pConfig(
     pool=5, length=4, top_k=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16
@@ -39,7 +39,7 @@ def test_keys_that_no_image_selects_keep_their_bytes():
     l2p.known = l2p.known._replace(prompts=begun)
     task = small.task("colours", 0)
     query = l2p.features(task, "train")
-    report = l2p.learn(task, Undisturbed())
+    report = l2p.learn(task, Session())
     assert sum(report["prompts_picked"][0]) == len(task.train.labels)
     near = query @ begun["keys"][0].T / np.linalg.norm(begun["keys"][0], axis=1)
     never = sorted(set(range(40)) - set(near.argmax(axis=1).tolist()))
@@ -110,8 +110,8 @@ def test_flops_of_the_papers_row_come_from_one_layer_and_tokens_pass_all_layers(
         np.testing.assert_allclose(found, expected, atol=0.005)
     task = small.task("colours", 0)
     plain = backbone_flops(small.CONFIG)
-    prefix = learner(L2p, CONFIG).learn(task, Undisturbed())
-    tokens = learner(L2p, dataclasses.replace(CONFIG, inject="tokens")).learn(task, Undisturbed())
+    prefix = learner(L2p, CONFIG).learn(task, Session())
+    tokens = learner(L2p, dataclasses.replace(CONFIG, inject="tokens")).learn(task, Session())
     assert prefix["flops_method"] == 2 * plain
     assert tokens["flops_method"] == 2 * plain + token_flops(small.CONFIG, 8)
     assert tokens["flops_executed"] > prefix["flops_executed"]

@@ -9,27 +9,26 @@ import small
 
 from cheem_jax.cheem.evolution import Scored, rank
 from cheem_jax.cheem.learner import Cheem
-from cheem_jax.core.interruption import Stop
 from cheem_jax.core.keys import Keys
 from cheem_jax.engine.stages import Stages
-from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.method import FrozenFeatures
 from cheem_jax.run.rolling import Rolling
+from cheem_jax.run.session import Session
 
 
 class Halt(Exception):
     """Ends a process in the middle."""
 
 
-class Halting:
+class Halting(Session):
     """Saves at the first report after so many images of the search, and ends there."""
 
-    saved = None
-
     def __init__(self, rolling, num_images):
+        super().__init__()
         self.rolling, self.num_images = rolling, num_images
 
     @contextlib.contextmanager
-    def phase(self, name, total, state=None):
+    def phase(self, name, total=0, state=None, *, title=None):
         done = 0
 
         def advance(num_images, note="", /):
@@ -42,17 +41,18 @@ class Halting:
         yield advance
 
 
-class Resumed(Undisturbed):
+class Resumed(Session):
     """Goes on from what was saved; counts the images of the search, and those that each phase
     announces."""
 
     def __init__(self, saved):
+        super().__init__()
         self.saved = saved
         self.num_images = 0
         self.totals = {}
 
     @contextlib.contextmanager
-    def phase(self, name, total, state=None):
+    def phase(self, name, total=0, state=None, *, title=None):
         def advance(num_images, note="", /):
             self.num_images += num_images if name == "search" else 0
 
@@ -72,7 +72,7 @@ def learner(stages, generations=3):
 
 
 def test_the_report_has_everything_that_the_search_scored_and_which_it_chose(stages):
-    report = learner(stages).learn(small.task("colours", 0), Undisturbed())
+    report = learner(stages).learn(small.task("colours", 0), Session())
     found = report["search"]
     assert set(found) == {"correct", "flops", "population", "num_images", "chosen"}
     assert (
@@ -102,7 +102,7 @@ def test_a_search_resumes_from_a_rolling_checkpoint(stages, tmp_path):
     expected = learner(stages).learn(task, whole)
     # 6 candidates on 20 images per generation
     assert whole.num_images == whole.totals["search"] == 3 * 120
-    rolling = Rolling(tmp_path, Stop())
+    rolling = Rolling(tmp_path)
     with pytest.raises(Halt):
         learner(stages).learn(task, Halting(rolling, 240))
     resumed = Resumed(rolling.open(0, print))

@@ -17,7 +17,7 @@ from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.kernels import product
 from cheem_jax.core.ops import Adapt, LowRank, apply_op
 from cheem_jax.core.pool import dense_expert
-from cheem_jax.run.method import Undisturbed
+from cheem_jax.run.session import Session
 
 SETTINGS = {"rank": 2, "fit": FitConfig(epochs=2, learning_rate=1e-2), "batch_size": 16}
 
@@ -52,7 +52,7 @@ def test_tasks_learned_in_any_order_and_by_either_method_get_the_same_weights():
     methods.append(learner(LoraFinetune, LoraFinetuneConfig(**SETTINGS)))
     for method, order in zip(methods, ([0, 1], [1, 0], [0, 1]), strict=True):
         for index in order:
-            method.learn(tasks[index], Undisturbed())
+            method.learn(tasks[index], Session())
     for other in methods[1:]:
         chex.assert_trees_all_equal(pairs_of(methods[0], "task1"), pairs_of(other, "task1"))
 
@@ -75,7 +75,7 @@ def test_merged_and_unmerged_pairs_agree_and_a_zero_pair_changes_nothing():
 def test_every_task_adapts_the_pretrained_layer_and_not_the_task_before(begun):
     method = learner(LoraCl, LoraClConfig(**SETTINGS))
     for task in small.stream(2).tasks:
-        method.learn(task, Undisturbed())
+        method.learn(task, Session())
     assert [stored.parent for stored in method.memory.pool[0]] == [None, 0, 0]
     base = method.memory.pool[0][0].params
     pair = method.memory.pool[0][2].params
@@ -89,10 +89,10 @@ def test_a_task_may_begin_with_the_experts_of_the_most_similar_earlier_one():
     method = learner(LoraCl, LoraClConfig(**SETTINGS, begin="nearest"))
     first, second, _ = small.stream(3).tasks
     for task in (first, second):
-        method.learn(task, Undisturbed())
+        method.learn(task, Session())
     before = method.predict(first.test.images, np.zeros(20, np.int32))
     method.learn(
-        dataclasses.replace(second, name="again"), Undisturbed()
+        dataclasses.replace(second, name="again"), Session()
     )  # the router names the second for its images
     assert [stored.parent for stored in method.memory.pool[0]] == [None, 0, 1, 2]
     chex.assert_trees_all_equal(method.predict(first.test.images, np.zeros(20, np.int32)), before)
@@ -124,7 +124,7 @@ def test_the_papers_flops_need_a_rank_of_42_to_47_and_ours_of_40_is_a_tenth_belo
 def test_a_task_reports_two_passes_and_its_upper_bound_one():
     task = small.task("colours", 0)
     reports = [
-        learner(kind, config(**SETTINGS)).learn(task, Undisturbed())
+        learner(kind, config(**SETTINGS)).learn(task, Session())
         for kind, config in ((LoraCl, LoraClConfig), (LoraFinetune, LoraFinetuneConfig))
     ]
     plain = backbone_flops(small.CONFIG)

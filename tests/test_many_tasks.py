@@ -26,7 +26,8 @@ from cheem_jax.core.routing import Metric, NearestCentroid, Router, RouterConfig
 from cheem_jax.engine.stages import Stages
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.checkpoint import saved_tasks
-from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.method import FrozenFeatures
+from cheem_jax.run.session import Session
 from experiments.bench.memories import sampled_memory
 
 NUM_TASKS = 30
@@ -273,7 +274,7 @@ def test_the_similarity_of_many_networks_is_the_same_in_parts_of_a_bounded_size(
         cheem = Cheem(executor, small.QUICK, Keys(0), None, FrozenFeatures(executor, 16))
         cheem.memory = memory
         cheem._dense = DenseExperts(memory.pool, limit)
-        learning = cheem.begin(task, Undisturbed())
+        learning = cheem.begin(task, Session())
         earlier, experts = learning.candidates.earlier, learning.candidates.experts
         found.append(cheem.similarity(learning))
         size = sum(leaf.nbytes for leaf in memory.pool[0][0].params)

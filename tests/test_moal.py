@@ -32,7 +32,7 @@ from cheem_jax.baselines.moal import (
 from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.keys import Phase, order_at
 from cheem_jax.data.task import Split, Task
-from cheem_jax.run.method import Undisturbed
+from cheem_jax.run.session import Session
 
 CONFIG = MoalConfig(
     bottleneck=3,
@@ -59,7 +59,7 @@ def moal_with(**changed) -> Any:
 
 def learned(moal: Any, tasks) -> Any:
     for task in tasks:
-        moal.learn(task, Undisturbed())
+        moal.learn(task, Session())
     return moal
 
 
@@ -98,9 +98,9 @@ def test_without_factor_and_rumination_two_tasks_give_the_ridge_regression_on_bo
     # with ema 1 the adapters stay, so features of the first task are still known
     moal = moal_with(first_scale=1.0, ruminate=False)
     moal._average = lambda old, new: old
-    report = moal.learn(tasks[0], Undisturbed())
+    report = moal.learn(tasks[0], Session())
     first = moal.known.adapters
-    moal.learn(tasks[1], Undisturbed())
+    moal.learn(tasks[1], Session())
     chex.assert_trees_all_equal(moal.known.adapters, first)
     x = np.concatenate(
         [
@@ -118,7 +118,7 @@ def test_without_factor_and_rumination_two_tasks_give_the_ridge_regression_on_bo
     )
     # the factor is the first task's alone
     scaled = moal_with(ruminate=False)
-    scaled.learn(tasks[0], Undisturbed())
+    scaled.learn(tasks[0], Session())
     alone = np.linalg.solve(x[:40].T @ x[:40] + report["ridge"] * np.eye(40), x[:40].T @ y[:40, :3])
     np.testing.assert_allclose(scaled.known.analytic.weight, 0.9 * alone, atol=1e-8)
 
@@ -200,8 +200,8 @@ def test_rumination_learns_again_what_the_head_gets_wrong_and_nothing_else():
     with_it.known, without.known = first.known, first.known
     for moal in (with_it, without):
         moal.classes.add(tasks[0].name, tasks[0].classes)
-    report = with_it.learn(tasks[1], Undisturbed())
-    assert without.learn(tasks[1], Undisturbed())["ruminated"] == 0
+    report = with_it.learn(tasks[1], Session())
+    assert without.learn(tasks[1], Session())["ruminated"] == 0
     # once more by hand, from where plain least squares ends
     known = with_it.known
     labels = 3 + tasks[1].train.labels
@@ -238,7 +238,7 @@ def test_new_columns_of_the_auxiliary_head_begin_small_or_at_zero():
             else np.abs(weight[:, 3:7]).mean() > least
         )
     moal.config = dataclasses.replace(CONFIG, aux_init="zeros")
-    report = moal.learn(small.stream(2).tasks[1], Undisturbed())
+    report = moal.learn(small.stream(2).tasks[1], Session())
     assert (
         np.isfinite(report["losses"]).all()
         and np.isfinite(np.asarray(moal.known.adapters.up)).all()
@@ -258,7 +258,7 @@ def test_classes_of_one_image_are_learned():
 @pytest.mark.full
 def test_costs_are_those_of_one_forward_pass():
     moal = fresh(begun())
-    reports = [moal.learn(task, Undisturbed()) for task in small.stream(2).tasks]
+    reports = [moal.learn(task, Session()) for task in small.stream(2).tasks]
     vit = moal.executor.config
     own = adapter_params(moal.executor.config, 3)
     adapters, head = 4 * 5 * 2 * 2 * 16 * 3, 2 * 40 * (16 + 7)

@@ -32,7 +32,8 @@ from cheem_jax.baselines.moe_adapters import (
 )
 from cheem_jax.cheem.config import FitConfig
 from cheem_jax.engine.stages import Stages
-from cheem_jax.run.method import Encoder, FrozenFeatures, Undisturbed
+from cheem_jax.run.method import Encoder, FrozenFeatures
+from cheem_jax.run.session import Session
 
 CONFIG = MoeAdaptersConfig(
     experts=6,
@@ -94,7 +95,7 @@ def test_a_task_stopped_at_its_auto_encoder_ends_as_an_unbroken_one(begun):
     task = small.task("colours", 0)
     whole = anew(begun)
     watched = Watched(2 * 3 + 3 + 5)
-    whole.learn(task, Undisturbed())
+    whole.learn(task, Session())
     halted = anew(begun)
     with pytest.raises(Interrupted):
         halted.learn(task, watched)
@@ -231,14 +232,14 @@ def test_the_most_used_experts_of_each_block_are_frozen():
 @pytest.mark.full
 def test_frozen_experts_keep_their_bytes_while_others_learn(begun):
     moe = anew(begun)
-    first = moe.learn(small.task("one", 1), Undisturbed())
+    first = moe.learn(small.task("one", 1), Session())
     frozen = moe.known.frozen
     before = parts(moe)
     assert first["experts_free"] == [6] * 4
     assert [np.flatnonzero(row).tolist() for row in frozen] == first["experts_frozen"]
     np.testing.assert_array_equal(frozen.sum(axis=1), 2)
     np.testing.assert_array_equal(np.sum(first["expert_uses"], axis=1), 2 * 40)
-    second = moe.learn(small.task("two", 2), Undisturbed())
+    second = moe.learn(small.task("two", 2), Session())
     assert second["experts_free"] == [4] * 4
     for old, new in zip(before, parts(moe), strict=True):
         assert old[frozen].tobytes() == new[frozen].tobytes()
@@ -251,9 +252,9 @@ def test_frozen_experts_keep_their_bytes_while_others_learn(begun):
 @pytest.mark.full
 def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn(begun):
     moe = anew(begun)
-    moe.learn(small.task("one", 1), Undisturbed())
+    moe.learn(small.task("one", 1), Session())
     moe.known, before = moe.known._replace(frozen=np.ones((4, 6), bool)), parts(moe)
-    report = moe.learn(small.task("two", 2), Undisturbed())
+    report = moe.learn(small.task("two", 2), Session())
     assert report["experts_free"] == [0] * 4 and report["experts_frozen"] == [[]] * 4
     np.testing.assert_array_equal(np.sum(report["expert_uses"], axis=1), 2 * 40)
     for old, new in zip(before, parts(moe), strict=True):
@@ -266,9 +267,9 @@ def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn
 def test_what_later_tasks_change_is_what_earlier_ones_share(begun):
     moe = anew(begun)
     one = small.task("one", 1)
-    moe.learn(one, Undisturbed())
+    moe.learn(one, Session())
     kept = jax.tree.map(np.copy, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder))
-    moe.learn(small.task("two", 2), Undisturbed())
+    moe.learn(small.task("two", 2), Session())
     chex.assert_trees_all_equal(
         kept, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder)
     )
@@ -278,10 +279,10 @@ def test_what_later_tasks_change_is_what_earlier_ones_share(begun):
 def test_a_fourth_task_compiles_nothing_anew(begun, compilations):
     moe = anew(begun)
     for index in range(3):
-        moe.learn(small.task(f"task{index}", index), Undisturbed())
+        moe.learn(small.task(f"task{index}", index), Session())
         moe.answers(index, small.task(f"task{index}", index))
     with compilations() as programs:
-        moe.learn(small.task("other", 5, num=37), Undisturbed())
+        moe.learn(small.task("other", 5, num=37), Session())
         moe.answers(3, small.task("other", 5, num=37))
     assert programs.count == 0
 
@@ -336,7 +337,7 @@ def test_the_papers_flops_are_twelve_auto_encoders_and_two_experts_of_rank_8(
 @pytest.mark.full
 def test_a_report_counts_the_auto_encoders_of_the_whole_stream(begun):
     moe = anew(begun)
-    first, second = (moe.learn(small.task(f"task{i}", i), Undisturbed()) for i in range(2))
+    first, second = (moe.learn(small.task(f"task{i}", i), Session()) for i in range(2))
     vit = small.CONFIG
     encoder = moe.encoder
     wanted = moe_costs(vit, encoder, CONFIG, 3)["flops_method"]

@@ -61,7 +61,8 @@ from cheem_jax.engine.scan import Scan
 from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import Whole
 from cheem_jax.run.checkpoint import load_task, saved_tasks
-from cheem_jax.run.method import Backbone, FrozenFeatures, Undisturbed, base_network
+from cheem_jax.run.method import Backbone, FrozenFeatures, base_network
+from cheem_jax.run.session import Session
 from cheem_jax.run_config import networks_of
 from experiments import mtil
 
@@ -521,7 +522,7 @@ def test_the_frozen_yardstick_keeps_moments_and_comes_back(kind, tmp_path):
         learner(FrozenLinear, FrozenLinearConfig(config), router_features=named) for _ in range(2)
     )
     for task in tasks:
-        report = frozen.learn(task, Undisturbed())
+        report = frozen.learn(task, Session())
         frozen.save(tmp_path)
         place = frozen.tasks[-1]
         assert report["params_stored"] - report["params_learned"] == sum(

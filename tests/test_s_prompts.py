@@ -16,7 +16,7 @@ from cheem_jax.baselines.s_prompts import SPrompts, SPromptsConfig
 from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.ops import Reuse
 from cheem_jax.core.routing import RouterConfig
-from cheem_jax.run.method import Undisturbed
+from cheem_jax.run.session import Session
 
 CONFIG = SPromptsConfig(
     length=3,
@@ -40,7 +40,7 @@ def test_tasks_learn_the_same_in_any_order_and_images_of_all_share_one_program(b
     def learned(order):
         method: Any = fresh(begun)
         for index in order:
-            report = method.learn(small.task(f"task{index}", index), Undisturbed())
+            report = method.learn(small.task(f"task{index}", index), Session())
         # 3 tokens of 16, a head of 17 x 3, 2 centroids
         assert (report["params_learned"], report["params_stored"]) == (48 + 51, 48 + 51 + 32)
         return dict(zip(method.classes.names, method.tasks, strict=True)), method
@@ -90,7 +90,7 @@ def test_the_prompt_tokens_stand_between_class_token_and_patches(begun):
 def test_the_named_task_is_the_nearest_in_l1_by_brute_force(begun):
     method: Any = fresh(begun)
     rng = np.random.default_rng(0)
-    method.learn(small.task("task0", 0), Undisturbed())
+    method.learn(small.task("task0", 0), Session())
     centroids = [rng.normal(size=(2, 16)).astype(np.float32) / 4 for _ in range(5)]
     method.tasks = [method.tasks[0]._replace(router={"centroids": some}) for some in centroids]
     features = rng.normal(size=(40, 16)).astype(np.float32)

@@ -31,7 +31,7 @@ from cheem_jax.baselines.tuna import (
 from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.ops import Reuse
 from cheem_jax.data.task import Task
-from cheem_jax.run.method import Undisturbed
+from cheem_jax.run.session import Session
 
 CONFIG = TunaConfig(
     bottleneck=3,
@@ -158,7 +158,7 @@ def test_the_margin_lowers_the_true_cosine_alone():
         ),
     )
     task = small.task("colours", 0, num_classes=2, num=16)
-    report = tuna.learn(task, Undisturbed())
+    report = tuna.learn(task, Session())
     features = tuna.features_with(tuna.tasks[0].adapters, task.train.images)
     weight = tuna.known.head
     near = (
@@ -250,8 +250,8 @@ def test_classes_of_one_image_are_said_and_learned():
         == "3 classes have a single training image; the variance of their features is taken as"
         " 0.0001"
     )
-    tuna.learn(small.task("colours", 0), Undisturbed())
-    report = tuna.learn(lone, Undisturbed())
+    tuna.learn(small.task("colours", 0), Session())
+    report = tuna.learn(lone, Session())
     assert (
         np.isfinite(report["alignment_losses"]).all()
         and tuna.predict(lone.train.images).classes.min() >= 0
@@ -263,7 +263,7 @@ def test_classes_of_one_image_are_said_and_learned():
 @pytest.mark.full
 def test_costs_are_a_pass_per_task_and_one_of_the_universal_adapter():
     tuna = fresh(begun())
-    report = tuna.learn(small.task("colours", 0), Undisturbed())
+    report = tuna.learn(small.task("colours", 0), Session())
     vit = tuna.executor.config
     adapters = 4 * 5 * 2 * 2 * 16 * 3
     assert report["flops_method"] == 4 * flops.backbone_flops(vit)

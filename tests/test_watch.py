@@ -20,8 +20,9 @@ from cheem_jax.cli import report as watch
 from cheem_jax.cli.report import Watch, watch_run
 from cheem_jax.report import live
 from cheem_jax.report.live import shown_tasks, view
-from cheem_jax.report.status import NAME, Doing, Status, look, read_owner, read_status
+from cheem_jax.report.status import look, read_owner, read_status
 from cheem_jax.run.directory import hold
+from cheem_jax.run.progress import STATUS_FILE, Doing, Status
 from cheem_jax.run.record import Record
 
 NAMES = ["digits", "letters", "textures"]
@@ -117,7 +118,7 @@ def test_a_status_that_cannot_be_written_stops_nothing_and_leaves_nothing(
     tmp_path, monkeypatch, step
 ):
     def full(*_):
-        (tmp_path / f".{NAME}.{os.getpid()}.tmp").touch()
+        (tmp_path / f".{STATUS_FILE}.{os.getpid()}.tmp").touch()
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(*((Path, step) if step == "write_text" else (os, step)), full)
@@ -215,7 +216,7 @@ def test_a_killed_run_is_told_with_the_phase_it_was_in_and_ends_the_view(tmp_pat
         "note": "",
     }
     now = time.time()
-    (tmp_path / NAME).write_text(json.dumps({**doing, "pid": child, "time": now - 90}))
+    (tmp_path / STATUS_FILE).write_text(json.dumps({**doing, "pid": child, "time": now - 90}))
     try:
         assert read_owner(tmp_path) is None
         text = text_of(tmp_path, now=now)
@@ -238,11 +239,11 @@ def test_the_status_of_an_earlier_process_is_not_shown(tmp_path):
     with Status(tmp_path) as status, hold(tmp_path):
         with status.phase("search", "letters", 10, nullcontext(unseen)):
             assert "search" in text_of(tmp_path)
-            told = json.loads((tmp_path / NAME).read_text())
-            (tmp_path / NAME).write_text(json.dumps({**told, "pid": told["pid"] + 1}))
+            told = json.loads((tmp_path / STATUS_FILE).read_text())
+            (tmp_path / STATUS_FILE).write_text(json.dumps({**told, "pid": told["pid"] + 1}))
             assert "search" not in text_of(tmp_path)
             for damaged in ("", "{", "[]", "{}", json.dumps({**told, "from": "another version"})):
-                (tmp_path / NAME).write_text(damaged)
+                (tmp_path / STATUS_FILE).write_text(damaged)
                 assert "search" not in text_of(tmp_path)
 
 

@@ -35,7 +35,8 @@ from cheem_jax.run.checkpoint import (
     saved_tasks,
     task_directory,
 )
-from cheem_jax.run.method import Answers, Clock, Encoder, Networks, Running, check_given
+from cheem_jax.run.method import Answers, Encoder, Networks, check_given
+from cheem_jax.run.session import Session
 
 MUCH_MEMORY = 4 * 2**30
 """Bytes on the host above which `check` warns."""
@@ -140,18 +141,17 @@ class TrainedBaseline(Baseline):
     def start(self, task: Task) -> Any:
         """What the next task trains, before its first step."""
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+    def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """See `Method.learn`."""
-        fitting = self.fitter.begun(self.start(task), running.saved)
-        fitting.running = running
-        fitting.clock = Clock.of(running)
+        fitting = self.fitter.begun(self.start(task), session.saved)
+        fitting.session = session
         report = self.learn_task(task, fitting)
         self.classes.add(task.name, task.classes)
         state = fitting.state
         losses = {
             "losses": state.losses,
             "skipped_steps": state.skipped,
-            "seconds": fitting.clock.seconds,
+            "seconds": session.seconds,
         }
         return {**self.costs(), **report, **losses}
 

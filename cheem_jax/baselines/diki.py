@@ -132,7 +132,7 @@ class Diki(OwnPrompts):
         vit = self.executor.config
         if 4 * num * vit.num_tokens * vit.width > self.executor.budget:
             return Inputs(images)
-        with fitting.running.phase("keep", num) as advance:
+        with fitting.session.phase("keep", num) as advance:
             return Inputs(
                 tokens=self.over(
                     self._tokens, Inputs(images), self.executor.leaves, advance=advance

@@ -13,8 +13,6 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -50,6 +48,7 @@ from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
+from cheem_jax.run.session import Session
 
 TUNED_ON = 3
 """Tasks of the stream on which the penalty's strength is selected."""
@@ -311,7 +310,7 @@ class Ewc(OneHead):
             for task in others
         )
         with fitting.phase("penalty", len(todo) * total) as advance:
-            running: Any = SimpleNamespace(saved=None, phase=lambda *_: nullcontext(advance))
+            session = Session(advance=advance)
             for place in todo:
                 trial = copy.copy(self)
                 accuracies = []
@@ -319,7 +318,7 @@ class Ewc(OneHead):
                 trial.classes = Classes([first.name], [first.classes])
                 try:
                     for task in others:
-                        trial.learn(task, running)
+                        trial.learn(task, session)
                 except FloatingPointError:
                     tried[place] = -1.0
                     continue

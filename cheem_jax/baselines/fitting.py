@@ -5,13 +5,13 @@ batch; one compiled step serves every task. Keys and data order follow from the 
 fit ends as an uninterrupted one.
 """
 
-import contextlib
 import dataclasses
 import enum
 import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -31,8 +31,8 @@ from cheem_jax.engine.executor import add, guard
 from cheem_jax.engine.feed import ahead
 from cheem_jax.engine.layout import ONE, Layout
 from cheem_jax.engine.passes import unwatched
-from cheem_jax.run.method import Clock, Running, Undisturbed
 from cheem_jax.run.rolling import Saved
+from cheem_jax.run.session import Session
 
 T = TypeVar("T")
 WORKING_SET = 5 * 2**19
@@ -91,8 +91,7 @@ class Fitting:
     state: FitState = dataclasses.field(default_factory=FitState)
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further arrays of the method, which its rolling checkpoints keep."""
-    running: Running = Undisturbed()
-    clock: Clock = dataclasses.field(default_factory=Clock)
+    session: Session = dataclasses.field(default_factory=Session)
 
     def saved(self) -> Saved:
         """A rolling checkpoint of this fit."""
@@ -101,14 +100,11 @@ class Fitting:
         if state.running:
             arrays["running"] = np.array(jax.device_get(state.running), np.float64)
         meta = {"step": state.step, "losses": state.losses, "skipped": state.skipped}
-        return Saved(arrays, {**meta, "seconds": self.clock.so_far()})
+        return Saved(arrays, meta)
 
-    @contextlib.contextmanager
-    def phase(self, name: str, total: int) -> Iterator[Advance]:
-        """A phase of the task, `total` in images, which counts its seconds and may be
-        interrupted."""
-        with self.clock(name), self.running.phase(name, total, self.saved) as advance:
-            yield advance
+    def phase(self, name: str, total: int = 0) -> AbstractContextManager[Advance]:
+        """A phase of the session, `total` in images, from which this fit can resume."""
+        return self.session.phase(name, total, self.saved)
 
 
 class Fitter:

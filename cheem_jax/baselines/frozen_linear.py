@@ -26,7 +26,8 @@ from cheem_jax.core.routing import (
 )
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.run.method import Answers, Clock, Running, check_given, check_router
+from cheem_jax.run.method import Answers, check_given, check_router
+from cheem_jax.run.session import Session
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
 """Ridge penalties to select from."""
@@ -65,19 +66,18 @@ class FrozenLinear(Baseline):
         check_router(tasks, self.config.router)
         return []
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+    def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """Fit the task's head, then the router's statistics."""
-        clock = Clock()
         vit = self.executor.config
         num_classes = len(task.classes)
-        with clock("head"):
+        with session.phase("head"):
             head, penalty = fit_head(
                 self.features(task, "train"),
                 task.train.labels,
                 self.features(task, "val"),
                 task.val.labels,
             )
-        with clock("router"):
+        with session.phase("router"):
             seed = self.keys.seed_at(len(self.tasks), Phase.CENTROIDS)
             features = self.router_features(task, "train")
             statistics = fit_statistics(features, task.train.labels, self.config.router, seed=seed)
@@ -90,7 +90,7 @@ class FrozenLinear(Baseline):
             "penalty": penalty,
             **pass_costs(vit, num_classes, encoder=encoder),
             **params_report(vit, added=0, learned=num_params, stored=num_params + kept),
-            "seconds": clock.seconds,
+            "seconds": session.seconds,
         }
 
     def bytes_needed(self, task: Task) -> int:

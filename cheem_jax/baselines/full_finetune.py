@@ -23,9 +23,9 @@ from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, next_power_of_two
 from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Split, Task
-from cheem_jax.run.method import Clock, Running
 from cheem_jax.run.record import to_json
 from cheem_jax.run.rolling import Saved
+from cheem_jax.run.session import Session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +94,11 @@ class FullFinetune(OwnHeads):
         self.fitter = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=rows)
         self._features = executor.jit(features)
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+    def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """Fine-tune the next task and keep its network."""
-        clock = Clock.of(running)
         vit = self.executor.config
-        with clock("train"):
-            bound, (leaves, head) = self._sweep(len(self.tasks), task, running, clock)
+        with session.phase("train"):
+            bound, (leaves, head) = self._sweep(len(self.tasks), task, session)
         backbone = backbone_params(vit)
         num = len(task.classes)
         self.tasks.append(FinetunedTask(leaves, cut(head, num)))
@@ -110,18 +109,16 @@ class FullFinetune(OwnHeads):
             "validation_accuracy": bound.val_accuracy,
             **self.costs(),
             **params_report(vit, added=backbone, learned=params, stored=params),
-            "seconds": clock.seconds,
+            "seconds": session.seconds,
         }
 
-    def bound(self, index: int, task: Task, running: Running) -> UpperBound:
+    def bound(self, index: int, task: Task, session: Session) -> UpperBound:
         """The bound of one task, whose network is dropped; only the selected rate is measured on
         the test split."""
-        found, learned = self._sweep(index, task, running, Clock())
+        found, learned = self._sweep(index, task, session)
         return found._replace(test_accuracy=self._accuracy(learned, len(task.classes), task.test))
 
-    def _sweep(
-        self, index: int, task: Task, running: Running, clock: Clock
-    ) -> tuple[UpperBound, Any]:
+    def _sweep(self, index: int, task: Task, session: Session) -> tuple[UpperBound, Any]:
         """The bound of a task, without test accuracy, and the parameters at the selected rate."""
         config = self.config
         keys = self.keys
@@ -129,7 +126,7 @@ class FullFinetune(OwnHeads):
         labels = task.train.labels
         rates = config.learning_rates
         settings = to_json(dataclasses.asdict(config))
-        saved = running.saved
+        saved = session.saved
         if saved is not None and saved.meta["config"] != settings:
             saved = None
         begin = self.start(task, index)
@@ -142,7 +139,7 @@ class FullFinetune(OwnHeads):
             best = UpperBound(*saved.meta["best"])
             if "best" in fitting.more:
                 best_learned = unnumbered(fitting.learned, fitting.more["best"])
-        fitting.clock, number = clock, first
+        number = first
 
         def state() -> Saved:
             arrays, meta = fitting.saved()
@@ -150,7 +147,7 @@ class FullFinetune(OwnHeads):
 
         left = images_left(fitting.state, FitConfig(config.epochs), len(labels), config.batch_size)
         left += (len(rates) - first - 1) * config.epochs * len(labels)
-        with running.phase("upper bound", left, state) as advance:
+        with session.phase("upper bound", left, state) as advance:
             for number in range(first, len(rates)):
                 rate = rates[number]
                 try:
@@ -175,7 +172,6 @@ class FullFinetune(OwnHeads):
                     best = UpperBound(0.0, accuracy, rate)
                     best_learned = fitting.learned
                 fitting = self.fitter.begun(begin)
-                fitting.clock = clock
                 fitting.more = {"best": numbered(best_learned)} if best_learned else {}
         if best_learned is None:
             raise FloatingPointError(

@@ -31,7 +31,8 @@ from cheem_jax.core.routing import RouterConfig
 from cheem_jax.core.settings import Placement
 from cheem_jax.data.task import Task
 from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
-from cheem_jax.run.method import Networks, Running
+from cheem_jax.run.method import Networks
+from cheem_jax.run.session import Session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class LoraCl(ExpertMemory):
         )
         self.config, self.keys = config, keys
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+    def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """Train a pair per block and the head, then the task's centroids."""
         config = self.config
         executor = self.executor
@@ -76,9 +77,8 @@ class LoraCl(ExpertMemory):
         number = task_number(task.name)
         num = len(task.train.labels)
         batch_size = self.batch_size
-        underway = Underway.begun(running.saved)
+        underway = Underway.begun(session.saved)
         budget = Budget(executor.budget)
-        clock = underway.clock
         num_classes = len(task.classes)
         begun = self.begun_from(task)
         experts = [[self.dense(block, parent)] for block, parent in enumerate(begun)]
@@ -89,13 +89,13 @@ class LoraCl(ExpertMemory):
         progress = fitting.progress
         architecture = (Choice("adapt", 0),) * len(experts)
         train = feed_images(executor, task.train.images, budget)
-        with clock("keep"):
+        with session.phase("keep"):
             train = keep_tokens(
                 "training images", executor, train, num, (), batch_size=batch_size, budget=budget
             )
         left = images_left(progress, config.fit, num, batch_size)
         saved = functools.partial(underway.saved, {"finetune": fitting})
-        with clock("train"), running.phase("train", left, saved) as advance:
+        with session.phase("train", left, saved) as advance:
             fit(
                 executor,
                 fitting,
@@ -121,7 +121,7 @@ class LoraCl(ExpertMemory):
             head=network.trained_head(state),
             means=means,
             seed=keys.seed_at(number, Phase.CENTROIDS),
-            clock=clock,
+            session=session,
         )
         return {
             **self.costs(index),
@@ -130,7 +130,7 @@ class LoraCl(ExpertMemory):
             "skipped_steps": progress.skipped,
             "not_kept": budget.refused,
             "engine": executor.counters(),
-            "seconds": clock.seconds,
+            "seconds": session.seconds,
         }
 
     def begun_from(self, task: Task) -> list[int]:

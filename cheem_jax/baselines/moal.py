@@ -176,7 +176,7 @@ class Moal(AdapterBaseline):
         means = np.stack(
             [new[labels == c].mean(axis=0, dtype=np.float64) for c in range(num)]
         ).astype(np.float32)
-        with fitting.clock("head"):
+        with fitting.session.phase("head"):
             if known:
                 projection, old_means = known.projection, known.means
                 if config.compensate:
@@ -189,7 +189,7 @@ class Moal(AdapterBaseline):
                 bound = vit.width**-0.5
                 shape = (config.hidden, vit.width)
                 projection = np.asarray(jax.random.uniform(key, shape, minval=-bound, maxval=bound))
-                with fitting.running.phase("head", num_images, fitting.saved) as advance:
+                with fitting.session.phase("head", num_images, fitting.saved) as advance:
                     analytic, more["ridge"] = self._first_head(projection, new, task)
                     advance(num_images)
         auxiliary = np.asarray(auxiliary)[:, : seen + num]
@@ -280,7 +280,7 @@ class Moal(AdapterBaseline):
         wrong = 0
         shifts = np.zeros_like(means)
         shifts[:seen] = means[:seen] - means[nearest_new(means, seen)]
-        with fitting.running.phase("head", len(labels) + again, fitting.saved) as advance:
+        with fitting.session.phase("head", len(labels) + again, fitting.saved) as advance:
             for part in _parts(np.arange(len(labels)), config.analytic_batch):
                 least_squares(
                     analytic, lift(features[part], known.projection), one_hot(labels[part], num)

@@ -139,7 +139,7 @@ class Prompting(OneHead):
         seen = self.classes.num
         num = len(task.classes)
         vit = self.executor.config
-        with fitting.clock("features"):
+        with fitting.session.phase("features"):
             query = self.features(task, "train")
         fixed = (self.executor.leaves, np.int32(index), np.int32(seen), np.int32(num))
         self.train(fitting, task, fixed, Inputs(task.train.images, query=query))
@@ -253,13 +253,13 @@ class OwnPrompts(OwnHeads):
         no part."""
         vit = self.executor.config
         num = len(task.classes)
-        with fitting.clock("keep"):
+        with fitting.session.phase("keep"):
             inputs = self.inputs(task, fitting)
         self.train(fitting, task, (self.executor.leaves, np.int32(num)), inputs)
         prompts, head = fitting.learned
-        with fitting.clock("features"):
+        with fitting.session.phase("features"):
             features = self.router_features(task, "train")
-        with fitting.clock("router"):
+        with fitting.session.phase("router"):
             router = self.fit_router(features, task)
         self.tasks.append(PromptedTask(jax.tree.map(np.asarray, prompts), cut(head, num), router))
         added, kept = (

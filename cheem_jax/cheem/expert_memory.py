@@ -40,13 +40,13 @@ from cheem_jax.engine.inference import SKIP, Inference, Inferred, Outline
 from cheem_jax.engine.passes import answers, answers_and_features
 from cheem_jax.run.method import (
     Answers,
-    Clock,
     FrozenFeatures,
     base_network,
     check_given,
     check_router,
 )
 from cheem_jax.run.rolling import Saved
+from cheem_jax.run.session import Session
 
 
 @dataclasses.dataclass
@@ -57,7 +57,6 @@ class Underway:
     Each phase resumes from what it finds here; at the end of one the next has not begun.
     """
 
-    clock: Clock
     similarity: np.ndarray | None = None
     searched: Searched | None = None
     fits: dict[str, FitState] = dataclasses.field(default_factory=dict)
@@ -70,7 +69,7 @@ class Underway:
     def begun(cls, saved: Saved | None) -> "Underway":
         """What an earlier process left, or nothing."""
         if saved is None:
-            return cls(Clock())
+            return cls()
         arrays, meta = saved
         searched = None
         if "searched" in arrays:
@@ -80,7 +79,7 @@ class Underway:
             running = [float(loss) for loss in arrays.get(f"{name}_running", ())]
             fits[name] = FitState(fit["step"], list(fit["losses"]), [*running], fit["skipped"])
         learned = {name: arrays[name] for name in fits if name in arrays}
-        return cls(Clock(meta["seconds"]), arrays.get("similarity"), searched, fits, learned)
+        return cls(arrays.get("similarity"), searched, fits, learned)
 
     @property
     def skipped(self) -> int:
@@ -108,7 +107,7 @@ class Underway:
             if fit.running:
                 arrays[f"{name}_running"] = np.array(jax.device_get(fit.running), np.float64)
         generations = 0 if self.searched is None else self.searched.generations
-        meta = {"generations": generations, "seconds": self.clock.so_far(), "fits": fits}
+        meta = {"generations": generations, "fits": fits}
         return Saved(arrays, meta)
 
 
@@ -150,14 +149,14 @@ class ExpertMemory:
         head: Head,
         means: np.ndarray,
         seed: int,
-        clock: Clock,
+        session: Session,
     ) -> None:
         """Go on with a pool that has grown, and one task more, which the router learns too, where
         there is one."""
         before = self.memory
         place = TaskStatistics(np.zeros((1, 1), np.float32))
         if not self.needs_task_id:
-            with clock("router"):
+            with session.phase("router"):
                 place = fit_statistics(
                     self.features(task, "train"), task.train.labels, self.router, seed=seed
                 )

@@ -52,8 +52,9 @@ from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
 from cheem_jax.engine.passes import TokenMeans, network_features, token_means, unwatched
-from cheem_jax.run.method import FrozenFeatures, Running, base_network
+from cheem_jax.run.method import FrozenFeatures, base_network
 from cheem_jax.run.rolling import Saved
+from cheem_jax.run.session import Session
 
 
 class Tables(NamedTuple):
@@ -105,7 +106,7 @@ class Learning:
     val: Feed
     budget: Budget
     underway: Underway
-    running: Running
+    session: Session
 
 
 class Cheem(ExpertMemory):
@@ -146,12 +147,11 @@ class Cheem(ExpertMemory):
             )
         return notes
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """Learn the next task of the stream, from where `running` left it; returns its report."""
-        learning = self.begin(task, running)
+    def learn(self, task: Task, session: Session) -> dict[str, Any]:
+        """Learn the next task of the stream, from where `session` left it; returns its report."""
+        learning = self.begin(task, session)
         index = learning.index
         underway = learning.underway
-        clock = learning.underway.clock
         similarity = self.similarity(learning)
         tables = self.tables(learning, similarity)
         trained = self.train_supernet(learning, tables)
@@ -183,7 +183,7 @@ class Cheem(ExpertMemory):
             head=head,
             means=means,
             seed=self.keys.seed_at(index, Phase.CENTROIDS),
-            clock=clock,
+            session=session,
         )
         return {
             **self.costs(len(self.memory.tasks) - 1),
@@ -198,13 +198,13 @@ class Cheem(ExpertMemory):
             **({} if compared is None else {"frozen_head": compared.report(self.config.fallback)}),
             "not_kept": list(dict.fromkeys(learning.budget.refused)),
             "engine": self.executor.counters(),
-            "seconds": clock.seconds,
+            "seconds": session.seconds,
         }
 
-    def begin(self, task: Task, running: Running) -> Learning:
-        """The next task, as far as `running` brought it."""
+    def begin(self, task: Task, session: Session) -> Learning:
+        """The next task, as far as `session` brought it."""
         executor = self.executor
-        underway = Underway.begun(running.saved)
+        underway = Underway.begun(session.saved)
         budget = Budget(executor.budget)
         feeds = {
             name: feed_images(executor, task.splits[name].images, budget)
@@ -218,7 +218,7 @@ class Cheem(ExpertMemory):
             feeds["val"],
             budget,
             underway,
-            running,
+            session,
         )
         # what no choice at block 0 changes: similarity, supernet and fine-tuning begin there
         train = self._kept(learning, "training images", learning.train, len(task.train.labels))
@@ -288,7 +288,7 @@ class Cheem(ExpertMemory):
         underway = learning.underway
         base = self.base_means
         if underway.similarity is None:
-            with underway.clock("similarity"):
+            with learning.session.phase("similarity"):
                 means = self._earlier_means(learning)
                 earlier = learning.candidates.earlier
                 known = [
@@ -320,7 +320,7 @@ class Cheem(ExpertMemory):
         underway = learning.underway
         supernet = self._supernet(learning, Phase.SUPERNET_INIT)
         fitting = underway.fitting("supernet", supernet)
-        with underway.clock("prepare"):
+        with learning.session.phase("prepare"):
             prepare(self.executor, supernet, config.batch_size)
             prepare_search(tables.exploit, config.search)
         epsilon = 1.0 if config.sampling == "uniform" else config.exploration.epsilon
@@ -333,7 +333,7 @@ class Cheem(ExpertMemory):
         images = self._trained_on(learning, Phase.SUPERNET_AUGMENTATION)
         left = images_left(fitting.progress, config.supernet, len(labels), config.batch_size)
         saved = functools.partial(underway.saved, {"supernet": fitting})
-        with underway.clock("supernet"), learning.running.phase("supernet", left, saved) as advance:
+        with learning.session.phase("supernet", left, saved) as advance:
             return fit(
                 self.executor,
                 fitting,
@@ -361,7 +361,7 @@ class Cheem(ExpertMemory):
         done = 0 if underway.searched is None else underway.searched.generations
         left = config.population * num * (config.generations - done)
         saved = functools.partial(underway.saved, {"supernet": trained})
-        with underway.clock("search"), learning.running.phase("search", left, saved) as advance:
+        with learning.session.phase("search", left, saved) as advance:
 
             def keep(searched: Searched) -> None:
                 underway.searched = searched
@@ -393,7 +393,7 @@ class Cheem(ExpertMemory):
         task = learning.task
         executor = self.executor
         batch_size = self.config.batch_size
-        with learning.underway.clock("finetune"):
+        with learning.session.phase("finetune"):
             if self.features.ends(executor):
                 train, val = self.features(task, "train"), self.features(task, "val")
             else:
@@ -441,7 +441,7 @@ class Cheem(ExpertMemory):
             )
         left = images_left(fitting.progress, config.finetune, len(labels), config.batch_size)
         saved = functools.partial(underway.saved, {"finetune": fitting})
-        with underway.clock("finetune"), learning.running.phase("finetune", left, saved) as advance:
+        with learning.session.phase("finetune", left, saved) as advance:
             return fit(
                 self.executor,
                 fitting,
@@ -506,7 +506,7 @@ class Cheem(ExpertMemory):
     def _kept(
         self, learning: Learning, name: str, images: Feed, num: int, prefix: Network = ()
     ) -> Feed:
-        with learning.underway.clock("keep"):
+        with learning.session.phase("keep"):
             return keep_tokens(
                 name,
                 self.executor,
@@ -529,7 +529,8 @@ class Cheem(ExpertMemory):
         underway = learning.underway
         num = len(learning.task.train.labels)
         saved = functools.partial(underway.saved, {"finetune": finished})
-        with underway.clock("finetune"), learning.running.phase("means", num, saved) as advance:
+        session = learning.session
+        with session.phase("finetune"), session.phase("means", num, saved) as advance:
             return token_means(
                 self.executor,
                 [network],
@@ -593,7 +594,7 @@ class Cheem(ExpertMemory):
         means = np.zeros(
             (len(earlier), self.executor.num_blocks, self.executor.config.width), np.float32
         )
-        with learning.running.phase("similarity", len(rows) * len(earlier)) as advance:
+        with learning.session.phase("similarity", len(rows) * len(earlier)) as advance:
             for part in together(earlier, candidates.experts, self.dense.limit):
                 networks = [task_network(candidates.experts, earlier[i]) for i in part]
                 seen = token_means(

@@ -37,7 +37,7 @@ from cheem_jax.data.task import Split, Task, composed, spelled_as
 from cheem_jax.engine.executor import Network
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import TokenMeans, network_features, token_means
-from cheem_jax.run.method import Running
+from cheem_jax.run.session import Session
 
 SAMPLES = 20_000
 """Samples that stand for a task's earlier images, over all classes, at most 200 and at least 10 of
@@ -109,9 +109,9 @@ class MemoryLearner(Cheem):
     _statistics: Mapping[str, np.ndarray] = {}
     """Of the classes of the task that is being learned."""
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+    def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """See `Cheem.learn`."""
-        report = super().learn(task, running)
+        report = super().learn(task, session)
         learned = self.memory.tasks[-1]
         own = distances(self.features(task, "val"), [learned.centroids], self.router)[:, 0]
         temperature = self._temperature(task, learned)
@@ -136,7 +136,7 @@ class MemoryLearner(Cheem):
         return seen
 
     def extend(
-        self, task: Extension, running: Running, index: int, num_before: int
+        self, task: Extension, session: Session, index: int, num_before: int
     ) -> dict[str, Any]:
         """Learn the task at `index`, of `num_before` training images, further: as one task more,
         with copied experts.
@@ -149,8 +149,7 @@ class MemoryLearner(Cheem):
         numbers of images; centroids of the new images are added to the old ones.
         """
         before = self.memory.tasks[index]
-        learning = self.begin(task, running)
-        underway = learning.underway
+        learning = self.begin(task, session)
         own = {block: stored.params for block, stored in self.memory.added(index).items()}
         # an adapted expert whose parent was erased has become a full one
         architecture = tuple(
@@ -181,7 +180,7 @@ class MemoryLearner(Cheem):
         network = task_network(DenseExperts(pool, 0), used)
         labels = task.train.labels
         num = len(task.train.labels)
-        with underway.clock("finetune"), running.phase("means", num) as advance:
+        with session.phase("finetune"), session.phase("means", num) as advance:
             seen = token_means(
                 self.executor,
                 [network],
@@ -242,7 +241,7 @@ class MemoryLearner(Cheem):
             head=head,
             means=share * before.means + (1 - share) * seen.means[0],
             seed=self.keys.seed_at(learning.index, Phase.CENTROIDS),
-            clock=underway.clock,
+            session=session,
         )
         learned = self.memory.tasks[-1]
         rows = np.concatenate([before.centroids, learned.centroids])
@@ -274,7 +273,7 @@ class MemoryLearner(Cheem):
             **fitted,
             "extension": extension,
             "pool": self.memory.history(),
-            "seconds": underway.clock.seconds,
+            "seconds": session.seconds,
         }
 
     def _temperature(self, task: Task, learned: TaskMemory) -> float:

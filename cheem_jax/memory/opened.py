@@ -22,9 +22,9 @@ from cheem_jax.cheem.config import auto
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.saved_memory import open_memory as open_saved
 from cheem_jax.cheem.saved_memory import open_usable
-from cheem_jax.continual import RunContext, evaluate, learn_task
+from cheem_jax.continual import evaluate, learn_task
 from cheem_jax.core.architecture import Choice, to_strings
-from cheem_jax.core.interruption import Stop, stop_requests
+from cheem_jax.core.interruption import stop_requests
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.metrics import calibration_error
 from cheem_jax.core.paths import absolute
@@ -72,14 +72,14 @@ from cheem_jax.memory.predictor import (
     probabilities_of,
 )
 from cheem_jax.report.memories import EVALUATED, Evaluated, keep_evaluated
-from cheem_jax.report.status import Status
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_task
 from cheem_jax.run.directory import hold
-from cheem_jax.run.progress import Progress, duration
+from cheem_jax.run.progress import Progress, Status, duration
 from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import write_results
 from cheem_jax.run.rolling import Rolling
+from cheem_jax.run.session import Session
 from cheem_jax.run_config import base_means_of, networks_of
 
 DERIVED = (
@@ -537,23 +537,28 @@ class OpenMemory:
                         f"warning: {task.name} has the same images as {name}; the router cannot"
                         " tell them apart, so accuracy will be low without the task ID"
                     )
-            run = RunContext(
-                self.directory, record, progress, stop, save_every, status, self.root.parent
+            session = Session(
+                record,
+                progress,
+                stop=stop,
+                status=status,
+                checkpoints=self.root.parent,
+                save_every=save_every,
             )
             for task in tasks:
                 if hashes[task.name] in self._learned_from(task.name):
                     progress.say(f"{task.name}: learned already")
                 elif isinstance(task, Extension):
-                    self._extend(task, hashes[task.name], run)
-                    run = run._replace(checkpoints=self.root.parent)
+                    self._extend(task, hashes[task.name], session)
+                    session.checkpoints = self.root.parent
                 else:
-                    self._learn(task, hashes[task.name], run)
-                self._measure(tasks, run)
+                    self._learn(task, hashes[task.name], session)
+                self._measure(tasks, session)
             self._learner.features.clear()
         names = [task.name for task in tasks]
         return tuple(task for task in self.tasks if task.name in names)
 
-    def _begin(self, task: Task, data_sha256: str, run: RunContext) -> int:
+    def _begin(self, task: Task, data_sha256: str, session: Session) -> int:
         """Say in `config.json` which task is learned, with the settings for its images; returns its
         number."""
         number = self.pools.next_number
@@ -565,34 +570,36 @@ class OpenMemory:
             tasks=tuple(dict.fromkeys((*self._names, task.name))),
             method=self._learner.config,
         )
-        run.record.keep(lambda entry: entry["event"] != "learned" or entry["report"]["index"] < num)
+        session.record.keep(
+            lambda entry: entry["event"] != "learned" or entry["report"]["index"] < num
+        )
         return number
 
-    def _learn(self, task: Task, data_sha256: str, run: RunContext) -> None:
+    def _learn(self, task: Task, data_sha256: str, session: Session) -> None:
         index, num = len(self.pools.tasks), len(task.train.labels)
-        number = self._begin(task, data_sha256, run)
+        number = self._begin(task, data_sha256, session)
         method = self.config.method
-        saved = Rolling(run.root(self._learner.name), run.stop).open(number, run.progress.say)
+        saved = Rolling(session.root(self._learner.name)).open(number, session.say)
         seconds = self._learner.expected_seconds(task, saved)
-        run.status.ends = time.time() + seconds
+        session.expect(seconds)
         # in tens of seconds, which claim no more than such an estimate can
         takes = duration(10 * max(math.ceil(seconds / 10), 1))
-        run.progress.say(
+        session.say(
             f"task {index + 1}: {task.name}, {len(task.classes)} classes, {num:,} training images; "
             + (f"takes about {takes}" if saved is None else f"about {takes} left")
         )
         if self.config.preset == "auto":
-            run.progress.say(
+            session.say(
                 f"{task.name}: auto chose {method.supernet.epochs} epochs for the supernet and"
                 f" {method.finetune.epochs} for fine-tuning, at the learning rate"
                 f" {method.finetune.learning_rate:g}"
             )
-        learn_task(task, number, self._learner, run, index=index)
-        run.status.ends = None
+        learn_task(task, number, self._learner, session, index=index)
+        session.expect(None)
         self._finish_learning()
         self._predictors.clear()
 
-    def _extend(self, task: Extension, data_sha256: str, run: RunContext) -> None:
+    def _extend(self, task: Extension, data_sha256: str, session: Session) -> None:
         before = self.pools
         index = self._names.index(task.name)
         num = len(before.tasks)
@@ -604,15 +611,15 @@ class OpenMemory:
             if e["event"] == "learned"
         }
         old = learned[index]
-        number = self._begin(task, data_sha256, run)
+        number = self._begin(task, data_sha256, session)
         method = self.config.method
         more = len(task.classes) - len(classes)
-        run.progress.say(
+        session.say(
             f"{task.name}: {len(task.train.labels):,} more images to learn from"
             f" ({old['num_train']:,} before), {len(task.val.labels):,} to decide on, {more} more"
             f" class{'' if more == 1 else 'es'} ({len(classes)} before)"
         )
-        run.progress.say(
+        session.say(
             f"{task.name}: no new image of"
             f" {', '.join(absent[:8])}{', ...' if len(absent) > 8 else ''}; the network stays as it"
             " is, and the head is computed from means and covariance that are kept of these"
@@ -629,12 +636,12 @@ class OpenMemory:
             )
         )
         start = Mark.now()
-        run.check_room(self._learner.bytes_needed(task), f"task {task.name!r}")
+        session.check_room(self._learner.bytes_needed(task), f"task {task.name!r}")
         try:
             # a supernet of one network, whose weights fine-tuning inherits
             self._learner.config = dataclasses.replace(method, weights="inherited")
-            running = run.learning(self._learner.name, task, number)
-            found = self._learner.extend(task, running, index, old["num_train"])
+            session.begin(self._learner.name, task.name, number)
+            found = self._learner.extend(task, session, index, old["num_train"])
             grown = self.pools
         finally:
             self._learner.config, self._learner.memory = method, before
@@ -658,10 +665,10 @@ class OpenMemory:
         if left_out := [*old.get("skipped_images", []), *task.skipped]:
             report["skipped_images"] = left_out
         report["seconds"] = dict(Counter(old["seconds"]) + Counter(found["seconds"]))
-        run.progress.say(f"{task.name}: {_effect(found['extension'])}")
+        session.say(f"{task.name}: {_effect(found['extension'])}")
         # how similar tasks are that were learned in between is unknown
         report["similarity"] = [*old["similarity"], *[[None] * len(before.pool)] * (num - index)]
-        run.record.write("learned", method=self._learner.name, report=report, **start.since())
+        session.record.write("learned", method=self._learner.name, report=report, **start.since())
         done = without_numbers(grown, (before.numbers[index],))
         more = [*self.config.extended.get(task.name, []), {**then, "data_sha256": data_sha256}]
         self._replace(
@@ -685,7 +692,7 @@ class OpenMemory:
         )
         self.tidy()
 
-    def _measure(self, tasks: Sequence[Task], run: RunContext) -> None:
+    def _measure(self, tasks: Sequence[Task], session: Session) -> None:
         """Fill the record up: one measurement after each task, of those whose images are at
         hand."""
         measured = {
@@ -703,7 +710,7 @@ class OpenMemory:
             evaluate(
                 [at_hand.get(task.name) if is_now else None for task in learned],
                 (self._learner,),
-                run,
+                session,
                 0.0,
             )
         write_results(self.directory)
@@ -806,7 +813,7 @@ class OpenMemory:
     def _end_learning(self, **changes: Any) -> None:
         """Drop what there is of an interrupted task, or the rolling checkpoint of one that is
         saved."""
-        Rolling(self.root, Stop()).clear()
+        Rolling(self.root).clear()
         self._write(learning=None, tasks=self._names, **changes)
 
     def check_writable(self) -> None:

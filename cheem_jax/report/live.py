@@ -8,9 +8,9 @@ from rich.text import Text
 
 from cheem_jax.report import table
 from cheem_jax.report.memories import after_learning, left_undone, num_forgotten, unmeasured
-from cheem_jax.report.status import Doing, Snapshot
+from cheem_jax.report.status import Snapshot
 from cheem_jax.report.table import METHODS, NONE, SIZES, UPPER_BOUNDS, Grid, percent
-from cheem_jax.run.progress import duration
+from cheem_jax.run.progress import Doing, duration
 
 SILENT = 60.0
 """Seconds without a sign of life after which a view says so."""

@@ -5,49 +5,22 @@ nothing is resumed from it, so a write that fails is left out, and none waits fo
 reads all that a directory contains.
 """
 
-import contextlib
 import functools
-import json
-import math
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cheem_jax.core.settings import Advance
 from cheem_jax.report.memories import evaluated, is_memory, with_evaluated
 from cheem_jax.run import record
 from cheem_jax.run.directory import NAME as CONFIG
 from cheem_jax.run.directory import OWNER
+from cheem_jax.run.progress import STATUS_FILE, Doing
 from cheem_jax.run.results import results_of
 
-NAME = ".status.json"
-SECONDS_BETWEEN = 2.0
-"""At least so many between two writes in a phase; its beginning is written at once, as it may
-compile for minutes."""
-LARGEST_SHARE = 0.01
-"""Share of the time that writing may take; a slow disk makes it rarer."""
 CLOCK_ERROR = 5.0
 """Seconds by which the system's clocks may disagree."""
-
-
-class Doing(NamedTuple):
-    """A phase at work: `done` of `total` images in `seconds`, written by process `pid` at `time`
-    (since 1970)."""
-
-    phase: str
-    task: str
-    done: int
-    total: int
-    seconds: float
-    note: str
-    pid: int
-    time: float
-    ends: float | None = None
-    """When the task is learned, as estimated before it began."""
 
 
 class Owner(NamedTuple):
@@ -64,88 +37,10 @@ class Owner(NamedTuple):
         return f"{who} is learning {learning!r} now" if learning else f"{who} works on it now"
 
 
-class Status:
-    """The status file of one run; as a context manager it removes the file at the end.
-
-    One that does not write belongs to a process that another one writes for.
-    """
-
-    def __init__(
-        self, directory: Path, *, writes: bool = True, clock: Callable[[], float] = time.monotonic
-    ):
-        self.file = directory / NAME
-        self.writes = writes
-        self.clock = clock
-        self._last = -math.inf
-        self._took = 0.0
-        self.ends: float | None = None
-        """Seconds since 1970 at which the task is expected to be learned; None where nobody
-        estimated it."""
-
-    def __enter__(self) -> "Status":
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self.writes:
-            with contextlib.suppress(OSError):
-                self.file.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def phase(
-        self, name: str, task: str, total: int, shown: AbstractContextManager[Advance]
-    ) -> Iterator[Advance]:
-        """`shown`, a phase on the screen, written for watchers too; `total` in images."""
-        start = self.clock()
-        done = 0
-        noted = ""
-
-        def write(every: float) -> None:
-            now = self.clock()
-            if now - self._last >= max(every, self._took / LARGEST_SHARE):
-                self._write(
-                    Doing(
-                        name,
-                        task,
-                        done,
-                        total,
-                        now - start,
-                        noted,
-                        os.getpid(),
-                        time.time(),
-                        self.ends,
-                    )
-                )
-                self._last = self.clock()
-                self._took = self._last - now
-
-        with shown as show:
-
-            def advance(num_images: int, note: str = "") -> None:
-                nonlocal done, noted
-                done = done + num_images
-                noted = note
-                write(SECONDS_BETWEEN)
-                show(num_images, note)
-
-            write(0.0)
-            yield advance
-
-    def _write(self, doing: Doing) -> None:
-        if not self.writes:
-            return
-        sibling = self.file.with_name(f".{NAME}.{os.getpid()}.tmp")
-        with contextlib.suppress(OSError):
-            try:
-                sibling.write_text(json.dumps(doing._asdict()))
-                os.replace(sibling, self.file)
-            finally:
-                sibling.unlink(missing_ok=True)
-
-
 def read_status(directory: Path) -> Doing | None:
     """The last status of a run; None where there is none that can be read."""
     try:
-        return Doing(**read_object(directory / NAME))
+        return Doing(**read_object(directory / STATUS_FILE))
     except TypeError:  # of another version
         return None
 

@@ -1,9 +1,7 @@
 """The interface of a continual learner, and what several methods share: frozen features, seconds,
 checks."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,44 +12,12 @@ from cheem_jax.backbone.flops import executed_pass_flops, pass_flops
 from cheem_jax.core.images import Images
 from cheem_jax.core.pool import dense_expert
 from cheem_jax.core.routing import PAPER, RouterConfig, check_labels, joined
-from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Dense, Executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.engine.passes import features_on_the_way, network_features, unwatched
-from cheem_jax.run.rolling import Saved
-
-
-@runtime_checkable
-class Running(Protocol):
-    """A task while it is learned: the state that an earlier process saved (None: none), and the
-    task's phases."""
-
-    @property
-    def saved(self) -> Saved | None: ...
-
-    def phase(
-        self, name: str, total: int, state: Callable[[], Saved] | None = None
-    ) -> AbstractContextManager[Advance]:
-        """Open a phase by its name and its number of images; gives the function that reports
-        finished images.
-
-        `state` may be called at any of these reports; a rolling checkpoint saves what it returns.
-        """
-        ...
-
-
-class Undisturbed:
-    """Learning without progress display, interruption or rolling checkpoints."""
-
-    saved = None
-
-    def phase(
-        self, name: str, total: int, state: Callable[[], Saved] | None = None
-    ) -> AbstractContextManager[Advance]:
-        """See `Running.phase`."""
-        return nullcontext(unwatched)
+from cheem_jax.engine.passes import features_on_the_way, network_features
+from cheem_jax.run.session import Session
 
 
 class Answers(NamedTuple):
@@ -82,7 +48,7 @@ class Method(Protocol):
         """
         ...
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+    def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """Learn the next task; returns its report: JSON values, with `seconds` by phase and costs
         per image."""
         ...
@@ -114,34 +80,6 @@ class Method(Protocol):
         `tasks` are the true task IDs, which upper bounds need. Raises ValueError as `check_given`.
         """
         ...
-
-
-class Clock:
-    """Seconds by phase, those of earlier processes included."""
-
-    def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
-        self.seconds = dict(seconds or {})
-        self._begun: dict[str, float] = {}
-
-    @classmethod
-    def of(cls, running: Running) -> "Clock":
-        """The clock of a task: it continues from the seconds that an earlier process saved."""
-        return cls(running.saved.meta["seconds"] if running.saved else None)
-
-    @contextmanager
-    def __call__(self, phase: str):
-        self._begun[phase] = time.perf_counter()
-        yield
-        self.seconds = self.so_far()
-        del self._begun[phase]
-
-    def so_far(self) -> dict[str, float]:
-        """The seconds of finished phases and of those that still run."""
-        now = time.perf_counter()
-        seconds = dict(self.seconds)
-        for phase, start in self._begun.items():
-            seconds[phase] = seconds.get(phase, 0.0) + now - start
-        return seconds
 
 
 @runtime_checkable

@@ -1,9 +1,15 @@
 """What one sees while a run works: bars on a terminal, a line now and then anywhere else."""
 
 import contextlib
+import json
+import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple
 
 from rich import progress as bars
 from rich.console import Console
@@ -16,6 +22,12 @@ SECONDS_BETWEEN_LINES = 15.0
 SHORTEST_MEASURED = 0.1
 """Seconds that a phase takes at least where its speed is told."""
 NAME_WIDTH = 20
+STATUS_FILE = ".status.json"
+SECONDS_BETWEEN_WRITES = 2.0
+"""At least so many between two writes in a phase; its beginning is written at once, as it may
+compile for minutes."""
+LARGEST_SHARE = 0.01
+"""Share of the time that writing may take; a slow disk makes it rarer."""
 
 
 class Progress:
@@ -106,6 +118,100 @@ class Progress:
 
     def _style(self, kind: str) -> str:
         return f"#202020 on {COLOURS[kind]}" if self.console.color_system else ""
+
+
+class Doing(NamedTuple):
+    """A phase at work: `done` of `total` images in `seconds`, written by process `pid` at `time`
+    (since 1970)."""
+
+    phase: str
+    task: str
+    done: int
+    total: int
+    seconds: float
+    note: str
+    pid: int
+    time: float
+    ends: float | None = None
+    """When the task is learned, as estimated before it began."""
+
+
+class Status:
+    """The status file of one run; as a context manager it removes the file at the end.
+
+    One that does not write belongs to a process that another one writes for.
+    """
+
+    def __init__(
+        self, directory: Path, *, writes: bool = True, clock: Callable[[], float] = time.monotonic
+    ):
+        self.file = directory / STATUS_FILE
+        self.writes = writes
+        self.clock = clock
+        self._last = -math.inf
+        self._took = 0.0
+        self.ends: float | None = None
+        """Seconds since 1970 at which the task is expected to be learned; None where nobody
+        estimated it."""
+
+    def __enter__(self) -> "Status":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.writes:
+            with contextlib.suppress(OSError):
+                self.file.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def phase(
+        self, name: str, task: str, total: int, shown: AbstractContextManager[Advance]
+    ) -> Iterator[Advance]:
+        """`shown`, a phase on the screen, written for watchers too; `total` in images."""
+        start = self.clock()
+        done = 0
+        noted = ""
+
+        def write(every: float) -> None:
+            now = self.clock()
+            if now - self._last >= max(every, self._took / LARGEST_SHARE):
+                self._write(
+                    Doing(
+                        name,
+                        task,
+                        done,
+                        total,
+                        now - start,
+                        noted,
+                        os.getpid(),
+                        time.time(),
+                        self.ends,
+                    )
+                )
+                self._last = self.clock()
+                self._took = self._last - now
+
+        with shown as show:
+
+            def advance(num_images: int, note: str = "") -> None:
+                nonlocal done, noted
+                done = done + num_images
+                noted = note
+                write(SECONDS_BETWEEN_WRITES)
+                show(num_images, note)
+
+            write(0.0)
+            yield advance
+
+    def _write(self, doing: Doing) -> None:
+        if not self.writes:
+            return
+        sibling = self.file.with_name(f".{STATUS_FILE}.{os.getpid()}.tmp")
+        with contextlib.suppress(OSError):
+            try:
+                sibling.write_text(json.dumps(doing._asdict()))
+                os.replace(sibling, self.file)
+            finally:
+                sibling.unlink(missing_ok=True)
 
 
 def on_screen() -> bool:

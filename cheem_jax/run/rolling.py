@@ -6,28 +6,20 @@ Its place in the work (task, phase, step) is part of it, and keys follow from pl
 resumes from it ends as one that was never stopped.
 """
 
-import contextlib
-import itertools
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cheem_jax.core.interruption import Stop
-from cheem_jax.core.settings import Advance
 from cheem_jax.engine import hosts
-from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.checkpoint import load_task, save_task
 
-ROLLING_FORMAT = "cheem_jax-running/4"
+ROLLING_FORMAT = "cheem_jax-running/5"
 """Nothing resumes from that of another version: its task begins again."""
 SECONDS_BETWEEN = 30.0
 """At least so many seconds between two rolling checkpoints, by default."""
-CALLS_BETWEEN = 8
-"""Reports of work after which the processes of a job ask each other whether to save or to stop."""
 LARGEST_SHARE = 0.02
 """Share of the time that rolling checkpoints may take: a slow disk or a large supernet makes them
 rarer."""
@@ -40,16 +32,12 @@ class Saved(NamedTuple):
     meta: dict[str, Any]
 
 
-OpenPhase = Callable[[str, int], AbstractContextManager[Advance]]
-
-
 class Rolling:
     """The rolling checkpoint of one method in one run, and when the next one is due."""
 
     def __init__(
         self,
         root: Path,
-        stop: Stop,
         *,
         every: float | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -57,11 +45,8 @@ class Rolling:
         if every is not None and not every >= 0:
             raise ValueError(f"save_every is {every}; expected seconds, 0 or more")
         self.root = root
-        self.stop = stop
         self.every = every
         self.clock = clock
-        self.seconds = 0.0
-        """Spent on saving so far."""
         self._last = clock()
         self._took = 0.0
 
@@ -74,15 +59,8 @@ class Rolling:
         )
         return self.clock() - self._last >= wait
 
-    def agreed(self) -> tuple[bool, bool]:
-        """Whether to save and whether to stop: what any process of the job wants counts for all."""
-        number, due = divmod(hosts.largest(2 * (self.stop.signal_number or 0) + self.due()), 2)
-        if number:
-            self.stop.signal_number = number  # never back to None: a signal may have come meanwhile
-        return bool(due), bool(number)
-
-    def save(self, task: int, state: Callable[[], Saved]) -> None:
-        """Write a new one, then remove the one before."""
+    def save(self, task: int, state: Callable[[], Saved]) -> float:
+        """Write a new one, then remove the one before; returns the seconds that this took."""
         start = self.clock()
         before = self._directories()
         arrays, meta = state()
@@ -96,7 +74,7 @@ class Rolling:
             _remove(before)
         self._last = self.clock()
         self._took = self._last - start
-        self.seconds += self._took
+        return self._took
 
     def open(self, task: int, say: Callable[[str], object]) -> Saved | None:
         """The newest intact one of this task, if there is any; what is corrupted or of another task
@@ -138,42 +116,6 @@ class Rolling:
         return sorted(
             d for d in self.root.glob("running-*") if re.fullmatch(r"running-\d+", d.name)
         )
-
-
-class RunningTask:
-    """One task while it is learned: its phases on the screen, its state on the disk, and requests
-    to stop."""
-
-    def __init__(self, task: int, rolling: Rolling, phase: OpenPhase, say: Callable[[str], object]):
-        self.task, self.rolling, self._phase = task, rolling, phase
-        self.saved = rolling.open(task, say)
-        """What an earlier process left of this task."""
-
-    @contextlib.contextmanager
-    def phase(
-        self, name: str, total: int, state: Callable[[], Saved] | None = None
-    ) -> Iterator[Advance]:
-        """A phase of `total` images; `state` gives what is worth keeping at any call of the
-        `advance` it yields.
-
-        Raises Stopped out of `advance` where a signal has asked for it, after saving.
-        """
-        rolling = self.rolling
-        calls = itertools.count(1)
-        with self._phase(name, total) if total else contextlib.nullcontext(unwatched) as shown:
-
-            def advance(num_images: int, note: str = "", /) -> None:
-                # what is shown comes last: whoever reads it may be gone
-                asked = hosts.count() == 1 or next(calls) % CALLS_BETWEEN == 0
-                due, stop = rolling.agreed() if asked else (False, False)
-                if state is not None and (due or stop):
-                    rolling.save(self.task, state)
-                if stop:
-                    place = "before" if state is None else "up to this step of"
-                    raise rolling.stop.stopped(f"everything {place} the {name} phase is kept")
-                shown(num_images, note)
-
-            yield advance
 
 
 def _remove(directories: list[Path]) -> None:

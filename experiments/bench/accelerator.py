@@ -51,6 +51,7 @@ from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
 from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.method import Backbone, FrozenFeatures
 from cheem_jax.run.record import to_json
+from cheem_jax.run.session import Session
 from experiments.bench import measure
 
 FILE = "speed.json"
@@ -587,20 +588,21 @@ def task_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
     }
 
 
-class Phases:
-    """A task that is learned without display or checkpoints; notes when each phase began and
-    ended."""
-
-    saved = None
+class Phases(Session):
+    """A session without display or checkpoints that notes when each phase began and ended."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.spans: list[tuple[str, float, float]] = []
 
     @contextlib.contextmanager
-    def phase(self, name: str, total: int, state: Any = None) -> Iterator[Advance]:
-        """See `Running.phase`."""
+    def phase(
+        self, name: str, total: int = 0, state: Any = None, *, title: str | None = None
+    ) -> Iterator[Advance]:
+        """See `Session.phase`."""
         begin = time.perf_counter()
-        yield unwatched
+        with super().phase(name, total, state, title=title) as advance:
+            yield advance
         self.spans.append((name, begin, time.perf_counter()))
 
 

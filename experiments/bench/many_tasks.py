@@ -50,9 +50,10 @@ from cheem_jax.engine.passes import unwatched
 from cheem_jax.engine.stages import Stages
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.checkpoint import saved_tasks
-from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.method import FrozenFeatures
 from cheem_jax.run.record import to_json
 from cheem_jax.run.rolling import Saved
+from cheem_jax.run.session import Session
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row
 from experiments.bench.memories import NUM_CLASSES, RANK, sampled_kinds, sampled_memory
@@ -125,18 +126,24 @@ class Seconds:
             self.found[key] = statistics.median(found[key] for found in each)
 
 
-class Watched(Undisturbed):
+class Watched(Session):
     """Learning whose phases are timed."""
 
-    def __init__(self, seconds: Seconds):
-        self.seconds = seconds
+    def __init__(self, measured: Seconds):
+        super().__init__()
+        self.measured = measured
 
     @contextlib.contextmanager
     def phase(
-        self, name: str, total: int, state: Callable[[], Saved] | None = None
+        self,
+        name: str,
+        total: int = 0,
+        state: Callable[[], Saved] | None = None,
+        *,
+        title: str | None = None,
     ) -> Iterator[Advance]:
-        """See `Running.phase`."""
-        with self.seconds(name):
+        """See `Session.phase`."""
+        with self.measured(name):
             yield unwatched
 
 
@@ -277,7 +284,7 @@ def learning(cheem: Cheem) -> dict[str, Any]:
     """Seconds by phase of one task more, all programs being there, and its bytes in the record."""
     task = demo_stream(num_train=64, num_val=32, num_test=32).tasks[0]
     memory = cheem.memory
-    cheem.learn(task, Undisturbed())  # compiles
+    cheem.learn(task, Session())  # compiles
     cheem.features.clear()
     cheem.memory = memory
     seconds = Seconds()

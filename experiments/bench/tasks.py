@@ -37,7 +37,8 @@ from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.batches import batches, num_batches
 from cheem_jax.engine.executor import Dense
-from cheem_jax.run.method import Backbone, FrozenFeatures, Undisturbed
+from cheem_jax.run.method import Backbone, FrozenFeatures
+from cheem_jax.run.session import Session
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row
 from experiments.bench.peer import TaskPeer
@@ -136,10 +137,10 @@ def main(settings: Bench) -> None:
         learner = functools.partial(new_learner, executor, config)
         # compiles what the task calls; what compiling costs is a row of its own benchmark
         # (`demo_compile`)
-        learner().learn(shortened(task, 2 * config.batch_size), Undisturbed())
+        learner().learn(shortened(task, 2 * config.batch_size), Session())
         start = time.perf_counter()
         ours = learner()
-        report = ours.learn(task, Undisturbed())
+        report = ours.learn(task, Session())
         own = time.perf_counter() - start
         start = time.perf_counter()
         spent, features = replay(pretrained, ours.plan, config, task, ours.keys)

@@ -15,8 +15,8 @@ a sequence also holds the heads of its earlier tasks.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +37,10 @@ from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Split, Stream
 from cheem_jax.engine.executor import Executor
+from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
-from cheem_jax.run.rolling import Rolling, RunningTask, Saved
+from cheem_jax.run.rolling import Rolling, Saved
+from cheem_jax.run.session import Session
 
 
 class Component(NamedTuple):
@@ -316,14 +318,16 @@ class Units:
         record: Record,
         stop: Stop,
         save_every: float | None,
-        say: Callable[[str], object],
+        progress: Progress,
     ):
         self.directory = directory
         self.network = network
         self.stream = stream
         self.training = training
-        self.record, self.stop, self.say = record, stop, say
-        self.rolling = Rolling(directory / "running", stop, every=save_every)
+        self.record = record
+        self.progress = progress
+        self.stop = stop
+        self.save_every = save_every
 
     def images(self, index: int) -> int:
         """Images that a unit of this task trains on, all epochs together."""
@@ -375,17 +379,19 @@ class Units:
             except FloatingPointError as error:
                 # what a rate does to single tasks does not tell what it does to a long sequence
                 self.record.write("diverged", **place._asdict(), index=0, reason=str(error))
-                self.rolling.clear()
-                self.say(f"{place}: the sequence diverged, so this component has no forgetting")
+                Rolling(self.directory / "running").clear()
+                self.progress.say(
+                    f"{place}: the sequence diverged, so this component has no forgetting"
+                )
 
     def _transfer(self, learner: Learner, place: Place, index: int, shown: Advance) -> None:
         task = self.stream.tasks[index]
         keys = Keys(place.seed)
         num = len(task.classes)
-        running = self._running(f"transfer {place} {task.name}", f"{place}, {task.name}", shown)
-        fitting = learner.begun(keys, index, num, learner.pretrained, running.saved)
+        session = self._session(f"transfer {place} {task.name}", f"{place}, {task.name}", shown)
+        fitting = learner.begun(keys, index, num, learner.pretrained, session.saved)
         found = {"val_accuracy": 0.0, "test_accuracy": 0.0, "diverged": True}
-        with running.phase("transfer", self.images(index), fitting.saved) as advance:
+        with session.phase("transfer", self.images(index), fitting.saved) as advance:
             try:
                 learner.fit(
                     fitting, keys, index, num, task.train, self.training, place.rate, advance
@@ -400,19 +406,19 @@ class Units:
             except FloatingPointError:
                 pass  # too large a rate: what the sweep is there to find out
         self.record.write("transfer", **place._asdict(), index=index, task=task.name, **found)
-        self.rolling.clear()
+        session.finish()
 
     def _sequence(self, learner: Learner, place: Place, shown: Advance) -> None:
         tasks = self.stream.tasks
         keys = Keys(place.seed)
         if len(found_at(read(self.directory), "sequential", place)) == len(tasks):
             return
-        running = self._running(f"sequential {place}", f"{place}, sequential", shown)
+        session = self._session(f"sequential {place}", f"{place}, sequential", shown)
         begin = 0
         heads = list[Head]()
-        if running.saved is not None:
-            begin = running.saved.meta["index"]
-            known = [running.saved.arrays["heads"][f"{index:04d}"] for index in range(begin)]
+        if session.saved is not None:
+            begin = session.saved.meta["index"]
+            known = [session.saved.arrays["heads"][f"{index:04d}"] for index in range(begin)]
             heads = [
                 Head(*(jnp.asarray(leaf) for _, leaf in sorted(arrays.items()))) for arrays in known
             ]
@@ -421,14 +427,14 @@ class Units:
             lambda entry: not (_is_at(entry, "sequential", place) and entry["index"] >= begin)
         )
         fitting = learner.begun(
-            keys, begin, len(tasks[begin].classes), learner.pretrained, running.saved
+            keys, begin, len(tasks[begin].classes), learner.pretrained, session.saved
         )
         for index in range(begin, len(tasks)):
             task = tasks[index]
             num = len(tasks[index].classes)
             row = list[float]()
             state = functools.partial(_sequence_state, index, fitting, tuple(heads))
-            with running.phase("sequential", self.images(index), state) as advance:
+            with session.phase("sequential", self.images(index), state) as advance:
                 learner.fit(
                     fitting, keys, index, num, task.train, self.training, place.rate, advance
                 )
@@ -448,16 +454,36 @@ class Units:
                 )
                 # without it the next process would learn this task again
                 saved = _sequence_state(index + 1, fitting, heads)
-                running.rolling.save(running.task, lambda saved=saved: saved)
-        self.rolling.clear()
+                session.save(lambda saved=saved: saved)
+        session.finish()
 
-    def _running(self, name: str, note: str, shown: Advance) -> RunningTask:
-        def noted(num_images: int, epoch: str = "", /) -> None:
-            shown(num_images, f"{note}, {epoch}" if epoch else note)
+    def _session(self, name: str, note: str, shown: Advance) -> Session:
+        session = UnitSession(self, note, shown)
+        session.begin("running", name, task_number(name))
+        return session
 
-        return RunningTask(
-            task_number(name), self.rolling, lambda phase, total: nullcontext(noted), self.say
+
+class UnitSession(Session):
+    """The session of one unit, whose images count in the display of the whole study."""
+
+    def __init__(self, units: Units, note: str, shown: Advance):
+        super().__init__(
+            units.record,
+            units.progress,
+            stop=units.stop,
+            checkpoints=units.directory,
+            save_every=units.save_every,
         )
+        self.note = note
+        self.shown = shown
+
+    def display(self, name: str, total: int, title: str) -> AbstractContextManager[Advance]:
+        """See `Session.display`."""
+
+        def noted(num_images: int, epoch: str = "", /) -> None:
+            self.shown(num_images, f"{self.note}, {epoch}" if epoch else self.note)
+
+        return nullcontext(noted)
 
 
 def _sequence_state(index: int, fitting: Fitting, heads: Sequence[Head]) -> Saved:

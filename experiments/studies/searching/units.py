@@ -30,6 +30,7 @@ from cheem_jax.run import fingerprint
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read, to_json
 from cheem_jax.run.rolling import Saved
+from cheem_jax.run.session import Session
 
 Entry = dict[str, Any]
 PLUS = dataclasses.replace(PRESETS["quick_plus"], router=PRESETS["quick"].router)
@@ -50,30 +51,29 @@ TRIES = 10
 """Architectures drawn per wanted one."""
 
 
-class Counted:
-    """Phases on the screen that may be stopped at any step; counts the images that each worked
-    through."""
-
-    saved = None
+class Counted(Session):
+    """Displayed phases that can be stopped at any step; counts the images of each."""
 
     def __init__(self, stop: Stop, progress: Progress, title: str):
-        self.stop = stop
-        self.progress = progress
+        super().__init__(progress=progress, stop=stop)
         self.title = title
         self.images = dict[str, int]()
 
     @contextlib.contextmanager
     def phase(
-        self, name: str, total: int, state: Callable[[], Saved] | None = None
+        self,
+        name: str,
+        total: int = 0,
+        state: Callable[[], Saved] | None = None,
+        *,
+        title: str | None = None,
     ) -> Iterator[Advance]:
-        """See `Running.phase`."""
-        with self.progress.phase(name, task=self.title, total=total) as shown:
+        """See `Session.phase`."""
+        with super().phase(name, total, title=title or self.title) as report:
 
             def advance(num_images: int, note: str = "", /) -> None:
                 self.images[name] = self.images.get(name, 0) + num_images
-                if self.stop:
-                    raise self.stop.stopped("everything that the record tells is kept")
-                shown(num_images, note)
+                report(num_images, note)
 
             yield advance
 

@@ -1,0 +1,224 @@
+"""One process's work on a run: its record, rolling checkpoint, display and requests to stop."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from cheem_jax.core.interruption import Stop, stop_requests
+from cheem_jax.core.settings import Advance
+from cheem_jax.engine import hosts
+from cheem_jax.engine.passes import unwatched
+from cheem_jax.run.directory import check_space, claim, hold
+from cheem_jax.run.progress import Progress, Status
+from cheem_jax.run.record import Record
+from cheem_jax.run.rolling import Rolling, Saved
+
+CALLS_BETWEEN = 8
+"""Progress reports between two agreements of a job's processes on saving and stopping."""
+SPARE_BYTES = 4 * 2**20
+"""Disk space in bytes for a task's record, results and figures."""
+
+
+class Session:
+    """Directory, record, rolling checkpoint, display and requests to stop of one run.
+
+    `Session()` has no directory, displays nothing and is never interrupted, as tests and notebooks
+    need. Without `progress`, all phases report to `advance`.
+    """
+
+    is_resumed = False
+    """Whether the directory contained this run before."""
+
+    def __init__(
+        self,
+        record: Record | None = None,
+        progress: Progress | None = None,
+        *,
+        stop: Stop | None = None,
+        status: Status | None = None,
+        checkpoints: Path | None = None,
+        save_every: float | None = None,
+        advance: Advance = unwatched,
+    ):
+        self.progress = progress
+        self.stop = Stop() if stop is None else stop
+        self.checkpoints = checkpoints
+        """Folder of all methods' checkpoints; None: the run's own."""
+        self.saved: Saved | None = None
+        """State of the task that an earlier process saved."""
+        self.saving_seconds = 0.0
+        """Seconds that rolling checkpoints of the task took."""
+        self._record = record
+        self._status = status
+        self._save_every = save_every
+        self._advance = advance
+        self._title = ""
+        self._number = 0
+        self._rolling: Rolling | None = None
+        self._seconds: dict[str, float] = {}
+        self._outermost: tuple[str, float] | None = None
+
+    @property
+    def record(self) -> Record:
+        """The record of the run directory."""
+        assert self._record is not None, "a session without a directory has no record"
+        return self._record
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.record.file.parent
+
+    def root(self, method: str) -> Path:
+        """The folder of a method's checkpoints."""
+        return (self.checkpoints or self.directory / "checkpoints") / method
+
+    def begin(self, method: str, task: str, number: int) -> None:
+        """Begin a task, whose number is `number`, or resume it from its rolling checkpoint."""
+        self._title = task
+        self._number = number
+        self._rolling = Rolling(self.root(method), every=self._save_every)
+        self._seconds = {}
+        self.saving_seconds = 0.0
+        self.saved = self._rolling.open(number, self.say)
+        if self.saved is not None:
+            self._seconds = self.saved.meta.pop("seconds")
+            self.say(f"{task}: resuming from its rolling checkpoint")
+
+    def finish(self) -> None:
+        """Remove the rolling checkpoint of a task that is saved completely."""
+        if self._rolling is not None:
+            self._rolling.clear()
+        self.saved = None
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of the task by phase, earlier processes included; inner phases count as part of
+        the outermost one."""
+        if self._outermost is None:
+            return dict(self._seconds)
+        name, start = self._outermost
+        return {**self._seconds, name: self._seconds.get(name, 0.0) + time.perf_counter() - start}
+
+    @contextmanager
+    def phase(
+        self,
+        name: str,
+        total: int = 0,
+        state: Callable[[], Saved] | None = None,
+        *,
+        title: str | None = None,
+    ) -> Iterator[Advance]:
+        """Count the seconds of a phase and display it; yields the function that reports finished
+        images.
+
+        Each report saves a rolling checkpoint if one is due, and raises Stopped if a signal asked
+        for it.
+
+        Args:
+            total: number of images; 0 displays nothing.
+            state: returns the state to save at any report; None: the phase starts again.
+            title: displayed instead of the task's name.
+        """
+        calls = itertools.count(1)
+        with self._timed(name), self.display(name, total, title or self._title) as display:
+
+            def advance(num_images: int, note: str = "", /) -> None:
+                if hosts.count() == 1 or next(calls) % CALLS_BETWEEN == 0:
+                    self._save_or_stop(name, state)
+                # last, because displaying can fail: the reader of a pipe may have ended
+                display(num_images, note)
+
+            yield advance
+
+    def check_stop(self) -> None:
+        """Raise Stopped if a signal asked any process of the job to stop."""
+        if hosts.agree_to_stop(self.stop):
+            raise self.stop.stopped("everything learned is kept")
+
+    def check_room(self, num_bytes: int, what: str) -> None:
+        """Raise ValueError if the disk has no room for arrays of so many bytes."""
+        hosts.first_does(lambda: check_space(self.directory, num_bytes + SPARE_BYTES, what))
+
+    def say(self, text: str) -> None:
+        """Display a line of text."""
+        if self.progress is not None:
+            self.progress.say(text)
+
+    def expect(self, seconds: float | None) -> None:
+        """Tell the readers of the status file how long the task takes from now; None: unknown."""
+        if self._status is not None:
+            self._status.ends = None if seconds is None else time.time() + seconds
+
+    def save(self, state: Callable[[], Saved]) -> None:
+        """Replace the rolling checkpoint of the task, if it has a directory."""
+
+        def with_seconds() -> Saved:
+            arrays, meta = state()
+            return Saved(arrays, {**meta, "seconds": self.seconds})
+
+        if self._rolling is not None:
+            self.saving_seconds += self._rolling.save(self._number, with_seconds)
+
+    def _save_or_stop(self, name: str, state: Callable[[], Saved] | None) -> None:
+        is_due = state is not None and self._rolling is not None and self._rolling.due()
+        signal, is_due = divmod(hosts.largest(2 * (self.stop.signal_number or 0) + is_due), 2)
+        if state is not None and (is_due or signal):
+            self.save(state)
+        if signal:
+            self.stop.signal_number = signal
+            place = "before" if state is None else "up to this step of"
+            raise self.stop.stopped(f"everything {place} the {name} phase is kept")
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        if self._outermost is not None:
+            yield
+            return
+        self._outermost = name, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds = self.seconds
+            self._outermost = None
+
+    def display(self, name: str, total: int, title: str) -> AbstractContextManager[Advance]:
+        """Display a phase of `total` images of the task `title`; see `phase`."""
+        if self.progress is None:
+            return contextlib.nullcontext(self._advance)
+        if not total:
+            return contextlib.nullcontext(unwatched)
+        shown = self.progress.phase(name, task=title, total=total)
+        return shown if self._status is None else self._status.phase(name, title, total, shown)
+
+
+@contextmanager
+def open_session(
+    directory: Path,
+    config: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    progress: Progress,
+    *,
+    fingerprint: str,
+    save_every: float | None = None,
+) -> Iterator[Session]:
+    """Lock and claim a run directory for this process, or its job, and handle signals.
+
+    Raises ValueError as `claim` and `hold`.
+    """
+    with contextlib.ExitStack() as stack, stop_requests() as stop:
+
+        def claim_directory() -> bool:
+            stack.enter_context(hold(directory))
+            return claim(directory, config, defaults)
+
+        is_claimed = hosts.together(lambda: hosts.is_first() and claim_directory())
+        status = stack.enter_context(Status(directory, writes=hosts.is_first()))
+        record = Record(directory, fingerprint, writes=hosts.is_first())
+        session = Session(record, progress, stop=stop, status=status, save_every=save_every)
+        session.is_resumed = bool(hosts.largest(int(is_claimed)))
+        yield session
