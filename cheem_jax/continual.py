@@ -16,6 +16,7 @@ from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.task import Stream, Task
 from cheem_jax.engine import hosts
 from cheem_jax.engine.compilation import Mark
+from cheem_jax.report.page.assemble import PAGE, write_page
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_manifest, load_meta, saved_tasks
@@ -152,9 +153,9 @@ def run_stream(
             networks.router_features.forget(task)
             _write_results(directory, tensorboard)
         if bound is not None:
-            _write_results(directory, tensorboard, report=True)
+            _write_results(directory, tensorboard, stream)
             _measure_bounds(stream, bound, session)
-        return _write_results(directory, tensorboard, report=True)
+        return _write_results(directory, tensorboard, stream)
 
 
 def learn_task(
@@ -313,17 +314,17 @@ def _missing_bounds(directory: Path, num_tasks: int) -> list[int]:
     return [index for index in range(num_tasks) if index not in done]
 
 
-def _write_results(directory: Path, tensorboard: bool, *, report: bool = False) -> dict[str, Any]:
+def _write_results(
+    directory: Path, tensorboard: bool, stream: Stream | None = None
+) -> dict[str, Any]:
+    """Write what the record implies, and `report.html` once the whole stream is learned."""
     if tensorboard:
         hosts.first_does(lambda: write_events(directory))
     hosts.first_does(lambda: write_results(directory))
     results = results_of(read(directory))
-    if report:
-        from cheem_jax.report.figures import (
-            write_report,
-        )  # Matplotlib takes half a second to import
-
-        hosts.first_does(lambda: write_report(directory, results))
+    if stream is not None:
+        tests = {task.name: task.test for task in stream.tasks}
+        hosts.first_does(lambda: write_page([directory], directory / PAGE, tests=tests))
     return results
 
 

@@ -526,12 +526,15 @@ def test_a_task_is_extended_by_new_classes_and_info_tells(capsys, copied, photos
 def test_forget_says_what_went(capsys, copied, photos):
     status, out, _ = cheem(capsys, "forget", copied, FIRST)
     assert status == 0 and f"has forgotten '{FIRST}'" in out
+    page = (copied / "report.html").read_text()
+    assert f"T1 {SECOND}" in page and f" {FIRST}<" not in page
     status, out, _ = cheem(capsys, "info", copied, "--json")
     assert [task["name"] for task in json.loads(out)["tasks"]] == [SECOND]
     status, _, err = cheem(capsys, "forget", copied, FIRST)
     assert status == 2 and "no task" in err
     status, out, _ = cheem(capsys, "forget", copied, SECOND, "--json")
     assert status == 0 and json.loads(out)["tasks"] == [SECOND]
+    assert not (copied / "report.html").exists()
     picture = next((photos / FIRST / "test").rglob("*.png"))
     status, _, err = cheem(capsys, "predict", copied, picture)
     assert status == 2 and "no task yet" in err

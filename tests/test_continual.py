@@ -97,19 +97,14 @@ def test_a_run_leaves_its_files_and_the_record_tells_its_numbers(finished):
         "config.json",
         "metrics.jsonl",
         "results.json",
-        "report.md",
+        "report.html",
         "answers.npz",
         "checkpoints",
-        "figures",
         ".lock",
     }
     assert names == left
     hashes = results["checkpoints"]["cheem"] + results["checkpoints"]["frozen_linear"]
     assert len(set(hashes)) == 4 and all(len(found) == 64 for found in hashes)
-    assert {f.name for f in (directory / "figures").iterdir()} >= {
-        "architectures.png",
-        "accuracy.png",
-    }
     events = [entry["event"] for entry in read(directory)]
     assert (
         events
@@ -545,14 +540,8 @@ def test_any_method_runs_stops_goes_on_and_has_a_report(method, tmp_path):
     assert found["params_stored"] == sum(task["params_stored"] for task in found["tasks"])
     told = method.name == "lora_finetune"
     assert (found["accuracy"] == found["local_accuracy"]) == told
-    report = (tmp_path / "run" / "report.md").read_text()
-    assert (
-        ("## Networks" in report) == told
-        and "## Similarity" not in report
-        and "base means" not in report
-    )
-    pictures = {file.name for file in (tmp_path / "run" / "figures").iterdir()}
-    assert pictures == ({"accuracy.png", "architectures.png"} if told else {"accuracy.png"})
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert ("<h2>Architectures</h2>" in page) == told and "<h2>Similarity" not in page
 
 
 def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_is_made(tmp_path):

@@ -23,7 +23,6 @@ from cheem_jax.backbone.weights import save_converted
 from cheem_jax.cli.report import Tensorboard, Watch, watch_run, write_tensorboard
 from cheem_jax.memory import Score
 from cheem_jax.report import finished
-from cheem_jax.report.figures import write_report
 from cheem_jax.report.live import line
 from cheem_jax.report.memories import num_forgotten
 from cheem_jax.report.page.assemble import architectures, page
@@ -299,17 +298,6 @@ def test_event_files_hold_what_was_measured_and_no_average_that_was_not(moment, 
     empty = moment("empty")
     write_tensorboard(Tensorboard((empty,)))
     assert "settings only, since no task is learned yet" in capsys.readouterr().out
-
-
-def test_the_written_report_and_its_figures_take_a_memory(moment):
-    directory = moment("later")
-    text = write_report(directory, results_in(directory)).read_text()
-    assert (
-        "| CHEEM | – | – | – |" in text
-        and "–: not measured, of 2 tasks" in text
-        and "nan" not in text
-    )
-    assert len(list((directory / "figures").glob("*.png"))) == 2
 
 
 def test_the_page_counts_the_experts_that_are_there(moment):

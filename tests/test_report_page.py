@@ -1,6 +1,7 @@
 """The HTML page: what it shows, what it refuses, and that no name or size breaks it."""
 
 import base64
+import csv
 import html
 import io
 import json
@@ -117,6 +118,16 @@ def test_a_run_of_cheem_has_every_section(run, capsys):
     assert (
         len(page.charts) == 1 + 2 + 1 + 1 + 3 + 3 + 1
     )  # pool, accuracy, curves, routing, S, search by task, time
+
+
+def test_figures_and_tables_are_written_as_files_on_request(run, capsys):
+    write_report_page(Report((run,), figures=True))
+    assert f"wrote {run / 'figures'}" in capsys.readouterr().out
+    names = ["accuracy.png", "architectures.png", "methods.csv", "tasks.csv"]
+    assert sorted(file.name for file in (run / "figures").iterdir()) == names
+    rows = [*csv.DictReader((run / "figures" / "tasks.csv").read_text().splitlines())]
+    assert [row["task"] for row in rows] == ["T1 one", "T2 two", "T3 three"]
+    assert rows[0]["CHEEM %"] == "83.3"
 
 
 def test_a_method_without_a_pool_has_neither_architectures_nor_a_search(tmp_path):
@@ -550,7 +561,7 @@ def test_a_folder_that_cannot_be_written_to_asks_for_another_place(run, monkeypa
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(
-        "cheem_jax.cli.report.write_atomically", refuse
+        "cheem_jax.report.page.assemble.write_atomically", refuse
     )  # the superuser may write anywhere
     with pytest.raises(
         ValueError,

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from cheem_jax.cli.info import print_fitting
 from cheem_jax.cli.memory import Answering, OfData, Predicting
+from cheem_jax.cli.report import refresh_page
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import shown
 from cheem_jax.memory.data import files_in
@@ -198,6 +199,7 @@ def evaluate_memory(settings: Evaluate) -> None:
     ):
         try:
             memory.keep_scores(scores)
+            refresh_page(memory.directory)
         except OSError as error:
             progress.say(
                 "note: these numbers will be missing in `cheem report`, they cannot be saved"

@@ -18,6 +18,7 @@ from cheem_jax.cheem.config import LearnPreset
 from cheem_jax.cli.arguments import ADVANCED
 from cheem_jax.cli.data import leave_out_broken
 from cheem_jax.cli.info import OfMemory, OfMemoryOrRun
+from cheem_jax.cli.report import refresh_page
 from cheem_jax.core.paths import shown
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import cache_dir_of, plan_source
@@ -199,6 +200,7 @@ def learn_tasks(settings: Learn) -> None:
         save_every=settings.save_every,
         discard_unfinished=settings.discard_unfinished,
     )
+    refresh_page(memory.directory)
     place = shown(memory.directory)
     names = ", ".join(task.name for task in memory.tasks)
     progress.say(
@@ -326,6 +328,8 @@ def forget_tasks(settings: Forget) -> None:
     """Forget them, and say what had to stay and why."""
     memory = open_memory(settings.memory)
     done = memory.forget(*settings.tasks, erase=settings.erase)
+    if memory.tasks:
+        refresh_page(memory.directory)
     if settings.json:
         removed, made_full = (
             [place._asdict() for place in places] for places in (done.removed, done.baked)

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,17 +17,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.paths import shown
 from cheem_jax.report.live import line, view
-from cheem_jax.report.page.assemble import page
+from cheem_jax.report.page.assemble import PAGE, write_page
 from cheem_jax.report.status import Snapshot, look
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.progress import SECONDS_BETWEEN_LINES, Progress, on_screen
 from cheem_jax.run.record import read
 
-PAGE = b"<!doctype html"
+DOCTYPE = b"<!doctype html"
 """How a page begins, in lower case: what begins otherwise is not overwritten."""
 
 
@@ -39,7 +39,9 @@ class Report:
     out: Path | None = None
     """The file to write; default: report.html in the first folder named."""
     images: bool = True
-    """Show test images of runs with right and wrong answers, where they can be found."""
+    """Show test images of runs with right and wrong predictions, if the images are available."""
+    figures: bool = False
+    """Also write figures (PNG) and tables (CSV) into `figures` in the folder of every run."""
 
 
 def write_report_page(settings: Report) -> None:
@@ -49,26 +51,37 @@ def write_report_page(settings: Report) -> None:
             "no run was named; give a run directory, such as runs/demo after `cheem demo`"
         )
     progress = Progress()
-    file = settings.out or settings.runs[0] / "report.html"
+    file = settings.out or settings.runs[0] / PAGE
     if file.is_dir():
         raise ValueError(f"--out {str(file)!r} is a folder; expected the name of a file to write")
     if file.exists():
         with file.open("rb") as stream:
-            if not stream.read(100).lstrip().lower().startswith(PAGE):
+            if not stream.read(100).lstrip().lower().startswith(DOCTYPE):
                 raise ValueError(
                     f"--out {str(file)!r} is there and is no HTML page; name another file"
                 )
-    text, left_out = page(settings.runs, images=settings.images)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, text)
+        runs, left_out = write_page(settings.runs, file, images=settings.images)
     except OSError as error:
         raise ValueError(
             f"{file} cannot be written ({error.strerror}); name another file with --out"
         ) from error
     for directory, reason in left_out:
         progress.say(f"left out {shown(directory)}: {reason}")
-    progress.say(f"wrote {shown(file)} ({len(text.encode()) / 1e6:.1f} MB): open it in a browser")
+    if settings.figures:
+        from cheem_jax.report.figures import write_figures  # Matplotlib is slow to import
+
+        for run in runs:
+            progress.say(f"wrote {shown(write_figures(run.directory, run.results))}")
+    progress.say(f"wrote {shown(file)} ({file.stat().st_size / 1e6:.1f} MB): open it in a browser")
+
+
+def refresh_page(memory: Path) -> None:
+    """Write a memory's `report.html`; a page that cannot be made is one line and no error."""
+    try:
+        write_page([memory], memory / PAGE)
+    except (ValueError, OSError) as error:
+        print(f"note: {PAGE} is not written ({error})", file=sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True)

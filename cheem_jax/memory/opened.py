@@ -87,7 +87,6 @@ DERIVED = (
     EVALUATED,
     "answers.npz",
     "report.html",
-    "report.md",
     "figures",
     "tensorboard",
 )

@@ -1,8 +1,4 @@
-"""What a run leaves to look at: PNG files and `report.md`, from `results.json`; and example images
-of a stream.
-
-Nothing here needs a display. `report.md.jinja` has the report's text.
-"""
+"""PNG files: figures of a run from its results, and example images of a stream."""
 
 import functools
 import io
@@ -13,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Integer, UInt8
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -26,16 +21,7 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.metrics import matrix_from_json
 from cheem_jax.core.settings import COLOURS
 from cheem_jax.report import memories
-from cheem_jax.report.table import (
-    MEANING,
-    Grid,
-    method_grid,
-    percent,
-    setting_rows,
-    spread,
-    task_grid,
-)
-from cheem_jax.run.progress import duration
+from cheem_jax.report.table import MEANING, method_grid, percent, spread, task_grid
 
 INK, FAINT = "#262626", "#757575"
 DPI = 150
@@ -60,36 +46,16 @@ Images = UInt8[np.ndarray, "_ _ _ 3"]
 Results = Mapping[str, Any]
 
 
-def write_report(directory: Path, results: Results) -> Path:
-    """Draw the figures into `figures/`, write `report.md` next to them and return its file."""
-    accuracy_heatmap(results, directory / "figures" / "accuracy.png")
+def write_figures(directory: Path, results: Results) -> Path:
+    """Write a run's figures (PNG) and tables (CSV) into `figures` in its directory, the folder
+    returned."""
+    folder = directory / "figures"
+    accuracy_heatmap(results, folder / "accuracy.png")
     if "pool" in results:
-        architecture_grid(results, directory / "figures" / "architectures.png")
-    compiled = results["compile"]
-    splits = results.get("split_sha256", {})
-    spent = (
-        f"{duration(results['seconds_total'])}, of which {compiled['seconds']:.1f} s to compile "
-    )
-    setting = [*setting_rows(results), ("time", f"{spent}{compiled['programs']} functions")]
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-    )
-    text = environment.get_template("report.md.jinja").render(
-        results=results,
-        methods=method_grid(results),
-        tasks=task_grid(results),
-        setting=Grid("setting", ("setting", "value"), tuple(setting), 2),
-        just_trained=", ".join(map(percent, results["just_trained"])),
-        empty=memories.unmeasured(results),
-        unavailable=memories.UNAVAILABLE,
-        forgotten=memories.ROUTED_TO_FORGOTTEN if memories.routed_to_forgotten(results) else "",
-        splits=", ".join(f"{name} `{sha256[:12]}`" for name, sha256 in splits.items() if sha256),
-    )
-    write_atomically(directory / "report.md", text)
-    return directory / "report.md"
+        architecture_grid(results, folder / "architectures.png")
+    write_atomically(folder / "methods.csv", method_grid(results).to_csv())
+    write_atomically(folder / "tasks.csv", task_grid(results).to_csv())
+    return folder
 
 
 def architecture_grid(results: Results, file: Path, title: str | None = None) -> None:

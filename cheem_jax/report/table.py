@@ -282,5 +282,5 @@ def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:
         f"{compiled['programs']} functions compiled{cached} in {compiled['seconds']:.1f} s"
     )
     progress.say(
-        f"report: {shown(directory / 'report.md')}   numbers: {shown(directory / 'results.json')}"
+        f"report: {shown(directory / 'report.html')}   numbers: {shown(directory / 'results.json')}"
     )

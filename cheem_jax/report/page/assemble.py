@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from cheem_jax import __version__
 from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.settings import COLOURS
+from cheem_jax.data.task import Split
 from cheem_jax.report import memories, table
 from cheem_jax.report.comparison import comparison_grid
 from cheem_jax.report.finished import (
@@ -35,6 +36,7 @@ from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid, number, pe
 from cheem_jax.run.differences import leaves, summary
 from cheem_jax.run.record import to_json
 
+PAGE = "report.html"
 HERE = Path(__file__).parent
 ROWS, MOST_ARCHITECTURES = 1000, 400
 """Rows of a table, and tasks whose architectures are shown."""
@@ -67,12 +69,32 @@ class Section(NamedTuple):
     missing: str = ""
 
 
-def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
-    """The page about all runs below the folders, and the runs that it only names, each with the
-    reason.
+def write_page(
+    folders: Sequence[Path],
+    file: Path,
+    *,
+    images: bool = True,
+    tests: Mapping[str, Split] | None = None,
+) -> tuple[list[RunRecord], LeftOut]:
+    """Write the page of all runs below the folders; returns the runs on it and the others.
 
-    Raises ValueError where none can be drawn, or where finished ones cannot be compared.
+    Raises ValueError if there is no run to show, or if finished ones cannot be compared.
+
+    Args:
+        images: show test images with predictions.
+        tests: the test images of every task by its name; default: read from the data set again.
     """
+    text, runs, left_out = page(folders, images=images, tests=tests)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, text)
+    return runs, left_out
+
+
+def page(
+    folders: Sequence[Path], *, images: bool, tests: Mapping[str, Split] | None = None
+) -> tuple[str, list[RunRecord], LeftOut]:
+    """The page of all runs below the folders as text, the runs on it, and the others with the
+    reason."""
     (runs, left_out), drawn, views = (
         read(folders, others=True),
         list[RunRecord](),
@@ -81,7 +103,7 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
     _check_alike([run for run in runs if run.is_finished])
     for run in runs:
         try:
-            views.append(_view_of(run, f"run-{len(views) + 1}", images=images))
+            views.append(_view_of(run, f"run-{len(views) + 1}", images, tests))
             drawn.append(run)
         except CORRUPTED as error:
             left_out.append((run.directory, f"corrupted ({error!r:.200})"))
@@ -121,6 +143,8 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
             grid=lambda: comparison_grid(found, titles),
             chart=lambda: charts.accuracy_against_flops(found, titles),
         )
+    from plotly.offline import get_plotlyjs  # commands that draw no page do not wait for it
+
     environment = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
@@ -144,7 +168,7 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
         most_rows=ROWS,
         links=links,
     )
-    return text.lstrip(), left_out
+    return text.lstrip(), drawn, left_out
 
 
 def _check_alike(finished: Sequence[RunRecord]) -> None:
@@ -172,7 +196,9 @@ def text_of(value: Any) -> Markup:
     return Markup(re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-def _view_of(run: RunRecord, key: str, *, images: bool) -> dict[str, Any]:
+def _view_of(
+    run: RunRecord, key: str, images: bool, tests: Mapping[str, Split] | None
+) -> dict[str, Any]:
     """One run's part of the page, by the names in the template."""
     results = run.results
     recorded = record_of(run)
@@ -192,14 +218,18 @@ def _view_of(run: RunRecord, key: str, *, images: bool) -> dict[str, Any]:
         "warnings": warnings,
         "tiles": _tiles(run, measured),
         "methods": table.method_grid(results),
-        "sections": _sections(run, recorded, measured, images=images),
+        "sections": _sections(run, recorded, measured, images, tests),
         "setting": _setting(run, recorded),
         "config": json.dumps(run.config, indent=1, ensure_ascii=False),
     }
 
 
 def _sections(
-    run: RunRecord, recorded: Recorded, measured: Mapping[str, Evaluated], *, images: bool
+    run: RunRecord,
+    recorded: Recorded,
+    measured: Mapping[str, Evaluated],
+    images: bool,
+    tests: Mapping[str, Split] | None,
 ) -> list[Section]:
     results = run.results
     method = run.results["method"]
@@ -282,7 +312,7 @@ def _sections(
             "Right and wrong predictions",
             "Test images of each task.",
             "examples",
-            lambda: examples(run, recorded),
+            lambda: examples(run, recorded, tests),
         ),
     )
     return [

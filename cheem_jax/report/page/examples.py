@@ -47,12 +47,15 @@ class Examples(NamedTuple):
     note: str
 
 
-def examples(run: RunRecord, recorded: Recorded) -> Examples:
-    """Raises EmptySection where predictions or images are not available."""
+def examples(
+    run: RunRecord, recorded: Recorded, tests: Mapping[str, Split | Part] | None = None
+) -> Examples:
+    """Raises EmptySection if predictions or images are not available; `tests` are test images by
+    task."""
     data = recorded.begin.get("data")
     size = run.results["image_size"]
     tasks = run.results["tasks"]
-    if data is None:
+    if tests is None and data is None:
         raise EmptySection(
             f"The record cannot be read: {recorded.trouble}."
             if recorded.trouble
@@ -60,7 +63,8 @@ def examples(run: RunRecord, recorded: Recorded) -> Examples:
         )
     answers = _answers(run.directory)
     try:
-        tests = _tests_of(run, data)
+        is_checked = tests is not None or data["stream"] == "demo"
+        tests = tests or _tests_of(run, data)
         shown = tuple(
             _of_task(run, index, answers, tests[task["name"]])
             for index, task in enumerate(tasks[:TASKS])
@@ -70,7 +74,7 @@ def examples(run: RunRecord, recorded: Recorded) -> Examples:
     except (ValueError, OSError, ImportError) as error:
         raise EmptySection(f"The images are not where the run found them: {error}.") from error
     notes = [f"The first {TASKS} of {len(tasks):,} tasks."] if len(tasks) > TASKS else []
-    if data["stream"] != "demo":
+    if not is_checked:
         notes.append(
             "Files and labels are those of the run; whether their pixels are is not checked."
         )
