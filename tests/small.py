@@ -14,11 +14,9 @@ from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.config import CheemConfig, FitConfig, OpSettings, SearchConfig
-from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.engine.choice import make_executor
 from cheem_jax.engine.executor import Network
-from cheem_jax.engine.inference import Outline
 
 CONFIG = ViTConfig("vit_test", 16, 4, 2, image_size=8, patch_size=4, num_classes=0)
 QUICK = CheemConfig(
@@ -91,24 +89,15 @@ def shared_executors():
 
 
 class Given(NamedTuple):
-    """Finished networks with their (padded) heads, as `Inference` takes them."""
+    """Finished networks for `Inference`."""
 
     networks: Sequence[Network]
-    heads: Sequence[Head]
-    num_classes: int
 
     @property
-    def outlines(self) -> list[Outline]:
+    def codes(self) -> list[list[int]]:
         """See `Networks`."""
-        return [
-            Outline(tuple(step.code for step in network), self.num_classes)
-            for network in self.networks
-        ]
+        return [[step.code for step in network] for network in self.networks]
 
     def network(self, index: int) -> Network:
         """See `Networks`."""
         return self.networks[index]
-
-    def head(self, index: int) -> Head:
-        """See `Networks`."""
-        return self.heads[index]

@@ -364,11 +364,9 @@ def test_preparing_asks_for_few_networks_however_many_there_are(memory, executor
     predictor = predictor_of(executor, memory, 2**30)
     inference = predictor._inference[8]
     few = list(inference._examples())
-    # each start, each kind at each block, each width of a head: not every task
+    # each start and each kind at each block: not every task
     assert len(few) <= 3 * executor.num_blocks + 2 < NUM_TASKS
-    seen = {
-        (i, code == -1) for t in few for i, code in enumerate(inference.networks.outlines[t].codes)
-    }
+    seen = {(i, code == -1) for t in few for i, code in enumerate(inference.networks.codes[t])}
     assert {inference.differences[t] for t in few} == set(inference.differences) and len(
         seen
     ) >= executor.num_blocks

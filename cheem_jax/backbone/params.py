@@ -19,7 +19,7 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.vit import ViT
 
 Params = Mapping[str, np.ndarray]
-Network = TypeVar("Network", bound=nnx.Module)
+Module = TypeVar("Module", bound=nnx.Module)
 _BLOCK = re.compile(r"blocks\.\d+\.")
 _SHOWN = 4
 """Tensors of each kind that an error names: files of another architecture have hundreds."""
@@ -101,7 +101,7 @@ def float32(values: np.ndarray) -> np.ndarray:
     return copied
 
 
-def filled(make: Callable[[], Network], params: Params) -> Network:
+def filled(make: Callable[[], Module], params: Params) -> Module:
     """The network that `make` makes, with these weights in float32, which must fit."""
 
     def placed(values: np.ndarray) -> jax.Array:

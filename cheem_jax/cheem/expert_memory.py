@@ -36,7 +36,7 @@ from cheem_jax.core.routing import (
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Dense, Executor
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.inference import SKIP, Inference, Inferred, Outline
+from cheem_jax.engine.inference import SKIP, Inferred
 from cheem_jax.engine.passes import answers, answers_and_features
 from cheem_jax.run.method import (
     Answers,
@@ -252,23 +252,9 @@ class ExpertMemory:
         )
         return identify + own
 
-    def inference(self) -> Inference:
-        """All learned tasks behind the router, sharing what they share with the backbone."""
-        networks = TaskNetworks(self.dense, self.memory.tasks)
-        base = base_network(self.executor)
-        return Inference(
-            self.executor, base, networks, batch_size=self.batch_size, reads=self.router
-        )
-
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """Task and class of each image uint8 `[N, S, S, 3]`, decided per image.
-
-        With a lighter router its own features name the task and nothing is shared.
-        """
+        """Task and class of each image uint8 `[N, S, S, 3]`, decided per image."""
         check_given(self.name, len(self.memory.tasks), tasks, needs_task_id=self.needs_task_id)
-        if tasks is None and self.features.of(self.executor):
-            feed = HostImages(self.executor, images)
-            return self.inference()(feed, len(images), self.index.route)
         if tasks is None:
             tasks = self.index.route(self.features.compute(images))
         classes = np.zeros(len(images), np.int32)
@@ -353,11 +339,8 @@ class TaskNetworks:
         self.tasks = tuple(tasks)
         self.hits = self.misses = 0
         """How often a network was there, and how often something had to be merged for it."""
-        self.outlines = [
-            Outline(
-                tuple(SKIP if expert is None else expert for expert in task.experts),
-                len(task.classes),
-            )
+        self.codes = [
+            tuple(SKIP if expert is None else expert for expert in task.experts)
             for task in self.tasks
         ]
 
@@ -370,10 +353,6 @@ class TaskNetworks:
         else:
             self.misses += 1
         return network
-
-    def head(self, index: int) -> Head:
-        """See `Networks`."""
-        return padded(self.tasks[index].head)
 
     def prepare(self) -> None:
         """Compile what putting a network together calls, so that none that comes back compiles."""

@@ -1,5 +1,5 @@
-"""Forward-only passes over whole data sets: mean class tokens, features, answers, counts of right
-answers."""
+"""Forward-only passes over whole data sets: mean CLS tokens, features, classes, numbers of correct
+predictions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 def unwatched(num_images: int, note: str = "", /) -> None:
-    """An `Advance` for work that nobody watches."""
+    """An `Advance` that shows nothing."""
 
 
 class TokenMeans(NamedTuple):
-    """Mean class tokens `[networks, L, D]` (zero where skipped) and the first network's features
-    `[N, D]`."""
+    """Mean CLS tokens `[E, L, D]` of E networks, zero for skipped blocks, and the first network's
+    features `[N, D]`."""
 
     means: Float[np.ndarray, "E L D"]
     features: Float[np.ndarray, "N D"]
@@ -39,37 +39,31 @@ def token_means(
     batch_size: int,
     advance: Advance,
 ) -> TokenMeans:
-    """Average class tokens of several networks over the same `num` images (paper's mu), sums kept
-    in float64."""
+    """Average the CLS tokens of several networks over the same `num` images (the paper's mu).
+
+    Sums over batches are float64.
+    """
     sums = np.zeros((len(networks), executor.num_blocks, executor.config.width))
     features = []
 
-    def summed(
-        batch: Rows, tokens: Tokens | Gather
-    ) -> tuple[list[tuple[int, int, np.ndarray]], jax.Array | None]:
-        places = []
-        pending = []
-        own = None
+    def run(batch: Rows, tokens: Tokens | Gather) -> tuple[dict, np.ndarray]:
+        first = None
+        totals = {}
         for walked in executor.walk(networks, tokens, batch.mask):
-            places += [
-                (walked.index, block)
-                for block, total in enumerate(walked.sums)
-                if total is not None
-            ]
-            pending += [total for total in walked.sums if total is not None]
-            own = executor.features(walked.tokens) if walked.index == 0 else own
-        # read when the whole batch is under way: a look at a result waits for the device
-        return [
-            (*place, total) for place, total in zip(places, jax.device_get(pending), strict=True)
-        ], own
+            for block, total in enumerate(walked.sums):
+                if total is not None:
+                    totals[walked.index, block] = total
+            if walked.index == 0:
+                first = executor.features(walked.tokens)
+        # fetched after the whole batch is dispatched: fetching waits for the device
+        return jax.device_get(totals), hosts.fetch(first)[: batch.size]
 
-    for size, (totals, own) in _in_order(executor, images, num, batch_size, summed):
-        for index, block, total in totals:
-            sums[index, block] += total
-        features += [] if own is None else [(own, size)]
+    for size, (totals, first) in _in_order(executor, images, num, batch_size, run):
+        for place, total in totals.items():
+            sums[place] += total
+        features.append(first)
         advance(size * len(networks))
-    means = (sums / num).astype(np.float32)
-    return TokenMeans(means, np.concatenate([hosts.fetch(f)[:size] for f, size in features]))
+    return TokenMeans((sums / num).astype(np.float32), np.concatenate(features))
 
 
 def network_features(
@@ -81,25 +75,25 @@ def network_features(
     batch_size: int,
     advance: Advance = unwatched,
 ) -> Float[np.ndarray, "P N D"]:
-    """Features of several networks for the same `num` images, shared prefixes run once per
+    """Features of several networks for the same `num` images; shared prefixes run once per
     batch."""
-    found = np.empty((len(networks), num, executor.config.width), np.float32)
+    features = np.empty((len(networks), num, executor.config.width), np.float32)
 
-    def read(batch: Rows, tokens: Tokens | Gather) -> None:
-        # read when the whole batch is under way: a look at a result waits for the device
+    def run(batch: Rows, tokens: Tokens | Gather) -> None:
+        # fetched after the whole batch is dispatched: fetching waits for the device
         pending = [
             (walked.index, executor.features(walked.tokens))
             for walked in executor.walk(networks, tokens, batch.mask)
         ]
-        for index, features in pending:
-            found[index, batch.rows[: batch.size]] = hosts.fetch(features)[: batch.size]
+        for index, values in pending:
+            features[index, batch.rows[: batch.size]] = hosts.fetch(values)[: batch.size]
 
-    for size, _ in _in_order(executor, images, num, batch_size, read):
+    for size, _ in _in_order(executor, images, num, batch_size, run):
         advance(size * len(networks))
-    return found
+    return features
 
 
-def features_on_the_way(
+def intermediate_features(
     executor: Executor,
     network: Network,
     images: Feed,
@@ -109,41 +103,35 @@ def features_on_the_way(
     until: int,
     batch_size: int,
 ) -> list[Float[np.ndarray, "N D"]]:
-    """What one network computes before its end: the mean patch token of the tokens at each of some
-    blocks.
+    """The mean patch token at each of `blocks`, and the features if the pass reaches the end."""
 
-    Where the pass goes `until` the end, the features as well.
-    """
+    def run(batch: Rows, tokens: Tokens | Gather) -> list[jax.Array]:
+        return batch_features(executor, network, tokens, blocks=blocks, until=until)
 
-    def read(batch: Rows, tokens: Tokens | Gather) -> list[np.ndarray]:
-        walked = read_on_the_way(
-            executor, network, executor.resolve(tokens), blocks=blocks, until=until
-        )
-        return [hosts.fetch(part)[: batch.size] for part in walked]
-
-    found = [parts for _, parts in _in_order(executor, images, num, batch_size, read)]
-    return [np.concatenate(parts) for parts in zip(*found, strict=True)]
+    return _collect(executor, images, num, batch_size, run)
 
 
-def read_on_the_way(
+def batch_features(
     executor: Executor,
     network: Network,
-    tokens: Tokens,
+    tokens: Tokens | Gather,
     *,
     blocks: Sequence[int],
     until: int,
-    keep: Callable[[Tokens], object] = lambda tokens: None,
     stops: Sequence[int] = (),
+    keep: Callable[[Tokens], object] = lambda tokens: None,
 ) -> list[jax.Array]:
-    """The same for one batch; `keep` is given the tokens at each of the `stops`."""
-    found = []
+    """`intermediate_features` of one batch; `keep` is called with the tokens at each of `stops`."""
+    features = []
     for block in sorted({*blocks, *stops, until}):
         tokens = executor.advance(network, tokens, block)
         if block in stops:
             keep(tokens)
         if block in blocks:
-            found.append(executor.mean_patch(tokens.values))
-    return [*found, executor.features(tokens.values)] if until == executor.num_blocks else found
+            features.append(executor.mean_patch(tokens.values))
+    if until == executor.num_blocks:
+        features.append(executor.features(tokens.values))
+    return features
 
 
 def answers(
@@ -156,16 +144,9 @@ def answers(
     num_classes: int,
     batch_size: int,
 ) -> Int[np.ndarray, "N"]:
-    """The class that one network and its (padded) head give each image."""
-
-    def answered(batch: Rows, tokens: Tokens | Gather) -> np.ndarray:
-        (walked,) = executor.walk([network], tokens, batch.mask)
-        labels = executor.layout.rows(np.zeros(len(batch.rows), np.int32))
-        answer, _ = executor.classify(head, walked.tokens, labels, batch.mask, num_classes)
-        return hosts.fetch(answer)[: batch.size]
-
-    found = [answer for _, answer in _in_order(executor, images, num, batch_size, answered)]
-    return np.concatenate(found).astype(np.int32)
+    """Predict the class of each image by one network and its padded head."""
+    (classes,) = _answers(executor, [network], head, images, num, num_classes, batch_size)
+    return classes
 
 
 def answers_and_features(
@@ -179,21 +160,33 @@ def answers_and_features(
     num_classes: int,
     batch_size: int,
 ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-    """`answers` of one network and `network_features` of another, what both share run once."""
+    """`answers` of `network` and the features of `base`; their shared prefix runs once."""
+    classes, features = _answers(
+        executor, [network, base], head, images, num, num_classes, batch_size
+    )
+    return classes, features
 
-    def read(batch: Rows, tokens: Tokens | Gather) -> tuple[np.ndarray, np.ndarray]:
+
+def _answers(
+    executor: Executor,
+    networks: Sequence[Network],
+    head: Head,
+    images: Feed,
+    num: int,
+    num_classes: int,
+    batch_size: int,
+) -> list[np.ndarray]:
+    """The classes by the first network, and the features by each of the others."""
+
+    def run(batch: Rows, tokens: Tokens | Gather) -> list[jax.Array]:
         labels = executor.layout.rows(np.zeros(len(batch.rows), np.int32))
         last = {
-            walked.index: walked.tokens
-            for walked in executor.walk([base, network], tokens, batch.mask)
+            walked.index: walked.tokens for walked in executor.walk(networks, tokens, batch.mask)
         }
-        features = executor.features(last[0])
-        answer, _ = executor.classify(head, last[1], labels, batch.mask, num_classes)
-        return hosts.fetch(answer)[: batch.size], hosts.fetch(features)[: batch.size]
+        classes, _ = executor.classify(head, last.pop(0), labels, batch.mask, num_classes)
+        return [classes, *map(executor.features, last.values())]
 
-    found = [parts for _, parts in _in_order(executor, images, num, batch_size, read)]
-    answers, features = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return answers.astype(np.int32), features
+    return _collect(executor, images, num, batch_size, run)
 
 
 def count_right(
@@ -207,24 +200,39 @@ def count_right(
     batch_size: int,
     advance: Advance,
 ) -> Int[np.ndarray, "P"]:
-    """Right answers of several networks with one shared head, shared prefixes run once per
+    """Count correct predictions of several networks with one head; shared prefixes run once per
     batch."""
     counts = np.zeros(len(networks), np.int64)
 
-    def counted(batch: Rows, tokens: Tokens | Gather) -> tuple[list[int], list[np.ndarray]]:
-        order = []
-        pending = []
-        own = executor.put(executor.layout.rows(labels[batch.rows]))
+    def run(batch: Rows, tokens: Tokens | Gather) -> dict[int, np.ndarray]:
+        targets = executor.put(executor.layout.rows(labels[batch.rows]))
+        pending = {}
         for walked in executor.walk(networks, tokens, batch.mask):
-            _, right = executor.classify(head, walked.tokens, own, batch.mask, num_classes)
-            order.append(walked.index)
-            pending.append(right)
-        return order, jax.device_get(pending)
+            _, right = executor.classify(head, walked.tokens, targets, batch.mask, num_classes)
+            pending[walked.index] = right
+        # fetched after the whole batch is dispatched: fetching waits for the device
+        return jax.device_get(pending)
 
-    for size, (order, right) in _in_order(executor, images, len(labels), batch_size, counted):
-        counts[order] += np.asarray(right, np.int64)
+    for size, right in _in_order(executor, images, len(labels), batch_size, run):
+        counts[list(right)] += np.array(list(right.values()))
         advance(size * len(networks))
     return counts
+
+
+def _collect(
+    executor: Executor,
+    images: Feed,
+    num: int,
+    batch_size: int,
+    run: Callable[[Rows, Tokens | Gather], list[jax.Array]],
+) -> list[np.ndarray]:
+    """The arrays of all batches, concatenated without padding."""
+
+    def fetch(batch: Rows, tokens: Tokens | Gather) -> list[np.ndarray]:
+        return [hosts.fetch(values)[: batch.size] for values in run(batch, tokens)]
+
+    parts = [arrays for _, arrays in _in_order(executor, images, num, batch_size, fetch)]
+    return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
 
 
 def _in_order(
@@ -232,13 +240,13 @@ def _in_order(
     images: Feed,
     num: int,
     batch_size: int,
-    work: Callable[[Rows, Tokens | Gather], T],
+    run: Callable[[Rows, Tokens | Gather], T],
 ) -> Iterator[tuple[int, T]]:
-    """The images of each batch in order and what `work` makes of it."""
+    """The number of images of each batch in order, and the result of `run` for it."""
     pieces = list(batches(np.arange(num), executor.forward_rows(batch_size, num)))
     masked = (
         batch._replace(mask=executor.put(executor.layout.weights(batch.mask))) for batch in pieces
     )
-    coming = zip(masked, images.follow([batch.rows for batch in pieces]), strict=True)
-    found = executor.each(lambda given: work(*given), coming)
-    return zip((batch.size for batch in pieces), found, strict=True)
+    sources = zip(masked, images.follow([batch.rows for batch in pieces]), strict=True)
+    results = executor.each(lambda source: run(*source), sources)
+    return zip((batch.size for batch in pieces), results, strict=True)

@@ -191,7 +191,7 @@ class Predictor:
         """Compile all that a request may call."""
         self.networks.prepare()
         for inference in self._inference.values():
-            inference.prepare(classify=False)
+            inference.prepare()
         size = self.image_size
         for num in self.batch_sizes:
             self.answer(np.zeros((num, size, size, 3), np.uint8))

@@ -16,7 +16,7 @@ from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Dense, Executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.engine.passes import features_on_the_way, network_features
+from cheem_jax.engine.passes import intermediate_features, network_features
 from cheem_jax.run.session import Session
 
 
@@ -139,7 +139,7 @@ class Backbone:
             return network_features(
                 self.executor, [self.network], feed, num, batch_size=batch_size
             )[0]
-        parts = features_on_the_way(
+        parts = intermediate_features(
             self.executor,
             self.network,
             feed,

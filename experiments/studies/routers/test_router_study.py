@@ -39,7 +39,7 @@ def studied(tmp_path_factory):
         router_study.main(settings)
         first = json.loads((folder / "out/routers.json").read_text())
         patched.setattr(
-            "studies.routers.trying.features_on_the_way", None
+            "studies.routers.trying.intermediate_features", None
         )  # what the backbone said is kept
         router_study.main(settings)
     return folder, first, json.loads((folder / "out/routers.json").read_text())

@@ -15,7 +15,7 @@ from cheem_jax.core.routing import Reads, RouterConfig, fit_statistics, joined, 
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.passes import features_on_the_way
+from cheem_jax.engine.passes import intermediate_features
 from cheem_jax.run.method import base_network
 
 SPLITS = ("train", "val", "test")
@@ -48,7 +48,7 @@ def seen_of(
         blocks = RouterConfig(features="levels").blocks(depth)
         for split in SPLITS:
             images = task.splits[split].images
-            parts = features_on_the_way(
+            parts = intermediate_features(
                 executor,
                 base,
                 HostImages(executor, images),
