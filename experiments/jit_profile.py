@@ -35,7 +35,7 @@ from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
 from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.hee import sample, uniform_table
-from cheem_jax.cheem.training import NOTE_EVERY, step_of, train_steps
+from cheem_jax.cheem.training import step_of, train_steps
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.architecture import Architecture, decode
 from cheem_jax.core.atomic import write_atomically
@@ -47,6 +47,7 @@ from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.compilation import compilations, jit_options
 from cheem_jax.engine.feed import Budget, feed_images
 from cheem_jax.run.progress import Progress
+from cheem_jax.run.training import NOTE_EVERY
 
 NUM_CLASSES = 10
 MEASURED = Path(choice.__file__).with_name("measured.json")

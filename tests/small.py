@@ -13,7 +13,8 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.cheem.config import CheemConfig, FitConfig, OpSettings, SearchConfig
+from cheem_jax.cheem.config import CheemConfig, OpSettings, SearchConfig
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.engine.choice import make_executor
 from cheem_jax.engine.executor import Network

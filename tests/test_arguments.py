@@ -13,7 +13,6 @@ from cheem_jax.cheem.config import (
     PRESETS,
     CheemConfig,
     ExplorationConfig,
-    FitConfig,
     OpSettings,
     SearchConfig,
 )
@@ -21,7 +20,7 @@ from cheem_jax.cli.arguments import arguments_of, located
 from cheem_jax.cli.demo import Demo
 from cheem_jax.cli.main import parse
 from cheem_jax.core.routing import RouterConfig
-from cheem_jax.core.settings import SeedsConfig
+from cheem_jax.core.settings import FitConfig, SeedsConfig
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.engine.choice import EngineConfig
 from experiments import mtil

@@ -19,8 +19,9 @@ from cheem_jax.baselines.catalogue import (
     make,
     preset_of,
 )
-from cheem_jax.cheem.config import PRESETS, CheemLiteConfig, FitConfig
+from cheem_jax.cheem.config import PRESETS, CheemLiteConfig
 from cheem_jax.core.keys import Keys
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.engine.stages import Stages
 from cheem_jax.report import table
 from cheem_jax.report.table import UPPER_BOUNDS

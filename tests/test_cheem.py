@@ -23,7 +23,6 @@ from cheem_jax.cheem.config import PAPER, PLUS, PRESETS, QUICK
 from cheem_jax.cheem.evolution import Scored, Searched
 from cheem_jax.cheem.expert_memory import Underway, task_network
 from cheem_jax.cheem.learner import Cheem
-from cheem_jax.cheem.training import FitState
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import dense_expert
 from cheem_jax.data.demo import demo_stream
@@ -32,6 +31,7 @@ from cheem_jax.engine.passes import token_means
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures
 from cheem_jax.run.session import Session
+from cheem_jax.run.training import FitState
 
 
 def learner(config=small.QUICK, stages=None, key=0, base_means=None):
@@ -110,12 +110,12 @@ def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_sco
     steps = -(-len(task.train.labels) // 8)
     underway = Underway(fits={"supernet": FitState(2 * steps)})
     done = 3 * 2 * len(task.train.labels)
-    assert cheem.expected_seconds(task, underway.saved({})) == (trained + searched - done) / 8
+    assert cheem.expected_seconds(task, underway.saved()) == (trained + searched - done) / 8
     underway.fits = {"supernet": FitState(config.supernet.epochs * steps)}
     underway.searched = Searched(1, Scored(*[np.zeros(1)] * len(Scored._fields)))
     left = 3 * len(task.train.labels) * config.finetune.epochs
     left += searched - searched // config.search.generations
-    assert cheem.expected_seconds(task, underway.saved({})) == left / 8
+    assert cheem.expected_seconds(task, underway.saved()) == left / 8
 
     # changing eight images takes a second as well
     augmented = trained // 3

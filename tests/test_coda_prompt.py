@@ -20,8 +20,8 @@ from cheem_jax.baselines.coda_prompt import (
     component_weights,
     departure,
 )
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.keys import Phase
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.run.session import Session
 
 CONFIG = CodaPromptConfig(

@@ -30,11 +30,10 @@ from cheem_jax.baselines.dualprompt import DualPromptConfig
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.baselines.l2p import L2pConfig
 from cheem_jax.baselines.lora_cl import LoraFinetuneConfig
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core import metrics
 from cheem_jax.core.interruption import Stopped
-from cheem_jax.core.settings import SeedsConfig
+from cheem_jax.core.settings import FitConfig, SeedsConfig
 from cheem_jax.data.task import Stream
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.report.compare import timeless

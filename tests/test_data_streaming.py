@@ -9,11 +9,11 @@ import pytest
 import small
 from test_data_cache import kept, pictures
 
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import SupernetFit, constant_draws, fit
 from cheem_jax.core.images import in_turn
 from cheem_jax.core.pool import dense_experts
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data import ImagesConfig, fingerprint, load_tasks, plan_task
 from cheem_jax.data.folder import plan_stream
 from cheem_jax.engine.feed import HostImages

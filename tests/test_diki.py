@@ -22,7 +22,7 @@ from cheem_jax.baselines.diki import (
     log_density,
     mixing_weight,
 )
-from cheem_jax.cheem.config import FitConfig
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures
 from cheem_jax.run.session import Session

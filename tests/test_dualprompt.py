@@ -13,7 +13,7 @@ from baselines import check_method, learner
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.dualprompt import DualPrompt, DualPromptConfig
-from cheem_jax.cheem.config import FitConfig
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.run.session import Session
 
 CONFIG = DualPromptConfig(

@@ -15,8 +15,8 @@ from baselines import Interrupted, Watched, check_method, fresh, learner
 from cheem_jax.backbone import flops
 from cheem_jax.backbone.config import config_of
 from cheem_jax.baselines.ewc import Ewc, EwcConfig, squared_gradients
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.keys import Phase
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.session import Session
 

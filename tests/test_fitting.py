@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, over_batches
-from cheem_jax.cheem.config import FitConfig
-from cheem_jax.cheem.training import images_left
+from cheem_jax.core.settings import FitConfig
+from cheem_jax.run.training import images_left
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(21, 3)).astype(np.float32)

@@ -12,7 +12,7 @@ from baselines import check_method, learner
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.flops import backbone_flops, prefix_flops, token_flops
 from cheem_jax.baselines.l2p import L2p, L2pConfig
-from cheem_jax.cheem.config import FitConfig
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.run.session import Session
 
 CONFIG = L2pConfig(

@@ -13,10 +13,10 @@ from baselines import check_method, learner
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.flops import backbone_flops, pair_flops
 from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig, LoraFinetune, LoraFinetuneConfig
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.kernels import product
 from cheem_jax.core.ops import Adapt, LowRank, apply_op
 from cheem_jax.core.pool import dense_expert
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.run.session import Session
 
 SETTINGS = {"rank": 2, "fit": FitConfig(epochs=2, learning_rate=1e-2), "batch_size": 16}

@@ -21,13 +21,14 @@ import cheem_jax
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
-from cheem_jax.cheem.config import DEMO, PRESETS, QUICK, FitConfig, auto
+from cheem_jax.cheem.config import DEMO, PRESETS, QUICK, auto
 from cheem_jax.cheem.learner import Compared
 from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.metrics import log_probability
 from cheem_jax.core.pool import Head, logits_of
 from cheem_jax.core.routing import packed
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.export import kind_of

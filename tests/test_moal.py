@@ -29,8 +29,8 @@ from cheem_jax.baselines.moal import (
     second_moments,
     shifted_sources,
 )
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.keys import Phase, order_at
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Split, Task
 from cheem_jax.run.session import Session
 

@@ -30,7 +30,7 @@ from cheem_jax.baselines.moe_adapters import (
     sample,
     smoothed_cross_entropy,
 )
-from cheem_jax.cheem.config import FitConfig
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import Encoder, FrozenFeatures
 from cheem_jax.run.session import Session

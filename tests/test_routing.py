@@ -26,7 +26,6 @@ from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
 from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
 from cheem_jax.baselines.s_prompts import SPromptsConfig
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.cheem.expert_memory import ExpertMemory
 from cheem_jax.cli.info import Info, show_info
 from cheem_jax.cli.main import parse
@@ -50,6 +49,7 @@ from cheem_jax.core.routing import (
     threshold,
     unpacked,
 )
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.executor import Dense

@@ -13,9 +13,9 @@ from baselines import check_method, fresh, learner
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops, token_flops
 from cheem_jax.baselines.s_prompts import SPrompts, SPromptsConfig
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.ops import Reuse
 from cheem_jax.core.routing import RouterConfig
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.run.session import Session
 
 CONFIG = SPromptsConfig(

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 import small
 
-from cheem_jax.cheem.config import ExplorationConfig, FitConfig, OpSettings
+from cheem_jax.cheem.config import ExplorationConfig, OpSettings
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import (
-    FitState,
     SupernetFit,
     constant_draws,
     fit,
     frozen_prefix,
-    learning_rate_at,
     make_step,
     supernet_draws,
     supernet_score,
@@ -26,6 +24,7 @@ from cheem_jax.cheem.training import (
 from cheem_jax.core.architecture import Choice, from_strings
 from cheem_jax.core.device import CPU, Device
 from cheem_jax.core.pool import dense_experts
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.feed import (
     Budget,
@@ -38,6 +37,7 @@ from cheem_jax.engine.feed import (
 )
 from cheem_jax.engine.layout import ONE
 from cheem_jax.engine.stages import Stages
+from cheem_jax.run.training import learning_rate_at, restored
 
 STAGES = Stages(small.backbone(), "mlp_down")
 TASK = small.task("colours", 0)
@@ -62,6 +62,7 @@ def fitted(
     feed=FEED,
     advance=lambda num, note="": None,
     one=STAGES,
+    **more,
 ) -> SupernetFit:
     return fit(
         one,
@@ -73,6 +74,7 @@ def fitted(
         batch_size=16,
         order_key=jax.random.key(order_seed),
         advance=advance,
+        **more,
     )
 
 
@@ -237,23 +239,18 @@ def test_a_fit_that_goes_on_ends_as_one_that_was_not_stopped(stop_at):
     class Enough(Exception):
         pass
 
-    kept = {}
+    saved = []
 
-    def stop(num, note=""):
-        progress = stopped.progress
-        if progress.step == stop_at:
-            kept.update(
-                arrays=jax.tree.map(np.array, NET.arrays(stopped.state)),
-                step=progress.step,
-                losses=list(progress.losses),
-                running=list(map(float, progress.running)),
-            )
+    def stop(fitting):
+        if fitting.progress.step == stop_at:
+            saved.append(jax.tree.map(np.array, NET.arrays(fitting.state)))
+            saved.append(fitting.progress._replace(running=fitting.progress.running_losses()))
             raise Enough
 
-    stopped = SupernetFit(NET, NET.init())
     with pytest.raises(Enough):
-        fitted(draws, FitConfig(epochs=2), stopped, advance=stop)
-    resumed = SupernetFit(NET, NET.from_arrays(kept.pop("arrays")), FitState(**kept))
+        fitted(draws, FitConfig(epochs=2), on_step=stop)
+    arrays, progress = saved
+    resumed = SupernetFit(NET, NET.from_arrays(arrays), restored(progress.meta(), progress.running))
     found = fitted(draws, FitConfig(epochs=2), resumed)
     assert (
         found.progress.losses == expected.progress.losses

@@ -28,8 +28,8 @@ from cheem_jax.baselines.tuna import (
     most_certain,
     overlap,
 )
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.ops import Reuse
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Task
 from cheem_jax.run.session import Session
 

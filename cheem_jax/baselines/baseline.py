@@ -19,7 +19,6 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import backbone_flops, backbone_params, executed_backbone_flops
 from cheem_jax.baselines.fitting import Fitter, Fitting, Inputs, numbered, over_batches
 from cheem_jax.cheem.heads import Classes, classes_by_task, saved_classes
-from cheem_jax.cheem.training import images_left
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.pool import Head
@@ -37,6 +36,7 @@ from cheem_jax.run.checkpoint import (
 )
 from cheem_jax.run.method import Answers, Encoder, Networks, check_given
 from cheem_jax.run.session import Session
+from cheem_jax.run.training import images_left
 
 MUCH_MEMORY = 4 * 2**30
 """Bytes on the host above which `check` warns."""

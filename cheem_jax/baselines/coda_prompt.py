@@ -21,7 +21,7 @@ from cheem_jax.backbone.flops import prefix_flops
 from cheem_jax.baselines.baseline import at_least_one, expect, halved
 from cheem_jax.baselines.fitting import learning_only
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, halves
-from cheem_jax.cheem.config import FitConfig
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Task
 
 

@@ -25,9 +25,9 @@ from cheem_jax.backbone.vit import SidePrefix, ViT
 from cheem_jax.baselines.baseline import at_least_one, expect, pass_costs, positive
 from cheem_jax.baselines.fitting import Fitting, Inputs
 from cheem_jax.baselines.prompting import OwnPrompts, PromptedTask, Prompts, check_layers
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.routing import normalise
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Task
 from cheem_jax.engine import hosts
 

@@ -32,7 +32,6 @@ from cheem_jax.baselines.baseline import (
     positive,
 )
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.cheem.heads import (
     FAR,
     Classes,
@@ -45,7 +44,7 @@ from cheem_jax.cheem.heads import (
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, order_at
 from cheem_jax.core.pool import Head
-from cheem_jax.core.settings import Advance
+from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
 from cheem_jax.run.session import Session

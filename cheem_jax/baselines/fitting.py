@@ -20,19 +20,17 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from cheem_jax.cheem.config import FitConfig
-from cheem_jax.cheem.training import NOTE_EVERY, FitState, finish_epoch, learning_rate_at
 from cheem_jax.core.images import Images
-from cheem_jax.core.keys import key_at, order_at
-from cheem_jax.core.settings import Advance
+from cheem_jax.core.keys import key_at
+from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import Rows, batches, num_batches, side_by_side
 from cheem_jax.engine.executor import add, guard
-from cheem_jax.engine.feed import ahead
 from cheem_jax.engine.layout import ONE, Layout
 from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.rolling import Saved
 from cheem_jax.run.session import Session
+from cheem_jax.run.training import FitState, fit, restored
 
 T = TypeVar("T")
 WORKING_SET = 5 * 2**19
@@ -88,7 +86,7 @@ class Fitting:
 
     learned: Any
     moments: Any
-    state: FitState = dataclasses.field(default_factory=FitState)
+    state: FitState = FitState()
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further arrays of the method, which its rolling checkpoints keep."""
     session: Session = dataclasses.field(default_factory=Session)
@@ -98,9 +96,8 @@ class Fitting:
         state = self.state
         arrays = {"fitting": numbered((self.learned, self.moments)), **self.more}
         if state.running:
-            arrays["running"] = np.array(jax.device_get(state.running), np.float64)
-        meta = {"step": state.step, "losses": state.losses, "skipped": state.skipped}
-        return Saved(arrays, meta)
+            arrays["running"] = state.running_losses()
+        return Saved(arrays, state.meta())
 
     def phase(self, name: str, total: int = 0) -> AbstractContextManager[Advance]:
         """A phase of the session, `total` in images, from which this fit can resume."""
@@ -166,11 +163,9 @@ class Fitter:
         fitting = Fitting(*self._begin(learned))
         if saved is not None:
             arrays = dict(saved.arrays)
-            meta = saved.meta
             found = unnumbered((fitting.learned, fitting.moments), arrays.pop("fitting"))
             fitting.learned, fitting.moments = self.layout.everywhere(found)
-            running: list[Any] = [float(loss) for loss in arrays.pop("running", ())]
-            fitting.state = FitState(meta["step"], list(meta["losses"]), running, meta["skipped"])
+            fitting.state = restored(saved.meta, arrays.pop("running", ()))
             fitting.more = arrays
         return fitting
 
@@ -196,37 +191,41 @@ class Fitter:
         FloatingPointError for a non-finite loss or gradient, unless `config` skips such steps; they
         reach no parameter.
         """
-        state = fitting.state
-        steps = num_batches(len(labels), batch_size)
         layout = self.layout
-        note = ""
+        steps = num_batches(len(labels), batch_size)
 
-        def read(pieces: Sequence[Rows]) -> Iterator[tuple[FitBatch, int]]:
-            for piece, found in zip(
-                pieces, inputs.follow([piece.rows for piece in pieces], layout), strict=True
-            ):
+        def read(epoch: int, pieces: Sequence[Rows], begin: int) -> Iterator[FitBatch]:
+            rest = pieces[begin:]
+            followed = inputs.follow([piece.rows for piece in rest], layout)
+            for number, (piece, arrays) in enumerate(zip(rest, followed, strict=True), begin):
+                key = key_at(noise_key, epoch * steps + number)
                 weights = layout.weights(piece.mask / piece.mask.sum())
-                yield FitBatch(found, layout.rows(labels[piece.rows]), weights), piece.size
+                yield FitBatch(arrays, layout.rows(labels[piece.rows]), weights, key)
 
-        for epoch in range(state.step // steps, config.epochs):
-            begin = state.step % steps
-            rates = [
-                learning_rate_at(config, epoch * steps + step, config.epochs * steps)
-                for step in range(steps)
-            ]
-            pieces = list(batches(order_at(key_at(order_key, epoch), len(labels)), batch_size))
-            for step, (batch, size) in enumerate(ahead(layout, read(pieces[begin:])), begin):
-                batch = batch._replace(key=key_at(noise_key, state.step))
-                rate = jax.tree.map(lambda s, rate=rates[step]: np.float32(s * rate), scale)
-                loss = self.step(fitting, rate, fixed, batch)
-                state.running.append(loss)
-                state.step += 1
-                if (step - begin) % NOTE_EVERY == 0:
-                    note = f"epoch {epoch + 1}/{config.epochs} loss {float(loss):.3f}"
-                if state.step == (epoch + 1) * steps:
-                    finish_epoch(state, config, [piece.size for piece in pieces], rates)
-                    after_epoch(fitting)
-                advance(size, note)
+        def step(state: None, batch: Sequence[FitBatch], rates: Sequence[float]):
+            rate = jax.tree.map(lambda factor: np.float32(factor * rates[0]), scale)
+            return None, [self.step(fitting, rate, fixed, batch[0])]
+
+        def on_step(state: None, progress: FitState) -> None:
+            fitting.state = progress
+
+        def on_epoch(state: None) -> None:
+            after_epoch(fitting)
+
+        fit(
+            step,
+            None,
+            fitting.state,
+            read,
+            num_images=len(labels),
+            batch_size=batch_size,
+            config=config,
+            order_key=order_key,
+            advance=advance,
+            layout=layout,
+            on_step=on_step,
+            on_epoch=on_epoch,
+        )
 
     def step(self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch) -> jax.Array:
         """One step of the optimizer, in place; the loss before it, NaN where that or a gradient is

@@ -15,17 +15,17 @@ from jaxtyping import Float, Int
 from cheem_jax.backbone.flops import backbone_params
 from cheem_jax.baselines.baseline import OwnHeads, at_least_one, params_report, pass_costs
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, numbered, unnumbered
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.cheem.heads import classes_by_task, cut, head_logits, local_cross_entropy
 from cheem_jax.cheem.supernet import init_head_learner
-from cheem_jax.cheem.training import images_left
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, next_power_of_two
 from cheem_jax.core.pool import Head
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Split, Task
 from cheem_jax.run.record import to_json
 from cheem_jax.run.rolling import Saved
 from cheem_jax.run.session import Session
+from cheem_jax.run.training import images_left
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ from cheem_jax.backbone.vit import Prefix
 from cheem_jax.baselines.baseline import at_least_one, expect, halved
 from cheem_jax.baselines.fitting import Fitting
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.routing import normalise
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Task
 
 

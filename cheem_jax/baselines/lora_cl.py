@@ -20,19 +20,20 @@ import numpy as np
 
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.baseline import at_least_one
-from cheem_jax.cheem.config import FitConfig, OpSettings
+from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, kept_by_router
 from cheem_jax.cheem.supernet import Supernet
-from cheem_jax.cheem.training import constant_draws, fit, images_left
+from cheem_jax.cheem.training import constant_draws, fit
 from cheem_jax.core.architecture import Choice, encode
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two, task_number
 from cheem_jax.core.pool import TaskMemory, grow
 from cheem_jax.core.routing import RouterConfig
-from cheem_jax.core.settings import Placement
+from cheem_jax.core.settings import FitConfig, Placement
 from cheem_jax.data.task import Task
 from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
 from cheem_jax.run.method import Networks
 from cheem_jax.run.session import Session
+from cheem_jax.run.training import images_left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +87,15 @@ class LoraCl(ExpertMemory):
         settings = OpSettings(rank=config.rank)
         fitting = underway.fitting("finetune", Supernet(key, experts, num_classes, settings))
         network = fitting.supernet
-        progress = fitting.progress
         architecture = (Choice("adapt", 0),) * len(experts)
         train = feed_images(executor, task.train.images, budget)
         with session.phase("keep"):
             train = keep_tokens(
                 "training images", executor, train, num, (), batch_size=batch_size, budget=budget
             )
-        left = images_left(progress, config.fit, num, batch_size)
-        saved = functools.partial(underway.saved, {"finetune": fitting})
-        with session.phase("train", left, saved) as advance:
-            fit(
+        left = images_left(fitting.progress, config.fit, num, batch_size)
+        with session.phase("train", left, underway.saved) as advance:
+            fitting = fit(
                 executor,
                 fitting,
                 train,
@@ -106,8 +105,10 @@ class LoraCl(ExpertMemory):
                 batch_size=batch_size,
                 order_key=keys.at(number, Phase.METHOD_ORDER),
                 advance=advance,
+                on_step=functools.partial(underway.keep, "finetune"),
             )
         state = fitting.state
+        progress = fitting.progress
         parents = tuple(Choice("adapt", parent) for parent in begun)
         pool, used = grow(self.memory.pool, parents, network.learned(state, architecture), index)
         means = np.zeros(

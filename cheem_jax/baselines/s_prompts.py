@@ -22,10 +22,10 @@ from cheem_jax.backbone.vit import ViT
 from cheem_jax.baselines.baseline import at_least_one, pass_costs
 from cheem_jax.baselines.fitting import Inputs
 from cheem_jax.baselines.prompting import OwnPrompts, Prompts
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.routing import PAPER, RouterConfig, fit_centroids, route
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Task
 
 

@@ -5,7 +5,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from cheem_jax.core.routing import RouterConfig
-from cheem_jax.core.settings import KINDS, Kind, Placement, Token
+from cheem_jax.core.settings import KINDS, FitConfig, Kind, Placement, Token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,28 +57,6 @@ class SearchConfig:
                 raise ValueError(
                     f"search {name} is {getattr(self, name)}; expected a number in [0, 1]"
                 )
-
-
-@dataclasses.dataclass(frozen=True)
-class FitConfig:
-    """One phase of gradient training (paper: Adam, 1e-3, no weight decay)."""
-
-    epochs: int
-    """Passes over the training images (paper: 50 in the supernet, 20 in fine-tuning)."""
-    learning_rate: float = 1e-3
-    """Adam's rate at the start (paper: 0.001)."""
-    schedule: Literal["cosine", "epoch_cosine", "constant"] = "cosine"
-    """Rate over the steps of the phase: cosine to 0; the CODA-Prompt code's cosine by whole epochs,
-    which ends at 1.6 % of the rate; or constant."""
-    non_finite: Literal["stop", "skip"] = "stop"
-    """Where a loss or gradient is non-finite: end with an error, or leave that step out and count
-    it."""
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ValueError(f"epochs is {self.epochs}; a phase needs at least 1")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; expected a positive number")
 
 
 @dataclasses.dataclass(frozen=True)

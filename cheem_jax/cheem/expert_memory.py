@@ -2,7 +2,7 @@
 progress, answers, cost."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from cheem_jax.cheem.evolution import Scored, Searched
 from cheem_jax.cheem.heads import padded
 from cheem_jax.cheem.saved_memory import open_memory, save_memory_task, with_task
 from cheem_jax.cheem.supernet import Supernet
-from cheem_jax.cheem.training import FitState, SupernetFit
+from cheem_jax.cheem.training import SupernetFit
 from cheem_jax.core.architecture import Architecture, to_strings
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, Pool, StoredExpert, TaskMemory
@@ -47,6 +47,7 @@ from cheem_jax.run.method import (
 )
 from cheem_jax.run.rolling import Saved
 from cheem_jax.run.session import Session
+from cheem_jax.run.training import FitState, restored
 
 
 @dataclasses.dataclass
@@ -64,6 +65,8 @@ class Underway:
     learned: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arrays of networks that were being trained and have not gone on yet, by the name of the
     training."""
+    training: tuple[str, SupernetFit] | None = None
+    """Name and current state of the latest training; its arrays are part of a checkpoint."""
 
     @classmethod
     def begun(cls, saved: Saved | None) -> "Underway":
@@ -76,8 +79,7 @@ class Underway:
             searched = Searched(meta["generations"], Scored(**arrays["searched"]))
         fits = {}
         for name, fit in meta["fits"].items():
-            running = [float(loss) for loss in arrays.get(f"{name}_running", ())]
-            fits[name] = FitState(fit["step"], list(fit["losses"]), [*running], fit["skipped"])
+            fits[name] = restored(fit, arrays.get(f"{name}_running", ()))
         learned = {name: arrays[name] for name in fits if name in arrays}
         return cls(arrays.get("similarity"), searched, fits, learned)
 
@@ -90,22 +92,30 @@ class Underway:
         """The training of this name, from where it was saved or from its start."""
         arrays = self.learned.pop(name, None)
         state = supernet.init() if arrays is None else supernet.from_arrays(arrays)
-        return SupernetFit(supernet, state, self.fits.setdefault(name, FitState()))
+        fitting = SupernetFit(supernet, state, self.fits.get(name, FitState()))
+        self.keep(name, fitting)
+        return fitting
 
-    def saved(self, fittings: Mapping[str, SupernetFit]) -> Saved:
-        """Everything so far; `fittings` are what this phase trains, or what the search scores."""
-        arrays: dict[str, Any] = self.learned | {
-            name: one.supernet.arrays(one.state) for name, one in fittings.items()
-        }
+    def keep(self, name: str, fitting: SupernetFit) -> None:
+        """Replace the state and progress of the training of this name."""
+        self.fits[name] = fitting.progress
+        self.training = name, fitting
+
+    def saved(self) -> Saved:
+        """A rolling checkpoint of the task."""
+        arrays: dict[str, Any] = dict(self.learned)
+        if self.training is not None:
+            name, current = self.training
+            arrays[name] = current.supernet.arrays(current.state)
         if self.similarity is not None:
             arrays["similarity"] = self.similarity
         if self.searched is not None:
             arrays["searched"] = self.searched.scored._asdict()
         fits: dict[str, Any] = {}
         for name, fit in self.fits.items():
-            fits[name] = {"step": fit.step, "losses": fit.losses, "skipped": fit.skipped}
+            fits[name] = fit.meta()
             if fit.running:
-                arrays[f"{name}_running"] = np.array(jax.device_get(fit.running), np.float64)
+                arrays[f"{name}_running"] = fit.running_losses()
         generations = 0 if self.searched is None else self.searched.generations
         meta = {"generations": generations, "fits": fits}
         return Saved(arrays, meta)

@@ -22,13 +22,11 @@ from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, task_network
 from cheem_jax.cheem.hee import cosines, exploit_table, norm_cosine, uniform_table, without
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import (
-    FitState,
     SupernetFit,
     architecture_flops,
     constant_draws,
     fit,
     frozen_prefix,
-    images_left,
     prepare,
     supernet_draws,
     supernet_score,
@@ -55,6 +53,7 @@ from cheem_jax.engine.passes import TokenMeans, network_features, token_means, u
 from cheem_jax.run.method import FrozenFeatures, base_network
 from cheem_jax.run.rolling import Saved
 from cheem_jax.run.session import Session
+from cheem_jax.run.training import FitState, images_left
 
 
 class Tables(NamedTuple):
@@ -332,8 +331,7 @@ class Cheem(ExpertMemory):
         )
         images = self._trained_on(learning, Phase.SUPERNET_AUGMENTATION)
         left = images_left(fitting.progress, config.supernet, len(labels), config.batch_size)
-        saved = functools.partial(underway.saved, {"supernet": fitting})
-        with learning.session.phase("supernet", left, saved) as advance:
+        with learning.session.phase("supernet", left, underway.saved) as advance:
             return fit(
                 self.executor,
                 fitting,
@@ -344,6 +342,7 @@ class Cheem(ExpertMemory):
                 batch_size=config.batch_size,
                 order_key=keys.at(index, Phase.SUPERNET_ORDER),
                 advance=advance,
+                on_step=functools.partial(underway.keep, "supernet"),
             )
 
     def search(
@@ -360,8 +359,7 @@ class Cheem(ExpertMemory):
         num = len(rows) + len(learning.task.val.labels)
         done = 0 if underway.searched is None else underway.searched.generations
         left = config.population * num * (config.generations - done)
-        saved = functools.partial(underway.saved, {"supernet": trained})
-        with learning.session.phase("search", left, saved) as advance:
+        with learning.session.phase("search", left, underway.saved) as advance:
 
             def keep(searched: Searched) -> None:
                 underway.searched = searched
@@ -431,7 +429,8 @@ class Cheem(ExpertMemory):
         fitting = underway.fitting("finetune", supernet)
         if config.weights == "inherited" and not fitting.progress.step:
             assert trained is not None, "inherited weights come from a supernet"
-            fitting.state = trained.supernet.inherit(trained.state, architecture)
+            fitting = fitting._replace(state=trained.supernet.inherit(trained.state, architecture))
+            underway.keep("finetune", fitting)
         images = self._trained_on(learning, Phase.FINETUNE_AUGMENTATION)
         if not config.augment:
             prefix = frozen_prefix(supernet, architecture)
@@ -440,8 +439,7 @@ class Cheem(ExpertMemory):
                 learning, "what fine-tuning leaves unchanged", images, len(labels), prefix
             )
         left = images_left(fitting.progress, config.finetune, len(labels), config.batch_size)
-        saved = functools.partial(underway.saved, {"finetune": fitting})
-        with learning.session.phase("finetune", left, saved) as advance:
+        with learning.session.phase("finetune", left, underway.saved) as advance:
             return fit(
                 self.executor,
                 fitting,
@@ -452,6 +450,7 @@ class Cheem(ExpertMemory):
                 batch_size=config.batch_size,
                 order_key=self.keys.at(learning.index, Phase.FINETUNE_ORDER),
                 advance=advance,
+                on_step=functools.partial(underway.keep, "finetune"),
             )
 
     def _scored_rows(self, learning: Learning) -> Int[np.ndarray, "N"]:
@@ -528,9 +527,8 @@ class Cheem(ExpertMemory):
         """mu of the finished network over the training images, and their features."""
         underway = learning.underway
         num = len(learning.task.train.labels)
-        saved = functools.partial(underway.saved, {"finetune": finished})
         session = learning.session
-        with session.phase("finetune"), session.phase("means", num, saved) as advance:
+        with session.phase("finetune"), session.phase("means", num, underway.saved) as advance:
             return token_means(
                 self.executor,
                 [network],

@@ -5,74 +5,42 @@ and following).
 a fresh architecture for every batch, fine-tuning repeats one.
 """
 
-import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.backbone.flops import network_flops
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.cheem.evolution import Score
 from cheem_jax.cheem.hee import sample
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.core.architecture import Architecture, Choice, decode, encode, to_strings
-from cheem_jax.core.keys import key_at, next_power_of_two, order_at
+from cheem_jax.core.keys import key_at, next_power_of_two
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import merge_dense
-from cheem_jax.core.settings import Advance
+from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.engine.batches import Rows, batches, num_batches
 from cheem_jax.engine.executor import Batch, Dense, Executor, Place, Step
-from cheem_jax.engine.feed import Feed, HostImages, ahead
+from cheem_jax.engine.feed import Feed, HostImages
 from cheem_jax.engine.passes import unwatched
 from cheem_jax.engine.spread import count_right_spread
+from cheem_jax.run import training
+from cheem_jax.run.training import FitState
 
 Draws = Callable[[int, int], Int[np.ndarray, "steps L"]]
 """Epoch and number of steps to candidate indices, one architecture per step."""
 
-NOTE_EVERY = 8
-"""Steps between looks at the loss: a look waits for the device."""
 
-
-def learning_rate_at(config: FitConfig, step: int, total_steps: int) -> float:
-    """The rate of a global step: it follows all steps of the phase, drawn or not."""
-    if config.schedule == "constant":
-        return config.learning_rate
-    if config.schedule == "epoch_cosine":
-        epoch = step * config.epochs // total_steps
-        return config.learning_rate * math.cos(
-            99 * math.pi * epoch / (200 * max(config.epochs - 1, 1))
-        )
-    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * step / total_steps))
-
-
-@dataclasses.dataclass
-class FitState:
-    """How far a phase of gradient training has come."""
-
-    step: int = 0
-    """Steps taken in all epochs."""
-    losses: list[float] = dataclasses.field(default_factory=list)
-    """Mean loss of each finished epoch."""
-    running: list[jax.Array | float] = dataclasses.field(default_factory=list)
-    """Loss of each step of the running epoch; NaN where the step was left out."""
-    skipped: int = 0
-    """Steps left out because a loss or gradient was non-finite."""
-
-
-@dataclasses.dataclass
-class SupernetFit:
-    """A supernet in training: its state so far, and how far the phase has come. `fit` replaces both
-    step by step."""
+class SupernetFit(NamedTuple):
+    """A supernet, the state of what it learns, and the progress of that training."""
 
     supernet: Supernet
     state: SupernetState
-    progress: FitState = dataclasses.field(default_factory=FitState)
+    progress: FitState = FitState()
 
 
 def train_step(
@@ -124,100 +92,52 @@ def fit(
     batch_size: int,
     order_key: jax.Array,
     advance: Advance,
+    on_step: Callable[[SupernetFit], object] = lambda fitting: None,
 ) -> SupernetFit:
-    """Train what the sampled architectures hold, and the head, from where `fitting` is to the last
+    """Train the head and the learners of the sampled architectures, from `fitting` to the last
     epoch.
 
-    The data order comes from `order_key`. `fitting` is up to date whenever `advance` is called, so
-    what is kept of it there resumes as if nothing had happened. Raises FloatingPointError where a
-    loss or gradient is non-finite; no such step reaches a parameter.
+    `order_key` determines the order of the images. `on_step` receives the current fit before each
+    call of `advance`; training that resumes from it ends as an uninterrupted one. Raises
+    FloatingPointError if a loss or gradient is non-finite; such a step changes no parameter.
     """
-    supernet, progress = fitting.supernet, fitting.progress
-    num = len(labels)
+    supernet = fitting.supernet
     steps = num_batches(len(labels), batch_size)
-    total = config.epochs * steps
-    note = ""
-    for epoch in range(progress.step // steps, config.epochs):
-        begin = progress.step % steps
-        seen = 0
-        architectures = [decode(codes, supernet.sizes) for codes in draws(epoch, steps)]
-        rates = [learning_rate_at(config, epoch * steps + step, total) for step in range(steps)]
-        pieces = list(batches(order_at(key_at(order_key, epoch), num), batch_size))
-        prepared = ahead(
-            executor.layout, steps_of(executor, feed.at(epoch), labels, pieces[begin:], batch_size)
-        )
-        for first in range(begin, steps, executor.steps_per_call):
-            part = slice(first, first + executor.steps_per_call)
-            coming = list(itertools.islice(prepared, executor.steps_per_call))
-            fitting.state, losses = train_steps(
-                executor,
-                supernet,
-                fitting.state,
-                architectures[part],
-                [step for step, _ in coming],
-                rates=rates[part],
-            )
-            progress.running += losses
-            progress.step += len(coming)
-            # of several steps in a call the last one's loss comes late: to wait for it would leave
-            # the device idle
-            known = progress.running
-            if len(losses) > 1:
-                known = [*progress.losses[-1:], *progress.running[: -len(losses)]]
-            if known and (first - begin) // NOTE_EVERY >= seen:
-                note = f"epoch {epoch + 1}/{config.epochs} loss {float(known[-1]):.3f}"
-                seen = seen + 1
-            if progress.step == (epoch + 1) * steps:
-                finish_epoch(
-                    progress, config, [piece.size for piece in pieces], rates, architectures
-                )
-            advance(sum(size for _, size in coming), note)
-    return fitting
 
+    def sampled(epoch: int) -> list[Architecture]:
+        return [decode(codes, supernet.sizes) for codes in draws(epoch, steps)]
 
-def images_left(state: FitState, config: FitConfig, num_images: int, batch_size: int) -> int:
-    """Images that a fit still works through."""
-    epochs, steps = divmod(state.step, num_batches(num_images, batch_size))
-    return (config.epochs - epochs) * num_images - steps * batch_size
+    def read(epoch: int, pieces: Sequence[Rows], begin: int) -> Iterator[tuple[Architecture, Step]]:
+        data = steps_of(executor, feed.at(epoch), labels, pieces[begin:], batch_size)
+        return zip(sampled(epoch)[begin:], data, strict=True)
 
+    def step(
+        state: SupernetState, batch: Sequence[tuple[Architecture, Step]], rates: Sequence[float]
+    ) -> tuple[SupernetState, list[jax.Array]]:
+        architectures, data = zip(*batch, strict=True)
+        return train_steps(executor, supernet, state, architectures, data, rates=rates)
 
-def finish_epoch(
-    state: FitState,
-    config: FitConfig,
-    sizes: Sequence[int],
-    rates: Sequence[float],
-    architectures: Sequence[Architecture] = (),
-) -> None:
-    """Move the running losses of an epoch's steps to its mean; an error tells the step's
-    architecture, if given.
+    def describe(epoch: int, step: int) -> str:
+        return f" with the architecture {' '.join(to_strings(sampled(epoch)[step]))}"
 
-    Raises FloatingPointError where one is non-finite, unless such steps are to be left out.
-    """
-    losses = [float(loss) for loss in jax.device_get(state.running)]
-    kept = [step for step, loss in enumerate(losses) if math.isfinite(loss)]
-    left_out = sorted(set(range(len(losses))) - set(kept))
-    if left_out and (config.non_finite == "stop" or not kept):
-        step = left_out[0]
-        trained = (
-            f" with the architecture {' '.join(to_strings(architectures[step]))}"
-            if architectures
-            else ""
-        )
-        raise FloatingPointError(
-            f"non-finite loss or gradient at step {step + 1} of {len(losses)} in epoch "
-            f"{len(state.losses) + 1}, at the learning rate {rates[step]:.3g}"
-            f"{trained}; try a learning rate below {config.learning_rate}"
-            + (
-                ""
-                if config.non_finite == "skip"
-                else ", or non_finite=skip to leave such steps out"
-            )
-        )
-    state.losses.append(
-        sum(losses[step] * sizes[step] for step in kept) / sum(sizes[step] for step in kept)
+    return SupernetFit(
+        supernet,
+        *training.fit(
+            step,
+            fitting.state,
+            fitting.progress,
+            read,
+            num_images=len(labels),
+            batch_size=batch_size,
+            config=config,
+            order_key=order_key,
+            advance=advance,
+            steps_per_call=executor.steps_per_call,
+            layout=executor.layout,
+            on_step=lambda *current: on_step(SupernetFit(supernet, *current)),
+            describe=describe,
+        ),
     )
-    state.skipped += len(left_out)
-    state.running = []
 
 
 def steps_of(
@@ -226,8 +146,8 @@ def steps_of(
     labels: Int[np.ndarray, "N"],
     order: Sequence[Rows],
     batch_size: int,
-) -> Iterator[tuple[Step, int]]:
-    """Each step's data, in parts as the executor takes them, and its number of images."""
+) -> Iterator[Step]:
+    """Each step's data, in parts as the executor takes them."""
     layout = executor.layout
     rows = executor.rows(batch_size)
     parts = [
@@ -241,7 +161,7 @@ def steps_of(
             Batch(next(tokens), layout.rows(labels[batch.rows[cut]]), layout.weights(weights[cut]))
             for cut in cuts
         ]
-        yield step, batch.size
+        yield step
 
 
 def make_step(executor: Executor, images: np.ndarray, labels: Int[np.ndarray, "B"]) -> Step:
@@ -253,7 +173,7 @@ def make_step(executor: Executor, images: np.ndarray, labels: Int[np.ndarray, "B
 
 def step_of(executor: Executor, feed: Feed, labels: Int[np.ndarray, "N"], batch: Rows) -> Step:
     """One step's data, in parts as the executor takes them."""
-    ((step, _),) = steps_of(executor, feed, labels, [batch], len(batch.rows))
+    (step,) = steps_of(executor, feed, labels, [batch], len(batch.rows))
     return step
 
 

@@ -36,3 +36,24 @@ class SeedsConfig:
     """The architectures that supernet training samples."""
     search: int | None = None
     """The evolutionary search."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FitConfig:
+    """One phase of gradient training (paper: Adam, 1e-3, no weight decay)."""
+
+    epochs: int
+    """Passes over the training images (paper: 50 in the supernet, 20 in fine-tuning)."""
+    learning_rate: float = 1e-3
+    """Adam's initial learning rate (paper: 0.001)."""
+    schedule: Literal["cosine", "epoch_cosine", "constant"] = "cosine"
+    """Learning rate over the steps of the phase: cosine decay to 0; the CODA-Prompt code's cosine
+    by whole epochs, which ends at 1.6 % of the initial rate; or constant."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """If a loss or gradient is non-finite: stop with an error, or skip that step and count it."""
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"epochs is {self.epochs}; a phase needs at least 1")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate is {self.learning_rate}; expected a positive number")

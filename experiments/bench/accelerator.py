@@ -394,7 +394,7 @@ class Subject:
         losses = []
         for first in range(0, len(architectures), executor.steps_per_call):
             some = architectures[first : first + executor.steps_per_call]
-            data = [next(steps)[0] for _ in some]
+            data = [next(steps) for _ in some]
             fitting.state, found = train_steps(
                 executor, fitting.supernet, fitting.state, some, data, rates=[1e-3] * len(some)
             )

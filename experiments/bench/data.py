@@ -291,7 +291,7 @@ def epoch(executor: Executor, split: Split) -> Epoch:
     start = time.perf_counter()
     following = ahead(executor.layout, data)
     for row in codes:
-        step, _ = next(following)
+        step = next(following)
         waits.append(time.perf_counter() - start)
         losses.append(measure.step(executor, fitting, decode(row, sizes), step))
         steps.append(time.perf_counter() - start)

@@ -24,7 +24,7 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.cheem.expert_memory import TaskNetworks
-from cheem_jax.cheem.training import SupernetFit, make_step, train_step
+from cheem_jax.cheem.training import make_step, train_step
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import decode
 from cheem_jax.core.pool import DenseExperts, InternalMemory
@@ -34,7 +34,7 @@ from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import Whole, memory_map_limit, memory_maps
 from cheem_jax.memory.predictor import Predictor
 from experiments.bench import measure
-from experiments.bench.measure import Bench, Row
+from experiments.bench.measure import Bench, Row, Training
 from experiments.bench.memories import sampled_memory
 
 CONFIG = ViTConfig("tiny", 16, 2, 2, image_size=8, patch_size=4, num_classes=0)
@@ -107,7 +107,7 @@ def repeat(times: int, work: Callable[[], object]) -> dict[str, Any]:
     }
 
 
-def train(executor: Executor, fitting: SupernetFit, rng: np.random.Generator) -> None:
+def train(executor: Executor, fitting: Training, rng: np.random.Generator) -> None:
     """One step of a sampled architecture, from the start of what it learns."""
     supernet = fitting.supernet
     architecture = decode(

@@ -33,8 +33,8 @@ from cheem_jax.backbone.flops import embed_flops, executed_halves, pair_flops
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
 from cheem_jax.cheem.config import OpSettings
-from cheem_jax.cheem.supernet import Supernet
-from cheem_jax.cheem.training import SupernetFit, train_step
+from cheem_jax.cheem.supernet import Supernet, SupernetState
+from cheem_jax.cheem.training import train_step
 from cheem_jax.cli.main import run_command
 from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.core.architecture import Architecture
@@ -326,7 +326,15 @@ def kept(executor: Executor, images: Images, prefix: Network = (), *, batch_size
     )
 
 
-def step(executor: Executor, fitting: SupernetFit, architecture: Architecture, data: Step) -> float:
+@dataclasses.dataclass
+class Training:
+    """A supernet and its current state, which `step` replaces."""
+
+    supernet: Supernet
+    state: SupernetState
+
+
+def step(executor: Executor, fitting: Training, architecture: Architecture, data: Step) -> float:
     """One step of training, waited for; returns its loss and replaces the state of `fitting`."""
     fitting.state, loss = train_step(
         executor, fitting.supernet, fitting.state, architecture, data, rate=1e-3
@@ -335,10 +343,10 @@ def step(executor: Executor, fitting: SupernetFit, architecture: Architecture, d
     return float(loss)
 
 
-def new_task(pool: Pool, num_classes: int, rank: int) -> SupernetFit:
+def new_task(pool: Pool, num_classes: int, rank: int) -> Training:
     """A fresh supernet over the experts of a pool."""
     supernet = Supernet(jax.random.key(1), dense_experts(pool), num_classes, OpSettings(rank=rank))
-    return SupernetFit(supernet, supernet.init())
+    return Training(supernet, supernet.init())
 
 
 def random_images(num: int, config: ViTConfig, seed: int = 0) -> np.ndarray:

@@ -16,12 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from cheem_jax.cheem.config import FitConfig, SearchConfig
+from cheem_jax.cheem.config import SearchConfig
 from cheem_jax.cheem.evolution import search
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.hee import uniform_table
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import (
+    SupernetFit,
     architecture_flops,
     dense_network,
     fit,
@@ -34,6 +35,7 @@ from cheem_jax.cheem.training import (
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.pool import DenseExperts, InternalMemory, pool_sizes
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
@@ -176,7 +178,7 @@ def real_search(
     order, mode, draw, key = jax.random.split(jax.random.key(3), 4)
     state = fit(
         executor,
-        fitting,
+        SupernetFit(supernet, fitting.state),
         kept(executor, task.train.images, batch_size=32),
         task.train.labels,
         draws=supernet_draws(mode, draw, exploit=exploit, uniform=uniform, epsilon=0.3),

@@ -27,14 +27,13 @@ from charts import names_in
 from flax import nnx
 
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, numbered, over_batches
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.cheem.heads import head_logits, local_cross_entropy
 from cheem_jax.cheem.supernet import init_head_learner
 from cheem_jax.core.images import Images
 from cheem_jax.core.interruption import Stop
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two, order_at, task_number
 from cheem_jax.core.pool import Head
-from cheem_jax.core.settings import Advance
+from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.data.task import Split, Stream
 from cheem_jax.engine.executor import Executor
 from cheem_jax.run.progress import Progress

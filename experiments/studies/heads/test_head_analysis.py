@@ -19,8 +19,8 @@ from rich.console import Console
 from cheem_jax.baselines.catalogue import preset_of
 from cheem_jax.baselines.ewc import EwcConfig
 from cheem_jax.baselines.l2p import L2pConfig
-from cheem_jax.cheem.config import FitConfig
 from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Stream
 from cheem_jax.memory.contents import settings_of
 from cheem_jax.report.finished import RunRecord, read
