@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import mtil
 import numpy as np
 from charts import mean_std, spread, write_page
 from scipy.stats import rankdata
@@ -38,6 +37,7 @@ from study import recorded, seeds_of
 from cheem_jax.backbone.flops import backbone_params
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cheem.config import PRESETS as CHEEM_PRESETS
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core import metrics
@@ -56,10 +56,10 @@ PRESETS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ComponentStudy(mtil.Data):
+class ComponentStudy(cheem_run.Data):
     """Transfer and forgetting of eleven components of a ViT block."""
 
-    stream: str = mtil.DEMO
+    stream: str = cheem_run.DEMO
     """demo, or whatever `experiments/mtil.py --stream` takes."""
     components: str = "all"
     """Names or indices of the paper's table, separated by commas, or all; more can be added to a
@@ -83,8 +83,10 @@ def main(settings: ComponentStudy) -> None:
     progress = Progress()
     components = learning.components_of(settings.components)
     seeds = seeds_of(settings.seeds)
-    data = {field.name: getattr(settings, field.name) for field in dataclasses.fields(mtil.Data)}
-    loaded = mtil.load(mtil.Mtil(cheem=CHEEM_PRESETS["quick"], **data), progress)
+    data = {
+        field.name: getattr(settings, field.name) for field in dataclasses.fields(cheem_run.Data)
+    }
+    loaded = cheem_run.load(cheem_run.Run(cheem=CHEEM_PRESETS["quick"], **data), progress)
     training = PRESETS[settings.preset]
     command = ["experiments/component_study.py", *arguments_of(settings)]
     learn(
@@ -102,7 +104,7 @@ def main(settings: ComponentStudy) -> None:
 
 def learn(
     directory: Path,
-    loaded: mtil.Loaded,
+    loaded: cheem_run.Loaded,
     training: Training,
     components: list[Component],
     seeds: list[int],

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import mtil
 import numpy as np
 from charts import check_folder, filled, frame, legend_below, mean_std, spread, write_page
 from matplotlib import colormaps
@@ -29,6 +28,7 @@ from studies.heads.theory import match_probability, match_with_one_rival
 from studies.paper.printed import Cell, printed
 
 from cheem_jax.cheem.config import PRESETS
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.finished import (
@@ -64,10 +64,10 @@ class HeadAnalysis:
     out: Path = Path("runs/heads")
     """Where tables and figures are written."""
 
-    def settings(self, config: Mapping[str, Any]) -> mtil.Mtil:
-        """What `mtil.load` needs to load the images and weights of a run, from its
+    def settings(self, config: Mapping[str, Any]) -> cheem_run.Run:
+        """What `cheem_run.load` needs to load the images and weights of a run, from its
         `config.json`."""
-        return mtil.Mtil(
+        return cheem_run.Run(
             cheem=PRESETS["quick"],
             stream=self.stream or config["stream"],
             tasks=",".join(config["tasks"]),
@@ -137,14 +137,14 @@ def measure_all(
 
     Raises ValueError where images or weights are not those that a run saw.
     """
-    sources: dict[tuple[object, ...], tuple[mtil.Loaded, dict[Any, Any]]] = {}
+    sources: dict[tuple[object, ...], tuple[cheem_run.Loaded, dict[Any, Any]]] = {}
     found = []
     for run in runs:
         margins: list[Margins] = []
         if run.results["method"] in GLOBAL_HEADS:
             place = (*run.place, run.order, run.config["image_size"], "pixels" in run.config)
             if place not in sources:
-                sources[place] = mtil.load(settings.settings(run.config), progress), {}
+                sources[place] = cheem_run.load(settings.settings(run.config), progress), {}
             loaded, workshop = sources[place]
             progress.say(f"logits of {run.directory}")
             margins = measure(run, loaded.stream, loaded.pretrained, workshop)

@@ -122,10 +122,12 @@ class Job:
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGUSR2, ask)
         try:
-            import mtil  # takes seconds, in which signals count already
+            from cheem_jax.cli import (
+                run as cheem_run,  # takes seconds, in which signals count already
+            )
 
-            settings = mtil.read_arguments(self.arguments)
-            run_command(mtil.main, settings, settings.run_dir)
+            settings = cheem_run.read_arguments(self.arguments)
+            run_command(cheem_run.run_seeds, settings, settings.run_dir)
         except SystemExit as stop:
             if stop.code != 128 + signal.SIGTERM:
                 raise

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import mtil
 import planted
 import tyro
 
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.demo import Demo, learn_demo
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.compare import config_of, differences
@@ -27,12 +27,14 @@ from cheem_jax.run.differences import leaves, settings_apart, summary
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 
+RUN = (
+    lambda arguments: dataclasses.replace(cheem_run.read_arguments(arguments), num_seeds=1),
+    cheem_run.run_seeds,
+)
 COMMANDS: dict[str, tuple[Callable[[list[str]], Any], Callable[[Any], None]]] = {
     "cheem demo": (lambda arguments: parse(Demo, arguments), learn_demo),
-    "experiments/mtil.py": (
-        lambda arguments: dataclasses.replace(mtil.read_arguments(arguments), num_seeds=1),
-        mtil.main,
-    ),
+    "cheem run": RUN,
+    "experiments/mtil.py": RUN,
     "experiments/planted.py": (
         lambda arguments: parse(planted.Planted, arguments),
         planted.run_alone,

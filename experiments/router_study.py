@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import mtil
 import numpy as np
 from charts import check_folder
 from studies.paper.collected import ByTask, Cells, Collected, is_compared, load
@@ -27,6 +26,7 @@ from studies.routers.trying import Tried, attempt, candidates, seen_of, title_of
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import executed_flops, executed_pass_flops, pass_flops
 from cheem_jax.backbone.params import build
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
@@ -52,7 +52,7 @@ class RouterStudy:
 
     results: Path
     """Folder that `experiments/collect.py` has filled."""
-    stream: str = mtil.DEMO
+    stream: str = cheem_run.DEMO
     """Where the runs' images are."""
     data_dir: Path | None = None
     """Folder with the prepared data of a benchmark."""
@@ -125,11 +125,11 @@ def runs_of(cells: Cells, folder: Path) -> Runs:
     return {cell.title: list(cells[cell].values()) for cell in wanted}
 
 
-def images_of(own: Collected, settings: RouterStudy, progress: Progress) -> mtil.Loaded:
+def images_of(own: Collected, settings: RouterStudy, progress: Progress) -> cheem_run.Loaded:
     """Weights and images of the runs; ValueError where others are given."""
     results = own.run.results
     source = dataclasses.replace(
-        mtil.read_arguments([]),
+        cheem_run.read_arguments([]),
         stream=settings.stream,
         data_dir=settings.data_dir,
         weights=settings.weights,
@@ -138,7 +138,7 @@ def images_of(own: Collected, settings: RouterStudy, progress: Progress) -> mtil
         tasks=",".join(own.run.order),
         split_seed=own.record["data"].get("split_seed", 0),
     )
-    loaded = mtil.load(source, progress)
+    loaded = cheem_run.load(source, progress)
     if loaded.pretrained.sha256 != own.run.config["weights_sha256"]:
         raise ValueError(
             f"the runs had other weights than {loaded.pretrained.source!r}; give theirs with"

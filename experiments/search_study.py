@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mtil
 from charts import names_in
 from studies.searching.report import write
 from studies.searching.units import RECIPES, TaskUnits
@@ -28,6 +27,7 @@ from cheem_jax.baselines.catalogue import Networks
 from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.saved_memory import with_task
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
@@ -41,10 +41,10 @@ from cheem_jax.run_config import base_means_of, networks_of
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchStudy(mtil.Data):
+class SearchStudy(cheem_run.Data):
     """Searches by several recipes on the same tasks."""
 
-    stream: str = mtil.DEMO
+    stream: str = cheem_run.DEMO
     """demo, or whatever `experiments/mtil.py --stream` takes."""
     behind: str | None = None
     """Names of the stream's tasks, separated by commas, behind which each task is learned too."""
@@ -104,18 +104,20 @@ def main(settings: SearchStudy) -> None:
         settings.sampled,
         [] if settings.behind is None else [name.strip() for name in settings.behind.split(",")],
     )
-    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(mtil.Data)}
+    fields = {
+        field.name: getattr(settings, field.name) for field in dataclasses.fields(cheem_run.Data)
+    }
     if settings.tasks is not None:
         asked = [name.strip() for name in settings.tasks.split(",")]
         fields["tasks"] = ",".join(
             [*plan.behind, *(name for name in asked if name not in plan.behind)]
         )
-    source = mtil.Mtil(
+    source = cheem_run.Run(
         **fields, base_data=settings.base_data, engine=settings.engine, cheem=RECIPES["quick"]
     )
     study(
         settings.run_dir,
-        mtil.load(source, progress),
+        cheem_run.load(source, progress),
         plan,
         progress,
         engine=settings.engine,
@@ -138,7 +140,7 @@ def rates_of(text: str) -> list[float]:
 
 def study(
     directory: Path,
-    loaded: mtil.Loaded,
+    loaded: cheem_run.Loaded,
     plan: Plan,
     progress: Progress,
     *,

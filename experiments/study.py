@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import mtil
 from charts import check_folder
 from launching import LauncherConfig, Run, Sweep, check, finish, host_arguments, results_of
 
 from cheem_jax.baselines.catalogue import Name, Networks, preset_of
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of
 from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.core.settings import SeedsConfig
 from cheem_jax.data.demo import TASKS
 from cheem_jax.data.sources import plan_source
+from cheem_jax.data.streams import find_stream
 from cheem_jax.data.task import repeats
 from cheem_jax.run import fingerprint
 from cheem_jax.run.directory import check_held, claim, hold
@@ -34,10 +35,10 @@ Found = dict[str, list[dict[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Study(mtil.Common):
+class Study(cheem_run.Common):
     """Settings of every study over several runs."""
 
-    stream: str = mtil.DEMO
+    stream: str = cheem_run.DEMO
     """demo, or whatever `experiments/mtil.py --stream` takes."""
     preset: Preset | None = None
     """Settings of every method; default: demo for the demo stream, quick for any other."""
@@ -50,11 +51,11 @@ class Study(mtil.Common):
 
     @property
     def chosen_preset(self) -> Preset:
-        return self.preset or ("demo" if self.stream == mtil.DEMO else "quick")
+        return self.preset or ("demo" if self.stream == cheem_run.DEMO else "quick")
 
     @property
     def chosen_seeds(self) -> list[int]:
-        return seeds_of(self.seeds or ("0,1,2" if self.chosen_preset in mtil.FULL else "0"))
+        return seeds_of(self.seeds or ("0,1,2" if self.chosen_preset in cheem_run.FULL else "0"))
 
 
 @contextlib.contextmanager
@@ -124,7 +125,7 @@ def run_all(
     if len(set(names)) < len(names):
         raise ValueError(f"variants named more than once: {', '.join(repeats(names))}")
     for _, one in settings:  # what cannot be had is told before hours of other runs
-        check_held(one.run_dir, known_of(one), defaults_of(mtil.config_of(one).method))
+        check_held(one.run_dir, known_of(one), defaults_of(cheem_run.make_run_config(one).method))
     if study.launcher.kind != "none":
         return run_as_jobs(study, settings, progress, after_each)
     found = Found()
@@ -135,7 +136,9 @@ def run_all(
             load(one)
     for number, (variant, one) in enumerate(settings, 1):
         progress.say(f"{variant.title}, seed {one.seed}: run {number} of {len(settings)}")
-        result = mtil.run(one, mtil.config_of(one), load(one), progress, workshop)
+        result = cheem_run.run_seed(
+            one, cheem_run.make_run_config(one), load(one), progress, workshop
+        )
         found.setdefault(variant.name, []).append(result)
         after_each(found)
     return found
@@ -143,17 +146,13 @@ def run_all(
 
 def run_as_jobs(
     study: Study,
-    settings: Sequence[tuple[Variant, mtil.Mtil]],
+    settings: Sequence[tuple[Variant, cheem_run.Run]],
     progress: Progress,
     after_each: Callable[[Found], object],
 ) -> Found:
     """Every run as a job of its own, which does what `mtil.py` does with its settings."""
     for one in {place_of(one): one for _, one in settings}.values():
-        if one.stream != mtil.DEMO:
-            tasks = None if one.tasks is None else [name.strip() for name in one.tasks.split(",")]
-            plan_source(
-                one.stream, tasks, data_dir=one.data_dir, order=one.order, seed=one.split_seed
-            )
+        find_stream(one)
 
     def tell() -> Found:
         found = Found()
@@ -167,7 +166,7 @@ def run_as_jobs(
         Run(
             f"{variant.name}/seed-{one.seed}",
             one.run_dir,
-            [*arguments_of(mtil.anywhere(one)), *host_arguments(study.launcher)],
+            [*arguments_of(cheem_run.make_portable(one)), *host_arguments(study.launcher)],
         )
         for variant, one in settings
     ]
@@ -175,10 +174,10 @@ def run_as_jobs(
     return tell()
 
 
-def known_of(settings: mtil.Mtil) -> dict[str, Any]:
+def known_of(settings: cheem_run.Run) -> dict[str, Any]:
     """What the configuration of a run will say, as far as that is known before weights and images
     are read."""
-    config = mtil.config_of(settings)
+    config = cheem_run.make_run_config(settings)
     known = {
         config.method.name: dataclasses.asdict(config.method),
         "seed": config.seed,
@@ -186,7 +185,7 @@ def known_of(settings: mtil.Mtil) -> dict[str, Any]:
         "engine": dataclasses.asdict(config.engine),
     }
     if settings.tasks is not None:
-        known["tasks"] = [name.strip() for name in settings.tasks.split(",")]
+        known["tasks"] = settings.task_names
     return known
 
 
@@ -197,18 +196,18 @@ def task_names(stream: str, tasks: str | None = None, data_dir: Path | None = No
         return [name.strip() for name in tasks.split(",")]
     return (
         list(TASKS)
-        if stream == mtil.DEMO
+        if stream == cheem_run.DEMO
         else [plan.name for plan in plan_source(stream, data_dir=data_dir)[1]]
     )
 
 
-def run_settings(study: Study, variant: Variant, seed: int) -> mtil.Mtil:
+def run_settings(study: Study, variant: Variant, seed: int) -> cheem_run.Run:
     """One run of a study as the settings of `mtil.py`."""
     preset = study.chosen_preset
     config = changed(preset_of(variant.method, preset), variant.config)
     is_cheem = isinstance(config, CheemConfig)
-    names = [field.name for field in dataclasses.fields(mtil.Common)]
-    return mtil.Mtil(
+    names = [field.name for field in dataclasses.fields(cheem_run.Common)]
+    return cheem_run.Run(
         **{
             **{name: getattr(study, name) for name in names},
             "preset": preset,
@@ -237,30 +236,27 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     return config
 
 
-def place_of(settings: mtil.Mtil) -> tuple[Any, ...]:
+def place_of(settings: cheem_run.Run) -> tuple[Any, ...]:
     """Where weights and images of a run come from."""
-    return (
-        settings.order,
-        *(getattr(settings, field.name) for field in dataclasses.fields(mtil.Data)),
-    )
+    return tuple(getattr(settings, field.name) for field in dataclasses.fields(cheem_run.Data))
 
 
-def loader(study: Study, progress: Progress) -> Callable[[mtil.Mtil], mtil.Loaded]:
+def loader(study: Study, progress: Progress) -> Callable[[cheem_run.Run], cheem_run.Loaded]:
     """Loads weights and images of a run; those of the last one serve again where they are the
     same."""
-    held: dict[tuple[Any, ...], mtil.Loaded] = {}
+    held: dict[tuple[Any, ...], cheem_run.Loaded] = {}
 
-    def load(settings: mtil.Mtil) -> mtil.Loaded:
+    def load(settings: cheem_run.Run) -> cheem_run.Loaded:
         place = place_of(settings)
         if place not in held:
             held.clear()
             shared = dataclasses.replace(
                 settings, router=None, router_weights=None, base_data=study.base_data
             )
-            held[place] = mtil.load(shared, progress)
+            held[place] = cheem_run.load(shared, progress)
         loaded = held[place]
         if settings.base_data is None:
             loaded = loaded._replace(base_images=None)
-        return loaded._replace(router=mtil.load_router(settings, loaded.size))
+        return loaded._replace(router=cheem_run.load_router(settings, loaded.size))
 
     return load

@@ -5,7 +5,6 @@ import json
 
 import choosing
 import compare
-import mtil
 import numpy as np
 import pytest
 import study
@@ -13,7 +12,9 @@ from PIL import Image
 
 from cheem_jax.baselines.catalogue import NAMES, preset_of
 from cheem_jax.cheem.config import PRESETS, CheemConfig
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.main import run_command
+from cheem_jax.data import streams
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.run.record import read
 
@@ -42,7 +43,7 @@ def stream_of_colours() -> Stream:
 @pytest.fixture
 def settings(monkeypatch, tmp_path):
     stream = stream_of_colours()
-    monkeypatch.setattr(mtil, "demo_stream", lambda image_size: stream)
+    monkeypatch.setattr(streams, "demo_stream", lambda image_size: stream)
     return compare.Compare(methods="frozen_linear,diki", run_dir=tmp_path)
 
 
@@ -110,12 +111,12 @@ def test_settings_are_chosen_on_validation_images_and_never_on_test_images(
     assert "Settings chosen on warm, cold" in shown and "(an end)" in shown
 
     # other test images change no choice, and what was tried is not tried again
-    stream = mtil.demo_stream(image_size=32)
+    stream = streams.demo_stream(image_size=32)
     other = [
         dataclasses.replace(task, test=Split(255 - task.test.images, task.test.labels))
         for task in stream.tasks
     ]
-    monkeypatch.setattr(mtil, "demo_stream", lambda image_size: Stream("demo", tuple(other)))
+    monkeypatch.setattr(streams, "demo_stream", lambda image_size: Stream("demo", tuple(other)))
     before = read(settings.run_dir / "choice" / "diki-rate-0" / "seed-0")
     capsys.readouterr()
     with pytest.raises(ValueError, match="contains another run: data_sha256"):
@@ -188,14 +189,14 @@ def test_what_is_no_earlier_choice_is_refused(settings, text, message, tmp_path,
 def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_are(
     settings, monkeypatch, capsys
 ):
-    run = mtil.run
+    run = cheem_run.run_seed
 
     def stopped_after_diki(run_settings, *given):
         if run_settings.method == "frozen_linear":
             raise KeyboardInterrupt
         return run(run_settings, *given)
 
-    monkeypatch.setattr(mtil, "run", stopped_after_diki)
+    monkeypatch.setattr(cheem_run, "run_seed", stopped_after_diki)
     with pytest.raises(SystemExit) as stop:
         run_command(compare.main, settings, settings.run_dir)
     assert stop.value.code == 130
@@ -203,7 +204,7 @@ def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_ar
     assert [row["method"] for row in begun] == ["diki"]
     before = read(settings.run_dir / "diki" / "seed-0")
 
-    monkeypatch.setattr(mtil, "run", run)
+    monkeypatch.setattr(cheem_run, "run_seed", run)
     capsys.readouterr()
     compare.main(settings)
     said = capsys.readouterr().out

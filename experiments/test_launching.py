@@ -18,13 +18,13 @@ from pathlib import Path
 
 import compare
 import launching
-import mtil
 import pytest
 import study
 from launching import SECONDS_BETWEEN_LOOKS, Job, LauncherConfig, Run, Sweep, results_of
 from rich.console import Console
 
 from cheem_jax.baselines.catalogue import NAMES
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of
 from cheem_jax.cli.main import run_command
 from cheem_jax.core.interruption import Stopped, stop_requests
@@ -139,7 +139,11 @@ def test_jobs_of_this_machine_stop_go_on_fail_and_are_not_repeated(tmp_path, sai
     events = read(directory)
     assert [entry["event"] for entry in events if "command" in entry] == ["run", "continued"]
     alone = study.run_settings(settings, SHORT, 0)
-    assert events[0]["command"] == ["experiments/mtil.py", *arguments_of(mtil.anywhere(alone))]
+    assert events[0]["command"] == [
+        "cheem",
+        "run",
+        *arguments_of(cheem_run.make_portable(alone)),
+    ]
 
 
 @pytest.mark.full
@@ -171,13 +175,13 @@ def test_a_job_stops_before_it_queues_again_and_stays_where_slurm_takes_it_back(
 ):
     happened = []
 
-    def work(settings: mtil.Mtil) -> None:
+    def work(settings: cheem_run.Run) -> None:
         with stop_requests() as stop:
             signal.raise_signal(number)
             happened.append("stopped" if stop else "missed")
             raise stop.stopped("everything is kept")
 
-    monkeypatch.setattr(mtil, "main", work)
+    monkeypatch.setattr(cheem_run, "run_seeds", work)
     monkeypatch.setattr(launching, "sleep", happened.append)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
@@ -343,9 +347,9 @@ def test_a_job_reads_the_settings_that_it_was_given(method, tmp_path):
     settings = settings_of(tmp_path, "--methods", method, "--launcher", "slurm", "--seeds", "3")
     (variant,) = compare.variants_of(settings)
     one = study.run_settings(settings, variant, 3)
-    again = mtil.read_arguments(arguments_of(mtil.anywhere(one)))
+    again = cheem_run.read_arguments(arguments_of(cheem_run.make_portable(one)))
     assert (
-        mtil.config_of(again) == mtil.config_of(one)
+        cheem_run.make_run_config(again) == cheem_run.make_run_config(one)
         and again.run_dir == tmp_path / method / "seed-3"
     )
     assert again == dataclasses.replace(one, options=again.options)

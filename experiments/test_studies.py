@@ -8,13 +8,13 @@ from typing import Any
 
 import ablations
 import compare
-import mtil
 import pytest
 import study
 from PIL import Image
 
 from cheem_jax.baselines.lora_cl import LoraClConfig
 from cheem_jax.cheem.config import PRESETS, CheemConfig
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.main import run_command
 
 
@@ -110,19 +110,23 @@ def test_a_variant_is_a_run_of_mtil_with_a_folder_of_its_own():
         run.run_dir == settings.run_dir / "epsilon-0.9" / "seed-4" and run.base_data == "PICTURES"
     )
     baseline = study.run_settings(settings, study.Variant("lora_cl", "", "lora_cl", {"rank": 3}), 4)
-    assert isinstance(mtil.method_of(baseline), LoraClConfig) and baseline.base_data is None
-    assert mtil.config_of(baseline).method.rank == 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert (
+        isinstance(cheem_run.make_method_config(baseline), LoraClConfig)
+        and baseline.base_data is None
+    )
+    assert cheem_run.make_run_config(baseline).method.rank == 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_augmentation_is_short_for_the_setting_of_cheem():
     given = [
-        mtil.method_of(mtil.read_arguments([f"--{prefix}augment"])) for prefix in ("", "cheem.")
+        cheem_run.make_method_config(cheem_run.read_arguments([f"--{prefix}augment"]))
+        for prefix in ("", "cheem.")
     ]
     assert given == [dataclasses.replace(PRESETS["paper"], augment=True)] * 2
     with pytest.raises(
         ValueError, match="--augment is a setting of cheem, and lora_cl has none; leave it out"
     ):
-        mtil.method_of(mtil.read_arguments(["--method", "lora_cl", "--augment"]))
+        cheem_run.make_method_config(cheem_run.read_arguments(["--method", "lora_cl", "--augment"]))
 
 
 def test_seeds_and_settings_follow_from_the_stream_and_the_preset():
@@ -133,16 +137,18 @@ def test_seeds_and_settings_follow_from_the_stream_and_the_preset():
 
 
 def test_mtil_runs_three_seeds_with_the_papers_settings():
-    runs = mtil.runs_of(mtil.read_arguments(["--run-dir", "/r", "--seed", "5"]))
+    runs = cheem_run.split_seeds(cheem_run.read_arguments(["--run-dir", "/r", "--seed", "5"]))
     assert [(run.seed, str(run.run_dir), run.num_seeds) for run in runs] == [
         (5, "/r/seed-5", 1),
         (6, "/r/seed-6", 1),
         (7, "/r/seed-7", 1),
     ]
-    (one,) = mtil.runs_of(mtil.read_arguments(["--run-dir", "/r", "--preset", "quick"]))
+    (one,) = cheem_run.split_seeds(
+        cheem_run.read_arguments(["--run-dir", "/r", "--preset", "quick"])
+    )
     assert (one.seed, str(one.run_dir)) == (0, "/r")
     with pytest.raises(ValueError, match="--num-seeds is 0; expected at least 1"):
-        mtil.runs_of(mtil.read_arguments(["--num-seeds", "0"]))
+        cheem_run.split_seeds(cheem_run.read_arguments(["--num-seeds", "0"]))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +269,7 @@ def test_times_of_several_devices_are_not_put_side_by_side(tmp_path):
 def test_several_seeds_are_not_begun_inside_the_run_of_one(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="contains a run of one seed"):
-        mtil.runs_of(mtil.read_arguments(["--run-dir", str(tmp_path)]))
+        cheem_run.split_seeds(cheem_run.read_arguments(["--run-dir", str(tmp_path)]))
 
 
 def test_a_folder_with_other_settings_is_told_before_any_run(tmp_path):
@@ -304,7 +310,7 @@ def test_methods_with_a_lighter_network_are_run_with_each():
 
 
 def test_a_removed_op_is_asked_for_on_the_command_line():
-    settings = mtil.read_arguments(
+    settings = cheem_run.read_arguments(
         ["--cheem.remove", "new", "skip", "--cheem.weights", "inherited"]
     )
     assert isinstance(settings.cheem, CheemConfig) and settings.cheem.remove == ("new", "skip")

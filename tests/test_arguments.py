@@ -16,6 +16,7 @@ from cheem_jax.cheem.config import (
     OpSettings,
     SearchConfig,
 )
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of, located
 from cheem_jax.cli.demo import Demo
 from cheem_jax.cli.main import parse
@@ -23,7 +24,6 @@ from cheem_jax.core.routing import RouterConfig
 from cheem_jax.core.settings import FitConfig, SeedsConfig
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.engine.choice import EngineConfig
-from experiments import mtil
 
 # "None" is how a command line writes that there is no value; an argument holds no NUL
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0")).filter(
@@ -83,7 +83,7 @@ METHODS = st.builds(
     weights=st.sampled_from(["initial", "inherited"]),
 )
 MTILS = st.builds(
-    mtil.Mtil,
+    cheem_run.Run,
     cheem=METHODS | st.sampled_from(list(PRESETS.values())),
     preset=st.sampled_from(list(PRESETS)),
     backbone=TEXTS,
@@ -120,7 +120,7 @@ def test_a_demos_arguments_give_it_again_whatever_the_defaults_are(demo, bound):
 @given(MTILS)
 @settings(max_examples=25)
 def test_the_arguments_of_mtil_give_it_again_from_any_preset(given_settings):
-    assert mtil.read_arguments(arguments_of(given_settings)) == given_settings
+    assert cheem_run.read_arguments(arguments_of(given_settings)) == given_settings
 
 
 @pytest.mark.parametrize("method", catalogue.NAMES)
@@ -131,30 +131,32 @@ def test_the_arguments_of_every_method_give_its_settings_again(method, preset):
         options = dataclasses.replace(
             options, fit=dataclasses.replace(options.fit, epochs=3), batch_size=7
         )
-    asked = mtil.Mtil(
+    asked = cheem_run.Run(
         cheem=PRESETS["quick"],
         preset="quick",
         method=method,
         options=options,
         run_dir=Path("/runs"),
     )
-    assert mtil.read_arguments(arguments_of(asked)) == asked
-    assert mtil.method_of(asked).name == method
+    assert cheem_run.read_arguments(arguments_of(asked)) == asked
+    assert cheem_run.make_method_config(asked).name == method
 
 
 def test_of_options_given_twice_the_last_one_counts_everywhere():
-    twice = mtil.read_arguments(
+    twice = cheem_run.read_arguments(
         ["--method", "ewc", "--method=l2p", "--preset", "quick", "--preset", "demo"]
     )
-    assert mtil.method_of(twice) == catalogue.preset_of("l2p", "demo")
+    assert cheem_run.make_method_config(twice) == catalogue.preset_of("l2p", "demo")
 
 
 def test_settings_of_another_method_are_refused():
-    asked = mtil.read_arguments(["--method", "l2p", "--cheem.ops.rank", "3"])
+    asked = cheem_run.read_arguments(["--method", "l2p", "--cheem.ops.rank", "3"])
     with pytest.raises(ValueError, match="those of l2p are --options"):
-        mtil.method_of(asked)
+        cheem_run.make_method_config(asked)
     with pytest.raises(ValueError, match="anchors CHEEM's similarity"):
-        mtil.config_of(mtil.read_arguments(["--method", "l2p", "--base-data", "pictures"]))
+        cheem_run.make_run_config(
+            cheem_run.read_arguments(["--method", "l2p", "--base-data", "pictures"])
+        )
 
 
 def test_paths_become_absolute_and_a_home_folder_is_looked_up():

@@ -18,13 +18,13 @@ from PIL import Image
 
 import cheem_jax
 from cheem_jax.cli import arguments, data, main
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.demo import Demo
 from cheem_jax.cli.main import COMMANDS, GROUPS, run_command
 from cheem_jax.cli.main import main as cli_main
 from cheem_jax.cli.memory import Learn
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.benchmarks.table import order_of
-from experiments import mtil
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,8 +43,8 @@ def write_task(folder, num_classes=2, per_class=4):
 def error_of(capsys, *arguments):
     """Status and standard error of the command line."""
     with pytest.raises(SystemExit) as stop:
-        settings = mtil.read_arguments([*arguments])
-        run_command(mtil.main, settings, settings.run_dir)
+        settings = cheem_run.read_arguments([*arguments])
+        run_command(cheem_run.run_seeds, settings, settings.run_dir)
     return stop.value.code, capsys.readouterr().err
 
 
@@ -141,7 +141,7 @@ def test_a_preset_that_changes_cheem_alone_says_so_of_another_method(capsys, tmp
     )
     for method, says in (("frozen_linear", True), ("cheem", False)):
         with pytest.raises(SystemExit):
-            run_command(mtil.main, mtil.read_arguments([*given, method]))
+            run_command(cheem_run.run_seeds, cheem_run.read_arguments([*given, method]))
         said = capsys.readouterr().out
         assert (
             "preset quick_plus changes CHEEM alone; the settings are those of quick\n" in said
@@ -202,7 +202,7 @@ def test_an_unknown_command_is_named(capsys, monkeypatch):
 )
 def test_an_unknown_option_or_value_ends_with_status_2(capsys, option):
     with pytest.raises(SystemExit) as stop:
-        mtil.read_arguments(option)
+        cheem_run.read_arguments(option)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
     assert option[0] in error
@@ -210,7 +210,7 @@ def test_an_unknown_option_or_value_ends_with_status_2(capsys, option):
 
 def test_an_unknown_option_is_answered_with_the_nearest(capsys):
     with pytest.raises(SystemExit):
-        mtil.read_arguments(["--image-sise", "32"])
+        cheem_run.read_arguments(["--image-sise", "32"])
     assert "--image-size" in capsys.readouterr().err
 
 
@@ -239,10 +239,10 @@ def test_ctrl_c_while_data_are_prepared_says_that_what_is_ready_is_kept(capsys):
 
 
 def test_the_preset_decides_the_defaults_and_options_change_them():
-    settings = mtil.read_arguments(["--preset", "quick", "--cheem.search.generations", "9"])
+    settings = cheem_run.read_arguments(["--preset", "quick", "--cheem.search.generations", "9"])
     assert settings.cheem.supernet.epochs == 8 and settings.cheem.search.generations == 9
-    assert mtil.read_arguments(["--preset=quick"]).cheem.batch_size == 32
-    assert mtil.read_arguments([]).cheem.supernet.epochs == 50
+    assert cheem_run.read_arguments(["--preset=quick"]).cheem.batch_size == 32
+    assert cheem_run.read_arguments([]).cheem.supernet.epochs == 50
 
 
 @pytest.mark.parametrize(
@@ -279,9 +279,7 @@ def test_a_cache_of_programs_that_cannot_be_written_is_no_reason_to_stop(
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
-def test_every_command_tells_its_options_and_what_the_table_says_of_it(capsys, command):
-    kind, function = command.load()
-    assert (kind.__doc__ or "").splitlines()[0] == command.help and callable(function)
+def test_every_command_shows_its_options_and_its_line_of_the_table(capsys, command):
     status, shown, _ = cheem(capsys, *command.name.split(), "--help")
     assert status == 0 and shown.startswith(f"usage: cheem {command.name} ")
     assert command.help in " ".join(shown.split())

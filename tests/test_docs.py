@@ -50,7 +50,7 @@ def commands_in(text: str) -> Iterator[list[str]]:
     """The words after `cheem` of every command in a page: in consoles, scripts and `inline
     code`."""
     for code in CODE.findall(text):
-        for line in code.strip("`").splitlines():
+        for line in code.strip("`").replace("\\\n", " ").splitlines():
             for command in line.split("|"):
                 if found := re.match(r"\s*(?:\$ )?cheem ([^#]*)", command):
                     yield shlex.split(found[1])

@@ -20,7 +20,6 @@ import collect
 import compare
 import component_study
 import head_analysis
-import mtil
 import planted
 import reproduce
 import router_study
@@ -32,6 +31,7 @@ from test_commands_memory import FIRST, SECOND, TASKS, cheem, write_task
 import cheem_jax
 from cheem_jax.backbone.alexnet import load_alexnet
 from cheem_jax.backbone.weights import BUNDLED, load_pretrained
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.main import COMMANDS, main, parse
 from cheem_jax.core.hub import told_in_a_line
 from cheem_jax.core.paths import absolute, shown, with_absolute_paths
@@ -245,7 +245,10 @@ def test_every_path_on_a_command_line_becomes_absolute(here, settings):
                 ["../a b/"] if is_positional else [f"--{field.name.replace('_', '-')}", "../a b/"]
             )
             wanted[field.name] = here.parent / "a b"
-        elif field.default is field.default_factory is dataclasses.MISSING:
+        elif (
+            field.default is field.default_factory is dataclasses.MISSING
+            and not dataclasses.is_dataclass(hints[field.name])
+        ):
             words += (
                 ["bash" if field.name == "shell" else "x"]
                 if "Positional" in text
@@ -256,8 +259,8 @@ def test_every_path_on_a_command_line_becomes_absolute(here, settings):
         assert getattr(found, name) in (place, (place,))
 
 
-def test_mtil_has_absolute_paths(here):
-    found = mtil.read_arguments(
+def test_nested_paths_of_a_command_line_become_absolute(here):
+    found = cheem_run.read_arguments(
         ["--run-dir", "../r 1", "--weights", "~/w", "--images.cache-dir", "./c"]
     )
     assert (found.run_dir, found.weights, found.images.cache_dir) == (
@@ -373,6 +376,6 @@ def test_a_run_beside_the_working_directory_is_resumed(here, capsys):
         FIRST,
     ]
     for _ in range(2):
-        mtil.main(mtil.read_arguments(words))
+        cheem_run.run_seeds(cheem_run.read_arguments(words))
     assert "already; nothing to learn" in capsys.readouterr().out.replace("\n", " ")
     assert absolute("../r") == here.parent / "r" and (here.parent / "r" / "results.json").is_file()

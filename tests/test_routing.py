@@ -27,6 +27,7 @@ from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
 from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
 from cheem_jax.baselines.s_prompts import SPromptsConfig
 from cheem_jax.cheem.expert_memory import ExpertMemory
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.info import Info, show_info
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import from_strings
@@ -63,7 +64,6 @@ from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.method import Backbone, FrozenFeatures, base_network
 from cheem_jax.run.session import Session
 from cheem_jax.run_config import networks_of
-from experiments import mtil
 
 KINDS = ("kmeans", "class_means", "lda", "gaussian", "ridge")
 WIDTH = 6
@@ -363,8 +363,8 @@ def test_a_router_is_chosen_on_the_command_line():
         "--cheem.router.shrinkage",
         "0.1",
     ]
-    assert parse(mtil.Mtil, command).cheem.router == RouterConfig("lda", "early", shrinkage=0.1)
-    assert parse(mtil.Mtil, []).cheem.router == RouterConfig()
+    assert parse(cheem_run.Run, command).cheem.router == RouterConfig("lda", "early", shrinkage=0.1)
+    assert parse(cheem_run.Run, []).cheem.router == RouterConfig()
 
 
 # ---- what is read of the backbone

@@ -3,7 +3,6 @@
 The table of commands is here; a command's own module is imported when that command is given.
 """
 
-import ast
 import contextlib
 import difflib
 import errno
@@ -240,63 +239,194 @@ def _reader_is_gone() -> bool:
 
 
 class Command(NamedTuple):
-    """One sub-command, and where it is to be found in this folder."""
+    """A sub-command; its module, in this folder, is imported when it is given."""
 
     name: str
     module: str
     settings: str
-    """The dataclass that holds its options."""
+    """Dataclass of its options. If the arguments decide the defaults, its method `defaults` returns
+    an instance."""
     function: str
-    """Takes the settings; returns the exit status, None for 0."""
+    """Function of the settings that returns the exit status; None: 0."""
+    help: str
     computes: bool = True
-    """Whether functions are compiled, which are then kept for the next time."""
+    """Whether the command compiles functions, which are then cached."""
 
-    def load(self) -> tuple[type, Callable[[Any], int | None]]:
-        """The dataclass and the function. Raises ImportError where a package is missing."""
+    def load(self) -> tuple[Any, Callable[[Any], int | None]]:
+        """The settings and the function. Raises ImportError if a package is missing."""
         module = importlib.import_module(f"cheem_jax.cli.{self.module}")
         return getattr(module, self.settings), getattr(module, self.function)
-
-    @property
-    def help(self) -> str:
-        """The first line of the dataclass's docstring, read without importing what the command
-        needs."""
-        source = ast.parse(Path(__file__).with_name(f"{self.module}.py").read_text())
-        kinds = (
-            node
-            for node in source.body
-            if isinstance(node, ast.ClassDef) and node.name == self.settings
-        )
-        return (ast.get_docstring(next(kinds)) or "").splitlines()[0]
 
 
 GROUPS: dict[str, tuple[Command, ...]] = {
     "use a memory": (
-        Command("learn", "memory", "Learn", "learn_tasks"),
-        Command("predict", "ask", "Predict", "predict_images"),
-        Command("evaluate", "ask", "Evaluate", "evaluate_memory"),
-        Command("info", "info", "Info", "show_info", computes=False),
-        Command("forget", "memory", "Forget", "forget_tasks"),
-        Command("export", "memory", "Export", "export_memory"),
-        Command("serve", "ask", "Serve", "serve_memory"),
-        Command("push", "memory", "Push", "push_memory", computes=False),
-        Command("pull", "memory", "Pull", "pull_memory", computes=False),
+        Command(
+            "learn",
+            "memory",
+            "Learn",
+            "learn_tasks",
+            "Learn tasks into a new or existing memory; images of earlier tasks are not needed.",
+        ),
+        Command(
+            "predict",
+            "ask",
+            "Predict",
+            "predict_images",
+            "Predict the task and the class of images, and say which blocks answered.",
+        ),
+        Command(
+            "evaluate",
+            "ask",
+            "Evaluate",
+            "evaluate_memory",
+            "Measure a memory's accuracy on labelled images of its tasks.",
+        ),
+        Command(
+            "info",
+            "info",
+            "Info",
+            "show_info",
+            "Show a memory's tasks, their networks, the pool of experts, and sizes.",
+            computes=False,
+        ),
+        Command(
+            "forget",
+            "memory",
+            "Forget",
+            "forget_tasks",
+            "Delete tasks and the experts that only they use. This cannot be undone.",
+        ),
+        Command(
+            "export",
+            "memory",
+            "Export",
+            "export_memory",
+            "Export one task's network, or the whole memory with its router.",
+        ),
+        Command(
+            "serve",
+            "ask",
+            "Serve",
+            "serve_memory",
+            "Predict over HTTP, with a page for browsers (extra `serve`).",
+        ),
+        Command(
+            "push",
+            "memory",
+            "Push",
+            "push_memory",
+            "Push a memory, which contains no image, to the Hugging Face hub.",
+            computes=False,
+        ),
+        Command(
+            "pull",
+            "memory",
+            "Pull",
+            "pull_memory",
+            "Pull a memory from the Hugging Face hub.",
+            computes=False,
+        ),
     ),
     "look": (
-        Command("report", "report", "Report", "write_report_page", computes=False),
-        Command("watch", "report", "Watch", "watch_run", computes=False),
-        Command("tensorboard", "report", "Tensorboard", "write_tensorboard", computes=False),
+        Command(
+            "report",
+            "report",
+            "Report",
+            "write_report_page",
+            "Draw runs and memories as one HTML page.",
+            computes=False,
+        ),
+        Command(
+            "watch",
+            "report",
+            "Watch",
+            "watch_run",
+            "Watch a run or memory that another process works on.",
+            computes=False,
+        ),
+        Command(
+            "tensorboard",
+            "report",
+            "Tensorboard",
+            "write_tensorboard",
+            "Write TensorBoard event files of runs or memories.",
+            computes=False,
+        ),
     ),
     "data and weights": (
-        Command("data list", "data", "List", "list_data", computes=False),
-        Command("data prepare", "data", "Prepare", "prepare_data", computes=False),
-        Command("data verify", "data", "Verify", "verify_data", computes=False),
-        Command("data show", "data", "Show", "show_data", computes=False),
-        Command("convert", "convert", "Convert", "convert_weights"),
+        Command(
+            "data list",
+            "data",
+            "List",
+            "list_data",
+            "List the tasks of the benchmarks: prepared or missing, licence, source.",
+            computes=False,
+        ),
+        Command(
+            "data prepare",
+            "data",
+            "Prepare",
+            "prepare_data",
+            "Download and prepare data sets, or say how to get them.",
+            computes=False,
+        ),
+        Command(
+            "data verify",
+            "data",
+            "Verify",
+            "verify_data",
+            "Decode every image; find broken files, copies across splits and wrong labels.",
+            computes=False,
+        ),
+        Command(
+            "data show",
+            "data",
+            "Show",
+            "show_data",
+            "Draw a contact sheet of each task, or a figure of a whole stream.",
+            computes=False,
+        ),
+        Command(
+            "convert",
+            "convert",
+            "Convert",
+            "convert_weights",
+            "Convert weights of a timm ViT.",
+        ),
+    ),
+    "learn a stream": (
+        Command(
+            "run",
+            "run",
+            "Run",
+            "run_seeds",
+            "Learn a stream of tasks with CHEEM or another method; a stopped run resumes.",
+        ),
+        Command(
+            "demo",
+            "demo",
+            "Demo",
+            "learn_demo",
+            "Learn six small bundled tasks; minutes on a laptop, no network.",
+        ),
     ),
     "the rest": (
-        Command("demo", "demo", "Demo", "learn_demo"),
-        Command("doctor", "doctor", "Doctor", "examine", computes=False),
-        Command("completion", "arguments", "Completion", "print_completion", computes=False),
+        Command(
+            "doctor",
+            "doctor",
+            "Doctor",
+            "examine",
+            "Check packages, devices, memory and caches, and say how to repair them.",
+            computes=False,
+        ),
+        Command(
+            "completion",
+            "arguments",
+            "Completion",
+            "print_completion",
+            "Print a script with which a shell completes `cheem`.",
+            computes=False,
+        ),
     ),
 }
 """Commands as the help shows them."""
@@ -330,7 +460,8 @@ def main() -> None:
         logging.getLogger("matplotlib").setLevel(logging.ERROR)
         with _failures_in_a_line():
             kind, function = command.load()
-            settings = parse(kind, arguments, prog=f"cheem {name}")
+            defaults = kind.defaults(arguments) if hasattr(kind, "defaults") else kind
+            settings = parse(defaults, arguments, prog=f"cheem {name}", description=command.help)
         run_command(
             function, settings, getattr(settings, "run_dir", None), computes=command.computes
         )

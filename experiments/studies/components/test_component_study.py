@@ -7,7 +7,6 @@ import sys
 
 import component_study
 import jax
-import mtil
 import numpy as np
 import pytest
 import small
@@ -15,6 +14,7 @@ import small
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.core import metrics
 from cheem_jax.core.interruption import Stop, Stopped
 from cheem_jax.core.keys import Keys
@@ -58,7 +58,7 @@ def executor():
 
 
 def learn(directory, names):
-    loaded = mtil.Loaded(STREAM, pretrained(), None, None)
+    loaded = cheem_run.Loaded(STREAM, pretrained(), None, None)
     engine = EngineConfig(executor="stages")
     return component_study.learn(
         directory, loaded, TRAINING, components_of(names), [0], Progress(), engine=engine

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import head_analysis
-import mtil
 import numpy as np
 import pytest
 import small
@@ -19,6 +18,7 @@ from rich.console import Console
 from cheem_jax.baselines.catalogue import preset_of
 from cheem_jax.baselines.ewc import EwcConfig
 from cheem_jax.baselines.l2p import L2pConfig
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Stream
@@ -395,7 +395,7 @@ def test_the_head_of_ewc_is_measured_again_too(tmp_path):
 
 @pytest.mark.slow
 def test_runs_on_the_demo_stream_are_analysed_as_they_lie(tmp_path):
-    settings = mtil.read_arguments(
+    settings = cheem_run.read_arguments(
         [
             "--stream",
             "demo",
@@ -407,7 +407,7 @@ def test_runs_on_the_demo_stream_are_analysed_as_they_lie(tmp_path):
             "dualprompt",
         ]
     )
-    mtil.main(dataclasses.replace(settings, run_dir=tmp_path / "runs"))
+    cheem_run.run_seeds(dataclasses.replace(settings, run_dir=tmp_path / "runs"))
     head_analysis.main(head_analysis.HeadAnalysis(runs=(tmp_path / "runs",), out=tmp_path / "out"))
     tasks = json.loads((tmp_path / "out/heads.json").read_text())["tasks"]
     assert [task["task"] for task in tasks] == ["colours", "textures"] and tasks[0]["match"] > 0.5

@@ -5,11 +5,11 @@ import json
 import shutil
 
 import collect
-import mtil
 import numpy as np
 import pytest
 import router_study
 
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.core.routing import RouterConfig
 from studies.routers.trying import PAPER
 
@@ -31,7 +31,9 @@ def studied(tmp_path_factory):
     """Three collected runs, the study of them, and what a second call of it writes."""
     folder = tmp_path_factory.mktemp("routers")
     for name, command in (("cheem", SHORT), ("frozen_linear", f"{HEAD} --method frozen_linear")):
-        mtil.main(mtil.read_arguments([*command.split(), "--run-dir", str(folder / "runs" / name)]))
+        cheem_run.run_seeds(
+            cheem_run.read_arguments([*command.split(), "--run-dir", str(folder / "runs" / name)])
+        )
     assert collect.main(collect.Collect((folder / "runs",), folder / "collected")) == 0
     settings = router_study.RouterStudy(folder / "collected", weights=None, out=folder / "out")
     with pytest.MonkeyPatch.context() as patched:

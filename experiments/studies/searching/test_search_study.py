@@ -7,13 +7,13 @@ import json
 import signal
 from pathlib import Path
 
-import mtil
 import numpy as np
 import pytest
 import search_study
 import small
 from rich.console import Console
 
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.data.task import Stream
 from cheem_jax.report.table import METHODS
@@ -46,7 +46,7 @@ def quiet():
 def study(directory, plan=PLAN, stream=STREAM):
     search_study.study(
         directory,
-        mtil.Loaded(stream, small.pretrained(), None, None),
+        cheem_run.Loaded(stream, small.pretrained(), None, None),
         plan,
         quiet(),
         workshop=WORKSHOP,

@@ -1,0 +1,334 @@
+"""`cheem run`: CHEEM, or any other method, on a stream of image tasks with a pretrained ViT."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from rich.console import Console
+from tyro.conf import AvoidSubcommands
+
+from cheem_jax.backbone.alexnet import load_alexnet
+from cheem_jax.backbone.weights import Pretrained, load_pretrained
+from cheem_jax.baselines.catalogue import NAMES, Baseline, MethodConfig, Name, Networks, preset_of
+from cheem_jax.baselines.full_finetune import FullFinetuneConfig
+from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cli.arguments import arguments_of, located
+from cheem_jax.cli.main import parse
+from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core.images import Images
+from cheem_jax.core.settings import SeedsConfig
+from cheem_jax.data.decode import Progress as Count
+from cheem_jax.data.streams import DEMO, StreamConfig, find_stream, load_base_images
+from cheem_jax.data.task import Stream
+from cheem_jax.engine import hosts
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.engine.hosts import HostsConfig
+from cheem_jax.engine.layout import MeshConfig, make_layout
+from cheem_jax.report.comparison import comparison_grid, narrow
+from cheem_jax.report.table import show
+from cheem_jax.run.progress import Progress
+from cheem_jax.run_config import RouterWeights
+
+T = TypeVar("T")
+FULL = ("paper", "cheem_plus")
+"""Presets that are repeated with three seeds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Data(StreamConfig):
+    """A stream and a backbone."""
+
+    backbone: str | None = None
+    """deit_tiny (the default), vit_base, vit_base_augreg, clip_vit_base, vit_micro (the default of
+    the demo stream), vit_nano, or another plain timm ViT by name."""
+    weights: Path | None = None
+    """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from
+    the hub."""
+    image_size: int | None = None
+    """Pixels of the square images; default: the backbone's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Common(Data):
+    """Settings that a run shares with a study of several runs."""
+
+    base_data: str | None = None
+    """Images of the pretraining data (a source of one task, as for `--stream`). Their mean CLS
+    tokens anchor the similarity."""
+    engine: EngineConfig = EngineConfig()
+    """Execution of networks."""
+    devices: Literal["all"] | int = 1
+    """Devices that share each batch: a number, or all those of every process together. Results are
+    the same beyond rounding."""
+    save_every: float | None = None
+    """Seconds between rolling checkpoints; default: 30, or more if they would need over 2 % of the
+    time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(Common):
+    """Learn a stream of image tasks with CHEEM or another method; a stopped run resumes."""
+
+    cheem: CheemConfig
+    """Settings of `cheem` and `cheem_lite`; `--preset` chooses their defaults."""
+    preset: Preset = "paper"
+    """`paper`: the paper's settings, and ours if it states none; `quick`: every part, sized for a
+    CPU; `demo`: for a few hundred images; `cheem_plus` and `quick_plus`: `paper` and `quick` with
+    another router, `quick_plus` with another search, too."""
+    augment: bool = False
+    """Short for --cheem.augment: crop, flip and change training images at random, new in every
+    epoch."""
+    method: Name = "cheem"
+    """Method that learns. full_finetune and lora_finetune are upper bounds: they are given the task
+    ID."""
+    options: AvoidSubcommands[Baseline | None] = None
+    """Settings of every method except `cheem` and `cheem_lite`."""
+    pixel_norm: Literal["checkpoint", "unit"] = "checkpoint"
+    """Scale of pixels: as the weights were trained, or 0..1, as in the CODA-Prompt code for all
+    weights."""
+    router: str | None = None
+    """A lighter network that infers the task ID (`cheem_lite`, `moe_adapters`): a backbone, or
+    alexnet; default: the backbone itself."""
+    router_weights: Path | None = None
+    """Weights of the router, as for `--weights`; for alexnet a file that
+    convert/torchvision_alexnet.py writes."""
+    hosts: HostsConfig = HostsConfig()
+    """Several processes as one job, each started with the same command and --devices all."""
+    seed: int = 0
+    """Root of every PRNG key in the run."""
+    num_seeds: int | None = None
+    """Runs with this seed and the following ones, each in a separate folder below the run
+    directory; default: 3 for the presets `paper` and `cheem_plus`, else 1."""
+    seeds: SeedsConfig = SeedsConfig()
+    """Separate seeds for parts of the run."""
+    measured_on: Literal["test", "validation"] = "test"
+    """Split on which accuracies are measured; `validation` chooses settings without the test
+    images."""
+    upper_bound: bool = False
+    """Also fine-tune the whole backbone per task, with the task ID given."""
+    tensorboard: bool = False
+    """Also write TensorBoard's event files after each task (extra `tensorboard`)."""
+    run_dir: Path = Path("runs/mtil")
+    """Run directory; an unfinished run resumes."""
+
+    @classmethod
+    def defaults(cls, arguments: Sequence[str]) -> "Run":
+        """The defaults for a command line: its preset and its method decide them."""
+        preset: Preset = _last_value(arguments, "preset", PRESETS) or "paper"
+        method: Name = _last_value(arguments, "method", NAMES) or "cheem"
+        config = preset_of(method, preset)
+        options = None if isinstance(config, CheemConfig) else config
+        return cls(cheem=PRESETS[preset], preset=preset, method=method, options=options)
+
+
+class Loaded(NamedTuple):
+    """Images and weights of a run."""
+
+    stream: Stream
+    pretrained: Pretrained
+    router: RouterWeights | None
+    base_images: Images | None
+
+    @property
+    def size(self) -> int:
+        """Pixels of the square images."""
+        return self.pretrained.config.image_size
+
+
+def run_seeds(settings: Run) -> None:
+    """Load weights and data, learn the stream with every seed, and print the tables."""
+    hosts.connect(settings.hosts)
+    progress = Progress(None if hosts.is_first() else Console(quiet=True, force_terminal=False))
+    config = make_run_config(settings)
+    if settings.preset.endswith("_plus") and not isinstance(config.method, CheemConfig):
+        preset = settings.preset.replace("cheem_plus", "paper").removesuffix("_plus")
+        progress.say(
+            f"{settings.method}: preset {settings.preset} changes CHEEM alone; the settings are"
+            f" those of {preset}"
+        )
+    make_layout(config.mesh)  # an error about missing devices comes before images are read
+    runs = split_seeds(settings)
+    loaded = load(settings, progress)
+    workshop = dict[Any, Networks]()
+    results = []
+    for number, run in enumerate(runs, 1):
+        if len(runs) > 1:
+            progress.say(f"seed {run.seed}: run {number} of {len(runs)}")
+        config = dataclasses.replace(config, seed=run.seed)
+        results.append(run_seed(run, config, loaded, progress, workshop))
+        if hosts.is_first():
+            show(progress, results[-1], run.run_dir)
+    if len(runs) > 1:
+        progress.console.print(narrow(comparison_grid({settings.method: results})).to_rich())
+
+
+def split_seeds(settings: Run) -> list[Run]:
+    """One run per seed; several runs have folders of their own below the run directory."""
+    num = settings.num_seeds
+    if num is None:
+        num = 3 if settings.preset in FULL else 1
+    if num < 1:
+        raise ValueError(f"--num-seeds is {num}; expected at least 1")
+    if num > 1 and (settings.run_dir / "config.json").exists():
+        raise ValueError(
+            f"{str(settings.run_dir)!r} contains a run of one seed; choose another --run-dir for"
+            f" {num} seeds, or give --num-seeds 1"
+        )
+    return [
+        dataclasses.replace(
+            settings,
+            seed=seed,
+            num_seeds=1,
+            run_dir=settings.run_dir / f"seed-{seed}" if num > 1 else settings.run_dir,
+        )
+        for seed in range(settings.seed, settings.seed + num)
+    ]
+
+
+def make_run_config(settings: Run) -> RunConfig:
+    """Settings that decide the results. Raises ValueError for settings of another method."""
+    bound = None
+    if settings.upper_bound:
+        bound = preset_of("full_finetune", settings.preset)
+        assert isinstance(bound, FullFinetuneConfig)
+    method = make_method_config(settings)
+    if settings.base_data is not None and not isinstance(method, CheemConfig):
+        raise ValueError(
+            f"--base-data anchors CHEEM's similarity, and {method.name} has none; leave it out"
+        )
+    mesh = MeshConfig(settings.devices)
+    return RunConfig(
+        method, settings.preset, settings.seed, bound, settings.engine, settings.seeds, mesh
+    )
+
+
+def make_method_config(settings: Run) -> MethodConfig:
+    """Settings of the chosen method. Raises ValueError for settings of another one."""
+    preset = preset_of(settings.method, settings.preset)
+    if isinstance(preset, CheemConfig):
+        method = type(preset)(**vars(settings.cheem))
+        return dataclasses.replace(method, augment=method.augment or settings.augment)
+    if settings.augment:
+        raise ValueError(
+            f"--augment is a setting of cheem, and {settings.method} has none; leave it out"
+        )
+    if settings.cheem != PRESETS[settings.preset]:
+        raise ValueError(
+            f"--cheem.* are settings of cheem; those of {settings.method} are --options.*, see"
+            " --help"
+        )
+    options = preset if settings.options is None else settings.options
+    if options.name != settings.method:
+        raise ValueError(
+            f"--method is {settings.method}, but its options are those of {options.name}; give it"
+            " once"
+        )
+    return options
+
+
+def load(settings: Run, progress: Progress) -> Loaded:
+    """Load weights and images; missing images are an error before weights are read."""
+
+    def decoding(task: str, num_images: int) -> AbstractContextManager[Count]:
+        return progress.phase("decode", task=task, total=num_images)
+
+    load_stream = find_stream(settings)
+    backbone = settings.backbone or ("vit_micro" if settings.stream == DEMO else "deit_tiny")
+    pretrained = load_pretrained(backbone, weights=settings.weights, image_size=settings.image_size)
+    if settings.pixel_norm == "unit":
+        scaled = dataclasses.replace(pretrained.config, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+        # the base means were measured on pixels scaled as in pretraining
+        pretrained = dataclasses.replace(pretrained, config=scaled, base_means={})
+    size = pretrained.config.image_size
+    router = load_router(settings, size)
+    progress.say(f"{pretrained.config.name} from {pretrained.source} at {size} pixels")
+    stream = load_stream(size, decoding)
+    base_images = None
+    if settings.base_data is not None:
+        base_images = load_base_images(
+            settings.base_data, settings, image_size=size, phase=decoding
+        )
+    return Loaded(stream, pretrained, router, base_images)
+
+
+def load_router(settings: Run, image_size: int) -> RouterWeights | None:
+    """Load the network that infers the task ID; None: the backbone does."""
+    if settings.router is None:
+        return None
+    if settings.router != "alexnet":
+        return load_pretrained(
+            settings.router, weights=settings.router_weights, image_size=image_size
+        )
+    feature = "conv5" if settings.method == "moe_adapters" else "pooled_conv"
+    return load_alexnet(settings.router_weights, image_size=image_size, feature=feature)
+
+
+def run_seed(
+    settings: Run,
+    config: RunConfig,
+    loaded: Loaded,
+    progress: Progress,
+    workshop: dict[Any, Networks] | None = None,
+) -> dict[str, Any]:
+    """Learn the stream with one seed, or resume; return the results."""
+    stream = loaded.stream
+    if settings.measured_on == "validation":
+        tasks = (dataclasses.replace(task, test=task.val) for task in stream.tasks)
+        stream = Stream(stream.name, tuple(tasks))
+    portable = dataclasses.replace(make_portable(settings), num_seeds=1)
+    return run_stream(
+        stream,
+        loaded.pretrained,
+        config,
+        settings.run_dir,
+        progress,
+        base_images=loaded.base_images,
+        router=loaded.router,
+        save_every=settings.save_every,
+        workshop=workshop,
+        data=describe_data(settings, loaded.stream),
+        tensorboard=settings.tensorboard,
+        command=["cheem", "run", *arguments_of(portable)],
+    )
+
+
+def make_portable(settings: Run) -> Run:
+    """The same settings for another working directory."""
+    base_data = None if settings.base_data is None else located(settings.base_data)
+    stream = DEMO if settings.stream == DEMO else located(settings.stream)
+    return dataclasses.replace(settings, stream=stream, base_data=base_data)
+
+
+def describe_data(settings: Run, stream: Stream) -> dict[str, Any]:
+    """The record's entry about the images: where they are and how they were split."""
+    names = [task.name for task in stream.tasks]
+    if settings.stream == DEMO:
+        return {"stream": DEMO, "tasks": names}
+    return {
+        "stream": located(settings.stream),
+        "data_dir": None if settings.data_dir is None else str(settings.data_dir),
+        "order": settings.order,
+        "tasks": names,
+        "split_seed": settings.split_seed,
+    }
+
+
+def read_arguments(
+    arguments: Sequence[str], description: str | None = None, **defaults: Any
+) -> Run:
+    """Parse a command line whose options have other `defaults` than those of `Run`."""
+    settings = dataclasses.replace(Run.defaults(arguments), **defaults)
+    return parse(settings, arguments, description=description)
+
+
+def _last_value(arguments: Sequence[str], option: str, values: Iterable[T]) -> T | None:
+    """The value of an option, of several the last; None if it is not one of `values`."""
+    last = None
+    for word, following in itertools.zip_longest(arguments, arguments[1:]):
+        name, has_value, value = word.partition("=")
+        if name == f"--{option}":
+            last = value if has_value else following
+    return next((value for value in values if value == last), None)
