@@ -1,9 +1,8 @@
-"""Augmentation of training images: a crop, a flip and two random changes, as in RandAugment (Cubuk
-et al., 2020).
+"""Augment training images by a crop, a flip and two random operations, as in RandAugment (Cubuk et
+al., 2020).
 
-Pillow does the work, so the bits depend neither on the device nor on JAX. What an image becomes
-depends only on the seed, the epoch and its row: a resumed run sees the same images, on any number
-of devices.
+Pillow does the work, so the bits depend neither on the device nor on JAX. An augmented image
+depends on seed, epoch and row alone: a resumed run sees the same images, on any number of devices.
 """
 
 import functools
@@ -20,12 +19,12 @@ from cheem_jax.engine.executor import Executor, Tokens
 from cheem_jax.engine.feed import HostImages
 
 SMALLEST_AREA = 0.5
-"""Share of the image that a crop leaves, at least."""
+"""Smallest area of a crop, as a share of the image."""
 NUM_CHANGES = 2
 
 
 def _affine(image: Image.Image, across: float, down: float) -> Image.Image:
-    """Sheared about the centre."""
+    """Shear an image about its centre."""
     half = image.width / 2
     matrix = (1, across, -across * half, down, 1, -down * half)
     return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
@@ -47,14 +46,14 @@ CHANGES: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     ),
     "sharpness": lambda image, strength: ImageEnhance.Sharpness(image).enhance(1 + 0.6 * strength),
 }
-"""What may change, by a strength in [-1, 1]."""
+"""Operations by name, with a strength in [-1, 1]."""
 
 
 def augment(
     image: UInt8[np.ndarray, "S S 3"], rng: np.random.Generator
 ) -> UInt8[np.ndarray, "S S 3"]:
-    """A random crop at the image's own size, mirrored half of the time, with two changes of random
-    strength."""
+    """Crop at random, resize to the original size, mirror with probability 1/2, and apply two
+    operations of random strength."""
     size = image.shape[0]
     found = Image.fromarray(image)
     side = size * math.sqrt(rng.uniform(SMALLEST_AREA, 1))
@@ -70,14 +69,14 @@ def augment(
 
 
 class AugmentedImages(HostImages):
-    """Training images as one epoch sees them; `seed` belongs to one phase of one task."""
+    """Training images of one epoch. `seed` belongs to one phase of one task."""
 
     def __init__(self, executor: Executor, images: Images, seed: int, epoch: int = 0):
         super().__init__(executor, images)
         self.seed, self.epoch = seed, epoch
 
     def at(self, epoch: int) -> "AugmentedImages":
-        """The same images as another epoch sees them."""
+        """Return the images of another epoch."""
         return AugmentedImages(self.executor, self.images, self.seed, epoch)
 
     def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens]:
@@ -91,7 +90,7 @@ class AugmentedImages(HostImages):
 def augmented(
     images: UInt8[np.ndarray, "B S S 3"], rows: np.ndarray, *place: int
 ) -> UInt8[np.ndarray, "B S S 3"]:
-    """The images of these rows, each changed by its place and row alone."""
+    """Augment the images of these rows, each by a generator seeded with place and row."""
     rngs = (np.random.default_rng([*place, row]) for row in rows.tolist())
     return np.stack(list(_threads().map(augment, images, rngs)))
 
@@ -100,4 +99,4 @@ def augmented(
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(
         thread_name_prefix="augment"
-    )  # Pillow releases the interpreter's lock while it works
+    )  # Pillow releases the interpreter's lock

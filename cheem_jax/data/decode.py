@@ -1,4 +1,4 @@
-"""Image files to pixels: one decoder for every source, so that all of them give the same image."""
+"""Decode image files to pixels. All sources use this decoder, so they yield the same pixels."""
 
 import contextlib
 import io
@@ -14,7 +14,8 @@ from PIL import TiffImagePlugin as TIFF
 
 from cheem_jax.data.files import GET_HEIF, HEIF_MAGIC, READS_HEIF, Encoded, first_of
 
-# Named, because Pillow would otherwise also start other programs (Ghostscript for EPS).
+# an explicit list, because Pillow would run other executables for some formats (Ghostscript for
+# EPS)
 FORMATS = (
     "JPEG",
     "PNG",
@@ -25,31 +26,31 @@ FORMATS = (
     "TIFF",
     *(["AVIF"] if features.check("avif") else []),
 )
-MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
-MAX_SCANS = 100  # of a progressive JPEG, which has about ten; each passes over the whole image
+MAX_PIXELS = 89_478_485  # Pillow warns of a decompression bomb above this
+MAX_SCANS = 100  # of a progressive JPEG, which has about ten; each is a pass over the whole image
 
 DECODER_VERSION = 1
-"""Raised whenever the same file gives other pixels: decoded copies of an older version are then not
+"""Increased if a change of the decoder changes pixels, so that older decoded copies are not
 used."""
 PIECE = 256
-"""Images decoded between two reports of progress (38 MB at 224 pixels)."""
+"""Number of images between two reports of progress (38 MB at 224 pixels)."""
 
 Progress = Callable[[int], object]
-"""Called with the number of images (or bytes) that are done in addition."""
+"""Called with the number of images (or bytes) finished since the last call."""
 Found = TypeVar("Found")
 
 
 def decode_image(
     data: bytes | Image.Image, image_size: int, *, name: str = "image", upright: bool = True
 ) -> UInt8[np.ndarray, "S S 3"]:
-    """Decodes a file's bytes, or an image that is open, to RGB and resizes to a square with
-    Pillow's bicubic filter; the aspect ratio is not kept.
+    """Decode a file's bytes or an open image to RGB, and resize to a square with Pillow's bicubic
+    filter, without keeping the aspect ratio.
 
     Palettes are looked up, grey is repeated, 16-bit grey is scaled by 255/65535, alpha is dropped
-    (no background is assumed), and the first frame of an animation counts. With `upright` the image
-    is turned as its EXIF orientation says; without, as in the paper's loaders, it is not. (Pillow
-    turns TIFF, HEIC and AVIF by itself.) Raises ValueError naming the file if it is broken,
-    truncated, huge or not an image.
+    (no background is assumed), and the first frame of an animation counts. With `upright`, the
+    image is rotated by its EXIF orientation; the paper's loaders do not rotate. (Pillow always
+    rotates TIFF, HEIC and AVIF.) Raises ValueError with the file's name if it is broken, truncated,
+    huge or not an image.
     """
     if image_size < 1:
         raise ValueError(f"image_size must be at least 1, got {image_size}")
@@ -60,12 +61,12 @@ def decode_image(
 
 @contextlib.contextmanager
 def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
-    """An open image file; a decompression bomb, or an error while it is in use, becomes a
-    ValueError that names it."""
+    """Open an image file. A decompression bomb, or an error during use, becomes a ValueError with
+    its name."""
     try:
         with contextlib.ExitStack() as stack:
             if isinstance(data, Image.Image):
-                image = data  # whose owner closes it
+                image = data  # the caller closes it
             else:
                 formats = _heif() if HEIF_MAGIC.match(data) else FORMATS
                 image = stack.enter_context(Image.open(io.BytesIO(data), formats=formats))
@@ -84,12 +85,12 @@ def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
         raise ValueError(
             f"{name}: not an image file of a known format ({', '.join(FORMATS)})"
         ) from None
-    except Exception as error:  # Pillow's parsers raise almost anything on a broken file
+    except Exception as error:  # Pillow's parsers raise nearly any error for a broken file
         raise ValueError(f"{name}: the image cannot be decoded: {error}") from error
 
 
 def _heif() -> tuple[str, ...]:
-    """The name of HEIC's format, once Pillow can read it."""
+    """Register the HEIC format and return its name."""
     if not READS_HEIF:
         raise ValueError(f"HEIC images need pillow-heif: {GET_HEIF}")
     import pillow_heif
@@ -99,7 +100,7 @@ def _heif() -> tuple[str, ...]:
 
 
 def _refuse_bombs(image: Image.Image, data: bytes) -> None:
-    """ValueError for what takes much more work or memory than the image's size suggests."""
+    """Refuse files that need much more work or memory than the image's size suggests."""
     if (scans := data.count(b"\xff\xda\0")) > MAX_SCANS:
         raise ValueError(f"{scans} scans, at most {MAX_SCANS} are accepted")
     tags = getattr(image, "tag_v2", {})
@@ -111,10 +112,10 @@ def _refuse_bombs(image: Image.Image, data: bytes) -> None:
 
 
 def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
-    """All pixels, decoded to RGB, and turned as the EXIF orientation says with `upright`; the
-    result outlives the file.
+    """Load all pixels as RGB, rotated by EXIF orientation with `upright`. The result outlives the
+    file.
 
-    The given image does not change.
+    The argument does not change.
     """
     image.load()
     if upright:
@@ -125,16 +126,17 @@ def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise ValueError(f"grey values {values.min()}..{values.max()} outside the 16-bit range")
-        # Pillow's own conversion clips at 255 instead of scaling; 257 is odd, so no half is to be
-        # rounded.
+        # Pillow's conversion clips at 255 instead of scaling; 257 is odd, so there is no half to
+        # round
         image = Image.fromarray(((values.astype(np.int32) + 128) // 257).astype(np.uint8))
     elif "transparency" in image.info:
-        image = image.convert("RGBA")  # a palette with transparency goes to RGB only with a warning
-    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
+        # converting a palette with transparency directly to RGB warns
+        image = image.convert("RGBA")
+    return image if image.mode == "RGB" else image.convert("RGB")  # `convert` would copy
 
 
 def brightest_of(image: Image.Image) -> int | None:
-    """The largest value of a 16-bit image that is loaded; None for an image of another kind."""
+    """Return the largest value of a loaded 16-bit image; None for other kinds."""
     return int(np.asarray(image).max()) if _has_16_bits(image) else None
 
 
@@ -143,30 +145,30 @@ def _has_16_bits(image: Image.Image) -> bool:
 
 
 def _turned(image: Image.Image) -> Image.Image:
-    """The image as its EXIF orientation says, itself if that is 1, absent or unreadable."""
+    """Rotate an image by its EXIF orientation; unchanged if that is 1, absent or unreadable."""
     turned = image
     with contextlib.suppress(
         Exception
-    ):  # corrupted metadata, on which Pillow raises almost anything
+    ):  # Pillow raises nearly any error for corrupted metadata
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             turned = image.copy()
-            # in place, so that the pixels are turned even if the metadata cannot be written again
+            # in place, so that pixels are rotated even if the metadata cannot be written
             ImageOps.exif_transpose(turned, in_place=True)
     return turned
 
 
 class Piece(NamedTuple):
-    """Some files in order: their places for people, the images of those that are intact, and why
-    others are not."""
+    """Consecutive files: their locations for messages, the intact images, and the errors of the
+    others."""
 
     files: list[str]
     images: UInt8[np.ndarray, "n S S 3"]
     errors: list[str]
-    """One for each file, empty for an intact one."""
+    """One per file, empty for an intact one."""
 
 
 class BrokenImages(ValueError):
-    """Images that cannot be used; `broken` has a line for each."""
+    """Some images cannot be used. `broken` has a line for each."""
 
     def __init__(self, broken: Sequence[str]):
         self.broken = tuple(broken)
@@ -177,7 +179,7 @@ class BrokenImages(ValueError):
 
 
 def decode_row(files: Encoded, row: int, image_size: int) -> UInt8[np.ndarray, "S S 3"]:
-    """One file's image; raises as `decode_image`, and as reading the file."""
+    """Decode one file. Raises as `decode_image`, and as reading it."""
     return decode_image(
         files.picture(row), image_size, name=files.where(row), upright=files.upright
     )
@@ -186,8 +188,8 @@ def decode_row(files: Encoded, row: int, image_size: int) -> UInt8[np.ndarray, "
 def decode_pieces(
     files: Encoded, image_size: int, size: int, rows: Sequence[int] | np.ndarray | None = None
 ) -> Iterator[Piece]:
-    """These rows, or all files, in pieces of at most `size`; a broken one is reported and stops
-    nothing."""
+    """Decode these rows, or all files, in pieces of at most `size`. Broken files are reported and
+    skipped."""
     rows = range(len(files)) if rows is None else [int(row) for row in rows]
 
     def decode(row: int) -> tuple[str, np.ndarray | None, str]:
@@ -209,29 +211,29 @@ def decode_pieces(
 def in_threads(
     work: Callable[[int], Found], rows: Sequence[int], size: int
 ) -> Iterator[list[Found]]:
-    """What `work` finds in these rows, in order, in lists of at most `size`.
+    """Map `work` over rows with a few threads; yields the results in order, in lists of at most
+    `size`.
 
-    A few threads work (Pillow releases the interpreter's lock), and two lists are in memory at a
-    time.
+    Pillow releases the interpreter's lock. Two lists are in memory at a time.
     """
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "cheem-decode") as pool:
         pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
         coming = [pool.map(work, piece) for piece in pieces[:1]]
         try:
             for number in range(1, len(pieces) + 1):
-                # the next piece starts before this one is complete, so that no thread idles
+                # the next piece starts before this one ends, so that no thread idles
                 coming += [pool.map(work, following) for following in pieces[number : number + 1]]
                 yield list(coming.pop(0))
         finally:
-            pool.shutdown(cancel_futures=True)  # of a caller that stopped early
+            pool.shutdown(cancel_futures=True)  # a caller can stop early
 
 
 def decode_in_order(
     files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray
 ) -> Iterator[UInt8[np.ndarray, "n S S 3"]]:
-    """The images of these rows in pieces, without those that are broken.
+    """Yield the images of these rows in pieces, without broken ones.
 
-    All broken files are reported in one BrokenImages, once everything has been decoded.
+    One BrokenImages at the end reports all broken files.
     """
     broken: list[str] = []
     for piece in decode_pieces(files, image_size, PIECE, rows):
@@ -244,7 +246,7 @@ def decode_in_order(
 def decode_many(
     files: Encoded, image_size: int, *, on_progress: Progress = lambda num: None
 ) -> UInt8[np.ndarray, "N S S 3"]:
-    """All images in one array; raises as `decode_in_order`."""
+    """Decode all images into one array. Raises as `decode_in_order`."""
     images = np.empty((len(files), image_size, image_size, 3), np.uint8)
     done = 0
     for piece in decode_in_order(files, image_size, range(len(files))):

@@ -1,11 +1,11 @@
-"""The bundled demo stream: six tasks made on the user's machine in seconds, without network.
+"""The bundled demo stream: six tasks, generated in seconds without network.
 
 shapes -> letters -> colours -> textures -> shapes_recoloured -> digits. `colours` is very easy,
-`digits` are real, and `shapes_recoloured` is the planted kin of `shapes`: new images of the same
-classes in other colours.
+`digits` are real, and `shapes_recoloured` has new images of the classes of `shapes` in other
+colours, so that experts can be reused.
 
-Every `draw_*` function takes a generator, labels int `[N]` and the image size S, and returns uint8
-`[N, S, S, 3]`.
+Every `draw_*` function has the arguments generator, labels int `[N]` and image size S, and returns
+uint8 `[N, S, S, 3]`.
 """
 
 import functools
@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from cheem_jax.data.task import Split, Stream, Task, cut
 
-# Shapes: filled or outlined, a little turned, stretched and moved, on a mottled ground
+# Shapes: filled or outlined, slightly rotated, stretched and moved, on a mottled ground
 
 Range = tuple[float, float]
 
@@ -32,7 +32,7 @@ def draw_shapes(
     front: Range = (-0.08, 0.16),
     back: Range = (0.60, 0.76),
 ) -> np.ndarray:
-    """Shapes in one range of hues on another; by default warm ones, pink to yellow, on blue and
+    """Draw shapes with hues of one range on hues of another; by default pink to yellow on blue and
     violet."""
     num = len(labels)
     mask = np.stack([_shape_mask(rng, OUTLINES[SHAPES[label]], image_size) for label in labels])
@@ -46,11 +46,11 @@ def draw_shapes(
 
 
 draw_recoloured_shapes = functools.partial(draw_shapes, front=(0.30, 0.54), back=(-0.04, 0.08))
-"""The same shapes, green to sky-blue, on red and brown."""
+"""Draw the same shapes, green to sky-blue, on red and brown."""
 
 
 def _shape_mask(rng: np.random.Generator, outline: np.ndarray, image_size: int) -> np.ndarray:
-    """Coverage `[S, S]` of an outline that is turned, stretched and moved at random."""
+    """Draw an outline with random rotation, stretch and position; returns its coverage `[S, S]`."""
     side = image_size * SUPERSAMPLE
     angle, stretch = rng.uniform(-0.7, 0.7), rng.uniform(0.88, 1.14)
     radius = rng.uniform(0.3, 0.42) * side
@@ -63,7 +63,7 @@ def _shape_mask(rng: np.random.Generator, outline: np.ndarray, image_size: int) 
         ImageDraw.Draw(canvas).polygon(points, fill=255)
     else:
         width = round(rng.uniform(0.07, 0.1) * side)
-        # Past the first corner again, so that the last joint is round like the others.
+        # past the first corner again, so that the last joint is round, too
         ImageDraw.Draw(canvas).line(points + points[:2], fill=255, width=width, joint="curve")
     return shrink(canvas)
 
@@ -71,13 +71,13 @@ def _shape_mask(rng: np.random.Generator, outline: np.ndarray, image_size: int) 
 def _arc(
     start: float, stop: float, num: int, radius: float = 1.0, centre: float = 0.0
 ) -> np.ndarray:
-    """Points `[num, 2]` on a circle around (centre, 0), angles in degrees."""
+    """Sample points `[num, 2]` of a circle around (centre, 0), angles in degrees."""
     angles = np.radians(np.linspace(start, stop, num))
     return np.stack([centre + radius * np.cos(angles), radius * np.sin(angles)], axis=1)
 
 
 def _regular(num: int, inner: float = 1.0, start: float = -90.0) -> np.ndarray:
-    """A regular polygon with a corner on top, or with every second corner at radius `inner` a
+    """Build a regular polygon with a corner on top; with every second corner at radius `inner`, a
     star."""
     corners = _arc(start, start + 360.0, num + 1)[:-1]
     corners[1::2] *= inner
@@ -91,7 +91,7 @@ def _heart() -> np.ndarray:
 
 
 def _centred(points: np.ndarray | Sequence[tuple[float, float]]) -> np.ndarray:
-    """Moved to the middle of its box and scaled to reach 1 at most."""
+    """Move points to the middle of their box, and scale them to a radius of 1."""
     corners = np.array(points)
     corners = corners - (corners.min(axis=0) + corners.max(axis=0)) / 2
     return corners / np.linalg.norm(corners, axis=1).max()
@@ -115,11 +115,11 @@ OUTLINES: dict[str, np.ndarray] = {
         [(-1.0, -0.3), (0.1, -0.3), (0.1, -0.8), (1.0, 0.0), (0.1, 0.8), (0.1, 0.3), (-1.0, 0.3)]
     ),
 }
-"""Corners around the origin, none further away than 1."""
+"""Corners around the origin, at most at distance 1."""
 
 SHAPES = tuple(OUTLINES)
 
-# Letters: capitals in the fonts that matplotlib ships, tilted, sheared and moved, as ink on paper
+# Letters: capitals in the fonts of matplotlib, tilted, sheared and moved, as ink on paper
 
 LETTERS = tuple("ABDEGHKMPRSY")
 FONTS = (
@@ -137,7 +137,7 @@ FONTS = (
 
 
 def draw_letters(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
-    """Dark ink of any hue on pale paper."""
+    """Draw letters in dark ink of any hue on pale paper."""
     num = len(labels)
     fonts = rng.integers(len(FONTS), size=num)
     mask = np.stack(
@@ -155,7 +155,7 @@ def draw_letters(rng: np.random.Generator, labels: np.ndarray, image_size: int) 
 
 
 def _glyph(font: str, letter: str, image_size: int) -> Image.Image:
-    """The supersampled letter, about 0.6 of the image high, in the middle."""
+    """Draw a supersampled letter in the middle, about 0.6 of the image high."""
     side = image_size * SUPERSAMPLE
     canvas = Image.new("L", (side, side))
     face = _face(font, round(0.8 * side))
@@ -167,19 +167,19 @@ def _glyph(font: str, letter: str, image_size: int) -> Image.Image:
 
 @functools.cache
 def _face(font: str, size: int) -> ImageFont.FreeTypeFont:
-    import matplotlib  # here, because importing it would slow down every start of the library
+    import matplotlib  # imported here, because it would slow down every start of the library
 
     file = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
     return ImageFont.truetype(str(file), size, layout_engine=ImageFont.Layout.BASIC)
 
 
 def _pose(rng: np.random.Generator, glyph: Image.Image, image_size: int) -> np.ndarray:
-    """Coverage `[S, S]` of the letter after a random tilt, shear, change of size and shift."""
+    """Tilt, shear, scale and shift a letter at random; returns its coverage `[S, S]`."""
     side = glyph.width
     angle, shear = rng.uniform(-0.22, 0.22), rng.uniform(-0.2, 0.2)
     scale = rng.uniform(0.72, 1.05)
     shift = rng.uniform(-0.09, 0.09, 2) * side
-    # Pillow wants the way back, from the new image's pixels to the old one's.
+    # Pillow needs the inverse map, from pixels of the new image to those of the old one
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     back = np.linalg.inv(scale * turn @ np.array([[1.0, shear], [0.0, 1.0]]))
     offset = side / 2 - back @ (side / 2 + shift)
@@ -195,20 +195,20 @@ HUES = np.array([0.0, 0.15, 0.36, 0.61])
 
 
 def draw_colours(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
-    """A field of one colour; hues of different classes never meet."""
+    """Draw a field of one colour. Hues of different classes never overlap."""
     num = len(labels)
     hue = (HUES[labels] + rng.uniform(-0.04, 0.04, num)) % 1
     colour = hsv(hue, rng.uniform(0.65, 0.95, num), rng.uniform(0.6, 0.9, num))
     return finish(rng, ground(rng, colour, image_size, unrest=0.16), grain=0.03)
 
 
-# Textures: procedural patterns of two tones, turned, scaled and shifted
+# Textures: procedural patterns of two tones, rotated, scaled and shifted
 
 Plane = Float[np.ndarray, "num P P"]
 
 
 def draw_textures(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
-    """A pattern between two muted colours, under cloudy light."""
+    """Draw a pattern of two muted colours under cloudy light."""
     num = len(labels)
     pattern = np.empty((num, image_size, image_size))
     for label, name in enumerate(TEXTURES):
@@ -231,9 +231,9 @@ def draw_textures(rng: np.random.Generator, labels: np.ndarray, image_size: int)
 def _pattern(
     rng: np.random.Generator, value: Callable[[Plane, Plane], Plane], num: int, image_size: int
 ) -> Plane:
-    """Brightness in [0, 1]: `value` of turned and scaled coordinates in periods, softly thresholded
-    at 0."""
-    side = 2 * image_size  # drawn twice as large and averaged, against aliasing
+    """Evaluate `value` at rotated and scaled coordinates in periods, softly thresholded at 0;
+    returns brightness in [0, 1]."""
+    side = 2 * image_size  # supersampled by two, against aliasing
     at = (np.arange(side) + 0.5) / side - 0.5
     y, x = at[:, None], at[None, :]
     angle, periods, bend = (
@@ -251,12 +251,12 @@ def _wave(t: Plane) -> Plane:
 
 
 def _zigzag(t: Plane) -> Plane:
-    """Triangle wave in [-1, 1] of period 1."""
+    """Triangle wave of period 1 in [-1, 1]."""
     return 4 * np.abs(t % 1 - 0.5) - 1
 
 
 def _lines(t: Plane, width: float) -> Plane:
-    """Positive within `width` periods of every whole number."""
+    """Return positive values within `width` periods of every whole number."""
     return 8 * (width - np.abs((t + 0.5) % 1 - 0.5))
 
 
@@ -275,18 +275,19 @@ PATTERNS: dict[str, Callable[[Plane, Plane], Plane]] = {
     "grid": lambda u, v: np.maximum(_lines(u, 0.14), _lines(v, 0.14)),
     "triangles": lambda u, v: _wave(u) + _wave(u / 2 + 0.866 * v) + _wave(u / 2 - 0.866 * v),
 }
-"""Signed values over two coordinates in periods; the sign says which of the two colours."""
+"""Functions of two coordinates in periods; the sign of the value selects one of two colours."""
 
 TEXTURES = tuple(PATTERNS)
 
-# What the families share: colours, mottled grounds, grain and antialiased masks
+# Shared by the families: colours, mottled grounds, grain and antialiased masks
 
 SUPERSAMPLE = 4
-"""Masks are drawn this many times larger and then averaged down."""
+"""Factor by which masks are larger before they are averaged down."""
 
 
 def hsv(hue, saturation, value) -> np.ndarray:
-    """RGB in [0, 1] with a last axis of 3; hue in turns, all arguments broadcast."""
+    """Convert HSV to RGB in [0, 1] on a new last axis of 3. Hue is in turns; arguments
+    broadcast."""
     hue, saturation, value = np.broadcast_arrays(hue, saturation, value)
     sector = (np.array([5.0, 3.0, 1.0]) + hue[..., None] * 6) % 6
     ramp = np.clip(np.minimum(sector, 4 - sector), 0, 1)
@@ -296,8 +297,8 @@ def hsv(hue, saturation, value) -> np.ndarray:
 def mottle(
     rng: np.random.Generator, num: int, image_size: int, cells: int
 ) -> Float[np.ndarray, "num S S"]:
-    """Smooth noise: normal values on a grid of `cells` x `cells` squares, interpolated with a
-    cosine."""
+    """Sample smooth noise: normal values on a grid of `cells` x `cells` squares, with cosine
+    interpolation."""
     grid = rng.standard_normal((num, cells + 1, cells + 1))
     position = (np.arange(image_size) + 0.5) / image_size * cells
     left = position.astype(int)
@@ -309,7 +310,7 @@ def mottle(
 def ground(
     rng: np.random.Generator, colour: Float[np.ndarray, "num 3"], image_size: int, unrest: float
 ) -> Float[np.ndarray, "num S S 3"]:
-    """A field of one colour per image with cloudy changes of brightness and a little of hue."""
+    """Fill images with one colour each, with cloudy changes of brightness and slightly of hue."""
     num = len(colour)
     light = mottle(rng, num, image_size, 3) + 0.6 * mottle(rng, num, image_size, 7)
     tint = np.stack([mottle(rng, num, image_size, 2) for _ in range(3)], axis=-1)
@@ -317,20 +318,20 @@ def ground(
 
 
 def blend(mask, front, back) -> np.ndarray:
-    """`front` where the mask `[num, S, S]` is 1, `back` where it is 0."""
+    """Blend images: `front` for mask values of 1, `back` for 0."""
     return back + mask[..., None] * (front - back)
 
 
 def finish(
     rng: np.random.Generator, images: Float[np.ndarray, "num S S 3"], grain: float
 ) -> UInt8[np.ndarray, "num S S 3"]:
-    """Adds grain (standard deviation, full range 1) and rounds to bytes."""
+    """Add grain (standard deviation, full range 1) and round to bytes."""
     noisy = images + grain * rng.standard_normal(images.shape)
     return np.round(np.clip(noisy, 0, 1) * 255).astype(np.uint8)
 
 
 def shrink(mask: Image.Image) -> Float[np.ndarray, "S S"]:
-    """A supersampled 8-bit mask averaged down, as coverage in [0, 1]."""
+    """Average a supersampled 8-bit mask down to coverage in [0, 1]."""
     return np.asarray(mask.reduce(SUPERSAMPLE), np.float64) / 255
 
 
@@ -343,7 +344,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Draw]] = {
     "textures": (TEXTURES, draw_textures),
     "shapes_recoloured": (SHAPES, draw_recoloured_shapes),
 }
-"""Classes of each generated task, and the function that draws its images."""
+"""Classes and drawing function of each generated task."""
 
 TASKS = (*FAMILIES, "digits")
 
@@ -356,11 +357,11 @@ def demo_stream(
     num_val: int = 150,
     num_test: int = 250,
 ) -> Stream:
-    """The six tasks with the given numbers of images each, the classes balanced (of the digits
+    """Generate the six tasks with the given numbers of images, with balanced classes (of the digits
     nearly).
 
-    The same for the same arguments; a generated split does not depend on the sizes of the others.
-    Raises ValueError for fewer images than classes, or more than the real digits allow.
+    Equal arguments return equal images. A generated split does not depend on the sizes of the
+    others. Raises ValueError for fewer images than classes, or for more than the real digits allow.
     """
     if image_size < 8:
         raise ValueError(f"image_size must be at least 8 for the demo stream, got {image_size}")
@@ -385,17 +386,15 @@ def _generated(name: str, sizes: dict[str, int], image_size: int, seed: int) -> 
 
 
 def _digits(sizes: dict[str, int], image_size: int, rng: np.random.Generator) -> Task:
-    """Real handwritten digits, white on black: disjoint splits of the 1,797 images that
-    scikit-learn contains.
+    """Split the 1,797 real handwritten digits of scikit-learn, white on black.
 
-    The test split is drawn first and from all images, so that it does not depend on the other
-    sizes.
+    The test split is sampled first and from all images, so it does not depend on the other sizes.
     """
-    from sklearn.datasets import load_digits  # here, because importing it takes a second
+    from sklearn.datasets import load_digits  # imported here, because it takes a second
 
     small, labels = (
         np.asarray(array) for array in load_digits(return_X_y=True)
-    )  # its stubs name pandas' types too
+    )  # its stubs include types of pandas
     if sum(sizes.values()) > len(labels):
         raise ValueError(f"there are {len(labels)} digits in all, the splits ask for {sizes}")
     left = np.arange(len(labels))
@@ -412,7 +411,7 @@ def _digits(sizes: dict[str, int], image_size: int, rng: np.random.Generator) ->
 
 
 def _enlarge(rows: np.ndarray, image_size: int) -> np.ndarray:
-    """Rows of 64 grey values in 0..16 to uint8 `[N, S, S, 3]`, bicubic."""
+    """Resize rows of 64 grey values in 0..16 to uint8 `[N, S, S, 3]`, bicubic."""
     small = np.round(rows.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     size = (image_size, image_size)
     grey = [np.asarray(Image.fromarray(p).resize(size, Image.Resampling.BICUBIC)) for p in small]
@@ -420,5 +419,5 @@ def _enlarge(rows: np.ndarray, image_size: int) -> np.ndarray:
 
 
 def _generator(seed: int, purpose: str) -> np.random.Generator:
-    """Seeded by the purpose, so that a new family would leave the others' images as they are."""
+    """Seed a generator by purpose, so that a new family does not change the images of others."""
     return np.random.default_rng([seed, zlib.crc32(purpose.encode())])

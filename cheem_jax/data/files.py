@@ -1,4 +1,4 @@
-"""The files of a folder or zip, as sorted relative names, and reading the images among them."""
+"""List the files of a folder or zip as sorted relative names, and read the images among them."""
 
 import abc
 import collections
@@ -25,51 +25,51 @@ HEIF_SUFFIXES = frozenset((".heic", ".heif"))
 COMPANIONS = frozenset(
     ".txt .json .csv .tsv .xml .md .html .pdf .db .ini .yaml .yml .toml .bak .tmp".split()
 )
-"""Of usual files beside images: their content is not looked at."""
+"""Suffixes of other common files, whose content is not inspected."""
 MAGIC = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM.{4}\0{4}|RIFF.{4}WEBP|II\*\0|MM\0\*|.{4}ftypavi[fs]",
     re.DOTALL,
 )
-"""How image files begin whose suffix does not say what they are."""
+"""First bytes of image files, for files with an unknown suffix."""
 HEIF_MAGIC = re.compile(rb".{4}ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL)
 READS_HEIF = importlib.util.find_spec("pillow_heif") is not None
 GET_HEIF = "pip install 'cheem_jax[heic]'"
 ARCHIVES = frozenset(".tar .gz .tgz .bz2 .xz .zst .7z .rar".split())
 MAX_NOTES = 10
 HEAD_BYTES = 16
-MAX_DEPTH = 6  # folders below the root that are looked into, so that a link to a parent ends
+MAX_DEPTH = 6  # depth of the folders that are searched, so that a link to a parent folder ends
 MAX_FILE_BYTES = 256 * 2**20
 MAX_FILES = 5_000_000  # in one folder or archive; ImageNet has 1.4 million
-# what unpacks to more than both is a bomb: images are packed already
+# a zip that unpacks to more than both limits is a bomb: images are compressed already
 SMALL_BYTES = 2**30
 MAX_RATIO = 100
 
 
 class Encoded(abc.ABC):
-    """Image files in a fixed order. They can be pickled, so that worker processes can read them as
-    well."""
+    """Image files in a fixed order. Instances can be pickled, so that worker processes can read
+    them."""
 
     keys: Sequence[str]
     upright = False
-    """Whether decoding turns the images as their EXIF orientation says."""
+    """Whether decoding rotates the images by their EXIF orientation."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def key(self, row: int) -> str:
-        """A file's name, unique in its task and the same on every machine."""
+        """Return the name of a file, unique in its task and the same on every machine."""
         return self.keys[row]
 
     @abc.abstractmethod
     def where(self, row: int) -> str:
-        """The same file for people who look for it on this machine."""
+        """Return the location of the file on this machine, for messages."""
 
     @abc.abstractmethod
     def read(self, row: int) -> bytes:
-        """A file's bytes; ValueError or OSError that says which file cannot be read."""
+        """Read the bytes of a file. Raises ValueError or OSError that names it."""
 
     def picture(self, row: int) -> bytes | Image.Image:
-        """What is decoded: a file's bytes, or an image that is open already. Raises as `read`."""
+        """Return the bytes of a file, or an open image, for decoding. Raises as `read`."""
         return self.read(row)
 
 
@@ -84,11 +84,11 @@ class FolderFiles(Encoded):
         return str(self.file(row))
 
     def file(self, row: int) -> Path:
-        """Where it lies."""
+        """Return the file's path."""
         return self.root / self.keys[row]
 
     def open(self, row: int) -> Any:
-        """A file to be read."""
+        """Open a file for reading."""
         try:
             mode = self.file(row).stat().st_mode
         except FileNotFoundError:
@@ -110,7 +110,7 @@ class FolderFiles(Encoded):
 
 
 class ZipFiles(Encoded):
-    """Members of a zip file below `root` ("" or "folder/")."""
+    """Members of a zip file below the folder `root` ("" or "folder/")."""
 
     def __init__(self, path: Path, keys: Sequence[str], root: str):
         self.path = path
@@ -122,24 +122,25 @@ class ZipFiles(Encoded):
         return f"{self.path}/{self.root}{self.keys[row]}"
 
     def open(self, row: int) -> Any:
-        """A member to be read."""
+        """Open a member for reading."""
         return _opened(self.path, self.stamp).open(self.root + self.keys[row])
 
     def read(self, row: int) -> bytes:
         try:
             size = _opened(self.path, self.stamp).getinfo(self.root + self.keys[row]).file_size
             with self.open(row) as stream:
-                # no more bytes than the zip's directory says, whatever the packed bytes would
-                # unpack to
+                # at most the number of bytes in the zip's directory, although the packed bytes
+                # could unpack to more
                 return stream.read(size + 1)
         except (
             Exception
-        ) as error:  # checksum, compression method, cut-off file: zipfile and zlib raise many types
+        # zipfile and zlib raise many types for checksums, compression methods and truncated files
+        ) as error:
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
 
 class Chosen(Encoded):
-    """Some rows of other files."""
+    """A subset of other files, by row."""
 
     def __init__(self, files: Encoded, rows: Sequence[int]):
         self.files = files
@@ -156,22 +157,21 @@ class Chosen(Encoded):
 
 @functools.lru_cache(maxsize=32)
 def _opened(path: Path, stamp: str) -> zipfile.ZipFile:
-    """A zip, opened once in a process since its list of members may be large; several threads may
-    read from it."""
+    """Open a zip once per process, since its list of members can be large. Threads share it."""
     if stamp_of([path]) != stamp:
         raise ValueError("the zip has changed since its names were read")
     return zipfile.ZipFile(path)
 
 
 def first_of(faults: Sequence[str], num: int = 5) -> str:
-    """The first of some faults, and how many more there are."""
+    """Join the first `num` faults and the number of the others."""
     more = f"; and {len(faults) - num} more" if len(faults) > num else ""
     return "; ".join(faults[:num]) + more
 
 
 def import_extra(module: str, extra: str, what: str, instead: str = "") -> Any:
-    """A module that comes with an extra; ValueError says that `what` needs it, and what to do
-    `instead`."""
+    """Import a module of an optional extra. The ValueError names the feature that needs it, the
+    `pip` command, and an alternative (`instead`)."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -181,34 +181,34 @@ def import_extra(module: str, extra: str, what: str, instead: str = "") -> Any:
 
 
 def files_of(path: Path, names: Sequence[str], root: str = "") -> FolderFiles | ZipFiles:
-    """Named files below `root` ("" or "folder/") of a folder or zip that `list_files` has
-    checked."""
+    """Return the named files below `root` ("" or "folder/") of a folder or zip that `list_files`
+    has checked."""
     return FolderFiles(path / root, names) if path.is_dir() else ZipFiles(path, names, root)
 
 
 def stamp_of(files: Iterable[Path]) -> str:
-    """Changes when one of the files changes in size or time, or when a missing one appears."""
+    """Hash sizes and times of files. A missing file that appears changes the hash, too."""
     digest = hashlib.sha256()
     for file in files:
         try:
             status = os.stat(file)
             digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
-        except OSError:  # reading it says so, among all images that cannot be read
+        except OSError:  # reading reports it, with all other unreadable images
             digest.update(b"absent\n")
     return digest.hexdigest()
 
 
 def list_files(path: Path) -> list[str]:
-    """Names of all visible files relative to `path`, sorted.
+    """List the names of all visible files relative to `path`, sorted.
 
-    Hidden files and folders, and those of the system, are left out. Raises FileNotFoundError, or
-    ValueError for a file that is not a zip or a zip with members that no image set has.
+    Hidden and system files and folders are skipped. Raises FileNotFoundError, or ValueError for an
+    unreadable zip or one with members that no image set has.
     """
     return _list(path)[0]
 
 
 def _list(path: Path) -> tuple[list[str], collections.Counter[str]]:
-    """See `list_files`; also counts the folders that are left out, by their names."""
+    """List files as `list_files`, and count the skipped folders by name."""
     hidden = collections.Counter[str]()
     if path.is_dir():
         places = walk(path, hidden)
@@ -227,19 +227,19 @@ def _list(path: Path) -> tuple[list[str], collections.Counter[str]]:
 
 
 class Listing(NamedTuple):
-    """The files of a folder or zip, and which of them are images."""
+    """Files of a folder or zip, and the images among them."""
 
     path: Path
     names: list[str]
-    """Of all visible files, sorted."""
+    """Names of all visible files, sorted."""
     images: list[str]
     ignored: collections.Counter[tuple[str, str]]
-    """Other files by folder and kind; companions and those of no folder are under ""."""
+    """Other files by folder and kind, under "" for companions and for files without a folder."""
     hidden: collections.Counter[str]
-    """Names of folders that are left out, with everything in them."""
+    """Names of the skipped folders."""
 
     def notes(self) -> list[str]:
-        """A line for each folder and kind of file that is left out, and one for hidden folders."""
+        """Describe skipped files, a line per folder and kind, and skipped folders."""
         found = [
             f"{'/'.join(filter(None, (self.path.name, folder)))}: {num:,} file{'s'[: num > 1]}"
             f" ignored ({kind})"
@@ -256,13 +256,13 @@ class Listing(NamedTuple):
         return found
 
     def told(self) -> str:
-        """The same at the end of an error."""
+        """Format the notes as the end of an error message."""
         return "".join(f"; {note}" for note in self.notes())
 
 
 def look_through(path: Path) -> Listing:
-    """The files of a folder or zip; see `list_files`. Content is read only where a suffix is
-    unknown."""
+    """List the files of a folder or zip (`list_files`), reading content only for unknown
+    suffixes."""
     names, hidden = _list(path)
     listing = Listing(path, names, [], collections.Counter(), hidden)
     files = files_of(path, listing.names)
@@ -270,13 +270,13 @@ def look_through(path: Path) -> Listing:
         folder, _, file = name.rpartition("/")
         if (kind := kind_of(files, row)) is None:
             listing.images.append(name)
-        elif file != "meta.json":  # which names the classes
+        elif file != "meta.json":  # it contains the class names
             listing.ignored["" if kind.lower() in COMPANIONS else folder, kind] += 1
     return listing
 
 
 def kind_of(files: FolderFiles | ZipFiles, row: int) -> str | None:
-    """None for an image, else what the file is for people."""
+    """Return None for an image, or the kind of another file, for messages."""
     suffix = PurePosixPath(files.key(row)).suffix
     if (known := suffix.lower()) in IMAGE_SUFFIXES or (READS_HEIF and known in HEIF_SUFFIXES):
         return None
@@ -290,13 +290,13 @@ def kind_of(files: FolderFiles | ZipFiles, row: int) -> str | None:
 
 
 def may_be_image(file: Path) -> bool:
-    """Whether a file is an image, perhaps of a format that only an extra reads."""
+    """Whether a file is an image, including formats that need an extra."""
     kind = kind_of(FolderFiles(file.parent, [file.name]), 0)
     return kind is None or kind.endswith(GET_HEIF)
 
 
 def head_of(files: FolderFiles | ZipFiles, row: int) -> bytes:
-    """How a file begins; nothing where it cannot be read."""
+    """Read the first bytes of a file; empty if it cannot be read."""
     try:
         with files.open(row) as stream:
             return stream.read(HEAD_BYTES)
@@ -305,7 +305,7 @@ def head_of(files: FolderFiles | ZipFiles, row: int) -> bytes:
 
 
 def is_dead_link(file: Path) -> bool:
-    """Whether it is a link whose target is missing, as of data on a disk that is not mounted."""
+    """Whether a link has no target, as on a disk that is not mounted."""
     return file.is_symlink() and not file.exists()
 
 
@@ -316,16 +316,16 @@ def is_hidden(part: str) -> bool:
 def walk(
     path: Path, hidden: collections.Counter[str] | None = None
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """As `os.walk`, with folders relative to `path` ("" or "folder/"); hidden ones are left out,
-    and counted."""
+    """Walk as `os.walk`, with folders relative to `path` ("" or "folder/"). Hidden folders are
+    skipped and counted."""
 
     def fail(error: OSError) -> NoReturn:
-        raise error  # a folder that cannot be read is not an empty one
+        raise error  # an unreadable folder is not an empty one
 
     num = 0
     for folder, subfolders, names in os.walk(path, followlinks=True, onerror=fail):
         num += len(subfolders) + len(names)
-        if num > MAX_FILES:  # a few links to parents are enough, since each multiplies
+        if num > MAX_FILES:  # a few links to parent folders are enough, since each multiplies
             raise ValueError(
                 f"{path}: more than {MAX_FILES} files and folders; are there links to parent"
                 " folders?"
@@ -345,7 +345,7 @@ def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
             members = archive.infolist()
     except (
         Exception
-    ) as error:  # corrupted directories also raise OSError, struct.error, NotImplementedError
+    ) as error:  # corrupted directories also raise OSError, struct.error and NotImplementedError
         way_out = (
             "unpack it first, and give the folder"
             if path.suffix.lower() in ARCHIVES
@@ -388,15 +388,15 @@ def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
 
 
 def _fault(member: zipfile.ZipInfo) -> str | None:
-    """What makes a zip member unsafe or absurd, if anything."""
+    """Return the reason to refuse a zip member as unsafe or absurd, if there is one."""
     name = member.filename
     if "\\" in name:
         return (
             "its name is not a plain relative one, as it has a backslash; unpack it, and zip it"
             " again"
         )
-    # without the flag for UTF-8 zipfile takes names for those of MS-DOS, whose signs show that they
-    # are not
+    # without the flag for UTF-8, zipfile decodes names as MS-DOS; symbols in the result show that
+    # they have another encoding
     if not member.flag_bits & 0x800 and any(
         unicodedata.category(sign).startswith("S") for sign in name if sign > "~"
     ):
@@ -404,19 +404,19 @@ def _fault(member: zipfile.ZipInfo) -> str | None:
             "its name is neither UTF-8 nor of MS-DOS; unpack it with the right encoding, and give"
             " the folder"
         )
-    # names must stay below the folder that they would be unpacked to
+    # names must stay below the folder that they unpack to
     if name[1:2] == ":" or not {"", ".", ".."}.isdisjoint(name.removesuffix("/").split("/")):
         return "its name is not a plain relative one"
     if member.flag_bits & 1:
         return "it is encrypted"
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        # zipfile unpacks the others to any size at once, whatever the directory says
+        # zipfile unpacks the other methods to any size at once, regardless of the directory
         return f"it is packed by method {member.compress_type}; zip it again, stored or deflated"
     return too_large(member.file_size)
 
 
 def too_large(num_bytes: int) -> str | None:
-    """The complaint about a member of this size, if there is one."""
+    """Return the complaint about a member of this size, if it is too large."""
     return (
         f"it unpacks to {num_bytes} bytes, expected at most {MAX_FILE_BYTES}"
         if num_bytes > MAX_FILE_BYTES

@@ -1,6 +1,8 @@
-"""Tasks from image folders and zips laid out as `<split>/<class>/<image>`, streams from folders of
-them, and tasks from a manifest: a table that names the files, in CSV or Parquet, with `path`,
-`label` and perhaps `split`.
+"""Plans of tasks from image folders and zips (`<split>/<class>/<image>`), from folders of several
+tasks, and from manifests.
+
+A manifest is a CSV or Parquet table of files, with the columns `path`, `label` and optionally
+`split`.
 """
 
 import collections
@@ -54,14 +56,15 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 def plan_task(
     path: Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn"
 ) -> Plan:
-    """The task in a folder or zip with `<split>/<class>/<image>`; one enclosing folder is skipped.
+    """Plan the task in a folder or zip with `<split>/<class>/<image>`; one enclosing folder is
+    skipped.
 
-    Classes are the sorted folders of train, or `classes` of a `meta.json` next to the splits, whose
-    folders then have the names or the label numbers. A missing validation part is cut from train:
-    ceil(0.1 n) images, at least one of each class; with train alone or `<class>/<image>` a test
-    part of ceil(0.3 n) goes first. `seed` draws these. For what another `purpose` than learning
-    needs and cuts, see `Plan.of`. A folder of `save_to_disk` is a task, too: see `plan_hub`. Raises
-    FileNotFoundError, or ValueError naming the offending file or folder.
+    Classes are the sorted folders of train, or `classes` of a `meta.json` next to the splits. In
+    that case the folders have the names or the label numbers. A missing validation part is cut from
+    train: ceil(0.1 n) images, at least one of each class. With train alone or `<class>/<image>`, a
+    test part of ceil(0.3 n) is cut before. `seed` decides the cut. `Plan.of` describes other
+    purposes. A folder of `save_to_disk` is a task, too (`plan_hub`). Raises FileNotFoundError, or
+    ValueError with the file or folder at fault.
     """
     if is_saved(path):
         return plan_hub(path, name=name, seed=seed, purpose=purpose)
@@ -71,12 +74,11 @@ def plan_task(
 def plan_stream(
     path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0, purpose: Purpose = "learn"
 ) -> list[Plan]:
-    """The tasks of a folder whose zips and folders are tasks, named after them; a single task is a
-    stream of one.
+    """Plan the tasks of a folder whose zips and folders are tasks. A single task is a stream of
+    one.
 
-    `tasks` selects and orders; by default all are taken, sorted, except folders without any image.
-    Raises as `plan_task`, and unless `tasks` names them for folders that look like parts of one
-    task.
+    `tasks` selects and orders; by default all are used, sorted, except folders without images.
+    Raises as `plan_task`, and, unless `tasks` is set, for folders that look like parts of one task.
     """
     places = _find_tasks(path, purpose)
     if tasks is not None:
@@ -120,8 +122,8 @@ def _find_tasks(path: Path, purpose: Purpose) -> dict[str, Path]:
     splits = [split_of(entry.name) for entry in folders]
     is_test_alone = purpose == "measure" and splits and all(splits)
     if "train" in splits or is_test_alone or any(map(_has_images, folders)):
-        return {name_of(path): path}  # a single task: folders of images are classes
-    # a link to a missing task must not make it vanish
+        return {name_of(path): path}  # a single task, whose folders of images are classes
+    # a link to a missing task must be reported
     places = [
         entry
         for entry in entries
@@ -142,8 +144,8 @@ def _find_tasks(path: Path, purpose: Purpose) -> dict[str, Path]:
 def _refuse_parts(
     path: Path, tasks: Sequence[str], found: Mapping[str, Listing], purpose: Purpose
 ) -> None:
-    """ValueError for folders or zips that are named like splits, or without splits have the same
-    classes."""
+    """Refuse folders or zips that are named like splits, or that have the same classes without
+    splits."""
     alike: dict[frozenset[str], list[str]] = {}
     for name in tasks:
         if name in found and (classes := _bare_classes(found[name])):
@@ -167,8 +169,8 @@ def _refuse_parts(
 
 
 def _bare_classes(found: Listing) -> frozenset[str]:
-    """Names of the class folders of a task without splits; none for a task that has splits or a
-    meta.json."""
+    """Return the names of the class folders of a task without splits; empty for a task with splits
+    or a meta.json."""
     folders = {tuple(name.split("/")[:-1]) for name in found.images}
     # train.zip usually contains the folder train
     has_splits = {split_of(parts[-2]) for parts in folders if len(parts) > 1} - {
@@ -186,8 +188,8 @@ def _bare_classes(found: Listing) -> frozenset[str]:
 
 
 def holds_images(path: Path) -> bool:
-    """Whether it is a zip or saved data set, or a folder with images in at least two folders below
-    it."""
+    """Whether `path` is a zip, a saved data set, or a folder with images in at least two
+    subfolders."""
     if not path.is_dir() or is_saved(path):
         return zipfile.is_zipfile(path) or is_saved(path)
     folders = (Path(path, at) for at, _, _ in walk(path) if at)
@@ -201,7 +203,7 @@ def _may_be_dead_folder(place: Path) -> bool:
 
 
 def _has_images(folder: Path) -> bool:
-    """Whether it directly contains images."""
+    """Whether the folder itself contains images."""
     with os.scandir(folder) as entries:
         return any(
             not is_hidden(entry.name) and may_be_image(Path(entry.path)) for entry in entries
@@ -209,8 +211,8 @@ def _has_images(folder: Path) -> bool:
 
 
 def name_of(path: Path) -> str:
-    """What a task or stream in this folder or file is called."""
-    path = Path(os.path.realpath(path))  # `resolve` fails on a link to itself
+    """Derive the name of a task or stream from its folder or file."""
+    path = Path(os.path.realpath(path))  # `resolve` fails for a link to itself
     return path.name if path.is_dir() else path.stem
 
 
@@ -242,7 +244,7 @@ def _plan(found: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
     members: Members = {}
     for split, folder_of in grouped.items():
         if unknown := sorted(set(map(composed, folder_of.values())) - set(label_of)):
-            # ascii shows the difference between letters that look the same
+            # ascii shows the difference between letters that look alike
             raise ValueError(
                 f"{path}: classes in {split} that train does not have: {ascii(unknown[:8])}"
             )
@@ -266,9 +268,10 @@ def _plan(found: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
 
 
 def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]]]:
-    """The enclosing folder ("" or "name/"), and the class folder of each split's images by their
-    names below it."""
-    # a stray file or a folder below a class is no reason to take the others for misplaced
+    """Return the enclosing folder ("" or "name/"), and per split the class folder of each image by
+    its name below it."""
+    # the most common depth counts: a stray file or a folder below a class must not make the others
+    # wrong
     depth = _usual(images)
     tops = {file.split("/")[0] for file in images}
     root = ""
@@ -306,12 +309,13 @@ def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]
 
 
 def _usual(files: Sequence[str]) -> int:
-    """Folders above most of these files."""
+    """Return the most common depth of the files, in folders."""
     return collections.Counter(file.count("/") for file in files).most_common(1)[0][0]
 
 
 def _refuse_folders_without_image(found: Listing, root: str, depth: int) -> None:
-    """A class that is empty, or whose files are all no images, would otherwise vanish silently."""
+    """Refuse empty class folders and folders without images, since their classes would vanish
+    silently."""
     folders = {
         name.rpartition("/")[0]
         for name in found.names
@@ -338,7 +342,7 @@ def _split_folders(folders: Iterable[str]) -> set[str]:
 
 
 def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | None:
-    """`classes` of a meta.json, if there is one."""
+    """Read `classes` of a meta.json, if there is one."""
     if name not in files:
         return None
     try:
@@ -358,8 +362,8 @@ def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | Non
 def _label_folders(
     path: Path, folders: Iterable[str], names: list[str] | None
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Class names in label order, and the label of each class folder by its name in composed
-    form."""
+    """Return class names in label order, and the label of each class folder by its composed
+    name."""
     if names is None:
         way_out = (
             "put one class into one folder, or list them as `classes` of a meta.json next to the"
@@ -381,10 +385,10 @@ def _label_folders(
 
 
 class ManifestRow(NamedTuple):
-    """One image as the table lists it, text without surrounding blanks."""
+    """One row of a manifest, without surrounding blanks."""
 
     where: str
-    """As in "line 7"."""
+    """Position for messages, such as "line 7"."""
     path: str
     label: str
     split: str = "train"
@@ -398,13 +402,13 @@ def plan_manifest(
     seed: int = 0,
     purpose: Purpose = "learn",
 ) -> Plan:
-    """The task that a CSV (comma, semicolon or tab) or Parquet file lists: one image a row, other
-    columns are ignored.
+    """Plan the task of a CSV (comma, semicolon or tab) or Parquet file with one image per row;
+    other columns are ignored.
 
-    `path` is relative to `root`, by default the folder of the manifest. `label` is a class name, or
-    a number 0..n-1 (for another `purpose` than learning, some of these); names are sorted. Splits
-    (train, val or test) that the column `split` does not have are cut from train by `seed` as for
-    folders. Raises FileNotFoundError, or ValueError naming file and lines.
+    `path` is relative to `root`, by default the manifest's folder. `label` is a class name or a
+    number 0..n-1 (some of these numbers, unless the purpose is to learn); names are sorted. Splits
+    that the column `split` lacks are cut from train by `seed`, as for folders. Raises
+    FileNotFoundError, or ValueError with file and lines.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; expected a CSV or Parquet manifest")
@@ -412,10 +416,10 @@ def plan_manifest(
     if not root.is_dir():
         raise FileNotFoundError(f"{root}: no such folder; the paths in {file} are relative to it")
     rows = _read_rows(file)
-    # os.path and no pathlib: there may be a million of them
+    # os.path is faster than pathlib for a million files
     if not any(
         os.path.isfile(os.path.join(root, row.path)) for row in rows
-    ):  # some alone are like broken images
+    ):  # single missing files are reported as broken images
         absent = first_of([f"{row.where}: {row.path!r}" for row in rows])
         raise FileNotFoundError(
             f"{file}: none of its {len(rows)} files exists: {absent}; "
@@ -423,7 +427,7 @@ def plan_manifest(
         )
     classes, label_of = _classes(file, rows, purpose)
     check_splits(str(file), {row.split for row in rows}, purpose)
-    rows.sort(key=lambda row: row.path)  # the order of the rows must not change a run
+    rows.sort(key=lambda row: row.path)  # the order of the rows must not change the run
     members: Members = {}
     for row in rows:
         members.setdefault(row.split, {})[row.path] = label_of[row.label]
@@ -440,8 +444,8 @@ def plan_manifest(
 
 
 def _read_rows(file: Path) -> list[ManifestRow]:
-    """The rows with paths in POSIX form and our names of splits, or one ValueError for all that is
-    wrong."""
+    """Read all rows, with POSIX paths and canonical split names; one ValueError lists all
+    faults."""
     read = _read_parquet if file.suffix.lower() in (".parquet", ".pq") else _read_csv
     first: dict[str, str] = {}
     rows: list[ManifestRow] = []
@@ -475,7 +479,7 @@ def _read_rows(file: Path) -> list[ManifestRow]:
 
 
 def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Where each row is, and its text in the columns that count."""
+    """Yield the position of each row, and its text in the required columns."""
     data = file.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -488,7 +492,7 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
     skipped = 0
     if separator := re.fullmatch(
         "sep=([,;\t])", header.strip("\r\n"), re.IGNORECASE
-    ):  # Excel's own first line
+    ):  # a line that Excel writes
         text = text[len(header) :]
         skipped = 1
         delimiter = separator[1]
@@ -531,7 +535,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file}: not readable as Parquet: {error}") from error
     for number, values in enumerate(table.rename_columns([*wanted]).to_pylist(), start=1):
-        # the exact type: True would pass for a whole number
+        # the exact type, because True is an int
         if wrong := [
             column for column, value in values.items() if type(value) not in (str, int, type(None))
         ]:
@@ -547,7 +551,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _wanted(file: Path, found: Sequence[str]) -> dict[str, int]:
-    """The columns to read and where they are."""
+    """Map the columns to read to their positions."""
     if missing := [column for column in NEEDED if column not in found]:
         raise ValueError(
             f"{file}: no column {' and '.join(map(repr, missing))} among {found[:12]}; the first"
@@ -562,7 +566,7 @@ def _wanted(file: Path, found: Sequence[str]) -> dict[str, int]:
 def _classes(
     file: Path, rows: Sequence[ManifestRow], purpose: Purpose
 ) -> tuple[tuple[str, ...], Mapping[str, int]]:
-    """Class names, and the label of each row's text: the numbers 0..n-1, to learn without gaps, or
+    """Return class names and the label of each text: numbers 0..n-1 (without gaps to learn), or
     names."""
     first = {row.label: row for row in reversed(rows)}
     if not all(map(_WHOLE.fullmatch, first)):

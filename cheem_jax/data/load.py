@@ -1,10 +1,8 @@
-"""Plans to tasks: images decoded into memory, into files that are mapped into it, or when they are
-needed.
+"""Load the images of plans: decoded into memory, into files that are mapped, or on access.
 
-The files of a plan, an image size and a version of the decoder are a cache: a folder
-`<task>-<size>-<key>` with one `.npy` per split and `cache.json`. It is written under another name
-and renamed when it is complete, so a folder of that name can be trusted; a lock makes a second
-process wait for the first.
+The cache of a plan, an image size and a decoder version is a folder `<task>-<size>-<key>` with one
+`.npy` per split and `cache.json`. It is written under another name and renamed when it is complete,
+so an existing folder is complete. A lock makes a second process wait for the first.
 """
 
 import contextlib
@@ -40,31 +38,31 @@ FORMAT = "cheem_jax-images/1"
 SPLIT_NAMES = ("train", "val", "test")
 
 Phase = Callable[[str, int], AbstractContextManager[Progress]]
-"""Opens a phase of work on a task, by the task's name and its number of images; gives the function
-that counts them."""
+"""Opens a phase of work from a task's name and its number of images; yields a function that counts
+finished images."""
 Given = TypeVar("Given")
 Loaded = TypeVar("Loaded")
 Keep = Literal["auto", "memory", "cache", "stream"]
 
 IN_MEMORY = 2**30
-"""Bytes of a whole stream up to which `auto` keeps images in memory."""
+"""Size of a stream in bytes up to which `auto` keeps images in memory."""
 CACHED = 64 * 2**30
-"""Bytes of one task up to which `auto` keeps images on the disk."""
+"""Size of a task in bytes up to which `auto` keeps images on the disk."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ImagesConfig:
-    """Where decoded images are kept."""
+    """Storage of decoded images."""
 
     keep: Keep = "auto"
     """`memory`, `cache` (files mapped into memory, made once), `stream` (decoded again in every
     epoch by Grain, nothing stored), or `auto`: memory for a stream below 1 GiB, cache for a task
     below 64 GiB, else stream."""
     cache_dir: Path | None = None
-    """Folder of the cached images; default: below the user's cache folder, or below --data-dir."""
+    """Folder of the cached images; default: in the user's cache folder, or below --data-dir."""
     workers: int = 0
-    """Processes that decode for `stream`; 0: threads of this one. Processes start again, in
-    seconds, for every pass."""
+    """Processes that decode for `stream`; 0: threads of this process. Processes need seconds to
+    start, in every pass."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -79,9 +77,10 @@ def load_tasks(
     *,
     only: str | None = None,
 ) -> tuple[Task, ...]:
-    """Tasks with their images; raises ValueError naming every file that is not an image.
+    """Load the images of tasks. Raises ValueError with every file that is not an image.
 
-    `only` is a split to measure on: others are empty, unless it is a test split that was not given.
+    `only` is a split to measure on; the others stay empty, except if that split is `test` and the
+    data have no test split.
     """
 
     def names_in(plan: Plan) -> Sequence[str]:
@@ -106,7 +105,7 @@ def load_tasks(
 
 
 def _each(given: Iterable[Given], load: Callable[[Given], Loaded]) -> list[Loaded]:
-    """All of them loaded; the broken images of all are one error."""
+    """Load all items. One error reports the broken images of all."""
     loaded = list[Any]()
     broken = list[str]()
     for one in given:
@@ -120,7 +119,8 @@ def _each(given: Iterable[Given], load: Callable[[Given], Loaded]) -> list[Loade
 
 
 def load_task(path: str | Path, *, image_size: int, seed: int = 0, upright: bool = True) -> Task:
-    """A folder or zip as one task in memory; see `plan_task`. `upright` as for `decode_image`."""
+    """Load a folder or zip as one task into memory (`plan_task`). `upright` as in
+    `decode_image`."""
     plan = plan_task(absolute(path), seed=seed).turned(upright)
     (task,) = load_tasks([plan], image_size, ImagesConfig("memory"))
     return task
@@ -134,7 +134,7 @@ def load_stream(
     seed: int = 0,
     upright: bool = True,
 ) -> Stream:
-    """A folder of tasks as a stream in memory; see `plan_stream`. `upright` as for
+    """Load a folder of tasks as a stream into memory (`plan_stream`). `upright` as in
     `decode_image`."""
     path = absolute(path)
     plans = [plan.turned(upright) for plan in plan_stream(path, tasks, seed=seed)]
@@ -144,7 +144,7 @@ def load_stream(
 def load_train(
     plan: Plan, image_size: int, config: ImagesConfig = ImagesConfig(), phase: Phase | None = None
 ) -> Split:
-    """The training split alone."""
+    """Load only the training split."""
     total = bytes_needed(len(plan.train.labels), image_size)
     return _load(plan, ("train",), image_size, config, total, phase or _silent)["train"]
 
@@ -157,7 +157,7 @@ def _load(
     total_bytes: int,
     phase: Phase,
 ) -> dict[str, Split]:
-    """Some splits; `total_bytes` is the size of everything that is loaded together."""
+    """Load some splits. `total_bytes` is the size of all tasks together."""
     parts = {name: plan.splits[name] for name in names}
     num = sum(len(part.labels) for part in parts.values())
     keep = config.keep
@@ -171,7 +171,7 @@ def _load(
     splits = {}
     if keep == "stream":
         for name, part in parts.items():
-            # the pixels follow from this, and none has been decoded yet
+            # this identifies the pixels before any is decoded
             known = (
                 f"{plan.split_sha256} {plan.stamp} {image_size} {DECODER_VERSION}"
                 f" {name}{' upright' * plan.upright}"
@@ -194,23 +194,23 @@ def _silent(task: str, num_images: int) -> Iterator[Progress]:
 
 
 def default_directory() -> Path:
-    """Where caches are by default: in the user's cache folder. Raises ValueError if there is
-    none."""
+    """Return the default folder of caches, in the user's cache folder. Raises ValueError if there
+    is none."""
     return user_cache() / "images"
 
 
 def bytes_needed(num_images: int, image_size: int) -> int:
-    """Bytes of so many decoded images."""
+    """Compute the size of decoded images in bytes."""
     return num_images * image_size * image_size * 3
 
 
 def cache_place(
     plan: Plan, image_size: int, root: Path, names: Sequence[str] = SPLIT_NAMES
 ) -> Path:
-    """The folder of a plan's decoded images, whether it exists or not.
+    """Return the folder of a plan's decoded images, which need not exist.
 
-    Its name has what decides the pixels of some splits: which files in which order, their stamp,
-    the size, the decoder, and whether it turns images by their EXIF orientation.
+    Its name has a hash of everything that decides the pixels of some splits: files and their order,
+    stamp, image size, decoder, and rotation by EXIF orientation.
     """
     turned = ["upright"] if plan.upright else []
     decides = [FORMAT, DECODER_VERSION, image_size, plan.source, plan.stamp, *turned]
@@ -227,13 +227,13 @@ def cache_place(
 def cached(
     plan: Plan, image_size: int, root: Path, phase: Phase, names: Sequence[str] = SPLIT_NAMES
 ) -> dict[str, Split]:
-    """Splits with their images mapped from files, which are made if they do not exist.
+    """Return splits with images mapped from files, which are written if they do not exist.
 
-    Waits for another process that makes them. Raises ValueError for broken images, OSError if there
-    is no room or no permission; then nothing is left.
+    Waits for another process that writes them. Raises ValueError for broken images, and OSError
+    without space or permission; then no file remains.
     """
     place = cache_place(plan, image_size, root)
-    if not place.is_dir():  # of all splits, which also contains these
+    if not place.is_dir():  # a cache of all splits contains these
         place = cache_place(plan, image_size, root, names)
     if not place.is_dir():
         try:
@@ -251,14 +251,13 @@ def cached(
 
 
 def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> dict[str, Split]:
-    """Splits of a plan with the images of a finished cache. Raises ValueError naming what is
-    corrupted."""
+    """Open a finished cache of a plan. Raises ValueError with the corrupted part."""
     try:
         meta = json.loads((place / "cache.json").read_text())
         splits = {}
         for name in names:
             labels = plan.splits[name].labels
-            # mapped, so that a header that promises more than there is takes no memory
+            # mapped, so that a wrong header cannot allocate memory
             images = np.lib.format.open_memmap(place / f"{name}.npy", mode="r")
             if (
                 images.shape != (len(labels), meta["image_size"], meta["image_size"], 3)
@@ -270,7 +269,8 @@ def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> d
         raise OSError(
             f"the cache {place} cannot be read ({error.strerror}: {error.filename})"
         ) from error
-    except Exception as error:  # NumPy's parser of headers raises almost anything on a broken file
+    # NumPy's parser of headers raises nearly any error for a broken file
+    except Exception as error:
         raise ValueError(
             f"the cache {place} is corrupted ({error!r}); remove this folder and it is made again"
         ) from error
@@ -278,10 +278,10 @@ def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> d
 
 
 def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase: Phase) -> None:
-    """Decode everything into a folder next to the place, then rename it. Only one process does this
-    at a time."""
+    """Decode all images into a folder next to `place`, then rename it. One process does this at a
+    time."""
     partial = place.with_name(f"{place.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     num_images = sum(len(plan.splits[name].labels) for name in names)
     needed = bytes_needed(num_images, image_size)
     free = shutil.disk_usage(place.parent).free
@@ -313,7 +313,7 @@ def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase:
 
 
 def _write(file: Path, part: Part, image_size: int, on_progress: Progress) -> str:
-    """A `.npy` written piece by piece, so that a full disk is an error here and no signal later;
+    """Write a `.npy` piece by piece, so that a full disk raises an error here and no signal later;
     returns its hash."""
     digest = hashlib.sha256(part.labels.astype("<i4").tobytes())
     header = {
@@ -333,17 +333,16 @@ def _write(file: Path, part: Part, image_size: int, on_progress: Progress) -> st
 
 
 class StreamedImages:
-    """Files that behave like uint8 images `[N, S, S, 3]`, decoded when they are needed and never
-    stored.
+    """Files that behave like uint8 images `[N, S, S, 3]`, decoded on access and never stored.
 
-    Grain decodes ahead with `workers` processes, or with 0 with threads of this one, which is
-    faster up to a handful of cores; processes take seconds to start, for every pass. The caller
-    decides which images a step sees, so a stream gives what the same images in memory would give,
-    and a pass that resumes at a later step what would have come then.
+    Grain decodes ahead with `workers` processes, or with threads of this process (0), which is
+    faster on up to a handful of cores: processes need seconds to start, in every pass. The caller
+    decides the rows of each step, so a stream yields the same images as memory would, and a resumed
+    pass continues with the next step.
     """
 
     def __init__(self, files: Encoded, image_size: int, *, workers: int = 0):
-        _grain()  # fails now if it is not installed, not in the middle of a run
+        _grain()  # fail now if it is not installed, not in the middle of a run
         self.files, self.image_size, self.workers = files, image_size, workers
         self.shape = (len(files), image_size, image_size, 3)
         self.dtype = np.dtype(np.uint8)
@@ -365,14 +364,13 @@ class StreamedImages:
         batch_size = len(order[0])
         num_threads = max(2, min(16, os.cpu_count() or 1))
         images = grain.MapDataset.source(np.concatenate(order).tolist()).map(self._decode)
-        if self.workers:  # whole batches, since each process takes every so many-th element
+        if self.workers:  # whole batches, since each of n processes reads every n-th element
             reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
             options = grain.MultiprocessingOptions(
                 num_workers=self.workers, per_worker_buffer_size=2
             )
             return iter(images.batch(batch_size).to_iter_dataset(reading).mp_prefetch(options))
-        # single images, put together afterwards, so that the threads share the work on the first
-        # batch too
+        # single images, batched afterwards, so that threads share the first batch, too
         reading = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=3 * batch_size)
         return iter(images.to_iter_dataset(reading).batch(batch_size))
 
@@ -384,6 +382,6 @@ def _grain() -> Any:
     grain = import_extra("grain", "datasets", "streaming images", ", or --images.keep cache")
     flags = importlib.import_module("absl.flags").FLAGS
     if not flags.is_parsed():
-        # starting workers, Grain asks for absl's flags, which nobody parses here
+        # Grain reads absl's flags when it starts workers; nothing here parses them
         flags.mark_as_parsed()
     return grain

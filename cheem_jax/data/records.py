@@ -1,9 +1,9 @@
-"""Data sets that TFDS has prepared, and those of the Hugging Face hub or that `save_to_disk` wrote,
-as encoded images.
+"""Encoded images of data sets that TFDS has prepared, that are on the Hugging Face hub, or that
+`save_to_disk` wrote.
 
-The library's own decoder decodes their bytes. TFDS's decoder without TensorFlow gives palette
-images their indices as colours and leaves CMYK and alpha channels in, hence `SkipDecoding`. The
-hub's are kept as Arrow files: no code of a data set runs, and nothing is unpickled.
+This library decodes their bytes (`SkipDecoding`), because TFDS's decoder without TensorFlow returns
+palette indices as colours and keeps CMYK and alpha channels. The hub's data sets are Arrow files:
+no code of a data set runs, and nothing is unpickled.
 """
 
 import collections
@@ -34,13 +34,13 @@ BY_BYTES, BY_PIXELS = "bytes", "pixels"
 MAX_CLASSES = 1_000_000
 NAME_FEATURES = ("file_name", "filename", "image/file_name", "name", "id")
 HUB = "hf:"
-"""Before the name of a data set of the hub."""
+"""Prefix of the name of a data set on the hub."""
 _SPEC = re.compile(r"([a-z0-9_]+)(?:/([A-Za-z0-9_.-]+))?(?::(\d+\.\d+\.\d+))?")
 _OWN_FEATURE = re.compile(r"tensorflow_datasets\.core\.features\.[a-z_]+\.[A-Za-z]+")
 
 
 class Row(NamedTuple):
-    """One image of a data set; sorted by key, then label, then place."""
+    """Position of one image of a data set. Rows sort by key, then label, then position."""
 
     key: str
     label: int
@@ -50,13 +50,14 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Records(Encoded):
-    """Images of a data set: each in a split at a position."""
+    """Images of a data set, each at a position of a split."""
 
     source: str | Path
     image: str
-    """The name of the image in an example: its bytes, or a dict that has them or names a file."""
+    """Name of the image in an example, whose value is its bytes, or a dict with the bytes or a
+    file."""
     opened: Callable[[str], Any]
-    """The examples of a split, which can be pickled and serve many threads at a time."""
+    """Opens the examples of a split. It can be pickled, and threads share it."""
     places: Sequence[tuple[str, int]]
     keys: Sequence[str]
 
@@ -73,7 +74,7 @@ class Records(Encoded):
                 if isinstance(found, bytes)
                 else found["bytes"] or FolderFiles(Path(), [found["path"]]).read(0)
             )
-        except Exception as error:  # array_record, protobuf and pyarrow raise their own
+        except Exception as error:  # array_record, protobuf and pyarrow raise their own types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
     @functools.cached_property
@@ -94,8 +95,8 @@ def plan_rows(
     is_benchmark: bool = True,
     purpose: Purpose = "learn",
 ) -> Plan:
-    """A task from the rows of some splits; see `Plan.of`. `records` makes the images at some places
-    with some keys."""
+    """Plan a task from the rows of some splits (`Plan.of`). `records` opens the images at some
+    positions with some keys."""
     members: Members = {}
     places: dict[str, tuple[str, int]] = {}
     for split, found in rows.items():
@@ -103,8 +104,8 @@ def plan_rows(
         repeated = collections.Counter[str]()
         for row in found:
             repeated[row.key] += 1
-            # the same image may come twice, and be in two official splits: its key must say which
-            # is meant
+            # an image can occur twice, and in two official splits: its key must identify the
+            # occurrence
             number = f"#{repeated[row.key]}" if repeated[row.key] > 1 else ""
             key = f"{split}/{row.key}{number}"
             members[split][key], places[key] = row.label, (row.split, row.position)
@@ -128,12 +129,11 @@ def plan_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A data set that TFDS has prepared in a directory, and the parts of it that make a
-    classification task."""
+    """A data set that TFDS has prepared in a directory, with its image and label columns."""
 
     directory: Path
     full_name: str
-    """As in `eurosat/rgb/2.0.0`."""
+    """Such as `eurosat/rgb/2.0.0`."""
     image: str
     label: str
     features: tuple[str, ...]
@@ -143,12 +143,12 @@ class Prepared:
     def index(
         self, splits: Iterable[str], key: str | None = None, *, on_progress: Progress | None = None
     ) -> list[Row]:
-        """All images of some splits, sorted.
+        """List all images of some splits, sorted.
 
-        `key` names the text feature that tells images apart, `class/FEATURE` if it does so within a
-        class only, or says that the file's bytes or pixels do; by default the first feature that
-        looks like a file name. Every example is read for this once; the result is kept in the data
-        set's own folder if that can be written to. Raises ValueError for unlabelled images.
+        `key` identifies images: a text feature, `class/FEATURE` for one that is unique within a
+        class only, or the file's bytes or pixels; by default, the first feature that looks like a
+        file name. This reads every example once, and caches the result in the data set's folder if
+        that is writable. Raises ValueError for unlabelled images.
         """
         key = key or next((name for name in NAME_FEATURES if name in self.features), BY_BYTES)
         rows: list[Row] = []
@@ -159,22 +159,22 @@ class Prepared:
 
     @functools.cached_property
     def stamp(self) -> str:
-        """Changes when the files do."""
+        """Hash of sizes and times of the files."""
         return stamp_of(sorted(file for file in self.directory.iterdir() if file.is_file()))
 
     def records(self, places: Sequence[tuple[str, int]], keys: Sequence[str]) -> Records:
-        """The images at these places in TFDS's splits."""
+        """Return the images at these positions of TFDS's splits."""
         opened = functools.partial(_source, self.directory, self.image)
         return Records(self.directory, self.image, opened, places, keys)
 
     def _known(
         self, split: str, key: str, on_progress: Progress | None
     ) -> tuple[list[str], np.ndarray]:
-        """Keys and labels of one split in TFDS's order, from an earlier pass if nothing has changed
-        since."""
+        """Read keys and labels of one split in TFDS's order, from the cache if it is still
+        valid."""
         mark = hashlib.sha256(f"{key} {self.stamp}".encode()).hexdigest()[:16]
         file = self.directory / ".cheem_jax" / f"{split}-{mark}.npz"
-        # what does not exist or was truncated by a crash is made again
+        # a missing or truncated cache is written again
         with contextlib.suppress(OSError, ValueError, KeyError):
             arrays = read_npz(file)
             keys, labels = arrays["keys"], arrays["labels"]
@@ -187,13 +187,13 @@ class Prepared:
                 return [name.decode() for name in keys.tolist()], labels
         source = _source(self.directory, self.image, split)
         names: list[str] = []
-        found: list[int] = []  # grows with what is read, whatever the metadata says
+        found: list[int] = []  # grows with the examples, because the metadata can be wrong
         for position in range(len(source)):
             try:
                 example = source[position]
                 found.append(int(example[self.label]))
                 names.append(self._key(example, key))
-            except Exception as error:  # array_record and protobuf raise their own
+            except Exception as error:  # array_record and protobuf raise their own types
                 raise ValueError(
                     f"{self.directory}, split {split!r} #{position}, cannot be read: {error};"
                     " prepare it again"
@@ -215,7 +215,7 @@ class Prepared:
             )
         with contextlib.suppress(
             OSError
-        ):  # somebody else's data set, or a full disk: the next run reads all again
+        ):  # a read-only data set or a full disk: the next run reads all examples again
             file.parent.mkdir(exist_ok=True)
             buffer = io.BytesIO()
             np.savez_compressed(
@@ -229,7 +229,7 @@ class Prepared:
             return hashlib.sha256(example[self.image]).hexdigest()
         if (
             key == BY_PIXELS
-        ):  # PNG files are written while preparing, and not by everybody with the same bytes
+        ):  # preparing writes PNG files, whose bytes differ between machines
             with opened(example[self.image], self.full_name) as image:
                 pixels = np.asarray(to_rgb(image))
             return hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).hexdigest()
@@ -239,7 +239,7 @@ class Prepared:
 
 
 def default_data_dir() -> Path:
-    """TFDS's own default folder."""
+    """Return TFDS's default folder."""
     return absolute(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
 
 
@@ -251,10 +251,10 @@ def plan_tfds(
     seed: int = 0,
     purpose: Purpose = "learn",
 ) -> Plan:
-    """A task from any prepared TFDS data set of labelled images: `NAME[/CONFIG][:VERSION]`.
+    """Plan a task from any prepared TFDS data set of labelled images: `NAME[/CONFIG][:VERSION]`.
 
-    Its train, validation and test splits are taken; a missing validation or test part is cut from
-    train as for folders. Raises FileNotFoundError or ValueError.
+    Uses its train, validation and test splits; a missing validation or test part is cut from train
+    as for folders. Raises FileNotFoundError or ValueError.
     """
     prepared = open_prepared(spec, data_dir or default_data_dir())
     known = splits_of(prepared.full_name, prepared.splits)
@@ -277,8 +277,8 @@ def plan_tfds(
 
 
 def all_pictures(spec: str, split: str, data_dir: Path | None) -> Records:
-    """The images of one split, or of a slice such as `train[:1000]`, in TFDS's order; labels are
-    not read."""
+    """Return the images of one split, or of a slice such as `train[:1000]`, in TFDS's order,
+    without labels."""
     prepared = open_prepared(spec, data_dir or default_data_dir())
     positions = range(len(_source(prepared.directory, prepared.image, split)))
     return prepared.records(
@@ -287,7 +287,8 @@ def all_pictures(spec: str, split: str, data_dir: Path | None) -> Records:
 
 
 def open_prepared(spec: str, data_dir: Path) -> Prepared:
-    """A prepared data set by name; raises FileNotFoundError, or ValueError if it cannot be read."""
+    """Open a prepared data set by name. Raises FileNotFoundError, or ValueError if it cannot be
+    read."""
     tfds = import_tfds()
     directory = find_prepared(spec, data_dir)
     try:
@@ -302,7 +303,8 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
             raise ValueError(f"{num} classes, expected at most {MAX_CLASSES}")
         classes = tuple(features[label].names)
         kind = builder.info.file_format.value
-    except Exception as error:  # unreadable metadata: json, protobuf and TFDS raise their own
+    # json, protobuf and TFDS raise their own types for unreadable metadata
+    except Exception as error:
         reason = f"{error or type(error).__name__}"[:500]
         raise ValueError(
             f"{directory} is not a data set of labelled images that TFDS can open: {reason}"
@@ -320,7 +322,7 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
 
 
 def find_prepared(spec: str, data_dir: Path) -> Path:
-    """The directory of `NAME[/CONFIG][:VERSION]`; of several versions the newest. Raises
+    """Find the directory of `NAME[/CONFIG][:VERSION]`, of several versions the newest. Raises
     FileNotFoundError."""
     matched = _SPEC.fullmatch(spec)
     if matched is None:
@@ -331,7 +333,7 @@ def find_prepared(spec: str, data_dir: Path) -> Path:
     name, config, version = matched.groups()
     found: list[Path] = []
     for folder in [f"{name}/{config}"] if config else [name, f"{name}/*"]:
-        # what a killed preparation left has another name than a version
+        # the leftover of a killed preparation has no version as its name
         infos = data_dir.glob(f"{folder}/{version or '*'}/dataset_info.json")
         found = found or [
             info.parent for info in infos if re.fullmatch(r"\d+\.\d+\.\d+", info.parent.name)
@@ -346,14 +348,14 @@ def find_prepared(spec: str, data_dir: Path) -> Path:
 
 
 def import_tfds() -> Any:
-    """TFDS; ValueError if it is not installed."""
+    """Import TFDS. Raises ValueError if it is not installed."""
     tfds = import_extra("tensorflow_datasets", "datasets", "this")
     logging.getLogger("absl").addFilter(_no_advice)
     return tfds
 
 
 def _no_advice(record: logging.LogRecord) -> bool:
-    """TFDS recommends OpenCV for a decoder that is not used here."""
+    """Drop TFDS's advice on OpenCV, whose decoder is not used here."""
     return "OpenCV" not in str(record.msg)
 
 
@@ -367,8 +369,8 @@ def _source(directory: Path, image: str, split: str) -> Any:
 
 
 def _builder(directory: Path) -> Any:
-    """TFDS's builder of a prepared directory, after a check that opening it imports nothing but
-    TFDS's features."""
+    """Open TFDS's builder of a prepared directory, after a check that this imports only features of
+    TFDS."""
     file = directory / "features.json"
     named = _feature_classes(json.loads(file.read_text()))
     if foreign := sorted({name for name in named if not _OWN_FEATURE.fullmatch(name)}):
@@ -379,8 +381,8 @@ def _builder(directory: Path) -> Any:
 
 
 def _feature_classes(value: Any) -> Iterator[str]:
-    """Every Python class that a features.json names, also in JSON inside of texts: TFDS imports
-    their modules."""
+    """Yield every Python class that a features.json names, including JSON inside of texts: TFDS
+    imports their modules."""
     if isinstance(value, dict):
         for key, item in value.items():
             if key in ("pythonClassName", "python_class_name", "type") and isinstance(item, str):
@@ -396,8 +398,8 @@ def _feature_classes(value: Any) -> Iterator[str]:
 
 
 def _only(features: Any, kind: type, usual: str, where: str = "") -> str:
-    """The feature of this kind, of several the `usual` one; ValueError, which begins with `where`,
-    if there is none."""
+    """Return the feature of this kind, of several the `usual` one. The ValueError begins with
+    `where`."""
     names = [name for name, feature in features.items() if isinstance(feature, kind)]
     if usual not in names and len(names) != 1:
         raise ValueError(
@@ -416,10 +418,10 @@ def is_saved(path: Path) -> bool:
 def plan_hub(
     source: str | Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn"
 ) -> Plan:
-    """The task in a data set: `NAME` or `NAME:CONFIG` on the hub, or a folder of `save_to_disk` (a
-    path).
+    """Plan the task of a data set: `NAME` or `NAME:CONFIG` on the hub, or the path of a folder of
+    `save_to_disk`.
 
-    The only column of images and the only one of class labels count, or those called `image` and
+    It must have one column of images and one of class labels, or columns called `image` and
     `label`. Missing splits are cut from train by `seed` as for folders. Raises ValueError or
     FileNotFoundError.
     """
@@ -428,7 +430,7 @@ def plan_hub(
     datasets.disable_progress_bars()
     logging.getLogger("huggingface_hub").setLevel(
         logging.ERROR
-    )  # which would tell of every attempt
+    )  # it would log every attempt
     if not isinstance(source, Path):
         _ask_hub(source.partition(":")[0])
     try:
@@ -439,7 +441,7 @@ def plan_hub(
             repository, _, config = source.partition(":")
             found = datasets.load_dataset(repository, config or None)
             default = name_in(source)
-    except Exception as error:  # of the hub, of Arrow, and of the library
+    except Exception as error:  # the hub, Arrow and the library raise their own types
         reason = " ".join(f"{error or type(error).__name__}".split())[:300]
         raise ValueError(
             f"{told} cannot be read: {reason}; check the name (hf:OWNER/NAME or"
@@ -492,8 +494,8 @@ def plan_hub(
 
 
 def _ask_hub(repository: str) -> None:
-    """Raise OSError where the hub does not have the data set or does not answer: the library would
-    ask for minutes."""
+    """Raise OSError if the hub lacks the data set or does not answer; the library would try for
+    minutes."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -510,5 +512,5 @@ def _ask_hub(repository: str) -> None:
 
 
 def name_in(spec: str) -> str:
-    """What the task of `OWNER/NAME[:CONFIG]` is called."""
+    """Derive the name of a task from `OWNER/NAME[:CONFIG]`."""
     return spec.partition(":")[0].split("/")[-1]

@@ -1,5 +1,5 @@
-"""From what a user writes to plans: a benchmark, one of its tasks, a stream file, a manifest, a
-folder, or a data set of TFDS or the Hugging Face hub."""
+"""Plans from the source that a user names: a benchmark, one of its tasks, a stream file, a
+manifest, a folder, or a data set of TFDS or the Hugging Face hub."""
 
 import dataclasses
 import difflib
@@ -19,12 +19,12 @@ from cheem_jax.data.task import Plan, Purpose, check_names, repeats
 
 BENCHMARKS: tuple[Benchmark, ...] = get_args(Benchmark)
 KINDS = ("path", "manifest", "tfds", "hub", "benchmark")
-"""Of a `[[task]]` in a stream file."""
+"""Keys of a `[[task]]` in a stream file that name its images."""
 MAX_STREAM_FILE_BYTES = 2**20
 
 
 class MissingTasks(ValueError):
-    """Tasks that are not prepared; `advice` says line by line how to get each."""
+    """Tasks are not prepared. `advice` has a line for each with the way to get it."""
 
     def __init__(self, message: str, advice: Sequence[str]):
         super().__init__(message)
@@ -40,13 +40,13 @@ def plan_source(
     seed: int = 0,
     purpose: Purpose = "learn",
 ) -> tuple[str, list[Plan]]:
-    """The name of a stream and its tasks, in learning order.
+    """Return the name of a stream and the plans of its tasks, in learning order.
 
     `source` is `mtil` or `vdd`, the name of one of their tasks, `tfds:NAME[/CONFIG][:VERSION]`,
     `hf:NAME[:CONFIG]` (on the Hugging Face hub), a TOML file, a manifest (CSV or Parquet), or a
-    folder or zip. A name that is also a folder or file of images in the working directory is
-    refused. `tasks` selects and orders, `order` is one of MTIL's, `seed` draws splits that are
-    missing, `purpose` says what the tasks need. Raises MissingTasks, FileNotFoundError or
+    folder or zip. A name that also is a folder or file of images in the working directory is
+    refused. `tasks` selects and orders, `order` is one of MTIL's, `seed` decides how missing splits
+    are cut, and `purpose` sets the minimum of each task. Raises MissingTasks, FileNotFoundError or
     ValueError.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
@@ -94,18 +94,18 @@ def plan_source(
 
 
 def images_dir(data_dir: Path | None) -> Path:
-    """Where decoded images of the data sets in a data folder are kept."""
+    """Return the cache folder of the data sets in a data folder."""
     return absolute(data_dir or default_data_dir()) / "cheem_jax" / "images"
 
 
 def is_name(source: str) -> bool:
-    """Whether a source is the name of a benchmark, of one of their tasks or of a data set of
-    others, and no file."""
+    """Whether a source names a benchmark, one of its tasks, or a data set of TFDS or the hub, not a
+    file."""
     return source in (*BENCHMARKS, *BY_NAME) or source.startswith(("tfds:", HUB))
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path | None:
-    """Where decoded images of a source are kept: in the data folder if the source uses it; None:
+    """Return the cache folder of a source: in the data folder if the source uses it, or None for
     the user's cache."""
     is_there = is_name(source) and not source.startswith(HUB)
     return images_dir(data_dir) if data_dir is not None or is_there else None
@@ -128,7 +128,7 @@ def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int
 
 
 def _nearest(source: str, path: Path) -> str:
-    """What was probably meant: a benchmark, one of their tasks, or something next to the path."""
+    """Suggest similar benchmarks, their tasks, or files next to the path."""
     siblings = (
         [str(path.parent / entry.name) for entry in path.parent.iterdir()]
         if path.parent.is_dir()
@@ -150,7 +150,7 @@ def plan_stream_file(
     seed: int = 0,
     purpose: Purpose = "learn",
 ) -> tuple[str, list[Plan]]:
-    """The name and the tasks of a stream in TOML, each `[[task]]` one of
+    """Return name and plans of a stream in TOML, each `[[task]]` with one of
 
         path = "birds"             a folder or zip with <split>/<class>/<image>
         manifest = "cars.csv"      a table of files, with `root` if they are in another folder
@@ -158,8 +158,8 @@ def plan_stream_file(
         hub = "OWNER/NAME:CONFIG"  a data set of the Hugging Face hub, with or without a config
         benchmark = "food101"      a task of MTIL or VDD, from the data set below `data_dir`
 
-    and with a `name` if another is wanted. Relative paths start at the file's folder. A `seed` in
-    the file comes before the argument. `tasks` selects and orders; only those are read. Raises
+    and optionally a `name`. Relative paths start at the file's folder. A `seed` in the file
+    overrides the argument. `tasks` selects and orders; only those are read. Raises
     FileNotFoundError, or ValueError with every fault.
     """
     file = absolute(file)
@@ -172,7 +172,7 @@ def plan_stream_file(
         )
     try:
         content = tomllib.loads(file.read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, or brackets without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested too deeply
         raise ValueError(f"{file}: not readable as TOML: {error}") from error
     tables = _named_tables(file, content)
     if tasks is not None:
@@ -186,10 +186,10 @@ def plan_stream_file(
 
 
 def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """The `[[task]]` tables by the names of the tasks, or one ValueError for all that is wrong."""
+    """Return the `[[task]]` tables by task name; one ValueError lists all faults."""
     faults = _wrong_keys(content, ("name",), ("seed", "task"))
     seed = content.get("seed", 0)
-    if type(seed) is not int or not -(2**63) <= seed < 2**63:  # true would pass for one
+    if type(seed) is not int or not -(2**63) <= seed < 2**63:  # `true` is an int
         faults.append("seed must be a whole number of at most 64 bits")
     tables = content.get("task", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
@@ -223,8 +223,8 @@ def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, st
 def _wrong_keys(
     table: dict[str, Any], texts: Sequence[str], others: Sequence[str] = ()
 ) -> list[str]:
-    """Faults of a table with unknown keys, or with something else than text under the keys
-    `texts`."""
+    """List the faults of a table: unknown keys, and values under the keys `texts` that are not
+    text."""
     faults = []
     known = sorted((*texts, *others))
     for key, value in table.items():
@@ -240,8 +240,8 @@ def _wrong_keys(
 
 
 def _place(folder: Path, text: str) -> Path:
-    """A path of a stream file; one that Windows wrote is taken with slashes, unless a file here has
-    backslashes."""
+    """Resolve a path of a stream file. Backslashes become slashes, unless such a file exists
+    here."""
     place = absolute(text, folder)
     return place if place.exists() else absolute(text.replace("\\", "/"), folder)
 

@@ -1,9 +1,9 @@
-"""Tasks and streams of uint8 images with integer labels, and plans of them before decoding; checked
-when made.
+"""Tasks and streams of uint8 images with integer labels, and plans of them before decoding.
+Constructors check them.
 
-Splits that a plan lacks are cut by the counts that the paper's tables follow: validation = ceil(0.1
-n) of what is left for training; where there is no test part either, test = ceil(0.3 n) comes first
-(n is the size of the part that is divided).
+A plan without some splits cuts them from train by the counts of the paper's tables: test = ceil(0.3
+n) if there is neither test nor validation part, then validation = ceil(0.1 n), where n is the size
+of the part that is divided.
 """
 
 import collections
@@ -26,12 +26,12 @@ from cheem_jax.core.images import Images
 from cheem_jax.data.files import Encoded
 
 Members = dict[str, dict[str, int]]
-"""The label of every image by its key, for each split."""
+"""Labels of the images by key, for each split."""
 
 Purpose = Literal["learn", "extend", "measure"]
-"""What a task is for, and so what it needs: two classes and all of them in every split to `learn`;
-an image of each class in train and one for validation to `extend` a learned task; one class to
-`measure`."""
+"""Purpose of a task, which decides its minimum: `learn` needs two classes, and all of them in every
+split; `extend` (of a learned task) an image of each class in train and one for validation;
+`measure` one class."""
 
 SPLITS = ("train", "val", "test")
 _SPLIT = re.compile(
@@ -39,24 +39,25 @@ _SPLIT = re.compile(
     r" _-]?(?:set|data|dataset|images|split))?",
     re.IGNORECASE,
 )
-"""Usual names of the splits: valid, Training, test_set, ..."""
+"""Common names of the splits: valid, Training, test_set, ..."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """Labelled images; the task that contains it checks it."""
+    """Labelled images. The task that contains them checks them."""
 
     images: Images
     """uint8 `[N, H, W, 3]`."""
     labels: np.ndarray
     """int32 `[N]`, positions in the task's `classes`."""
     sha256: str | None = None
-    """Of pixels and labels, if it is known already."""
+    """Hash of pixels and labels, if it is cached."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """One classification problem. Raises ValueError unless it has what its purpose needs."""
+    """One classification problem. Raises ValueError if it lacks something that its purpose
+    needs."""
 
     name: str
     classes: tuple[str, ...]
@@ -64,11 +65,11 @@ class Task:
     val: Split
     test: Split
     split_sha256: str | None = None
-    """Which files are in which split (`Plan.split_sha256`), if the task comes from files."""
+    """Hash of the files in each split (`Plan.split_sha256`), if the images are files."""
     skipped: tuple[str, ...] = ()
-    """As in the plan."""
+    """As in `Plan`."""
     cut: tuple[str, ...] = ()
-    """As in the plan."""
+    """As in `Plan`."""
     purpose: Purpose = "learn"
 
     @property
@@ -108,7 +109,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
-    """Tasks in the order in which they are learned; names are unique and images of one size."""
+    """Tasks in learning order, with unique names and images of one size."""
 
     name: str
     tasks: tuple[Task, ...]
@@ -129,7 +130,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """One split: files and their labels int32 `[N]`."""
+    """Files of one split and their labels, int32 `[N]`."""
 
     files: Encoded
     labels: np.ndarray
@@ -137,7 +138,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """A task before decoding. Raises ValueError unless it has what its purpose needs."""
+    """A task before decoding. Raises ValueError if it lacks something that its purpose needs."""
 
     name: str
     classes: tuple[str, ...]
@@ -145,18 +146,18 @@ class Plan:
     val: Part
     test: Part
     source: str
-    """Where the files are, for messages."""
+    """The location of the files, for messages."""
     stamp: str
-    """Changes when the files do (by size and time, or by version), so that no outdated decoded copy
-    is used."""
+    """A hash of sizes and times, or a version. It changes with the files, so outdated decoded
+    copies are not used."""
     ignored: tuple[str, ...] = ()
-    """Lines for people about files beside the images that are not read."""
+    """Messages about other files, which are not read."""
     skipped: tuple[str, ...] = ()
-    """Keys of images that were left out because they cannot be read."""
+    """Keys of unreadable images that were skipped."""
     cut: tuple[str, ...] = ()
-    """Splits that were not given: cut from train, or left empty."""
+    """Splits that the source lacks: cut from train, or empty."""
     is_benchmark: bool = False
-    """Whether TFDS has prepared the data set: its images are decoded as stored, as in the paper's
+    """Whether TFDS prepared the data set. Its images are decoded as stored, as in the paper's
     loaders."""
     purpose: Purpose = "learn"
 
@@ -175,12 +176,11 @@ class Plan:
         is_benchmark: bool = False,
         purpose: Purpose = "learn",
     ) -> "Plan":
-        """The plan whose splits have these labels by key; missing ones are cut from train, in
-        place: `cut_missing`.
+        """Build a plan from labels by key. `cut_missing` cuts missing splits from train, in place.
 
-        `files` gives the files of some keys. To `extend`, a tenth is cut for validation and nothing
-        for test; to `measure`, what is missing stays empty where it cannot be cut. Raises
-        ValueError for classes that have too few images.
+        `files` returns the files of some keys. `extend` cuts a tenth for validation and nothing for
+        test; `measure` leaves a split empty if it cannot be cut. Raises ValueError if a class has
+        too few images.
         """
         cut = tuple(split for split in SPLITS if split not in members)
         match purpose:
@@ -212,8 +212,8 @@ class Plan:
         )
 
     def turned(self, upright: bool) -> "Plan":
-        """The plan whose images are turned as their EXIF orientation says, or not; those of a
-        benchmark never are."""
+        """Return the plan with or without rotation by EXIF orientation. Images of a benchmark are
+        never rotated."""
         parts = {}
         for split, part in self.splits.items():
             files = copy.copy(part.files)
@@ -231,7 +231,7 @@ class Plan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Images in each split."""
+        """Number of images in each split."""
         return {split: len(part.labels) for split, part in self.splits.items()}
 
     @property
@@ -240,13 +240,12 @@ class Plan:
 
     @property
     def upright(self) -> bool:
-        """Whether decoding turns the images as their EXIF orientation says."""
+        """Whether decoding rotates the images by their EXIF orientation."""
         return self.train.files.upright
 
     @functools.cached_property
     def split_sha256(self) -> str:
-        """SHA-256 over keys and labels of every split: equal where two people compare the same
-        thing."""
+        """SHA-256 over keys and labels of every split. Equal hashes mean comparable results."""
         digest = hashlib.sha256(json.dumps([self.name, self.classes]).encode())
         for split, part in self.splits.items():
             lines = sorted(
@@ -257,26 +256,26 @@ class Plan:
 
 
 def select(stream: Stream, names: Sequence[str]) -> Stream:
-    """The named tasks in the given order."""
+    """Return the stream of the named tasks, in this order."""
     names = check_names(names, [task.name for task in stream.tasks], f"stream {stream.name!r}")
     by_name = {task.name: task for task in stream.tasks}
     return dataclasses.replace(stream, tasks=tuple(by_name[name] for name in names))
 
 
 def fingerprint(task: Task) -> str:
-    """SHA-256 over names, shapes, pixels and labels: what a run has been given."""
+    """SHA-256 over name, classes, shapes, pixels and labels."""
     return _fingerprints(task, [task.name])[task.name]
 
 
 def copies_of(task: Task, known: Mapping[str, str]) -> list[str]:
-    """Other tasks, of those with these fingerprints by name, that have the same classes, images and
-    labels."""
+    """Return the names of other tasks with the same classes, images and labels, given fingerprints
+    by name."""
     others = [name for name in known if name != task.name]
     return [name for name, sha in _fingerprints(task, others).items() if sha == known[name]]
 
 
 def _fingerprints(task: Task, names: Sequence[str]) -> dict[str, str]:
-    """The task's fingerprint under each of these names."""
+    """Compute the fingerprint that the task would have under each name."""
     shapes = {name: split.images.shape for name, split in task.splits.items()}
     known = (
         [split.sha256 or hash_of(split.images, split.labels) for split in task.splits.values()]
@@ -288,8 +287,8 @@ def _fingerprints(task: Task, names: Sequence[str]) -> dict[str, str]:
 
 
 def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) -> str:
-    """SHA-256 over labels, if there are any, and pixels, which are read in chunks:
-    `Split.sha256`."""
+    """SHA-256 over labels, if present, and pixels, read `chunk` images at a time
+    (`Split.sha256`)."""
     digest = hashlib.sha256(b"" if labels is None else labels.astype("<i4").tobytes())
     for start in range(0, len(images), chunk):
         digest.update(np.ascontiguousarray(images[start : start + chunk]).data)
@@ -297,8 +296,8 @@ def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) 
 
 
 def split_of(name: str) -> str | None:
-    """train, val or test, if the name is a usual one for it in any case, such as `Training` or
-    `test_set`."""
+    """Return train, val or test for a common name of a split in any case, such as `Training` or
+    `test_set`; else None."""
     found = _SPLIT.fullmatch(name.strip())
     return (
         None
@@ -308,7 +307,8 @@ def split_of(name: str) -> str | None:
 
 
 def splits_of(where: str, names: Iterable[str]) -> dict[str, str]:
-    """The split of each name that is a usual one; ValueError for several names of one split."""
+    """Map the common names of splits to splits. Raises ValueError if one split has several
+    names."""
     known = {name: split for name in names if (split := split_of(name)) is not None}
     if doubled := repeats(known.values()):
         several = sorted(name for name, split in known.items() if split in doubled)
@@ -319,23 +319,21 @@ def splits_of(where: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def composed(name: str) -> str:
-    """The form in which names are compared: file systems and archives of a Mac store accents as
-    separate letters."""
+    """Normalise a name for comparison: macOS stores accents as separate characters."""
     return unicodedata.normalize("NFC", name)
 
 
 def spelled_as(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The names, each spelled as the one of `known` that is equal in composed form, if there is
-    one."""
+    """Replace each name by the equal one of `known` (in composed form), if there is one."""
     spellings = {composed(name): name for name in known} | {name: name for name in known}
     return [spellings.get(name, spellings.get(composed(name), name)) for name in names]
 
 
 def class_names(where: str, names: Iterable[str], way_out: str) -> tuple[str, ...]:
-    """Each class once, sorted; of two spellings of one name the composed one.
+    """Return the sorted unique class names; of two spellings of a name, the composed one.
 
-    Raises ValueError for names that differ in upper and lower case alone. The error begins with
-    `where`, and ends with `way_out`.
+    Raises ValueError if names differ only in case. The message begins with `where` and ends with
+    `way_out`.
     """
     spellings: dict[str, str] = {}
     for name in set(names):
@@ -349,9 +347,9 @@ def class_names(where: str, names: Iterable[str], way_out: str) -> tuple[str, ..
 
 
 def check_names(names: Sequence[str], known: Sequence[str], where: str) -> list[str]:
-    """Task names as `known` spells them.
+    """Return task names in the spelling of `known`.
 
-    Raises ValueError for no, repeated or unknown names; the message has the nearest known ones.
+    Raises ValueError for missing, repeated or unknown names, with the most similar known ones.
     """
     if not names:
         raise ValueError(f"no task was named; {where} has {', '.join(known)}")
@@ -368,8 +366,10 @@ def check_names(names: Sequence[str], known: Sequence[str], where: str) -> list[
 def check_purpose(
     where: str, classes: Sequence[str], labels: Mapping[str, np.ndarray], purpose: Purpose
 ) -> None:
-    """ValueError unless a task with these labels in its splits has what the purpose needs; `where`
-    is the task."""
+    """Check that a task with these labels in its splits meets the minimum of its purpose.
+
+    `where` names the task in the ValueError.
+    """
     least = 2 if purpose == "learn" else 1
     if len(classes) < least:
         raise ValueError(
@@ -389,9 +389,9 @@ def check_purpose(
 def check_labels(
     where: str, classes: Sequence[object], labels: np.ndarray, *, all_classes: bool = True
 ) -> None:
-    """ValueError for labels out of range and, with `all_classes`, for classes without an image.
+    """Check that labels are in range and, with `all_classes`, that each class has an image.
 
-    `where` is the task and the split.
+    `where` names the task and the split in the ValueError.
     """
     outside = np.unique(labels[(labels < 0) | (labels >= len(classes))])
     if outside.size:
@@ -403,24 +403,24 @@ def check_labels(
 
 
 def repeats(names: Iterable[str]) -> list[str]:
-    """Names that occur more than once, in composed form, sorted."""
+    """Return the names that occur more than once, in composed form, sorted."""
     return sorted(
         name for name, count in collections.Counter(map(composed, names)).items() if count > 1
     )
 
 
 def tenths(num: int, count: int) -> int:
-    """ceil(num count / 10) in integers: 0.3 * 10 in floating point would round up to 4."""
+    """ceil(num * count / 10) in integers: in floating point, 0.3 * 10 would round up to 4."""
     return -(-num * count // 10)
 
 
 def cut(
     labels: np.ndarray, num: int, *, keep: int, order: Int[np.ndarray, "N"]
 ) -> Bool[np.ndarray, "N"]:
-    """A mask with `num` examples cut out, spread over the classes in proportion to their size.
+    """Mask `num` examples, spread over the classes in proportion to their size.
 
-    Every class gives at least one and keeps at least `keep`; `num` gives way where that needs more
-    or leaves less. Each gives those that come first in `order`.
+    Every class loses at least one example and keeps at least `keep`; these bounds override `num`.
+    Within a class, the first in `order` are masked.
     """
     sizes = np.bincount(labels)
     if sizes.min() <= keep:
@@ -435,8 +435,8 @@ def cut(
 
 
 def check_splits(where: str, splits: Collection[str], purpose: Purpose = "learn") -> None:
-    """ValueError for splits that people give and that do not do for the purpose; `where` names
-    their folder or file."""
+    """Check that the splits of a folder or table suit the purpose. `where` names it in the
+    ValueError."""
     if "train" not in splits and purpose != "measure":
         raise ValueError(f"{where}: no split 'train', only {sorted(splits)}")
     if "val" in splits and "test" not in splits and purpose == "learn":
@@ -452,9 +452,9 @@ class TooFew(ValueError):
 def cut_missing(
     where: str, classes: Sequence[str], members: Members, seed: int, *, floor: bool = False
 ) -> None:
-    """Adds the splits that `members` lacks, in place, taking their images from train.
+    """Cut the splits that `members` lacks from train, in place.
 
-    With `floor`, validation is floor(0.1 n). Raises TooFew for classes that have too few images.
+    With `floor`, validation is floor(0.1 n). Raises TooFew if a class has too few images.
     """
     missing = [split for split in ("test", "val") if split not in members]
     if not missing:
@@ -473,10 +473,10 @@ def cut_missing(
 
 
 def cut_for_extension(members: Members, seed: int) -> None:
-    """Adds a missing validation split, in place: a tenth of train, at least one image of each class
-    that has several.
+    """Cut a missing validation split from train, in place: a tenth, and at least one image of each
+    class with several.
 
-    A missing test split is empty.
+    A missing test split stays empty.
     """
     members.setdefault("test", {})
     if "val" in members:
@@ -492,13 +492,14 @@ def cut_for_extension(members: Members, seed: int) -> None:
 
 
 def _order(keys: Sequence[str], seed: int) -> Int[np.ndarray, "N"]:
-    """By SHA-256("seed/key"): a permutation that depends on no library's random numbers."""
+    """Order keys by SHA-256("seed/key"), a permutation independent of any library's random
+    numbers."""
     ranks = [hashlib.sha256(f"{seed}/{key}".encode()).digest() for key in keys]
     return np.array(sorted(range(len(keys)), key=ranks.__getitem__), int)
 
 
 def _move(members: Members, split: str, chosen: Bool[np.ndarray, "N"]) -> None:
-    """Moves the chosen images of train to another split, in place."""
+    """Move the masked images of train to another split, in place."""
     given = members["train"].items()
     for name, wanted in ((split, True), ("train", False)):
         members[name] = {
@@ -509,7 +510,7 @@ def _move(members: Members, split: str, chosen: Bool[np.ndarray, "N"]) -> None:
 
 
 def _allot(sizes: np.ndarray, num: int, most: np.ndarray) -> list[int]:
-    """Shares of `num` in proportion to `sizes`, each within 1..most, by largest remainder."""
+    """Divide `num` in proportion to `sizes`, each share within 1..most, by largest remainder."""
     num = int(np.clip(num, len(sizes), most.sum()))
     exact = num * sizes / sizes.sum()
     counts = np.clip(exact.astype(int), 1, most)

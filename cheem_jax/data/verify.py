@@ -1,5 +1,5 @@
-"""Every image of a plan read and decoded once, and what was found; decoded copies compared with
-their hashes."""
+"""Read and decode every image of a plan, report faults, and compare decoded copies with their
+hashes."""
 
 import collections
 import dataclasses
@@ -21,30 +21,30 @@ from cheem_jax.data.task import Part, Plan, Task, hash_of
 Size = tuple[int, int]
 """Width and height in pixels."""
 DIM = 2**14
-"""16-bit images none of which is as bright as this, a quarter of the range, probably contain 12-bit
-data or less."""
+"""If no pixel of 16-bit images is as bright as this quarter of the range, they probably contain at
+most 12-bit data."""
 LOOKED_AT = 16
-"""Images of a task whose brightness is looked at before learning, which is enough for a note."""
+"""Number of images per task that are checked for brightness before learning."""
 
 
 class Look(NamedTuple):
-    """What one readable image is."""
+    """Facts about one readable image."""
 
     sha256: bytes
     size: Size
     mode: str
-    """Pillow's."""
+    """Pillow's mode."""
     num_bytes: int
     brightest: int | None
-    """The largest value of a 16-bit image."""
+    """Largest value of a 16-bit image."""
 
 
 class Listed(NamedTuple):
-    """One image as the plan lists it."""
+    """One image of a plan."""
 
     split: str
     label: str
-    """Its class name."""
+    """Class name."""
     key: str
 
 
@@ -53,44 +53,44 @@ Pairs = list[tuple[Listed, Listed]]
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What `verify` found in a task. Copies are files with the same bytes."""
+    """Findings of `verify` for one task. Copies are files with equal bytes."""
 
     task: str
     num: dict[str, int]
-    """Images in each split."""
+    """Number of images in each split."""
     num_classes: int
     smallest_class: tuple[str, int]
-    """Name and number of training images; the first one if several are as small."""
+    """Name and number of training images of the smallest class (the first of several)."""
     largest_class: tuple[str, int]
     num_bytes: int
-    """Of all readable files together."""
+    """Total size of the readable files."""
     smallest_image: Size | None
     """By area; None if no image is readable."""
     largest_image: Size | None
     modes: dict[str, int]
     """Images by Pillow's mode: RGB, L (grey), P (palette), ..."""
     brightest: int | None
-    """The largest value of all 16-bit images, of 65535; None if there is no such image."""
+    """Largest value of all 16-bit images, at most 65535; None without such images."""
     broken: list[str]
-    """A line naming file and reason for every image that cannot be used."""
+    """File and reason for each unusable image."""
     across: Pairs
-    """Copies in two splits, each after the first of its kind."""
+    """Copies in two splits, each paired with the first one."""
     contradictory: Pairs
     """Copies under two labels."""
 
     @property
     def sound(self) -> bool:
-        """Every image can be read. Copies do not count, not even under two labels: public sets have
-        some of them."""
+        """Whether every image can be read. Copies do not count, not even under two labels: some
+        public sets have them."""
         return not self.broken
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, in JSON's types."""
+        """Convert the findings to JSON values."""
         return {"sound": self.sound, **dataclasses.asdict(self)}
 
 
 def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
-    """Reads and decodes every image with a few threads, and continues after a broken one."""
+    """Read and decode every image with a few threads, and continue after broken ones."""
     broken: list[str] = []
     copies: dict[bytes, list[Listed]] = {}  # every readable image by its digest
     modes: collections.Counter[str] = collections.Counter()
@@ -130,7 +130,7 @@ def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
 
 
 def _looks(plan: Plan, on_progress: Progress) -> Iterator[tuple[Listed, int, Look | str]]:
-    """Every image with its row, and what it is or why it cannot be used."""
+    """Yield every image with its row, and its facts or the reason why it is unusable."""
     for split, part in plan.splits.items():
         looks = in_threads(functools.partial(_look, part.files), range(len(part.files)), PIECE)
         for row, seen in enumerate(itertools.chain.from_iterable(looks)):
@@ -155,8 +155,7 @@ def _largest(values: Iterable[int | None]) -> int | None:
 
 
 def dim_note(brightest: int | None, images: str = "the 16-bit images") -> str | None:
-    """What a person should know of 16-bit images the largest value of which is this, if
-    anything."""
+    """Return a note about 16-bit images with this largest value, if they are nearly black."""
     if brightest is None or brightest >= DIM:
         return None
     bits = max(1, brightest.bit_length())
@@ -168,10 +167,9 @@ def dim_note(brightest: int | None, images: str = "the 16-bit images") -> str | 
 
 
 def notes_on(plan: Plan, task: Task) -> list[str]:
-    """Lines about what makes a decoded task hard to learn: images nearly black, equal images under
-    two labels.
+    """List notes on faults of a decoded task: nearly black images, equal images under two labels.
 
-    Of images that are decoded again and again, equal ones are not looked for.
+    Streamed images are not compared.
     """
     decoded = [name for name, split in task.splits.items() if len(split.labels)]
     notes = list[str]()
@@ -208,11 +206,10 @@ def notes_on(plan: Plan, task: Task) -> list[str]:
 def without_broken(
     plan: Plan, *, on_progress: Progress = lambda num: None
 ) -> tuple[Plan, list[str]]:
-    """The plan without images that cannot be read (`Plan.skipped`), and a line with the reason for
-    each of them.
+    """Remove unreadable images from a plan (`Plan.skipped`); also return the reason for each.
 
-    Raises ValueError where they are more than 5 %, rounded up, of a split or of a class in all
-    splits together.
+    Raises ValueError if they are more than 5 %, rounded up, of a split or of a class in all splits
+    together.
     """
     kept: dict[str, list[int]] = {split: [] for split in plan.splits}
     reasons, skipped = list[str](), list[str]()
@@ -246,9 +243,9 @@ def without_broken(
 
 
 def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[str]]:
-    """Reads decoded copies of a plan, of any size, upright or as stored, to the end.
+    """Read the decoded copies of a plan of any size, upright or as stored, to their end.
 
-    Returns the folders of those that are intact, and a line for each of the others.
+    Returns the folders of the intact ones, and a line for each of the others.
     """
     intact, corrupted = [], []
     plans = [plan, plan.turned(not plan.upright)]

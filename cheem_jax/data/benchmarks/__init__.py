@@ -1,2 +1,2 @@
-"""The image data sets of the benchmark streams, from what their authors or TensorFlow Datasets give
-out."""
+"""The image data sets of the benchmark streams, as their authors or TensorFlow Datasets publish
+them."""

@@ -1,7 +1,7 @@
-"""What the readers of the data sets share: archives read in place, their lists, and their labelled
-images.
+"""Read archives in place, the lists in them, and their labelled images: shared by the readers of
+all data sets.
 
-Nothing is ever unpacked to disk.
+Nothing is unpacked to disk.
 """
 
 import contextlib
@@ -33,16 +33,15 @@ ARCHIVE_SUFFIXES = (".zip", ".tgz", ".gz")
 
 Reader = Callable[[], bytes]
 KeyOf = Callable[[str], str | None]
-"""The key of the image under a member's name; None for what is no image of the data set."""
+"""Maps a member's name to the key of its image; None for other members."""
 
 
 def members(path: Path) -> Iterator[tuple[str, Reader]]:
-    """Every visible file with a function that reads it, which is valid until the next file is asked
-    for.
+    """Yield every visible file with a function that reads it, valid until the next file.
 
-    `path` is a folder, zip or tar.gz; for a tar.gz inside come the files in that. Names of a folder
-    begin with the folder's own name, as in an archive made of it. Raises FileNotFoundError, or
-    ValueError naming the archive for what is corrupted, truncated or huge.
+    `path` is a folder, zip or tar.gz; a tar.gz inside is replaced by its files. Names in a folder
+    begin with the folder's name, as in an archive of it. Raises FileNotFoundError, or ValueError
+    with the name of a corrupted, truncated or huge archive.
     """
     if path.is_file() and not zipfile.is_zipfile(path):
         with path.open("rb") as file:
@@ -59,8 +58,8 @@ def members(path: Path) -> Iterator[tuple[str, Reader]]:
 
 
 def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Reader]]:
-    """`members` of an open tar.gz; `where` names it in errors. Links and devices have no bytes and
-    are left out."""
+    """Yield the members of an open tar.gz, without links and devices. `where` names it in
+    errors."""
     most = max(SMALL_BYTES, MAX_RATIO * file.seek(0, io.SEEK_END))
     file.seek(0)
     with (
@@ -76,15 +75,14 @@ def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Rea
             name = member.name.removeprefix("./")
             if member.isfile() and not any(map(is_hidden, name.split("/"))):
                 yield name, functools.partial(_read_member, archive, member, where)
-        # tarfile takes what is damaged for the end; gzip notices that by its checksum, when it has
-        # come to the end
+        # tarfile treats corrupted data as the end; gzip verifies its checksum at the real end
         while unpacked.read(2**20):
             pass
 
 
 class _Unpacked(gzip.GzipFile):
-    """Refuses to unpack to more than `most` bytes in all, or to more at once than a member may
-    have."""
+    """Refuses to unpack more than `most` bytes in total, or more at once than a member is allowed
+    to have."""
 
     def __init__(self, file: io.BufferedIOBase, most: int):
         super().__init__(fileobj=file, mode="rb")
@@ -93,7 +91,7 @@ class _Unpacked(gzip.GzipFile):
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and (
             fault := too_large(size)
-        ):  # of a header: tarfile reads long names without asking
+        ):  # a header's size: tarfile reads long names without a check
             raise ValueError(fault)
         data = super().read(size)
         self._refuse_beyond(self.tell())
@@ -116,7 +114,7 @@ def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) 
 
 @contextlib.contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Whatever tarfile, gzip and zlib raise becomes a ValueError that names the archive."""
+    """Convert the errors of tarfile, gzip and zlib to a ValueError with the archive's name."""
     try:
         yield
     except Exception as error:
@@ -127,13 +125,13 @@ def _named(where: str) -> Iterator[None]:
 
 
 class Missing(FileNotFoundError):
-    """An archive that does not exist, unlike one whose content is incomplete."""
+    """An archive does not exist (in contrast to one with incomplete content)."""
 
 
 def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
-    """Of each tuple the first name that exists below `place`, folders before archives.
+    """Return for each tuple the first name that exists below `place`, folders before archives.
 
-    The official archive comes first in its tuple. FileNotFoundError lists all that is missing.
+    The official archive is the first of its tuple. FileNotFoundError lists all missing ones.
     """
     existing = [[place / name for name in names if (place / name).exists()] for names in needed]
     if missing := [
@@ -146,8 +144,8 @@ def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
 
 
 def read_files(path: Path, *names: str) -> list[bytes]:
-    """Small files by the end of their names from a folder or archive; or `path` itself, if it is
-    the file."""
+    """Read small files, by the end of their names, from a folder or archive, or from `path` itself
+    if it is the file."""
     if path.is_file() and path.suffix.lower() not in ARCHIVE_SUFFIXES:
         return [FolderFiles(path.parent, [path.name]).read(0)]
     found: dict[str, bytes] = {}
@@ -165,7 +163,7 @@ def read_files(path: Path, *names: str) -> list[bytes]:
 
 
 def lines_of(data: bytes, where: str) -> list[str]:
-    """The non-empty lines of a list."""
+    """Return the non-empty lines of a text file."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -176,9 +174,9 @@ def lines_of(data: bytes, where: str) -> list[str]:
 def label_keys(
     rows: Iterable[tuple[str, Hashable]], classes: Sequence[Hashable], where: str
 ) -> dict[str, int]:
-    """Labels by key, from keys and their classes.
+    """Map keys to labels, from pairs of key and class.
 
-    Raises ValueError for an unknown class, for a key that comes twice, and for a class without any.
+    Raises ValueError for an unknown class, for a repeated key, and for a class without images.
     """
     label_of = {name: label for label, name in enumerate(classes)}
     labels: dict[str, int] = {}
@@ -198,7 +196,7 @@ def label_keys(
 
 
 def below(folder: str, depth: int, suffix: str) -> KeyOf:
-    """Keys are the last `depth` parts of the names right below `folder`."""
+    """Return a `KeyOf` for files below `folder`: the last `depth` parts of the name."""
 
     def key_of(name: str) -> str | None:
         parts = name.split("/")
@@ -213,7 +211,7 @@ def below(folder: str, depth: int, suffix: str) -> KeyOf:
 
 
 class Example(NamedTuple):
-    """An encoded image; `key` is unique in its split."""
+    """An encoded image, with a key that is unique in its split."""
 
     key: str
     image: bytes
@@ -222,16 +220,16 @@ class Example(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The images of one split: where they are, and the label of each key."""
+    """The images of one split: their archive, and the label of each key."""
 
     path: Path
     key_of: KeyOf
     labels: Mapping[str, int]
     convert: Callable[[bytes, str], bytes] | None = None
-    """Re-codes an image, given its bytes and its name for errors."""
+    """Re-codes an image from its bytes and its name for errors."""
 
     def read(self) -> Iterator[Example]:
-        """Every labelled image once; ValueError if some are absent or occur twice."""
+        """Yield every labelled image once. Raises ValueError if some are absent or occur twice."""
         seen: set[str] = set()
         for name, read in members(self.path):
             key = self.key_of(name)
@@ -254,7 +252,7 @@ class Source:
 
 
 class Reading(NamedTuple):
-    """A data set ready to be read."""
+    """A data set, ready for reading."""
 
     classes: tuple[str, ...]
     sources: Mapping[str, Source]

@@ -1,13 +1,14 @@
-"""One reader for each data set, and a TensorFlow Datasets builder over it: prepared on disk without
-TensorFlow.
+"""A reader for each data set, and a TensorFlow Datasets builder over it that prepares the data set
+without TensorFlow.
 
-The readers take the official archives or the folders they unpack to from `place`, the folder that a
-user fills. All raise FileNotFoundError that lists what is missing there, or ValueError for
-corrupted archives, lists that do not fit and images that are absent.
+The readers use official archives, or the folders that they unpack to, in `place`, a folder that the
+user fills. They raise FileNotFoundError with the missing ones, or ValueError for corrupted
+archives, lists that do not match, and absent images.
 
-TFDS has no builder of the first two data sets. The others have the names, versions and features of
-its own builders, so that reading prepared data does not depend on which of the two has made it.
-None is registered: a second class of a name would clash, so `prepare_from_folder` makes them here.
+TFDS has no builder for the first two data sets. The others have the names, versions and features of
+TFDS's builders, so prepared data can be read regardless of the builder that wrote it. None is
+registered, since a second class with an equal name would clash: `prepare_from_folder` creates them
+here.
 """
 
 import csv
@@ -40,10 +41,10 @@ ORIGIN = (
     "Read from the official files in a folder that the user filled, not downloaded by TensorFlow"
     " Datasets."
 )
-STRIP_PIXELS = 20  # the copyright notice below each aircraft
+STRIP_PIXELS = 20  # the copyright notice at the bottom of each aircraft image
 SECONDS = 60
 MAX_BYTES = 2**31
-"""Of the process that reads a MATLAB file; an intact list takes less than one second."""
+"""Memory limit of the process that reads a MATLAB file."""
 _PROGRAM = """
 import contextlib, io, json, sys
 with contextlib.suppress(ImportError, ValueError):  # not every system has this limit
@@ -61,10 +62,10 @@ print(json.dumps(rows, default=lambda value: value.tolist()))
 
 
 def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
-    """FGVC-Aircraft by variant: train, validation, test; keys are the seven digits with `.jpg`.
+    """Read FGVC-Aircraft by variant: train, validation, test; keys are seven digits with `.jpg`.
 
-    `cut_strip` cuts the lowest 20 pixels off and codes the rest as JPEG of quality 95; else the
-    bytes stay.
+    `cut_strip` removes the lowest 20 pixels and re-codes as JPEG of quality 95; otherwise the bytes
+    stay.
     """
     [path] = locate(place, ("fgvc-aircraft-2013b.tar.gz", "fgvc-aircraft-2013b"))
     lists = {"train": "train", "validation": "val", "test": "test"}
@@ -88,8 +89,8 @@ def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
 
 
 def read_gtsrb(place: Path) -> Reading:
-    """German traffic signs: train, test; keys `<class>/<track>_<frame>.ppm` and `<number>.ppm`;
-    coded as PNG.
+    """Read GTSRB: train, test; keys `<class>/<track>_<frame>.ppm` and `<number>.ppm`; re-coded as
+    PNG.
 
     Train is the archive of 26,640 images (`GTSRB-Training_fixed.zip`).
     """
@@ -126,7 +127,7 @@ def read_gtsrb(place: Path) -> Reading:
 
 
 def read_cars(place: Path) -> Reading:
-    """Stanford Cars: train, test; keys are file names, which both splits use."""
+    """Read Stanford Cars: train, test; keys are file names, which both splits use."""
     test_list = "cars_test_annos_withlabels.mat"
     train, test, devkit, annotations = locate(
         place,
@@ -147,10 +148,10 @@ def read_cars(place: Path) -> Reading:
 
 
 def read_sun397(place: Path) -> Reading:
-    """SUN397, the first official partition: train, test; keys and classes as listed,
+    """Read the first official partition of SUN397: train, test; keys and classes as listed,
     `/a/abbey/sun_x.jpg`.
 
-    Some of the files named .jpg are PNG, BMP or GIF; their bytes stay as they are.
+    Some files named .jpg are PNG, BMP or GIF; their bytes stay.
     """
     images, partitions = locate(
         place, ("SUN397.tar.gz", "SUN397"), ("Partitions.zip", "Partitions")
@@ -170,13 +171,14 @@ def read_sun397(place: Path) -> Reading:
 
 
 def read_eurosat(place: Path) -> Reading:
-    """EuroSAT in red, green and blue: train only; keys `<class folder>/<file>`."""
+    """Read EuroSAT in RGB: train only; keys `<class folder>/<file>`."""
     [path] = locate(place, ("EuroSAT.zip", "2750", "EuroSAT"))
     return _read_class_folders("eurosat", path, "2750")
 
 
 def read_caltech101(place: Path) -> Reading:
-    """Caltech-101 with its background class: everything as train; keys `<class folder>/<file>`."""
+    """Read Caltech-101 with its background class: all images as train; keys `<class
+    folder>/<file>`."""
     folder, inner = "101_ObjectCategories", "101_ObjectCategories.tar.gz"
     [path] = locate(
         place, ("caltech-101.zip", folder, f"caltech-101/{folder}", inner, f"caltech-101/{inner}")
@@ -185,7 +187,7 @@ def read_caltech101(place: Path) -> Reading:
 
 
 def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
-    """Everything as train, from a folder for each class below `folder`; case does not count."""
+    """Read all images as train, from one folder per class below `folder`, ignoring case."""
     key_of = below(folder, 2, ".jpg")
     classes = BY_NAME[task].class_names
     keys = sorted(key for name, _ in members(path) if (key := key_of(name)))
@@ -195,13 +197,13 @@ def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
 
 
 def _read_lists(path: Path, *names: str) -> list[list[str]]:
-    """The lines of text files, which are found as `read_files` does."""
+    """Read the lines of text files, found as in `read_files`."""
     files = zip(names, read_files(path, *names), strict=True)
     return [lines_of(data, f"{path}: {name}") for name, data in files]
 
 
 def _annotations(lines: list[str], where: str) -> list[tuple[str, int]]:
-    """File name and class of each row of a GTSRB list."""
+    """Return file name and class of each row of a GTSRB list."""
     rows = csv.DictReader(lines, delimiter=";")
     try:
         return [(row["Filename"], int(row["ClassId"])) for row in rows]
@@ -224,7 +226,7 @@ def _car_labels(data: bytes, where: str, num_classes: int) -> dict[str, int]:
 
 
 def _recode(data: bytes, name: str, *, cut: int = 0, format: str, **options: int) -> bytes:
-    """The image in another format, without the lowest `cut` rows."""
+    """Convert an image to another format, without its lowest `cut` rows."""
     buffer = io.BytesIO()
     with opened(data, name) as image:
         if image.height <= cut:
@@ -234,12 +236,12 @@ def _recode(data: bytes, name: str, *, cut: int = 0, format: str, **options: int
 
 
 def read_variable(data: bytes, name: str, where: str) -> list[Any]:
-    """The elements of a variable of a `.mat` file in MATLAB's order; those of a struct array are
+    """Return the elements of a variable in a `.mat` file in MATLAB's order; a struct array's are
     dicts by field.
 
-    Raises ValueError for a file that is corrupted, has no such variable, or takes too much time or
-    memory; `where` names the file in it. SciPy reads it in a process of its own, since some
-    corrupted files end that process with a segmentation fault.
+    SciPy reads it in a separate process, since some corrupted files cause a segmentation fault.
+    Raises ValueError if the file is corrupted, lacks the variable, or exceeds the limits of time
+    and memory; `where` names the file.
     """
     try:
         done = subprocess.run(
@@ -247,7 +249,7 @@ def read_variable(data: bytes, name: str, where: str) -> list[Any]:
             input=data,
             capture_output=True,
             timeout=SECONDS,
-            # each thread of OpenBLAS would take address space, which is limited
+            # each thread of OpenBLAS would use address space, which is limited
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
     except subprocess.TimeoutExpired as error:
@@ -262,16 +264,16 @@ def read_variable(data: bytes, name: str, where: str) -> list[Any]:
 
 
 class DataSet(NamedTuple):
-    """What the features of a data set are made from; the rest is in the table."""
+    """Reader and features of a data set; the rest is in the table."""
 
     read: Callable[[Path], Reading]
     key: str
-    """The feature that contains an example's key."""
+    """Name of the feature with an example's key."""
     text: Callable[[PurePosixPath], str] = str
-    """What the stock builder stores for a key."""
+    """Maps a key to the text that the stock builder stores."""
     image_shape: tuple[int | None, int | None, int] = (None, None, 3)
     more: str = ""
-    """At the end of the description."""
+    """End of the description."""
 
 
 _stem, _name = operator.attrgetter("stem"), operator.attrgetter("name")
@@ -287,26 +289,25 @@ DATA_SETS = {
     "cars196": DataSet(read_cars, "id", _stem),
     "sun397/standard-part1-120k": DataSet(read_sun397, "file_name"),
     "eurosat/rgb": DataSet(read_eurosat, "filename", _name, (64, 64, 3)),
-    # as TFDS's, but one split with everything instead of 30 sampled images of each class and the
-    # rest
+    # as TFDS's, but one split instead of 30 sampled images of each class and the rest
     "caltech101": DataSet(read_caltech101, "image/file_name", _name),
 }
-"""By `<name>` or `<name>/<config>`."""
+"""Data sets by `<name>` or `<name>/<config>`."""
 
 
 def prepare_from_folder(
     name: str, data_dir: Path, place: Path, on_progress: Progress = lambda num: None
 ) -> Path:
-    """Writes a data set of `DATA_SETS` from the files in `place` to
+    """Prepare a data set of `DATA_SETS` from the files in `place`, in
     `<data_dir>/<name>[/<config>]/<version>`.
 
-    A data set that is prepared already stays as it is, and `place` is not read. After an error
-    nothing is left that could be taken for a prepared data set. `on_progress` counts images. Raises
-    what the readers raise, ValueError for an unknown name.
+    A prepared data set stays, and `place` is not read. An error leaves nothing that looks like a
+    prepared data set. `on_progress` counts images. Raises the errors of the readers, and ValueError
+    for an unknown name.
     """
     if name not in DATA_SETS:
         raise ValueError(f"no builder named {name!r}; there are {', '.join(DATA_SETS)}")
-    import tensorflow_datasets as tfds  # here, since it takes seconds and comes with an extra
+    import tensorflow_datasets as tfds  # imported here, since it takes seconds and needs an extra
 
     data_set = DATA_SETS[name]
     task = next(task for task in TASKS if task.builder.split("/")[0] == name.split("/")[0])
@@ -318,8 +319,7 @@ def prepare_from_folder(
 
     class Info(tfds.core.DatasetInfo):
         def initialize_from_bucket(self) -> None:
-            """Nothing: what TFDS publishes under a name describes its own builder, and asking takes
-            a network."""
+            """Skip TFDS's published metadata, which describe its own builder and need a network."""
 
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version(task.version)
@@ -358,7 +358,7 @@ def prepare_from_folder(
                     },
                 )
 
-        # TFDS would print here what it downloads
+        # TFDS would print its downloads here
         def _log_download_bytes(self) -> None: ...
         def _log_download_done(self) -> None: ...
 
@@ -369,7 +369,7 @@ def prepare_from_folder(
     try:
         with (
             tempfile.TemporaryDirectory() as unused
-        ):  # TFDS makes folders for downloads even if there are none
+        ):  # TFDS creates folders for downloads even without any
             builder.download_and_prepare(
                 file_format="array_record", download_config=downloads, download_dir=unused
             )

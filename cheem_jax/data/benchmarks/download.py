@@ -1,8 +1,8 @@
-"""Archives over HTTP: requests transfers and retries them, pooch checks their hash and gives them
-their name.
+"""Download archives over HTTP: requests transfers and retries, pooch verifies the hash and renames
+the file.
 
-pooch alone starts again from the beginning after a broken connection; archives of several GB are
-resumed here. The known hash tells a file that was put together from two versions.
+pooch alone restarts after a broken connection; here, archives of several GB are resumed. The known
+hash detects a file that was joined from two versions.
 """
 
 import functools
@@ -20,28 +20,28 @@ from urllib3.util import Retry
 from cheem_jax.data.decode import Progress
 
 TIMEOUT = 30.0
-"""Seconds of silence before an attempt is given up."""
+"""Seconds without data before an attempt fails."""
 RETRIES = 4
-"""Failed attempts in a row before the download is given up."""
+"""Consecutive failed attempts before the download fails."""
 BACKOFF = 1.0
-"""Seconds of the first pause between attempts; each further one is twice as long."""
+"""Seconds of the first pause between attempts; each further one doubles."""
 MAX_PAUSE = 120
-"""Seconds that a server may ask to wait (Retry-After)."""
+"""Limit in seconds on a pause that the server asks for (Retry-After)."""
 CHUNK_BYTES = 2**16
-GROWTH_BYTES = 2**20  # an attempt that got this much further starts the count of failures again
+GROWTH_BYTES = 2**20  # an attempt with this progress resets the count of failures
 PASSING_STATUS = (408, 425, 429, *range(500, 600))
 
 
 def download(
     url: str, file: Path, known_hash: str, *, on_progress: Progress = lambda num: None
 ) -> None:
-    """Downloads `url` to `file`, which must not exist; `known_hash` is a SHA-256, or `md5:` and an
+    """Download `url` to `file`, which must not exist. `known_hash` is a SHA-256, or `md5:` and an
     MD5.
 
-    What has arrived stays in `<file>.part`, where a later call resumes; only one process may
-    download a file at a time. `on_progress` counts bytes, negative ones where some have to be
-    downloaded again. Raises ValueError for a file that is not the wanted one, and OSError where it
-    cannot be downloaded or written; then `file` does not exist.
+    Received bytes stay in `<file>.part`, where a later call resumes; only one process at a time is
+    allowed per file. `on_progress` counts bytes, with negative ones for bytes that have to be
+    downloaded again. Raises ValueError for a file with another hash, and OSError if it cannot be
+    downloaded or written; then `file` does not exist.
     """
     part = file.with_name(f"{file.name}.part")
     transfer: Any = functools.partial(_transfer, part, on_progress)
@@ -65,7 +65,7 @@ def download(
 
 
 def _transfer(part: Path, on_progress: Progress, url: str, output_file: str, _: object) -> None:
-    """Completes `part`, resuming where the connection broke, and makes it the temporary file that
+    """Complete `part`, resuming after broken connections, and rename it to the temporary file that
     pooch asks for."""
     on_progress(_num_bytes(part))
     failures = 0
@@ -75,7 +75,7 @@ def _transfer(part: Path, on_progress: Progress, url: str, output_file: str, _: 
             headers = {"Accept-Encoding": "identity"} | (
                 {"Range": f"bytes={before}-"} if before else {}
             )
-            # errors of the request itself are final: urllib3 has tried again already
+            # errors of the request are final, after the retries of urllib3
             with session.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response:
                 if response.status_code not in (200, 206, 416):
                     raise requests.HTTPError(
@@ -91,11 +91,11 @@ def _transfer(part: Path, on_progress: Progress, url: str, output_file: str, _: 
 
 
 def _receive(response: requests.Response, part: Path, on_progress: Progress) -> None:
-    """Writes what arrives to `part`; raises requests' errors where the connection breaks."""
+    """Write received bytes to `part`. Raises the errors of requests if the connection breaks."""
     offset = _num_bytes(part)
     content_range = response.headers.get("Content-Range", "")
     if response.status_code == 416 and content_range == f"bytes */{offset}":
-        return  # everything had arrived already
+        return  # the file was complete
     resumes = response.status_code == 206 and content_range.startswith(f"bytes {offset}-")
     if not resumes:
         on_progress(-offset)
@@ -116,8 +116,8 @@ def _receive(response: requests.Response, part: Path, on_progress: Progress) -> 
 
 
 def _session() -> requests.Session:
-    """Tries again after refused connections and passing errors; follows redirects, but not to what
-    is unencrypted."""
+    """Create a session that retries after refused connections and temporary errors, and refuses
+    redirects to unencrypted addresses."""
     retry = Retry(
         RETRIES,
         status_forcelist=PASSING_STATUS,
@@ -135,7 +135,8 @@ def _session() -> requests.Session:
 
 
 def _refuse_downgrade(response: requests.Response, **options: object) -> None:
-    """Not from https to http: on the way from there anybody could change the file."""
+    """Refuse a redirect from https to http, which would allow anybody in between to change the
+    file."""
     target = urljoin(response.url, response.headers.get("Location", ""))
     if (
         response.is_redirect

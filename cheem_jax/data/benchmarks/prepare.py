@@ -1,7 +1,7 @@
-"""Getting a benchmark's data sets in place, and planning its tasks with the paper's splits.
+"""Prepare the data sets of a benchmark, and plan its tasks with the paper's splits.
 
-Everything is in one data folder, which is also TFDS's: prepared data sets
-`<name>[/<config>]/<version>`, and the archives they were made from in `downloads/manual`.
+Everything is in one data folder, which also is TFDS's: prepared data sets
+`<name>[/<config>]/<version>`, and their archives in `downloads/manual`.
 """
 
 import contextlib
@@ -26,25 +26,25 @@ from cheem_jax.data.records import Row, find_prepared, import_tfds, open_prepare
 from cheem_jax.data.task import Plan
 
 Work = Callable[[str, str, int], AbstractContextManager[Progress]]
-"""Opens a phase of work: its name, the task's, and the amount (bytes of archives, else images)."""
+"""Opens a phase of work: phase, task, and amount (bytes of archives, else images)."""
 
 
 class Status(NamedTuple):
-    """How far the preparation of a task has come, and what to do next."""
+    """State of a task's preparation, and the next step."""
 
     state: Literal["ready", "archives", "missing"]
     advice: str
     num_bytes: int
-    """On the disk."""
+    """Size on the disk."""
 
 
 def manual_dir(data_dir: Path) -> Path:
-    """TFDS's own folder for archives that a user has put there."""
+    """Return TFDS's folder for archives of the user."""
     return data_dir / "downloads" / "manual"
 
 
 def status_of(task: BenchmarkTask, data_dir: Path) -> Status:
-    """What exists of a task, without opening it."""
+    """Determine which files of a task exist, without opening them."""
     with contextlib.suppress(FileNotFoundError):
         directory = find_prepared(task.spec, data_dir)
         return Status(
@@ -67,8 +67,7 @@ def status_of(task: BenchmarkTask, data_dir: Path) -> Status:
 
 
 def _lacks_tensorflow(task: BenchmarkTask) -> bool:
-    """Whether a task is prepared with TensorFlow and that is not installed (it is not imported for
-    this)."""
+    """Whether a task needs TensorFlow, which is not installed (checked without importing it)."""
     return (
         not task.archives
         and task.needs_tensorflow
@@ -77,12 +76,12 @@ def _lacks_tensorflow(task: BenchmarkTask) -> bool:
 
 
 def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
-    """Prepares one task if it is not prepared yet, then checks its counts and records its splits.
+    """Prepare one task if necessary, check its counts, and record its splits.
 
-    Raises ValueError or OSError that says what to do; what existed stays as it was.
+    Raises ValueError or OSError with the way out; existing data stay unchanged.
     """
     task = BY_NAME[name]
-    # one process at a time prepares in a data folder: several tasks come from the same archives
+    # one process at a time prepares in a data folder, because tasks share archives
     lock = filelock.FileLock(data_dir / "cheem_jax" / "prepare.lock")
     Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as alone:
@@ -96,7 +95,7 @@ def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
         except FileNotFoundError:
             import_tfds()
             for leftover in (data_dir / task.builder).glob(f"incomplete.*_{task.version}"):
-                shutil.rmtree(leftover)  # of a process that was killed
+                shutil.rmtree(leftover)  # left by a killed process
             manual_dir(data_dir).mkdir(parents=True, exist_ok=True)
             if task.archives:
                 _from_archives(task, data_dir, phase)
@@ -129,12 +128,11 @@ def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
 
 
 def _get(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
-    """Downloads the archives that are absent, and checks those that the user brought or that were
-    there before.
+    """Download absent archives, and verify those that exist.
 
-    Raises ValueError for an archive that is not the published one.
+    Raises ValueError for an archive with another hash than the published one.
     """
-    # made with libraries that come with the extra `datasets`
+    # it needs libraries of the extra `datasets`
     from cheem_jax.data.benchmarks.download import download
 
     for archive in archives:
@@ -171,21 +169,20 @@ def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> Non
 
 
 def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
-    """The files that TFDS's own builder of a task downloads, with their registered hashes."""
+    """Return the files that TFDS's builder of a task downloads, with their registered hashes."""
     infos = import_tfds().builder(task.spec, data_dir=data_dir).url_infos
     found = [
         Archive(info.filename, info.checksum, int(info.size), url) for url, info in infos.items()
     ]
-    # the decathlon's one list of files serves all its configurations, and ImageNet's 6.5 GB only
-    # one of them
+    # one list of files serves all configurations of the decathlon; only one needs ImageNet's 6.5 GB
     return [a for a in found if "imagenet" not in a.file or task.builder.endswith("imagenet12")]
 
 
 def prepare_stock(spec: str, data_dir: Path) -> Path:
-    """Prepares a data set with TFDS's own builder, in a format that is read without TensorFlow.
+    """Prepare a data set with TFDS's own builder, in a format that needs no TensorFlow for reading.
 
-    Raw files are taken from `downloads/manual` of the data folder if they exist there under their
-    registered names. Raises ValueError with TFDS's reason.
+    Raw files in `downloads/manual` of the data folder with their registered names are used. Raises
+    ValueError with TFDS's reason.
     """
     tfds = import_tfds()
     try:
@@ -195,7 +192,7 @@ def prepare_stock(spec: str, data_dir: Path) -> Path:
         )
         builder.download_and_prepare(download_config=config)
         return Path(builder.data_dir)
-    except Exception as error:  # TFDS, requests and TensorFlow raise errors of many types
+    except Exception as error:  # TFDS, requests and TensorFlow raise their own types
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
             f"TFDS could not prepare {spec!r}: {reason}; raw files under their registered names are"
@@ -206,10 +203,9 @@ def prepare_stock(spec: str, data_dir: Path) -> Path:
 def plan_of(
     task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: Progress | None = None
 ) -> Plan:
-    """A task with the paper's splits, from the data set that TFDS has prepared; `seed` draws what
-    is cut.
+    """Plan a task with the paper's splits from a prepared data set. `seed` decides the cuts.
 
-    Raises FileNotFoundError if it is not prepared, ValueError if its counts or splits are not the
+    Raises FileNotFoundError if it is not prepared, ValueError if counts or splits differ from the
     expected ones.
     """
     prepared = open_prepared(task.spec, data_dir)
@@ -218,7 +214,7 @@ def plan_of(
     rows: dict[str, list[Row]] = {}
     for split, names in {"train": task.train, "val": task.val, "test": task.test}.items():
         if not names:
-            continue  # is cut from train
+            continue  # cut from train
         present = [name for name in prepared.splits if name in names]
         if not present:
             raise ValueError(
@@ -257,12 +253,12 @@ def plan_of(
 
 
 def splits_file(data_dir: Path, name: str, seed: int) -> Path:
-    """Where the record of a task's splits is."""
+    """Return the file with the record of a task's splits."""
     return data_dir / "cheem_jax" / "splits" / f"{name}-seed{seed}.json"
 
 
 def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) -> None:
-    """Records which images are in which split, or compares the plan with an earlier record."""
+    """Record the images of each split, or compare the plan with an earlier record."""
     file = splits_file(data_dir, task.name, seed)
     if not file.is_file():
         record = {
@@ -277,7 +273,7 @@ def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) ->
         }
         with contextlib.suppress(
             OSError
-        ):  # in a read-only data folder; the run's record has the hash as well
+        ):  # a read-only data folder; the run's record has the hash, too
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(record, indent=1) + "\n")
         return

@@ -1,9 +1,9 @@
 """The tasks of MTIL and VDD (paper, supplement 'Details of the MTIL benchmark' and 'Details of the
 VDD benchmark').
 
-Each is a prepared TFDS data set, a rule that cuts what it lacks, and the counts that must result.
-The rules are those that reproduce the paper's tables; its table prints SUN397's 19,850 as the test
-size of CIFAR-100, which has 10,000 test images. The facts are in `benchmarks.toml`.
+Each is a prepared TFDS data set, a rule that cuts missing splits, and the expected counts. The
+rules reproduce the counts of the paper's tables, except one: its table prints SUN397's 19,850 as
+the test size of CIFAR-100, which has 10,000 test images. The facts are in `benchmarks.toml`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class Counts(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """A file that a data set is made from; without a `url` the user has to bring it."""
+    """An archive of a data set. Without `url`, the user has to provide it."""
 
     file: str
     hash: str
@@ -32,13 +32,13 @@ class Archive(NamedTuple):
 
 
 Rule = Literal["official", "val", "test and val", "decathlon"]
-"""What is cut from train: nothing, ceil(0.1 n) for validation, ceil(0.3 n) for test before that, or
-floor(0.1 n)."""
+"""Cut from train: nothing; ceil(0.1 n) for validation; ceil(0.3 n) for test before that; or
+floor(0.1 n) for validation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkTask:
-    """One task of a benchmark, and where it comes from."""
+    """One task of a benchmark and its source."""
 
     name: str
     builder: str
@@ -48,29 +48,30 @@ class BenchmarkTask:
     rule: Rule
     counts: Counts
     key: str
-    """What tells images apart on every machine (`Prepared.index`)."""
+    """Key that identifies images on every machine (`Prepared.index`)."""
     licence: str
     train: tuple[str, ...] = ("train",)
-    """TFDS splits that are joined for training, as far as they exist."""
+    """TFDS splits that are joined for training; absent ones are skipped."""
     val: tuple[str, ...] = ()
-    """Where there is none it is cut from train; `test` likewise."""
+    """Empty: cut from train. The same for `test`."""
     test: tuple[str, ...] = ("test",)
     dropped: tuple[str, ...] = ()
-    """Class names that the builder has and the benchmark does not."""
+    """Classes of the builder that are not in the benchmark."""
     class_names: tuple[str, ...] = ()
-    """In label order, if the archives contain no list of them."""
+    """Class names in label order, if the archives contain no list of them."""
     needs_tensorflow: bool = True
-    """Whether the stock builder does; without one of this library's own."""
+    """Whether TFDS's builder needs TensorFlow; only used if this library has no builder."""
     by_hand: str = ""
-    """Why the user has to bring some archives."""
+    """The reason why the user has to provide some archives."""
     description: str = ""
-    """For TFDS, where a builder of this library's own makes the data set."""
+    """Description for TFDS, if this library's builder makes the data set."""
     archives: tuple[Archive, ...] = ()
-    """What that builder makes it from, without TensorFlow; none: TFDS's builder does."""
+    """Archives for this library's builder, which needs no TensorFlow. Empty: TFDS's builder is
+    used."""
 
     @property
     def spec(self) -> str:
-        """The data set's name for TFDS."""
+        """Name of the data set for TFDS."""
         return f"{self.builder}:{self.version}"
 
 
@@ -93,8 +94,8 @@ VDD: str = _FACTS["vdd"]["default"]
 
 
 def order_of(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...]:
-    """Names of a stream's tasks in learning order; raises ValueError for an order that VDD does not
-    have."""
+    """Return the names of a benchmark's tasks in learning order. Raises ValueError for an order
+    that VDD does not have."""
     if benchmark == "mtil":
         return tuple(MTIL[order].split())
     if order != "default":
@@ -103,5 +104,6 @@ def order_of(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...]:
 
 
 def members_of(benchmark: Benchmark) -> tuple[str, ...]:
-    """Names of all tasks of a benchmark: VDD's ten include the backbone's own, ImageNet."""
+    """Return the names of all tasks of a benchmark. VDD's ten include ImageNet, the pretraining
+    data."""
     return order_of(benchmark) if benchmark == "mtil" else ("imagenet12", *order_of(benchmark))
