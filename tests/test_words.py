@@ -138,7 +138,6 @@ PENDING = (
     "cheem",
     "cli",
     "core",
-    "data",
     "engine",
     "export",
     "memory",

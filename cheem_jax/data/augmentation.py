@@ -55,17 +55,16 @@ def augment(
     """Crop at random, resize to the original size, mirror with probability 1/2, and apply two
     operations of random strength."""
     size = image.shape[0]
-    found = Image.fromarray(image)
     side = size * math.sqrt(rng.uniform(SMALLEST_AREA, 1))
-    left, top = rng.uniform(0, size - side, 2)
-    found = found.resize(
-        (size, size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side)
+    x, y = rng.uniform(0, size - side, 2)
+    result = Image.fromarray(image).resize(
+        (size, size), Image.Resampling.BICUBIC, box=(x, y, x + side, y + side)
     )
     if rng.random() < 0.5:
-        found = ImageOps.mirror(found)
+        result = ImageOps.mirror(result)
     for name in rng.choice(list(CHANGES), NUM_CHANGES):
-        found = CHANGES[name](found, rng.uniform(-1, 1))
-    return np.asarray(found)
+        result = CHANGES[name](result, rng.uniform(-1, 1))
+    return np.asarray(result)
 
 
 class AugmentedImages(HostImages):

@@ -147,9 +147,7 @@ def _has_16_bits(image: Image.Image) -> bool:
 def _turned(image: Image.Image) -> Image.Image:
     """Rotate an image by its EXIF orientation; unchanged if that is 1, absent or unreadable."""
     turned = image
-    with contextlib.suppress(
-        Exception
-    ):  # Pillow raises nearly any error for corrupted metadata
+    with contextlib.suppress(Exception):  # Pillow raises nearly any error for corrupted metadata
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             turned = image.copy()
             # in place, so that pixels are rotated even if the metadata cannot be written
@@ -199,8 +197,8 @@ def decode_pieces(
             return files.where(row), None, str(error)
 
     none = np.zeros((0, image_size, image_size, 3), np.uint8)
-    for found in in_threads(decode, rows, size):
-        names, images, errors = zip(*found, strict=True)
+    for results in in_threads(decode, rows, size):
+        names, images, errors = zip(*results, strict=True)
         yield Piece(
             list(names),
             np.concatenate([none, *(image[None] for image in images if image is not None)]),

@@ -159,8 +159,8 @@ def _glyph(font: str, letter: str, image_size: int) -> Image.Image:
     side = image_size * SUPERSAMPLE
     canvas = Image.new("L", (side, side))
     face = _face(font, round(0.8 * side))
-    left, top, right, bottom = face.getbbox(letter)
-    corner = ((side - left - right) / 2, (side - top - bottom) / 2)
+    x0, y0, x1, y1 = face.getbbox(letter)
+    corner = ((side - x0 - x1) / 2, (side - y0 - y1) / 2)
     ImageDraw.Draw(canvas).text(corner, letter, fill=255, font=face)
     return canvas
 
@@ -301,10 +301,10 @@ def mottle(
     interpolation."""
     grid = rng.standard_normal((num, cells + 1, cells + 1))
     position = (np.arange(image_size) + 0.5) / image_size * cells
-    left = position.astype(int)
-    weight = 0.5 - 0.5 * np.cos(np.pi * (position - left))
-    rows = grid[:, left] * (1 - weight[:, None]) + grid[:, left + 1] * weight[:, None]
-    return rows[:, :, left] * (1 - weight) + rows[:, :, left + 1] * weight
+    first = position.astype(int)
+    weight = 0.5 - 0.5 * np.cos(np.pi * (position - first))
+    rows = grid[:, first] * (1 - weight[:, None]) + grid[:, first + 1] * weight[:, None]
+    return rows[:, :, first] * (1 - weight) + rows[:, :, first + 1] * weight
 
 
 def ground(
@@ -397,16 +397,16 @@ def _digits(sizes: dict[str, int], image_size: int, rng: np.random.Generator) ->
     )  # its stubs include types of pandas
     if sum(sizes.values()) > len(labels):
         raise ValueError(f"there are {len(labels)} digits in all, the splits ask for {sizes}")
-    left = np.arange(len(labels))
+    rest = np.arange(len(labels))
     splits = {}
     for split in ("test", "val", "train"):
         order = np.concatenate(
-            [rng.permutation(np.flatnonzero(labels[left] == digit)) for digit in range(10)]
+            [rng.permutation(np.flatnonzero(labels[rest] == digit)) for digit in range(10)]
         )
-        taken = cut(labels[left], sizes[split], keep=0, order=order)
-        chosen = left[taken]
+        mask = cut(labels[rest], sizes[split], keep=0, order=order)
+        chosen = rest[mask]
         splits[split] = Split(_enlarge(small[chosen], image_size), labels[chosen].astype(np.int32))
-        left = left[~taken]
+        rest = rest[~mask]
     return Task("digits", tuple("0123456789"), **splits)
 
 

@@ -132,10 +132,7 @@ class ZipFiles(Encoded):
                 # at most the number of bytes in the zip's directory, although the packed bytes
                 # could unpack to more
                 return stream.read(size + 1)
-        except (
-            Exception
-        # zipfile and zlib raise many types for checksums, compression methods and truncated files
-        ) as error:
+        except Exception as error:  # zipfile and zlib raise many types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
 
@@ -240,22 +237,22 @@ class Listing(NamedTuple):
 
     def notes(self) -> list[str]:
         """Describe skipped files, a line per folder and kind, and skipped folders."""
-        found = [
+        lines = [
             f"{'/'.join(filter(None, (self.path.name, folder)))}: {num:,} file{'s'[: num > 1]}"
             f" ignored ({kind})"
             for (folder, kind), num in sorted(self.ignored.items())
         ]
-        if (more := len(found) - MAX_NOTES) > 0:
-            found[MAX_NOTES:] = [f"{self.path.name}: {more:,} more folders with ignored files"]
+        if (more := len(lines) - MAX_NOTES) > 0:
+            lines[MAX_NOTES:] = [f"{self.path.name}: {more:,} more folders with ignored files"]
         if self.hidden:
             names = [
                 f"{name} ({num:,})" if num > 1 else name
                 for name, num in sorted(self.hidden.items())
             ]
-            found.append(f"{self.path.name}: hidden or system folders ignored: {first_of(names)}")
-        return found
+            lines.append(f"{self.path.name}: hidden or system folders ignored: {first_of(names)}")
+        return lines
 
-    def told(self) -> str:
+    def message(self) -> str:
         """Format the notes as the end of an error message."""
         return "".join(f"; {note}" for note in self.notes())
 
@@ -278,15 +275,15 @@ def look_through(path: Path) -> Listing:
 def kind_of(files: FolderFiles | ZipFiles, row: int) -> str | None:
     """Return None for an image, or the kind of another file, for messages."""
     suffix = PurePosixPath(files.key(row)).suffix
-    if (known := suffix.lower()) in IMAGE_SUFFIXES or (READS_HEIF and known in HEIF_SUFFIXES):
+    if (lower := suffix.lower()) in IMAGE_SUFFIXES or (READS_HEIF and lower in HEIF_SUFFIXES):
         return None
-    if known in COMPANIONS:
+    if lower in COMPANIONS:
         return suffix
-    found = head_of(files, row)
-    is_heif = HEIF_MAGIC.match(found) is not None
-    if MAGIC.match(found) or (READS_HEIF and is_heif):
+    head = head_of(files, row)
+    is_heif = HEIF_MAGIC.match(head) is not None
+    if MAGIC.match(head) or (READS_HEIF and is_heif):
         return None
-    return f"{suffix or 'no suffix'}{f'; {GET_HEIF}' if is_heif or known in HEIF_SUFFIXES else ''}"
+    return f"{suffix or 'no suffix'}{f'; {GET_HEIF}' if is_heif or lower in HEIF_SUFFIXES else ''}"
 
 
 def may_be_image(file: Path) -> bool:
@@ -343,9 +340,7 @@ def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-    except (
-        Exception
-    ) as error:  # corrupted directories also raise OSError, struct.error and NotImplementedError
+    except Exception as error:  # also OSError, struct.error, NotImplementedError
         way_out = (
             "unpack it first, and give the folder"
             if path.suffix.lower() in ARCHIVES

@@ -84,25 +84,25 @@ def plan_stream(
     if tasks is not None:
         tasks = check_names(tasks, sorted(places), f"stream {path}")
         places = {name: places[name] for name in tasks}
-    found = {name: look_through(place) for name, place in places.items() if not is_saved(place)}
+    listings = {name: look_through(place) for name, place in places.items() if not is_saved(place)}
     if tasks is None:
         lacks_heif = {
             name
-            for name, one in found.items()
+            for name, one in listings.items()
             if any(kind.endswith(GET_HEIF) for _, kind in one.ignored)
         }
         empty = {
             name
-            for name, one in found.items()
+            for name, one in listings.items()
             if not (one.images or name in lacks_heif or one.path.is_file())
         }
         tasks = sorted(places.keys() - empty)
         if places != {name_of(path): path}:
-            _refuse_parts(path, tasks, found, purpose)
+            _refuse_parts(path, tasks, listings, purpose)
     plans = [
         (
-            _plan(found[name], name, seed, purpose)
-            if name in found
+            _plan(listings[name], name, seed, purpose)
+            if name in listings
             else plan_hub(places[name], name=name, seed=seed, purpose=purpose)
         )
         for name in tasks
@@ -142,13 +142,13 @@ def _find_tasks(path: Path, purpose: Purpose) -> dict[str, Path]:
 
 
 def _refuse_parts(
-    path: Path, tasks: Sequence[str], found: Mapping[str, Listing], purpose: Purpose
+    path: Path, tasks: Sequence[str], listings: Mapping[str, Listing], purpose: Purpose
 ) -> None:
     """Refuse folders or zips that are named like splits, or that have the same classes without
     splits."""
     alike: dict[frozenset[str], list[str]] = {}
     for name in tasks:
-        if name in found and (classes := _bare_classes(found[name])):
+        if name in listings and (classes := _bare_classes(listings[name])):
             alike.setdefault(classes, []).append(name)
     bare = [name for names in alike.values() for name in names]
     if tasks and sorted(bare) == tasks and len(_split_folders(tasks)) == len(tasks):
@@ -168,20 +168,20 @@ def _refuse_parts(
             )
 
 
-def _bare_classes(found: Listing) -> frozenset[str]:
+def _bare_classes(listing: Listing) -> frozenset[str]:
     """Return the names of the class folders of a task without splits; empty for a task with splits
     or a meta.json."""
-    folders = {tuple(name.split("/")[:-1]) for name in found.images}
+    folders = {tuple(name.split("/")[:-1]) for name in listing.images}
     # train.zip usually contains the folder train
     has_splits = {split_of(parts[-2]) for parts in folders if len(parts) > 1} - {
         None,
-        split_of(name_of(found.path)),
+        split_of(name_of(listing.path)),
     }
     names = {composed(parts[-1]).casefold() for parts in folders if parts}
     if (
         has_splits
         or len(_split_folders(names)) == len(names)
-        or any(at.endswith("meta.json") for at in found.names)
+        or any(at.endswith("meta.json") for at in listing.names)
     ):
         return frozenset()
     return frozenset(names)
@@ -216,10 +216,10 @@ def name_of(path: Path) -> str:
     return path.name if path.is_dir() else path.stem
 
 
-def _plan(found: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
-    path, names, images = found.path, found.names, found.images
+def _plan(listing: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
+    path, names, images = listing.path, listing.names, listing.images
     if not images:
-        raise ValueError(f"{path}: no images in it; expected {LAYOUT}{found.told()}")
+        raise ValueError(f"{path}: no images in it; expected {LAYOUT}{listing.message()}")
     for name in names:
         try:
             name.encode()
@@ -230,7 +230,7 @@ def _plan(found: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
     root, grouped = _group(path, images)
     check_splits(str(path), grouped.keys(), purpose)
     _refuse_folders_without_image(
-        found, root, (root + next(iter(next(iter(grouped.values()))))).count("/")
+        listing, root, (root + next(iter(next(iter(grouped.values()))))).count("/")
     )
     listed = _class_names(path, f"{root}meta.json", names)
     naming = grouped if purpose == "measure" else {"train": grouped["train"]}
@@ -262,7 +262,7 @@ def _plan(found: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
         source=str(path.resolve()),
         stamp=stamp_of(files),
         seed=seed,
-        ignored=found.notes(),
+        ignored=listing.notes(),
         purpose=purpose,
     )
 
@@ -293,19 +293,19 @@ def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]
             f"{path}: {len(wrong):,} of {len(images):,} images are at an unexpected place, such as"
             f" {at!r}; expected {LAYOUT}; move them, or take them out of it"
         )
-    found: dict[str, dict[str, str]] = {}
+    groups: dict[str, dict[str, str]] = {}
     for top, files in by_top.items():
-        found.setdefault(top if depth == 2 else "train", {}).update(
+        groups.setdefault(top if depth == 2 else "train", {}).update(
             (file, file.split("/")[-2]) for file in files
         )
-    if unknown := sorted(found.keys() - _split_folders(found)):
+    if unknown := sorted(groups.keys() - _split_folders(groups)):
         raise ValueError(
             f"{path}: {unknown[:8]} are not splits; known are {', '.join(SPLITS)} ({LAYOUT}); of"
             " several tasks, give the folder that contains them, or make a zip or a [[task]] of"
             " each"
         )
-    split_names = splits_of(str(path), found)
-    return root, {split_names[folder]: folder_of for folder, folder_of in found.items()}
+    split_names = splits_of(str(path), groups)
+    return root, {split_names[folder]: folder_of for folder, folder_of in groups.items()}
 
 
 def _usual(files: Sequence[str]) -> int:
@@ -313,27 +313,27 @@ def _usual(files: Sequence[str]) -> int:
     return collections.Counter(file.count("/") for file in files).most_common(1)[0][0]
 
 
-def _refuse_folders_without_image(found: Listing, root: str, depth: int) -> None:
+def _refuse_folders_without_image(listing: Listing, root: str, depth: int) -> None:
     """Refuse empty class folders and folders without images, since their classes would vanish
     silently."""
     folders = {
         name.rpartition("/")[0]
-        for name in found.names
+        for name in listing.names
         if name.startswith(root) and name.count("/") == depth
     }
-    folders -= {name.rpartition("/")[0] for name in found.images}
-    if found.path.is_dir():
-        above = (name for name in found.names if name.count("/") < depth)
-        folders |= {name for name in above if _may_be_dead_folder(found.path / name)}
+    folders -= {name.rpartition("/")[0] for name in listing.images}
+    if listing.path.is_dir():
+        above = (name for name in listing.names if name.count("/") < depth)
+        folders |= {name for name in above if _may_be_dead_folder(listing.path / name)}
         folders |= {
             at[:-1]
-            for at, subfolders, names in walk(found.path)
+            for at, subfolders, names in walk(listing.path)
             if at and not subfolders and not names
         }
     if folders:
         raise ValueError(
-            f"{found.path}: folders without any image: {sorted(folders)[:8]}; fill these folders,"
-            f" or remove them if no class is meant{found.told()}"
+            f"{listing.path}: folders without any image: {sorted(folders)[:8]}; fill these folders,"
+            f" or remove them if no class is meant{listing.message()}"
         )
 
 
@@ -550,17 +550,17 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         )
 
 
-def _wanted(file: Path, found: Sequence[str]) -> dict[str, int]:
+def _wanted(file: Path, columns: Sequence[str]) -> dict[str, int]:
     """Map the columns to read to their positions."""
-    if missing := [column for column in NEEDED if column not in found]:
+    if missing := [column for column in NEEDED if column not in columns]:
         raise ValueError(
-            f"{file}: no column {' and '.join(map(repr, missing))} among {found[:12]}; the first"
+            f"{file}: no column {' and '.join(map(repr, missing))} among {columns[:12]}; the first"
             " line must name the columns: path, label, and optionally split"
         )
-    wanted = [column for column in NEEDED + OPTIONAL if column in found]
-    if repeated := [column for column in wanted if found.count(column) > 1]:
+    wanted = [column for column in NEEDED + OPTIONAL if column in columns]
+    if repeated := [column for column in wanted if columns.count(column) > 1]:
         raise ValueError(f"{file}: several columns are called {repeated}; keep one of each")
-    return {column: found.index(column) for column in wanted}
+    return {column: columns.index(column) for column in wanted}
 
 
 def _classes(

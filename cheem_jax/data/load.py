@@ -93,13 +93,13 @@ def load_tasks(
         none = Split(np.empty((0, image_size, image_size, 3), np.uint8), np.empty(0, np.int32))
         splits = dict.fromkeys(SPLIT_NAMES, none)
         splits |= _load(plan, names_in(plan), image_size, config, total, phase or _silent)
-        known: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "split_sha256": plan.split_sha256,
             "skipped": plan.skipped,
             "cut": plan.cut,
         }
-        known["purpose"] = plan.purpose if only is None else "measure"
-        return Task(plan.name, plan.classes, **splits, **known)
+        facts["purpose"] = plan.purpose if only is None else "measure"
+        return Task(plan.name, plan.classes, **splits, **facts)
 
     return tuple(_each(plans, load))
 
@@ -172,12 +172,12 @@ def _load(
     if keep == "stream":
         for name, part in parts.items():
             # this identifies the pixels before any is decoded
-            known = (
+            identity = (
                 f"{plan.split_sha256} {plan.stamp} {image_size} {DECODER_VERSION}"
                 f" {name}{' upright' * plan.upright}"
             )
             images = StreamedImages(part.files, image_size, workers=config.workers)
-            splits[name] = Split(images, part.labels, hashlib.sha256(known.encode()).hexdigest())
+            splits[name] = Split(images, part.labels, hashlib.sha256(identity.encode()).hexdigest())
         return splits
     with phase(plan.name, num) as on_progress:
 
@@ -356,9 +356,9 @@ class StreamedImages:
         return np.concatenate([none, *decode_in_order(self.files, self.image_size, wanted)])
 
     def follow(self, order: Sequence[np.ndarray]) -> Any:
-        """The images of each of these rows in turn, all of one length, as Grain's iterator.
+        """Return a Grain iterator over the images of these rows in turn, all of one length.
 
-        Its `get_state()` says how far it has come; `set_state` of an equal one resumes there.
+        Its `get_state()` is its position; `set_state` of an equal iterator resumes there.
         """
         grain = _grain()
         batch_size = len(order[0])

@@ -68,11 +68,11 @@ class Records(Encoded):
     def read(self, row: int) -> bytes:
         split, position = self.places[row]
         try:
-            found = self._splits[split][position][self.image]
+            example = self._splits[split][position][self.image]
             return (
-                found
-                if isinstance(found, bytes)
-                else found["bytes"] or FolderFiles(Path(), [found["path"]]).read(0)
+                example
+                if isinstance(example, bytes)
+                else example["bytes"] or FolderFiles(Path(), [example["path"]]).read(0)
             )
         except Exception as error:  # array_record, protobuf and pyarrow raise their own types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
@@ -99,10 +99,10 @@ def plan_rows(
     positions with some keys."""
     members: Members = {}
     places: dict[str, tuple[str, int]] = {}
-    for split, found in rows.items():
+    for split, split_rows in rows.items():
         members[split] = {}
         repeated = collections.Counter[str]()
-        for row in found:
+        for row in split_rows:
             repeated[row.key] += 1
             # an image can occur twice, and in two official splits: its key must identify the
             # occurrence
@@ -153,7 +153,7 @@ class Prepared:
         key = key or next((name for name in NAME_FEATURES if name in self.features), BY_BYTES)
         rows: list[Row] = []
         for split in splits:
-            names, labels = self._known(split, key, on_progress)
+            names, labels = self._keys_and_labels(split, key, on_progress)
             rows += map(Row, names, labels.tolist(), [split] * len(names), range(len(names)))
         return sorted(rows)
 
@@ -167,7 +167,7 @@ class Prepared:
         opened = functools.partial(_source, self.directory, self.image)
         return Records(self.directory, self.image, opened, places, keys)
 
-    def _known(
+    def _keys_and_labels(
         self, split: str, key: str, on_progress: Progress | None
     ) -> tuple[list[str], np.ndarray]:
         """Read keys and labels of one split in TFDS's order, from the cache if it is still
@@ -187,11 +187,11 @@ class Prepared:
                 return [name.decode() for name in keys.tolist()], labels
         source = _source(self.directory, self.image, split)
         names: list[str] = []
-        found: list[int] = []  # grows with the examples, because the metadata can be wrong
+        labels_read: list[int] = []  # grows with the examples, because the metadata can be wrong
         for position in range(len(source)):
             try:
                 example = source[position]
-                found.append(int(example[self.label]))
+                labels_read.append(int(example[self.label]))
                 names.append(self._key(example, key))
             except Exception as error:  # array_record and protobuf raise their own types
                 raise ValueError(
@@ -200,12 +200,12 @@ class Prepared:
                 ) from error
             if on_progress is not None:
                 on_progress(1)
-        if not found:
+        if not labels_read:
             raise ValueError(
                 f"{self.full_name}: split {split!r} in {self.directory} has no example; prepare it"
                 " again"
             )
-        labels = np.array(found, np.int32)
+        labels = np.array(labels_read, np.int32)
         if outside := int(np.sum((labels < 0) | (labels >= len(self.classes)))):
             raise ValueError(
                 f"{self.full_name}: {outside} of {len(labels)} examples of split {split!r} have"
@@ -213,9 +213,8 @@ class Prepared:
                 " says that the labels are withheld, so that nothing can be learned from or"
                 " measured on these images; use another split"
             )
-        with contextlib.suppress(
-            OSError
-        ):  # a read-only data set or a full disk: the next run reads all examples again
+        # a read-only data set or a full disk: the next run reads all examples again
+        with contextlib.suppress(OSError):
             file.parent.mkdir(exist_ok=True)
             buffer = io.BytesIO()
             np.savez_compressed(
@@ -227,9 +226,7 @@ class Prepared:
     def _key(self, example: dict[str, Any], key: str) -> str:
         if key == BY_BYTES:
             return hashlib.sha256(example[self.image]).hexdigest()
-        if (
-            key == BY_PIXELS
-        ):  # preparing writes PNG files, whose bytes differ between machines
+        if key == BY_PIXELS:  # preparing writes PNG files, whose bytes differ between machines
             with opened(example[self.image], self.full_name) as image:
                 pixels = np.asarray(to_rgb(image))
             return hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).hexdigest()
@@ -257,10 +254,10 @@ def plan_tfds(
     as for folders. Raises FileNotFoundError or ValueError.
     """
     prepared = open_prepared(spec, data_dir or default_data_dir())
-    known = splits_of(prepared.full_name, prepared.splits)
-    if "train" not in known.values() and not (known and purpose == "measure"):
+    split_by_name = splits_of(prepared.full_name, prepared.splits)
+    if "train" not in split_by_name.values() and not (split_by_name and purpose == "measure"):
         raise ValueError(f"{prepared.full_name} has no train split, only {sorted(prepared.splits)}")
-    rows = {split: prepared.index([name]) for name, split in known.items()}
+    rows = {split: prepared.index([name]) for name, split in split_by_name.items()}
     source = f"tfds:{prepared.full_name}"
     stamp = prepared.stamp
     name = name or prepared.full_name.split("/")[0]
@@ -331,20 +328,20 @@ def find_prepared(spec: str, data_dir: Path) -> Path:
             " eurosat/rgb:2.0.0"
         )
     name, config, version = matched.groups()
-    found: list[Path] = []
+    directories: list[Path] = []
     for folder in [f"{name}/{config}"] if config else [name, f"{name}/*"]:
         # the leftover of a killed preparation has no version as its name
         infos = data_dir.glob(f"{folder}/{version or '*'}/dataset_info.json")
-        found = found or [
+        directories = directories or [
             info.parent for info in infos if re.fullmatch(r"\d+\.\d+\.\d+", info.parent.name)
         ]
-    if not found:
+    if not directories:
         raise FileNotFoundError(f"{spec!r} is not prepared in {data_dir}")
-    if len(configs := sorted({directory.parent.name for directory in found})) > 1:
+    if len(configs := sorted({directory.parent.name for directory in directories})) > 1:
         raise ValueError(
             f"{spec!r} is prepared in several configs in {data_dir}; name one: {configs}"
         )
-    return max(found, key=lambda directory: tuple(map(int, directory.name.split("."))))
+    return max(directories, key=lambda directory: tuple(map(int, directory.name.split("."))))
 
 
 def import_tfds() -> Any:
@@ -426,42 +423,40 @@ def plan_hub(
     FileNotFoundError.
     """
     datasets = import_extra("datasets", "hub", "this")
-    told = f"{'' if isinstance(source, Path) else HUB}{source}"
+    title = f"{'' if isinstance(source, Path) else HUB}{source}"
     datasets.disable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(
-        logging.ERROR
-    )  # it would log every attempt
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would log every attempt
     if not isinstance(source, Path):
         _ask_hub(source.partition(":")[0])
     try:
         if isinstance(source, Path):
-            found = datasets.load_from_disk(str(source))
+            loaded = datasets.load_from_disk(str(source))
             default = source.resolve().name
         else:
             repository, _, config = source.partition(":")
-            found = datasets.load_dataset(repository, config or None)
+            loaded = datasets.load_dataset(repository, config or None)
             default = name_in(source)
     except Exception as error:  # the hub, Arrow and the library raise their own types
         reason = " ".join(f"{error or type(error).__name__}".split())[:300]
         raise ValueError(
-            f"{told} cannot be read: {reason}; check the name (hf:OWNER/NAME or"
+            f"{title} cannot be read: {reason}; check the name (hf:OWNER/NAME or"
             " hf:OWNER/NAME:CONFIG) and the network, or give a folder that save_to_disk of the"
             " library datasets wrote"
         ) from error
-    splits = found if isinstance(found, dict) else {"train": found}
-    known = splits_of(told, splits)
-    if "train" not in known.values() and not (known and purpose == "measure"):
-        raise ValueError(f"{told} has no train split, only {sorted(splits)}")
-    splits = {split: splits[name] for name, split in known.items()}
+    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+    split_by_name = splits_of(title, splits)
+    if "train" not in split_by_name.values() and not (split_by_name and purpose == "measure"):
+        raise ValueError(f"{title} has no train split, only {sorted(splits)}")
+    splits = {split: splits[name] for name, split in split_by_name.items()}
     features = next(splits[split] for split in SPLITS if split in splits).features
-    image = _only(features, datasets.Image, "image", f"{told}: ")
-    label = _only(features, datasets.ClassLabel, "label", f"{told}: ")
+    image = _only(features, datasets.Image, "image", f"{title}: ")
+    label = _only(features, datasets.ClassLabel, "label", f"{title}: ")
     classes = features[label].names
-    found = dict[str, list[Row]]()
+    loaded = dict[str, list[Row]]()
     for split, rows in splits.items():
         if rows.features.get(label) != features[label] or image not in rows.features:
             raise ValueError(
-                f"{told}: the columns of {split} are not those of train; save splits that have the"
+                f"{title}: the columns of {split} are not those of train; save splits that have the"
                 " same"
             )
         labels = np.array(
@@ -469,23 +464,23 @@ def plan_hub(
         )
         if outside := int(((labels < 0) | (labels >= len(classes))).sum()):
             raise ValueError(
-                f"{told}: {outside} of {len(labels)} images of {split} have no label; save the"
+                f"{title}: {outside} of {len(labels)} images of {split} have no label; save the"
                 " other splits with save_to_disk, and give that folder"
             )
-        found[split] = [
+        loaded[split] = [
             Row(f"{at:07d}", label, split, at) for at, label in enumerate(labels.tolist())
         ]
         splits[split] = rows.select_columns([image]).cast_column(
             image, datasets.Image(decode=False)
         )
     files = {Path(file["filename"]) for rows in splits.values() for file in rows.cache_files}
-    records = functools.partial(Records, told, image, splits.__getitem__)
+    records = functools.partial(Records, title, image, splits.__getitem__)
     return plan_rows(
         name or default,
         classes,
-        found,
+        loaded,
         records,
-        source=told,
+        source=title,
         stamp=stamp_of(sorted(files)),
         seed=seed,
         is_benchmark=False,

@@ -59,10 +59,10 @@ def plan_source(
             " the data set is meant"
         )
     if source in BENCHMARKS:
-        known = order_of(source, order)
+        names = order_of(source, order)
         if tasks is not None:
-            tasks = check_names(tasks, known, f"benchmark {source!r}")
-        return source, _plan_benchmark(source, tasks or known, data_dir or default_data_dir(), seed)
+            tasks = check_names(tasks, names, f"benchmark {source!r}")
+        return source, _plan_benchmark(source, tasks or names, data_dir or default_data_dir(), seed)
     if order != "default":
         raise ValueError(
             f"order {order!r} belongs to mtil, not to {source!r}; name tasks in the order you want"
@@ -226,13 +226,13 @@ def _wrong_keys(
     """List the faults of a table: unknown keys, and values under the keys `texts` that are not
     text."""
     faults = []
-    known = sorted((*texts, *others))
+    keys = sorted((*texts, *others))
     for key, value in table.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, n=1)
             faults.append(
                 f"unknown key {key!r}; "
-                + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}")
+                + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(keys)}")
             )
         elif key in texts and (not isinstance(value, str) or not value.strip() or "\0" in value):
             faults.append(f"{key} must be text without NUL, got {type(value).__name__}")

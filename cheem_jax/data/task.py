@@ -267,22 +267,22 @@ def fingerprint(task: Task) -> str:
     return _fingerprints(task, [task.name])[task.name]
 
 
-def copies_of(task: Task, known: Mapping[str, str]) -> list[str]:
+def copies_of(task: Task, fingerprints: Mapping[str, str]) -> list[str]:
     """Return the names of other tasks with the same classes, images and labels, given fingerprints
     by name."""
-    others = [name for name in known if name != task.name]
-    return [name for name, sha in _fingerprints(task, others).items() if sha == known[name]]
+    others = [name for name in fingerprints if name != task.name]
+    return [name for name, sha in _fingerprints(task, others).items() if sha == fingerprints[name]]
 
 
 def _fingerprints(task: Task, names: Sequence[str]) -> dict[str, str]:
     """Compute the fingerprint that the task would have under each name."""
     shapes = {name: split.images.shape for name, split in task.splits.items()}
-    known = (
+    hashes = (
         [split.sha256 or hash_of(split.images, split.labels) for split in task.splits.values()]
         if names
         else []
     )
-    texts = {name: json.dumps([name, task.classes, shapes, known]) for name in names}
+    texts = {name: json.dumps([name, task.classes, shapes, hashes]) for name in names}
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
@@ -298,24 +298,24 @@ def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) 
 def split_of(name: str) -> str | None:
     """Return train, val or test for a common name of a split in any case, such as `Training` or
     `test_set`; else None."""
-    found = _SPLIT.fullmatch(name.strip())
+    match = _SPLIT.fullmatch(name.strip())
     return (
         None
-        if found is None
-        else next(split for split, group in zip(SPLITS, found.groups(), strict=True) if group)
+        if match is None
+        else next(split for split, group in zip(SPLITS, match.groups(), strict=True) if group)
     )
 
 
 def splits_of(where: str, names: Iterable[str]) -> dict[str, str]:
     """Map the common names of splits to splits. Raises ValueError if one split has several
     names."""
-    known = {name: split for name in names if (split := split_of(name)) is not None}
-    if doubled := repeats(known.values()):
-        several = sorted(name for name, split in known.items() if split in doubled)
+    split_by_name = {name: split for name in names if (split := split_of(name)) is not None}
+    if doubled := repeats(split_by_name.values()):
+        several = sorted(name for name, split in split_by_name.items() if split in doubled)
         raise ValueError(
             f"{where}: several names for one split {doubled}: {several}; join them, or rename one"
         )
-    return known
+    return split_by_name
 
 
 def composed(name: str) -> str:
@@ -323,9 +323,9 @@ def composed(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def spelled_as(names: Sequence[str], known: Sequence[str]) -> list[str]:
+def spelled_as(names: Sequence[str], references: Sequence[str]) -> list[str]:
     """Replace each name by the equal one of `known` (in composed form), if there is one."""
-    spellings = {composed(name): name for name in known} | {name: name for name in known}
+    spellings = {composed(name): name for name in references} | {name: name for name in references}
     return [spellings.get(name, spellings.get(composed(name), name)) for name in names]
 
 
@@ -346,19 +346,21 @@ def class_names(where: str, names: Iterable[str], way_out: str) -> tuple[str, ..
     return tuple(sorted(spellings.values()))
 
 
-def check_names(names: Sequence[str], known: Sequence[str], where: str) -> list[str]:
+def check_names(names: Sequence[str], references: Sequence[str], where: str) -> list[str]:
     """Return task names in the spelling of `known`.
 
     Raises ValueError for missing, repeated or unknown names, with the most similar known ones.
     """
     if not names:
-        raise ValueError(f"no task was named; {where} has {', '.join(known)}")
+        raise ValueError(f"no task was named; {where} has {', '.join(references)}")
     if repeated := repeats(names):
         raise ValueError(f"tasks named more than once: {repeated}")
-    for name in (names := spelled_as(names, known)):
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+    for name in (names := spelled_as(names, references)):
+        if name not in references:
+            near = difflib.get_close_matches(name, references, n=3, cutoff=0.6)
+            hint = (
+                f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(references)}"
+            )
             raise ValueError(f"{where} has no task {name!r}; {hint}")
     return names
 
@@ -368,7 +370,7 @@ def check_purpose(
 ) -> None:
     """Check that a task with these labels in its splits meets the minimum of its purpose.
 
-    `where` names the task in the ValueError.
+    `where` begins the ValueError.
     """
     least = 2 if purpose == "learn" else 1
     if len(classes) < least:
@@ -377,9 +379,9 @@ def check_purpose(
         )
     if repeated := repeats(classes):
         raise ValueError(f"{where}: class names must be unique, repeated: {repeated}")
-    for split, own in labels.items():
+    for split, split_labels in labels.items():
         is_whole = purpose == "learn" or (purpose == "extend" and split == "train")
-        check_labels(f"{where}, split {split!r}", classes, own, all_classes=is_whole)
+        check_labels(f"{where}, split {split!r}", classes, split_labels, all_classes=is_whole)
     if purpose == "extend" and not len(labels["val"]):
         raise ValueError(
             f"{where}: no image to decide on; to extend a task, give at least 2 images of one class"
@@ -391,7 +393,7 @@ def check_labels(
 ) -> None:
     """Check that labels are in range and, with `all_classes`, that each class has an image.
 
-    `where` names the task and the split in the ValueError.
+    `where` begins the ValueError.
     """
     outside = np.unique(labels[(labels < 0) | (labels >= len(classes))])
     if outside.size:
@@ -426,10 +428,10 @@ def cut(
     if sizes.min() <= keep:
         raise ValueError(f"classes of {sizes.min()} example(s) cannot give one and keep {keep}")
     mask = np.zeros(len(labels), bool)
-    left = _allot(sizes, num, sizes - keep)
+    counts = _allot(sizes, num, sizes - keep)
     for row, label in zip(order.tolist(), labels[order].tolist(), strict=True):
-        if left[label]:
-            left[label] -= 1
+        if counts[label]:
+            counts[label] -= 1
             mask[row] = True
     return mask
 
@@ -484,10 +486,13 @@ def cut_for_extension(members: Members, seed: int) -> None:
     keys = list(members["train"])
     labels = np.array(list(members["train"].values()))
     several = np.flatnonzero(np.bincount(labels)[labels] > 1)
-    mask, (_, own) = np.zeros(len(keys), bool), np.unique(labels[several], return_inverse=True)
+    mask, (_, positions) = (
+        np.zeros(len(keys), bool),
+        np.unique(labels[several], return_inverse=True),
+    )
     if len(several):
         order = _order([keys[row] for row in several], seed)
-        mask[several] = cut(own, tenths(len(keys), 1), keep=1, order=order)
+        mask[several] = cut(positions, tenths(len(keys), 1), keep=1, order=order)
     _move(members, "val", mask)
 
 

@@ -97,15 +97,15 @@ def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
     sizes: set[Size] = set()
     num_bytes = 0
     brightest = list[int | None]()
-    for listed, _, seen in _looks(plan, on_progress):
-        if isinstance(seen, str):
-            broken.append(seen)
+    for listed, _, look in _looks(plan, on_progress):
+        if isinstance(look, str):
+            broken.append(look)
             continue
-        copies.setdefault(seen.sha256, []).append(listed)
-        modes[seen.mode] += 1
-        sizes.add(seen.size)
-        num_bytes += seen.num_bytes
-        brightest.append(seen.brightest)
+        copies.setdefault(look.sha256, []).append(listed)
+        modes[look.mode] += 1
+        sizes.add(look.size)
+        num_bytes += look.num_bytes
+        brightest.append(look.brightest)
 
     pairs = [(first, other) for first, *others in copies.values() for other in others]
     counts = collections.Counter(
@@ -133,9 +133,9 @@ def _looks(plan: Plan, on_progress: Progress) -> Iterator[tuple[Listed, int, Loo
     """Yield every image with its row, and its facts or the reason why it is unusable."""
     for split, part in plan.splits.items():
         looks = in_threads(functools.partial(_look, part.files), range(len(part.files)), PIECE)
-        for row, seen in enumerate(itertools.chain.from_iterable(looks)):
+        for row, look in enumerate(itertools.chain.from_iterable(looks)):
             on_progress(1)
-            yield Listed(split, plan.classes[part.labels[row]], part.files.key(row)), row, seen
+            yield Listed(split, plan.classes[part.labels[row]], part.files.key(row)), row, look
 
 
 def _look(files: Encoded, row: int) -> Look | str:
@@ -197,9 +197,9 @@ def notes_on(plan: Plan, task: Task) -> list[str]:
             (group[0], next(image for image in group if image.label != group[0].label))
             for group in several
         ]
-        told = [" and ".join(f"{image.key} ({image.label})" for image in pair) for pair in firsts]
+        lines = [" and ".join(f"{image.key} ({image.label})" for image in pair) for pair in firsts]
         num = sum(map(len, several))
-        notes.append(f"{num:,} images have an equal one under another label: {first_of(told, 3)}")
+        notes.append(f"{num:,} images have an equal one under another label: {first_of(lines, 3)}")
     return [f"note: {plan.name}: {note}" for note in notes]
 
 
@@ -211,18 +211,18 @@ def without_broken(
     Raises ValueError if they are more than 5 %, rounded up, of a split or of a class in all splits
     together.
     """
-    kept: dict[str, list[int]] = {split: [] for split in plan.splits}
+    rows: dict[str, list[int]] = {split: [] for split in plan.splits}
     reasons, skipped = list[str](), list[str]()
     num, lost = (collections.Counter[str]() for _ in range(2))
-    for listed, row, seen in _looks(plan, on_progress):
+    for listed, row, look in _looks(plan, on_progress):
         groups = (f"split {listed.split!r}", f"class {listed.label!r}")
         num.update(groups)
-        if isinstance(seen, str):
+        if isinstance(look, str):
             lost.update(groups)
-            reasons.append(seen)
+            reasons.append(look)
             skipped.append(listed.key)
         else:
-            kept[listed.split].append(row)
+            rows[listed.split].append(row)
     if many := [
         f"{lost[group]} of {num[group]} in {group}"
         for group in lost
@@ -236,7 +236,7 @@ def without_broken(
     if not skipped:
         return plan, []
     parts = {
-        split: Part(Chosen(part.files, kept[split]), part.labels[kept[split]])
+        split: Part(Chosen(part.files, rows[split]), part.labels[rows[split]])
         for split, part in plan.splits.items()
     }
     return dataclasses.replace(plan, **parts, skipped=tuple(skipped)), reasons

@@ -148,18 +148,18 @@ def read_files(path: Path, *names: str) -> list[bytes]:
     if it is the file."""
     if path.is_file() and path.suffix.lower() not in ARCHIVE_SUFFIXES:
         return [FolderFiles(path.parent, [path.name]).read(0)]
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     for member, read in members(path):
         for name in names:
-            if name not in found and f"/{member}".endswith(f"/{name}"):
-                found[name] = read()
-        if len(found) == len(names):
+            if name not in contents and f"/{member}".endswith(f"/{name}"):
+                contents[name] = read()
+        if len(contents) == len(names):
             break
-    if missing := [name for name in names if name not in found]:
+    if missing := [name for name in names if name not in contents]:
         raise FileNotFoundError(
             f"{path}: missing {', '.join(missing)} in it; is it another version of the data set?"
         )
-    return [found[name] for name in names]
+    return [contents[name] for name in names]
 
 
 def lines_of(data: bytes, where: str) -> list[str]:
@@ -230,19 +230,19 @@ class Source:
 
     def read(self) -> Iterator[Example]:
         """Yield every labelled image once. Raises ValueError if some are absent or occur twice."""
-        seen: set[str] = set()
+        keys: set[str] = set()
         for name, read in members(self.path):
             key = self.key_of(name)
             if key is None or key not in self.labels:
                 continue
-            if key in seen:
+            if key in keys:
                 raise ValueError(
                     f"{self.path}: image {key!r} occurs twice, the second time as {name!r}"
                 )
-            seen.add(key)
+            keys.add(key)
             image = read() if self.convert is None else self.convert(read(), f"{self.path}: {name}")
             yield Example(key, image, self.labels[key])
-        if absent := sorted(self.labels.keys() - seen):
+        if absent := sorted(self.labels.keys() - keys):
             raise ValueError(
                 f"{self.path}: {len(absent)} of {len(self.labels)} listed images are absent, first"
                 f" {absent[:3]}; was it unpacked or downloaded only in part? Download or unpack it"

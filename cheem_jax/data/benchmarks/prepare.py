@@ -148,12 +148,13 @@ def _get(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> No
             file.open("rb") as stream,
             phase("check", f"{name} {archive.file}", size) as on_progress,
         ):
-            found = hashlib.file_digest(stream, kind or "sha256").hexdigest()
+            digest = hashlib.file_digest(stream, kind or "sha256").hexdigest()
             on_progress(size)
-        if found != wanted:
+        if digest != wanted:
             raise ValueError(
-                f"{file} ({size:,} bytes) has the {kind or 'sha256'} {found}, the published archive"
-                f" {wanted}: truncated or another version; move it away and download it again"
+                f"{file} ({size:,} bytes) has the {kind or 'sha256'} {digest}, the published"
+                f" archive {wanted}: truncated or another version; move it away and download it"
+                " again"
             )
 
 
@@ -171,11 +172,11 @@ def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> Non
 def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
     """Return the files that TFDS's builder of a task downloads, with their registered hashes."""
     infos = import_tfds().builder(task.spec, data_dir=data_dir).url_infos
-    found = [
+    files = [
         Archive(info.filename, info.checksum, int(info.size), url) for url, info in infos.items()
     ]
     # one list of files serves all configurations of the decathlon; only one needs ImageNet's 6.5 GB
-    return [a for a in found if "imagenet" not in a.file or task.builder.endswith("imagenet12")]
+    return [a for a in files if "imagenet" not in a.file or task.builder.endswith("imagenet12")]
 
 
 def prepare_stock(spec: str, data_dir: Path) -> Path:
@@ -220,9 +221,11 @@ def plan_of(
             raise ValueError(
                 f"{prepared.directory} has no split {names}, only {sorted(prepared.splits)}"
             )
-        found = prepared.index(present, task.key, on_progress=on_progress)
+        rows_of_split = prepared.index(present, task.key, on_progress=on_progress)
         rows[split] = [
-            row._replace(label=label_of[row.label]) for row in found if row.label in label_of
+            row._replace(label=label_of[row.label])
+            for row in rows_of_split
+            if row.label in label_of
         ]
     source = f"tfds:{prepared.full_name}"
     floor = task.rule == "decathlon"
@@ -236,17 +239,17 @@ def plan_of(
         seed=seed,
         floor=floor,
     )
-    found, wanted = (
+    counted, expected = (
         f"{'/'.join(f'{num:,}' for num in counts)} train/val/test images of {num_classes:,} classes"
         for counts, num_classes in (
             (plan.counts.values(), len(classes)),
             (task.counts, task.num_classes),
         )
     )
-    if found != wanted:
+    if counted != expected:
         raise ValueError(
-            f"task {task.name!r} has {found}, expected {wanted}: {plan.source} is not the data set"
-            " of the benchmark, or was prepared incompletely; prepare it again"
+            f"task {task.name!r} has {counted}, expected {expected}: {plan.source} is not the"
+            " data set of the benchmark, or was prepared incompletely; prepare it again"
         )
     _check_splits(task, plan, data_dir, seed)
     return plan
@@ -271,22 +274,21 @@ def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) ->
             "num_classes": task.num_classes,
             "sha256": plan.split_sha256,
         }
-        with contextlib.suppress(
-            OSError
-        ):  # a read-only data folder; the run's record has the hash, too
+        # a read-only data folder; the run's record has the hash, too
+        with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(record, indent=1) + "\n")
         return
     try:
-        known = str(json.loads(file.read_text())["sha256"])
+        recorded = str(json.loads(file.read_text())["sha256"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{file} is corrupted ({error}); remove it and it is written again"
         ) from error
-    if known != plan.split_sha256:
+    if recorded != plan.split_sha256:
         raise ValueError(
             f"task {task.name!r}: the splits are not those of {file} (sha256"
-            f" {plan.split_sha256[:12]}..., there {known[:12]}...), so results would not be"
+            f" {plan.split_sha256[:12]}..., there {recorded[:12]}...), so results would not be"
             " comparable; the data set has changed, or the file belongs to somebody else: remove"
             " it if the new splits are meant"
         )
