@@ -1,12 +1,10 @@
-"""Copies of finished runs that may be published: numbers and settings, no image, no place of one
-machine.
+"""Copies of finished runs for publication: numbers and settings, no image, no path of one machine.
 
     python experiments/collect.py --runs runs/compare --to docs/results/runs
 
-Every finished run below `--runs` becomes `TO/<its folder below RUNS>`. The stream has to be where
-the run found it, since which answers were right follows from its labels; no image is decoded. A run
-that is there already is replaced only where it differs. `experiments/tables.py --results` makes the
-page.
+Every finished run below `--runs` becomes `TO/<its folder below RUNS>`. The stream must be where the
+run read it, because correct predictions follow from its labels; no image is decoded. An existing
+copy is replaced only if it differs. `experiments/tables.py --results` tabulates the copies.
 """
 
 import dataclasses
@@ -19,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from charts import check_folder
-from studies.paper.collected import ByTask, check_right, packed
+from studies.paper.collected import Correct, check_correct, pack
 
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.atomic import write_atomically
@@ -35,37 +33,36 @@ Labels = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Collect:
-    """Copies of finished runs that may be published."""
+    """Copies of finished runs for publication."""
 
     runs: tuple[Path, ...]
     """Folders with runs, at any depth."""
     to: Path = Path("docs/results/runs")
-    """Where the copies are kept."""
+    """Folder of the copies."""
 
 
 def main(settings: Collect) -> int:
-    """Collect what is finished; 1 where a finished run could not be collected."""
+    """Collect the finished runs; 1 if one of them could not be collected."""
     progress = Progress()
-    opened = dict[str, Labels]()
+    labels = dict[str, Labels]()
     failed = 0
-    done = set[Path]()
+    places = set[Path]()
     check_folder("--to", settings.to)
     for folder in settings.runs:
         runs, left_out = read([folder])
         for directory, why in left_out:
             progress.say(f"left out {directory}: {why}")
         for run in runs:
-            place = settings.to / (
-                run.directory.relative_to(folder) if run.directory != folder else folder.name
-            )
-            if place in done:
+            below = run.directory.relative_to(folder)
+            place = settings.to / (folder.name if run.directory == folder else below)
+            if place in places:
                 raise ValueError(
                     f"two runs would be published as {place}; collect one folder at a time, each"
-                    " --to its own"
+                    " with its own --to"
                 )
-            done.add(place)
+            places.add(place)
             try:
-                files = files_of(run, opened)
+                files = files_of(run, labels)
             except (ValueError, KeyError, OSError, ImportError) as error:
                 failed += 1
                 progress.say(f"left out {run.directory}: {error}")
@@ -75,177 +72,148 @@ def main(settings: Collect) -> int:
 
 
 def write(place: Path, files: Mapping[str, bytes]) -> str:
-    """Write what differs and say what was done."""
-    there = {name: (place / name).read_bytes() for name in files if (place / name).is_file()}
-    changed = [name for name, content in files.items() if there.get(name) != content]
+    """Write the files that differ; return a description of the changes."""
+    earlier = {name: (place / name).read_bytes() for name in files if (place / name).is_file()}
+    changed = [name for name, content in files.items() if earlier.get(name) != content]
     place.mkdir(parents=True, exist_ok=True)
     for name in changed:
         write_atomically(place / name, files[name])
-    if not there:
+    if not earlier:
         return f"collected, {sum(map(len, files.values())) / 1000:.0f} kB"
     return f"replaced, since it differs in {', '.join(changed)}" if changed else "unchanged"
 
 
-def files_of(run: RunRecord, opened: dict[str, Labels]) -> dict[str, bytes]:
-    """What is published of a run, by file name; `results.json`, which makes a folder a finished
-    run, comes last."""
+def files_of(run: RunRecord, labels: dict[str, Labels]) -> dict[str, bytes]:
+    """The published files of a run by name; `results.json`, which marks a finished run, is last."""
     entries = list(record.read(run.directory))
     begin = next(entry for entry in entries if entry["event"] == "run")
     if not begin.get("data"):
         raise ValueError(
-            "its record does not say where its images are, so no answer can be checked; run it"
-            " again"
+            "its record does not name its images, so no prediction can be checked; run it again"
         )
-    right, given = right_of(run, labels_of(run, begin["data"], opened))
-    check_right(run, right, given)
-    names = places_of(begin["command"], begin["data"])
-    told = {
-        "command": [names.get(word, word) for word in begin["command"]],
-        # of a path, a number or a list of tasks only a path may have a word
+    correct, given = correct_predictions(run, labels_of(run, begin["data"], labels))
+    check_correct(run, correct, given)
+    words = placeholders(begin["command"], begin["data"])
+    conditions = begin.get("conditions", {})
+    published = {
+        "command": [words.get(word, word) for word in begin["command"]],
         "data": {
-            key: names.get(v, v) if isinstance(v, str) else v for key, v in begin["data"].items()
+            key: words.get(value, value) if isinstance(value, str) else value
+            for key, value in begin["data"].items()
         },
-        "conditions": begin.get("conditions", {}),
+        "conditions": conditions,
     }
-    continued = [
-        entry["conditions"]
+    changes = [
+        fingerprint.apart(conditions, entry["conditions"])
         for entry in entries
         if entry["event"] == "continued" and "conditions" in entry
     ]
-    if changed := dict.fromkeys(
-        filter(None, (fingerprint.apart(told["conditions"], later) for later in continued))
-    ):
-        told["continued"] = list(changed)
-    documents = {"record.json": told, "config.json": run.config, "results.json": run.results}
+    if changed := list(dict.fromkeys(filter(None, changes))):
+        published["continued"] = changed
+    documents = {"record.json": published, "config.json": run.config, "results.json": run.results}
     for name, content in documents.items():
-        if leaked := next(leaks(content), None):
-            raise ValueError(
-                f"{name} would hold {leaked!r}, a place on this machine; it is not published"
-            )
-    return {
-        "right.npz": packed(right, given),
-        **{name: lines(content).encode() for name, content in documents.items()},
-    }
+        if path := next(absolute_paths(content), None):
+            raise ValueError(f"{name} would contain {path!r}, a path of this machine")
+    encoded = {name: to_lines(content).encode() for name, content in documents.items()}
+    return {"right.npz": pack(correct, given), **encoded}
 
 
-def labels_of(run: RunRecord, data: Mapping[str, Any], opened: dict[str, Labels]) -> Labels:
-    """Labels of the test images by task; ValueError where other files are there now than the run
-    has seen."""
+def labels_of(run: RunRecord, data: Mapping[str, Any], labels: dict[str, Labels]) -> Labels:
+    """Labels of the test images by task; ValueError if the files changed since the run."""
     key = json.dumps([data, run.results["image_size"]], sort_keys=True)
-    if key not in opened:
-        if data["stream"] == "demo":
-            stream = select(demo_stream(image_size=run.results["image_size"]), data["tasks"])
-            opened[key] = {task.name: task.test.labels for task in stream.tasks}
-        else:
-            data_dir = None if data["data_dir"] is None else Path(data["data_dir"])
-            _, plans = plan_source(
-                data["stream"],
-                data["tasks"],
-                data_dir=data_dir,
-                order=data["order"],
-                seed=data["split_seed"],
-            )
-            wanted = run.results["split_sha256"]
-            if changed := [
-                plan.name for plan in plans if wanted.get(plan.name) != plan.split_sha256
-            ]:
-                raise ValueError(
-                    "other files or labels are there now than the run has seen:"
-                    f" {', '.join(changed)}"
-                )
-            opened[key] = {plan.name: plan.test.labels for plan in plans}
-    return opened[key]
+    if key in labels:
+        return labels[key]
+    if data["stream"] == "demo":
+        stream = select(demo_stream(image_size=run.results["image_size"]), data["tasks"])
+        labels[key] = {task.name: task.test.labels for task in stream.tasks}
+        return labels[key]
+    _, plans = plan_source(
+        data["stream"],
+        data["tasks"],
+        data_dir=None if data["data_dir"] is None else Path(data["data_dir"]),
+        order=data["order"],
+        seed=data["split_seed"],
+    )
+    hashes = run.results["split_sha256"]
+    if changed := [plan.name for plan in plans if hashes.get(plan.name) != plan.split_sha256]:
+        raise ValueError(f"files or labels changed since the run: {', '.join(changed)}")
+    labels[key] = {plan.name: plan.test.labels for plan in plans}
+    return labels[key]
 
 
-def right_of(run: RunRecord, labels: Labels) -> tuple[ByTask, ByTask]:
-    """Which answers were right: task and class found, and the class with the task ID given."""
+def correct_predictions(run: RunRecord, labels: Labels) -> tuple[Correct, Correct]:
+    """Whether task and class of each test image are correct, and the class with the task ID
+    given."""
     file = run.directory / "answers.npz"
-    right = []
+    correct = []
     given = []
     try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             for index, name in enumerate(run.order):
                 truth = labels[name]
-                chosen = held[f"chosen_task_{index}"]
-                if len(truth) != len(chosen):
+                tasks = arrays[f"chosen_task_{index}"]
+                if len(truth) != len(tasks):
                     raise ValueError(
-                        f"{len(chosen)} answers for the {len(truth)} test images of {name}"
+                        f"{len(tasks)} predictions for the {len(truth)} test images of {name}"
                     )
-                right.append((chosen == index) & (held[f"chosen_class_{index}"] == truth))
-                given.append(held[f"given_task_{index}"] == truth)
+                correct.append((tasks == index) & (arrays[f"chosen_class_{index}"] == truth))
+                given.append(arrays[f"given_task_{index}"] == truth)
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file} cannot be used: {error}") from error
-    return tuple(right), tuple(given)
+    return tuple(correct), tuple(given)
 
 
-PLACEHOLDERS = {
-    "--stream": "DATA",
-    "--weights": "WEIGHTS",
-    "--run-dir": "RUN_DIR",
-    "--data-dir": "DATA_DIR",
-}
-
-
-def places_of(command: Sequence[str], data: Mapping[str, Any]) -> dict[str, str]:
-    """Absolute paths of a command line, and the word for each: what lies in the stream's folder is
-    named from there."""
+def placeholders(command: Sequence[str], data: Mapping[str, Any]) -> dict[str, str]:
+    """A word for each absolute path of a command line; a path inside of the stream's folder begins
+    with DATA."""
     stream = data["stream"]
-    found = {}
-    told = [
+    options = [
         ("--stream", stream),
         ("--data-dir", data.get("data_dir")),
         *zip(command, command[1:], strict=False),
     ]
-    for option, value in told:
-        if (
-            value
-            and option.startswith("--")
-            and PurePath(value).is_absolute()
-            and value not in found
-        ):
-            word = PLACEHOLDERS.get(
-                option, option.lstrip("-").upper().replace("-", "_").replace(".", "_")
-            )
-            is_inside = value != stream and PurePath(value).is_relative_to(stream)
-            found[value] = (
-                f"DATA/{PurePath(value).relative_to(stream).as_posix()}" if is_inside else word
-            )
-    return found
+    words = {}
+    for option, value in options:
+        if not value or not option.startswith("--") or not PurePath(value).is_absolute():
+            continue
+        word = re.sub(r"[-.]", "_", option.removeprefix("--").upper())
+        if word == "STREAM":
+            word = "DATA"
+        elif PurePath(value).is_relative_to(stream) and value != stream:
+            word = f"DATA/{PurePath(value).relative_to(stream).as_posix()}"
+        words.setdefault(value, word)
+    return words
 
 
-PLACE = re.compile(r"(?:^|[\s=:'\"(\[,])(?:~|/[^\s/]+|[A-Za-z]:[\\/])")
+PATH = re.compile(r"(?:^|[\s=:'\"(\[,])(?:~|/[^\s/]+|[A-Za-z]:[\\/])")
 """The beginning of an absolute path anywhere in a text."""
 
 
-def leaks(content: Any) -> Iterator[str]:
-    """Texts that hold an absolute path; names of classes are the data's own and may look like
-    anything."""
-    if isinstance(content, str) and PLACE.search(content):
+def absolute_paths(content: Any) -> Iterator[str]:
+    """Texts with an absolute path; names of classes are not searched."""
+    if isinstance(content, str) and PATH.search(content):
         yield content
     elif isinstance(content, Mapping):
         for key, value in content.items():
-            yield from leaks(key)
+            yield from absolute_paths(key)
             if key != "classes":
-                yield from leaks(value)
+                yield from absolute_paths(value)
     elif isinstance(content, Sequence) and not isinstance(content, str):
         for value in content:
-            yield from leaks(value)
+            yield from absolute_paths(value)
 
 
-def lines(content: Mapping[str, Any]) -> str:
-    """JSON with a line per key, and per element of a list of lists or objects: short, and its
-    changes can be read."""
+def to_lines(content: Mapping[str, Any]) -> str:
+    """JSON with a line per key, and per element of a list of lists or objects, so that changes are
+    readable."""
 
     def text(value: Any) -> str:
         if isinstance(value, list) and value and isinstance(value[0], list | dict):
             return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
         return json.dumps(value)
 
-    return (
-        "{\n "
-        + ",\n ".join(f"{json.dumps(key)}: {text(value)}" for key, value in content.items())
-        + "\n}\n"
-    )
+    lines = (f"{json.dumps(key)}: {text(value)}" for key, value in content.items())
+    return "{\n " + ",\n ".join(lines) + "\n}\n"
 
 
 if __name__ == "__main__":

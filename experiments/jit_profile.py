@@ -1,12 +1,11 @@
-"""How fast the executors run a supernet's steps, what their programs cost, and where each is the
-fastest.
+"""Speed and compile time of a supernet's steps with each executor.
 
-    python experiments/jit_profile.py --backbones vit_micro,deit_tiny --batch-sizes 16,64 --out
-    docs/profile
+    python experiments/jit_profile.py --backbones vit_micro,deit_tiny --batch-sizes 16,64 \\
+        --out docs/profile
 
-Every executor meets the same architectures in a process of its own that has compiled nothing yet:
-first every draw once (the cold pass), then all again, the executors taking turns, so that what else
-the machine does hits all alike.
+Every executor runs the same architectures in a separate process with nothing compiled: first each
+sample once (the cold pass), then all samples again. The executors take turns, so that other load on
+the machine affects all of them.
 """
 
 import contextlib
@@ -29,6 +28,7 @@ import jax
 import numpy as np
 from bench import measure
 from charts import check_folder, names_in
+from pages import write_tables
 
 from cheem_jax.backbone.config import ViTConfig, at_image_size, config_of
 from cheem_jax.backbone.flops import backbone_flops
@@ -46,6 +46,7 @@ from cheem_jax.engine.batches import batches
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.compilation import compilations, jit_options
 from cheem_jax.engine.feed import Budget, feed_images
+from cheem_jax.report.table import Grid
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.training import NOTE_EVERY
 
@@ -58,8 +59,8 @@ class Profile:
     """Compare the executors over sampled architectures."""
 
     backbones: str = "vit_micro,deit_tiny"
-    """Names separated by commas; those that are not bundled get random weights, which are as fast
-    as others."""
+    """Names separated by commas; those that are not bundled have random weights, which are as fast
+    as trained ones."""
     image_size: int | None = None
     """Pixels of the square images; default: each backbone's own."""
     batch_sizes: str = "16,64"
@@ -79,11 +80,11 @@ class Profile:
     out: Path = Path("docs/profile")
     """Folder of the numbers and the table."""
     record: bool = False
-    """Also write the result into the package, where the executor `auto` looks for the fastest."""
+    """Also write the result into the package, where the executor `auto` looks up the fastest."""
 
 
 class Case(NamedTuple):
-    """What the executors are compared on; `codes` holds one architecture per step."""
+    """A configuration in which executors are compared; `codes` has one architecture per step."""
 
     config: ViTConfig
     batch_size: int
@@ -103,13 +104,13 @@ class Case(NamedTuple):
 
     @property
     def steps_per_call(self) -> int:
-        """Steps in a dispatch of `scan`: calls of equal length, of the engine's default at most."""
+        """Steps per dispatch of `scan`: calls of equal length, at most the engine's default."""
         calls = -(-len(self.codes) // EngineConfig.steps_per_call)
         return -(-len(self.codes) // calls)
 
 
 class Subject:
-    """One executor with a supernet and a batch of random pixels; lives in a process of its own."""
+    """One executor with a supernet and a batch of random pixels, in a separate process."""
 
     def __init__(self, case: Case, name: Any):
         engine = EngineConfig(name, programs=max(EngineConfig.programs, len(case.codes)))
@@ -125,10 +126,11 @@ class Subject:
         jax.block_until_ready((self.fitting.state, self.executor.leaves))
 
     def train(self) -> list[float]:
-        """Every draw once: the seconds of each step, from images to updated parameters.
+        """Run every sample once; return the seconds of each step, from images to updated
+        parameters.
 
-        As training does, it waits for the device every eighth step; the seconds between two waits
-        are shared among their steps, the padding of a last call among them.
+        Like training, it waits for the device every `NOTE_EVERY` steps. The time between two waits
+        is divided among their steps, padding steps of a last call included.
         """
         executor, fitting = self.executor, self.fitting
         seconds = list[float]()
@@ -154,36 +156,36 @@ class Subject:
 
 
 _subjects: list[Subject] = []
-"""Of a measuring process, which holds one."""
+"""The subject of a measuring process."""
 
 
 def cold_pass(case: Case, name: str) -> dict[str, Any]:
-    """In a fresh process: build the executor, then every draw once, with all that compiles."""
+    """Build the executor in a fresh process, then run every sample once, compilation included."""
     measure.compile_everything()
     _subjects[:] = [Subject(case, name)]
     memory = peak_bytes()
     before = compilations()
     seconds = _subjects[0].train()
-    found = compilations().since(before)
+    compiled = compilations().since(before)
     return {
-        "programs": found.programs,
-        "compile_seconds": found.seconds,
+        "programs": compiled.programs,
+        "compile_seconds": compiled.seconds,
         "memory_bytes": peak_bytes() - memory,
         "cold_seconds": seconds,
     }
 
 
 def repeated_pass() -> list[float]:
-    """In the same process: every draw once more."""
+    """Run every sample once more in the same process."""
     return _subjects[0].train()
 
 
 def measure_case(case: Case, executors: Sequence[str], repeats: int) -> dict[str, Any]:
-    """One configuration: all executors, each cold and alone, then in turns."""
+    """Measure one configuration: each executor cold and alone, then all in turns."""
     architectures = case.architectures
     work = [case.batch_size * measure.step_flops(case.config, a, case.rank) for a in architectures]
     signatures = {tuple(choice.kind for choice in architecture) for architecture in architectures}
-    spawn = multiprocessing.get_context("spawn")  # a fork would inherit threads and programs
+    spawn = multiprocessing.get_context("spawn")  # a fork would inherit compiled functions
     with contextlib.ExitStack() as stack:
         pools = {
             name: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn))
@@ -231,7 +233,7 @@ def measure_case(case: Case, executors: Sequence[str], repeats: int) -> dict[str
 
 
 def product_peak(precision: Precision) -> float:
-    """FLOP/s of one large matrix product, sums in float32: the median of some."""
+    """FLOP/s of one large matrix product with float32 sums: the median of five."""
     size = 2048 if jax.default_backend() == "cpu" else 8192
     a = jax.random.normal(jax.random.key(0), (size, size)).astype(precision)
     product = jax.jit(lambda a: dot(a, a, precision), compiler_options=jit_options(precision))
@@ -240,95 +242,60 @@ def product_peak(precision: Precision) -> float:
 
 
 def peak_bytes() -> int:
-    """The most memory held so far: of the device if it counts, else of this process."""
+    """Peak memory of the device if it is counted, else of this process."""
     counted = jax.devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in counted:
         return counted["peak_bytes_in_use"]
     return measure.process_memory("VmHWM")
 
 
-_HEADER = (
-    "backbone",
-    "px",
-    "batch",
-    "precision",
-    "executor",
-    "functions",
-    "compile s",
-    "cold step s",
-    "step s",
-    "images/s",
-    "GFLOP/s",
-    "peak",
-    "of peak",
-    "memory MB",
-)
-
-
-def profile_table(results: Mapping[str, Any]) -> str:
-    """The Markdown table, with what it was measured on and what its columns mean."""
-    machine = results["machine"]
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "jax", "jaxlib", "flax"))
-    rows: list[tuple[Any, ...]] = [_HEADER]
-    for case in results["configurations"]:
-        for name, entry in case["executors"].items():
-            rows.append(
-                (
-                    case["backbone"],
-                    case["image_size"],
-                    case["batch_size"],
-                    case["precision"],
-                    name,
-                    entry["programs"],
-                    f"{entry['compile_seconds']:.1f}",
-                    f"{entry['first_step_seconds']:.3g}",
-                    f"{entry['step_seconds']:.3g}",
-                    f"{entry['images_per_second']:.4g}",
-                    f"{entry['flops_per_second'] / 1e9:.3g}",
-                    f"{case['peak_flops_per_second'] / 1e9:.4g}",
-                    f"{100 * entry['share_of_peak']:.0f} %",
-                    f"{entry['memory_bytes'] / 1e6:.0f}",
-                )
-            )
-    head, *body = ("| " + " | ".join(map(str, cells)) + " |" for cells in rows)
-    table = "\n".join(
-        [head, "|---|" + "---:|" * 2 + "---|---|" + "---:|" * (len(_HEADER) - 5), *body]
+def profile_grid(results: Mapping[str, Any]) -> Grid:
+    """A row per configuration and executor; docs/profile/jit_profile.md explains the columns."""
+    columns = (
+        "backbone",
+        "precision",
+        "executor",
+        "px",
+        "batch",
+        "functions",
+        "compile s",
+        "cold step s",
+        "step s",
+        "images/s",
+        "GFLOP/s",
+        "peak",
+        "of peak",
+        "memory MB",
     )
-    signatures = {
-        case["backbone"]: f"{case['num_signatures']} of {case['num_draws']}"
+    rows = [
+        (
+            case["backbone"],
+            case["precision"],
+            name,
+            str(case["image_size"]),
+            str(case["batch_size"]),
+            str(entry["programs"]),
+            f"{entry['compile_seconds']:.1f}",
+            f"{entry['first_step_seconds']:.3g}",
+            f"{entry['step_seconds']:.3g}",
+            f"{entry['images_per_second']:.4g}",
+            f"{entry['flops_per_second'] / 1e9:.3g}",
+            f"{case['peak_flops_per_second'] / 1e9:.4g}",
+            f"{100 * entry['share_of_peak']:.0f} %",
+            f"{entry['memory_bytes'] / 1e6:.0f}",
+        )
         for case in results["configurations"]
-    }
-    where = (
-        "of the process, the compiler's own memory included."
-        if machine["platform"] == "cpu"
-        else "on the device."
-    )
-    return f"""# Executors compared
-
-{machine["device"]} ({machine["platform"]}; {machine["system"]}); {versions}; {machine["date"]}.
-
-{table}
-
-- Every executor runs the same architectures, sampled uniformly over the candidates of a first task. Distinct
-  signatures: {", ".join(f"{name} {number}" for name, number in signatures.items())}.
-- functions, compile s: what XLA compiled in the cold pass, without a persistent cache.
-- cold step s: mean over the cold pass, in which every architecture is new. If samples rarely repeat, every
-  step of `whole` costs this much; the others compile before the first step only.
-- step s: mean over the samples of the median over {results["repeats"]} more passes with everything compiled, from
-  uint8 images to updated parameters, waiting for the device every {NOTE_EVERY}th step as training does. `scan` runs
-  several steps per call; its time is divided.
-- GFLOP/s: FLOPs that these architectures need at least (`step_flops`) over the time taken; peak: of one
-  large matrix product, measured after every pass.
-- memory MB: growth of the peak during the cold pass, {where}
-"""  # noqa: E501
+        for name, entry in case["executors"].items()
+    ]
+    return Grid("Executors compared", columns, tuple(rows), 3)
 
 
 def merge_measurements(results: dict[str, Any], file: Path) -> None:
-    """Put what a step costs in a run of fresh draws into the file that `auto` reads; same places
-    are replaced.
+    """Add the cost of a step to the file that `auto` reads; replace measurements of the same
+    configuration.
 
-    For `whole` that is the mean step of the cold pass, since nearly every draw is a signature of
-    its own.
+    For `whole` this is the mean step of the cold pass, because nearly every sample has a new
+    signature.
     """
     platform_, device = results["machine"]["platform"], results["machine"]["device"]
     new = {}
@@ -356,7 +323,7 @@ def merge_measurements(results: dict[str, Any], file: Path) -> None:
 
 
 def cases_of(settings: Profile) -> tuple[list[Case], list[str]]:
-    """Configurations and executors of the settings; ValueError for what does not exist."""
+    """Configurations and executors of the settings; ValueError for unknown ones."""
     for name in ("num_draws", "repeats"):
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} is {getattr(settings, name)}; expected at least 1")
@@ -369,7 +336,7 @@ def cases_of(settings: Profile) -> tuple[list[Case], list[str]]:
         )
     sizes = [size.strip() for size in settings.batch_sizes.split(",")]
     if wrong := [size for size in sizes if not size.isdigit() or int(size) < 1]:
-        raise ValueError(f"batch size {wrong[0]!r} is no whole number from 1 on, such as 16")
+        raise ValueError(f"batch size is {wrong[0]!r}; expected a whole number of at least 1")
     cases = []
     precisions = names_in("--precisions", settings.precisions, get_args(Precision))
     for name, precision, size in itertools.product(
@@ -387,15 +354,14 @@ def cases_of(settings: Profile) -> tuple[list[Case], list[str]]:
 
 def main(settings: Profile) -> None:
     """Measure every configuration and write numbers and table."""
-    os.environ.setdefault(
-        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
-    )  # the processes share an accelerator's memory
+    # the processes share an accelerator's memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     progress = Progress()
     cases, executors = cases_of(settings)
     check_folder("--out", settings.out)
     settings.out.mkdir(parents=True, exist_ok=True)
     machine = measure.machine()
-    if machine["platform"] == "cpu":  # what the executor `auto` compares with its own device
+    if machine["platform"] == "cpu":  # `auto` compares it with its own device
         machine["device"] = f"{machine['cpu']}, {machine['cores']} cores"
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     results: dict[str, Any] = {
@@ -412,9 +378,10 @@ def main(settings: Profile) -> None:
             for name, entry in found["executors"].items()
         ]
         progress.say(f"{case.name}: a step takes {', '.join(times)}")
-        # after each, so that a stopped study leaves what it measured
+        # after each configuration, so that an interrupted study keeps its measurements
         write_atomically(settings.out / "jit_profile.json", json.dumps(results, indent=2) + "\n")
-        write_atomically(settings.out / "jit_profile.md", profile_table(results))
+        tables = {"executors": profile_grid(results).to_markdown()}
+        write_tables(settings.out / "jit_profile.md", tables, "Executors compared")
         if settings.record:
             merge_measurements(results, MEASURED)
     progress.say(

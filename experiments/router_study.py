@@ -1,13 +1,11 @@
-"""Which router loses least: every kind on the tasks of collected runs, chosen on validation,
-reported on test images.
+"""Routers compared on collected runs: chosen on validation images, reported on test images.
 
     python experiments/router_study.py --results docs/results/runs --stream DATA --weights WEIGHTS
-    --out runs/routers
 
-Routers infer tasks from what the frozen backbone says, so no run is made again: an image is
-answered rightly where a router infers its task and the run's answer with the task ID given is
-right. Runs are those that `collect.py` has collected. The choice needs no network either: it is by
-the share of validation images whose task is inferred rightly.
+A router infers the task ID from features of the frozen backbone, so no run is repeated: a
+prediction is correct if the router infers the task and the run's prediction with the task ID given
+is correct. The runs are those that `collect.py` collected. The choice needs no network either: it
+maximises the share of validation images whose task is inferred correctly.
 """
 
 import dataclasses
@@ -18,10 +16,11 @@ from typing import Any
 
 import numpy as np
 from charts import check_folder
-from studies.paper.collected import ByTask, Cells, Collected, is_compared, load
+from pages import write_tables
+from studies.paper.collected import Cells, Collected, Correct, is_compared, load
 from studies.paper.paired import accuracy_difference
-from studies.routers.page import page_of
-from studies.routers.trying import Tried, attempt, candidates, seen_of, title_of
+from studies.routers.page import grid_of, shown_grid
+from studies.routers.trying import Trial, attempt, candidates, features_of_task, title_of
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import executed_flops, executed_pass_flops, pass_flops
@@ -32,18 +31,17 @@ from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.routing import RouterConfig
-from cheem_jax.core.settings import Placement
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.run.progress import Progress
 
 NEAR_BEST = 0.01
-"""Share of validation images with the right task that may be given up for fewer bytes."""
+"""Loss in the share of validation images with the correct task that fewer bytes may cost."""
 METHODS = ("cheem", "lora_cl", "s_prompts", "frozen_linear")
 """Methods with a network or a head per task behind a router."""
 BATCH_SIZE = 32
 Runs = Mapping[str, Sequence[Collected]]
-"""By title of their cell."""
+"""Runs by the title of their cell."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,83 +49,84 @@ class RouterStudy:
     """Routers side by side on collected runs."""
 
     results: Path
-    """Folder that `experiments/collect.py` has filled."""
+    """Folder that `experiments/collect.py` wrote."""
     stream: str = cheem_run.DEMO
-    """Where the runs' images are."""
+    """The runs' images."""
     data_dir: Path | None = None
     """Folder with the prepared data of a benchmark."""
     weights: Path | None = None
-    """The backbone's weights file, if it is not the bundled one."""
+    """The backbone's weights file; default: the bundled one."""
     out: Path = Path("runs/routers")
-    """Where numbers, page and features are kept."""
+    """Folder of numbers, tables and features."""
 
 
 def main(settings: RouterStudy) -> None:
-    """Try every router, choose one, write page and numbers."""
+    """Try every router, choose one, write tables and numbers."""
     progress = Progress()
-    out = settings.out
-    check_folder("--out", out)
-    runs = runs_of(load(settings.results), settings.results)
-    loaded = images_of(next(iter(runs.values()))[0], settings, progress)
+    check_folder("--out", settings.out)
+    runs = select(load(settings.results), settings.results)
+    loaded = load_images(next(iter(runs.values()))[0], settings, progress)
     tasks = loaded.stream.tasks
     vit = build(loaded.pretrained.config, loaded.pretrained.params)
     executor = make_executor(vit, "mlp_down", EngineConfig(), batch_size=BATCH_SIZE)
-    place = out / "seen" / loaded.pretrained.sha256[:12]
-    files = [place / f"{task.name}-{data_hash(task)[:12]}.npz" for task in tasks]
-    seen = [
-        seen_of(task, executor, file, BATCH_SIZE, progress.say)
-        for task, file in zip(tasks, files, strict=True)
-    ]
-    seeds = sorted({own.run.results["seed"] for found in runs.values() for own in found})
-    rows = []
-    paper = dict[int, Tried]()
-    for config in candidates():
-        tried = {
-            seed: attempt(config, seen, [task.train.labels for task in tasks], Keys(seed))
-            for seed in seeds
-        }
-        paper = paper or tried
-        rows.append(row_of(config, tried, paper, runs, vit.config))
-        share = rows[-1]["found"]["test"]
-        progress.say(
-            f"{config.features}, {title_of(config)}: task ID right on test images"
-            f" {100 * share:.1f} %"
+    folder = settings.out / "seen" / loaded.pretrained.sha256[:12]
+    features = [
+        features_of_task(
+            task,
+            executor,
+            folder / f"{task.name}-{data_hash(task)[:12]}.npz",
+            BATCH_SIZE,
+            progress.say,
         )
-    found = {
+        for task in tasks
+    ]
+    labels = [task.train.labels for task in tasks]
+    seeds = sorted({one.run.results["seed"] for group in runs.values() for one in group})
+    paper = dict[int, Trial]()
+    rows = []
+    for config in candidates():
+        trials = {seed: attempt(config, features, labels, Keys(seed)) for seed in seeds}
+        paper = paper or trials
+        rows.append(row_of(config, trials, paper, runs, vit.config))
+        share = rows[-1]["found"]["test"]
+        progress.say(f"{config.features}, {title_of(config)}: task ID right {100 * share:.1f} %")
+    study = {
         "stream": loaded.stream.name,
         "backbone": vit.config.name,
         "image_size": loaded.size,
         "tasks": [task.name for task in tasks],
         "rows": rows,
-        "chosen": chosen(rows),
+        "chosen": choose(rows),
         "near_best": NEAR_BEST,
         "runs": {
-            title: [own.run.results["seed"] for own in found] for title, found in runs.items()
+            title: [one.run.results["seed"] for one in group] for title, group in runs.items()
         },
-        "same_answers": min(same_answers(own, paper) for found in runs.values() for own in found),
+        "same_answers": min(
+            same_predictions(one, paper) for group in runs.values() for one in group
+        ),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "routers.json", json.dumps(found, indent=1) + "\n")
-    write_atomically(out / "routers.md", page_of(found))
-    progress.say(
-        f"{len(rows)} routers on {sum(map(len, runs.values()))} runs: {out / 'routers.md'}"
-    )
+    settings.out.mkdir(parents=True, exist_ok=True)
+    write_atomically(settings.out / "routers.json", json.dumps(study, indent=1) + "\n")
+    tables = {"shown": shown_grid(study), "all": grid_of(study, rows)}
+    page = settings.out / "routers.md"
+    write_tables(page, {name: grid.to_markdown() for name, grid in tables.items()}, "Routers")
+    progress.say(f"{len(rows)} routers on {sum(map(len, runs.values()))} runs: {page}")
 
 
-def runs_of(cells: Cells, folder: Path) -> Runs:
-    """The runs that a router serves; ValueError without any."""
-    wanted = [cell for cell in cells if cell.method in METHODS and is_compared(cells, cell)]
-    if not wanted:
+def select(cells: Cells, folder: Path) -> Runs:
+    """The runs of methods with a router; ValueError if there are none."""
+    selected = [cell for cell in cells if cell.method in METHODS and is_compared(cells, cell)]
+    if not selected:
         raise ValueError(
             f"--results {folder} contains no run of {', '.join(METHODS)} in the usual order;"
             " collect one"
         )
-    return {cell.title: list(cells[cell].values()) for cell in wanted}
+    return {cell.title: list(cells[cell].values()) for cell in selected}
 
 
-def images_of(own: Collected, settings: RouterStudy, progress: Progress) -> cheem_run.Loaded:
-    """Weights and images of the runs; ValueError where others are given."""
-    results = own.run.results
+def load_images(one: Collected, settings: RouterStudy, progress: Progress) -> cheem_run.Loaded:
+    """Weights and images of the runs; ValueError for any others."""
+    results = one.run.results
     source = dataclasses.replace(
         cheem_run.read_arguments([]),
         stream=settings.stream,
@@ -135,119 +134,120 @@ def images_of(own: Collected, settings: RouterStudy, progress: Progress) -> chee
         weights=settings.weights,
         backbone=results["backbone"],
         image_size=results["image_size"],
-        tasks=",".join(own.run.order),
-        split_seed=own.record["data"].get("split_seed", 0),
+        tasks=",".join(one.run.order),
+        split_seed=one.record["data"].get("split_seed", 0),
     )
     loaded = cheem_run.load(source, progress)
-    if loaded.pretrained.sha256 != own.run.config["weights_sha256"]:
+    if loaded.pretrained.sha256 != one.run.config["weights_sha256"]:
         raise ValueError(
             f"the runs had other weights than {loaded.pretrained.source!r}; give theirs with"
             " --weights"
         )
-    known = own.run.config["data_sha256"]
-    if others := [task.name for task in loaded.stream.tasks if data_hash(task) != known[task.name]]:
+    hashes = one.run.config["data_sha256"]
+    if others := [
+        task.name for task in loaded.stream.tasks if data_hash(task) != hashes[task.name]
+    ]:
         raise ValueError(
-            f"--stream {settings.stream} has other images than the runs have seen:"
-            f" {', '.join(others)}"
+            f"--stream {settings.stream} has other images than the runs: {', '.join(others)}"
         )
     return loaded
 
 
-def routed(given: ByTask, named: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Images whose task is inferred rightly and whose class is then right."""
-    return [
-        right & (own == index) for index, (right, own) in enumerate(zip(given, named, strict=True))
-    ]
+def routed(correct_given: Correct, inferred: Sequence[np.ndarray]) -> Correct:
+    """By task: whether task and class of each image are correct."""
+    return tuple(
+        correct & (tasks == index)
+        for index, (correct, tasks) in enumerate(zip(correct_given, inferred, strict=True))
+    )
 
 
 def row_of(
     config: RouterConfig,
-    tried: Mapping[int, Tried],
-    paper: Mapping[int, Tried],
+    trials: Mapping[int, Trial],
+    paper: Mapping[int, Trial],
     runs: Runs,
     vit: ViTConfig,
 ) -> dict[str, Any]:
     """One router's numbers: means over runs, and the paired difference from the paper's router."""
     methods = {}
-    seeds = list(tried.values())
-    for title, found in runs.items():
+    for title, group in runs.items():
         ours, theirs = (
-            [routed(own.right_given, one[own.run.results["seed"]].named["test"]) for own in found]
-            for one in (tried, paper)
+            [
+                routed(one.correct_given, router[one.run.results["seed"]].inferred["test"])
+                for one in group
+            ]
+            for router in (trials, paper)
         )
-        accuracy = float(np.mean([[task.mean() for task in right] for right in ours]))
         gain = accuracy_difference(ours, theirs)._asdict()
         methods[title] = {
-            "accuracy": accuracy,
+            "accuracy": float(np.mean([[task.mean() for task in correct] for correct in ours])),
             "gain": {key: gain[key] for key in ("value", "low", "high", "p")},
         }
+    each = list(trials.values())
+    shares = {
+        split: float(
+            np.mean(
+                [
+                    [np.mean(tasks == index) for index, tasks in enumerate(trial.inferred[split])]
+                    for trial in each
+                ]
+            )
+        )
+        for split in ("val", "test")
+    }
     return {
         "features": config.features,
         "title": title_of(config),
         "config": dataclasses.asdict(config),
         "methods": methods,
-        "found": {
-            split: float(
-                np.mean(
-                    [
-                        [np.mean(named == i) for i, named in enumerate(one.named[split])]
-                        for one in seeds
-                    ]
-                )
-            )
-            for split in ("val", "test")
-        },
+        "found": shares,
         "flops": flops_of(runs, config, vit),
-        "bytes_per_task": seeds[0].bytes_per_task,
-        "seconds_per_task": float(np.mean([one.seconds_per_task for one in seeds])),
-        "microseconds_per_image": float(np.mean([one.microseconds_per_image for one in seeds])),
+        "bytes_per_task": each[0].bytes_per_task,
+        "seconds_per_task": float(np.mean([trial.seconds_per_task for trial in each])),
+        "microseconds_per_image": float(np.mean([trial.microseconds_per_image for trial in each])),
     }
 
 
 def flops_of(runs: Runs, config: RouterConfig, vit: ViTConfig) -> dict[str, float] | None:
-    """Per image, mean over the tasks of CHEEM behind such a router: by the paper's convention and
-    as it runs.
+    """FLOPs per image by the paper's convention and as executed, mean over the tasks of CHEEM
+    behind such a router.
 
     Of several searches the first counts; None without a run of CHEEM.
     """
-    owners = next(
-        (found for found in runs.values() if found[0].run.results["method"] == "cheem"), None
-    )
-    if owners is None:
+    cheem = [group for group in runs.values() if group[0].run.results["method"] == "cheem"]
+    if not cheem:
         return None
     until = config.until(vit.depth)
-    tasks = [
-        (own.run.results["placement"], task) for own in owners for task in own.run.results["tasks"]
-    ]
-    paper = [pass_flops(vit, placement, until) + task["flops"] for placement, task in tasks]
-    executed = [behind_pass(vit, placement, task, until) for placement, task in tasks]
+    paper, executed = [], []
+    for one in cheem[0]:
+        placement = one.run.results["placement"]
+        for task in one.run.results["tasks"]:
+            paper.append(pass_flops(vit, placement, until) + task["flops"])
+            # the task's network continues where it leaves the router's pass
+            shared = task["experts"][:until]
+            begin = next((block for block, expert in enumerate(shared) if expert != 0), until)
+            network = from_strings(task["architecture"])
+            executed.append(
+                executed_pass_flops(vit, placement, until)
+                + executed_flops(vit, placement, network, len(task["classes"]), begin=begin)
+            )
     return {"paper": float(np.mean(paper)), "executed": float(np.mean(executed))}
 
 
-def behind_pass(vit: ViTConfig, placement: Placement, task: Mapping[str, Any], until: int) -> int:
-    """The router's pass up to a block, and a task's network from where it leaves what that pass has
-    computed."""
-    begin = next(
-        (index for index, expert in enumerate(task["experts"][:until]) if expert != 0), until
-    )
-    own = executed_flops(
-        vit, placement, from_strings(task["architecture"]), len(task["classes"]), begin=begin
-    )
-    return executed_pass_flops(vit, placement, until) + own
-
-
-def chosen(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the routers within `NEAR_BEST` of the best on validation images the one that keeps the
-    fewest bytes."""
+def choose(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The router with the fewest bytes of those within `NEAR_BEST` of the best on validation
+    images."""
     best = max(row["found"]["val"] for row in rows)
     near = [row for row in rows if row["found"]["val"] >= best - NEAR_BEST]
     return dict(min(near, key=lambda row: (row["bytes_per_task"], -row["found"]["val"])))
 
 
-def same_answers(own: Collected, paper: Mapping[int, Tried]) -> float:
-    """Share of test images that the paper's router, made again, lets a run answer as before."""
-    again = np.concatenate(routed(own.right_given, paper[own.run.results["seed"]].named["test"]))
-    return float(np.mean(again == np.concatenate(own.right)))
+def same_predictions(one: Collected, paper: Mapping[int, Trial]) -> float:
+    """Share of test images whose prediction is as correct with the paper's router, fitted again, as
+    in the run."""
+    inferred = paper[one.run.results["seed"]].inferred["test"]
+    again = np.concatenate(routed(one.correct_given, inferred))
+    return float(np.mean(again == np.concatenate(one.correct)))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,25 @@
-"""The paper's tables from finished runs, our numbers beside the paper's.
+"""The paper's tables from finished runs, our numbers next to the paper's.
 
     python experiments/tables.py --runs runs/compare --out runs/tables
     python experiments/tables.py --only fom,heads
     python experiments/tables.py --results docs/results/runs --page docs/results.md
 
-Every folder below `--runs` that holds a finished run is read. Cells are means over seeds with the
-standard deviation (n - 1) and the number of runs; what was not run stays empty. Without runs the
-tables hold the paper's numbers alone. With `--results`, a folder that `experiments/collect.py`
-filled, a page of results is written instead, with paired tests of the paper's claims.
+Every folder below `--runs` that contains a finished run is read. A cell is the mean over seeds with
+the standard deviation (n - 1) and the number of runs; it is empty if nothing was run. Without runs
+the tables contain the paper's numbers alone. With `--results`, a folder that
+`experiments/collect.py` wrote, the tables of a page of results are written instead, with paired
+tests of the paper's claims.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from charts import check_folder, filled, names_in
 from studies.paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
-from studies.paper.results_page import write_page
+from studies.paper.results import write_results
 
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core import metrics
@@ -42,19 +43,19 @@ class Tables:
     runs: tuple[Path, ...] = ()
     """Folders with runs, at any depth."""
     out: Path = Path("runs/tables")
-    """Where the tables are written, as Markdown, CSV and LaTeX."""
+    """Folder of the tables, as Markdown, CSV and LaTeX."""
     only: str | None = None
     """Names of tables, separated by commas; default: all."""
     results: Path | None = None
-    """Folder with collected runs: the page of results is written, and no table. Next to it may be
-    `notes.md`, the `chosen.json` of `compare.py --choose` and the `routers.json` of
-    `router_study.py`."""
+    """Folder with collected runs, whose tables are written into `--page`. Next to it can be the
+    `chosen.json` of `compare.py --choose` and the `routers.json` of `router_study.py`."""
     page: Path = Path("docs/results.md")
-    """Where that page is written; its figure lies in the folder of the same name."""
+    """Page of results: the tables between its markers are replaced, and its figure is written into
+    the folder of the same name. A missing page is created with the tables alone."""
 
 
 class Layout(NamedTuple):
-    """One table of the paper: its title, what is measured, and which runs it is of (None: any)."""
+    """One table of the paper: its title, its measures, and its runs (None: all)."""
 
     title: str
     measures: tuple[str, ...]
@@ -76,48 +77,42 @@ BASELINES = (
     "frozen_linear",
 )
 SUMMARY = ("average_accuracy", "average_forgetting", "flops")
+COSTS = ("average_accuracy", "flops", "params_added_percent")
+CHEEM = ("cheem",)
+USUAL = ("",)
+"""The variant of a method with its own settings."""
 LAYOUTS = {
-    "fom": Layout("Figure of merit of CHEEM", ("fom",), BASELINES, ("",)),
-    "upper_bounds": Layout("CHEEM and the upper bounds", SUMMARY, (*UPPER_BOUNDS, "cheem"), ("",)),
-    "breakdown": Layout("Accuracy, forgetting and FLOPs", SUMMARY, (*BASELINES, "cheem"), ("",)),
-    "taskwise_flops": Layout(
-        "FLOPs of CHEEM by task", ("flops",), ("cheem",), ("",), per_task=True
+    "fom": Layout("Figure of merit of CHEEM", ("fom",), BASELINES, USUAL),
+    "upper_bounds": Layout("CHEEM and the upper bounds", SUMMARY, (*UPPER_BOUNDS, "cheem"), USUAL),
+    "breakdown": Layout("Accuracy, forgetting and FLOPs", SUMMARY, (*BASELINES, "cheem"), USUAL),
+    "taskwise_flops": Layout("FLOPs of CHEEM by task", ("flops",), CHEEM, USUAL, per_task=True),
+    "training_time": Layout(
+        "Hours of training per task", ("hours",), (*BASELINES, "cheem"), USUAL, per_task=True
     ),
-    "training_time": Layout("Hours of training per task", ("hours",), (*BASELINES, "cheem"), ("",)),
-    "placement": Layout(
-        "Where the memory is placed",
-        ("average_accuracy", "flops", "params_added_percent"),
-        ("cheem",),
-        ("mlp_down", "attn_proj"),
-    ),
-    "sampling": Layout(
-        "HEE against uniform sampling",
-        ("average_accuracy", "flops", "params_added_percent"),
-        ("cheem",),
-        ("hee", "uniform"),
-    ),
+    "placement": Layout("Placement of the memory", COSTS, CHEEM, ("mlp_down", "attn_proj")),
+    "sampling": Layout("HEE against uniform sampling", COSTS, CHEEM, ("hee", "uniform")),
     "full": Layout(
         "Accuracy by task", ("accuracy", "average_accuracy", "average_forgetting"), per_task=True
     ),
-    "clip": Layout("Backbones pretrained by CLIP", SUMMARY, variants=("",)),
+    "clip": Layout("Backbones pretrained by CLIP", SUMMARY, variants=USUAL),
     "lite": Layout(
-        "A lighter network names the task", SUMMARY, ("moe_adapters", "cheem", "cheem_lite")
+        "Task-ID inference by a lighter network", SUMMARY, ("moe_adapters", "cheem", "cheem_lite")
     ),
     "heads": Layout(
         "Designs of the head",
         ("average_accuracy", "local_average_accuracy", "just_trained"),
-        variants=("",),
+        variants=USUAL,
     ),
     "task_orders": Layout(
         "Orders of the tasks",
         ("accuracy", "average_accuracy", "average_forgetting"),
-        ("cheem",),
+        CHEEM,
         per_task=True,
     ),
     "ablations": Layout(
         "Ablations of CHEEM",
         ("average_accuracy", "local_average_accuracy", "flops", "params_added_percent"),
-        ("cheem",),
+        CHEEM,
     ),
     "components": Layout(
         "Components of a block, fine-tuned", ("average_accuracy", "average_forgetting"), ()
@@ -126,43 +121,51 @@ LAYOUTS = {
 TITLES = {
     "average_accuracy": "accuracy %",
     "average_forgetting": "forgetting",
-    "local_average_accuracy": "task given %",
-    "just_trained": "just trained %",
+    "local_average_accuracy": "task ID given %",
+    "just_trained": "right after learning %",
     "params_added_percent": "params added %",
     "flops": "GFLOPs",
     "hours": "hours",
     "fom": "FoM",
 }
-Found = Mapping[str, Mapping[Cell, Sequence[float]]]
+Ours = Mapping[Cell, Sequence[float]]
+"""Our numbers by cell, one per run."""
+HEAD = """# The paper's tables
+
+`ours` is the mean over runs with its standard deviation, followed by the number of runs; `paper` is the printed number.
+An empty cell was not run, or is not in the paper.
+
+"""  # noqa: E501
 
 
 def main(settings: Tables) -> None:
-    """Write every table and one page with all, or the page of results."""
+    """Write every table and one page with all, or the tables of the page of results."""
     progress = Progress()
     if settings.results is not None:
         if settings.runs or settings.only:
             raise ValueError(
-                "--results writes the page of results and no table; leave out --runs and --only"
+                "--results writes the page of results and no other table; leave out --runs and"
+                " --only"
             )
-        progress.say(f"{write_page(settings.results, settings.page)} runs: {settings.page}")
+        progress.say(f"{write_results(settings.results, settings.page)} runs: {settings.page}")
         return
     asked = LAYOUTS if settings.only is None else names_in("--only", settings.only, LAYOUTS)
     names = [name for name in LAYOUTS if name in asked]
     check_folder("--out", settings.out)
     runs, left_out = read(settings.runs)
     if settings.runs and not runs:
-        why = "".join(f"; left out {directory}: {reason}" for directory, reason in left_out)
+        reasons = "".join(f"; left out {directory}: {reason}" for directory, reason in left_out)
         raise ValueError(
-            f"no finished run below {', '.join(map(str, settings.runs))}{why}; expected finished"
-            " run directories of experiments/mtil.py or experiments/compare.py, or no --runs for"
-            " the paper's numbers alone"
+            f"no finished run below {', '.join(map(str, settings.runs))}{reasons}; expected"
+            " finished run directories of experiments/mtil.py or experiments/compare.py, or no"
+            " --runs for the paper's numbers alone"
         )
-    ours, unused = measured(runs)
+    ours, unused = measure(runs)
     left_out += unused
     settings.out.mkdir(parents=True, exist_ok=True)
     pages = []
     for name in names:
-        grids = grids_of(name, ours.get(name, {}))
+        grids = grids_of(name, ours[name])
         page = [f"## {LAYOUTS[name].title}"]
         for index, grid in enumerate(grids):
             stem = name if len(grids) == 1 else f"{name}-{index + 1}"
@@ -172,134 +175,122 @@ def main(settings: Tables) -> None:
         page += [NOTES[name]] if name in NOTES else []
         pages.append("\n\n".join(page))
     if left_out:
-        pages.append(
-            "## Left out\n\n" + "\n".join(f"- {directory}: {why}" for directory, why in left_out)
-        )
+        lines = [f"- {directory}: {why}" for directory, why in left_out]
+        pages.append("\n".join(["## Left out\n", *lines]))
     write_atomically(settings.out / "tables.md", HEAD + "\n\n".join(pages) + "\n")
     for directory, why in left_out:
         progress.say(f"left out {directory}: {why}")
     progress.say(f"{len(names)} tables from {len(runs)} runs: {settings.out / 'tables.md'}")
 
 
-HEAD = """# The paper's tables
-
-`ours` is the mean over runs with its standard deviation and, behind it, the number of runs; `paper` is what the paper
-prints. An empty cell was not run, or is not in the paper.
-
-"""  # noqa: E501
-
-
-def measured(runs: Sequence[RunRecord]) -> tuple[Found, list[tuple[Path, str]]]:
-    """Our numbers by table and cell, one per run, and the runs that no table shows."""
+def measure(
+    runs: Sequence[RunRecord],
+) -> tuple[dict[str, dict[Cell, list[float]]], list[tuple[Path, str]]]:
+    """Our numbers by table and cell, and the runs that belong to no table."""
     check_comparable(runs)
     orders = order_names(runs)
-    found: dict[str, dict[Cell, list[float]]] = {name: {} for name in LAYOUTS}
+    tables: dict[str, dict[Cell, list[float]]] = {name: {} for name in LAYOUTS}
     unused = []
     for run in runs:
         order = orders[run.results["stream"], run.order]
-        variant = variant_of(run)
         method = run.results["method"]
-        values = {key: value for key, value in numbers_of(run.results).items() if value is not None}
-        shown = False
-        for name, layout in LAYOUTS.items():
-            own = {
-                "task_orders": None if variant else order,
-                "placement": variant or "mlp_down",
-                "sampling": variant or "hee",
-                "lite": run.results["router"] if variant in ("", run.results["router"]) else None,
-            }.get(name, variant)
-            if (
-                own is None
-                or (layout.methods is not None and method not in layout.methods)
-                or (layout.variants is not None and own not in layout.variants)
-                or (order != "default" and name != "task_orders")
-                or not belongs(name, run.results)
-            ):
-                continue
-            shown = True
-            for (measure, task), value in values.items():
-                if measure in layout.measures and (
-                    layout.per_task or not task or name == "training_time"
+        variants = {
+            name: variant
+            for name in LAYOUTS
+            if (variant := variant_in(name, run, order)) is not None
+        }
+        for name, variant in variants.items():
+            layout = LAYOUTS[name]
+            for (measure, task), value in numbers_of(run.results).items():
+                if (
+                    value is not None
+                    and measure in layout.measures
+                    and (layout.per_task or not task)
                 ):
-                    found[name].setdefault(Cell(*run.place, method, measure, own, task), []).append(
-                        value
-                    )
-        if not shown:
-            unused.append(
-                (
-                    run.directory,
-                    f"no table shows {method}{variant and f' ({variant})'} in the order {order}",
-                )
-            )
-    found["fom"] = figures_of_merit(found)
-    return found, unused
+                    cell = Cell(*run.place, method, measure, variant, task)
+                    tables[name].setdefault(cell, []).append(value)
+        if not variants:
+            variant = variant_of(run)
+            why = f"no table shows {method}{variant and f' ({variant})'} in the order {order}"
+            unused.append((run.directory, why))
+    tables["fom"] = figures_of_merit(tables)
+    return tables, unused
 
 
-def belongs(table: str, results: Mapping[str, Any]) -> bool:
-    """Whether a table is about such a run: of the paper's summaries CLIP's backbones have one of
-    their own."""
-    anywhere = ("full", "heads", "lite", "task_orders", "ablations")
-    return results["backbone"].startswith("clip") == (table == "clip") or table in anywhere
+def variant_in(table: str, run: RunRecord, order: str) -> str | None:
+    """The variant of a run in a table; None if the table does not show it."""
+    layout = LAYOUTS[table]
+    router = run.results["router"]
+    variant = variant_of(run)
+    shown = {
+        "task_orders": None if variant else order,
+        "placement": variant or "mlp_down",
+        "sampling": variant or "hee",
+        "lite": router if variant in ("", router) else None,
+    }.get(table, variant)
+    # of the paper's summaries, CLIP's backbones have a separate one
+    is_clip = run.results["backbone"].startswith("clip")
+    mixed = ("full", "heads", "lite", "task_orders", "ablations")
+    if (
+        (layout.methods is not None and run.results["method"] not in layout.methods)
+        or (layout.variants is not None and shown not in layout.variants)
+        or (order != "default" and table != "task_orders")
+        or (is_clip != (table == "clip") and table not in mixed)
+    ):
+        return None
+    return shown
 
 
-def figures_of_merit(found: Found) -> dict[Cell, list[float]]:
-    """One value from the means over runs, where the method, CHEEM and the bound were all run."""
+def figures_of_merit(tables: Mapping[str, Ours]) -> dict[Cell, list[float]]:
+    """One value from the means over runs, if the method, CHEEM and the bound were all run."""
 
     def mean(cell: Cell) -> float | None:
-        values = found["breakdown"].get(cell) or found["upper_bounds"].get(cell)
+        values = tables["breakdown"].get(cell) or tables["upper_bounds"].get(cell)
         return float(np.mean(values)) if values else None
 
     figures = {}
-    for cell in found["breakdown"]:
+    for cell in tables["breakdown"]:
         if cell.measure != "average_accuracy" or cell.method == "cheem":
             continue
-        given = (
+        values = (
             mean(cell._replace(method=TOLD_METHOD)),
             mean(cell._replace(method="cheem")),
             mean(cell._replace(method="cheem", measure="flops")),
             mean(cell),
             mean(cell._replace(measure="flops")),
         )
-        value = None if None in given else metrics.figure_of_merit(*given)  # pyright: ignore[reportArgumentType]
-        if value is not None:
-            figures[cell._replace(measure="fom")] = [value]
+        figure = None if None in values else metrics.figure_of_merit(*values)  # pyright: ignore[reportArgumentType]
+        if figure is not None:
+            figures[cell._replace(measure="fom")] = [figure]
     return figures
 
 
-def grids_of(name: str, ours: Mapping[Cell, Sequence[float]]) -> list[Grid]:
-    """A table once per stream and backbone, ours and the paper's."""
+def grids_of(name: str, ours: Ours) -> list[Grid]:
+    """A table for each stream and backbone, ours and the paper's."""
     theirs = printed().get(name, {})
-    places = list(dict.fromkeys((cell.stream, cell.backbone) for cell in (*theirs, *ours)))
+    places = dict.fromkeys((cell.stream, cell.backbone) for cell in (*theirs, *ours))
     return [_grid(name, place, theirs, ours) for place in places]
 
 
-def _grid(
-    name: str,
-    place: tuple[str, str],
-    theirs: Mapping[Cell, Printed],
-    ours: Mapping[Cell, Sequence[float]],
-) -> Grid:
+def _grid(name: str, place: tuple[str, str], theirs: Mapping[Cell, Printed], ours: Ours) -> Grid:
     layout = LAYOUTS[name]
-    own = sorted(ours, key=lambda cell: list(METHODS).index(cell.method))
-    cells = [cell for cell in (*theirs, *own) if (cell.stream, cell.backbone) == place]
-    if name == "training_time":  # the phases are rows, like methods
-        cells = [cell._replace(variant=cell.task, task="") for cell in cells]
-        theirs = {
-            cell._replace(variant=cell.task, task=""): value for cell, value in theirs.items()
-        }
-        ours = {cell._replace(variant=cell.task, task=""): value for cell, value in ours.items()}
-    rows = list(dict.fromkeys((cell.method, cell.variant) for cell in cells))
+    if name == "training_time":  # phases are rows, like methods
+        theirs, ours = (
+            {_phase_as_row(cell): v for cell, v in side.items()} for side in (theirs, ours)
+        )
+    methods = list(METHODS)
+    by_method = sorted(ours, key=lambda cell: methods.index(cell.method))
+    cells = [cell for cell in (*theirs, *by_method) if (cell.stream, cell.backbone) == place]
+    rows = dict.fromkeys((cell.method, cell.variant) for cell in cells)
     tasks = list(dict.fromkeys(cell.task for cell in cells if cell.task))
     heads = [
         (measure, task)
         for measure in layout.measures
-        for task in (tasks if measure == "accuracy" else [""])
+        for task in {"accuracy": tasks, "flops": [*tasks, ""]}.get(measure, [""])
     ]
-    if name == "taskwise_flops":
-        heads = [("flops", task) for task in [*tasks, ""]]
     columns = {
         "method": [
-            METHODS.get(method, method) + (f", {variant}" if variant else "")
+            ", ".join(filter(None, (METHODS.get(method, method), variant)))
             for method, variant in rows
         ]
     }
@@ -316,12 +307,16 @@ def _grid(
     return filled(f"{layout.title}: {place[0]}, {place[1]}", columns)
 
 
+def _phase_as_row(cell: Cell) -> Cell:
+    return cell._replace(variant=cell.task, task="")
+
+
 def our_text(values: Sequence[float] | None) -> str:
-    """Mean, standard deviation of several, and the number of runs."""
+    """Mean, standard deviation of several values, and the number of runs."""
     if not values:
         return ""
-    spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
-    return f"{_number(float(np.mean(values)))}{spread} ({len(values)})"
+    deviation = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
+    return f"{_number(float(np.mean(values)))}{deviation} ({len(values)})"
 
 
 def _number(value: float | None) -> str:
@@ -332,19 +327,33 @@ def _number(value: float | None) -> str:
 
 def latex_of(grid: Grid) -> str:
     """A booktabs table."""
-    lines = [" & ".join(map(_escaped, line)) + r" \\" for line in (grid.columns, *grid.rows)]
-    body = "\n".join([lines[0], r"\midrule", *lines[1:]])
+    head, *body = (" & ".join(map(_escape, line)) + r" \\" for line in (grid.columns, *grid.rows))
     form = "l" * grid.num_left + "r" * (len(grid.columns) - grid.num_left)
-    return (
-        f"\\begin{{table}}\n\\centering\n\\caption{{{_escaped(grid.title)}}}\n\\begin{{tabular}}{{{form}}}\n\\toprule\n"
-        f"{body}\n\\bottomrule\n\\end{{tabular}}\n\\end{{table}}\n"
+    lines = (
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{_escape(grid.title)}}}",
+        rf"\begin{{tabular}}{{{form}}}",
+        r"\toprule",
+        head,
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
     )
+    return "\n".join(lines) + "\n"
 
 
-def _escaped(text: str) -> str:
-    for character in "\\&%#_{}$":
-        text = text.replace(character, {"\\": r"\textbackslash "}.get(character, f"\\{character}"))
-    return text.replace("±", r"$\pm$").replace("–", "--")
+ESCAPES = {character: f"\\{character}" for character in "&%#_{}$"} | {
+    "\\": r"\textbackslash ",
+    "±": r"$\pm$",
+    "–": "--",
+}
+
+
+def _escape(text: str) -> str:
+    return text.translate(str.maketrans(ESCAPES))
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def test_steps_wait_for_the_device_as_often_as_training_does(monkeypatch, steps_
             "--executors names 'hole'; expected some of: stages, whole, scan",
         ),
         ({"backbones": "vit_nono"}, "unknown backbone 'vit_nono'; nearest: vit_nano"),
-        ({"batch_sizes": "16,0"}, "batch size '0' is no whole number from 1 on"),
+        ({"batch_sizes": "16,0"}, "batch size is '0'; expected a whole number"),
         ({"precisions": "float16"}, "--precisions names 'float16'"),
         ({"num_draws": 0}, "num_draws is 0; expected at least 1"),
         (

@@ -1,8 +1,12 @@
-"""What the paper claims, checked on collected runs: a number, an interval, a verdict by a rule, and
-their tables."""
+"""The paper's claims checked on collected runs: one difference, its interval and a verdict per row.
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+A verdict compares the 95 % interval with the values that agree with the claim: confirmed if it is
+inside, refuted if it is outside, else not decided.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,67 +16,47 @@ from studies.paper.collected import Cell, Cells, Collected
 from studies.paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
 from studies.paper.printed import TOLD_METHOD, printed
 
-HOLDS = "confirmed"
-FAILS = "refuted"
+CONFIRMED = "confirmed"
+REFUTED = "refuted"
 OPEN = "not decided"
 NOT_RUN = "not run"
-EQUAL = 0.01
-FAR = 0.20
-ORDERS = 0.02
-"""Accuracy that counts as equal, as a collapse, and as insensitive to the order."""
 CHEEM = Cell("cheem")
 CLOSED_FORM = Cell("cheem", "closed-form score")
 """CHEEM with the search of `quick_plus`."""
-SEARCHES = {CHEEM: "the paper's search", CLOSED_FORM: "closed-form score"}
-COLLAPSING = ("l2p", "dualprompt", "coda_prompt")
-SOUND = ("s_prompts", "frozen_linear")
+Range = tuple[float, float]
+"""Values that agree with a claim, the ends excluded."""
+POSITIVE: Range = (0.0, math.inf)
+NEGATIVE: Range = (-math.inf, 0.0)
+EQUAL: Range = (-0.01, math.inf)
+"""At most one point less accurate."""
+COLLAPSE: Range = (0.20, math.inf)
+SAME: Range = (-0.02, 0.02)
+"""Differences in accuracy between orders of the tasks that count as none."""
 
 
 class Verdict(NamedTuple):
-    """One line of the table of claims."""
+    """One row of the table of claims."""
 
-    claim: str
-    estimate: Estimate | None
-    """None where it was not run or has no value."""
-    unit: str
-    """`points`, of fractions; anything else is shown as it is."""
-    seeds: tuple[int, ...]
+    compared: str
     word: str
-    why: str = ""
-    """What is missing where there is no estimate."""
-    search: str = ""
-    """Which of CHEEM's searches the line is about; empty where it is about none."""
+    estimate: Estimate | None = None
+    seeds: tuple[int, ...] = ()
+    unit: str = "points"
+    """`points` for fractions, which are shown in %; any other value is shown unscaled."""
+    missing: str = ""
+    """Why there is no estimate."""
 
 
-class Claim(NamedTuple):
-    """A claim of the paper with the rule that decides it; `check` gives a line per comparison."""
-
-    letter: str
-    title: str
-    rule: str
-    check: Callable[[Cells], list[Verdict]]
-
-
-def above(estimate: Estimate, bound: float = 0.0) -> str:
-    """Whether the interval lies above the bound, below it, or on both sides."""
-    return HOLDS if estimate.low > bound else FAILS if estimate.high < bound else OPEN
-
-
-def below(estimate: Estimate, bound: float = 0.0) -> str:
-    """The other way round."""
-    return HOLDS if estimate.high < bound else FAILS if estimate.low > bound else OPEN
-
-
-def within(estimate: Estimate, bound: float) -> str:
-    """Whether the interval lies between plus and minus the bound, outside, or across."""
-    if -bound < estimate.low and estimate.high < bound:
-        return HOLDS
-    return FAILS if estimate.low > bound or estimate.high < -bound else OPEN
+def verdict(estimate: Estimate, agree: Range) -> str:
+    """Compare the interval of an estimate with the values that agree with a claim."""
+    low, high = agree
+    if low < estimate.low and estimate.high < high:
+        return CONFIRMED
+    return REFUTED if estimate.high < low or estimate.low > high else OPEN
 
 
 def largest_gap() -> float:
-    """By how much CHEEM stays below full fine-tuning in the paper at most, over streams and
-    backbones: a fraction."""
+    """The paper's largest gap between CHEEM and full fine-tuning: a fraction."""
     table = printed()["upper_bounds"]
     gaps = [
         table[cell._replace(method=TOLD_METHOD)].value - number.value
@@ -82,377 +66,208 @@ def largest_gap() -> float:
     return round(max(gaps), 2) / 100
 
 
-def compared(
-    claim: str,
-    cells: Cells,
-    ours: Cell,
-    theirs: Cell,
-    word: Callable[[Estimate], str],
-    *,
-    given: tuple[bool, bool] = (False, False),
-    without: str = "",
-) -> Verdict:
-    """Difference of average accuracy, paired by seed and test image.
-
-    `given`: whether our method and the other one are given the task ID; `without` names a task that
-    is left out.
-    """
-    (pairs, why), search = (
-        in_common(cells, ours, theirs),
-        SEARCHES.get(ours._replace(order="default"), ""),
-    )
-    if why:
-        return Verdict(claim, None, "points", (), NOT_RUN, why, search)
-    order = [name for name in next(iter(pairs.values()))[0].run.order if name != without]
-    a, b = (
-        [pair[side].answers(order, given=given[side]) for pair in pairs.values()] for side in (0, 1)
-    )
-    estimate = accuracy_difference(a, b)
-    return Verdict(claim, estimate, "points", tuple(pairs), word(estimate), search=search)
-
-
-def in_common(
+def pairs_of(
     cells: Cells, ours: Cell, theirs: Cell
 ) -> tuple[dict[int, tuple[Collected, Collected]], str]:
-    """Runs of both cells by seed, or why there are none."""
+    """Runs of both cells by common seed, or why there are none."""
     if missing := [cell.title for cell in (ours, theirs) if cell not in cells]:
         return {}, f"no run of {' and of '.join(missing)}"
-    pairs = {
-        seed: (run, cells[theirs][seed])
-        for seed, run in cells[ours].items()
-        if seed in cells[theirs]
-    }
+    common = cells[ours].keys() & cells[theirs].keys()
+    pairs = {seed: (cells[ours][seed], cells[theirs][seed]) for seed in sorted(common)}
     return pairs, "" if pairs else f"no seed was run with both {ours.title} and {theirs.title}"
 
 
+def compare(
+    compared: str,
+    cells: Cells,
+    ours: Cell,
+    theirs: Cell,
+    agree: Range = POSITIVE,
+    *,
+    given: tuple[bool, bool] = (False, False),
+) -> Verdict:
+    """Difference in average accuracy, paired by seed and test image.
+
+    `given`: whether each side has the task ID.
+    """
+    pairs, missing = pairs_of(cells, ours, theirs)
+    if missing:
+        return Verdict(compared, NOT_RUN, missing=missing)
+    order = next(iter(pairs.values()))[0].run.order
+    a, b = (
+        [pair[side].correct_by_task(order, given=given[side]) for pair in pairs.values()]
+        for side in (0, 1)
+    )
+    estimate = accuracy_difference(a, b)
+    return Verdict(compared, verdict(estimate, agree), estimate, tuple(pairs))
+
+
 def searches(cells: Cells) -> list[Cell]:
-    """CHEEM as the paper has it and with the other search, those that were run; the former where
-    neither was."""
+    """CHEEM with each search that was run; the paper's if neither was."""
     return [cell for cell in (CHEEM, CLOSED_FORM) if cell in cells] or [CHEEM]
 
 
 def better_than(method: str) -> Callable[[Cells], list[Verdict]]:
     """CHEEM's average accuracy minus that of a method."""
     return lambda cells: [
-        compared(f"{ours.title} − {METHODS[method]}", cells, ours, Cell(method), above)
+        compare(f"{ours.title} − {METHODS[method]}", cells, ours, Cell(method))
         for ours in searches(cells)
     ]
 
 
 def close_to_the_bound(cells: Cells) -> list[Verdict]:
     """CHEEM minus full fine-tuning, with the task ID given to both and to the bound alone."""
-    bound = Cell(TOLD_METHOD)
-    margin = -largest_gap()
-
-    def line(ours: Cell, what: str, given: tuple[bool, bool]) -> Verdict:
-        title = f"{ours.title} − full fine-tuning, {what}"
-        return compared(title, cells, ours, bound, lambda found: above(found, margin), given=given)
-
+    sides = {
+        "task ID given to both": (True, True),
+        "task ID given to the latter alone, as in the paper": (False, True),
+    }
+    agree = (-largest_gap(), math.inf)
     return [
-        line(ours, what, given)
-        for ours in searches(cells)
-        for what, given in (
-            ("task ID given to both", (True, True)),
-            ("task ID given to the latter alone, as in the paper", (False, True)),
+        compare(
+            f"{ours.title} − full fine-tuning, {side}",
+            cells,
+            ours,
+            Cell(TOLD_METHOD),
+            agree,
+            given=given,
         )
+        for ours in searches(cells)
+        for side, given in sides.items()
     ]
 
 
 def easy_tasks_skip_more(cells: Cells) -> list[Verdict]:
-    """Rank correlation over tasks of the accuracy of frozen heads with the number of blocks that
-    chose Skip."""
-    return [_skips_of(cells, ours) for ours in searches(cells)]
+    """Rank correlation over tasks between the accuracy of frozen heads, the task ID given, and the
+    number of blocks with Skip."""
+    return [_skips(cells, ours) for ours in searches(cells)]
 
 
-def _skips_of(cells: Cells, ours: Cell) -> Verdict:
-    title = f"{ours.title}: rank correlation"
-    search = SEARCHES[ours]
-    x = []
-    y = []
-    seeds = []
+def _skips(cells: Cells, ours: Cell) -> Verdict:
+    compared = f"{ours.title}: rank correlation"
+    accuracies: dict[int, list[float]] = {}
+    skipped: dict[int, list[int]] = {}
     for seed, collected in cells.get(ours, {}).items():
-        results, order = collected.run.results, collected.run.order
-        frozen = results["yardsticks"].get("frozen_linear", {}).get("local_accuracy")
-        if frozen is None and seed in cells.get(Cell("frozen_linear"), {}):
-            of_method = cells[Cell("frozen_linear")][seed].answers(order, given=True)
-            frozen = [[float(task.mean()) for task in of_method]]
-        if frozen is not None:
-            seeds.append(seed)
-            x.append(frozen[-1])
-            chosen = [from_strings(task["architecture"]) for task in results["tasks"]]
-            y.append(
-                [sum(choice.kind == "skip" for choice in architecture) for architecture in chosen]
-            )
+        results = collected.run.results
+        heads = cells.get(Cell("frozen_linear"), {}).get(seed)
+        if "frozen_linear" in results["yardsticks"]:
+            accuracies[seed] = results["yardsticks"]["frozen_linear"]["local_accuracy"][-1]
+        elif heads is not None:
+            correct = heads.correct_by_task(collected.run.order, given=True)
+            accuracies[seed] = [float(task.mean()) for task in correct]
+        else:
+            continue
+        skipped[seed] = [
+            sum(choice.kind == "skip" for choice in from_strings(task["architecture"]))
+            for task in results["tasks"]
+        ]
+    seeds = tuple(accuracies)
     if not seeds:
-        return Verdict(
-            title, None, "", (), NOT_RUN, "no run of CHEEM with frozen heads beside it", search
-        )
-    try:
-        found = rank_correlation(np.array(x, float), np.array(y, float))
-    except ValueError:
-        why = "in some run all tasks skip equally often, so that nothing can correlate"
-        return Verdict(title, None, "", tuple(seeds), OPEN, why, search)
-    word = above(found) if found.p < 0.05 else OPEN
-    return Verdict(title, found, "", tuple(seeds), word, search=search)
+        missing = "no run of CHEEM with frozen heads"
+        return Verdict(compared, NOT_RUN, unit="", missing=missing)
+    x, y = (np.array(list(rows.values()), float) for rows in (accuracies, skipped))
+    if any(np.ptp(row) == 0 for row in (*x, *y)):
+        missing = "in some run all tasks skip equally often, so there is no correlation"
+        return Verdict(compared, OPEN, seeds=seeds, unit="", missing=missing)
+    estimate = rank_correlation(x, y)
+    word = verdict(estimate, POSITIVE) if estimate.p < 0.05 else OPEN
+    return Verdict(compared, word, estimate, seeds, unit="")
 
 
 def fewer_parameters_than_uniform(cells: Cells) -> list[Verdict]:
-    """HEE minus uniform sampling, of every search that has both: average accuracy, and parameters
-    added per task."""
-    usual = searches(cells)
-    both = [ours for ours in usual if uniform_of(ours) in cells] or usual[:1]
-    return [
-        line
-        for ours in both
-        for line in _without_hee(cells, ours, "" if ours == CHEEM else f"{ours.title}: ")
-    ]
+    """HEE minus uniform sampling, for every search that ran with both: average accuracy, and
+    parameters added per task."""
+    both = [ours for ours in searches(cells) if _uniform(ours) in cells] or searches(cells)[:1]
+    return [row for ours in both for row in _without_hee(cells, ours)]
 
 
-def uniform_of(ours: Cell) -> Cell:
-    """The runs that sample architectures uniformly."""
+def _uniform(ours: Cell) -> Cell:
     return ours._replace(variant=", ".join(filter(None, ("uniform", ours.variant))))
 
 
-def _without_hee(cells: Cells, ours: Cell, whose: str) -> list[Verdict]:
-    uniform = uniform_of(ours)
-    accuracy = compared(
-        f"{whose}HEE − uniform, accuracy", cells, ours, uniform, lambda found: above(found, -EQUAL)
-    )
-    title = f"{whose}HEE − uniform, parameters added per task"
+def _without_hee(cells: Cells, ours: Cell) -> list[Verdict]:
+    prefix = "" if ours == CHEEM else f"{ours.title}: "
+    accuracy = compare(f"{prefix}HEE − uniform, accuracy", cells, ours, _uniform(ours), EQUAL)
+    compared = f"{prefix}HEE − uniform, parameters added per task"
     unit = "% of the backbone"
-    pairs, why = in_common(cells, ours, uniform)
-    if why:
-        return [accuracy, Verdict(title, None, unit, (), NOT_RUN, why, accuracy.search)]
-    tasks = [[side.run.results["tasks"] for side in pair] for pair in pairs.values()]
+    pairs, missing = pairs_of(cells, ours, _uniform(ours))
+    if missing:
+        return [accuracy, Verdict(compared, NOT_RUN, unit=unit, missing=missing)]
     added = np.array(
-        [[[task["params_added_percent"] for task in side] for side in pair] for pair in tasks],
-        float,
+        [
+            [[task["params_added_percent"] for task in side.run.results["tasks"]] for side in pair]
+            for pair in pairs.values()
+        ]
     )
-    found = mean_difference(added[:, 0], added[:, 1])
-    return [
-        accuracy,
-        Verdict(title, found, unit, tuple(pairs), below(found), search=accuracy.search),
-    ]
+    estimate = mean_difference(added[:, 0], added[:, 1])
+    word = verdict(estimate, NEGATIVE)
+    return [accuracy, Verdict(compared, word, estimate, tuple(pairs), unit)]
 
 
 def prompts_collapse(cells: Cells) -> list[Verdict]:
-    """Methods whose heads answer for all tasks together, below one with a head per task and below
-    frozen features."""
+    """Methods with one head over all tasks, below S-Prompts and below frozen heads."""
     return [
-        compared(
-            f"{METHODS[sound]} − {METHODS[method]}",
-            cells,
-            Cell(sound),
-            Cell(method),
-            lambda e: above(e, FAR),
-        )
-        for sound in SOUND
-        for method in COLLAPSING
+        compare(f"{METHODS[sound]} − {METHODS[method]}", cells, Cell(sound), Cell(method), COLLAPSE)
+        for sound in ("s_prompts", "frozen_linear")
+        for method in ("l2p", "dualprompt", "coda_prompt")
     ]
 
 
 def insensitive_to_the_order(cells: Cells) -> list[Verdict]:
-    """CHEEM, with either search, in each other order minus the same in the usual one."""
-    pairs = [(cell, cell._replace(order="default")) for cell in cells if cell.order != "default"]
-    pairs = [(cell, usual) for cell, usual in pairs if usual in (CHEEM, CLOSED_FORM)]
-    if not pairs:
-        return [
-            Verdict(
-                "CHEEM in other orders",
-                None,
-                "points",
-                (),
-                NOT_RUN,
-                "no run of CHEEM in another order",
-            )
-        ]
+    """CHEEM in every other order of the tasks minus the same search in the usual order."""
     return [
-        compared(f"{cell.title} − usual order", cells, cell, usual, lambda e: within(e, ORDERS))
-        for cell, usual in pairs
+        compare(f"{cell.title} − usual order", cells, cell, usual, SAME)
+        for cell in cells
+        if (usual := cell._replace(order="default")) in (CHEEM, CLOSED_FORM) and cell != usual
     ]
 
 
-def claims() -> list[Claim]:
-    """All claims, in the order of the page."""
-    zero = "interval above 0 confirms it, below 0 refutes it"
-    return [
-        Claim(
-            "a",
-            "CHEEM is more accurate than LoRA-CL",
-            f"average accuracy; {zero}",
-            better_than("lora_cl"),
-        ),
-        Claim(
-            "b",
-            "CHEEM is more accurate than S-Prompts",
-            f"average accuracy; {zero}",
-            better_than("s_prompts"),
-        ),
-        Claim(
-            "c",
-            "CHEEM is close to full fine-tuning",
-            f"close: at most {100 * largest_gap():.1f} points below it, the paper's largest gap"
-            " (the whole interval)",
-            close_to_the_bound,
-        ),
-        Claim(
-            "d",
-            "easy tasks skip more blocks",
-            "Spearman's coefficient over tasks, of the accuracy of frozen heads with the task ID"
-            f" given (chance included) and the number of blocks that chose Skip; {zero}, with p"
-            " below 0.05",
-            easy_tasks_skip_more,
-        ),
-        Claim(
-            "e",
-            "HEE adds fewer parameters than uniform sampling at equal accuracy",
-            f"accuracy at most {100 * EQUAL:.0f} point below (the whole interval), and parameters"
-            " below 0",
-            fewer_parameters_than_uniform,
-        ),
-        Claim(
-            "f",
-            "prompting methods whose head spans all tasks collapse",
-            f"a collapse: more than {100 * FAR:.0f} points below a method with a head per task (the"
-            " whole interval)",
-            prompts_collapse,
-        ),
-        Claim(
-            "g",
-            "CHEEM is insensitive to the order of the tasks",
-            f"the whole interval within ± {100 * ORDERS:.0f} points confirms it, all outside"
-            " refutes it; a small p says that the order matters, not by how much",
-            insensitive_to_the_order,
-        ),
-        Claim(
-            "h",
-            "CHEEM is more accurate than frozen, linear heads (not a claim of the paper)",
-            f"average accuracy; {zero}",
-            better_than("frozen_linear"),
-        ),
-    ]
-
-
-def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
-    """The claims by what became of them, with the search where it matters: two differ, or only the
-    other one ran."""
-    titles = {
-        HOLDS: "Confirmed here",
-        FAILS: "**Refuted here**",
-        OPEN: "Not decided by these runs",
-        NOT_RUN: "Not run, or not in full",
-    }
-    found = {word: [] for word in titles}
-    for claim, lines in judged:
-        words = {
-            search: of_claim([line for line in lines if line.search == search])
-            for search in searches_of(lines)
-        }
-        is_told = len(set(words.values())) > 1 or list(words) == [SEARCHES[CLOSED_FORM]]
-        for search, word in words.items() if is_told else [("", of_claim(lines))]:
-            found[word].append(
-                f"({claim.letter}) {claim.title}" + (f" ({search})" if search else "")
-            )
-    told = [
-        f"- {title}: {'; '.join(found[word])}." for word, title in titles.items() if found[word]
-    ]
-    alone = sorted(
-        {
-            c.letter
-            for c, lines in judged
-            for line in lines
-            if line.estimate and len(line.seeds) == 1
-        }
-    )
-    if alone:
-        told.append(
-            f"- Of {', '.join(f'({letter})' for letter in alone)} at least one line rests on a"
-            " single seed, which says nothing about others."
-        )
-    return "\n".join(told)
-
-
-def unbeaten(
-    baselines: Sequence[tuple[str, Cell, Cell]],
-    cells: Cells,
-    measured: Mapping[Cell, Mapping[str, Any]],
-) -> str:
-    """Methods of which these runs do not show that CHEEM is more accurate, as more lines."""
-    told: dict[str, list[str]] = {FAILS: [], OPEN: []}
-    for title, ours, theirs in baselines:
-        line = compared(title, cells, ours, theirs, above)
-        if line.estimate is not None and line.word != HOLDS:
-            value, interval, *_ = shown(line)
-            ratio = measured[theirs]["flops_paper"]["mean"] / measured[ours]["flops_paper"]["mean"]
-            alone = "one seed; " if len(line.seeds) == 1 else ""
-            told[line.word].append(
-                f"{title} (CHEEM {value}, {interval}; {alone}{ratio:.1f} times CHEEM's FLOPs)"
-            )
-    words = {FAILS: "**More accurate** than", OPEN: "No significant difference from"}
-    return "".join(
-        f"\n- {words[word]} {baselines[0][1].title} with the paper's router: {'; '.join(found)}."
-        for word, found in told.items()
-        if found
-    )
-
-
-def searches_of(lines: Sequence[Verdict]) -> list[str]:
-    """The searches that the lines of a claim are of, in their order."""
-    return list(dict.fromkeys(line.search for line in lines))
-
-
-def of_claim(lines: Sequence[Verdict]) -> str:
-    """One word for all lines of a claim."""
-    words = {line.word for line in lines}
-    return next((word for word in (FAILS, NOT_RUN, OPEN) if word in words), HOLDS)
-
-
-def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
-    """A row per comparison."""
-    columns = ("claim", "compared", "verdict", *NUMBERS)
-    rows = [
-        (
-            f"({claim.letter}) {claim.title}" if index == 0 else "",
-            line.claim,
-            _word(line),
-            *shown(line),
-        )
-        for claim, lines in judged
-        for index, line in enumerate(lines)
-    ]
-    return Grid("", columns, tuple(rows), 3)
-
-
+CLAIMS: dict[str, Callable[[Cells], list[Verdict]]] = {
+    "(a) CHEEM is more accurate than LoRA-CL": better_than("lora_cl"),
+    "(b) CHEEM is more accurate than S-Prompts": better_than("s_prompts"),
+    "(c) CHEEM is close to full fine-tuning": close_to_the_bound,
+    "(d) easy tasks skip more blocks": easy_tasks_skip_more,
+    "(e) HEE adds fewer parameters than uniform sampling at equal accuracy": (
+        fewer_parameters_than_uniform
+    ),
+    "(f) prompting methods whose head spans all tasks collapse": prompts_collapse,
+    "(g) CHEEM is insensitive to the order of the tasks": insensitive_to_the_order,
+    "(h) CHEEM is more accurate than frozen, linear heads (not a claim of the paper)": (
+        better_than("frozen_linear")
+    ),
+}
+"""In the order of the page, which states the rules."""
 NUMBERS = ("measured", "95 % interval", "over tasks", "p", "by seed")
 
 
-def shown(line: Verdict) -> tuple[str, ...]:
-    """Cells under `NUMBERS`."""
-    found = line.estimate
-    if found is None:
-        return line.why, *[NONE] * (len(NUMBERS) - 1)
+def claim_grid(cells: Cells) -> Grid:
+    """A row per comparison, for the claims of which at least one was run."""
+    rows = []
+    for claim, check in CLAIMS.items():
+        verdicts = check(cells)
+        if all(one.word == NOT_RUN for one in verdicts):
+            continue
+        for index, one in enumerate(verdicts):
+            word = f"**{one.word}**" if one.word == REFUTED else one.word
+            word += " (one seed)" if one.estimate and len(one.seeds) == 1 else ""
+            rows.append((claim if index == 0 else "", one.compared, word, *number_cells(one)))
+    return Grid("", ("claim", "compared", "verdict", *NUMBERS), tuple(rows), 3)
 
-    def text_of(value: float) -> str:
-        text = f"{100 * value:+.1f}" if line.unit == "points" else f"{value:+.2f}"
-        return text.lstrip("+-") if not text.strip("+-0.") else text.replace("-", "−")
 
-    unit = f" {line.unit}" if line.unit else ""
-    seeds = ", ".join(
-        f"{seed}: {text_of(value)}" for seed, value in zip(line.seeds, found.per_seed, strict=True)
-    )
-    p = "< 0.001" if found.p < 0.001 else f"{found.p:.3f}"
-    wide = NONE if found.over_tasks is None else " to ".join(map(text_of, found.over_tasks))
+def number_cells(row: Verdict) -> Sequence[str]:
+    """The cells of a row below `NUMBERS`."""
+    estimate = row.estimate
+    if estimate is None:
+        return row.missing, *[NONE] * (len(NUMBERS) - 1)
+
+    def text(value: float) -> str:
+        digits = f"{100 * value:+.1f}" if row.unit == "points" else f"{value:+.2f}"
+        return digits.lstrip("+-") if not digits.strip("+-0.") else digits.replace("-", "−")
+
+    seeds = zip(row.seeds, estimate.per_seed, strict=True)
     return (
-        f"{text_of(found.value)}{unit}",
-        f"{text_of(found.low)} to {text_of(found.high)}",
-        wide,
-        p,
-        seeds,
-    )
-
-
-def _word(line: Verdict) -> str:
-    alone = line.estimate is not None and len(line.seeds) == 1
-    return (
-        f"{f'**{line.word}**' if line.word == FAILS else line.word}{' (one seed)' if alone else ''}"
+        f"{text(estimate.value)} {row.unit}".strip(),
+        f"{text(estimate.low)} to {text(estimate.high)}",
+        NONE if estimate.over_tasks is None else " to ".join(map(text, estimate.over_tasks)),
+        "< 0.001" if estimate.p < 0.001 else f"{estimate.p:.3f}",
+        ", ".join(f"{seed}: {text(value)}" for seed, value in seeds),
     )

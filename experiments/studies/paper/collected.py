@@ -1,9 +1,8 @@
-"""Collected runs: what of a finished run may be published, how it is stored, and how it is read
-again.
+"""The publishable part of finished runs: its format, and how it is read.
 
-A folder per run holds `results.json` and `config.json` as the run wrote them, `record.json`
-(command, data and conditions, without the places of one machine) and `right.npz`: which test images
-were answered rightly. No image and no label.
+The folder of a run has `results.json` and `config.json` as the run wrote them, `record.json`
+(command, data and conditions, without paths of one machine) and `right.npz`, one bit per test
+image: whether the prediction is correct. It has no image and no label.
 """
 
 import io
@@ -19,28 +18,27 @@ from jaxtyping import Bool
 from cheem_jax.report.finished import RunRecord, check_comparable, order_names, read, variant_of
 from cheem_jax.report.table import METHODS
 
-ByTask = tuple[Bool[np.ndarray, "_"], ...]
+Correct = tuple[Bool[np.ndarray, "_"], ...]
+"""By task: whether the prediction of each test image is correct."""
 
 
 class Collected(NamedTuple):
-    """A collected run: `right` where the task and the class were found, `right_given` with the task
-    ID given."""
+    """A collected run, with its correct predictions, task-agnostic and with the task ID given."""
 
     run: RunRecord
-    place: str
-    """Its folder inside that of all runs, with slashes."""
     record: Mapping[str, Any]
-    right: ByTask
-    right_given: ByTask
+    correct: Correct
+    correct_given: Correct
 
-    def answers(self, order: Sequence[str], *, given: bool) -> ByTask:
-        """What was right by task, in this order of the tasks."""
-        by_name = dict(zip(self.run.order, self.right_given if given else self.right, strict=True))
+    def correct_by_task(self, order: Sequence[str], *, given: bool) -> Correct:
+        """Correct predictions in this order of the tasks."""
+        correct = self.correct_given if given else self.correct
+        by_name = dict(zip(self.run.order, correct, strict=True))
         return tuple(by_name[name] for name in order)
 
 
 class Cell(NamedTuple):
-    """What runs of different seeds have in common."""
+    """The common part of runs that differ in their seeds."""
 
     method: str
     variant: str = ""
@@ -48,9 +46,9 @@ class Cell(NamedTuple):
 
     @property
     def title(self) -> str:
-        """As a row of a table is called."""
-        told = [self.variant, "" if self.order == "default" else self.order]
-        return ", ".join([METHODS.get(self.method, self.method), *filter(None, told)])
+        """The name of a table's row."""
+        parts = (METHODS[self.method], self.variant, self.order)
+        return ", ".join(part for part in parts if part not in ("", "default"))
 
 
 Cells = Mapping[Cell, Mapping[int, Collected]]
@@ -58,125 +56,114 @@ Cells = Mapping[Cell, Mapping[int, Collected]]
 
 
 def is_usual(cells: Cells, cell: Cell) -> bool:
-    """Whether runs are of a method as it is: a network that infers the task belongs to some, an
-    ablation does not."""
+    """Whether runs have a method's own settings; a lighter router is one of them, an ablation is
+    not."""
     run = next(iter(cells[cell].values())).run.results
     return cell.order == "default" and cell.variant in ("", run["router"])
 
 
-OF_THEIR_OWN = {
-    "closed-form score": "cheem:closed_form", "uniform, closed-form score": "cheem:uniform",
-    "from the nearest task": "lora_cl:nearest",
-}  # fmt: skip
-"""Variants that `compare.py` runs as methods, and what they are called there."""
+COMPARED = ("closed-form score", "uniform, closed-form score", "from the nearest task")
+"""Variants that are compared like methods."""
 
 
 def is_compared(cells: Cells, cell: Cell) -> bool:
-    """Whether runs are of a method that is compared with others, not of an ablation."""
-    return is_usual(cells, cell) or (cell.order == "default" and cell.variant in OF_THEIR_OWN)
+    """Whether runs are compared with other methods; an ablation is not."""
+    return is_usual(cells, cell) or (cell.order == "default" and cell.variant in COMPARED)
 
 
-def usual_of(cells: Cells, method: str) -> Cell | None:
-    """The usual runs of a method, if there are some."""
+def usual_cell(cells: Cells, method: str) -> Cell | None:
+    """The runs of a method with its own settings, if there are any."""
     return next((cell for cell in cells if cell.method == method and is_usual(cells, cell)), None)
 
 
 def load(folder: Path) -> Cells:
-    """All collected runs; raises ValueError where one is corrupted or does not belong to the
-    others."""
+    """All collected runs; ValueError for a corrupted run and for runs that cannot be compared."""
     if not folder.is_dir():
         raise ValueError(
-            f"--results names {folder}, which is not a folder; expected one that collect.py has"
-            " filled"
+            f"--results names {folder}, which is not a folder; expected one that collect.py wrote"
         )
     runs, left_out = read([folder])
     if left_out:
-        told = "; ".join(f"{directory}: {why}" for directory, why in left_out)
+        reasons = "; ".join(f"{directory}: {why}" for directory, why in left_out)
         raise ValueError(
-            f"of the collected runs some cannot be used: {told}; remove them or collect them again"
+            f"some collected runs cannot be used: {reasons}; remove them or collect them again"
         )
     if not runs:
         raise ValueError(
-            f"{folder} contains no collected run; `python experiments/collect.py --to {folder}`"
-            " brings some"
+            f"{folder} contains no collected run; run `python experiments/collect.py --to {folder}`"
         )
     if len(places := sorted({run.place for run in runs})) > 1:
-        told = " and ".join(f"{stream} on {backbone}" for stream, backbone in places)
-        raise ValueError(
-            f"{folder} contains runs of {told}; a page is of one stream and one backbone"
-        )
+        names = " and ".join(f"{stream} on {backbone}" for stream, backbone in places)
+        raise ValueError(f"{folder} contains runs of {names}; expected one stream and one backbone")
     check_comparable(runs)
     orders = order_names(runs)
-    found: dict[Cell, dict[int, Collected]] = {}
+    cells: dict[Cell, dict[int, Collected]] = {}
     for run in runs:
         cell = Cell(run.results["method"], variant_of(run), orders[run.place[0], run.order])
+        seeds = cells.setdefault(cell, {})
         seed = run.results["seed"]
-        if seed in found.setdefault(cell, {}):
-            other = found[cell][seed].run.directory
+        if seed in seeds:
             raise ValueError(
-                f"{run.directory} and {other} are both {cell.title} with seed {seed}; remove one"
+                f"{run.directory} and {seeds[seed].run.directory} are both {cell.title} with seed"
+                f" {seed}; remove one"
             )
-        found[cell][seed] = _collected(run, folder)
-    place = list(METHODS)
+        seeds[seed] = _load(run)
+    methods = list(METHODS)
     return {
-        cell: dict(sorted(found[cell].items()))
-        for cell in sorted(found, key=lambda cell: (place.index(cell.method), cell[1:]))
+        cell: dict(sorted(cells[cell].items()))
+        for cell in sorted(cells, key=lambda cell: (methods.index(cell.method), cell[1:]))
     }
 
 
-def _collected(run: RunRecord, folder: Path) -> Collected:
+def _load(run: RunRecord) -> Collected:
     file = run.directory / "record.json"
     try:
         record = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error}); collect the run again") from error
-    right, given = unpacked(run.directory / "right.npz")
-    check_right(run, right, given)
-    return Collected(run, run.directory.relative_to(folder).as_posix(), record, right, given)
+    correct, given = unpack(run.directory / "right.npz")
+    check_correct(run, correct, given)
+    return Collected(run, record, correct, given)
 
 
-def check_right(run: RunRecord, right: ByTask, given: ByTask) -> None:
-    """ValueError unless these are the answers that the results count."""
-    for name, found in (("accuracy", right), ("local_accuracy", given)):
-        told = run.results[name][-1]
-        shares = [float(task.mean()) for task in found]
-        if len(shares) != len(told) or any(
-            abs(a - b) > 1e-9 for a, b in zip(shares, told, strict=True)
-        ):
+def check_correct(run: RunRecord, correct: Correct, given: Correct) -> None:
+    """ValueError unless the accuracies of the results follow from the correct predictions."""
+    for name, by_task in (("accuracy", correct), ("local_accuracy", given)):
+        recorded = run.results[name][-1]
+        shares = [float(task.mean()) for task in by_task]
+        if len(shares) != len(recorded) or not np.allclose(shares, recorded, rtol=0, atol=1e-9):
             raise ValueError(
-                f"the answers of {run.directory} are not those of its results: {name}"
-                f" {_short(shares)} and {_short(told)}; collect the run again when it is finished"
+                f"the predictions of {run.directory} do not give the {name} of its results:"
+                f" {np.round(shares, 4).tolist()} and {np.round(recorded, 4).tolist()}; collect the"
+                " run again when it is finished"
             )
 
 
-def _short(values: Sequence[float]) -> str:
-    return "[" + ", ".join(f"{value:.4f}" for value in values) + "]"
-
-
-def packed(right: ByTask, given: ByTask) -> bytes:
-    """An npz, a bit per image and not compressed, so that equal answers give equal bytes
-    everywhere."""
+def pack(correct: Correct, given: Correct) -> bytes:
+    """An uncompressed npz with one bit per image: equal predictions give equal bytes on every
+    machine."""
     stream = io.BytesIO()
-    bits = {
-        name: np.packbits(np.concatenate(found))
-        for name, found in (("right", right), ("right_given", given))
+    arrays = {
+        "num_images": np.array([len(task) for task in correct], np.int32),
+        "right": np.packbits(np.concatenate(correct)),
+        "right_given": np.packbits(np.concatenate(given)),
     }
-    np.savez(stream, num_images=np.array([len(task) for task in right], np.int32), **bits)  # pyright: ignore[reportArgumentType]
+    np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
     return stream.getvalue()
 
 
-def unpacked(file: Path) -> tuple[ByTask, ByTask]:
-    """The inverse of `packed`."""
+def unpack(file: Path) -> tuple[Correct, Correct]:
+    """The inverse of `pack`."""
     try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
-            sizes = held["num_images"]
-            found = [
-                np.unpackbits(held[name], count=int(sizes.sum())).astype(bool)
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+            sizes = arrays["num_images"]
+            bits = [
+                np.unpackbits(arrays[name], count=int(sizes.sum())).astype(bool)
                 for name in ("right", "right_given")
             ]
-            if any(len(bits) != sizes.sum() for bits in found):
+            if any(len(one) != sizes.sum() for one in bits):
                 raise ValueError("it contains fewer bits than images")
     except (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file} cannot be read ({error}); collect the run again") from error
-    right, given = (tuple(np.split(bits, np.cumsum(sizes)[:-1])) for bits in found)
-    return right, given
+    correct, given = (tuple(np.split(one, np.cumsum(sizes)[:-1])) for one in bits)
+    return correct, given

@@ -1,0 +1,37 @@
+"""Tables that programs write into pages that people write.
+
+A table is the text between `<!-- table NAME -->` and `<!-- end -->`. The rest of the page is prose,
+which nothing here changes.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from cheem_jax.core.atomic import write_atomically
+
+END = "<!-- end -->"
+
+
+def begin(name: str) -> str:
+    """The marker before a table."""
+    return f"<!-- table {name} -->"
+
+
+def fill(text: str, tables: Mapping[str, str]) -> str:
+    """Replace the tables of a page by name; append a table whose marker is missing."""
+    for name, table in tables.items():
+        if begin(name) not in text:
+            text += f"\n## {name.capitalize()}\n\n{begin(name)}\n{END}\n"
+        before, _, rest = text.partition(begin(name))
+        _, marker, after = rest.partition(END)
+        if not marker:
+            raise ValueError(f"the page has {begin(name)!r} without {END!r} after it; add one")
+        text = f"{before}{begin(name)}\n\n{table.strip()}\n\n{END}{after}"
+    return text
+
+
+def write_tables(page: Path, tables: Mapping[str, str], title: str) -> None:
+    """Write the tables into a page; a missing page begins with `title` alone."""
+    text = page.read_text() if page.is_file() else f"# {title}\n"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(page, fill(text, tables))

@@ -1,0 +1,249 @@
+"""The tables of a page of results: paired estimates against worked values, and verdicts."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tables
+from page_runs import entries
+from scipy.stats import spearmanr
+
+from cheem_jax.run.results import results_of
+from studies.paper.claims import CONFIRMED, NEGATIVE, OPEN, POSITIVE, REFUTED, largest_gap, verdict
+from studies.paper.collected import load, pack
+from studies.paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
+
+NAMES = ("one", "two", "three")
+
+
+def correct(*counts: int) -> np.ndarray:
+    """Correct, wrong, correct, ... in turn, as often as the counts say."""
+    return np.repeat(np.arange(len(counts)) % 2 == 0, counts)
+
+
+def test_the_interval_of_one_seed_is_the_analytic_one():
+    # of 400 images, 60 are correct for us alone and 20 for them alone: variance 0.2 - 0.1^2
+    ours, theirs = [[correct(60, 20, 320)]], [[correct(0, 60, 340)]]
+    estimate = accuracy_difference(ours, theirs)
+    deviation = np.sqrt((0.2 - 0.1**2) / 400)
+    assert estimate.value == pytest.approx(0.1) and estimate.per_seed == (pytest.approx(0.1),)
+    ends = 0.1 + 1.96 * deviation * np.array([-1, 1])
+    np.testing.assert_allclose([estimate.low, estimate.high], ends, atol=0.003)
+    assert estimate.p < 0.001
+    swapped = accuracy_difference(theirs, ours)
+    assert (swapped.value, swapped.p) == (pytest.approx(-0.1), pytest.approx(estimate.p))
+
+
+def test_tasks_have_equal_weights_and_an_interval_of_resampled_tasks():
+    estimate = accuracy_difference(
+        [[correct(1000), correct(10)]], [[correct(0, 1000), correct(10)]]
+    )
+    assert (estimate.value, estimate.low, estimate.high) == (0.5, 0.5, 0.5)
+    # half of 100 tasks are won by all images, half by none: only the choice of tasks matters
+    ours = [[correct(10) if task % 2 else correct(0, 10) for task in range(100)]]
+    over_tasks = accuracy_difference(ours, [[correct(0, 10)] * 100]).over_tasks
+    np.testing.assert_allclose(over_tasks, 0.5 + 1.96 * 0.05 * np.array([-1, 1]), atol=0.011)
+
+
+def test_seeds_are_resampled_too():
+    same = [[correct(30, 20, 50)], [correct(10, 90)]]
+    assert accuracy_difference(same, same) == Estimate(0.0, 0.0, 0.0, 1.0, (0.0, 0.0), (0.0, 0.0))
+    # one seed wins all images, the other none: means of two resampled seeds are 0, 0.5 and 1
+    estimate = accuracy_difference([[correct(50)]] * 2, [[correct(0, 50)], [correct(50)]])
+    assert (estimate.value, estimate.low, estimate.high) == (0.5, 0.0, 1.0)
+    assert estimate.p == pytest.approx(0.5, abs=0.03)
+    # equal predictions of three seeds are not three times as many images
+    ours, theirs = [correct(60, 20, 320)], [correct(0, 60, 340)]
+    one, three = (accuracy_difference([ours] * num, [theirs] * num) for num in (1, 3))
+    assert three.high - three.low == pytest.approx(one.high - one.low, rel=0.05)
+
+
+@pytest.mark.parametrize("sides", [([[correct(3)]], [[correct(4)]]), ([], [])])
+def test_sides_with_different_images_are_refused(sides):
+    with pytest.raises(ValueError, match="test images by seed and task; expected the same tasks"):
+        accuracy_difference(*sides)
+
+
+def test_a_mean_over_tasks_has_the_interval_of_the_tasks():
+    ours = np.random.default_rng(0).normal(1.0, 0.5, (1, 100))
+    estimate = mean_difference(ours, np.zeros((1, 100)))
+    assert estimate.value == pytest.approx(ours.mean())
+    assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * ours.std() / 10, rel=0.05)
+
+
+def test_the_rank_correlation_is_spearmans():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 12))
+    y = rng.integers(0, 4, size=(2, 12)).astype(float)
+    estimate = rank_correlation(x, y)
+    np.testing.assert_allclose(
+        estimate.per_seed, [spearmanr(x[seed], y[seed])[0] for seed in (0, 1)]
+    )
+    assert estimate.low < estimate.value < estimate.high
+    # the permutation p of one row is close to that of Student's t
+    one = rank_correlation(x[:1], y[:1])
+    assert one.p == pytest.approx(spearmanr(x[0], y[0])[1], abs=0.03)
+    rising = np.arange(8.0)[None]
+    assert rank_correlation(rising, rising**3)[:3] == pytest.approx((1, 1, 1))
+    with pytest.raises(ValueError, match="at least two different values"):
+        rank_correlation(rising, np.zeros((1, 8)))
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ((0.1, 0.2), (CONFIRMED, REFUTED, OPEN)),
+        ((-0.05, 0.05), (OPEN, OPEN, CONFIRMED)),
+        ((-0.3, -0.2), (REFUTED, CONFIRMED, REFUTED)),
+    ],
+)
+def test_a_verdict_compares_the_interval_with_the_values_that_agree(ends, words):
+    estimate = Estimate(0.0, *ends, 1.0, (0.0,))
+    ranges = (POSITIVE, NEGATIVE, (-0.15, 0.15))
+    assert tuple(verdict(estimate, agree) for agree in ranges) == words
+    assert largest_gap() == pytest.approx(0.022)  # ViT-Base on MTIL: 88.1 and 85.9
+
+
+def write(
+    folder: Path,
+    method: str = "cheem",
+    seed: int = 0,
+    rate: float = 0.8,
+    names: Sequence[str] = NAMES,
+    **config,
+) -> Path:
+    """A collected run with 200 test images per task, of which about `rate` are correct."""
+    rng = np.random.default_rng(seed)
+    directory = folder / f"{method}{len(list(folder.glob('*')))}/seed-{seed}"
+    luck = {name: rng.random((2, 200)) for name in NAMES}  # the same for all methods
+    given = tuple(luck[name][0] < rate for name in names)
+    right = tuple(own & (luck[name][1] < 0.9) for own, name in zip(given, names, strict=True))
+    made = entries(names=names, classes=("cat", "dog"), method=method, seed=seed)
+    results = results_of(list(made))
+    for name, by_task in (("accuracy", right), ("local_accuracy", given)):
+        results[name][-1] = [float(task.mean()) for task in by_task]
+    results["average_accuracy"] = float(np.mean(results["accuracy"][-1]))
+    results["local_average_accuracy"] = float(np.mean(results["local_accuracy"][-1]))
+    if method == "cheem":
+        heads = {**results, "local_accuracy": [[0.9, 0.2, 0.5]], "yardsticks": {}}
+        results["yardsticks"] = {"frozen_linear": heads}
+    if config.get("sampling") == "uniform":
+        for task in results["tasks"]:
+            task["params_added_percent"] += 1 + task["name"].count("e")
+    contents = {
+        "results": results,
+        "record": {"command": ["mtil.py"], "data": {"stream": "DATA"}, "conditions": {}},
+        "config": {
+            "tasks": list(names),
+            "seed": seed,
+            "weights_sha256": "w",
+            method: {"epochs": 3, "batch_size": 8, **config},
+        },
+    }
+    directory.mkdir(parents=True)
+    for name, content in contents.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    (directory / "right.npz").write_bytes(pack(right, given))
+    return directory
+
+
+def page_of(tmp_path: Path) -> str:
+    tables.main(tables.Tables(results=tmp_path / "runs", page=tmp_path / "docs/results.md"))
+    return (tmp_path / "docs/results.md").read_text()
+
+
+def row_of(page: str, name: str) -> list[str]:
+    """The cells after the one with this name."""
+    line = next(line for line in page.splitlines() if f"| {name} |" in line)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    return cells[cells.index(name) + 1 :]
+
+
+def test_one_run_makes_the_tables_without_a_comparison_and_always_the_same(tmp_path):
+    write(tmp_path / "runs")
+    page = page_of(tmp_path)
+    figure = (tmp_path / "docs/results/accuracy.png").read_bytes()
+    assert page == page_of(tmp_path)
+    assert figure == (tmp_path / "docs/results/accuracy.png").read_bytes()
+    assert "(a) CHEEM" not in page and not {"nan", "None", str(tmp_path)} & set(page.split())
+
+
+def test_every_claim_is_compared_with_the_runs_that_it_needs(tmp_path):
+    for seed in (0, 1, 2):
+        write(tmp_path / "runs", seed=seed, rate=0.8)
+        write(tmp_path / "runs", "s_prompts", seed=seed, rate=0.95)
+    write(tmp_path / "runs", "lora_cl", seed=1, rate=0.5)
+    write(tmp_path / "runs", "lora_cl", seed=7, rate=0.99)  # no run of CHEEM has this seed
+    write(tmp_path / "runs", "l2p", rate=0.1)
+    write(tmp_path / "runs", "full_finetune", rate=0.805)
+    write(tmp_path / "runs", names=("three", "one", "two"))
+    write(tmp_path / "runs", names=NAMES[::-1])
+    write(tmp_path / "runs", sampling="uniform")
+    page = page_of(tmp_path)
+    prompts = row_of(page, "CHEEM − S-Prompts")
+    assert (
+        prompts[0] == "**refuted**" and prompts[1].startswith("−1") and prompts[5].count(":") == 3
+    )
+    lora = row_of(page, "CHEEM − LoRA-CL")
+    assert lora[0] == "confirmed (one seed)" and lora[5].startswith("1: +2")
+    assert row_of(page, "S-Prompts − L2P")[0] == "confirmed (one seed)"
+    bound = row_of(page, "CHEEM − full fine-tuning, task ID given to both")
+    assert bound[0] == "confirmed (one seed)"
+    assert row_of(page, "CHEEM, order2 − usual order")[1:3] == ["0.0 points", "0.0 to 0.0"]
+    # parameters: 1.5 against 1.5 + 1 and the letters e of the names: 1, 0 and 2
+    added = row_of(page, "HEE − uniform, parameters added per task")
+    assert added[1] == "−2.00 % of the backbone"
+    leads = {name: row_of(page, name)[3] for name in ("LoRA-CL", "full fine-tuning *")}
+    for row, lead in zip((lora, bound), leads.values(), strict=True):
+        assert lead == f"{row[1].removesuffix(' points')} ({row[2]})"
+    assert "| CHEEM, uniform | as CHEEM, but for sampling uniform |" in page
+
+
+def test_the_closed_form_search_has_rows_of_its_own(tmp_path):
+    write(tmp_path / "runs", rate=0.7)
+    search = {"score": "closed_form", "rate": 0.9}
+    write(tmp_path / "runs", **search)
+    write(tmp_path / "runs", sampling="uniform", **search)
+    write(tmp_path / "runs", names=NAMES[::-1], **search)
+    write(tmp_path / "runs", "lora_cl", rate=0.8)
+    row = {"title": "LoRA-CL", "setting": "rate", "values": [1e-3, 3e-3, 1e-2], "chosen": 3e-3}
+    row |= {"accuracies": [0.5, 0.75, None], "at_the_end": False}
+    (tmp_path / "chosen.json").write_text(json.dumps([row]))
+    page = page_of(tmp_path)
+    title = "CHEEM, closed-form score"
+    assert row_of(page, "CHEEM − LoRA-CL")[0] == "**refuted** (one seed)"
+    assert row_of(page, f"{title} − LoRA-CL")[0] == "confirmed (one seed)"
+    added = row_of(page, f"{title}: HEE − uniform, parameters added per task")
+    assert added[1] == "−2.00 % of the backbone"
+    assert row_of(page, f"{title}, reversed − usual order")[1:3] == ["0.0 points", "0.0 to 0.0"]
+    assert "| HEE − uniform" not in page and f"| {title} minus |" in page
+    assert "rate 0.001: 50.0, **0.003: 75.0** |" in page
+
+
+def test_corrupted_runs_end_in_one_error(tmp_path):
+    directory = write(tmp_path / "runs")
+    file = directory / "right.npz"
+    content = file.read_bytes()
+    file.write_bytes(content[:-60])
+    with pytest.raises(ValueError, match=r"right.npz cannot be read .*collect the run again"):
+        page_of(tmp_path)
+    wrong = tuple(np.zeros(200, bool) for _ in NAMES)
+    file.write_bytes(pack(wrong, wrong))
+    with pytest.raises(ValueError, match="do not give the accuracy of its results"):
+        page_of(tmp_path)
+    file.write_bytes(content)
+    (write(tmp_path / "runs", "l2p") / "results.json").unlink()
+    with pytest.raises(ValueError, match="cannot be used: .*unfinished"):
+        page_of(tmp_path)
+    assert not (tmp_path / "docs/results.md").exists()
+
+
+def test_folders_without_collected_runs_and_other_tables_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="leave out --runs and --only"):
+        tables.main(tables.Tables(results=tmp_path, only="fom"))
+    with pytest.raises(ValueError, match=r"contains no collected run; .*experiments/collect.py"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match="--results names .*nowhere, which is not a folder"):
+        load(tmp_path / "nowhere")

@@ -1,0 +1,178 @@
+"""Pages of the docs: their tables and the numbers that they quote are those of the records."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jit_profile import profile_grid
+from pages import begin, fill, write_tables
+from studies.paper.claims import largest_gap
+from studies.paper.results import tables_of
+from studies.searching.report import grids_of
+
+DOCS = Path(__file__).parents[1] / "docs"
+TABLE = re.compile(r"<!-- table (\S+) -->\n\n(.*?)\n\n<!-- end -->", re.DOTALL)
+NUMBER = re.compile(r"\d[\d,]*\.\d+|\d+,\d{3}")
+"""Numbers that a page computes; whole numbers also count, name and date things."""
+
+
+def read(name: str):
+    return json.loads((DOCS / name).read_text())
+
+
+def search_tables(record: str) -> dict[str, str]:
+    grids = grids_of(read(f"results/search/{record}.json"))
+    return {f"{record}-{number}": grid.to_markdown() for number, grid in enumerate(grids, 1)}
+
+
+PAGES = {
+    "results.md": lambda: tables_of(DOCS / "results/runs"),
+    "results_96.md": lambda: tables_of(DOCS / "results_96/runs"),
+    "search.md": lambda: search_tables("at_96") | search_tables("at_224"),
+    "profile/jit_profile.md": lambda: {
+        "executors": profile_grid(read("profile/jit_profile.json")).to_markdown()
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.full] if page == "results_96.md" else [])
+        for page in PAGES
+    ],
+)
+def test_the_tables_of_a_page_are_those_of_its_records(page):
+    tables = dict(TABLE.findall((DOCS / page).read_text()))
+    assert tables == PAGES[page]()
+
+
+def cut_off() -> Iterator[float]:
+    """Accuracies in % after six sets, of the methods that were cut off and of finished runs."""
+    record = read("results/cut_off.json")
+    num = len(record["tasks"])
+    for method in record["methods"].values():
+        yield from (np.mean(method["accuracy"]), np.mean(method["given"]))
+    for name in ("cheem-closed_form", "cheem", "lora_cl", "s_prompts", "frozen_linear"):
+        run = read(f"results/runs/{name}/seed-0/results.json")
+        assert [task["name"] for task in run["tasks"]][:num] == record["tasks"]
+        yield 100 * np.mean(run["accuracy"][num - 1][:num])
+
+
+def omniglot() -> Iterator[float]:
+    """Accuracies in % on omniglot with the task ID given, and CHEEM's lead without it."""
+    names = [task["name"] for task in read("results/runs/cheem/seed-0/results.json")["tasks"]]
+    place = names.index("omniglot")
+    leads = []
+    for seed in range(3):
+        ours, theirs = (
+            100 * np.array(read(f"results/runs/{name}/seed-{seed}/results.json")[key][-1])
+            for name, key in (("cheem-closed_form", "accuracy"), ("lora_cl", "accuracy"))
+        )
+        leads.append(np.delete(ours - theirs, place).mean())
+        yield (
+            100
+            * read(f"results/runs/lora_cl/seed-{seed}/results.json")["local_accuracy"][-1][place]
+        )
+    yield abs(np.mean(leads))
+    for name in ("cheem", "frozen_linear"):
+        yield 100 * read(f"results/runs/{name}/seed-0/results.json")["local_accuracy"][-1][place]
+
+
+def minutes(page: str) -> Iterator[float]:
+    """Mean minutes per method."""
+    for method in ("cheem", "cheem-closed_form", "lora_cl", "frozen_linear", "full_finetune"):
+        files = sorted((DOCS / page / "runs" / method).glob("*/results.json"))
+        if files:
+            yield np.mean([json.loads(file.read_text())["seconds"] / 60 for file in files])
+
+
+def images() -> Iterator[float]:
+    """Images by split."""
+    tasks = read("results/runs/cheem/seed-0/results.json")["tasks"]
+    for split in ("train", "val", "test"):
+        yield sum(task[f"num_{split}"] for task in tasks)
+
+
+def routers(page: str) -> Iterator[float]:
+    study = read(f"{page}/routers.json")
+    for method in study["chosen"]["methods"].values():
+        yield from (100 * method["accuracy"], 100 * method["gain"]["value"])
+    yield from (100 * study["same_answers"], 100 * study["near_best"])
+
+
+def more_of_96() -> Iterator[float]:
+    """Seed 0 on two processors, and the FLOPs of TUNA over CHEEM's."""
+    runs = [read(f"results_96/{folder}/cheem/seed-0/results.json") for folder in ("again", "runs")]
+    yield from (100 * run["average_accuracy"] for run in runs)
+    flops = [
+        np.mean([json.loads(file.read_text())["flops"]["paper"] for file in files])
+        for method in ("tuna", "cheem")
+        if (files := list((DOCS / f"results_96/runs/{method}").glob("*/results.json")))
+    ]
+    yield flops[0] / flops[1]
+
+
+FACTS = {
+    "results.md": lambda: [
+        *cut_off(),
+        *omniglot(),
+        *minutes("results"),
+        *images(),
+        *routers("results"),
+    ],
+    "results_96.md": lambda: [*minutes("results_96"), *routers("results_96"), *more_of_96()],
+}
+ELSEWHERE = {
+    "results.md": {"1.0", "0.5", "0.05", "89.3", "11.2", "0.11", "10,000"},
+    "results_96.md": {"0.05", "0.12", "0.17", "0.40", "0.62", "0.10", "10,000"},
+}
+"""The level of p, ends of the interval without omniglot, the search's page, versions of JAX,
+resamples."""
+
+
+@pytest.mark.parametrize("page", FACTS)
+def test_the_numbers_in_the_text_of_a_page_are_those_of_its_records(page):
+    text = (DOCS / page).read_text()
+    tables = " ".join(table for _, table in TABLE.findall(text))
+    facts = {f"{abs(value):.{digits}f}" for value in FACTS[page]() for digits in (1, 2)}
+    facts |= {f"{value:,.0f}" for value in FACTS[page]()} | {f"{100 * largest_gap():.1f}"}
+    known = facts | set(NUMBER.findall(tables)) | ELSEWHERE[page]
+    prose = re.sub(r"```.*?```|`[^`]*`", "", TABLE.sub("", text), flags=re.DOTALL)
+    quoted = set(NUMBER.findall(prose))
+    assert len(quoted) > 20
+    assert sorted(quoted - known) == []
+
+
+def test_the_results_of_the_readme_are_those_of_the_page():
+    lines = (DOCS / "results.md").read_text().splitlines()
+    readme = (DOCS.parent / "README.md").read_text()
+    table = re.search(r"^\| method \| seeds .*?\n\n", readme, re.MULTILINE | re.DOTALL)
+    rows = [
+        [cell.strip() for cell in line.split("|")[3:-1]]
+        for line in table[0].splitlines()[2:]
+        if line
+    ]
+    assert len(rows) >= 3 and all(len(row) == 5 and row.count("–") < 3 for row in rows)
+    for task_agnostic, routed, *others in rows:
+        cells = [cell for cell in (task_agnostic, *others) if cell != "–"]
+        assert any(all(f"| {cell} " in line for cell in cells) for line in lines), cells
+        assert routed == "–" or any(
+            line.startswith("| levels | **") and f"| {routed}, +" in line for line in lines
+        )
+
+
+def test_tables_are_written_between_their_markers_and_nothing_else_changes(tmp_path):
+    page = tmp_path / "page.md"
+    write_tables(page, {"sizes": "| a |"}, "Title")
+    assert page.read_text().startswith("# Title\n") and dict(TABLE.findall(page.read_text()))
+    page.write_text(f"Before.\n\n{begin('sizes')}\nold\n<!-- end -->\n\nAfter.\n")
+    write_tables(page, {"sizes": "| b |"}, "Title")
+    text = page.read_text()
+    assert text.startswith("Before.\n") and text.endswith("\nAfter.\n")
+    assert "old" not in text and dict(TABLE.findall(text)) == {"sizes": "| b |"}
+    with pytest.raises(ValueError, match="add one"):
+        fill(begin("sizes"), {"sizes": "| b |"})
