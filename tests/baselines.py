@@ -12,7 +12,7 @@ import numpy as np
 import small
 from compiling import count_compilations
 
-from cheem_jax.cheem.heads import Classes
+from cheem_jax.baselines.heads import Classes
 from cheem_jax.core.keys import Keys
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures, Method, Networks

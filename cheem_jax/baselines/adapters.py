@@ -21,7 +21,7 @@ from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.baselines.baseline import OneHead, at_least_one, pass_costs, positive, shares
 from cheem_jax.baselines.fitting import Init, Inputs
-from cheem_jax.cheem.heads import grow_head
+from cheem_jax.baselines.heads import grow_head
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import product
 from cheem_jax.core.keys import Phase, next_power_of_two

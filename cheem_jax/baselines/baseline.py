@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import backbone_flops, backbone_params, executed_backbone_flops
 from cheem_jax.baselines.fitting import Fitter, Fitting, Inputs, numbered, over_batches
-from cheem_jax.cheem.heads import Classes, classes_by_task, saved_classes
+from cheem_jax.baselines.heads import Classes, classes_by_task, saved_classes
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.pool import Head

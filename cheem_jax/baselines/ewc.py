@@ -32,18 +32,10 @@ from cheem_jax.baselines.baseline import (
     positive,
 )
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs
-from cheem_jax.cheem.heads import (
-    FAR,
-    Classes,
-    cut,
-    grow_head,
-    head_logits,
-    local_cross_entropy,
-    padded,
-)
+from cheem_jax.baselines.heads import Classes, cut, grow_head, head_logits, local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, order_at
-from cheem_jax.core.pool import Head
+from cheem_jax.core.pool import FAR, Head, padded
 from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.baselines.baseline import Baseline, at_least_one, params_report, pass_costs
-from cheem_jax.cheem.heads import classes_by_task
+from cheem_jax.baselines.heads import classes_by_task
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.pool import Head
 from cheem_jax.core.routing import (

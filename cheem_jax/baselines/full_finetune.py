@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from cheem_jax.backbone.flops import backbone_params
 from cheem_jax.baselines.baseline import OwnHeads, at_least_one, params_report, pass_costs
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, numbered, unnumbered
-from cheem_jax.cheem.heads import classes_by_task, cut, head_logits, local_cross_entropy
+from cheem_jax.baselines.heads import classes_by_task, cut, head_logits, local_cross_entropy
 from cheem_jax.cheem.supernet import init_head_learner
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, next_power_of_two

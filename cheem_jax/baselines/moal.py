@@ -33,7 +33,7 @@ from cheem_jax.baselines.adapters import (
 )
 from cheem_jax.baselines.baseline import MUCH_MEMORY, at_least_one, expect, params_report
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, numbered, unnumbered
-from cheem_jax.cheem.heads import local_cross_entropy
+from cheem_jax.baselines.heads import local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, order_at
 from cheem_jax.core.routing import normalise

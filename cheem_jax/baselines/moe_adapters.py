@@ -47,11 +47,11 @@ from cheem_jax.baselines.fitting import (
     learning_only,
     over_batches,
 )
-from cheem_jax.cheem.heads import FAR, cut, grow_head, head_logits, local_cross_entropy
+from cheem_jax.baselines.heads import cut, grow_head, head_logits, local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import dot
 from cheem_jax.core.keys import Phase, key_at, next_power_of_two, order_at
-from cheem_jax.core.pool import Head
+from cheem_jax.core.pool import FAR, Head
 from cheem_jax.core.settings import Advance, FitConfig, Precision
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches, num_batches

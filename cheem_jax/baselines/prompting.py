@@ -25,10 +25,10 @@ from jaxtyping import Array, Float, Int
 from cheem_jax.backbone.vit import Prefix, ViT
 from cheem_jax.baselines.baseline import OneHead, OwnHeads, no_classes, params_report, pass_costs
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, Inputs
-from cheem_jax.cheem.heads import cut, grow_head, head_logits, local_cross_entropy, padded
+from cheem_jax.baselines.heads import cut, grow_head, head_logits, local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, next_power_of_two, task_number
-from cheem_jax.core.pool import Head
+from cheem_jax.core.pool import Head, padded
 from cheem_jax.data.task import Task
 from cheem_jax.run.method import Answers
 

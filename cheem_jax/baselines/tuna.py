@@ -33,9 +33,10 @@ from cheem_jax.baselines.adapters import (
 )
 from cheem_jax.baselines.baseline import at_least_one, expect, params_report, positive
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs
-from cheem_jax.cheem.heads import FAR, local_cross_entropy
+from cheem_jax.baselines.heads import local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, order_at
+from cheem_jax.core.pool import FAR
 from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Task
 from cheem_jax.engine import hosts

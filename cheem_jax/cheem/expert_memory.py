@@ -18,13 +18,20 @@ from cheem_jax.backbone.flops import (
     network_flops,
 )
 from cheem_jax.cheem.evolution import Scored, Searched
-from cheem_jax.cheem.heads import padded
 from cheem_jax.cheem.saved_memory import open_memory, save_memory_task, with_task
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import SupernetFit
 from cheem_jax.core.architecture import Architecture, to_strings
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, Pool, StoredExpert, TaskMemory
+from cheem_jax.core.pool import (
+    DenseExperts,
+    Head,
+    InternalMemory,
+    Pool,
+    StoredExpert,
+    TaskMemory,
+    padded,
+)
 from cheem_jax.core.routing import (
     Router,
     RouterConfig,

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from cheem_jax.core.architecture import Architecture, Choice
+from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.ops import Expert, LowRank, merge
 from cheem_jax.core.routing import TaskStatistics
 
@@ -40,6 +41,10 @@ BlockPool = tuple[StoredExpert, ...]
 Pool = tuple[BlockPool, ...]
 
 
+FAR = -1e30
+"""Logit of a masked class; finite, so that no gradient becomes NaN."""
+
+
 class Head(NamedTuple):
     """A task's linear classifier on the class token."""
 
@@ -50,6 +55,14 @@ class Head(NamedTuple):
 def logits_of(features: Float[np.ndarray, "N D"], head: Head) -> Float[np.ndarray, "N C"]:
     """A head's logits, on the host."""
     return features @ np.asarray(head.weight) + np.asarray(head.bias)
+
+
+def padded(head: Head) -> Head:
+    """Pad a head to a power of two classes, so that few compiled functions serve all tasks."""
+    num = head.bias.shape[0]
+    extra = next_power_of_two(num) - num
+    weight = np.pad(np.asarray(head.weight), ((0, 0), (0, extra)))
+    return Head(jnp.asarray(weight), jnp.asarray(np.pad(np.asarray(head.bias), (0, extra))))
 
 
 @dataclasses.dataclass(frozen=True)

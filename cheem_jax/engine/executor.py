@@ -26,7 +26,7 @@ from cheem_jax.backbone.vit import Block, ViT, mean_patch, summary
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.device import Device, here, traced_for
 from cheem_jax.core.ops import Adapt, Expert, New, Op, Reuse, Skip
-from cheem_jax.core.pool import Head, base_pool
+from cheem_jax.core.pool import FAR, Head, base_pool
 from cheem_jax.core.settings import Placement, Token
 from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.layout import ONE, Layout
@@ -474,7 +474,7 @@ def guard(loss: jax.Array, grads: Any) -> jax.Array:
 def masked_logits(head: Head, features: jax.Array, num_classes) -> jax.Array:
     """Logits with the head's padding pushed out of reach."""
     logits = features @ head.weight + head.bias
-    return jnp.where(jnp.arange(logits.shape[-1]) < num_classes, logits, -1e30)
+    return jnp.where(jnp.arange(logits.shape[-1]) < num_classes, logits, FAR)
 
 
 @jax.jit

@@ -17,9 +17,9 @@ from flax import nnx
 from jaxtyping import Int, UInt8
 
 from cheem_jax import __version__
-from cheem_jax.cheem.heads import FAR
 from cheem_jax.core.architecture import to_strings
 from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.pool import FAR
 from cheem_jax.core.routing import distances, make_router
 from cheem_jax.data.task import check_names
 from cheem_jax.engine.choice import EngineConfig, make_executor

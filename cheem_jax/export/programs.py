@@ -13,9 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
 from cheem_jax.backbone.vit import ViT, mean_patch
-from cheem_jax.cheem.heads import FAR
 from cheem_jax.core.ops import Adapt, LowRank, Ops, Reuse, Skip
-from cheem_jax.core.pool import Head, Pool, TaskMemory, dense_expert
+from cheem_jax.core.pool import FAR, Head, Pool, TaskMemory, dense_expert
 from cheem_jax.core.routing import (
     Metric,
     OwnCovariance,

@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.optimize import minimize_scalar
 
+from cheem_jax.baselines.heads import grow_head
 from cheem_jax.cheem.expert_memory import task_network
-from cheem_jax.cheem.heads import grow_head
 from cheem_jax.cheem.learner import Cheem, Learning
 from cheem_jax.cheem.training import SupernetFit
 from cheem_jax.core.architecture import Choice, encode

@@ -27,7 +27,7 @@ from charts import names_in
 from flax import nnx
 
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, numbered, over_batches
-from cheem_jax.cheem.heads import head_logits, local_cross_entropy
+from cheem_jax.baselines.heads import head_logits, local_cross_entropy
 from cheem_jax.cheem.supernet import init_head_learner
 from cheem_jax.core.images import Images
 from cheem_jax.core.interruption import Stop

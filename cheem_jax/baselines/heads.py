@@ -15,13 +15,10 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.core.keys import next_power_of_two
-from cheem_jax.core.pool import Head
+from cheem_jax.core.pool import FAR, Head
 from cheem_jax.engine.inference import Inferred
 from cheem_jax.run.checkpoint import load_meta, named, saved_tasks
 from cheem_jax.run.method import Answers
-
-FAR = -1e30
-"""Logit of a masked class; finite, so that no gradient becomes NaN."""
 
 
 class Classes:
@@ -134,14 +131,6 @@ def head_logits(head: Head, features: Float[Array, "B D"]) -> Float[Array, "B P"
 def cut(head: Head, num: int) -> Head:
     """A head without its padding, on the host."""
     return Head(np.asarray(head.weight)[:, :num], np.asarray(head.bias)[:num])  # pyright: ignore[reportArgumentType]
-
-
-def padded(head: Head) -> Head:
-    """A stored head at its padding bucket's width."""
-    num = head.bias.shape[0]
-    extra = next_power_of_two(num) - num
-    weight = np.pad(np.asarray(head.weight), ((0, 0), (0, extra)))
-    return Head(jnp.asarray(weight), jnp.asarray(np.pad(np.asarray(head.bias), (0, extra))))
 
 
 def classes_by_task(
