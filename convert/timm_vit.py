@@ -14,7 +14,8 @@ import numpy as np
 from cheem_jax.backbone.timm_names import from_timm, infer_config
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, named_config
 from cheem_jax.cli import convert as command
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 
 
 @dataclasses.dataclass(frozen=True)

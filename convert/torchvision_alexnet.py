@@ -13,7 +13,8 @@ import numpy as np
 
 from cheem_jax.backbone.alexnet import FORMAT, AlexNetConfig, from_torchvision
 from cheem_jax.backbone.weights import sha256_of
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.atomic import write_atomically
 
 

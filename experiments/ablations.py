@@ -22,7 +22,8 @@ from charts import architecture_sheet, names_in, spread, sweep_picture, write_pa
 from study import Found, Study, Variant, run_all, task_names
 
 from cheem_jax.cheem.config import PLUS, PRESETS
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.settings import KINDS
 from cheem_jax.report.comparison import comparison

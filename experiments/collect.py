@@ -19,7 +19,8 @@ import numpy as np
 from charts import check_folder
 from studies.paper.collected import Correct, check_correct, pack
 
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.sources import plan_source

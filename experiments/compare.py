@@ -38,7 +38,8 @@ from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.catalogue import NAMES, NEED_A_ROUTER, Networks, check_name, preset_of
 from cheem_jax.cheem.config import QUICK_PLUS
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import select

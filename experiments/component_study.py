@@ -38,8 +38,8 @@ from cheem_jax.backbone.flops import backbone_params
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cheem.config import PRESETS as CHEEM_PRESETS
 from cheem_jax.cli import run as cheem_run
-from cheem_jax.cli.arguments import arguments_of
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import arguments_of, parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.core import metrics
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig

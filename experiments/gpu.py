@@ -43,7 +43,8 @@ from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import make_step, train_steps
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.pool import dense_experts

@@ -29,7 +29,8 @@ from studies.paper.printed import Cell, printed
 
 from cheem_jax.cheem.config import PRESETS
 from cheem_jax.cli import run as cheem_run
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.finished import (
     RunRecord,

@@ -36,7 +36,8 @@ from cheem_jax.backbone.params import build
 from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.hee import sample, uniform_table
 from cheem_jax.cheem.training import step_of, train_steps
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import Architecture, decode
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.kernels import dot

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import filelock
 import tyro
 
-from cheem_jax.cli.main import run_command
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.interruption import stop_requests
 from cheem_jax.report.status import read_object, read_owner

@@ -10,8 +10,8 @@ FOLDER contains one folder or zip per task with `<split>/<class>/<image>` inside
 
 import sys
 
-from cheem_jax.cli.main import run_command
 from cheem_jax.cli.run import read_arguments, run_seeds
+from cheem_jax.cli.running import run_command
 
 if __name__ == "__main__":
     settings = read_arguments(sys.argv[1:], description=__doc__)

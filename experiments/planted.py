@@ -23,8 +23,8 @@ from study import seeds_of
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
 from cheem_jax.baselines.catalogue import Networks
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
-from cheem_jax.cli.arguments import arguments_of
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import arguments_of, parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
 from cheem_jax.engine.choice import EngineConfig

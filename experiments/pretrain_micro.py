@@ -35,7 +35,8 @@ from cheem_jax.backbone.config import ViTConfig, config_of
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import Params, build, init_params, params_of
 from cheem_jax.backbone.weights import Pretrained, save_converted
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.run.differences import settings_apart, summary
 

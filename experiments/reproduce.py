@@ -18,8 +18,9 @@ import planted
 import tyro
 
 from cheem_jax.cli import run as cheem_run
+from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.demo import Demo, learn_demo
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.running import run_command
 from cheem_jax.report.compare import config_of, differences
 from cheem_jax.report.table import NONE, Grid
 from cheem_jax.run import fingerprint

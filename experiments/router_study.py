@@ -26,7 +26,8 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import executed_flops, executed_pass_flops, pass_flops
 from cheem_jax.backbone.params import build
 from cheem_jax.cli import run as cheem_run
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.keys import Keys

@@ -28,8 +28,8 @@ from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.saved_memory import with_task
 from cheem_jax.cli import run as cheem_run
-from cheem_jax.cli.arguments import arguments_of
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import arguments_of, parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.keys import Keys
 from cheem_jax.data.task import select

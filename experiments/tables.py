@@ -21,7 +21,8 @@ from charts import check_folder, filled, names_in
 from studies.paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
 from studies.paper.results import write_results
 
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.core import metrics
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.finished import (

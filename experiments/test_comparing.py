@@ -13,7 +13,7 @@ from PIL import Image
 from cheem_jax.baselines.catalogue import NAMES, preset_of
 from cheem_jax.cheem.config import PRESETS, CheemConfig
 from cheem_jax.cli import run as cheem_run
-from cheem_jax.cli.main import run_command
+from cheem_jax.cli.running import run_command
 from cheem_jax.data import streams
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.run.record import read

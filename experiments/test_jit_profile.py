@@ -9,7 +9,7 @@ import pytest
 from bench import measure
 
 from cheem_jax.backbone.config import config_of
-from cheem_jax.cli.main import run_command
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import from_strings
 
 

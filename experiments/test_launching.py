@@ -26,7 +26,7 @@ from rich.console import Console
 from cheem_jax.baselines.catalogue import NAMES
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of
-from cheem_jax.cli.main import run_command
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.interruption import Stopped, stop_requests
 from cheem_jax.report.status import read_owner
 from cheem_jax.run.progress import Progress

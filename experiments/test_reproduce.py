@@ -15,9 +15,9 @@ import small
 from rich.console import Console
 
 from cheem_jax.cheem.config import PRESETS
-from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.cli.arguments import arguments_of, parse
 from cheem_jax.cli.demo import Demo
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.running import run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.run import fingerprint, record
 from cheem_jax.run.progress import Progress

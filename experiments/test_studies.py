@@ -15,7 +15,7 @@ from PIL import Image
 from cheem_jax.baselines.lora_cl import LoraClConfig
 from cheem_jax.cheem.config import PRESETS, CheemConfig
 from cheem_jax.cli import run as cheem_run
-from cheem_jax.cli.main import run_command
+from cheem_jax.cli.running import run_command
 
 
 def results_of(

@@ -9,8 +9,8 @@ DATA is the data folder that `cheem data prepare vdd --data-dir DATA` fills.
 import sys
 from pathlib import Path
 
-from cheem_jax.cli.main import run_command
 from cheem_jax.cli.run import read_arguments, run_seeds
+from cheem_jax.cli.running import run_command
 
 if __name__ == "__main__":
     settings = read_arguments(

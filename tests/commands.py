@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
-from cheem_jax.cli.main import main, parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.main import main
+from cheem_jax.cli.running import run_command
 
 
 def cheem(capsys, *words):

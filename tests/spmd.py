@@ -255,7 +255,7 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from cheem_jax.cli.main import run_command
+    from cheem_jax.cli.running import run_command
 
     name, out, text = sys.argv[1:]
 

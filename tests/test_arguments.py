@@ -17,9 +17,8 @@ from cheem_jax.cheem.config import (
     SearchConfig,
 )
 from cheem_jax.cli import run as cheem_run
-from cheem_jax.cli.arguments import arguments_of, located
+from cheem_jax.cli.arguments import arguments_of, located, parse
 from cheem_jax.cli.demo import Demo
-from cheem_jax.cli.main import parse
 from cheem_jax.core.routing import RouterConfig
 from cheem_jax.core.settings import FitConfig, SeedsConfig
 from cheem_jax.data.load import ImagesConfig
@@ -213,7 +212,7 @@ def test_text_that_a_command_line_would_misread_is_refused(whole, said):
 
 
 def test_a_value_without_a_written_form_is_refused_with_its_type():
-    with pytest.raises(TypeError, match="dict {} has no form on a command line"):
+    with pytest.raises(TypeError, match="dict {} cannot be written on a command line"):
         arguments_of(Odd({}))
 
 

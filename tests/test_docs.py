@@ -21,7 +21,7 @@ import yaml
 
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.cheem import hee
-from cheem_jax.cli.main import COMMANDS
+from cheem_jax.cli.commands import COMMANDS
 from cheem_jax.core.ops import Expert, init_low_rank
 from cheem_jax.core.settings import COLOURS
 

@@ -32,7 +32,9 @@ import cheem_jax
 from cheem_jax.backbone.alexnet import load_alexnet
 from cheem_jax.backbone.weights import BUNDLED, load_pretrained
 from cheem_jax.cli import run as cheem_run
-from cheem_jax.cli.main import COMMANDS, main, parse
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.commands import COMMANDS
+from cheem_jax.cli.main import main
 from cheem_jax.core.hub import told_in_a_line
 from cheem_jax.core.paths import absolute, shown, with_absolute_paths
 from cheem_jax.data.load import ImagesConfig, default_directory, load_stream, load_task, load_tasks

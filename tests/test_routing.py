@@ -28,8 +28,8 @@ from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
 from cheem_jax.baselines.s_prompts import SPromptsConfig
 from cheem_jax.cheem.expert_memory import ExpertMemory
 from cheem_jax.cli import run as cheem_run
+from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.info import Info, show_info
-from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Reuse, init_new
 from cheem_jax.core.pool import InternalMemory

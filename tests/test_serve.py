@@ -35,8 +35,9 @@ from serving import (
 )
 
 from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.ask import Serve, serve_memory
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import Choice
 from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, base_pool
 from cheem_jax.core.routing import RouterConfig

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
-from cheem_jax.cli.main import COMMANDS, parse
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

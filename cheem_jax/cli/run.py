@@ -15,8 +15,7 @@ from cheem_jax.backbone.weights import Pretrained, load_pretrained
 from cheem_jax.baselines.catalogue import NAMES, Baseline, MethodConfig, Name, Networks, preset_of
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
-from cheem_jax.cli.arguments import arguments_of, located
-from cheem_jax.cli.main import parse
+from cheem_jax.cli.arguments import arguments_of, located, parse
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.images import Images
 from cheem_jax.core.settings import SeedsConfig

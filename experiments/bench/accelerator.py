@@ -38,7 +38,8 @@ from cheem_jax.cheem.config import PAPER, CheemConfig
 from cheem_jax.cheem.hee import sample, uniform_table
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.training import prepare, steps_of, supernet_score, train_steps
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import Architecture, decode
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.keys import Keys, next_power_of_two

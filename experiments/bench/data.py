@@ -24,7 +24,7 @@ from PIL import Image
 
 from cheem_jax.cheem.hee import uniform_table
 from cheem_jax.cheem.training import prepare, steps_of, supernet_draws
-from cheem_jax.cli.main import parse
+from cheem_jax.cli.arguments import parse
 from cheem_jax.core.architecture import decode
 from cheem_jax.core.images import in_turn
 from cheem_jax.core.keys import order_at

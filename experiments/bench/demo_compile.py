@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cheem_jax.cli.main import parse
+from cheem_jax.cli.arguments import parse
 from cheem_jax.run.record import read
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row

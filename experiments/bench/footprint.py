@@ -25,7 +25,7 @@ from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.training import make_step, train_step
-from cheem_jax.cli.main import parse
+from cheem_jax.cli.arguments import parse
 from cheem_jax.core.architecture import decode
 from cheem_jax.core.pool import DenseExperts, InternalMemory
 from cheem_jax.core.routing import RouterConfig

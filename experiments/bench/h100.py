@@ -26,7 +26,8 @@ from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.hee import sample, uniform_table
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import train_steps
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import decode
 from cheem_jax.core.pool import base_pool, dense_experts
 from cheem_jax.core.settings import Precision

@@ -38,7 +38,7 @@ from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.cheem.training import prepare, step_of
-from cheem_jax.cli.main import parse
+from cheem_jax.cli.arguments import parse
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import DenseExperts, InternalMemory
 from cheem_jax.core.routing import Metric, NearestCentroid, RouterConfig, TaskStatistics, normalise

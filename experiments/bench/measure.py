@@ -35,7 +35,7 @@ from cheem_jax.backbone.weights import Pretrained, load_pretrained
 from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import train_step
-from cheem_jax.cli.main import run_command
+from cheem_jax.cli.running import run_command
 from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.atomic import write_atomically

@@ -15,7 +15,7 @@ import numpy as np
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.fitting import FitBatch, Inputs
 from cheem_jax.baselines.l2p import L2p, L2pConfig
-from cheem_jax.cli.main import parse
+from cheem_jax.cli.arguments import parse
 from cheem_jax.core.keys import Keys, next_power_of_two
 from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import FitConfig

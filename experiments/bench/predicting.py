@@ -13,7 +13,8 @@ from typing import Annotated
 
 import tyro
 
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from cheem_jax.data.decode import decode_many
 from cheem_jax.memory import open_memory
 from cheem_jax.memory.data import NamedFiles, files_in

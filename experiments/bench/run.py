@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 
 ROOT = Path(__file__).parents[2]
 PARTS = (

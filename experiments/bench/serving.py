@@ -26,7 +26,8 @@ import numpy as np
 import tyro
 from PIL import Image
 
-from cheem_jax.cli.main import parse, run_command
+from cheem_jax.cli.arguments import parse
+from cheem_jax.cli.running import run_command
 from experiments.bench.measure import Row, save
 
 NUM_PICTURES = 64

@@ -32,7 +32,7 @@ from cheem_jax.cheem.training import (
     supernet_draws,
     supernet_score,
 )
-from cheem_jax.cli.main import parse
+from cheem_jax.cli.arguments import parse
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.pool import DenseExperts, InternalMemory, pool_sizes
 from cheem_jax.core.settings import FitConfig

@@ -20,7 +20,7 @@ import numpy as np
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.training import dense_network, frozen_prefix, prepare, step_of, supernet_score
-from cheem_jax.cli.main import parse
+from cheem_jax.cli.arguments import parse
 from cheem_jax.core.architecture import Architecture, Choice, decode
 from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.ops import LowRank

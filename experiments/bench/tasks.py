@@ -26,7 +26,7 @@ from cheem_jax.cheem.closed_form import fit_head
 from cheem_jax.cheem.config import QUICK, QUICK_PLUS, CheemConfig
 from cheem_jax.cheem.learner import Cheem, Learning
 from cheem_jax.cheem.training import supernet_draws
-from cheem_jax.cli.main import parse
+from cheem_jax.cli.arguments import parse
 from cheem_jax.core.architecture import Architecture, Choice, decode, encode
 from cheem_jax.core.keys import Keys, Phase, key_at, next_power_of_two, order_at
 from cheem_jax.core.ops import Expert

@@ -28,7 +28,7 @@ from shim import Fault, armed, clock_shifted
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cli import demo
-from cheem_jax.cli.main import run_command
+from cheem_jax.cli.running import run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.progress import Progress

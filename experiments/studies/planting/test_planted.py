@@ -12,7 +12,7 @@ from PIL import Image
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.flops import network_flops
 from cheem_jax.cheem.config import PRESETS
-from cheem_jax.cli.main import run_command
+from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import from_strings
 from studies.planting import claims, pages
 from studies.planting.claims import CLAIMS, Verdict, judge, summarise, yes_distribution

@@ -1,0 +1,167 @@
+"""Running a command: bad input, full disks, Ctrl-C and closed pipes end in a line and a status."""
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from cheem_jax.core.atomic import REFUSING
+from cheem_jax.core.interruption import Stopped
+from cheem_jax.core.paths import shown
+
+Settings = TypeVar("Settings")
+
+
+def run_command(
+    command: Callable[[Settings], int | None],
+    settings: Settings,
+    directory: Path | None = None,
+    *,
+    computes: bool = True,
+) -> None:
+    """Run a command; end the process by SystemExit if it fails or returns a status other than 0.
+
+    `directory` is written by the command and resumes it; `computes` caches compiled functions. A
+    failed process of a job of several ends at once, so that the others do not wait for it.
+    """
+    try:
+        with pipes_handled(), errors_in_a_line(directory, getattr(settings, "kept", "")):
+            # the loaders report large images and corrupted EXIF data themselves
+            warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
+            warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
+            if computes:
+                _cache_compiled_functions()
+            status = command(settings)
+        if status:
+            raise SystemExit(status)
+    except BaseException as error:
+        if (hosts := sys.modules.get("cheem_jax.engine.hosts")) is not None:
+            hosts.leave(error)
+        raise
+
+
+def _cache_compiled_functions() -> None:
+    # imports JAX, which several commands do not need
+    from cheem_jax.engine.compilation import NotKept, allow_ordinary_programs, keep_programs
+
+    for note in allow_ordinary_programs():
+        print(f"note: {note}", file=sys.stderr)
+    try:
+        keep_programs()
+    except NotKept as error:
+        print(f"note: {error}; they are compiled again in every run", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def errors_in_a_line(directory: Path | None = None, kept: str = "") -> Iterator[None]:
+    """Replace expected errors and Ctrl-C by one line and SystemExit; others keep their traceback.
+
+    `directory` is named in errors that name no file; `kept` is said after Ctrl-C if there is no
+    directory.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        number = stop.signal_number if isinstance(stop, Stopped) else signal.SIGINT
+        if directory is not None and isinstance(stop, Stopped):
+            kept = f" In {shown(directory)} {stop}; the same command resumes from there."
+        elif directory is not None and directory.exists():
+            kept = f" Finished tasks are in {shown(directory)}; the same command resumes."
+        print(f"\nstopped.{kept}", file=sys.stderr)
+        raise SystemExit(128 + number) from None
+    except Exception as error:
+        if (sentence := _sentence(error, directory)) is None:
+            raise
+        print(f"error: {sentence}", file=sys.stderr)
+        for line in getattr(error, "advice", ()):
+            print(f"  {line}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _sentence(error: Exception, directory: Path | None) -> str | None:
+    """The line for the user; None for an error of this library."""
+    text = f"{' '.join(str(error).split()):.4000}"
+    jax = sys.modules.get("jax")
+    match error:
+        case MemoryError():
+            pass
+        case ImportError(name=None):  # of an extra; the message says how to install it
+            return text
+        case ImportError(name=str(name)):
+            is_ours = name.split(".")[0] == "cheem_jax"
+            return None if is_ours else f"{text}; `cheem doctor` says how to install it"
+        case BrokenPipeError() if _output_is_closed():
+            return None
+        case OSError(errno=number) if number in REFUSING:
+            room = "" if number == errno.EROFS else "free some room and repeat the command, or "
+            return (
+                f"{error.filename or directory or 'a file'} cannot be written: {error.strerror};"
+                f" {room}choose a folder on another disk; saved files stay"
+            )
+        case ValueError() | OSError() | FloatingPointError():
+            return text
+        case _ if jax is None:
+            return None
+        case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in text:
+            pass
+        case RuntimeError() | AssertionError() if platforms := _missing_platforms():
+            reason = f" ({text:.300})" if text else ""
+            return (
+                f"JAX has no device for JAX_PLATFORMS={platforms}{reason}; set JAX_PLATFORMS=cpu,"
+                " or unset it; `cheem doctor` shows the devices"
+            )
+        case _:
+            return None
+    reason = str(error).splitlines()[0] if text else "no memory left"
+    return (
+        f"out of memory ({reason}); try a smaller batch size, less memory for the device's cache"
+        " (memory_gb) or a smaller image size; finished tasks are safe"
+    )
+
+
+def _missing_platforms() -> str | None:
+    """The value of JAX_PLATFORMS if JAX has no device for it."""
+    jax = sys.modules["jax"]
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError):
+        return jax.config.jax_platforms
+    return None
+
+
+@contextlib.contextmanager
+def pipes_handled() -> Iterator[None]:
+    """End `cheem ... | head` silently with the status of SIGPIPE; discard output that is closed
+    from the start (`>&-`)."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            # the next file that is opened would otherwise get the number of the closed one
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+        # discards the rest of the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _output_is_closed() -> bool:
+    """Whether the reader of standard output has ended; a broken pipe can also be a worker's."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (OSError, ValueError):  # standard output is not a file
+        return False
