@@ -24,7 +24,7 @@ from cheem_jax.cli.running import run_command
 from cheem_jax.report.compare import config_of, differences
 from cheem_jax.report.table import NONE, Grid
 from cheem_jax.run import fingerprint
-from cheem_jax.run.differences import leaves, settings_apart, summary
+from cheem_jax.run.differences import leaves, summary
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 
@@ -84,7 +84,7 @@ def run_again(first: Path, second: Path, progress: Progress) -> None:
     command, run = runnable(first)
     if second.resolve() == first.resolve():
         raise ValueError(f"--into {str(second)!r} is the run itself; name another directory")
-    if (second / "config.json").exists() and (found := settings_apart(config_of(second), config)):
+    if (second / "config.json").exists() and (found := leaves(config_of(second), config)):
         raise ValueError(
             f"{str(second)!r} contains another run than {str(first)!r}:"
             f" {summary(found, 'settings')}; compare them with --against, or name another directory"

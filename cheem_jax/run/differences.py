@@ -1,114 +1,79 @@
-"""Where two JSON values differ, and one way to say it: of settings, conditions, records and results
-alike."""
+"""Differences between two JSON values, such as settings, conditions, records or results, in words."""
 
-import enum
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-Place = tuple[str | int, ...]
-"""Keys and list positions that lead to a value."""
 LONGEST, PART = 40, 25
-"""Characters of a value that are shown whole, and of a longer one where it differs."""
-
-
-class Missing(enum.Enum):
-    """What one side does not have."""
-
-    VALUE = "missing"
+"""Characters up to which a value is displayed whole, and those displayed of a longer one."""
+MISSING = object()
+"""Value of a key that one side lacks."""
 
 
 class Leaf(NamedTuple):
-    """One difference, as small as it gets; as text a sentence about the first side (there) and the
-    second (here)."""
+    """One difference between two values; as text, a sentence about the first (there) and the second
+    (here)."""
 
-    place: Place
+    place: tuple[str | int, ...]
+    """Keys and list positions that lead to the value."""
     first: Any
     second: Any
 
     def __str__(self) -> str:
-        one, other = _shown(self.first, self.second)
-        return f"{dotted(self.place)} is {one} there and {other} here"
+        there, here = _displayed(self.first, self.second)
+        return f"{dotted(self.place)} is {there} there and {here} here"
 
 
-def leaves(first: Any, second: Any, place: Place = ()) -> Iterator[Leaf]:
-    """Every difference between two JSON values, in the order of the first; tuples count as
+def leaves(first: Any, second: Any, place: tuple[str | int, ...] = ()) -> list[Leaf]:
+    """List every difference between two JSON values, in the order of the first; tuples count as
     lists."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        keys = dict.fromkeys((*first, *second))
-        sides = (first, second)
+        sides = first, second
     elif isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        keys = range(max(len(first), len(second)))
-        sides = (dict(enumerate(first)), dict(enumerate(second)))
+        sides = dict(enumerate(first)), dict(enumerate(second))
     else:
-        if first != second:
-            yield Leaf(place, first, second)
-        return
-    for key in keys:
-        yield from leaves(
-            sides[0].get(key, Missing.VALUE), sides[1].get(key, Missing.VALUE), (*place, key)
-        )
-
-
-def settings_apart(
-    there: Mapping[str, Any], here: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
-) -> list[Leaf]:
-    """The settings in which two runs differ, in the order of the first.
-
-    A setting that only the second has makes no difference where it has the value in `defaults`,
-    since without a setting runs did what its default does.
-    """
-
-    def default_of(place: Place) -> Any:
-        value: Any = defaults
-        for key in place:
-            value = value.get(key, Missing.VALUE) if isinstance(value, Mapping) else Missing.VALUE
-        return value
-
-    found = leaves(there, here)
+        return [] if first == second else [Leaf(place, first, second)]
     return [
         leaf
-        for leaf in found
-        if leaf.first is not Missing.VALUE or leaf.second != default_of(leaf.place)
+        for key in dict.fromkeys((*sides[0], *sides[1]))
+        for leaf in leaves(*(side.get(key, MISSING) for side in sides), (*place, key))
     ]
 
 
 def summary(found: Sequence[Leaf], what: str) -> str:
-    """The first difference and how many more there are; `what` is their noun in the plural."""
+    """Describe the first difference and count the others; `what` is their noun in the plural."""
     return f"{found[0]}" + (f" ({len(found) - 1} more {what} differ)" if len(found) > 1 else "")
 
 
-def dotted(place: Place) -> str:
-    """`cheem.search.epsilon`, `accuracy[1][0]`."""
+def dotted(place: Sequence[str | int]) -> str:
+    """Write a place as `cheem.search.epsilon` or `accuracy[1][0]`."""
     return "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}" for part in place
     ).removeprefix(".")
 
 
-def _shown(first: Any, second: Any) -> tuple[str, str]:
-    """Both values with as many digits, or as much of the text, as tells them apart."""
+def _displayed(first: Any, second: Any) -> tuple[str, str]:
+    """Write both values with the digits, or the part of the text, that distinguishes them."""
     if isinstance(first, float) and isinstance(second, float):
-        for digits in range(5, 18):
-            pair = f"{first:.{digits}g}", f"{second:.{digits}g}"
-            if pair[0] != pair[1]:
-                return pair
-    one, other = map(_text, (first, second))
-    begin = 0
-    if Missing.VALUE not in (first, second) and max(len(one), len(other)) > LONGEST:
-        same = next(
-            (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-            min(len(one), len(other)),
+        digits = next(
+            (n for n in range(5, 17) if f"{first:.{n}g}" != f"{second:.{n}g}"),
+            17,
         )
-        begin = max(same - 12, 0) if same > 20 else 0
-    return _cut(one, begin), _cut(other, begin)
+        return f"{first:.{digits}g}", f"{second:.{digits}g}"
+    texts = _text(first), _text(second)
+    begin = 0
+    if MISSING not in (first, second) and max(map(len, texts)) > LONGEST:
+        pairs = enumerate(zip(*texts, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(map(len, texts)))
+        begin = same - 12 if same > 20 else 0
+    return _cut(texts[0], begin), _cut(texts[1], begin)
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, Missing):
-        return value.value
-    return (
-        "given" if isinstance(value, Mapping) else json.dumps(value)
-    )  # settings of which the other side has none
+    if value is MISSING:
+        return "missing"
+    # the other side lacks these settings, so their values are no difference
+    return "given" if isinstance(value, Mapping) else json.dumps(value)
 
 
 def _cut(text: str, begin: int) -> str:

@@ -182,7 +182,7 @@ def _check_alike(finished: Sequence[RunRecord]) -> None:
             }
             for r in (finished[0], run)
         )
-        if found := list(leaves(one, other)):
+        if found := leaves(one, other):
             raise ValueError(
                 f"{finished[0].directory} and {run.directory} differ: {summary(found, 'values')};"
                 " give each a separate report"
