@@ -1,4 +1,4 @@
-"""The loop over a stream: learn a task, save it, measure every task so far from what was saved."""
+"""The loop over a stream: learn a task, save it, evaluate all tasks so far."""
 
 import resource
 import sys
@@ -11,6 +11,7 @@ import numpy as np
 
 from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.baselines.full_finetune import FullFinetune
 from cheem_jax.core.images import Images
 from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.task import Stream, Task
@@ -19,31 +20,24 @@ from cheem_jax.engine.compilation import Mark
 from cheem_jax.report.page.assemble import PAGE, write_page
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint
-from cheem_jax.run.checkpoint import load_manifest, load_meta, saved_tasks
-from cheem_jax.run.method import Answers, Method, Networks
+from cheem_jax.run.checkpoint import load_manifest, saved_tasks
+from cheem_jax.run.method import Answers, FrozenNetworks, Method
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.record import Record, read
+from cheem_jax.run.record import read
+from cheem_jax.run.restoring import restore
 from cheem_jax.run.results import accuracies, results_of, write_answers, write_results
 from cheem_jax.run.rolling import Rolling
 from cheem_jax.run.session import Session, open_session
 from cheem_jax.run_config import (
-    FullFinetune,
+    Inputs,
     RouterWeights,
+    Run,
     RunConfig,
-    base_means_of,
-    check_fits,
-    check_hosts,
-    defaults_of,
-    identity_of,
-    learners_of,
-    networks_of,
-    remarks,
-    setting_of,
+    prepare_run,
 )
 
 ROUTING_COST = 10
-"""Percentage points of accuracy that the router loses, from which on the reader is told where its
-images went."""
+"""If the router loses at least this many percentage points, say which task took the images."""
 
 
 def run_stream(
@@ -57,114 +51,94 @@ def run_stream(
     router: RouterWeights | None = None,
     save_every: float | None = None,
     command: Sequence[str] | None = None,
-    workshop: dict[Any, Networks] | None = None,
+    workshop: dict[Any, FrozenNetworks] | None = None,
     data: Mapping[str, Any] | None = None,
     tensorboard: bool = False,
 ) -> dict[str, Any]:
-    """Learn the stream in `directory`, or resume where it stopped; returns the content of
-    `results.json`.
+    """Learn the stream in `directory`, or resume it; returns the content of `results.json`.
 
-    Killed at any moment and called again, a run ends as one that was not. Ctrl-C and SIGTERM raise
-    Stopped after the running step. Raises ValueError where the directory contains another run, or
-    what it needs is corrupted.
+    A run that was killed and resumed ends as an uninterrupted one. Ctrl-C and SIGTERM raise Stopped
+    after the running step. Raises ValueError if the directory contains another run or is corrupted.
 
     Args:
         base_images: images of the pretraining data, uint8 `[N, S, S, 3]`, for CHEEM's similarity.
         router: a lighter network that infers the task ID instead of the backbone (CHEEM-lite).
-        save_every: seconds between rolling checkpoints; default: 30, more where they would take
-            over 2 % of the time.
-        command: the command line that makes this run again, for the record.
-        workshop: keeps compiled networks for other runs of this process.
-        data: where the images come from, for the record, so that a report can show some.
+        save_every: seconds between rolling checkpoints; default: 30, or more if they take over 2 %
+            of the time.
+        command: the command line of this run, for the record.
+        workshop: compiled networks, shared by the runs of this process.
+        data: source of the images, for the record, so that a report can show some.
         tensorboard: write event files after each task.
     """
     start = Mark.now()
     directory = absolute(directory)
-    check_fits(stream, pretrained, router, config)
     if tensorboard:
         check_installed()
-    networks = networks_of(
-        pretrained, router, config.method, config.engine, workshop=workshop, mesh=config.mesh
-    )
-    base = base_means_of(
-        pretrained, config.method, config.engine.precision, images=base_images, progress=progress
-    )
-    identity = identity_of(stream, pretrained, config, base=base, router=router)
-    conditions = fingerprint.take(identity)
-    check_hosts(config, identity, conditions)
-    num_tasks = len(stream.tasks)
-    methods, bound = learners_of(config, networks, num_tasks, base)
-    notes = methods[0].check(stream.tasks)
-
-    fingerprint_id = fingerprint.digest(conditions)
-    with open_session(
-        directory,
-        identity,
-        defaults_of(config.method),
-        progress,
-        fingerprint=fingerprint_id,
-        save_every=save_every,
-    ) as session:
-        record = session.record
-        num_finished = (
-            hosts.in_order(lambda: restore(directory, stream, methods, record))
-            if session.is_resumed
-            else 0
-        )
-
-        begin = next((entry for entry in read(directory) if entry["event"] == "run"), None)
-        shared = {
-            "command": command,
-            "conditions": conditions,
-            "upper_bound": bound is not None,
-            "devices": networks.executor.layout.num,
-            "processes": hosts.count(),
-        }
-        if begin is None:
-            setting = setting_of(stream, pretrained, config, base=base, router=router)
-            record.write(
-                "run",
-                **setting,
-                executor=networks.executor.name,
-                data=data,
-                **shared,
-                **start.since(),
-            )
-        elif num_finished < num_tasks or (
-            bound is not None and _missing_bounds(directory, num_tasks)
-        ):
-            record.write("continued", **shared, **start.since())
-            if changed := fingerprint.apart(begin["conditions"], conditions):
-                progress.say(f"begun under other conditions, so numbers may differ: {changed}")
-
-        for remark in remarks(config, networks.executor, notes, base):
-            progress.say(remark)
-        if num_finished == num_tasks:
-            progress.say(
-                f"{shown(directory)} contains all {num_tasks} tasks already; nothing to learn"
-            )
-        elif session.is_resumed:
-            progress.say(f"resuming {shown(directory)} with task {num_finished + 1} of {num_tasks}")
-
+    inputs = Inputs(stream, pretrained, router, config)
+    run = prepare_run(inputs, progress, base_images=base_images, workshop=workshop)
+    with open_session(directory, run.identity, run.conditions, progress, save_every) as session:
+        num_finished = _restore_run(session, run)
+        _record_start(session, run, num_finished, start, command=command, data=data)
         for index, task in enumerate(stream.tasks[num_finished:], start=num_finished):
-            saving = sum(learn_task(task, index, method, session) for method in methods)
-            evaluate(stream.tasks[: index + 1], methods, session, saving)
-            networks.features.forget(task)
-            networks.router_features.forget(task)
-            _write_results(directory, tensorboard)
-        if bound is not None:
-            _write_results(directory, tensorboard, stream)
-            _measure_bounds(stream, bound, session)
-        return _write_results(directory, tensorboard, stream)
+            saving = sum(learn_task(task, index, method, session) for method in run.methods)
+            evaluate(stream.tasks[: index + 1], run.methods, session, saving)
+            run.networks.forget(task)
+            _write_results(session, tensorboard)
+        if run.bound is not None:
+            _measure_bounds(stream, run.bound, session)
+        results = _write_results(session, tensorboard)
+        tests = {task.name: task.test for task in stream.tasks}
+        hosts.first_does(lambda: write_page([directory], directory / PAGE, tests=tests))
+        return results
+
+
+def _restore_run(session: Session, run: Run) -> int:
+    """Return the number of finished tasks."""
+    names = [task.name for task in run.inputs.stream.tasks]
+    if not session.is_resumed:
+        return 0
+    return hosts.in_order(lambda: restore(session, names, run.methods))
+
+
+def _record_start(
+    session: Session, run: Run, num_finished: int, start: Mark, **origin: Any
+) -> None:
+    """Record and say that the run begins, resumes or is complete; `origin` are the command and the
+    source of the data."""
+    num_tasks = len(run.inputs.stream.tasks)
+    executor = run.networks.executor
+    shared = {
+        "command": origin["command"],
+        "conditions": run.conditions,
+        "upper_bound": run.bound is not None,
+        "devices": executor.layout.num,
+        "processes": hosts.count(),
+    }
+    begin = next((entry for entry in read(session.directory) if entry["event"] == "run"), None)
+    if begin is None:
+        settings = {**run.inputs.settings(), "executor": executor.name, "data": origin["data"]}
+        session.record.write("run", **settings, **shared, **start.since())
+    elif num_finished < num_tasks or (run.bound and _missing_bounds(session, num_tasks)):
+        session.record.write("continued", **shared, **start.since())
+        if changed := fingerprint.apart(begin["conditions"], run.conditions):
+            session.say(f"begun under other conditions, so numbers may differ: {changed}")
+    for remark in run.remarks:
+        session.say(remark)
+    directory = shown(session.directory)
+    if num_finished == num_tasks:
+        session.say(f"{directory} contains all {num_tasks} tasks already; nothing to learn")
+    elif session.is_resumed:
+        session.say(f"resuming {directory} with task {num_finished + 1} of {num_tasks}")
 
 
 def learn_task(
     task: Task, number: int, method: Method, session: Session, *, index: int | None = None
 ) -> float:
-    """Learn and save one task; from then on everything comes from disk, as after a restart.
+    """Learn one task, save it, and reload it from disk, as a restart would; returns the seconds
+    that checkpoints took.
 
-    `index` is its position among the tasks in memory; default: its number, from which it differs
-    once a task was forgotten. Returns the seconds that checkpoints took.
+    `index` is its position among the tasks in memory, which is less than its number after a task
+    was forgotten; default: its number.
     """
     root = session.root(method.name)
     start = Mark.now()
@@ -175,73 +149,72 @@ def learn_task(
     session.check_room(method.bytes_needed(task), f"task {task.name!r}")
     session.begin(method.name, task.name, number)
     report = method.learn(task, session)
-    known = {
+    report = {
         "index": number if index is None else index,
         "name": task.name,
         "classes": list(task.classes),
+        **{f"num_{name}": len(split.labels) for name, split in task.splits.items()},
+        **({"skipped_images": list(task.skipped)} if task.skipped else {}),
+        **report,
     }
-    known |= {f"num_{name}": len(split.labels) for name, split in task.splits.items()}
-    known |= {"skipped_images": list(task.skipped)} if task.skipped else {}
-    session.record.write("learned", method=method.name, report={**known, **report}, **start.since())
+    session.record.write("learned", method=method.name, report=report, **start.since())
     saving = time.perf_counter()
     method.save(root)
     session.finish()
-    for name in report.get("not_kept", ()):
+    _say_learned(report, session)
+    return session.saving_seconds + time.perf_counter() - saving
+
+
+def _say_learned(report: Mapping[str, Any], session: Session) -> None:
+    name = report["name"]
+    for what in report.get("not_kept", ()):
         session.say(
-            f"{name}: no room to keep them (--engine.memory-gb), so every epoch computes them again"
+            f"{what}: no room to keep them (--engine.memory-gb), so every epoch computes them again"
         )
     if num_skipped := report.get("skipped_steps"):
         session.say(
-            f"{task.name}: {num_skipped} steps left out because of a non-finite loss or gradient"
+            f"{name}: {num_skipped} steps left out because of a non-finite loss or gradient"
         )
     if compared := report.get("frozen_head"):
-        learned, frozen = (f"{100 * compared[key]:.1f} %" for key in ("network", "frozen"))
+        network, frozen = (f"{100 * compared[key]:.1f} %" for key in ("network", "frozen"))
         session.say(
-            f"{task.name}: {learned} on {compared['validation_images']:,} validation images; the"
+            f"{name}: {network} on {compared['validation_images']:,} validation images; the"
             f" frozen backbone with a ridge head: {frozen}"
         )
         if compared["kept"] == "frozen":
             session.say(
-                f"{task.name}: the learned network is not better, so the task uses the frozen"
-                " backbone"
+                f"{name}: the learned network is not better, so the task uses the frozen backbone"
             )
     if "architecture" in report and session.progress is not None:
-        session.progress.architecture(task.name, report["architecture"])
-    return session.saving_seconds + time.perf_counter() - saving
+        session.progress.architecture(name, report["architecture"])
 
 
 def evaluate(
-    learned: Sequence[Task | None], methods: tuple[Method, ...], session: Session, saving: float
+    learned: Sequence[Task | None], methods: Sequence[Method], session: Session, saving: float
 ) -> None:
-    """Measure every task so far with every method; `saving` are the seconds that the last one's
-    checkpoints took.
+    """Evaluate every task so far with every method; the checkpoints of the last one took `saving`
+    seconds.
 
-    None means a task without images: what would be measured on it is null in the record.
+    None is a task without images, whose measurements are null in the record.
     """
     num = len(learned)
     start = Mark.now()
-    present = [(index, task) for index, task in enumerate(learned) if task is not None]
-    total = sum(len(task.test.labels) for _, task in present)
-    measured, answered = {}, {}
+    present = {index: task for index, task in enumerate(learned) if task is not None}
+    total = sum(len(task.test.labels) for task in present.values())
+    measured: dict[str, Any] = {}
     for method in methods:
         answers: dict[int, Answers] = {}
         title = f"{num} task{'s' if num > 1 else ''}, {method.name}"
         with session.phase("evaluate", total, title=title) as advance:
-            for index, task in present:
+            for index, task in present.items():
                 answers[index] = method.answers(index, task)
                 advance(len(task.test.labels))
-        measured[method.name] = accuracies(answers, dict(present), num)
-        if method is methods[0]:
-            answered = {
-                f"{name}_{i}": array
-                for i, found in answers.items()
-                for name, array in found._asdict().items()
-            }
-    hosts.first_does(lambda: write_answers(session.directory, answered))
-    saved = {method.name: saved_tasks(session.root(method.name)) for method in methods}
+        if not measured:
+            hosts.first_does(lambda answers=answers: write_answers(session.directory, answers))
+        measured[method.name] = accuracies(answers, present, num)
     contents = {
-        name: [load_manifest(place)["content_sha256"] for place in places]
-        for name, places in saved.items()
+        name: [load_manifest(place)["content_sha256"] for place in saved_tasks(session.root(name))]
+        for name in measured
     }
     session.record.write(
         "evaluated",
@@ -257,32 +230,25 @@ def evaluate(
 
 
 def _say_accuracy(
-    present: Sequence[tuple[int, Task]], measured: Mapping[str, Any], session: Session
+    present: Mapping[int, Task], measured: Mapping[str, Any], session: Session
 ) -> None:
-    index, task = present[-1]
-    accuracy = measured["accuracy"]
+    index, task = list(present.items())[-1]
+    accuracy = 100 * measured["accuracy"][index]
     given = 100 * measured["local_accuracy"][index]
-    average = 100 * float(np.mean([accuracy[index] for index, _ in present]))
+    average = 100 * np.mean([measured["accuracy"][i] for i in present])
     over = f"; average over {len(present)} tasks {average:.1f} %" if len(present) > 1 else ""
     num = len(task.test.labels)
-    # the validation images stand for test images that were not given
-    on = (
-        f"on {num:,} {'validation' if task.test is task.val else 'test'}"
-        f" image{'' if num == 1 else 's'}"
-    )
+    # without test images, the validation images are the test split
+    split = "validation" if task.test is task.val else "test"
     session.say(
-        f"{task.name}: {100 * accuracy[index]:.1f} % {on} ({given:.1f} % with the task ID"
-        f" given){over}"
+        f"{task.name}: {accuracy:.1f} % on {num:,} {split} image{'' if num == 1 else 's'}"
+        f" ({given:.1f} % with the task ID given){over}"
     )
-    if given - 100 * accuracy[index] >= ROUTING_COST:
+    if given - accuracy >= ROUTING_COST:
         shares = np.array(measured["routing"][index])
-        num = len(task.test.labels)
         shares[index] = 0
-        names = {
-            e["report"]["index"]: e["report"]["name"]
-            for e in read(session.directory)
-            if e["event"] == "learned"
-        }
+        reports = (e["report"] for e in read(session.directory) if e["event"] == "learned")
+        names = {report["index"]: report["name"] for report in reports}
         session.say(
             f"{round(num * shares.max())} of {num} test images of {task.name} were taken for "
             f"{names[int(shares.argmax())]}; are these the same kind of images?"
@@ -290,109 +256,44 @@ def _say_accuracy(
 
 
 def _measure_bounds(stream: Stream, bound: FullFinetune, session: Session) -> None:
-    """Fine-tune the whole backbone for each task whose upper bound is not known yet."""
-    for index in _missing_bounds(session.directory, len(stream.tasks)):
+    """Fine-tune the whole backbone for each task whose upper bound is not recorded yet."""
+    vit = bound.executor.config
+    for index in _missing_bounds(session, len(stream.tasks)):
         start = Mark.now()
         task = stream.tasks[index]
         session.check_room(bound.bytes_needed(task), f"the upper bound of task {task.name!r}")
         session.begin(bound.name, task.name, index)
-        found = bound.bound(index, task, session)
-        vit = bound.executor.config
-        flops = {"flops_paper": backbone_flops(vit), "flops_executed": executed_backbone_flops(vit)}
+        measured = bound.bound(index, task, session)
         session.record.write(
-            "upper_bound", index=index, name=task.name, **found._asdict(), **flops, **start.since()
+            "upper_bound",
+            index=index,
+            name=task.name,
+            **measured._asdict(),
+            flops_paper=backbone_flops(vit),
+            flops_executed=executed_backbone_flops(vit),
+            **start.since(),
         )
         session.finish()
         session.say(
-            f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (task ID given)"
+            f"{task.name}: full fine-tuning {100 * measured.test_accuracy:.1f} % (task ID given)"
         )
     Rolling(session.root(bound.name)).clear()
 
 
-def _missing_bounds(directory: Path, num_tasks: int) -> list[int]:
-    done = {entry["index"] for entry in read(directory) if entry["event"] == "upper_bound"}
-    return [index for index in range(num_tasks) if index not in done]
+def _missing_bounds(session: Session, num_tasks: int) -> list[int]:
+    entries = read(session.directory)
+    measured = {entry["index"] for entry in entries if entry["event"] == "upper_bound"}
+    return [index for index in range(num_tasks) if index not in measured]
 
 
-def _write_results(
-    directory: Path, tensorboard: bool, stream: Stream | None = None
-) -> dict[str, Any]:
-    """Write what the record implies, and `report.html` once the whole stream is learned."""
+def _write_results(session: Session, tensorboard: bool) -> dict[str, Any]:
     if tensorboard:
-        hosts.first_does(lambda: write_events(directory))
-    hosts.first_does(lambda: write_results(directory))
-    results = results_of(read(directory))
-    if stream is not None:
-        tests = {task.name: task.test for task in stream.tasks}
-        hosts.first_does(lambda: write_page([directory], directory / PAGE, tests=tests))
-    return results
+        hosts.first_does(lambda: write_events(session.directory))
+    hosts.first_does(lambda: write_results(session.directory))
+    return results_of(read(session.directory))
 
 
 def peak_memory_bytes() -> int:
-    """The largest resident size of this process so far."""
+    """Return the largest resident size of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def restore(directory: Path, stream: Stream, methods: tuple[Method, ...], record: Record) -> int:
-    """Open what is saved and drop an unfinished task from the record; returns the number of
-    finished tasks.
-
-    Raises ValueError where checkpoints are corrupted, or differ from the record.
-    """
-    saved = {
-        method.name: saved_tasks(directory / "checkpoints" / method.name) for method in methods
-    }
-    corrupted = []
-    for method in methods:
-        try:
-            method.open(directory / "checkpoints" / method.name)
-        except ValueError as error:
-            corrupted.append(str(error))
-    if corrupted:
-        raise ValueError(" / ".join(corrupted))
-    recorded: set[tuple[str, int]] = set()
-
-    def belongs(entry: dict[str, Any]) -> bool:
-        if entry["event"] != "learned":
-            return True
-        method = entry["method"]
-        index = entry["report"]["index"]
-        if index >= len(saved[method]) or (method, index) in recorded:
-            return False
-        recorded.add((method, index))
-        return True
-
-    record.keep(belongs)
-    evaluated = [entry for entry in read(directory) if entry["event"] == "evaluated"]
-    num_finished = len(evaluated)
-    if (measured := [entry["index"] for entry in evaluated]) != list(range(num_finished)):
-        raise ValueError(
-            f"{record.file} has lost a line: it contains measurements after the tasks {measured},"
-            " but expected are all from 0 on in order; restore it from a copy, or choose another"
-            " --run-dir"
-        )
-    for method, contents in evaluated[-1]["checkpoints"].items() if evaluated else ():
-        for place, content in zip(saved[method], contents, strict=False):
-            if load_manifest(place)["content_sha256"] != content:
-                raise ValueError(
-                    f"checkpoint {place} is whole, but not the one that this run saved; restore"
-                    " that one"
-                )
-    names = {
-        name: [load_meta(d)["name"] for d in directories] for name, directories in saved.items()
-    }
-    expected = [task.name for task in stream.tasks]
-    is_whole = {
-        (name, index) for name, found in names.items() for index in range(len(found))
-    } == recorded
-    if not is_whole or any(
-        found != expected[: len(found)] or not num_finished <= len(found) <= num_finished + 1
-        for found in names.values()
-    ):
-        raise ValueError(
-            f"record and checkpoints of {str(directory)!r} differ: the record has {num_finished}"
-            f" finished tasks and the learned tasks {sorted(recorded)}, the checkpoints contain"
-            f" {names}; restore what is missing, or choose another --run-dir"
-        )
-    return num_finished

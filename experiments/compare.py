@@ -36,7 +36,13 @@ from cheem_jax.backbone.alexnet import shapes_of as alexnet_shapes
 from cheem_jax.backbone.config import at_image_size, config_of
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.baselines.catalogue import NAMES, NEED_A_ROUTER, Networks, check_name, preset_of
+from cheem_jax.baselines.catalogue import (
+    NAMES,
+    NEED_A_ROUTER,
+    FrozenNetworks,
+    check_name,
+    preset_of,
+)
 from cheem_jax.cheem.config import QUICK_PLUS
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
@@ -273,7 +279,7 @@ def smoke(variants: Sequence[Variant], backbone: str, progress: Progress) -> Non
         demo_stream(image_size=IMAGE_SIZE, num_train=32, num_val=26, num_test=26), TASKS
     )
     pretrained = random_vit(backbone)
-    workshop = dict[Any, Networks]()
+    workshop = dict[Any, FrozenNetworks]()
     lines = []
     for variant in variants:
         short = SHORT.get(variant.method.removesuffix("_lite"), {"fit.epochs": 1})

@@ -47,7 +47,7 @@ from cheem_jax.report.table import NONE, Grid, number
 from cheem_jax.run.directory import check_space
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
-from cheem_jax.run_config import networks_of
+from cheem_jax.run_config import make_networks
 
 PRESETS = {
     "paper": Training(20, (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)),
@@ -118,7 +118,7 @@ def learn(
     `component_study.json` has them."""
     stream, pretrained = loaded.stream, loaded.pretrained
     config = FullFinetuneConfig(batch_size=training.batch_size)
-    executor = networks_of(pretrained, None, config, engine).executor
+    executor = make_networks(pretrained, None, config, engine).executor
     identity = {
         "format": "cheem_jax-components/1",
         "stream": stream.name,

@@ -21,7 +21,7 @@ from studies.planting.structure import costs_of, planted_stream
 from study import seeds_of
 
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
-from cheem_jax.baselines.catalogue import Networks
+from cheem_jax.baselines.catalogue import FrozenNetworks
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
 from cheem_jax.cli.arguments import arguments_of, parse
 from cheem_jax.cli.running import run_command
@@ -83,7 +83,7 @@ def main(settings: Planted) -> None:
     )
     pretrained = load_pretrained("vit_micro")
     found: dict[str, list[dict[str, Any]]] = {sampling: [] for sampling in samplings}
-    workshop = dict[Any, Networks]()
+    workshop = dict[Any, FrozenNetworks]()
     for seed in seeds:
         stream = stream_of(settings, seed)
         for sampling in samplings:
@@ -103,7 +103,7 @@ def run(
     directory: Path,
     pretrained: Pretrained,
     progress: Progress,
-    workshop: dict[Any, Networks] | None = None,
+    workshop: dict[Any, FrozenNetworks] | None = None,
 ) -> dict[str, Any]:
     """Learn the stream, or go on with it, or read what is finished."""
     alone = dataclasses.replace(settings, sampling=sampling, seeds=str(seed), run_dir=directory)

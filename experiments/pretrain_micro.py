@@ -38,7 +38,7 @@ from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.run.differences import leaves, summary
+from cheem_jax.run.differences import find_differences, summary
 
 _BICUBIC = Image.Resampling.BICUBIC
 BUNDLED = Path(__file__).parents[1] / "cheem_jax" / "backbone" / "bundled"
@@ -200,7 +200,7 @@ def load_state(file: Path, config: Pretrain, state):
     differs."""
     with safe_open(file, framework="numpy") as saved:
         metadata = saved.metadata()
-        if found := leaves(json.loads(metadata["settings"]), _settings(config)):
+        if found := find_differences(json.loads(metadata["settings"]), _settings(config)):
             raise ValueError(
                 f"{file} belongs to another run: {summary(found, 'settings')}; delete it or choose"
                 " another --work-dir"

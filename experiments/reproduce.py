@@ -24,7 +24,7 @@ from cheem_jax.cli.running import run_command
 from cheem_jax.report.compare import config_of, differences
 from cheem_jax.report.table import NONE, Grid
 from cheem_jax.run import fingerprint
-from cheem_jax.run.differences import leaves, summary
+from cheem_jax.run.differences import find_differences, summary
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 
@@ -84,7 +84,7 @@ def run_again(first: Path, second: Path, progress: Progress) -> None:
     command, run = runnable(first)
     if second.resolve() == first.resolve():
         raise ValueError(f"--into {str(second)!r} is the run itself; name another directory")
-    if (second / "config.json").exists() and (found := leaves(config_of(second), config)):
+    if (second / "config.json").exists() and (found := find_differences(config_of(second), config)):
         raise ValueError(
             f"{str(second)!r} contains another run than {str(first)!r}:"
             f" {summary(found, 'settings')}; compare them with --against, or name another directory"
@@ -191,7 +191,7 @@ def tell_fingerprints(
     """Whether equal numbers can be expected."""
     pairs = itertools.product(first, second)
     changed = dict.fromkeys(
-        sentence for one, other in pairs for sentence in map(str, leaves(one, other))
+        sentence for one, other in pairs for sentence in map(str, find_differences(one, other))
     )
     if not first or not second:
         progress.say(

@@ -23,7 +23,7 @@ from studies.searching.report import write
 from studies.searching.units import RECIPES, TaskUnits
 from study import recorded, seeds_of
 
-from cheem_jax.baselines.catalogue import Networks
+from cheem_jax.baselines.catalogue import FrozenNetworks
 from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.saved_memory import with_task
@@ -37,7 +37,7 @@ from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.run.checkpoint import saved_tasks
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
-from cheem_jax.run_config import base_means_of, networks_of
+from cheem_jax.run_config import find_base_means, make_networks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def study(
     *,
     engine: EngineConfig | None = None,
     command: list[str] | None = None,
-    workshop: dict[Any, Networks] | None = None,
+    workshop: dict[Any, FrozenNetworks] | None = None,
 ) -> None:
     """Compute in `directory` what is missing there of the plan.
 
@@ -162,7 +162,7 @@ def study(
             f"--behind names {', '.join(unknown)}; the stream's tasks are {', '.join(names)}"
         )
     quick = RECIPES["quick"]
-    base = base_means_of(
+    base = find_base_means(
         pretrained, quick, engine.precision, images=loaded.base_images, progress=progress
     )
     identity = {
@@ -184,7 +184,7 @@ def study(
         )
 
     def learner(place: Path | None, config: CheemConfig, seed: int) -> Cheem:
-        networks = networks_of(pretrained, None, config, engine, workshop=workshop)
+        networks = make_networks(pretrained, None, config, engine, workshop=workshop)
         cheem = Cheem(networks.executor, config, Keys(seed), base.values, networks.router_features)
         for saved in () if place is None else saved_tasks(place / "checkpoints" / "cheem"):
             cheem.memory = with_task(cheem.memory, saved)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from charts import check_folder
 from launching import LauncherConfig, Run, Sweep, check, finish, host_arguments, results_of
 
-from cheem_jax.baselines.catalogue import Name, Networks, preset_of
+from cheem_jax.baselines.catalogue import FrozenNetworks, Name, preset_of
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of
@@ -27,7 +27,6 @@ from cheem_jax.run import fingerprint
 from cheem_jax.run.directory import check_held, claim, hold
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record
-from cheem_jax.run_config import defaults_of
 
 Config = TypeVar("Config")
 Found = dict[str, list[dict[str, Any]]]
@@ -125,11 +124,11 @@ def run_all(
     if len(set(names)) < len(names):
         raise ValueError(f"variants named more than once: {', '.join(repeats(names))}")
     for _, one in settings:  # what cannot be had is told before hours of other runs
-        check_held(one.run_dir, known_of(one), defaults_of(cheem_run.make_run_config(one).method))
+        check_held(one.run_dir, known_of(one))
     if study.launcher.kind != "none":
         return run_as_jobs(study, settings, progress, after_each)
     found = Found()
-    workshop = dict[Any, Networks]()
+    workshop = dict[Any, FrozenNetworks]()
     load = loader(study, progress)
     for _, one in settings:
         if one.router is not None:

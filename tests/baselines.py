@@ -15,7 +15,7 @@ from compiling import count_compilations
 from cheem_jax.baselines.heads import Classes
 from cheem_jax.core.keys import Keys
 from cheem_jax.engine.stages import Stages
-from cheem_jax.run.method import FrozenFeatures, Method, Networks
+from cheem_jax.run.method import FrozenFeatures, FrozenNetworks, Method
 from cheem_jax.run.rolling import Saved
 from cheem_jax.run.session import Session
 
@@ -86,7 +86,10 @@ def learner(
     given."""
     features = FrozenFeatures(stages(), config.batch_size)
     return kind(
-        Networks(stages(), features, router_features or features), config, Keys(seed), num_tasks
+        FrozenNetworks(stages(), features, router_features or features),
+        config,
+        Keys(seed),
+        num_tasks,
     )
 
 

@@ -14,7 +14,7 @@ from cheem_jax.backbone.params import build, init_params
 from cheem_jax.baselines.catalogue import (
     NAMES,
     NEED_A_ROUTER,
-    Networks,
+    FrozenNetworks,
     check_name,
     make,
     preset_of,
@@ -28,9 +28,9 @@ from cheem_jax.report.table import UPPER_BOUNDS
 from cheem_jax.run.method import FrozenFeatures, Method
 
 
-def networks(*, routed: bool = False) -> Networks:
+def networks(*, routed: bool = False) -> FrozenNetworks:
     features = FrozenFeatures(stages(), 16)
-    return Networks(stages(), features, FrozenFeatures(stages(), 16) if routed else features)
+    return FrozenNetworks(stages(), features, FrozenFeatures(stages(), 16) if routed else features)
 
 
 def fitting_config(name: str, preset: str = "demo"):
@@ -97,7 +97,7 @@ def test_given_the_task_id_every_baseline_is_as_accurate_as_frozen_heads_on_an_e
     tasks = small.stream(2).tasks
     reached = []
     for settings, router in ((preset_of("frozen_linear", "demo"), reference), (config, own)):
-        method = make(settings, Networks(executor, reference, router), Keys(0), 2)
+        method = make(settings, FrozenNetworks(executor, reference, router), Keys(0), 2)
         method.check(tasks)
         right = []
         for index, task in enumerate(tasks):

@@ -13,7 +13,7 @@ from cheem_jax.report.compare import (
     timeless,
 )
 from cheem_jax.run import record
-from cheem_jax.run.differences import leaves, summary
+from cheem_jax.run.differences import find_differences, summary
 
 TASKS = ("colours", "textures")
 
@@ -299,7 +299,7 @@ def test_what_nobody_knows_yet_is_compared_all_the_same():
 
 def test_settings_of_another_method_are_reported_without_their_values():
     here = {"seed": 0, "cheem": {"rank": 4, "search": {"cost": "network"}}}
-    found = leaves({"seed": 1, "l2p": {"rank": 4}}, here)
+    found = find_differences({"seed": 1, "l2p": {"rank": 4}}, here)
     assert summary(found, "settings") == "seed is 1 there and 0 here (2 more settings differ)"
     assert list(map(str, found[1:])) == [
         "l2p is given there and missing here",

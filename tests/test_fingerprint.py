@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cheem_jax.run import fingerprint
-from cheem_jax.run.differences import leaves
+from cheem_jax.run.differences import find_differences
 from cheem_jax.run.record import to_json
 
 IDENTITY = {
@@ -21,7 +21,7 @@ IDENTITY = {
 
 
 def differences(there, here):
-    return list(map(str, leaves(there, here)))
+    return list(map(str, find_differences(there, here)))
 
 
 @pytest.fixture(autouse=True)

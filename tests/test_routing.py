@@ -63,7 +63,7 @@ from cheem_jax.engine.whole import Whole
 from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.method import Backbone, FrozenFeatures, base_network
 from cheem_jax.run.session import Session
-from cheem_jax.run_config import networks_of
+from cheem_jax.run_config import make_networks
 
 KINDS = ("kmeans", "class_means", "lda", "gaussian", "ridge")
 WIDTH = 6
@@ -351,7 +351,7 @@ def test_alexnet_has_no_blocks_to_read(features):
     with pytest.raises(
         ValueError, match=f"'{features}' are of a ViT's blocks; alexnet has only `last`"
     ):
-        networks_of(small.pretrained(), alexnet, method, EngineConfig())
+        make_networks(small.pretrained(), alexnet, method, EngineConfig())
 
 
 def test_a_router_is_chosen_on_the_command_line():

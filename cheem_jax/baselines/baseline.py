@@ -34,7 +34,7 @@ from cheem_jax.run.checkpoint import (
     saved_tasks,
     task_directory,
 )
-from cheem_jax.run.method import Answers, Encoder, Networks, check_given
+from cheem_jax.run.method import Answers, Encoder, FrozenNetworks, check_given
 from cheem_jax.run.session import Session
 from cheem_jax.run.training import images_left
 
@@ -57,7 +57,7 @@ class Baseline(abc.ABC):
     """A NamedTuple, or None."""
     needs_task_id = False
 
-    def __init__(self, networks: Networks, config: Any, keys: Keys, num_tasks: int):
+    def __init__(self, networks: FrozenNetworks, config: Any, keys: Keys, num_tasks: int):
         self.executor, self.features, self.router_features = networks
         self.config = config
         self.keys = keys

@@ -21,7 +21,7 @@ from cheem_jax.baselines.tuna import Tuna, TunaConfig
 from cheem_jax.cheem.config import PRESETS, CheemConfig, CheemLiteConfig, Preset
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.core.keys import Keys
-from cheem_jax.run.method import Method, Networks
+from cheem_jax.run.method import FrozenNetworks, Method
 
 Name = Literal[
     "cheem",
@@ -134,7 +134,7 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
 
 def make(
     config: MethodConfig,
-    networks: Networks,
+    networks: FrozenNetworks,
     keys: Keys,
     num_tasks: int,
     base_means: np.ndarray | None = None,

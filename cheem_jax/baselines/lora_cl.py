@@ -31,7 +31,7 @@ from cheem_jax.core.routing import RouterConfig
 from cheem_jax.core.settings import FitConfig, Placement
 from cheem_jax.data.task import Task
 from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
-from cheem_jax.run.method import Networks
+from cheem_jax.run.method import FrozenNetworks
 from cheem_jax.run.session import Session
 from cheem_jax.run.training import images_left
 
@@ -62,7 +62,7 @@ class LoraCl(ExpertMemory):
 
     name = "lora_cl"
 
-    def __init__(self, networks: Networks, config: LoraClConfig, keys: Keys, num_tasks: int):
+    def __init__(self, networks: FrozenNetworks, config: LoraClConfig, keys: Keys, num_tasks: int):
         executor, _, features = networks
         super().__init__(
             executor, features, config.router, rank=config.rank, batch_size=config.batch_size

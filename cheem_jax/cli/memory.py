@@ -5,7 +5,6 @@ one, and data.
 """
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from cheem_jax.memory.directory import take_away
 from cheem_jax.memory.hub import pull, push
 from cheem_jax.memory.making import base_task_of
 from cheem_jax.memory.predictor import Predictor
-from cheem_jax.run.differences import Leaf, leaves
+from cheem_jax.run.differences import Leaf, find_differences
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.fingerprint import digest
 from cheem_jax.run.progress import Progress
@@ -293,7 +292,7 @@ def _differences(settings: Learn, memory: OpenMemory, progress: Progress) -> Ite
                 " compared"
             )
         elif given is not None:
-            yield from itertools.islice(leaves(there[name], given, (name,)), 1)
+            yield from find_differences(there[name], given, (name,))[:1]
 
 
 def _names_in(file: Path) -> tuple[str, ...]:

@@ -12,7 +12,14 @@ from tyro.conf import AvoidSubcommands
 
 from cheem_jax.backbone.alexnet import load_alexnet
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
-from cheem_jax.baselines.catalogue import NAMES, Baseline, MethodConfig, Name, Networks, preset_of
+from cheem_jax.baselines.catalogue import (
+    NAMES,
+    Baseline,
+    FrozenNetworks,
+    MethodConfig,
+    Name,
+    preset_of,
+)
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
 from cheem_jax.cli.arguments import arguments_of, located, parse
@@ -151,7 +158,7 @@ def run_seeds(settings: Run) -> None:
     make_layout(config.mesh)  # an error about missing devices comes before images are read
     runs = split_seeds(settings)
     loaded = load(settings, progress)
-    workshop = dict[Any, Networks]()
+    workshop = dict[Any, FrozenNetworks]()
     results = []
     for number, run in enumerate(runs, 1):
         if len(runs) > 1:
@@ -270,7 +277,7 @@ def run_seed(
     config: RunConfig,
     loaded: Loaded,
     progress: Progress,
-    workshop: dict[Any, Networks] | None = None,
+    workshop: dict[Any, FrozenNetworks] | None = None,
 ) -> dict[str, Any]:
     """Learn the stream with one seed, or resume; return the results."""
     stream = loaded.stream

@@ -36,7 +36,7 @@ from cheem_jax.run.checkpoint import copy_task, save_task, saved_tasks
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
-from cheem_jax.run_config import base_means_of, networks_of
+from cheem_jax.run_config import find_base_means, make_networks
 
 ENGINE = EngineConfig()
 _BASE_NUMBER = 2**32 - 1
@@ -116,7 +116,7 @@ def create(
                     f"{len(classes)} names (repeated: {repeats(classes)[:5]}) for the backbone's"
                     f" {num} classes"
                 )
-            features = networks_of(pretrained, None, config, engine).router_features
+            features = make_networks(pretrained, None, config, engine).router_features
             seed_of_base = Keys(seed).seed_at(_BASE_NUMBER, Phase.CENTROIDS)
             place = fit_statistics(
                 features(own, "train"), own.train.labels, config.router, seed=seed_of_base
@@ -188,7 +188,7 @@ def begin_with(
     precision = begun.engine.precision
     method = begun.config.method
     nothing = Progress()
-    known = base_means_of(
+    known = find_base_means(
         begun.pretrained, method, precision, images=None, progress=nothing
     ).means_sha256
     # what a run measured is known by its pictures, so that any means of the weights have to be

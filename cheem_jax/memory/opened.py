@@ -80,7 +80,7 @@ from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import write_results
 from cheem_jax.run.rolling import Rolling
 from cheem_jax.run.session import Session
-from cheem_jax.run_config import base_means_of, networks_of
+from cheem_jax.run_config import find_base_means, make_networks
 
 DERIVED = (
     ".status.json",
@@ -153,9 +153,11 @@ class OpenMemory:
         ) / "cheem"
         """Where the tasks lie, one directory each."""
         method = config.method
-        networks = networks_of(pretrained, None, config.method, engine)
+        networks = make_networks(pretrained, None, config.method, engine)
         self.executor = networks.executor
-        base = base_means_of(pretrained, method, engine.precision, images=None, progress=Progress())
+        base = find_base_means(
+            pretrained, method, engine.precision, images=None, progress=Progress()
+        )
         keys = Keys(config.seed, config.seeds)
         self._learner = MemoryLearner(
             self.executor, method, keys, base.values, networks.router_features

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from cheem_jax.run.differences import Leaf, dotted, leaves
+from cheem_jax.run.differences import Leaf, dotted, find_differences
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read, read_object
 
@@ -77,7 +77,7 @@ def timeless(value: Any) -> Any:
 def differences(first: Path, second: Path) -> Iterator[Difference]:
     """The first one of each file that is not made from another: the config, the record."""
     configs = config_of(first), config_of(second)
-    for leaf in leaves(*configs)[:1]:
+    for leaf in find_differences(*configs)[:1]:
         yield _different(NAME, leaf)
     if found := difference_of_records(read(first), read(second), configs[0].get("tasks", ())):
         yield found
@@ -101,8 +101,8 @@ def difference_of_records(
     left, right = _by_subject(first, tasks), _by_subject(second, tasks)
     for subject in left:
         # where the order alone differs, nothing was measured differently
-        if subject in right and (leaf := next(iter(leaves(left[subject], right[subject])), None)):
-            return _different(subject, leaf)
+        if subject in right and (found := find_differences(left[subject], right[subject])):
+            return _different(subject, found[0])
     for one, other, which in ((left, right, "first"), (right, left, "second")):
         for subject in one:
             if subject in other:

@@ -15,7 +15,7 @@ from cheem_jax.report.memories import as_of_run, evaluated, is_memory, left_undo
 from cheem_jax.report.status import read_owner
 from cheem_jax.report.table import METHODS, accuracy_key, last_row
 from cheem_jax.run import record
-from cheem_jax.run.differences import leaves, summary
+from cheem_jax.run.differences import find_differences, summary
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read_object
 
@@ -168,13 +168,13 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
                 f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but"
                 f" only one of them has {', '.join(apart)}; tabulate them separately"
             )
-        if found := leaves(_identity(reference), _identity(run)):
+        if found := find_differences(_identity(reference), _identity(run)):
             raise ValueError(
                 f"{reference.directory} and {run.directory} are both {' on '.join(run.place)}, but "
                 f"{summary(found, 'values')}; tabulate them separately"
             )
         alike = settings.setdefault(cell_of(run), run)
-        if found := leaves(_without_seeds(alike.config), _without_seeds(run.config)):
+        if found := find_differences(_without_seeds(alike.config), _without_seeds(run.config)):
             raise ValueError(
                 f"{alike.directory} and {run.directory} would share cells, but"
                 f" {summary(found, 'settings')}; tabulate them separately"

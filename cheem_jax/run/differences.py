@@ -1,4 +1,4 @@
-"""Differences between two JSON values, such as settings, conditions, records or results, in words."""
+"""Differences between two JSON values, such as settings or records, in words."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ class Leaf(NamedTuple):
         return f"{dotted(self.place)} is {there} there and {here} here"
 
 
-def leaves(first: Any, second: Any, place: tuple[str | int, ...] = ()) -> list[Leaf]:
+def find_differences(first: Any, second: Any, place: tuple[str | int, ...] = ()) -> list[Leaf]:
     """List every difference between two JSON values, in the order of the first; tuples count as
     lists."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
@@ -33,10 +33,11 @@ def leaves(first: Any, second: Any, place: tuple[str | int, ...] = ()) -> list[L
         sides = dict(enumerate(first)), dict(enumerate(second))
     else:
         return [] if first == second else [Leaf(place, first, second)]
+    one, other = sides
     return [
         leaf
-        for key in dict.fromkeys((*sides[0], *sides[1]))
-        for leaf in leaves(*(side.get(key, MISSING) for side in sides), (*place, key))
+        for key in dict.fromkeys((*one, *other))
+        for leaf in find_differences(one.get(key, MISSING), other.get(key, MISSING), (*place, key))
     ]
 
 

@@ -1,5 +1,4 @@
-"""A run directory belongs to one configuration, which is compared on resuming, and to one process
-at a time."""
+"""A run directory belongs to one configuration and to one process at a time."""
 
 import contextlib
 import json
@@ -14,62 +13,55 @@ import filelock
 
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.paths import is_of_system
-from cheem_jax.run.differences import settings_apart, summary
+from cheem_jax.run.differences import find_differences, summary
 from cheem_jax.run.record import read_object, to_json
 
 NAME = "config.json"
 LOCK = ".lock"
 OWNER = ".owner.json"
 OURS = (f".{NAME}.", LOCK, OWNER, f".{OWNER}.", ".status.json", "..status.json.")
+"""Prefixes of hidden files that this library writes."""
 
 
-def claim(
-    directory: Path, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
-) -> bool:
-    """Write `config.json`, or check that the one there has the same settings; True if a run is to
-    be resumed.
+def claim(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Write `config.json`, or compare the existing one with `config`; returns whether the directory
+    contained this run before.
 
-    `defaults` are those of `settings_apart`. Raises ValueError naming the first setting that
-    differs where the directory contains another run, or files of something else.
+    Raises ValueError if the directory contains other files, or a run with other settings, and names
+    the first one that differs.
     """
-    config = to_json(config)
     if (directory / NAME).exists():
-        _check_same(directory, read_object(directory / NAME), config, defaults)
+        check_held(directory, config, is_whole=True)
         return True
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / NAME, json.dumps(config, indent=1) + "\n")
+    write_atomically(directory / NAME, json.dumps(to_json(config), indent=1) + "\n")
     return False
 
 
-def check_held(
-    directory: Path, known: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
-) -> None:
-    """Raises ValueError where a run in the directory differs in what is known of another, before
-    its data are read."""
-    if (directory / NAME).exists():
-        held = {key: value for key, value in read_object(directory / NAME).items() if key in known}
-        _check_same(directory, held, to_json(known), defaults)
+def check_held(directory: Path, config: Mapping[str, Any], *, is_whole: bool = False) -> None:
+    """Raise ValueError if the directory contains a run with other settings.
 
-
-def _check_same(
-    directory: Path,
-    held: Mapping[str, Any],
-    config: Mapping[str, Any],
-    defaults: Mapping[str, Any] | None,
-) -> None:
-    if found := settings_apart(held, config, to_json(defaults)):
+    Only the keys of `config` are compared, unless it `is_whole`: a part of the settings is known
+    before the data are read.
+    """
+    if not (directory / NAME).exists():
+        return
+    there = read_object(directory / NAME)
+    if not is_whole:
+        there = {key: value for key, value in there.items() if key in config}
+    if found := find_differences(there, to_json(config)):
         raise ValueError(
-            f"run directory {str(directory)!r} contains another run: {summary(found, 'settings')}. "
-            "Choose another --run-dir, or give the settings that it was begun with"
+            f"run directory {str(directory)!r} contains another run: {summary(found, 'settings')}."
+            " Choose another --run-dir, or give the settings that it was begun with"
         )
 
 
 def refuse_foreign(directory: Path) -> None:
-    """Raises ValueError where there is something else than a run; touches nothing."""
+    """Raise ValueError if the directory contains anything but a run."""
     if not directory.exists() or (directory / NAME).exists():
         return
-    # a killed first write and the lock leave hidden files, which are no reason to refuse
+    # a process that was killed before it wrote its config leaves hidden files only
     if not directory.is_dir() or not all(is_of_system(file.name) for file in directory.iterdir()):
         raise ValueError(
             f"{str(directory)!r} is not a run directory (it has no {NAME}) and is not empty; choose"
@@ -78,7 +70,7 @@ def refuse_foreign(directory: Path) -> None:
 
 
 def check_space(directory: Path, needed: int, what: str) -> None:
-    """Raises ValueError where the disk has less than `needed` bytes left."""
+    """Raise ValueError if the disk has less than `needed` bytes left."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ValueError(
@@ -91,16 +83,15 @@ def check_space(directory: Path, needed: int, what: str) -> None:
 
 @contextlib.contextmanager
 def hold(directory: Path) -> Iterator[None]:
-    """The directory, made if there is none, for this process alone. Raises ValueError naming the
-    process that has it.
+    """Lock a directory for this process, and make it if it does not exist.
 
-    Only a process that writes locks it. The system releases the lock when the process ends, however
-    that happens.
+    Raises ValueError naming the process that has locked it. Only processes that write lock a
+    directory; the system releases the lock when the process ends.
     """
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)
     owner = directory / OWNER
-    # a soft lock, which is only a file, would outlive its process
+    # a soft lock is only a file, which remains if its process is killed
     lock = filelock.FileLock(directory / LOCK, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
@@ -114,14 +105,14 @@ def hold(directory: Path) -> Iterator[None]:
         )
         yield
     finally:
-        with contextlib.suppress(OSError):  # of a failing disk; the next owner writes it again
+        with contextlib.suppress(OSError):  # a failing disk; the next owner replaces the file
             owner.unlink(missing_ok=True)
         lock.release()
 
 
 def _owner(file: Path) -> str:
     try:
-        owner = json.loads(file.read_text())
+        owner = read_object(file)
         return f"process {owner['pid']} on {owner['host']}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError):
         return "another process"

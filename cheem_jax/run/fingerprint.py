@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from cheem_jax import __version__
-from cheem_jax.run.differences import leaves
+from cheem_jax.run.differences import find_differences
 from cheem_jax.run.record import to_json
 
 PACKAGES = (
@@ -63,7 +63,7 @@ def digest(fingerprint: Mapping[str, Any]) -> str:
 
 def apart(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Where two fingerprints differ, in words; empty where they are equal."""
-    return "; ".join(map(str, leaves(there, here)))
+    return "; ".join(map(str, find_differences(there, here)))
 
 
 @functools.cache

@@ -205,13 +205,18 @@ class FrozenFeatures:
             self._known.pop((task.name, split), None)
 
 
-class Networks(NamedTuple):
-    """The backbone's executor, its features, and those that infer the task ID (the same without a
-    router network)."""
+class FrozenNetworks(NamedTuple):
+    """The executor of the frozen backbone, its features, and the features that infer the task ID:
+    the same ones without a router network."""
 
     executor: Executor
     features: FrozenFeatures
     router_features: FrozenFeatures
+
+    def forget(self, task: Task) -> None:
+        """Drop the training and validation features of a learned task."""
+        self.features.forget(task)
+        self.router_features.forget(task)
 
 
 def check_given(

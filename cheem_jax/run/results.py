@@ -43,13 +43,16 @@ def accuracies(
     }
 
 
-def write_answers(directory: Path, answered: Mapping[str, np.ndarray]) -> None:
-    """`answers.npz`: the predictions of the run's own method for every test image so far, by task
-    index."""
+def write_answers(directory: Path, answers: Mapping[int, Answers]) -> None:
+    """Write `answers.npz`: the predictions of the run's own method for every test image so far, by
+    task index."""
+    arrays = {
+        f"{name}_{index}": array.astype(np.int32)
+        for index, predicted in answers.items()
+        for name, array in predicted._asdict().items()
+    }
     buffer = io.BytesIO()
-    np.savez_compressed(
-        buffer, **{name: found.astype(np.int32) for name, found in answered.items()}
-    )  # pyright: ignore[reportArgumentType]
+    np.savez_compressed(buffer, **arrays)  # pyright: ignore[reportArgumentType]
     write_atomically(directory / "answers.npz", buffer.getvalue())
 
 

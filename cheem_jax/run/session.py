@@ -13,6 +13,7 @@ from cheem_jax.core.settings import Advance
 from cheem_jax.engine import hosts
 from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.directory import check_space, claim, hold
+from cheem_jax.run.fingerprint import digest
 from cheem_jax.run.progress import Progress, Status
 from cheem_jax.run.record import Record
 from cheem_jax.run.rolling import Rolling, Saved
@@ -200,25 +201,24 @@ class Session:
 def open_session(
     directory: Path,
     config: Mapping[str, Any],
-    defaults: Mapping[str, Any],
+    conditions: Mapping[str, Any],
     progress: Progress,
-    *,
-    fingerprint: str,
     save_every: float | None = None,
 ) -> Iterator[Session]:
-    """Lock and claim a run directory for this process, or its job, and handle signals.
+    """Lock and claim a run directory for this process or its job, and handle signals.
 
-    Raises ValueError as `claim` and `hold`.
+    `config` is the content of `config.json`; `conditions` come from `fingerprint.take`. Raises
+    ValueError as `claim` and `hold`.
     """
     with contextlib.ExitStack() as stack, stop_requests() as stop:
 
         def claim_directory() -> bool:
             stack.enter_context(hold(directory))
-            return claim(directory, config, defaults)
+            return claim(directory, config)
 
         is_claimed = hosts.together(lambda: hosts.is_first() and claim_directory())
         status = stack.enter_context(Status(directory, writes=hosts.is_first()))
-        record = Record(directory, fingerprint, writes=hosts.is_first())
+        record = Record(directory, digest(conditions), writes=hosts.is_first())
         session = Session(record, progress, stop=stop, status=status, save_every=save_every)
         session.is_resumed = bool(hosts.largest(int(is_claimed)))
         yield session

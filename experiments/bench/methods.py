@@ -21,7 +21,7 @@ from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.engine.passes import unwatched
 from cheem_jax.engine.stages import Stages
-from cheem_jax.run.method import FrozenFeatures, Networks
+from cheem_jax.run.method import FrozenFeatures, FrozenNetworks
 from experiments.bench import measure, steps
 from experiments.bench.measure import Bench, Row, alternate, difference, medians, ratio
 from experiments.bench.peer import L2pPeer
@@ -67,7 +67,7 @@ def l2p(
     """One pass over the images with prompts at the first block; the optimiser included."""
     config = L2pConfig(fit=FitConfig(epochs=1), batch_size=batch)
     features = FrozenFeatures(executor, batch)
-    method = L2p(Networks(executor, features, features), config, Keys(0), 1)
+    method = L2p(FrozenNetworks(executor, features, features), config, Keys(0), 1)
     query = features.compute(images)
     prompts = method.begin_task(jax.random.key(1), {}, 0)
     width = executor.config.width

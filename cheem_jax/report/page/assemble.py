@@ -33,7 +33,7 @@ from cheem_jax.report.page.charts import Chart, EmptySection, Results
 from cheem_jax.report.page.examples import Examples, examples
 from cheem_jax.report.status import read_owner
 from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid, number, percent
-from cheem_jax.run.differences import leaves, summary
+from cheem_jax.run.differences import find_differences, summary
 from cheem_jax.run.record import to_json
 
 PAGE = "report.html"
@@ -182,7 +182,7 @@ def _check_alike(finished: Sequence[RunRecord]) -> None:
             }
             for r in (finished[0], run)
         )
-        if found := leaves(one, other):
+        if found := find_differences(one, other):
             raise ValueError(
                 f"{finished[0].directory} and {run.directory} differ: {summary(found, 'values')};"
                 " give each a separate report"

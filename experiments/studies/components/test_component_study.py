@@ -21,7 +21,7 @@ from cheem_jax.core.keys import Keys
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
-from cheem_jax.run_config import networks_of
+from cheem_jax.run_config import make_networks
 from studies.components.learning import (
     COMPONENTS,
     Learner,
@@ -54,7 +54,7 @@ def pretrained() -> Pretrained:
 @pytest.fixture(scope="module")
 def executor():
     config = FullFinetuneConfig(batch_size=16)
-    return networks_of(pretrained(), None, config, EngineConfig(executor="stages")).executor
+    return make_networks(pretrained(), None, config, EngineConfig(executor="stages")).executor
 
 
 def learn(directory, names):

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.baselines.catalogue import Networks, make, preset_of
+from cheem_jax.baselines.catalogue import FrozenNetworks, make, preset_of
 from cheem_jax.baselines.ewc import Ewc
 from cheem_jax.baselines.moal import Moal
 from cheem_jax.baselines.prompting import Prompting
@@ -18,7 +18,7 @@ from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.memory.contents import settings_of
 from cheem_jax.report.finished import RunRecord
-from cheem_jax.run_config import networks_of
+from cheem_jax.run_config import make_networks
 from studies.heads.theory import match_probability, match_with_unequal_rivals
 
 GLOBAL_HEADS = ("ewc", "moal", "coda_prompt", "dualprompt", "l2p")
@@ -220,7 +220,7 @@ def measure(
     run: RunRecord,
     stream: Stream,
     pretrained: Pretrained,
-    workshop: dict[Any, Networks] | None = None,
+    workshop: dict[Any, FrozenNetworks] | None = None,
 ) -> list[Margins]:
     """Every task's margins after the last one, from the run's checkpoints and the images that it
     saw.
@@ -233,7 +233,7 @@ def measure(
     file = run.directory / "config.json"
     engine = settings_of(EngineConfig, run.config["engine"], file)
     config = settings_of(type(preset_of(name, "paper")), run.config[name], file)
-    networks = networks_of(pretrained, None, config, engine, workshop=workshop)
+    networks = make_networks(pretrained, None, config, engine, workshop=workshop)
     method = cast(
         Prompting | Ewc | Moal, make(config, networks, Keys(run.config["seed"]), len(stream.tasks))
     )

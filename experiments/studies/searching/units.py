@@ -131,7 +131,7 @@ class TaskUnits:
             **found,
             images=counted.images,
             passes=STEP * training + forward,
-            seconds=learning.underway.clock.seconds,
+            seconds=learning.session.seconds,
         )
 
     def reuse(self, rate: float, seed: int) -> None:

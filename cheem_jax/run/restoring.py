@@ -1,0 +1,69 @@
+"""Resuming a run: open its checkpoints, compare them with the record, drop an unfinished task."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cheem_jax.run.checkpoint import load_manifest, load_meta, saved_tasks
+from cheem_jax.run.method import Method
+from cheem_jax.run.record import read
+from cheem_jax.run.session import Session
+
+
+def restore(session: Session, tasks: Sequence[str], methods: Sequence[Method]) -> int:
+    """Open the checkpoints of all methods, and drop an unfinished task from the record; returns the
+    number of evaluated tasks.
+
+    Raises ValueError if checkpoints are corrupted or differ from the record. `tasks` are the names
+    of the stream's tasks.
+    """
+    saved = {method.name: saved_tasks(session.root(method.name)) for method in methods}
+    errors = []
+    for method in methods:
+        try:
+            method.open(session.root(method.name))
+        except ValueError as error:
+            errors.append(str(error))
+    if errors:
+        raise ValueError(" / ".join(errors))
+
+    learned = set[tuple[str, int]]()
+
+    def belongs(entry: dict[str, Any]) -> bool:
+        if entry["event"] != "learned":
+            return True
+        method, index = place = entry["method"], entry["report"]["index"]
+        if index >= len(saved[method]) or place in learned:
+            return False
+        learned.add(place)
+        return True
+
+    session.record.keep(belongs)
+    evaluated = [entry for entry in read(session.directory) if entry["event"] == "evaluated"]
+    num = len(evaluated)
+    if (indices := [entry["index"] for entry in evaluated]) != list(range(num)):
+        raise ValueError(
+            f"{session.record.file} has lost a line: it contains measurements after the tasks"
+            f" {indices}, but expected are all from 0 on in order; restore it from a copy, or"
+            " choose another --run-dir"
+        )
+    for method, contents in evaluated[-1]["checkpoints"].items() if evaluated else ():
+        for directory, content in zip(saved[method], contents, strict=False):
+            if load_manifest(directory)["content_sha256"] != content:
+                raise ValueError(
+                    f"checkpoint {directory} is whole, but not the one that this run saved; restore"
+                    " that one"
+                )
+    names = {
+        method: [load_meta(directory)["name"] for directory in directories]
+        for method, directories in saved.items()
+    }
+    is_whole = learned == {(name, i) for name, own in names.items() for i in range(len(own))}
+    if not is_whole or any(
+        own != list(tasks[: len(own)]) or not num <= len(own) <= num + 1 for own in names.values()
+    ):
+        raise ValueError(
+            f"record and checkpoints of {str(session.directory)!r} differ: the record has {num}"
+            f" finished tasks and the learned tasks {sorted(learned)}, the checkpoints contain"
+            f" {names}; restore what is missing, or choose another --run-dir"
+        )
+    return num
