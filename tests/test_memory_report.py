@@ -16,7 +16,7 @@ import pytest
 import small
 from rich.console import Console
 from test_report_page import parsed
-from test_tensorboard import numbers_in, texts_in
+from test_tensorboard import numbers_in
 
 import cheem_jax
 from cheem_jax.backbone.weights import save_converted
@@ -282,22 +282,18 @@ def test_what_one_watches_of_a_memory(moment):
     assert line(look(later, 0.0)).endswith(told)
 
 
-def test_event_files_hold_what_was_measured_and_no_average_that_was_not(moment, capsys):
+def test_event_files_hold_what_was_measured_and_no_average_that_was_not(moment):
     directory = moment("three")
     write_tensorboard(Tensorboard((directory,)))
     file = directory / "tensorboard" / "cheem" / NAME
     numbers = numbers_in(file)
     diagonal = [row[i] for i, row in enumerate(results_in(directory)["accuracy"])]
-    assert [numbers[f"accuracy/T{i + 1}_task{i}"] for i in range(3)] == [
+    assert [numbers[f"accuracy/T{i + 1}"] for i in range(3)] == [
         [(i + 1, diagonal[i])] for i in range(3)
     ]
-    assert [step for step, _ in numbers["average/accuracy"]] == [
+    assert [step for step, _ in numbers["average_accuracy"]] == [
         1
-    ] and "average/forgetting" not in numbers
-    assert '"method": "cheem"' in texts_in(file)["config/text_summary", 0]
-    empty = moment("empty")
-    write_tensorboard(Tensorboard((empty,)))
-    assert "settings only, since no task is learned yet" in capsys.readouterr().out
+    ] and "average_forgetting" not in numbers
 
 
 def test_the_page_counts_the_experts_that_are_there(moment):

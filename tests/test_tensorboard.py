@@ -1,17 +1,21 @@
-"""Event files for TensorBoard, read back as TensorBoard reads them: TFRecords of Event messages."""
+"""Event files for TensorBoard, read back as TFRecords of Event messages."""
 
 import datetime
+import io
 import json
 import struct
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from cheem_jax.cli.report import Tensorboard, write_tensorboard
+from cheem_jax.core.settings import COLOURS
 from cheem_jax.report.tensorboard import NAME, check_installed, write_events
 from cheem_jax.run import record as records
 from cheem_jax.run.record import Record
@@ -32,7 +36,7 @@ def events_in(file: Path) -> list[Event]:
 
 
 def numbers_in(file: Path) -> dict[str, list[tuple[int, Any]]]:
-    """Steps and numbers, which events hold in single precision, by tag."""
+    """Steps and single-precision numbers by tag."""
     found: dict[str, list[tuple[int, Any]]] = {}
     for event in events_in(file):
         for value in event.summary.value:
@@ -41,15 +45,6 @@ def numbers_in(file: Path) -> dict[str, list[tuple[int, Any]]]:
                     (event.step, pytest.approx(value.simple_value))
                 )
     return found
-
-
-def texts_in(file: Path) -> dict[tuple[str, int], str]:
-    return {
-        (value.tag, event.step): value.tensor.string_val[0].decode()
-        for event in events_in(file)
-        for value in event.summary.value
-        if value.WhichOneof("value") == "tensor"
-    }
 
 
 def begin(directory: Path) -> Record:
@@ -86,8 +81,8 @@ def learn(record: Record, index: int, accuracy: list[float], given: list[float])
         "seconds": {"supernet": 4.0, "finetune": 2.0},
     }
     record.write("learned", method="cheem", report=report, seconds=6.5)
-    yardstick = {**report, "losses": [0.25], "architecture": None}
-    record.write("learned", method="frozen_linear", report=yardstick, seconds=0.5)
+    reference = {**report, "losses": [0.25], "architecture": None}
+    record.write("learned", method="frozen_linear", report=reference, seconds=0.5)
     methods = {
         "cheem": {"accuracy": accuracy, "local_accuracy": given},
         "frozen_linear": {"accuracy": [0.5] * len(given), "local_accuracy": given},
@@ -95,70 +90,55 @@ def learn(record: Record, index: int, accuracy: list[float], given: list[float])
     record.write("evaluated", index=index, methods=methods, seconds=1.5)
 
 
-def test_every_number_of_the_record_is_there_once_at_its_task_or_epoch(tmp_path):
+def test_each_number_of_the_record_is_a_point_at_its_task_or_epoch(tmp_path):
     record = begin(tmp_path)
     learn(record, 0, [0.9], [0.95])
     learn(record, 1, [0.8, 0.6], [0.95, 0.7])
+    record.write("upper_bound", index=0, name="digits", test_accuracy=0.97, seconds=3.0)
     assert write_events(tmp_path) == tmp_path / "tensorboard"
-    found = numbers_in(tmp_path / "tensorboard" / "cheem" / NAME)
-    assert found["average/accuracy"] == [(1, 0.9), (2, 0.7)]
-    assert found["average/given_accuracy"] == [(1, 0.95), (2, 0.825)]
-    assert found["average/forgetting"] == [(2, 0.1)]
-    assert found["accuracy/T1_digits"] == [(1, 0.9), (2, 0.8)]
-    assert found["accuracy/T2_letters__b_"] == [(2, 0.6)]
-    assert found["given_accuracy/T2_letters__b_"] == [(2, 0.7)]
-    assert found["loss_supernet/T1_digits"] == [
-        (1, 2.0),
-        (3, 1.0),
-    ]  # that of epoch 2 was not finite
-    assert found["loss_finetune/T2_letters__b_"] == [(1, 0.5)]
-    assert found["cost/flops_method"] == [(1, 58e6), (2, 58e6)]
-    assert found["cost/params_added_percent"] == [(1, 2.5), (2, 2.5)]
-    assert found["seconds/supernet"] == [(1, 4.0), (2, 4.0)] and found["seconds/evaluate"] == [
-        (1, 1.5),
-        (2, 1.5),
-    ]
-    beside = numbers_in(tmp_path / "tensorboard" / "frozen_linear" / NAME)
-    assert beside["average/accuracy"] == [(1, 0.5), (2, 0.5)] and beside[
-        "loss_train/T1_digits"
-    ] == [(1, 0.25)]
+    numbers = {
+        method: numbers_in(tmp_path / "tensorboard" / method / NAME)
+        for method in ("cheem", "frozen_linear", "full_finetune")
+    }
+    expected = {
+        "average_accuracy": [(1, 0.9), (2, 0.7)],
+        "local_average_accuracy": [(1, 0.95), (2, 0.825)],
+        "average_forgetting": [(2, 0.1)],
+        "accuracy/T1": [(1, 0.9), (2, 0.8)],
+        "accuracy/T2": [(2, 0.6)],
+        "local_accuracy/T2": [(2, 0.7)],
+        "supernet_losses/T1": [(1, 2.0), (3, 1.0)],  # that of epoch 2 was not finite
+        "finetune_losses/T2": [(1, 0.5)],
+        "flops_method": [(1, 58e6), (2, 58e6)],
+        "seconds/supernet": [(1, 4.0), (2, 4.0)],
+    }
+    assert {tag: numbers["cheem"][tag] for tag in expected} == expected
+    assert numbers["frozen_linear"]["average_accuracy"] == [(1, 0.5), (2, 0.5)]
+    assert numbers["frozen_linear"]["losses/T1"] == [(1, 0.25)]
+    assert numbers["full_finetune"] == {"local_accuracy": [(1, 0.97)]}
 
 
-def test_events_carry_the_times_of_the_record(tmp_path):
+def test_points_have_the_times_of_the_record_and_architectures_are_images(tmp_path):
     learn(begin(tmp_path), 0, [0.9], [0.9])
     times = [
         datetime.datetime.fromisoformat(entry["time"]).timestamp()
         for entry in records.read(tmp_path)
     ]
     events = events_in(write_events(tmp_path) / "cheem" / NAME)
-    assert (events[0].file_version, events[0].wall_time) == ("brain.Event:2", times[0])
-    by_tag = {value.tag: event.wall_time for event in events for value in event.summary.value}
-    assert by_tag["loss_finetune/T1_digits"] == times[1] and by_tag["average/accuracy"] == times[3]
+    assert events[0].file_version == "brain.Event:2"
+    points = {
+        value.tag: (event.wall_time, value) for event in events for value in event.summary.value
+    }
+    assert points["finetune_losses/T1"][0] == times[1] and points["accuracy/T1"][0] == times[3]
+    image = Image.open(io.BytesIO(points["architecture"][1].image.encoded_image_string))
+    pixels = np.asarray(image)[16, 16::32]
+    assert [f"#{red:02X}{green:02X}{blue:02X}" for red, green, blue in pixels] == [
+        COLOURS["reuse"],
+        COLOURS["new"],
+    ]
 
 
-def test_architectures_and_settings_are_texts(tmp_path):
-    learn(begin(tmp_path), 0, [0.9], [0.9])
-    file = write_events(tmp_path) / "cheem" / NAME
-    texts = texts_in(file)
-    assert texts["architecture/text_summary", 1] == "T1_digits: reuse:0, new"
-    config = json.loads(texts["config/text_summary", 0].strip("`json\n"))
-    assert (
-        config["cheem"]["ops"]["rank"] == 16
-        and config["method"] == "cheem"
-        and "data_sha256" not in config
-    )
-
-
-def test_an_upper_bound_lies_beside_the_methods(tmp_path):
-    record = begin(tmp_path)
-    learn(record, 0, [0.9], [0.9])
-    record.write("upper_bound", index=0, name="digits", test_accuracy=0.97, seconds=3.0)
-    write_events(tmp_path)
-    found = numbers_in(tmp_path / "tensorboard" / "full_finetune" / NAME)
-    assert found == {"given_accuracy/T1_digits": [(1, 0.97)], "seconds/bound": [(1, 3.0)]}
-
-
-def test_a_record_that_grew_is_appended_without_a_point_twice(tmp_path):
+def test_a_longer_record_appends_and_a_shorter_one_replaces(tmp_path):
     record = begin(tmp_path)
     learn(record, 0, [0.9], [0.9])
     file = write_events(tmp_path) / "cheem" / NAME
@@ -168,27 +148,20 @@ def test_a_record_that_grew_is_appended_without_a_point_twice(tmp_path):
     assert file.read_bytes() == first
     learn(record, 1, [0.8, 0.6], [0.9, 0.7])
     write_events(tmp_path)
-    whole = file.read_bytes()
-    assert whole.startswith(first) and len(whole) > len(first)
-    assert file.stat().st_ino == inode  # whoever has it open reads on
-    assert numbers_in(file)["average/accuracy"] == [(1, 0.9), (2, 0.7)]
-    file.write_bytes(whole[:-7])  # a write that was cut off
+    longer = file.read_bytes()
+    assert longer.startswith(first) and len(longer) > len(first)
+    assert file.stat().st_ino == inode  # an open TensorBoard continues to read it
+    file.write_bytes(longer[:-7])  # an interrupted write
     write_events(tmp_path)
-    assert file.read_bytes() == whole
-
-
-def test_a_record_that_lost_lines_replaces_what_was_written(tmp_path):
-    record = begin(tmp_path)
-    learn(record, 0, [0.9], [0.9])
-    file = write_events(tmp_path) / "cheem" / NAME
-    record.keep(lambda entry: entry["event"] == "run")  # as going on after a stop does
+    assert file.read_bytes() == longer
+    record.keep(lambda entry: entry["event"] == "run")  # as after an interruption
     learn(record, 0, [0.7], [0.9])
     write_events(tmp_path)
-    assert numbers_in(file)["average/accuracy"] == [(1, 0.7)]
+    assert numbers_in(file)["average_accuracy"] == [(1, 0.7)]
     assert [entry.name for entry in file.parent.iterdir()] == [NAME]
 
 
-def test_a_missing_package_is_named_with_the_command_that_brings_it(tmp_path, monkeypatch):
+def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     for call in (
         check_installed,
@@ -199,25 +172,18 @@ def test_a_missing_package_is_named_with_the_command_that_brings_it(tmp_path, mo
             call()
 
 
-def test_the_command_writes_every_run_and_names_what_is_none(tmp_path, capsys):
+def test_the_command_writes_every_run_and_refuses_other_folders(tmp_path, capsys):
     runs = (tmp_path / "a", tmp_path / "b")
     for run in runs:
         learn(begin(run), 0, [0.9], [0.9])
     with pytest.raises(ValueError, match="gone' is not a run directory"):
         write_tensorboard(Tensorboard((*runs, tmp_path / "gone")))
-    assert not (runs[0] / "tensorboard").exists()  # nothing is begun
+    assert not (runs[0] / "tensorboard").exists()  # nothing was written before the check
     write_tensorboard(Tensorboard(runs))
     assert all((run / "tensorboard" / "cheem" / NAME).is_file() for run in runs)
     assert capsys.readouterr().out.endswith(f"tensorboard --logdir {tmp_path}\n")
     with pytest.raises(ValueError, match="no run is named"):
         write_tensorboard(Tensorboard(()))
-
-
-def test_a_run_without_a_record_or_with_a_damaged_one_is_told(tmp_path):
-    record = begin(tmp_path)
-    record.keep(lambda entry: False)
-    with pytest.raises(ValueError, match="has no record of a run yet"):
-        write_events(tmp_path)
-    begin(tmp_path).write("learned", method="cheem", report={})
-    with pytest.raises(ValueError, match="lacks what event files need"):
-        write_events(tmp_path)
+    begin(tmp_path / "empty")
+    write_tensorboard(Tensorboard((tmp_path / "empty",)))
+    assert "no task is learned yet" in capsys.readouterr().out

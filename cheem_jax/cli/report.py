@@ -24,7 +24,6 @@ from cheem_jax.report.status import Snapshot, look
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.progress import SECONDS_BETWEEN_LINES, Progress, on_screen
-from cheem_jax.run.record import read
 
 DOCTYPE = b"<!doctype html"
 """How a page begins, in lower case: what begins otherwise is not overwritten."""
@@ -107,10 +106,11 @@ def write_tensorboard(settings: Tensorboard) -> None:
     progress = Progress()
     for directory in settings.runs:
         folder = write_events(directory)
-        is_empty = not any(entry["event"] == "learned" for entry in read(directory))
+        is_empty = not any(folder.glob("*/"))
         progress.say(
             f"wrote {shown(folder)}"
-            + (": settings only, since no task is learned yet" if is_empty else "")
+            if not is_empty
+            else f"{shown(directory)}: no task is learned yet"
         )
     above = os.path.commonpath(settings.runs)
     progress.say(f"look at them with: tensorboard --logdir {shown(Path(above))}")

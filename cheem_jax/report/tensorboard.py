@@ -1,194 +1,70 @@
-"""TensorBoard event files of a run, all from its record.
-
-    tensorboard/cheem/events.out.tfevents.cheem_jax          one folder per method, so that curves
-    lie over each other tensorboard/frozen_linear/events.out.tfevents.cheem_jax
-
-Equal records give equal bytes, and a longer record gives the same ones and more, which an open
-TensorBoard follows.
-"""
+"""TensorBoard event files of a run, from its record: scalars, and images of architectures."""
 
 import datetime
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import filelock
 import numpy as np
 
-from cheem_jax.report.memories import as_of_run
-from cheem_jax.report.table import UPPER_BOUNDS
-from cheem_jax.run.directory import NAME as CONFIG
-from cheem_jax.run.record import read, read_object
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.settings import COLOURS
+from cheem_jax.data.files import import_extra
+from cheem_jax.run.record import read
 from cheem_jax.run.results import averages, matrices
 
 FOLDER, NAME = "tensorboard", "events.out.tfevents.cheem_jax"
-AVERAGES = {
-    "average/accuracy": "average_accuracy",
-    "average/given_accuracy": "local_average_accuracy",
-    "average/forgetting": "average_forgetting",
-}
-"""Tags, and the names in the results."""
-COSTS = (
-    "flops_method", "flops_executed", "flops_explicit",
-    "params_added", "params_added_percent", "params_learned", "params_stored",
-)  # fmt: skip
-
-
-class Point(NamedTuple):
-    """A number, or a text in Markdown, of one method; after task i the step is i + 1."""
-
-    method: str
-    tag: str
-    value: float | str
-    step: int
-    time: float
-    """Seconds since 1970."""
 
 
 def check_installed() -> None:
-    """Raises ValueError where what writes event files is missing."""
-    try:
-        import tensorboardX  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ValueError(
-            f"TensorBoard's event files need the package tensorboardX ({error}); pip install"
-            " 'cheem_jax[tensorboard]'"
-        ) from error
+    """Raise ValueError if tensorboardX is not installed."""
+    import_extra("tensorboardX", "tensorboard", "writing TensorBoard's event files")
 
 
 def write_events(directory: Path) -> Path:
-    """Write the event files of a run, finished or not, and return their folder.
-
-    Raises ValueError where the record is missing or corrupted, or tensorboardX is not installed.
-    """
+    """Write `tensorboard/METHOD/NAME` of every method; a longer record only appends bytes."""
     check_installed()
-    entries = read(directory)
-    setting = next((entry for entry in entries if entry["event"] == "run"), None)
-    if setting is None:
-        raise ValueError(
-            f"{str(directory)!r} has no record of a run yet; give the folder of one, as its"
-            " --run-dir said"
-        )
-    try:
-        points = list(points_of(entries))
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(
-            f"the record in {str(directory)!r} lacks what event files need ({error!r})"
-        ) from error
-    folder = directory / FOLDER
-    folder.mkdir(exist_ok=True)
-    with filelock.FileLock(folder / ".lock"):  # the run itself may write them at this moment
-        for method in dict.fromkeys((setting["method"], *(point.method for point in points))):
-            own = [point for point in points if point.method == method]
-            config = _config(directory, setting) if method == setting["method"] else None
-            file = folder / method / NAME
-            file.parent.mkdir(parents=True, exist_ok=True)
-            _write(file, own, config, _seconds(setting))
-    return folder
-
-
-def points_of(entries: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
-    """All numbers of a record, in its order."""
-    evaluated: list[Mapping[str, Any]] = []
-    names: dict[int, str] = {}
-    for entry in entries:
-        time = _seconds(entry)
-        match entry["event"]:
-            case "learned":
-                report = entry["report"]
-                names[report["index"]] = f"T{report['index'] + 1}_{report['name']}"
-                for tag, value, step in _learned(report, names[report["index"]]):
-                    yield Point(entry["method"], tag, value, step, time)
-            case "evaluated":
-                evaluated.append(entry)
-                step = len(evaluated)
-                yield Point(
-                    next(iter(entry["methods"])), "seconds/evaluate", entry["seconds"], step, time
-                )
-                for method in entry["methods"]:
-                    for tag, value in _measured(evaluated, method, names):
-                        yield Point(method, tag, value, step, time)
-            case "upper_bound":
-                tag = f"given_accuracy/T{entry['index'] + 1}_{entry['name']}"
-                yield Point("full_finetune", tag, entry["test_accuracy"], entry["index"] + 1, time)
-                yield Point(
-                    "full_finetune", "seconds/bound", entry["seconds"], entry["index"] + 1, time
-                )
-
-
-def _learned(report: Mapping[str, Any], name: str) -> Iterator[tuple[str, float | str, int]]:
-    """Tag, value and step of all that is known when a task is learned; losses are over epochs."""
-    step = report["index"] + 1
-    for key, values in report.items():
-        if key.endswith("losses") and isinstance(values, list):
-            phase = key.removesuffix("losses").rstrip("_") or "train"
-            for epoch, loss in enumerate(values, start=1):
-                if loss is not None:  # was not finite
-                    yield f"loss_{phase}/{name}", loss, epoch
-    for key in COSTS:
-        if report.get(key) is not None:
-            yield f"cost/{key}", report[key], step
-    for phase, seconds in report["seconds"].items():
-        yield f"seconds/{phase}", seconds, step
-    if architecture := report.get("architecture"):
-        yield "architecture", f"{name}: {', '.join(architecture)}", step
-
-
-def _measured(
-    evaluated: Sequence[Mapping[str, Any]], method: str, names: Mapping[int, str]
-) -> Iterator[tuple[str, float]]:
-    """Accuracies of every task so far in [0, 1], task-agnostic and with the task ID given, and
-    their averages.
-
-    What a memory did not measure is left out, and an average that would need it.
-    """
-    routed, given = matrices(evaluated, method)
-    accuracy = given if method in UPPER_BOUNDS else routed
-    for index, name in names.items():
-        if not np.isnan(accuracy[-1, index]):
-            yield f"accuracy/{name}", float(accuracy[-1, index])
-            yield f"given_accuracy/{name}", float(given[-1, index])
-    found = averages(accuracy, given)
-    for tag, key in AVERAGES.items():
-        if (value := found[key]) is not None:
-            yield tag, value
-
-
-def _config(directory: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
-    """What the run was asked for: its settings and its configuration without hashes."""
-    config = as_of_run(read_object(directory / CONFIG))
-    chosen = {
-        key: setting.get(key) for key in ("method", "preset", "executor", "precision", "device")
-    }
-    return chosen | {key: value for key, value in config.items() if not key.endswith("sha256")}
-
-
-def _write(
-    file: Path, points: Sequence[Point], config: Mapping[str, Any] | None, begun: float
-) -> None:
     from tensorboardX import RecordWriter, summary  # pyright: ignore[reportMissingImports]
-    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore  (made when it is imported)
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore  (made by its import)
 
-    events = [Event(wall_time=begun, file_version="brain.Event:2")]
-    if config is not None:
-        text = f"```json\n{json.dumps(config, indent=1)}\n```"
-        events.append(Event(wall_time=begun, step=0, summary=summary.text("config", text)))
-    for point in points:
-        tag = re.sub(r"[^-/\w.]", "_", point.tag)
-        message = (
-            summary.text(tag, point.value)
-            if isinstance(point.value, str)
-            else summary.scalar(tag, point.value)
-        )
-        events.append(Event(wall_time=point.time, step=point.step, summary=message))
-    # in place: whoever has it open reads on, since a longer record begins with the same bytes
-    writer = RecordWriter(str(file))
-    for event in events:
-        writer.write(event.SerializeToString(deterministic=True))
-    writer.close()
+    events = defaultdict[str, list[Any]](lambda: [Event(file_version="brain.Event:2")])
+    evaluated = []
+    for entry in read(directory):
+        evaluated += [entry] if entry["event"] == "evaluated" else []
+        time = datetime.datetime.fromisoformat(entry["time"]).timestamp()
+        for method, tag, step, value in _points(entry, evaluated):
+            if isinstance(value, int | float | np.ndarray):  # None: not measured, or not finite
+                make = summary.image if isinstance(value, np.ndarray) else summary.scalar
+                events[method].append(Event(wall_time=time, step=step, summary=make(tag, value)))
+    for method, points in events.items():
+        file = directory / FOLDER / method / NAME
+        file.parent.mkdir(parents=True, exist_ok=True)
+        writer = RecordWriter(str(file))
+        for event in points:
+            writer.write(event.SerializeToString(deterministic=True))
+        writer.close()
+    return directory / FOLDER
 
 
-def _seconds(entry: Mapping[str, Any]) -> float:
-    return datetime.datetime.fromisoformat(entry["time"]).timestamp()
+def _points(entry: dict[str, Any], evaluated: list[dict[str, Any]]):
+    """Yield method, tag, step and value of every part of an entry; steps are tasks, or epochs."""
+    if entry["event"] == "learned":
+        method, report, step = entry["method"], entry["report"], entry["report"]["index"] + 1
+        for phase, seconds in report["seconds"].items():
+            yield method, f"seconds/{phase}", step, seconds
+        for key, value in report.items():
+            for epoch, loss in enumerate(value if key.endswith("losses") else (), start=1):
+                yield method, f"{key}/T{step}", epoch, loss
+            yield method, key, step, value
+        if architecture := report.get("architecture"):
+            rgb = [list(bytes.fromhex(COLOURS[op.kind][1:])) for op in from_strings(architecture)]
+            image = np.array([rgb], np.uint8).transpose(2, 0, 1)
+            yield method, "architecture", step, image.repeat(32, axis=1).repeat(32, axis=2)
+    for method, measured in entry.get("methods", {}).items():
+        for key in ("accuracy", "local_accuracy"):
+            for task, value in enumerate(measured[key], start=1):
+                yield method, f"{key}/T{task}", len(evaluated), value
+        for key, value in averages(*matrices(evaluated, method)).items():
+            yield method, key, len(evaluated), value
+    if entry["event"] == "upper_bound":
+        yield "full_finetune", "local_accuracy", entry["index"] + 1, entry["test_accuracy"]
