@@ -1,5 +1,4 @@
-"""`cheem doctor` on sound and on broken installations: what is wrong is a finding and never a
-crash."""
+"""`cheem doctor` on sound and on broken installations: problems are reported and never crash it."""
 
 import json
 import os
@@ -43,9 +42,9 @@ def installed(tmp_path, monkeypatch):
 
 @pytest.fixture
 def sound(monkeypatch):
-    """JAX is not asked again."""
-    told = {"devices": {"platform": "cpu", "kind": "cpu", "count": 1, "seconds": 0.5}}
-    monkeypatch.setattr(doctor, "_probe", lambda settings: (told, None))
+    """The results of a process whose steps succeed."""
+    results = {"devices": {"platform": "cpu", "kind": "cpu", "count": 1}}
+    monkeypatch.setattr(doctor, "run_probe", lambda settings: (dict(results), []))
     monkeypatch.setattr(doctor, "HUGE_PAGES", Path("no/such/file"))
 
 
@@ -59,7 +58,7 @@ def gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_a_sound_installation_computes_and_tells_where_everything_is(tmp_path):
+def test_a_sound_installation_computes_and_names_its_caches(tmp_path):
     done = run(
         "--json",
         HOME=str(tmp_path),
@@ -70,20 +69,20 @@ def test_a_sound_installation_computes_and_tells_where_everything_is(tmp_path):
     assert done.returncode == 0 and found["works"] is True, done.stdout + done.stderr
     assert {"python", "cheem_jax", *PACKAGES} <= {name.lower() for name in found["versions"]}
     assert found["devices"]["platform"] == "cpu" and found["devices"]["count"] >= 1
-    assert found["self_test"]["vit_micro_seconds"] > 0
-    assert found["caches"]["compiled functions"].startswith(str(tmp_path / "c"))
+    assert found["vit_micro"]["seconds"] > 0
+    assert found["compiled functions"]["folder"].startswith(str(tmp_path / "c"))
     assert found["caches"]["decoded images"] == str(tmp_path / "c" / "cheem_jax" / "images")
     assert found["extras"]["tensorboard"] == "installed"
 
 
-def test_without_a_home_folder_it_names_what_is_not_kept(monkeypatch, sound, capsys):
-    monkeypatch.setattr(
-        os.path, "expanduser", lambda path: path
-    )  # as Python answers where it finds no home
+def test_without_a_home_folder_a_note_says_so(monkeypatch, sound, capsys):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # Python's answer without a home
     for name in ("XDG_CACHE_HOME", "TFDS_DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
-    step, found = next(doctor._tried(False))
-    monkeypatch.setattr(doctor, "_probe", lambda settings: ({step: found}, None))
+    monkeypatch.setattr(doctor, "STEPS", {"caches": doctor.STEPS["caches"]})
+    doctor.probe(network=False)
+    name, _, problem = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(doctor, "run_probe", lambda _: ({name: {}}, [doctor.Problem(*problem)]))
     assert doctor.examine(doctor.Doctor()) == 0
     note, verdict = capsys.readouterr().out.splitlines()[-2:]
     assert note.startswith("note: ") and "the home folder is unknown" in note
@@ -93,7 +92,7 @@ def test_without_a_home_folder_it_names_what_is_not_kept(monkeypatch, sound, cap
     )
 
 
-def test_a_broken_jax_is_told_last_with_the_way_out(tmp_path):
+def test_a_broken_jax_is_reported_last_with_the_way_out(tmp_path):
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text(
         "raise RuntimeError('jaxlib is too old\\nfor this jax')"
@@ -105,36 +104,32 @@ def test_a_broken_jax_is_told_last_with_the_way_out(tmp_path):
         "PROBLEM: devices: RuntimeError: jaxlib is too old for this jax; way out: pip install"
     )
     assert verdict == "cheem cannot work here"
-    shown = "\n".join(table)
-    assert (
-        "cheem_jax" in shown and "serve" in shown
-    )  # but nothing for developers, nor packages that are as they should
-    assert "scikit-learn" not in shown and "browser" not in shown
+    assert any("cheem_jax" in line for line in table)
 
 
-def test_devices_that_do_not_answer_are_not_waited_for(tmp_path):
+def test_devices_without_an_answer_are_given_up_after_the_timeout(tmp_path):
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("import time; time.sleep(60)")
-    done = run("--json", "--timeout", "3", before=tmp_path)
+    done = run("--json", "--timeout", "1.5", before=tmp_path)
     (problem,) = json.loads(done.stdout)["problems"]
-    assert done.returncode == 1 and "no answer within 3 seconds" in problem["what"]
+    assert done.returncode == 1 and "no answer within 1.5 seconds" in problem["what"]
 
 
-def test_a_process_that_crashes_is_told_with_its_status(tmp_path):
+def test_a_crashed_process_is_reported_with_its_status(tmp_path):
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("import os; os.abort()")
     (problem,) = json.loads(run("--json", before=tmp_path).stdout)["problems"]
     assert problem["what"].startswith("devices: ended with status -6")
 
 
-def test_a_gpu_that_jax_does_not_use_is_told_with_the_extra(installed, sound, gpu, monkeypatch):
+def test_a_gpu_that_jax_does_not_use_is_reported_with_the_extra(installed, sound, gpu, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS")
     installed(
         "cheem_jax", "Provides-Extra: cuda12", "Requires-Dist: jax[cuda12] ; extra == 'cuda12'"
     )
     installed("jax", "Provides-Extra: cuda12", "Requires-Dist: a-plugin ; extra == 'cuda12'")
     found, (note,) = doctor.look(doctor.Doctor())
-    assert found["devices"]["nvidia-smi 0"] == "NVIDIA H200, 143771 MiB, 570.1"
+    assert found["gpus"]["nvidia-smi 0"] == "NVIDIA H200, 143771 MiB, 570.1"
     assert found["extras"]["cuda12"] == "missing: a-plugin; pip install 'cheem_jax[cuda12]'"
     assert note == (
         "JAX does not use NVIDIA H200, 143771 MiB, 570.1",
@@ -147,7 +142,7 @@ def test_a_gpu_that_jax_does_not_use_is_told_with_the_extra(installed, sound, gp
 
 
 @pytest.mark.parametrize(
-    ("given", "libc", "tunables", "is_told"),
+    ("enabled", "libc", "tunables", "is_reported"),
     [
         ("always [madvise] never", ("glibc", "2.36"), "", True),
         ("[always] madvise never", ("glibc", "2.36"), "", False),
@@ -156,19 +151,19 @@ def test_a_gpu_that_jax_does_not_use_is_told_with_the_extra(installed, sound, gp
         ("always [madvise] never", ("glibc", "2.36"), "glibc.malloc.hugetlb=1", False),
     ],
 )
-def test_huge_pages_that_nobody_asks_for_are_a_note(
-    given, libc, tunables, is_told, sound, monkeypatch, tmp_path
+def test_huge_pages_that_are_not_requested_are_a_note(
+    enabled, libc, tunables, is_reported, sound, monkeypatch, tmp_path
 ):
-    (tmp_path / "enabled").write_text(given)
+    (tmp_path / "enabled").write_text(enabled)
     monkeypatch.setattr(doctor, "HUGE_PAGES", tmp_path / "enabled")
     monkeypatch.setattr(doctor.platform, "libc_ver", lambda: libc)
     monkeypatch.setenv("GLIBC_TUNABLES", tunables)
     _, problems = doctor.look(doctor.Doctor())
     notes = [problem for problem in problems if "glibc.malloc.hugetlb=1" in problem.way_out]
-    assert bool(notes) == is_told and not any(note.needed for note in notes)
+    assert bool(notes) == is_reported and not any(note.needed for note in notes)
 
 
-def test_what_is_needed_and_missing_is_a_problem_and_what_is_old_a_note(installed, sound, capsys):
+def test_a_missing_package_is_a_problem_and_an_old_one_a_note(installed, sound, capsys):
     installed(
         "cheem_jax",
         "Provides-Extra: more",
@@ -189,4 +184,4 @@ def test_what_is_needed_and_missing_is_a_problem_and_what_is_old_a_note(installe
         "way_out": "pip install 'no-such-package>=2'",
         "needed": True,
     }
-    assert ">=999 is wanted" in old["what"] and not old["needed"]
+    assert ">=999 is required" in old["what"] and not old["needed"]

@@ -1,62 +1,43 @@
-"""`cheem doctor`: versions, devices, memory, caches and a small network, and how to get what is
-missing.
+"""`cheem doctor`: packages, devices, caches and a small network, and how to repair them.
 
-This process imports only the standard library: what may be broken, crash or hang runs in another
-one (`probe`).
+This process imports the standard library only. Everything that can be broken, crash or hang runs in
+another process (`probe`).
 """
 
 import contextlib
 import dataclasses
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cheem_jax import __version__
 
-STEPS = {
-    "caches": "pip install --force-reinstall cheem_jax",
-    "devices": (
-        "pip install --force-reinstall jax jaxlib, or if a GPU is the reason do without it:"
-        " JAX_PLATFORMS=cpu"
-    ),
-    "programs": "name another folder with JAX_COMPILATION_CACHE_DIR",
-    "vit_micro": "pip install --force-reinstall cheem_jax jax jaxlib",
-    "hub": (
-        "pip install --force-reinstall huggingface_hub, or give weights as files (--weights FILE)"
-    ),
-}
-"""What `probe` tries, in its order, and the way out where it fails."""
-ALWAYS = ("python", "cheem_jax", "jax", "jaxlib")
-"""Versions that are shown even where nothing is wrong with them."""
-FOR_DEVELOPERS = ("all", "browser", "dev", "docs", "notebook", "test")
-"""Extras that only --json lists."""
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-"""Where Linux tells who gets huge pages: everybody, who asks, or nobody."""
+"""Linux' setting of huge pages: for all memory, on request (madvise), or never."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Look at versions, devices, memory and caches, try a small network, and say how to get what is
-    missing."""
+    """Options of `cheem doctor`."""
 
     json: bool = False
-    """Print one JSON object instead of a table: also the versions of all packages."""
+    """Print one JSON object instead of a table, with the versions of all packages."""
     network: bool = False
-    """Also try whether weights can be downloaded; without this nothing uses the network."""
+    """Also check that weights can be downloaded; the network is not used otherwise."""
     timeout: float = 120.0
-    """Give up after this many seconds."""
+    """Seconds after which the checks are stopped."""
 
 
 class Problem(NamedTuple):
-    """What is wrong and the way out; what is not `needed` leaves the rest working."""
+    """A problem and its solution. Without `needed`, everything else works."""
 
     what: str
     way_out: str
@@ -64,152 +45,138 @@ class Problem(NamedTuple):
 
 
 def examine(settings: Doctor) -> int:
-    """Print what was found, problems last; 1 if something that is needed is broken."""
-    found, problems = look(settings)
+    """Print the findings, problems last; return 1 if a needed part is broken."""
+    findings, problems = look(settings)
     works = not any(problem.needed for problem in problems)
     if settings.json:
-        print(
-            json.dumps(
-                {"works": works, **found, "problems": [p._asdict() for p in problems]}, indent=1
-            )
-        )
-        return 0 if works else 1
-    wrong = " ".join(problem.what for problem in problems)
-    left_out = {name for name in found["versions"] if name not in ALWAYS and name not in wrong} | {
-        *FOR_DEVELOPERS
-    }
-    for section, entries in found.items():
-        shown = {name: value for name, value in entries.items() if name not in left_out}
-        for row, (name, value) in enumerate(shown.items()):
-            print(
-                f"{'' if row else section:<10} {name:<20} {'missing' if value is None else value}"
-            )
+        listed = [problem._asdict() for problem in problems]
+        print(json.dumps({"works": works, **findings, "problems": listed}, indent=1))
+        return int(not works)
+    for section, entries in findings.items():
+        if entries:
+            print(f"{section}:")
+        for name, value in entries.items():
+            print(f"  {name:<20} {'missing' if value is None else value}")
     for problem in problems:
-        print(
-            f"{'PROBLEM' if problem.needed else 'note'}: {problem.what}; way out: {problem.way_out}"
-        )
+        kind = "PROBLEM" if problem.needed else "note"
+        print(f"{kind}: {problem.what}; way out: {problem.way_out}")
     print("cheem can work here" if works else "cheem cannot work here")
-    return 0 if works else 1
+    return int(not works)
 
 
 def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
-    """What can be found out, by section and name as JSON values, and what is wrong with it."""
-    problems: list[Problem] = []
-    told, end = _probe(settings)
-    if end is not None:
-        problems.append(end)
+    """Return the findings as JSON values, by section and name, and the problems."""
+    results, problems = run_probe(settings)
     versions = _versions(problems)
     extras = _extras()
     gpus = _nvidia_gpus()
-    devices, programs, hub = (told.get(step, {}) for step in ("devices", "programs", "hub"))
-    if gpus and devices.get("platform") == "cpu":
-        way_out = extras.get("cuda12", "").partition("; ")[2]  # empty where it is installed
-        if "JAX_PLATFORMS" in os.environ:
-            way_out = "unset JAX_PLATFORMS"
-        way_out = way_out or "read what `python -c 'import jax; jax.devices()'` prints"
-        problems.append(Problem(f"JAX does not use {gpus[0]}", way_out, needed=False))
-    if devices.get("platform") == "cpu" and _asks_for_small_pages():
-        what = "memory comes in small pages, and training may take up to 1.4 times as long"
-        problems.append(
-            Problem(
-                what, "set GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before it starts", needed=False
-            )
-        )
-    caches = dict(told.get("caches", {}))
-    for step, found in (("caches", caches), ("programs", programs), ("hub", hub)):
-        if "reason" in found:
-            problems.append(
-                Problem(found.pop("reason"), found.pop("way_out", STEPS[step]), needed=False)
-            )
-    places = {"compiled functions": programs.get("place"), **caches, "hub": hub.get("cache")}
-    found = {
+    devices = results.get("devices", {})
+    if devices.get("platform") == "cpu":
+        if gpus:
+            way_out = extras.get("cuda12", "").partition("; ")[2]  # empty if it is installed
+            if "JAX_PLATFORMS" in os.environ:
+                way_out = "unset JAX_PLATFORMS"
+            way_out = way_out or "read the output of `python -c 'import jax; jax.devices()'`"
+            problems.append(Problem(f"JAX does not use {gpus[0]}", way_out, needed=False))
+        if _has_small_pages():
+            what = "memory has small pages, with which training can take 1.4 times as long"
+            way_out = "set GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before the start"
+            problems.append(Problem(what, way_out, needed=False))
+    findings = {
         "versions": versions,
         "extras": extras,
         "machine": _machine(),
-        "devices": devices | {f"nvidia-smi {index}": gpu for index, gpu in enumerate(gpus)},
-        "caches": {name: place for name, place in places.items() if place},
-        "self_test": told.get("vit_micro", {}),
+        "gpus": {f"nvidia-smi {index}": gpu for index, gpu in enumerate(gpus)},
+        **results,
     }
-    return found, problems
+    return findings, problems
 
 
-def _probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], Problem | None]:
-    """What the other process found, by step, and what ended it."""
-    context = multiprocessing.get_context("spawn")
-    told = dict[str, dict[str, Any]]()
-    reason = None
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=probe, args=(sender, settings.network), daemon=True)
-    process.start()
-    sender.close()  # so that the end of the process ends the pipe
-    until = time.monotonic() + settings.timeout
+class Step(NamedTuple):
+    """A check of the other process; it imports the modules that it checks."""
+
+    look: Callable[[bool], dict[str, Any]]
+    """Function of `network` that returns findings by name, or raises an error that is a problem."""
+    way_out: str
+    tolerates: type[Exception] | tuple[()] = ()
+    """Errors after which everything else works."""
+
+
+def run_probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
+    """Run all steps in another process; return their findings by step, and the problems."""
+    program = f"from cheem_jax.cli import doctor; doctor.probe({settings.network})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
+    )
     try:
-        while receiver.poll(max(until - time.monotonic(), 0)):
-            step, found = receiver.recv()
-            told[step] = found
-        reason = f"no answer within {settings.timeout:g} seconds (--timeout)"
+        output, _ = process.communicate(timeout=settings.timeout)
+        end = f"ended with status {process.returncode}"
+    except subprocess.TimeoutExpired:
         process.kill()
-    except EOFError:
-        process.join()
-        if process.exitcode:
-            reason = f"ended with status {process.exitcode}"
-    reason = told.pop("failed", {}).get("reason", reason)
-    if reason is None:
-        return told, None
-    step = next((step for step in STEPS if step not in told), "hub")
-    # weights may also come from files, so the hub is not needed
-    return told, Problem(f"{step}: {reason}", STEPS[step], needed=step != "hub")
+        output, _ = process.communicate()
+        end = f"no answer within {settings.timeout:g} seconds (--timeout)"
+    results = dict[str, dict[str, Any]]()
+    problems = []
+    for line in output.splitlines():
+        name, results[name], problem = json.loads(line)
+        problems += [] if problem is None else [Problem(*problem)]
+    if process.returncode:
+        name, step = next(item for item in STEPS.items() if item[0] not in results)
+        problems.append(Problem(f"{name}: {end}", step.way_out, step.tolerates is not Exception))
+    return results, problems
 
 
-def probe(sender: Any, asks_the_hub: bool) -> None:
-    """Send what each of `STEPS` finds, and at last what the first one that does not work raises."""
-    try:
-        for step, found in _tried(asks_the_hub):
-            sender.send((step, found))
-    except Exception as error:  # a broken installation raises anything
-        sender.send(("failed", {"reason": _line(error)}))
+def probe(network: bool) -> None:
+    """Print name, findings and problem of each step as JSON, up to the first needed one that
+    fails."""
+    for name, step in STEPS.items():
+        result, problem = {}, None
+        try:
+            result = step.look(network)
+        except Exception as error:  # a broken installation raises anything
+            text = " ".join(str(error).split())[:300]
+            what, way_out = f"{name}: {type(error).__name__}: {text}", step.way_out
+            if step.tolerates is ValueError and isinstance(error, ValueError):
+                what, _, way_out = text.partition("; ")  # this library's messages
+            problem = Problem(what, way_out, not isinstance(error, step.tolerates))
+        print(json.dumps((name, result, problem)), flush=True)
+        if problem is not None and problem.needed:
+            return
 
 
-def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    # all imports stand where they are tried
+def _caches(network: bool) -> dict[str, Any]:
     from cheem_jax.data.load import default_directory
     from cheem_jax.data.sources import images_dir
 
-    found = dict[str, Any]()
-    for name, place in (
-        ("decoded images", default_directory),
-        ("decoded benchmarks", lambda: images_dir(None)),
-    ):
-        try:
-            found[name] = str(place())
-        except ValueError as error:
-            found |= _reason(error)
-    yield "caches", found
+    return {
+        "decoded images": str(default_directory()),
+        "decoded benchmarks": str(images_dir(None)),
+    }
 
-    start = time.perf_counter()
+
+def _devices(network: bool) -> dict[str, Any]:
     import jax
 
-    devices = jax.devices()
-    found = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
-    yield "devices", {**found, "seconds": round(time.perf_counter() - start, 1)}
+    first, *_ = devices = jax.devices()
+    return {"platform": first.platform, "kind": first.device_kind, "count": len(devices)}
 
+
+def _compiled_functions(network: bool) -> dict[str, Any]:
     from cheem_jax.engine.compilation import keep_programs
 
-    try:
-        found = {"place": str(keep_programs() or "")}
-    except ValueError as error:
-        found = _reason(error)
-    yield "programs", found
+    return {"folder": str(keep_programs() or "none")}
 
+
+def _small_network(network: bool) -> dict[str, Any]:
+    import jax
     import numpy as np
 
-    from cheem_jax.backbone.config import CONFIGS
     from cheem_jax.backbone.params import build
     from cheem_jax.backbone.weights import load_pretrained
     from cheem_jax.engine.compilation import allow_ordinary_programs
 
     allow_ordinary_programs()
-
     start = time.perf_counter()
     pretrained = load_pretrained("vit_micro")
     vit = build(pretrained.config, pretrained.params)
@@ -217,39 +184,39 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     features = jax.jit(lambda images: vit(images))(np.zeros((1, size, size, 3), np.uint8))
     if not np.isfinite(features).all():
         raise ArithmeticError("vit_micro computes non-finite features of a blank image")
-    yield "vit_micro", {"vit_micro_seconds": round(time.perf_counter() - start, 1)}
+    return {"seconds": round(time.perf_counter() - start, 1)}
 
+
+def _hub(network: bool) -> dict[str, Any]:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
+    from cheem_jax.backbone.config import CONFIGS
     from cheem_jax.backbone.weights import repository_of
     from cheem_jax.core.hub import check_cache
 
-    try:
-        check_cache()
-        found = {"cache": constants.HF_HUB_CACHE}
-    except ValueError as error:
-        found = _reason(error)
-    if asks_the_hub:
-        try:
-            name = CONFIGS["deit_tiny"].timm_name or ""
-            get_hf_file_metadata(hf_hub_url(repository_of(name), "model.safetensors"), timeout=10)
-        except Exception as error:  # the client's error classes differ between its releases
-            found["reason"] = f"the hub does not answer ({_line(error)})"
-    yield "hub", found
+    check_cache()
+    if network:
+        repository = repository_of(CONFIGS["deit_tiny"].timm_name or "")
+        get_hf_file_metadata(hf_hub_url(repository, "model.safetensors"), timeout=10)
+    return {"folder": constants.HF_HUB_CACHE}
 
 
-def _reason(error: ValueError) -> dict[str, str]:
-    """Split an error message at its first semicolon: the problem, and the way out."""
-    what, _, way_out = str(error).partition("; ")
-    return {"reason": what, "way_out": way_out}
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+REINSTALL = "pip install --force-reinstall cheem_jax jax jaxlib"
+STEPS = {
+    "caches": Step(_caches, REINSTALL, ValueError),
+    "devices": Step(_devices, f"{REINSTALL}, or without a GPU: JAX_PLATFORMS=cpu"),
+    "compiled functions": Step(
+        _compiled_functions, "name another folder with JAX_COMPILATION_CACHE_DIR", ValueError
+    ),
+    "vit_micro": Step(_small_network, REINSTALL),
+    "hub": Step(
+        _hub, "check the network and huggingface_hub, or give files (--weights)", Exception
+    ),
+}
 
 
 def _versions(problems: list[Problem]) -> dict[str, str | None]:
-    """Versions of the packages that are always needed; None: missing."""
+    """Versions of required packages, None: missing; problems with them are appended."""
     versions = {
         "python": platform.python_version(),
         "cheem_jax": __version__,
@@ -257,30 +224,29 @@ def _versions(problems: list[Problem]) -> dict[str, str | None]:
     }
     try:
         for requirement in _requirements("cheem_jax"):
-            version = versions[requirement.name] = _version(requirement.name)
+            name = requirement.name
+            way_out = f"pip install '{requirement}'"
+            version = versions[name] = _version(name)
             if version is None:
-                problems.append(
-                    Problem(f"{requirement.name} is missing", f"pip install '{requirement}'")
-                )
+                problems.append(Problem(f"{name} is missing", way_out))
             elif not requirement.specifier.contains(version, prereleases=True):
-                what = f"{requirement.name} is {version}, and {requirement.specifier} is wanted"
-                problems.append(Problem(what, f"pip install '{requirement}'", needed=False))
-    except ImportError as error:  # the package's metadata, or what reads them
+                what = f"{name} is {version}, and {requirement.specifier} is required"
+                problems.append(Problem(what, way_out, needed=False))
+    except ImportError as error:  # neither the package's metadata nor `packaging` are installed
         way_out = "pip install cheem_jax, or pip install -e . in a checkout"
         problems.append(Problem(f"required packages are unknown ({error})", way_out, needed=False))
     return versions
 
 
 def _extras() -> dict[str, str]:
-    """For every extra whether it is installed, or what is missing and how to get it."""
-    found = {}
+    """Each extra: installed, or its missing packages and their installation."""
+    extras = {}
     with contextlib.suppress(ImportError):  # reported with the versions
         for extra in importlib.metadata.metadata("cheem_jax").get_all("Provides-Extra") or []:
             missing = ", ".join(sorted(set(_missing("cheem_jax", extra))))
-            found[extra] = (
-                f"missing: {missing}; pip install 'cheem_jax[{extra}]'" if missing else "installed"
-            )
-    return found
+            install = f"missing: {missing}; pip install 'cheem_jax[{extra}]'"
+            extras[extra] = install if missing else "installed"
+    return extras
 
 
 def _missing(package: str, extra: str) -> Iterator[str]:
@@ -293,15 +259,14 @@ def _missing(package: str, extra: str) -> Iterator[str]:
 
 
 def _requirements(package: str, extra: str = "") -> Iterator[Any]:
-    """What a package's metadata say that it, or one of its extras, needs on this machine."""
+    """Requirements of a package, or only those of one of its extras, on this machine."""
     from packaging.requirements import Requirement
 
+    def applies(requirement: Requirement, extra: str) -> bool:
+        return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
     for requirement in map(Requirement, importlib.metadata.requires(package) or ()):
-        marker = requirement.marker
-        with_it, without = (
-            marker is None or marker.evaluate({"extra": name}) for name in (extra, "")
-        )
-        if with_it and (not extra or not without):
+        if applies(requirement, extra) and not (extra and applies(requirement, "")):
             yield requirement
 
 
@@ -311,7 +276,7 @@ def _version(package: str) -> str | None:
 
 
 def _nvidia_gpus() -> list[str]:
-    """Name, memory and driver of every GPU that NVIDIA's own tool sees."""
+    """Name, memory and driver of every GPU that NVIDIA's tool reports."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -320,33 +285,25 @@ def _nvidia_gpus() -> list[str]:
     return done.stdout.strip().splitlines()
 
 
-def _asks_for_small_pages() -> bool:
-    """Whether Linux gives huge pages to who asks for them, and the C library could ask but is not
-    told to."""
-    try:
-        given = HUGE_PAGES.read_text()
-    except OSError:
-        return False
+def _has_small_pages() -> bool:
+    """Whether Linux gives huge pages on request, and the C library can request them but does
+    not."""
     name, version = platform.libc_ver()
-    asks = "glibc.malloc.hugetlb" in os.environ.get("GLIBC_TUNABLES", "")
     return (
-        "[madvise]" in given
+        HUGE_PAGES.exists()
+        and "[madvise]" in HUGE_PAGES.read_text()
         and name == "glibc"
         and tuple(map(int, version.split("."))) >= (2, 35)
-        and not asks
+        and "glibc.malloc.hugetlb" not in os.environ.get("GLIBC_TUNABLES", "")
     )
 
 
 def _machine() -> dict[str, Any]:
     """System, cores, gigabytes of memory and of free disk."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory, disk = (
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
-        shutil.disk_usage(".").free / 1e9,
-    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "system": platform.platform(),
-        "cores": cores,
-        "memory_gb": round(memory, 1),
-        "disk_free_gb": round(disk, 1),
+        "cores": os.cpu_count(),
+        "memory_gb": round(memory / 1e9, 1),
+        "disk_free_gb": round(shutil.disk_usage(".").free / 1e9, 1),
     }
