@@ -30,7 +30,6 @@ NUM_CLASSES = {"plain": 3, "grown": 4, "chained": 2, "early": 5}
 @functools.cache
 def subject(
     placement: Placement = "mlp_down",
-    metric: str = "l1",
     thresholds: tuple[float, ...] | None = None,
 ) -> Subject:
     """Four tasks: the backbone as it is, a new expert and an adapted one, an adapted adapted one
@@ -82,7 +81,7 @@ def subject(
         placement,
         tuple(map(tuple, pool)),
         tuple(tasks),
-        RouterConfig(metric=metric),
+        RouterConfig(),
         thresholds,
     )
 

@@ -3,7 +3,6 @@ change no answer."""
 
 import dataclasses
 import os
-from typing import Literal
 
 import chex
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from cheem_jax.core import pool, routing
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.ops import LowRank
 from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, dense_expert
-from cheem_jax.core.routing import Metric, NearestCentroid, Router, RouterConfig, TaskStatistics
+from cheem_jax.core.routing import PAPER, Router, RouterConfig, TaskStatistics
 from cheem_jax.engine.stages import Stages
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.checkpoint import saved_tasks
@@ -33,11 +32,6 @@ from experiments.bench.memories import sampled_memory
 NUM_TASKS = 30
 NUM_SAVED = 8
 RANK = 2
-METRICS: dict[Metric, Literal["cityblock", "euclidean", "cosine"]] = {
-    "l1": "cityblock",
-    "l2": "euclidean",
-    "cosine": "cosine",
-}
 
 
 @pytest.fixture(scope="module")
@@ -97,78 +91,70 @@ def adapted(memory) -> list[tuple[int, int]]:
     ]
 
 
-# ---- naming the task
+# ---- inferring the task
 
 
-def per_task(points, tasks, metric) -> np.ndarray:
-    normal = points / np.maximum(np.linalg.norm(points, axis=1, keepdims=True), 1e-12)
-    return np.stack([cdist(normal, task, METRICS[metric]).min(axis=1) for task in tasks], axis=1)
+def distances_by_task(points, tasks) -> np.ndarray:
+    """L1 distance to the nearest centroid, compared with one task after the other."""
+    rows = points / np.maximum(np.linalg.norm(points, axis=1, keepdims=True), 1e-12)
+    return np.stack([cdist(rows, task, "cityblock").min(axis=1) for task in tasks], axis=1)
 
 
-def router_of(tasks, metric: Metric) -> Router:
-    return NearestCentroid(RouterConfig(metric=metric)).follow(
-        [TaskStatistics(rows) for rows in tasks]
-    )
+def router_for(tasks) -> Router:
+    return Router(PAPER, tuple(map(TaskStatistics, tasks)))
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 2**32 - 1), st.sampled_from(list(METRICS)), st.integers(1, 40), st.booleans())
-def test_one_index_names_the_task_that_comparing_task_by_task_does(seed, metric, num_tasks, close):
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.booleans())
+def test_a_router_infers_the_task_that_comparing_task_by_task_does(seed, num_tasks, has_ties):
     rng = np.random.default_rng(seed)
     tasks = [rng.normal(size=(rng.integers(1, 4), 12)).astype(np.float32) for _ in range(num_tasks)]
-    if close:  # equal ones, and ones a last digit apart: a product in float32 cannot tell them
-        tasks += [np.nextafter(task, np.float32(rng.choice([-9, 9]))) for task in tasks] + tasks[
-            ::-1
-        ]
+    if has_ties:  # equal centroids, and some that differ in a last digit, which float32 cannot tell
+        tasks += [np.nextafter(task, np.float32(rng.choice([-9, 9]))) for task in tasks]
+        tasks += tasks[::-1]
     points = rng.normal(size=(9, 12)).astype(np.float32)
     points[0] = tasks[-1][0]
-    wanted = per_task(points, tasks, metric)
-    index = router_of(tasks, metric)
-    np.testing.assert_array_equal(index.distances(points), wanted)
-    np.testing.assert_array_equal(index.route(points), wanted.argmin(axis=1))
+    expected = distances_by_task(points, tasks)
+    router = router_for(tasks)
+    np.testing.assert_array_equal(router.distances(points), expected)
+    np.testing.assert_array_equal(router.route(points), expected.argmin(axis=1))
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_blocks_change_no_answer_and_bound_what_is_compared_together(monkeypatch, metric):
+def test_blocks_change_no_distance_and_bound_the_centroids_that_are_compared_at_once(monkeypatch):
     rng = np.random.default_rng(0)
-    tasks = [rng.normal(size=(5, 8)).astype(np.float32) for _ in range(60)]
+    router = router_for([rng.normal(size=(5, 8)).astype(np.float32) for _ in range(60)])
     points = rng.normal(size=(50, 8)).astype(np.float32)
-    whole = router_of(tasks, metric)
-    wanted = whole.distances(points)
-    named = whole.route(points)
+    expected = router.distances(points)
     sizes = []
 
     def counted(a, b, name):
         sizes.append(len(a) * len(b))
         return cdist(a, b, name)
 
-    monkeypatch.setattr(
-        routing, "BLOCK_BYTES", 8 * 7 * 300
-    )  # seven points beside three hundred centroids
+    monkeypatch.setattr(routing, "BLOCK_BYTES", 8 * 7 * 300)  # 7 points with 300 centroids
     monkeypatch.setattr(routing, "PART", 64)
     monkeypatch.setattr(distance, "cdist", counted)
-    np.testing.assert_array_equal(whole.distances(points), wanted)
-    np.testing.assert_array_equal(whole.route(points), named)
+    np.testing.assert_array_equal(router.distances(points), expected)
     assert max(sizes) <= 7 * 64
 
 
-def test_points_that_are_no_numbers_are_named_as_task_by_task():
+def test_non_finite_features_are_routed_as_task_by_task():
     tasks = [np.eye(3, dtype=np.float32)[:2], np.zeros((1, 3), np.float32)]
     points = np.array([[np.nan, 0, 0], [0, 0, 0], [0, 1, 0]], np.float32)
-    for metric in METRICS:
-        wanted = per_task(points, tasks, metric).argmin(axis=1)
-        np.testing.assert_array_equal(router_of(tasks, metric).route(points), wanted)
+    expected = distances_by_task(points, tasks).argmin(axis=1)
+    np.testing.assert_array_equal(router_for(tasks).route(points), expected)
 
 
-def test_a_router_that_grows_task_by_task_forgets_what_is_gone():
+def test_a_router_follows_tasks_that_are_added_and_forgotten():
     rng = np.random.default_rng(0)
-    places = [TaskStatistics(rng.normal(size=(5, 4)).astype(np.float32)) for _ in range(100)]
+    tasks = [TaskStatistics(rng.normal(size=(5, 4)).astype(np.float32)) for _ in range(100)]
     points = rng.normal(size=(20, 4)).astype(np.float32)
-    router = NearestCentroid(RouterConfig())
-    for changed in (places, [*places[:50], places[3]], places[10:40], [places[7]]):
-        wanted = per_task(points, [place.centroids for place in changed], "l1").argmin(axis=1)
-        np.testing.assert_array_equal(router.follow(changed).route(points), wanted)
-        assert len(router) == len(changed)
+    router = Router(PAPER)
+    for changed in (tasks, [*tasks[:50], tasks[3]], tasks[10:40], [tasks[7]]):
+        expected = distances_by_task(points, [task.centroids for task in changed]).argmin(axis=1)
+        router = router.follow(changed)
+        np.testing.assert_array_equal(router.route(points), expected)
+        assert router.follow(changed) is router
 
 
 # ---- opening

@@ -6,7 +6,7 @@ this.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -21,12 +21,11 @@ from cheem_jax.core.routing import (
     RouterConfig,
     TaskStatistics,
     fit_statistics,
-    make_router,
-    num_kept,
+    num_stored,
 )
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.run.method import Answers, check_given, check_router
+from cheem_jax.run.method import Answers, check_given
 from cheem_jax.run.session import Session
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
@@ -60,11 +59,7 @@ class FrozenLinear(Baseline):
     Learned = LinearTask
 
     def build(self) -> None:
-        self._index = make_router(self.config.router)
-
-    def check(self, tasks: Sequence[Task]) -> list[str]:
-        check_router(tasks, self.config.router)
-        return []
+        self._index = Router(self.config.router)
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """Fit the task's head, then the router's statistics."""
@@ -98,7 +93,7 @@ class FrozenLinear(Baseline):
         head = (self.features.encoder.width + 1) * len(task.classes)
         return 4 * (
             head
-            + num_kept(self.config.router, self.router_features.encoder.width, len(task.classes))
+            + num_stored(self.config.router, self.router_features.encoder.width, len(task.classes))
         )
 
     def classes_for(
@@ -112,9 +107,10 @@ class FrozenLinear(Baseline):
     @property
     def index(self) -> Router:
         """The router of all tasks."""
-        return self._index.follow(
+        self._index = self._index.follow(
             [TaskStatistics(task.centroids, task.moments) for task in self.tasks]
         )
+        return self._index
 
     def answers(self, index: int, task: Task) -> Answers:
         local = self.classes_for(self.features(task, "test"), np.full(len(task.test.labels), index))

@@ -24,7 +24,7 @@ from cheem_jax.baselines.fitting import Inputs
 from cheem_jax.baselines.prompting import OwnPrompts, Prompts
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase
-from cheem_jax.core.routing import PAPER, RouterConfig, fit_centroids, route
+from cheem_jax.core.routing import PAPER, RouterConfig, centroid_distances, fit_centroids
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Task
 
@@ -82,13 +82,12 @@ class SPrompts(OwnPrompts):
 
     def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
         seed = self.keys.seed_at(self.number(task), Phase.CENTROIDS)
-        return {"centroids": fit_centroids(features, seed=seed, config=self.config.router)}
+        return {"centroids": fit_centroids(features, self.config.router.num_centroids, seed=seed)}
 
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
         """See `OwnHeads.route`: the task of the nearest centroid."""
-        return route(
-            features, [task.router["centroids"] for task in self.tasks], self.config.router
-        )
+        centroids = [task.router["centroids"] for task in self.tasks]
+        return centroid_distances(features, centroids).argmin(axis=1).astype(np.int32)
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
         inputs = Inputs(images, task=tasks, weight=np.ones(len(images), np.float32))

@@ -37,8 +37,7 @@ from cheem_jax.core.routing import (
     RouterConfig,
     TaskStatistics,
     fit_statistics,
-    make_router,
-    num_kept,
+    num_stored,
 )
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Dense, Executor
@@ -50,7 +49,6 @@ from cheem_jax.run.method import (
     FrozenFeatures,
     base_network,
     check_given,
-    check_router,
 )
 from cheem_jax.run.rolling import Saved
 from cheem_jax.run.session import Session
@@ -148,12 +146,10 @@ class ExpertMemory:
         self.rank, self.batch_size = rank, batch_size
         self.memory = self._before = InternalMemory(executor.base_pool)
         self._dense = DenseExperts(executor.base_pool, 0)
-        self._index = make_router(router)
+        self._index = Router(router)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
-        if not self.needs_task_id:
-            check_router(tasks, self.router)
         return []
 
     def remember(
@@ -201,7 +197,8 @@ class ExpertMemory:
     @property
     def index(self) -> Router:
         """What names a task, of all tasks."""
-        return self._index.follow([task.place for task in self.memory.tasks])
+        self._index = self._index.follow([task.router_statistics for task in self.memory.tasks])
+        return self._index
 
     def costs(self, index: int) -> dict[str, Any]:
         """What a learned task costs: FLOPs by both conventions and parameters."""
@@ -247,7 +244,7 @@ class ExpertMemory:
         return (
             0
             if self.needs_task_id
-            else num_kept(self.router, self.features.encoder.width, len(task.classes))
+            else num_stored(self.router, self.features.encoder.width, len(task.classes))
         )
 
     def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:

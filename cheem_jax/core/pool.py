@@ -91,8 +91,8 @@ class TaskMemory:
     nobody asked for them."""
 
     @property
-    def place(self) -> TaskStatistics:
-        """What the router knows of it."""
+    def router_statistics(self) -> TaskStatistics:
+        """The statistics that the router reads."""
         return TaskStatistics(self.centroids, self.moments)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from cheem_jax.core.routing import PAPER, RouterConfig, joined
+from cheem_jax.core.routing import PAPER, RouterConfig, join_tokens
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
 from cheem_jax.engine.feed import Feed, HostImages
@@ -129,7 +129,7 @@ class Inference:
         # and stays in its memory
         join = np.concatenate if self.executor.device.is_host else jnp.concatenate
         read = [np.concatenate(part) for part in zip(*jax.device_get(features), strict=True)]
-        return joined(read), {
+        return join_tokens(read), {
             block: values[0] if len(values) == 1 else join([*map(np.asarray, values)])
             for block, values in zip(stops, zip(*reached, strict=True), strict=True)
         }

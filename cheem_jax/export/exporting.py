@@ -20,7 +20,7 @@ from cheem_jax import __version__
 from cheem_jax.core.architecture import to_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.pool import FAR
-from cheem_jax.core.routing import distances, make_router
+from cheem_jax.core.routing import Router, centroid_distances
 from cheem_jax.data.task import check_names
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.export import onnx_model, timm_weights
@@ -211,8 +211,8 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
     }
     if index is None:
         rejection = (
-            "; -1 where the distance to the nearest centroid or class mean of that task, in the"
-            " router's metric, exceeds its threshold"
+            "; -1 where the distance to the nearest centroid or class mean of that task, in L1,"
+            " exceeds its threshold"
         )
         description["outputs"] = {
             "task": (
@@ -385,20 +385,16 @@ class _Routing:
         """Distances to all tasks, the nearest one, and how much farther that is than its
         threshold."""
         engine = EngineConfig(executor="stages")
-        places = [task.place for task in subject.tasks]
         executor = make_executor(subject.vit, subject.placement, engine, batch_size=NUM_IMAGES)
         with jax.default_matmul_precision("highest"):
             seen = Backbone(executor, subject.router).features(images, batch_size=NUM_IMAGES)
-        distance = make_router(subject.router).follow(places).distances(seen)
+        tasks = subject.tasks
+        router = Router(subject.router, tuple(task.router_statistics for task in tasks))
+        distance = router.distances(seen)
         nearest = distance.argmin(axis=1)
-        own = distances(seen, [place.centroids for place in places], subject.router)[
-            np.arange(len(seen)), nearest
-        ]
-        return (
-            distance,
-            nearest,
-            own - np.asarray(subject.thresholds or [np.inf] * len(places))[nearest],
-        )
+        to_centroids = centroid_distances(seen, [task.centroids for task in tasks])
+        thresholds = np.asarray(subject.thresholds or [np.inf] * len(tasks))
+        return distance, nearest, to_centroids[np.arange(len(seen)), nearest] - thresholds[nearest]
 
     def difference(self, images: np.ndarray, tasks: np.ndarray, found: np.ndarray) -> float:
         """The largest one in the distances to these images, and how much too far the chosen tasks

@@ -15,15 +15,7 @@ from jaxtyping import Array, Float, UInt8
 from cheem_jax.backbone.vit import ViT, mean_patch
 from cheem_jax.core.ops import Adapt, LowRank, Ops, Reuse, Skip
 from cheem_jax.core.pool import FAR, Head, Pool, TaskMemory, dense_expert
-from cheem_jax.core.routing import (
-    Metric,
-    OwnCovariance,
-    RidgeOnTasks,
-    RouterConfig,
-    SharedCovariance,
-    make_router,
-    projection,
-)
+from cheem_jax.core.routing import Router, RouterConfig
 from cheem_jax.core.settings import Placement
 
 Program = Callable[[UInt8[Array, "B S S 3"]], dict[str, Array]]
@@ -201,7 +193,7 @@ def router_pass(
         )
     reached[depth] = x
     parts += [vit.features(x)] if until == depth else []
-    # as `routing.statistics.joined`
+    # as `routing.join_tokens`
     return (
         parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1)
     ), reached
@@ -224,80 +216,40 @@ def num_bytes(subject: Subject, index: int | None) -> int:
 
 def distances_of(subject: Subject) -> Distances:
     """What the router of a memory compares, in float32: features to how far each task is."""
-    router = make_router(subject.router).follow([task.place for task in subject.tasks])
-    match router:
-        case SharedCovariance():
-            whitening = _single(router.whitening)
-            own = [_single(rows) for rows in np.split(router.rows, router.first[1:])]
+    router = Router(subject.router, tuple(task.router_statistics for task in subject.tasks))
+    if router.whitening is None:
+        return to_centroids(subject)
+    whitening = router.whitening.astype(np.float32)
+    means = np.split(router.rows.astype(np.float32), router.first[1:])
 
-            def distances(features):
-                points = _unit(features) @ whitening
-                return jnp.sqrt(jnp.stack([_nearest(points, rows) for rows in own], axis=1))
+    def distances(features):
+        points = _unit(features) @ whitening
+        return jnp.sqrt(jnp.stack([_nearest(points, rows) for rows in means], axis=1))
 
-        case OwnCovariance():
-            parts = [
-                (_single(whitening), _single(rows), size) for whitening, rows, size in router.parts
-            ]
-
-            def distances(features):
-                points = _unit(features)
-                return jnp.stack(
-                    [_nearest(points @ whitening, rows) + size for whitening, rows, size in parts],
-                    axis=1,
-                )
-
-        case RidgeOnTasks():
-            directions = _single(
-                projection(subject.tasks[0].centroids.shape[1], subject.router.projections)
-            )
-            weights = _single(router.weights)
-
-            def distances(features):
-                return -(jnp.maximum(_unit(features) @ directions, 0) @ weights)
-
-        case _:
-            return to_centroids(subject)
     return distances
 
 
 def to_centroids(subject: Subject) -> Distances:
-    """To the nearest centroid of each task: the open set's thresholds are about that, whichever
-    router there is."""
+    """L1 distance to the nearest centroid of each task, which the open set's thresholds compare
+    with every router."""
     most = max(len(task.centroids) for task in subject.tasks)
     # tasks with fewer centroids repeat their first one
-    own = [
-        np.concatenate([task.centroids, np.repeat(task.centroids[:1], most, axis=0)])
+    padded = [
+        np.concatenate([task.centroids, np.repeat(task.centroids[:1], most, axis=0)])[:most]
         for task in subject.tasks
     ]
-    centroids = np.stack([rows[:most] for rows in own])
-    return lambda features: distances_to(features, centroids, subject.router.metric)
+    rows = np.concatenate(padded)
 
+    def distances(features):
+        found = jnp.abs(_unit(features)[:, None] - rows).sum(axis=-1)
+        return found.reshape(-1, len(padded), most).min(axis=2)
 
-def distances_to(
-    features: Float[Array, "B E"], centroids: Float[np.ndarray, "T K E"], metric: Metric
-) -> Float[Array, "B T"]:
-    """To the nearest centroid of each task, as `NearestCentroid` compares them."""
-    points = _unit(features)[:, None]
-    flat = centroids.reshape(-1, centroids.shape[-1])
-    match metric:
-        case "l1":
-            found = jnp.abs(points - flat).sum(axis=-1)
-        case "l2":
-            found = jnp.sqrt(((points - flat) ** 2).sum(axis=-1))
-        case "cosine":
-            found = 1.0 - (points * (flat / np.linalg.norm(flat, axis=1, keepdims=True))).sum(
-                axis=-1
-            )
-    return found.reshape(-1, *centroids.shape[:2]).min(axis=2)
+    return distances
 
 
 def _nearest(points: Float[Array, "B E"], rows: Float[np.ndarray, "C E"]) -> Float[Array, "B"]:
     # squares of differences: in float32 the expanded form would cancel
     return ((points[:, None] - rows) ** 2).sum(axis=-1).min(axis=1)
-
-
-def _single(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.float32)
 
 
 def _unit(features: Float[Array, "B E"]) -> Float[Array, "B E"]:

@@ -28,7 +28,7 @@ from cheem_jax.core.pool import Candidates, DenseExperts, Head, TaskMemory, grow
 from cheem_jax.core.routing import (
     NUM_QUANTILES,
     calibrate,
-    distances,
+    centroid_distances,
     packed,
     unpacked,
     whitening_of,
@@ -113,7 +113,7 @@ class MemoryLearner(Cheem):
         """See `Cheem.learn`."""
         report = super().learn(task, session)
         learned = self.memory.tasks[-1]
-        own = distances(self.features(task, "val"), [learned.centroids], self.router)[:, 0]
+        own = centroid_distances(self.features(task, "val"), [learned.centroids])[:, 0]
         temperature = self._temperature(task, learned)
         self._keep(distances=calibrate(own), temperature=temperature, statistics=self._statistics)
         self.features.forget(task)
@@ -245,7 +245,7 @@ class MemoryLearner(Cheem):
         )
         learned = self.memory.tasks[-1]
         rows = np.concatenate([before.centroids, learned.centroids])
-        away = calibrate(distances(self.features(task, "val"), [rows], self.router)[:, 0])
+        away = calibrate(centroid_distances(self.features(task, "val"), [rows])[:, 0])
         self._keep(
             centroids=rows,
             moments={
@@ -451,7 +451,7 @@ def discriminant_head(statistics: Mapping[str, np.ndarray], old: Head) -> Head:
     Logits are scaled as those of the old head, which has the first of the classes, so that
     probabilities stay alike.
     """
-    whitening, _ = whitening_of(unpacked(statistics["covariance"]), SHRINKAGE)
+    whitening = whitening_of(unpacked(statistics["covariance"]), SHRINKAGE)
     means = statistics["means"].astype(np.float64)
     weight = whitening @ (means @ whitening).T
     bias = -(means.T * weight).sum(axis=0) / 2

@@ -13,7 +13,7 @@ from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_convert
 from cheem_jax.cheem.config import PRESETS, QUICK, CheemConfig, LearnPreset
 from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.paths import absolute
-from cheem_jax.core.routing import calibrate, distances, fit_statistics
+from cheem_jax.core.routing import calibrate, centroid_distances, fit_statistics
 from cheem_jax.core.settings import SeedsConfig
 from cheem_jax.data.task import Task, repeats
 from cheem_jax.data.task import fingerprint as data_hash
@@ -121,7 +121,7 @@ def create(
             place = fit_statistics(
                 features(own, "train"), own.train.labels, config.router, seed=seed_of_base
             )
-            away = distances(features(own, "val"), [place.centroids], config.router)[:, 0]
+            away = centroid_distances(features(own, "val"), [place.centroids])[:, 0]
             base = {"centroids": place.centroids, "distances": calibrate(away)}
             if place.moments:
                 base["moments"] = dict(place.moments)

@@ -13,7 +13,7 @@ from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.core.architecture import to_strings
 from cheem_jax.core.images import Images
 from cheem_jax.core.pool import TaskMemory
-from cheem_jax.core.routing import NearestCentroid, RouterConfig, make_router, threshold
+from cheem_jax.core.routing import PAPER, Router, RouterConfig, threshold
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import HostImages
@@ -133,14 +133,10 @@ class Predictor:
         self.networks = networks
         self.top = top
         self.open_set, self.upright = open_set, upright
-        places = [target.place for target in targets]
-        self.index = make_router(router).follow(places)
+        statistics = tuple(target.router_statistics for target in targets)
+        self.index = Router(router, statistics)
         # a distance that learning more tasks does not change, so that a threshold keeps its meaning
-        self._own = (
-            None
-            if isinstance(self.index, NearestCentroid)
-            else NearestCentroid(router).follow(places)
-        )
+        self._own = None if router.kind == "kmeans" else Router(PAPER, statistics)
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self.thresholds: np.ndarray | None = None
         if open_set is not None:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from cheem_jax.backbone.flops import executed_pass_flops, pass_flops
 from cheem_jax.core.images import Images
 from cheem_jax.core.pool import dense_expert
-from cheem_jax.core.routing import PAPER, RouterConfig, check_labels, joined
+from cheem_jax.core.routing import PAPER, RouterConfig, join_tokens
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Dense, Executor
 from cheem_jax.engine.feed import HostImages
@@ -148,7 +148,7 @@ class Backbone:
             until=self.until,
             batch_size=batch_size,
         )
-        return joined(parts)
+        return join_tokens(parts)
 
 
 class FrozenFeatures:
@@ -236,15 +236,6 @@ def check_given(
             f"task IDs {given} given; expected 0..{num_tasks - 1}, as {num_tasks} tasks were"
             " learned"
         )
-
-
-def check_router(tasks: Sequence[Task], config: RouterConfig) -> None:
-    """ValueError with the name of the first task that this router cannot infer."""
-    for task in tasks:
-        try:
-            check_labels(task.train.labels, config)
-        except ValueError as error:
-            raise ValueError(f"task {task.name!r}: {error}") from error
 
 
 def base_network(executor: Executor) -> list[Dense]:

@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ from cheem_jax.cheem.training import prepare, step_of
 from cheem_jax.cli.arguments import parse
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import DenseExperts, InternalMemory
-from cheem_jax.core.routing import Metric, NearestCentroid, RouterConfig, TaskStatistics, normalise
+from cheem_jax.core.routing import PAPER, Router, RouterConfig, TaskStatistics, normalise
 from cheem_jax.core.settings import Advance
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.engine.batches import batches
@@ -83,10 +83,7 @@ PANELS = {
         "its line in the record": "record_kilobytes",
     },
     "opening (CPU s)": {"": "open_cpu_seconds"},
-    "task-ID inference on 1,000 images (CPU s)": {
-        "l1": "route_l1_cpu_seconds",
-        "l2": "route_l2_cpu_seconds",
-    },
+    "task-ID inference on 1,000 images (CPU s)": {"": "route_l1_cpu_seconds"},
     "64 images of 64 tasks, one where T = 1 (CPU s)": {
         "all kept": "ask_free_cpu_seconds",
         "8 MB kept": "ask_limited_cpu_seconds",
@@ -230,21 +227,13 @@ def routing(memory: InternalMemory, width: int) -> dict[str, float]:
     centroids = [task.centroids for task in memory.tasks]
     points = normalise(features)
     seconds = Seconds()
-    found = {}
-    metrics: dict[Metric, Literal["cityblock", "euclidean"]] = {
-        "l1": "cityblock",
-        "l2": "euclidean",
-    }
-    for metric, name in metrics.items():
-        index = NearestCentroid(RouterConfig(metric=metric))
-        index.follow([TaskStatistics(rows) for rows in centroids])
-        apart = np.stack([cdist(points, one, name).min(axis=1) for one in centroids], axis=1)
-        assert np.array_equal(index.route(features), apart.argmin(axis=1)), (
-            "the index names other tasks"
-        )
-        seconds.median(f"route_{metric}", functools.partial(index.route, features))
-        found["index_megabytes"] = index.rows.nbytes / 1e6
-    return {**found, **seconds.found}
+    router = Router(PAPER, tuple(map(TaskStatistics, centroids)))
+    by_task = np.stack([cdist(points, rows, "cityblock").min(axis=1) for rows in centroids], axis=1)
+    assert np.array_equal(router.route(features), by_task.argmin(axis=1)), (
+        "the router infers other tasks"
+    )
+    seconds.median("route_l1", functools.partial(router.route, features))
+    return {"index_megabytes": router.rows.nbytes / 1e6, **seconds.found}
 
 
 def answering(executor: Stages, memory: InternalMemory, size: int) -> dict[str, Any]:
@@ -419,10 +408,7 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             per_task("route_l1"),
             GOAL_LINEAR,
             "at most",
-            note=(
-                f"exact; {last['index_megabytes']:.3g} MB of centroids; in l2"
-                f" {last['route_l2_cpu_seconds']:.3g} s"
-            ),
+            note=f"exact; {last['index_megabytes']:.3g} MB of centroids",
         ),
         Row(
             f"64 pictures of 64 tasks, T = {many}",

@@ -30,7 +30,7 @@ from cheem_jax.cli.arguments import parse
 from cheem_jax.core.architecture import Architecture, Choice, decode, encode
 from cheem_jax.core.keys import Keys, Phase, key_at, next_power_of_two, order_at
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.routing import fit_statistics, joined
+from cheem_jax.core.routing import fit_statistics, join_tokens
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.load import load_tasks
 from cheem_jax.data.sources import plan_source
@@ -299,7 +299,7 @@ def replay(
     val_labels = task.val.labels
     base = timed("similarity", lambda: peer.walk(peer.base, images, blocks))
     last = [base.features] if reads.until(depth) == depth else []
-    features = joined([*base.on_the_way, *last]) if blocks else base.features
+    features = join_tokens([*base.on_the_way, *last]) if blocks else base.features
 
     def steps(
         peer: TaskPeer, architectures: Sequence[Architecture], phase: Phase, epochs: Sequence[int]

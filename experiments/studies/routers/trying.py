@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.keys import Keys, Phase
-from cheem_jax.core.routing import Reads, RouterConfig, fit_statistics, joined, make_router
+from cheem_jax.core.routing import Reads, Router, RouterConfig, fit_statistics, join_tokens
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import HostImages
@@ -57,7 +57,7 @@ def read_features(features: Features, split: str, config: RouterConfig) -> Float
     """The features of a split that a router reads."""
     *patches, last = features[split]
     parts = {"last": [last], "early": patches[:-1], "levels": [*patches, last]}[config.features]
-    return joined(parts)
+    return join_tokens(parts)
 
 
 PAPER = RouterConfig()
@@ -71,7 +71,7 @@ class Trial(NamedTuple):
     bytes_per_task: float
     """Size of the router, mean over tasks."""
     seconds_per_task: float
-    """Time to fit a task's statistics and to update the router, mean over tasks."""
+    """Time to fit a task's statistics, mean over tasks."""
     microseconds_per_image: float
     """Time to infer the task of an image from its features, all images in one call."""
 
@@ -96,16 +96,15 @@ def title_of(config: RouterConfig) -> str:
 def attempt(
     config: RouterConfig, tasks: Sequence[Features], labels: Sequence[np.ndarray], keys: Keys
 ) -> Trial:
-    """Fit a router task by task, as a stream does, and infer the tasks of all images at the end."""
-    router = make_router(config)
-    statistics = []
+    """Fit the statistics of all tasks and infer the tasks of all images."""
     start = time.perf_counter()
+    statistics = []
     for index, (features, classes) in enumerate(zip(tasks, labels, strict=True)):
         seed = keys.seed_at(index, Phase.CENTROIDS)
         train = read_features(features, "train", config)
         statistics.append(fit_statistics(train, classes, config, seed=seed))
-        router.follow(statistics)
     fitted = time.perf_counter()
+    router = Router(config, tuple(statistics))
     inferred = {
         split: [router.route(read_features(features, split, config)) for features in tasks]
         for split in ("val", "test")
