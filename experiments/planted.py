@@ -1,21 +1,22 @@
-"""Planted synergy: how often CHEEM finds a structure that is known to be right, with HEE and with
-uniform sampling.
+"""Planted synergy: how often CHEEM recovers a known structure, with HEE and with uniform sampling.
 
     python experiments/planted.py --run-dir runs/planted
     python experiments/planted.py --preset paper --run-dir runs/planted-paper
 
 Six generated tasks: shapes, unrelated letters, easy colours, shapes in other colours (kin), alien
-noise, shapes again (twin). Every run has a directory of its own, `RUN_DIR/<sampling>/seed-<seed>`.
-What is finished is not run again, and what was stopped resumes. `planted.md` holds findings, tables
-and figures, `planted.json` the numbers.
+noise, shapes again (twin). Every run has a separate directory, `RUN_DIR/<sampling>/seed-<seed>`.
+Finished runs are not repeated, and interrupted ones resume. `planted.md` has the tables,
+`planted.json` the numbers.
 """
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from charts import architecture_sheet, write_page
+from charts import architecture_sheet
+from pages import write_tables
 from studies.planting import pages
 from studies.planting.structure import costs_of, planted_stream
 from study import seeds_of
@@ -26,6 +27,7 @@ from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
 from cheem_jax.cli.arguments import arguments_of, parse
 from cheem_jax.cli.running import run_command
 from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.task import Stream
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.run.progress import Progress
@@ -35,7 +37,7 @@ SAMPLINGS: tuple[Sampling, ...] = ("hee", "uniform")
 
 
 class Size(NamedTuple):
-    """What a preset of this experiment stands for."""
+    """The sizes of a preset of this experiment."""
 
     cheem: Preset
     seeds: str
@@ -52,7 +54,7 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """CHEEM on a stream whose right structure is known."""
+    """CHEEM on a stream with a known structure."""
 
     preset: Literal["quick", "paper"] = "quick"
     """quick: a few hundred images per task, sized for a laptop; paper: epochs and search of the
@@ -66,13 +68,13 @@ class Planted:
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     run_dir: Path = Path("runs/planted")
-    """Where runs and tables are kept; what is unfinished is continued."""
+    """Folder of runs and tables; unfinished runs resume."""
     save_every: float | None = None
     """Seconds between rolling checkpoints."""
 
 
 def main(settings: Planted) -> None:
-    """Run what is missing, then judge all runs."""
+    """Run the missing runs, then judge all of them."""
     progress = Progress()
     size = SIZES[settings.preset]
     seeds = seeds_of(size.seeds if settings.seeds is None else settings.seeds)
@@ -82,17 +84,17 @@ def main(settings: Planted) -> None:
         SAMPLINGS if settings.sampling == "both" else (settings.sampling,)
     )
     pretrained = load_pretrained("vit_micro")
-    found: dict[str, list[dict[str, Any]]] = {sampling: [] for sampling in samplings}
+    runs: dict[str, list[dict[str, Any]]] = {sampling: [] for sampling in samplings}
     workshop = dict[Any, FrozenNetworks]()
     for seed in seeds:
         stream = stream_of(settings, seed)
         for sampling in samplings:
             progress.say(f"{sampling} sampling, seed {seed}")
             directory = settings.run_dir / sampling / f"seed-{seed}"
-            found[sampling].append(
+            runs[sampling].append(
                 run(settings, sampling, seed, stream, directory, pretrained, progress, workshop)
             )
-    write(settings, found, pretrained, progress)
+    write(settings, runs, pretrained, progress)
 
 
 def run(
@@ -105,7 +107,7 @@ def run(
     progress: Progress,
     workshop: dict[Any, FrozenNetworks] | None = None,
 ) -> dict[str, Any]:
-    """Learn the stream, or go on with it, or read what is finished."""
+    """Learn the stream, resume it, or read the finished run."""
     alone = dataclasses.replace(settings, sampling=sampling, seeds=str(seed), run_dir=directory)
     config = RunConfig(
         method_of(settings, sampling), SIZES[settings.preset].cheem, seed, engine=settings.engine
@@ -123,7 +125,7 @@ def run(
 
 
 def run_alone(settings: Planted) -> None:
-    """One run in the run directory itself, as its record has it; without the study's pages."""
+    """Repeat one recorded run in the run directory itself, without the study's tables."""
     progress, (seed,) = Progress(), seeds_of(settings.seeds or "")
     assert settings.sampling != "both"
     stream = stream_of(settings, seed)
@@ -155,35 +157,25 @@ def stream_of(settings: Planted, seed: int) -> Stream:
     )
 
 
-def write(settings: Planted, found: pages.Runs, pretrained: Pretrained, progress: Progress) -> None:
-    """Page, table, numbers and figures."""
-    size = SIZES[settings.preset]
-    first = next(iter(found.values()))[0]
-    costs = costs_of(pretrained.config, PRESETS[size.cheem])
-    judged = pages.judge_all(found, costs)
-    setting = (
-        f"{first['backbone']}, settings of `{size.cheem}`, {size.num_train} training,"
-        f" {size.num_val} validation and {size.num_test} test images per task; mean class tokens of"
-        f" the backbone's own task: {first['base_means']}."
+def write(settings: Planted, runs: pages.Runs, pretrained: Pretrained, progress: Progress) -> None:
+    """Write tables, numbers and the figure of all target networks."""
+    costs = costs_of(pretrained.config, PRESETS[SIZES[settings.preset].cheem])
+    verdicts = pages.judge_all(runs, costs)
+    claims = pages.claims_grid(verdicts)
+    page = settings.run_dir / "planted.md"
+    tables = {"claims": claims, "tasks": pages.tasks_grid(runs, costs)}
+    write_tables(
+        page, {name: grid.to_markdown() for name, grid in tables.items()}, "Planted synergy"
     )
-    if settings.stream_seed is not None:
-        setting += (
-            f" All runs on the pictures of seed {settings.stream_seed}: intervals and p are of"
-            " these alone."
-        )
-    text = pages.page(found, judged, costs, setting)
-    write_page(settings.run_dir / "planted", text, pages.numbers(found, judged))
-    titled = [
-        {f"{name} sampling, seed {run['seed']}": run for run in runs}
-        for name, runs in found.items()
+    numbers = json.dumps(pages.numbers(runs, verdicts), indent=1) + "\n"
+    write_atomically(page.with_suffix(".json"), numbers)
+    columns = [
+        {f"{name} sampling, seed {run['seed']}": run for run in group}
+        for name, group in runs.items()
     ]
-    architecture_sheet(settings.run_dir / "architectures.png", titled)
-    progress.console.print(pages.claims_grid(judged.summaries).to_rich())
-    for sentence in pages.findings(found, judged.summaries):
-        progress.say(sentence)
-    progress.say(
-        f"page: {settings.run_dir / 'planted.md'}   numbers: {settings.run_dir / 'planted.json'}"
-    )
+    architecture_sheet(settings.run_dir / "architectures.png", columns)
+    progress.console.print(claims.to_rich())
+    progress.say(f"tables: {page}   numbers: {page.with_suffix('.json')}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""A stream whose right structure is known, what a run's networks draw on, and the same counts of
-networks by chance.
+"""A stream with a known structure, the experts that a run's networks use, and the same counts of
+random networks.
 
-The tasks: one, its kin and its twin, an easy one, an alien one, and one unrelated. Their answers
-stand here, written down before anything is measured; `claims.py` turns them into yes or no.
+The tasks: an origin (shapes), its kin and its twin, an easy, an alien and an unrelated task.
 
-Experts are pool indices, 0 the backbone's own. The family are the tasks of shapes; its experts are
-those that an earlier one of them uses, added by itself or shared, and that are not the backbone's.
-They are told apart for every task, so that what kin and twin draw on can be held against what
-unrelated tasks draw on.
+Experts are pool indices; 0 is the backbone's. The family is the tasks of shapes. Its experts are
+those that an earlier task of the family uses, added by that task or shared, except the backbone's.
+They are counted for every task, so that kin and twin can be compared with unrelated tasks.
 """
 
 import zlib
@@ -33,16 +31,16 @@ LAGS = {
     "right": (0, 1), "down": (1, 0), "down_right": (1, 1), "down_left": (1, -1),
     "right_2": (0, 2), "down_2": (2, 0), "down_2_right": (2, 1), "down_right_2": (1, 2),
 }  # fmt: skip
-"""Rows and columns between the two pixels of the noise that agree."""
+"""Rows and columns between two equal pixels of the noise."""
 FLIPS = 0.1
-"""Share of pixels that break the rule."""
+"""Share of pixels that differ all the same."""
 
 
 def draw_noise(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
-    """uint8 `[N, S, S, 3]`: two-coloured noise in which a pixel mostly repeats the one a class's
-    lag away.
+    """Noise in two colours in which a pixel mostly repeats the pixel at the lag of its class.
 
-    Every pixel for itself is a coin toss in all classes, and nothing is larger than a few pixels.
+    Each single pixel has either colour with equal probability in all classes. Returns uint8
+    `[N, S, S, 3]`.
     """
     pattern = np.empty((len(labels), image_size, image_size))
     for label, lag in enumerate(LAGS.values()):
@@ -65,81 +63,39 @@ def _lagged(
 
 
 class Planted(NamedTuple):
-    """One task of the stream and its right answer."""
+    """One task of the stream."""
 
     name: str
     role: str
     classes: tuple[str, ...]
     draw: Draw
-    answer: str
-    relative: str | None = None
-    """The earlier task that it is made from."""
 
 
 PLAN = (
-    Planted(
-        "shapes",
-        "origin",
-        demo.SHAPES,
-        demo.draw_shapes,
-        "only the base to draw on; what it adds is what its kin and its twin can find",
-    ),
-    Planted(
-        "letters",
-        "unrelated",
-        demo.LETTERS,
-        demo.draw_letters,
-        "as hard as shapes and of no use to its kin: its experts are there to be left alone",
-    ),
-    Planted(
-        "colours",
-        "easy",
-        demo.COLOURS,
-        demo.draw_colours,
-        "the first layers tell the classes apart: skips blocks, the cheapest network of all",
-    ),
-    Planted(
-        "shapes_recoloured",
-        "kin",
-        demo.SHAPES,
-        demo.draw_recoloured_shapes,
-        "the classes of shapes in other colours: draws on the experts of shapes, adds little",
-        "shapes",
-    ),
-    Planted(
-        "noise",
-        "alien",
-        tuple(LAGS),
-        draw_noise,
-        "nothing larger than a few pixels, neither shapes nor strokes: draws less on others' experts, adds more",  # noqa: E501
-    ),
-    Planted(
-        "shapes_again",
-        "twin",
-        demo.SHAPES,
-        demo.draw_shapes,
-        "the distribution of shapes, new draws: draws on the experts of shapes, adds least",
-        "shapes",
-    ),
+    Planted("shapes", "origin", demo.SHAPES, demo.draw_shapes),
+    Planted("letters", "unrelated", demo.LETTERS, demo.draw_letters),
+    Planted("colours", "easy", demo.COLOURS, demo.draw_colours),
+    Planted("shapes_recoloured", "kin", demo.SHAPES, demo.draw_recoloured_shapes),
+    Planted("noise", "alien", tuple(LAGS), draw_noise),
+    Planted("shapes_again", "twin", demo.SHAPES, demo.draw_shapes),
 )
-"""The alien stands between kin and twin, so that their mean place is its own: later tasks find
-fuller pools."""
+"""The alien is between kin and twin, so that all three have the same mean position: later tasks
+have larger pools."""
 
 NAMES = tuple(task.name for task in PLAN)
 
 
-def place_of(role: str) -> int:
+def index_of(role: str) -> int:
     """Index in the stream of the one task of this role."""
     return [task.role for task in PLAN].index(role)
 
 
-RELATED = tuple(map(place_of, ("origin", "kin", "twin")))
+RELATED = tuple(map(index_of, ("origin", "kin", "twin")))
 """The family of shapes, as indices in the stream."""
 
 
 def planted_stream(*, seed: int, num_train: int, num_val: int, num_test: int) -> Stream:
-    """The planned tasks with so many images each, classes balanced; the same for the same
-    arguments.
+    """The planned tasks with balanced classes, a function of its arguments alone.
 
     Raises ValueError for fewer images than classes.
     """
@@ -162,13 +118,15 @@ def planted_stream(*, seed: int, num_train: int, num_val: int, num_test: int) ->
     return Stream("planted", tuple(tasks))
 
 
+Preference = Callable[[np.ndarray, int, Sequence[int]], tuple[float, float]]
+"""(similarity [E, L], network, other networks) to a measure of preference and its level without
+one."""
 FAMILY, STRANGER, BASE, NEW, SKIP = range(5)
-"""Where a block's expert comes from: the family, another task, the backbone, nowhere yet; or there
-is none."""
+"""Sources of a block's expert: the family, another task, the backbone, a new expert, none."""
 
 
 class Costs(NamedTuple):
-    """FLOPs per image by the paper's convention, and parameters in percent of the backbone's."""
+    """FLOPs per image by the paper's convention, and parameters in % of the backbone's."""
 
     plain: int
     skip: int
@@ -178,7 +136,7 @@ class Costs(NamedTuple):
 
 
 def costs_of(config: ViTConfig, cheem: CheemConfig) -> Costs:
-    """What every op saves or costs on this backbone."""
+    """Savings and costs of the ops on this backbone."""
     rank = cheem.ops.rank
     total = backbone_params(config)
     inputs = config.mlp_width if cheem.placement == "mlp_down" else config.width
@@ -192,20 +150,19 @@ def costs_of(config: ViTConfig, cheem: CheemConfig) -> Costs:
 
 
 class Structure(NamedTuple):
-    """N structures of T tasks over one history of the pool: the one that was measured, or many
-    redrawn ones."""
+    """N structures of T tasks over one history of the pool: that of a run, or random ones."""
 
     sizes: Int[np.ndarray, "T L"]
     """Experts in the pool before each task."""
     codes: Int[np.ndarray, "N T L"]
-    """Candidate of every block, as `architecture.encode` has it."""
+    """Candidate of every block as encoded by `architecture.encode`."""
     family: Bool[np.ndarray, "T L E"]
-    """Experts of the family that are there before each task."""
+    """Experts of the family before each task."""
     costs: Costs
 
 
 def structure_of(results: Mapping[str, Any], costs: Costs) -> Structure:
-    """The structure that a run of the planted stream found, N = 1."""
+    """The structure of a run on the planted stream, N = 1."""
     tasks, pool = results["tasks"], results["pool"]
     origins = [[-1 if e["origin"] == "base" else e["origin"] for e in block] for block in pool]
     sizes = np.array(
@@ -224,33 +181,24 @@ def structure_of(results: Mapping[str, Any], costs: Costs) -> Structure:
 
 
 def random_networks(structure: Structure, rng: np.random.Generator, num: int) -> Structure:
-    """Every block of every task redrawn from its 2n + 2 candidates, all equally probable."""
+    """Sample every block of every task uniformly from its 2n + 2 candidates."""
     n = structure.sizes
     return structure._replace(codes=rng.integers(0, 2 * n + 2, (num, *n.shape)))
-
-
-def random_experts(structure: Structure, rng: np.random.Generator, num: int) -> Structure:
-    """The ops as they are found, but Reuse and Adapt with any of the n experts of the block."""
-    n, codes = structure.sizes, structure.codes
-    expert = rng.integers(0, n, (num, *n.shape))
-    return structure._replace(
-        codes=np.where(codes < n, expert, np.where(codes < 2 * n, n + expert, codes))
-    )
 
 
 def sources(structure: Structure) -> Int[np.ndarray, "N T L"]:
     """FAMILY, STRANGER, BASE, NEW or SKIP per block."""
     n, codes = structure.sizes, structure.codes
     task, block = np.indices(n.shape)
-    expert = codes % n  # means nothing for New and Skip
-    known = np.where(
+    expert = codes % n  # undefined for New and Skip
+    earlier = np.where(
         expert == 0, BASE, np.where(structure.family[task, block, expert], FAMILY, STRANGER)
     )
-    return np.where(codes < 2 * n, known, np.where(codes == 2 * n, NEW, SKIP))
+    return np.where(codes < 2 * n, earlier, np.where(codes == 2 * n, NEW, SKIP))
 
 
 class Counts(NamedTuple):
-    """Of every task's network: blocks by source and op, and what they cost."""
+    """Blocks by source and op of every task's network, and its costs."""
 
     source: Int[np.ndarray, "N T 5"]
     adapts: Int[np.ndarray, "N T"]
@@ -261,8 +209,8 @@ class Counts(NamedTuple):
     """Blocks at which the family has experts."""
 
 
-def counts_of(structure: Structure) -> Counts:
-    """Counted."""
+def count(structure: Structure) -> Counts:
+    """Count blocks and costs."""
     n = structure.sizes
     codes = structure.codes
     costs = structure.costs
@@ -279,7 +227,7 @@ def counts_of(structure: Structure) -> Counts:
 
 
 def expected(structure: Structure) -> Float[np.ndarray, "T 5"]:
-    """Mean number of blocks by source where all candidates are equally probable, in closed form."""
+    """Expected number of blocks by source if all candidates are equally probable."""
     n = structure.sizes
     family = structure.family.sum(-1)
     per_block = np.stack(
@@ -289,33 +237,32 @@ def expected(structure: Structure) -> Float[np.ndarray, "T 5"]:
 
 
 def first_share(
-    similarity: Float[np.ndarray, "E L"], own: int, rivals: Sequence[int]
+    similarity: Float[np.ndarray, "E L"], network: int, others: Sequence[int]
 ) -> tuple[float, float]:
-    """Share of blocks at which network `own` is more similar than every rival, and that of a random
-    order.
+    """Share of blocks at which network `network` is more similar than all others, and the
+    expectation for a random order.
 
-    Blocks count where `own` and a rival are present; NaN where there is none.
+    Only blocks with `network` and another network count; NaN without any.
     """
     present = ~np.isnan(similarity)
-    counted = present[own] & present[list(rivals)].any(axis=0)
+    counted = present[network] & present[list(others)].any(axis=0)
     if not counted.any():
         return np.nan, np.nan
-    best = np.nanmax(similarity[list(rivals)][:, counted], axis=0)
-    level = 1 / (1 + present[list(rivals)][:, counted].sum(axis=0))
-    return float((similarity[own, counted] > best).mean()), float(level.mean())
+    best = np.nanmax(similarity[list(others)][:, counted], axis=0)
+    level = 1 / (1 + present[list(others)][:, counted].sum(axis=0))
+    return float((similarity[network, counted] > best).mean()), float(level.mean())
 
 
 def first_level_lead(
-    similarity: Float[np.ndarray, "E L"], own: int, rivals: Sequence[int]
-) -> float:
-    """psi of network `own` over the mean psi of the rivals, mean over the blocks where it and a
-    rival are present.
+    similarity: Float[np.ndarray, "E L"], network: int, others: Sequence[int]
+) -> tuple[float, float]:
+    """psi of network `network` over the mean psi of the others, mean over the blocks with both, and
+    1.
 
-    It does not change with the number of networks, as psi over 1 / n does; NaN where there is no
-    such block.
+    Unlike psi over 1 / n it does not depend on the number of networks; NaN without such a block.
     """
     psi = np.stack([first_level(column)[0] for column in similarity.T], axis=-1)
     present = ~np.isnan(similarity)
-    counted = present[own] & present[list(rivals)].any(axis=0)
-    others = psi[list(rivals)].sum(axis=0)[counted] / present[list(rivals)].sum(axis=0)[counted]
-    return float((psi[own, counted] / others).mean()) if counted.any() else np.nan
+    counted = present[network] & present[list(others)].any(axis=0)
+    mean = psi[list(others)].sum(axis=0)[counted] / present[list(others)].sum(axis=0)[counted]
+    return float((psi[network, counted] / mean).mean()) if counted.any() else np.nan, 1.0

@@ -15,7 +15,7 @@ from cheem_jax.cheem.config import PRESETS
 from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import from_strings
 from studies.planting import claims, pages
-from studies.planting.claims import CLAIMS, Verdict, judge, summarise, yes_distribution
+from studies.planting.claims import CLAIMS, Verdict, distribution, judge, summarise
 from studies.planting.structure import (
     BASE,
     FAMILY,
@@ -26,20 +26,20 @@ from studies.planting.structure import (
     STRANGER,
     Costs,
     costs_of,
-    counts_of,
+    count,
     draw_noise,
     expected,
     first_level_lead,
     first_share,
     planted_stream,
-    random_experts,
     random_networks,
     sources,
     structure_of,
 )
 
 COSTS = Costs(plain=100, skip=10, adapt=5, params_adapt=1.0, params_new=4.0)
-ABOUT_STRUCTURE = [claim.name for claim in CLAIMS if not claim.about_similarity]
+ABOUT_SIMILARITY = [claim for claim in CLAIMS if claim.split()[1] in ("seen", "offered")]
+ABOUT_STRUCTURE = [claim for claim in CLAIMS if claim not in ABOUT_SIMILARITY]
 FOUND = (
     ("new", "adapt:0", "reuse:0", "skip"),  # shapes
     ("reuse:0", "new", "new", "reuse:0"),  # letters
@@ -174,7 +174,7 @@ def test_the_blocks_of_worked_networks_are_counted_by_where_their_experts_come_f
         SKIP,
     ]  # kin shares the expert of letters at the third block
     assert found[4].tolist() == [NEW] * 4 and found[2].tolist() == [BASE, SKIP, SKIP, SKIP]
-    counts = counts_of(structure)
+    counts = count(structure)
     assert counts.flops[0].tolist() == [95, 100, 70, 105, 100, 90]
     assert counts.added[0].tolist() == [5, 8, 0, 1, 16, 0]
     assert counts.planted.tolist() == [0, 2, 2, 2, 3, 3]
@@ -189,72 +189,14 @@ def test_chance_is_worked_out_from_the_candidates():
     assert by_chance[3, NEW] == by_chance[3, SKIP] == pytest.approx(1 / 6 + 1 / 8 + 1 / 6 + 1 / 4)
     np.testing.assert_allclose(by_chance.sum(axis=1), 4)
     rng = np.random.default_rng(0)
-    drawn = counts_of(random_networks(structure, rng, 20_000))
+    drawn = count(random_networks(structure, rng, 20_000))
     np.testing.assert_allclose(drawn.source.mean(axis=0), by_chance, atol=0.03)
     both = (drawn.source[:, 3, FAMILY] == 2).mean()
     assert (
         both
-        == pytest.approx(yes_distribution([2 / 6, 2 / 8])[2], abs=0.01)
+        == pytest.approx(distribution([2 / 6, 2 / 8])[2], abs=0.01)
         == pytest.approx(1 / 12, abs=0.01)
     )
-
-
-def test_redrawn_experts_keep_the_ops():
-    structure = structure_of(results_of(FOUND), COSTS)
-    before, after = (
-        counts_of(structure),
-        counts_of(random_experts(structure, np.random.default_rng(0), 20_000)),
-    )
-    for kept in ("flops", "added", "adapts"):
-        np.testing.assert_array_equal(
-            getattr(after, kept), np.repeat(getattr(before, kept), 20_000, axis=0)
-        )
-    # one of two experts at the first block, one of three at the second
-    assert after.source[:, 3, FAMILY].mean() == pytest.approx(1 / 2 + 1 / 3, abs=0.02)
-
-
-def test_worked_networks_meet_every_claim_about_structure():
-    verdicts = judge(results_of(FOUND), COSTS)
-    assert all(verdicts[name].found for name in ABOUT_STRUCTURE)
-    drawn, rather = verdicts["kin drawn on"], verdicts["kin rather"]
-    assert (drawn.value, drawn.level) == (1.0, pytest.approx((2 / 6 + 2 / 8) / 2))
-    assert drawn.random <= 1 / 12 + 0.015 and drawn.exchanged == pytest.approx(1 / 6, abs=0.02)
-    assert rather.value == 2 - 1 and rather.level == pytest.approx(-17 / 24)
-    assert verdicts["kin cheap"].value == pytest.approx(1 / 12)  # of letters' 8 and noise's 16
-    assert (
-        verdicts["easy cheap"].value == pytest.approx(70 / 98)
-        and verdicts["easy cheap"].exchanged == 1 / 6
-    )
-    assert (verdicts["alien adds"].value, verdicts["alien adds"].level) == (16, 0.5)
-    assert verdicts["alien alone"].value == 0 and verdicts["alien alone"].exchanged == 1 / 3
-    for name in ("kin seen", "kin offered", "twin seen", "twin offered"):
-        assert not verdicts[name].found  # a similarity without preference
-
-
-@pytest.mark.parametrize("choice", ["reuse:0", "adapt:0", "new", "skip"])
-def test_networks_that_are_all_alike_meet_no_claim(choice):
-    verdicts = judge(results_of([(choice,) * 4] * 6), COSTS)
-    assert not any(verdict.found for verdict in verdicts.values() if verdict is not None)
-    # without an expert of shapes there is nothing to draw on
-    assert (verdicts["kin drawn on"] is None) == (choice in ("reuse:0", "skip"))
-
-
-def test_what_everybody_draws_on_is_no_sign_of_kinship():
-    verdicts = judge(results_of([("new",) * 4, *[("reuse:1",) * 4] * 5]), COSTS)
-    assert verdicts["kin drawn on"].value == 1.0
-    assert not any(verdicts[name].found for name in ABOUT_STRUCTURE)
-
-
-def test_random_networks_meet_claims_as_often_as_chance_says():
-    structure = structure_of(results_of(FOUND), COSTS)
-    by_chance = expected(structure)
-    drawn = claims.measure(
-        counts_of(random_networks(structure, np.random.default_rng(7), 8000)), by_chance
-    )
-    verdicts = judge(results_of(FOUND), COSTS)
-    for name in ABOUT_STRUCTURE:
-        assert drawn[name].found.mean() == pytest.approx(verdicts[name].random, abs=0.025)
-        assert 0 < verdicts[name].random < 0.4
 
 
 def test_the_relative_ranks_first_where_it_is_more_similar_than_every_other():
@@ -268,71 +210,13 @@ def test_the_relative_ranks_first_where_it_is_more_similar_than_every_other():
     assert np.isnan(first_share(np.full((2, 3), nan), 0, [1])).all()
 
 
-def test_the_lead_at_the_first_level_does_not_change_with_the_number_of_networks():
-    for num in (2, 5):
-        np.testing.assert_allclose(first_level_lead(np.zeros((num, 3)), 0, range(1, num)), 1.0)
-        high = np.where(np.arange(num)[:, None] == 1, [[1.0, np.nan]], [[-1.0, 0.3]])
-        # at the block where it is present, e^1 against e^-1
-        assert first_level_lead(high, 1, [i for i in range(num) if i != 1]) == pytest.approx(
-            np.e**2
-        )
-
-
-def test_a_preference_for_the_relative_is_seen_and_one_that_holds_for_everybody_is_not():
-    def similarity(of_shapes):
-        return [
-            [[of_shapes[task] if row == 1 else -0.5] * 4 for row in range(task + 1)]
-            for task in range(6)
-        ]
-
-    kin = judge(results_of(FOUND, similarity({1: -0.6, 2: -0.6, 3: 0.9, 4: -0.6, 5: 1.0})), COSTS)
-    for name, exchanged in {
-        "kin seen": 1 / 4,
-        "twin seen": 1 / 5,
-        "kin offered": 1 / 4,
-        "twin offered": 1 / 5,
-    }.items():
-        assert (
-            kin[name].found
-            and kin[name].random is None
-            and kin[name].exchanged == pytest.approx(exchanged)
-        )
-    assert kin["kin seen"].value == 1.0 and kin["kin seen"].level == pytest.approx(1 / 4)
-    everybody = judge(results_of(FOUND, similarity(dict.fromkeys(range(1, 6), 0.9))), COSTS)
-    assert everybody["kin seen"].value == 1.0
-    assert not any(
-        everybody[name].found for name in ("kin seen", "twin seen", "kin offered", "twin offered")
-    )
-
-
-def test_counts_come_with_wilsons_interval_and_the_chance_of_so_many():
-    yes = Verdict(2.0, 1.0, True, 0.25, 0.5)
-    summary = summarise(
-        "kin cheap", "hee", [yes, yes, None, yes._replace(value=np.nan), yes._replace(found=False)]
-    )
-    assert (summary.yes, summary.runs, summary.value, summary.std) == (3, 4, 2.0, 0.0)
-    # Wilson: (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n) with p = 3/4, n = 4, z = 1.96
-    assert summary.interval == pytest.approx((0.3006, 0.9544), abs=1e-3)
-    assert summary.chance == 0.5 and summary.p == pytest.approx(5 / 16)
-    nothing = summarise("kin drawn on", "hee", [None, None])
-    assert (nothing.yes, nothing.runs, nothing.interval, nothing.p) == (0, 0, None, None)
-    np.testing.assert_allclose(yes_distribution([0.5, 0.25]), [0.375, 0.5, 0.125])
-
-
-def test_the_correction_for_many_claims_stops_at_the_first_that_fails():
-    # 0.01 x 4 and 0.015 x 3 are below 0.05, 0.03 x 2 is not, and so 0.04 x 1 does not count any
-    # more
-    assert claims.holm({"a": 0.04, "b": 0.01, "c": 0.03, "d": 0.015}) == ["b", "d"]
-    assert claims.holm({}) == []
-
-
 def test_costs_are_those_of_the_library():
     config = CONFIGS["vit_micro"]
     cheem = PRESETS["demo"]
     costs = costs_of(config, cheem)
     architectures = [("reuse:0",) * 8, ("new", "skip", "skip", "adapt:0") * 2, *[("skip",) * 8] * 4]
     structure = structure_of(results_of(architectures), costs)
-    counts = counts_of(structure)
+    counts = count(structure)
     for index, architecture in enumerate(architectures):
         assert counts.flops[0, index] == network_flops(
             config, "mlp_down", from_strings(architecture), cheem.ops.rank
@@ -351,24 +235,84 @@ def runs():
     }
 
 
-def test_the_page_says_what_the_numbers_say(runs):
-    judged = pages.judge_all(runs, COSTS)
-    text = " ".join(pages.findings(runs, judged.summaries))
+def test_worked_networks_meet_every_claim_about_structure():
+    verdicts = judge(results_of(FOUND), COSTS)
+    assert all(verdicts[name].met for name in ABOUT_STRUCTURE)
+    drawn, rather = verdicts["kin drawn on"], verdicts["kin rather"]
+    assert (drawn.value, drawn.level) == (1.0, pytest.approx((2 / 6 + 2 / 8) / 2))
+    assert drawn.chance <= 1 / 12 + 0.015
+    assert rather.value == 2 - 1 and rather.level == pytest.approx(-17 / 24)
+    assert verdicts["kin cheap"].value == pytest.approx(1 / 12)  # of letters' 8 and noise's 16
+    assert verdicts["easy cheap"].value == pytest.approx(70 / 98)
+    assert (verdicts["alien adds"].value, verdicts["alien adds"].level) == (16, 0.5)
+    assert verdicts["alien alone"].value == 0
+    assert not any(verdicts[name].met for name in ABOUT_SIMILARITY)  # all are equally similar
+    structure = structure_of(results_of(FOUND), COSTS)
+    networks = random_networks(structure, np.random.default_rng(7), 8000)
+    sampled = claims.measure(count(networks), expected(structure))
+    for name in ABOUT_STRUCTURE:
+        assert sampled[name].met.mean() == pytest.approx(verdicts[name].chance, abs=0.025)
+        assert 0 < verdicts[name].chance < 0.4
+
+
+@pytest.mark.parametrize("choice", ["reuse:0", "adapt:0", "new", "skip"])
+def test_equal_networks_meet_no_claim(choice):
+    verdicts = judge(results_of([(choice,) * 4] * 6), COSTS)
+    assert not any(verdict.met for verdict in verdicts.values() if verdict is not None)
+    # without an expert of shapes there is nothing to reuse
+    assert (verdicts["kin drawn on"] is None) == (choice in ("reuse:0", "skip"))
+
+
+def test_an_expert_that_all_tasks_reuse_is_no_sign_of_kinship():
+    verdicts = judge(results_of([("new",) * 4, *[("reuse:1",) * 4] * 5]), COSTS)
+    assert verdicts["kin drawn on"].value == 1.0
+    assert not any(verdicts[name].met for name in ABOUT_STRUCTURE)
+
+
+@pytest.mark.parametrize("num", [2, 5])
+def test_the_lead_at_the_first_level_does_not_depend_on_the_number_of_networks(num):
+    equal, _ = first_level_lead(np.zeros((num, 3)), 0, range(1, num))
+    np.testing.assert_allclose(equal, 1.0)
+    high = np.where(np.arange(num)[:, None] == 1, [[1.0, np.nan]], [[-1.0, 0.3]])
+    # at the block where it is present: e^1 against e^-1
+    lead, _ = first_level_lead(high, 1, [i for i in range(num) if i != 1])
+    assert lead == pytest.approx(np.e**2)
+
+
+def test_a_preference_for_the_relative_is_seen_and_one_of_all_tasks_is_not():
+    def similarity(of_shapes):
+        return [
+            [[of_shapes[task] if row == 1 else -0.5] * 4 for row in range(task + 1)]
+            for task in range(6)
+        ]
+
+    kin = judge(results_of(FOUND, similarity({1: -0.6, 2: -0.6, 3: 0.9, 4: -0.6, 5: 1.0})), COSTS)
+    assert all(kin[name].met and kin[name].chance is None for name in ABOUT_SIMILARITY)
+    assert kin["kin seen"].value == 1.0 and kin["kin seen"].level == pytest.approx(1 / 4)
+    all_tasks = judge(results_of(FOUND, similarity(dict.fromkeys(range(1, 6), 0.9))), COSTS)
+    assert all_tasks["kin seen"].value == 1.0
+    assert not any(all_tasks[name].met for name in ABOUT_SIMILARITY)
+
+
+def test_a_summary_counts_runs_and_the_chance_of_as_many():
+    met = Verdict(2.0, 1.0, True, 0.5)
+    others = (None, met._replace(value=np.nan), met._replace(met=False))
+    summary = summarise("kin cheap", "hee", [met, met, *others])
+    assert (summary.met, summary.runs, summary.value) == (3, 4, [2.0, 2.0, 2.0])
+    assert summary.chance == 0.5 and summary.p == pytest.approx(5 / 16)
+    nothing = summarise("kin drawn on", "hee", [None, None])
+    assert (nothing.met, nothing.runs, nothing.p) == (0, 0, None)
+    np.testing.assert_allclose(distribution([0.5, 0.25]), [0.375, 0.5, 0.125])
+
+
+def test_the_tables_have_a_row_per_claim_and_sampling(runs):
+    verdicts = pages.judge_all(runs, COSTS)
+    text = pages.claims_grid(verdicts).to_markdown()
     assert (
-        "HEE sampling, 2 runs, found in every run: kin drawn on, kin rather, kin cheap, twin"
-        " drawn on" in text
+        "| kin drawn on | HEE | 2 of 2 |" in text and "| kin drawn on | uniform | 0 of 0 |" in text
     )
-    assert (
-        "could not be asked: kin drawn on, kin rather, twin drawn on, twin rather, alien alone."
-        in text
-    )
-    page = pages.page(runs, judged, COSTS, "A setting.")
-    assert (
-        "| kin drawn on | HEE | 2 of 2 | 34–100 % |" in page
-        and "| kin drawn on | uniform | 0 of 0 | – |" in page
-    )
-    numbers = json.loads(json.dumps(pages.numbers(runs, judged), allow_nan=False))
-    assert len(numbers["summaries"]) == 2 * len(CLAIMS)
+    assert len(pages.tasks_grid(runs, COSTS).rows) == 2 * len(NAMES)
+    assert json.dumps(pages.numbers(runs, verdicts), allow_nan=False)
 
 
 def test_every_sampling_and_seed_is_a_run_of_its_own_on_its_own_pictures(monkeypatch, tmp_path):
@@ -405,7 +349,7 @@ def test_every_sampling_and_seed_is_a_run_of_its_own_on_its_own_pictures(monkeyp
         "architectures.png",
     }
     told = json.loads((tmp_path / "planted.json").read_text())
-    assert [(run["sampling"], run["seed"]) for run in told["runs"]] == [
+    assert [(run["sampling"], run["seed"]) for run in told] == [
         (s, n) for s in planted.SAMPLINGS for n in (0, 1)
     ]
     with Image.open(tmp_path / "architectures.png") as sheet:
