@@ -1,7 +1,6 @@
-"""What the record of a study of the search says, with its costs, as numbers, tables, a page and a
-figure."""
+"""Numbers, tables and a figure from the record of a study of the search."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,78 +15,74 @@ from cheem_jax.report.figures import DPI, INK, save
 from cheem_jax.report.table import NONE, Grid, format_flops, number, percent
 from studies.searching.units import Entry
 
+Numbers = Mapping[str, Any]
 RESAMPLES = 2000
-SCORES = ("shared_head", "closed_form")
+SCORES = {"shared_head": "shared head", "closed_form": "closed form"}
+PAPER, PLUS = "quick", "plus"
+NAME = "search_study"
+OFFSET = 0.15
+"""Half of the distance between the two sides of a task in the figure."""
+
+
+def bootstrap(
+    value: float, num: int, resample: Callable[[np.random.Generator], float]
+) -> dict[str, Any]:
+    """A value of `num` things with its 95 % interval."""
+    rng = np.random.default_rng(0)
+    resampled = [resample(rng) for _ in range(RESAMPLES)]
+    low, high = np.nanquantile(resampled, (0.025, 0.975))
+    return {"value": value, "low": float(low), "high": float(high), "num": num}
 
 
 def correlation(
     *pairs: tuple[Float[np.ndarray, "P"], Float[np.ndarray, "P"]],
 ) -> dict[str, Any] | None:
-    """Spearman's rank correlation, mean over the `pairs`, with the 95 % interval of a bootstrap
-    over the networks of each; None where all of a pair are equal."""
+    """Spearman's rank correlation, mean over the pairs; the interval resamples the networks of each
+    pair.
 
-    def found(x: np.ndarray, y: np.ndarray) -> float:
+    None without pairs, and if all values of one side are equal.
+    """
+
+    def spearman(x: np.ndarray, y: np.ndarray) -> float:
         if len(x) < 3 or not np.ptp(x) or not np.ptp(y):
             return float("nan")
         result: Any = spearmanr(x, y)
         return float(result.statistic)
 
-    if not pairs or np.isnan(value := float(np.mean([found(x, y) for x, y in pairs]))):
+    def resample(rng: np.random.Generator) -> float:
+        rows = [rng.integers(0, len(x), len(x)) for x, _ in pairs]
+        return float(np.mean([spearman(x[i], y[i]) for (x, y), i in zip(pairs, rows, strict=True)]))
+
+    if not pairs or np.isnan(value := float(np.mean([spearman(x, y) for x, y in pairs]))):
         return None
-    rng = np.random.default_rng(0)
-    drawn = [
-        [(x[rows], y[rows]) for rows in rng.integers(0, len(x), (RESAMPLES, len(x)))]
-        for x, y in pairs
-    ]
-    low, high = np.nanquantile(
-        np.mean([[found(*one) for one in own] for own in drawn], axis=0), (0.025, 0.975)
-    )
-    return {
-        "value": value,
-        "low": float(low),
-        "high": float(high),
-        "num": sum(len(x) for x, _ in pairs),
-    }
+    return bootstrap(value, sum(len(x) for x, _ in pairs), resample)
 
 
 def rankings(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """A row per task and position whose sampled networks are all trained, and their mean: how each
-    score correlates with accuracy after stand-alone training, over validation and test images."""
+    """Correlation of each score with accuracy after stand-alone training, over validation and test
+    images: a row per task and position with all samples trained, and the mean."""
     rows = []
     pairs = {name: [] for name in SCORES}
     for sampled in entries:
         if sampled["event"] != "sampled":
             continue
-        same = {
-            name: sampled[name]
-            for name in ("task", "position", "data_sha256", "settings", "num", "rate")
-        }
-        trained = {
-            tuple(e["genome"]): e
-            for e in entries
-            if e["event"] == "trained" and same.items() <= e.items()
-        }
-        reached = [accuracy_of(trained.get(tuple(genome))) for genome in sampled["genomes"]]
-        if None in reached:
+        common = ("task", "position", "data_sha256", "settings", "num", "rate")
+        unit = {"event": "trained", **{name: sampled[name] for name in common}}
+        trained = {tuple(e["genome"]): e for e in entries if unit.items() <= e.items()}
+        accuracies = [accuracy_of(trained.get(tuple(genome))) for genome in sampled["genomes"]]
+        if None in accuracies:
             continue
-        own = {name: (np.array(sampled[name]), np.array(reached, np.float64)) for name in SCORES}
-        for name, pair in own.items():
-            pairs[name].append(pair)
-        rows.append(
-            {
-                "task": sampled["task"],
-                "position": sampled["position"],
-                "rate": sampled["rate"],
-                **{name: correlation(pair) for name, pair in own.items()},
-            }
-        )
+        row = {name: sampled[name] for name in ("task", "position", "rate")}
+        for name, scores in pairs.items():
+            scores.append((np.array(sampled[name]), np.array(accuracies, np.float64)))
+            row[name] = correlation(scores[-1])
+        rows.append(row)
     mean = {"task": "mean", "position": "", **{name: correlation(*pairs[name]) for name in SCORES}}
     return [*rows, mean] if len(rows) > 1 else rows
 
 
 def accuracy_of(entry: Entry | None) -> float | None:
-    """Accuracy over validation and test images together; None where training failed or is not
-    over."""
+    """Accuracy over validation and test images together; None if training failed or is missing."""
     if entry is None or entry["test_accuracy"] is None:
         return None
     counts = np.array([entry["num_val"], entry["num_test"]])
@@ -95,141 +90,121 @@ def accuracy_of(entry: Entry | None) -> float | None:
 
 
 def found_by(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """A row per task and position: mean test accuracy over the seeds by recipe and rate, and at the
-    rate that is best on validation images; `reuse` is the all-Reuse network at its best rate."""
+    """Test accuracy by recipe and rate, and of the all-Reuse network: a row per task and
+    position."""
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        if entry["event"] in ("learned", "reuse"):
+            groups.setdefault((entry["task"], entry["position"]), []).append(entry)
     rows = []
-    for task, position in dict.fromkeys(
-        (e["task"], e["position"]) for e in entries if e["event"] == "learned"
-    ):
-        own = [e for e in entries if (e.get("task"), e.get("position")) == (task, position)]
-        recipes = dict.fromkeys(e["recipe"] for e in own if e["event"] == "learned")
-        rows.append(
-            {
-                "task": task,
-                "position": position,
-                "recipes": {
-                    recipe: _by_rate([e for e in own if e.get("recipe") == recipe])
-                    for recipe in recipes
-                },
-                "reuse": _by_rate([e for e in own if e["event"] == "reuse"]),
-            }
-        )
+    for (task, position), group in groups.items():
+        recipes: dict[str, list[Entry]] = {}
+        for entry in group:
+            recipes.setdefault(entry.get("recipe", ""), []).append(entry)
+        reuse = recipes.pop("", [])
+        if recipes:
+            by_rate = {recipe: _by_rate(one) for recipe, one in recipes.items()}
+            row = {"task": task, "position": position, "recipes": by_rate}
+            rows.append({**row, "reuse": _by_rate(reuse)})
     return rows
 
 
 def _by_rate(entries: Sequence[Entry]) -> dict[str, Any]:
     """Test accuracy of each seed by rate, and the rate with the best mean on validation images; a
-    network that could not be trained counts as 0."""
-    own: dict[str, list[Entry]] = {}
+    failed training counts as 0."""
+    test: dict[str, dict[str, float]] = {}
+    val: dict[str, list[float]] = {}
     for entry in entries:
-        own.setdefault(f"{entry['rate']:g}", []).append(entry)
-    val = {
-        rate: float(np.mean([entry["val_accuracy"] or 0 for entry in found]))
-        for rate, found in own.items()
-    }
-    return {
-        "best_rate": max(val, key=lambda rate: val[rate], default=None),
-        "test": {
-            rate: {str(e["seed"]): e["test_accuracy"] or 0.0 for e in found}
-            for rate, found in own.items()
-        },
-    }
+        rate = f"{entry['rate']:g}"
+        test.setdefault(rate, {})[str(entry["seed"])] = entry["test_accuracy"] or 0.0
+        val.setdefault(rate, []).append(entry["val_accuracy"] or 0.0)
+    best = max(val, key=lambda rate: float(np.mean(val[rate])), default=None)
+    return {"best_rate": best, "test": test}
 
 
 def gain(
-    rows: Sequence[Mapping[str, Any]], recipe: str, other: str, rate: str | None
+    rows: Sequence[Numbers], recipe: str, other: str, rate: str | None
 ) -> dict[str, Any] | None:
-    """Points that a recipe is ahead of another at a rate, or each at its best (None): mean over
-    tasks of the means over their common seeds, with the 95 % interval of a bootstrap over tasks and
-    seeds."""
-    differences = []
+    """Gain of a recipe over another at a rate, or at the best rate of each (None), as a fraction.
+
+    Mean over tasks of the means over common seeds; the interval resamples tasks and seeds.
+    """
+    gains = []
     for row in rows:
         if not {recipe, other} <= row["recipes"].keys():
             continue
-        sides = [row["recipes"][name] for name in (recipe, other)]
-        tests = [
-            side["test"].get(side["best_rate"] if rate is None else rate, {}) for side in sides
-        ]
-        if seeds := tests[0].keys() & tests[1].keys():
-            differences.append(
-                np.array([tests[0][seed] - tests[1][seed] for seed in sorted(seeds)])
-            )
-    if not differences:
+        ours, theirs = (
+            side["test"].get(rate or side["best_rate"], {})
+            for side in (row["recipes"][name] for name in (recipe, other))
+        )
+        if seeds := sorted(ours.keys() & theirs.keys()):
+            gains.append(np.array([ours[seed] - theirs[seed] for seed in seeds]))
+    if not gains:
         return None
-    rng = np.random.default_rng(0)
-    drawn = [
-        np.mean([rng.choice(differences[i], len(differences[i])).mean() for i in tasks])
-        for tasks in rng.integers(0, len(differences), (RESAMPLES, len(differences)))
-    ]
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    value = float(np.mean([own.mean() for own in differences]))
-    return {"value": value, "low": float(low), "high": float(high), "num": len(differences)}
+
+    def resample(rng: np.random.Generator) -> float:
+        tasks = rng.integers(0, len(gains), len(gains))
+        return float(np.mean([rng.choice(gains[i], len(gains[i])).mean() for i in tasks]))
+
+    return bootstrap(float(np.mean([one.mean() for one in gains])), len(gains), resample)
 
 
 def costs(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
-    """Means by recipe over what all recipes learned: forward passes, seconds by phase, FLOPs and
-    parameters added."""
-    learned = [
-        entry for entry in entries if entry["event"] == "learned" and entry["genome"] is not None
-    ]
+    """Forward passes, seconds by phase, FLOPs and added parameters by recipe, means over the units
+    that all recipes learned."""
+    learned = [entry for entry in entries if entry["event"] == "learned" and entry["genome"]]
     recipes = dict.fromkeys(entry["recipe"] for entry in learned)
-    by_place: dict[tuple[Any, ...], dict[str, Entry]] = {}
+    units: dict[tuple[Any, ...], dict[str, Entry]] = {}
     for entry in learned:
-        place = tuple(entry[name] for name in ("task", "position", "rate", "seed"))
-        by_place.setdefault(place, {})[entry["recipe"]] = entry
-    common = [found for found in by_place.values() if found.keys() == recipes.keys()]
+        unit = tuple(entry[name] for name in ("task", "position", "rate", "seed"))
+        units.setdefault(unit, {})[entry["recipe"]] = entry
+    common = [unit for unit in units.values() if unit.keys() == recipes.keys()]
     means = {}
     for recipe in recipes if common else ():
-        own = [found[recipe] for found in common]
+        group = [unit[recipe] for unit in common]
+        phases = dict.fromkeys(phase for entry in group for phase in entry["seconds"])
         means[recipe] = {
-            "num": len(own),
+            "num": len(group),
             **{
-                name: float(np.mean([entry[name] for entry in own]))
+                name: float(np.mean([entry[name] for entry in group]))
                 for name in ("passes", "flops", "params_added")
             },
             "seconds": {
-                phase: float(np.mean([entry["seconds"].get(phase, 0.0) for entry in own]))
-                for phase in dict.fromkeys(phase for entry in own for phase in entry["seconds"])
+                phase: float(np.mean([entry["seconds"].get(phase, 0.0) for entry in group]))
+                for phase in phases
             },
         }
     return means
 
 
-NAME = "search_study"
-TITLES = {"shared_head": "shared head", "closed_form": "closed form"}
-PAPER, PLUS = "quick", "plus"
-OFFSET = 0.15
-"""Half of what lies between the two sides of a task in the figure."""
-
-
-def write(directory: Path, entries: Sequence[Entry], setting: Mapping[str, Any]) -> list[Grid]:
-    """Page, numbers and figure of what the record holds so far; returns the tables."""
-    found = found_in(entries, setting)
-    grids = grids_of(found)
-    title = f"{found['stream']}, {found['backbone']} at {found['image_size']} pixels"
+def write(directory: Path, entries: Sequence[Entry], setting: Numbers) -> list[Grid]:
+    """Write tables, numbers and figure of the record; return the tables."""
+    study = numbers_of(entries, setting)
+    grids = grids_of(study)
+    title = f"{study['stream']}, {study['backbone']} at {study['image_size']} pixels"
     parts = [f"# The search on {title}", *(grid.to_markdown() for grid in grids)]
-    if picture(found, directory / f"{NAME}.png"):
-        parts.append(f"![Score against accuracy, and what each recipe finds]({NAME}.png)")
-    write_page(directory / NAME, "\n\n".join(parts) + "\n", found)
+    if study["found"]:
+        draw(study, directory / f"{NAME}.png")
+        parts.append(f"![Score against accuracy, and accuracy by recipe]({NAME}.png)")
+    write_page(directory / NAME, "\n\n".join(parts) + "\n", study)
     return grids
 
 
-def found_in(entries: Sequence[Entry], setting: Mapping[str, Any]) -> dict[str, Any]:
-    """All numbers of the page, as JSON values."""
+def numbers_of(entries: Sequence[Entry], setting: Numbers) -> dict[str, Any]:
+    """All numbers of the tables, as JSON values."""
     rows = found_by(entries)
+    recipes = dict.fromkeys(name for row in rows for name in row["recipes"])
     rates = dict.fromkeys(
-        rate for row in rows for own in row["recipes"].values() for rate in own["test"]
+        rate for row in rows for side in row["recipes"].values() for rate in side["test"]
     )
-    others = dict.fromkeys(name for row in rows for name in row["recipes"] if name != PAPER)
     gains = [
         {"recipe": name, "rate": rate, **value}
-        for name in others
+        for name in recipes
         for rate in (*rates, None)
-        if (value := gain(rows, name, PAPER, rate)) is not None
+        if name != PAPER and (value := gain(rows, name, PAPER, rate)) is not None
     ]
-    names = ("stream", "backbone", "image_size")
     return {
-        **{name: setting[name] for name in names},
+        **{name: setting[name] for name in ("stream", "backbone", "image_size")},
         "ranking": rankings(entries),
         "found": rows,
         "gains": gains,
@@ -237,153 +212,116 @@ def found_in(entries: Sequence[Entry], setting: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def grids_of(found: Mapping[str, Any]) -> list[Grid]:
-    """The tables that have rows."""
-    grids = [ranking_grid(found["ranking"]), found_grid(found["found"]), gain_grid(found["gains"])]
-    return [grid for grid in (*grids, cost_grid(found["costs"])) if grid.rows]
+def grids_of(study: Numbers) -> list[Grid]:
+    """The tables that have rows; docs/search.md explains them."""
+    grids = (
+        ranking_grid(study["ranking"]),
+        found_grid(study["found"]),
+        gain_grid(study["gains"]),
+        cost_grid(study["costs"]),
+    )
+    return [grid for grid in grids if grid.rows]
 
 
-def ranking_grid(ranking: Sequence[Mapping[str, Any]]) -> Grid:
-    """A row per task and position: both rank correlations with their intervals."""
+def ranking_grid(ranking: Sequence[Numbers]) -> Grid:
+    """Both rank correlations by task and position."""
     rows = [
         (row["task"], row["position"], *(_interval(row[name], 2) for name in SCORES))
         for row in ranking
     ]
-    caption = (
-        "Spearman's correlation of an architecture's score in one supernet with its accuracy after"
-        " stand-alone training (validation and test images); 95 % intervals, bootstrap over"
-        " architectures. They are few, so one task's interval is wide."
-    )
-    return Grid(
-        "How scores rank networks", ("task", "position", *TITLES.values()), tuple(rows), 2, caption
-    )
+    columns = ("task", "position", *SCORES.values())
+    return Grid("Correlation of scores and accuracy", columns, tuple(rows), 2)
 
 
-def found_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
-    """A row per task and position: mean test accuracy of what each recipe found, by rate and at the
-    best rate."""
-    recipes = list(dict.fromkeys(name for row in rows for name in row["recipes"]))
-    rates = {
-        name: list(
-            dict.fromkeys(
-                rate for row in rows for rate in row["recipes"].get(name, {"test": {}})["test"]
-            )
-        )
-        for name in recipes
-    }
-    columns = ["task", "position", *(f"{name}\n{rate}" for name in recipes for rate in rates[name])]
+def found_grid(rows: Sequence[Numbers]) -> Grid:
+    """Mean test accuracy by task, recipe and rate, and of the all-Reuse network at its best
+    rate."""
+    columns = dict.fromkeys(
+        (name, rate)
+        for recipe in dict.fromkeys(name for row in rows for name in row["recipes"])
+        for row in rows
+        for name, side in row["recipes"].items()
+        for rate in side["test"]
+        if name == recipe
+    )
     lines = []
     for row in rows:
         tests = {name: side["test"] for name, side in row["recipes"].items()}
-        cells = [_mean(tests.get(name, {}).get(rate)) for name in recipes for rate in rates[name]]
         seeds = min(len(seeds) for test in tests.values() for seeds in test.values())
-        reuse = row["reuse"]
-        lines.append(
-            (
-                row["task"],
-                row["position"],
-                *cells,
-                _mean(reuse["test"].get(reuse["best_rate"])),
-                str(seeds),
-            )
-        )
-    columns += ["all\nReuse", "seeds"]
-    caption = (
-        "Test accuracy, %, the task ID given, mean over seeds, by learning rate. All "
-        "Reuse: at the rate with the higher accuracy on validation images."
-    )
-    return Grid("What each search finds", tuple(columns), tuple(lines), 2, caption)
+        reuse = row["reuse"]["test"].get(row["reuse"]["best_rate"])
+        cells = [_mean(tests.get(name, {}).get(rate)) for name, rate in columns]
+        lines.append((row["task"], row["position"], *cells, _mean(reuse), str(seeds)))
+    titles = (f"{name}\n{rate}" for name, rate in columns)
+    titles = ("task", "position", *titles, "all\nReuse", "seeds")
+    return Grid("Test accuracy, %, task ID given", titles, tuple(lines), 2)
 
 
-def gain_grid(gains: Sequence[Mapping[str, Any]]) -> Grid:
-    """A row per recipe and rate: points over the paper's search."""
+def gain_grid(gains: Sequence[Numbers]) -> Grid:
+    """Points over the paper's search by recipe and rate."""
     rows = [
-        (
-            gain["recipe"],
-            gain["rate"] or "each at its best",
-            _interval({name: 100 * gain[name] for name in ("value", "low", "high")}, 1),
-            str(gain["num"]),
-        )
-        for gain in gains
+        (one["recipe"], one["rate"] or "each at its best", _interval(one, 1, 100), str(one["num"]))
+        for one in gains
     ]
-    caption = "Mean over tasks; 95 % intervals, bootstrap over tasks and seeds."
-    return Grid(
-        f"Points over `{PAPER}`", ("recipe", "rate", "points", "tasks"), tuple(rows), 2, caption
-    )
+    columns = ("recipe", "rate", "points", "tasks")
+    return Grid(f"Points over `{PAPER}`", columns, tuple(rows), 2)
 
 
-def cost_grid(found: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """A row per recipe: what learning a task costs, and what the found network costs."""
-    phases = list(dict.fromkeys(phase for own in found.values() for phase in own["seconds"]))
+def cost_grid(costs: Mapping[str, Numbers]) -> Grid:
+    """Costs of learning a task and of its network by recipe; a training step counts as three
+    forward passes."""
+    phases = dict.fromkeys(phase for one in costs.values() for phase in one["seconds"])
     seconds = (f"{phase}\ns" for phase in phases)
     columns = ("recipe", "forward\npasses", *seconds, "all\ns", "FLOPs", "parameters\nadded")
     rows = [
         (
             name,
-            number(own["passes"], 0),
-            *(number(own["seconds"].get(phase, 0.0), 1) for phase in phases),
-            number(sum(own["seconds"].values()), 1),
-            format_flops(own["flops"]),
-            number(own["params_added"], 0),
+            number(one["passes"], 0),
+            *(number(one["seconds"].get(phase, 0.0), 1) for phase in phases),
+            number(sum(one["seconds"].values()), 1),
+            format_flops(one["flops"]),
+            number(one["params_added"], 0),
         )
-        for name, own in found.items()
+        for name, one in costs.items()
     ]
-    caption = (
-        "Means per task over what all recipes learned. A training step on an image counts as three"
-        " forward passes. Seconds compare only where nothing else ran."
-    )
-    return Grid("What it costs", columns, tuple(rows), 1, caption)
+    return Grid("Costs per task", columns, tuple(rows), 1)
 
 
-def picture(found: Mapping[str, Any], file: Path) -> bool:
-    """Each score's correlation and each recipe's accuracy at its best rate, by task; False where
-    nothing is known."""
-    rows = found["found"]
-    if not rows:
-        return False
+def draw(study: Numbers, file: Path) -> None:
+    """Each score's correlation and each recipe's accuracy at its best rate, by task."""
+    rows = study["found"]
     figure = Figure(figsize=(9.6, 1.2 + 0.35 * len(rows)), dpi=DPI, layout="constrained")
     left, right = figure.subplots(1, 2)
-    labels = [f"{row['task']}, {row['position'].split()[0]}" for row in rows]
-    ranked = {(row["task"], row["position"]): row for row in found["ranking"]}
-    sides = ((SCORES[0], PAPER, COST, -OFFSET), (SCORES[1], PLUS, ACCURACY, OFFSET))
+    ranked = {(row["task"], row["position"]): row for row in study["ranking"]}
+    sides = (("shared_head", PAPER, COST, -OFFSET), ("closed_form", PLUS, ACCURACY, OFFSET))
+    handles: tuple[list[Line2D], list[Line2D]] = ([], [])
     for score, recipe, color, offset in sides:
+        for labels, label in zip(handles, (SCORES[score], recipe), strict=True):
+            labels.append(Line2D([], [], marker="o", linestyle="", color=color, label=label))
         for place, row in enumerate(rows):
             y = place + offset
-            if found_rank := ranked.get((row["task"], row["position"]), {}).get(score):
-                left.plot(
-                    [found_rank["low"], found_rank["high"]],
-                    [y, y],
-                    color=color,
-                    alpha=0.35,
-                    linewidth=3,
-                )
-                left.plot(found_rank["value"], y, "o", color=color)
+            if rank := ranked.get((row["task"], row["position"]), {}).get(score):
+                ends = [rank["low"], rank["high"]]
+                left.plot(ends, [y, y], color=color, alpha=0.35, linewidth=3)
+                left.plot(rank["value"], y, "o", color=color)
             if side := row["recipes"].get(recipe):
                 tests = [100 * value for value in side["test"][side["best_rate"]].values()]
                 right.plot(tests, [y] * len(tests), "o", color=color, markersize=4)
-    names = ([TITLES[score] for score, *_ in sides], [recipe for _, recipe, *_ in sides])
-    titles = (("score and accuracy", "Spearman"), ("what the search finds", "test accuracy, %"))
-    for axes, (title, x), own in zip((left, right), titles, names, strict=True):
-        axes.set_yticks(range(len(rows)), labels if axes is left else [""] * len(rows))
+    names = [f"{row['task']}, {row['position'].split()[0]}" for row in rows]
+    titles = (("score and accuracy", "Spearman"), ("target networks", "test accuracy, %"))
+    for axes, (title, x), labels in zip((left, right), titles, handles, strict=True):
+        axes.set_yticks(range(len(rows)), names if axes is left else [""] * len(rows))
         axes.set_ylim(len(rows) - 0.5, -0.5)
         frame(axes, title, x, grid=True)
-        handles = [
-            Line2D([], [], marker="o", linestyle="", color=side[2], label=name)
-            for side, name in zip(sides, own, strict=True)
-        ]
-        axes.legend(handles=handles, frameon=False, fontsize=8, labelcolor=INK, loc="best")
+        axes.legend(handles=labels, frameon=False, fontsize=8, labelcolor=INK, loc="best")
     save(figure, file)
-    return True
 
 
 def _mean(tests: Mapping[str, float] | None) -> str:
     return percent(sum(tests.values()) / len(tests)) if tests else NONE
 
 
-def _interval(found: Mapping[str, Any] | None, decimals: int) -> str:
-    if found is None:
+def _interval(one: Numbers | None, decimals: int, factor: float = 1.0) -> str:
+    if one is None:
         return NONE
-    value, low, high = (
-        f"{found[name]:.{decimals}f}".replace("-", "−") for name in ("value", "low", "high")
-    )
-    return f"{value} ({low} to {high})"
+    numbers = (f"{factor * one[name]:.{decimals}f}" for name in ("value", "low", "high"))
+    return "{} ({} to {})".format(*(number.replace("-", "−") for number in numbers))

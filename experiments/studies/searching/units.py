@@ -1,7 +1,7 @@
-"""What the study computes of one task, unit by unit, each written to the record at once.
+"""The units of a study of the search for one task, each recorded when it is finished.
 
-A unit is a network that a recipe found and trained, the all-Reuse network, the scores of sampled
-architectures, or one of these trained. Finished units are not computed again.
+A unit is a task learned by a recipe, the all-Reuse network, the scores of sampled architectures, or
+one of these trained stand-alone. Finished units are not repeated.
 """
 
 import contextlib
@@ -34,21 +34,19 @@ from cheem_jax.run.session import Session
 
 Entry = dict[str, Any]
 PLUS = dataclasses.replace(PRESETS["quick_plus"], router=PRESETS["quick"].router)
-"""The search of `quick_plus`. The task ID is given in this study, so it leaves the better router
-out."""
+"""The search of `quick_plus` with the paper's router, since the task ID is given in this study."""
 RECIPES: dict[str, CheemConfig] = {
     "quick": PRESETS["quick"],
     "plus": PLUS,
     "uniform": dataclasses.replace(PLUS, sampling="uniform"),
 }
-"""Searches that are compared: the paper's on a small budget, what goes beyond it, and that without
-HEE."""
+"""The compared searches: the paper's on a small budget, the closed-form one, and that without HEE."""
 RANKED = "plus"
 """The recipe whose supernet ranks sampled architectures, by its own score and by the paper's."""
 STEP = 3
-"""Forward passes that a training step on an image counts as."""
+"""Forward passes per training step on an image."""
 TRIES = 10
-"""Architectures drawn per wanted one."""
+"""Samples per wanted architecture, because samples repeat."""
 
 
 class Counted(Session):
@@ -79,8 +77,7 @@ class Counted(Session):
 
 
 class TaskUnits:
-    """The units of one task behind one memory; `make` gives a learner of that memory by its
-    settings and seed."""
+    """The units of one task after one memory; `make` returns a learner with that memory."""
 
     def __init__(
         self,
@@ -97,7 +94,7 @@ class TaskUnits:
         self.data_sha256 = data_hash(task)
         self.record, self.stop, self.progress = record, stop, progress
 
-    def found(self, event: str, **place: Any) -> Entry | None:
+    def finished(self, event: str, **place: Any) -> Entry | None:
         """A finished unit, computed from the same images."""
         place = {"event": event, **self._place(), **place}
         return next(
@@ -106,11 +103,10 @@ class TaskUnits:
         )
 
     def learn(self, recipe: str, rate: float, seed: int) -> None:
-        """The task learned by a recipe at one rate: what was found, what it reaches, what it
-        cost."""
+        """Learn the task by a recipe at one rate; record target network, accuracy and costs."""
         config = at_rate(RECIPES[recipe], rate)
         place = {"recipe": recipe, "settings": settings_of(config), "rate": rate, "seed": seed}
-        if self.found("learned", **place):
+        if self.finished("learned", **place):
             return
         cheem, learning, counted = self._begin(
             config, seed, f"{recipe}, rate {rate:g}, seed {seed}"
@@ -119,24 +115,24 @@ class TaskUnits:
         try:
             trained = cheem.train_supernet(learning, tables)
             codes = cheem.search(learning, tables, trained)
-            found = self._reached(cheem, learning, cheem.finetune(learning, trained, codes), codes)
+            unit = self._result(cheem, learning, cheem.finetune(learning, trained, codes), codes)
         except FloatingPointError as error:
             self.progress.say(f"{self.task.name}, {recipe}, rate {rate:g}: no network, {error}")
-            found = {"genome": None, "val_accuracy": None, "test_accuracy": None}
+            unit = {"genome": None, "val_accuracy": None, "test_accuracy": None}
         training = counted.images.get("supernet", 0) + counted.images.get("finetune", 0)
         forward = sum(counted.images.values()) - training
         self._write(
             "learned",
             **place,
-            **found,
+            **unit,
             images=counted.images,
             passes=STEP * training + forward,
             seconds=learning.session.seconds,
         )
 
     def reuse(self, rate: float, seed: int) -> None:
-        """The network that reuses the backbone in every block, of which only the head learns."""
-        if self.found("reuse", rate=rate, seed=seed):
+        """Train the head of the network that reuses the backbone in every block."""
+        if self.finished("reuse", rate=rate, seed=seed):
             return
         config = at_rate(RECIPES["quick"], rate)
         cheem, learning, _ = self._begin(config, seed, f"all Reuse, rate {rate:g}, seed {seed}")
@@ -148,29 +144,29 @@ class TaskUnits:
         )
 
     def rank(self, num: int, rate: float) -> None:
-        """Architectures drawn half by HEE and half uniformly: both scores by one supernet, and each
-        one trained."""
+        """Score architectures by one supernet in both ways and train each stand-alone; half are
+        sampled by HEE, half uniformly."""
         config = at_rate(RECIPES[RANKED], rate)
         place = {"settings": settings_of(config), "num": num, "rate": rate}
-        known = self.found("sampled", **place)
-        if known and all(
-            self.found("trained", **place, genome=genome) for genome in known["genomes"]
+        sampled = self.finished("sampled", **place)
+        if sampled and all(
+            self.finished("trained", **place, genome=genome) for genome in sampled["genomes"]
         ):
             return
         cheem, learning, _ = self._begin(config, 0, f"{num} sampled, rate {rate:g}")
         tables = cheem.tables(learning, cheem.similarity(learning))
         trained = cheem.train_supernet(learning, tables)
-        genomes = drawn(cheem.keys, learning.index, tables, num)
-        if known is None:
+        genomes = sample_both(cheem.keys, learning.index, tables, num)
+        if sampled is None:
             scores = self._scores(cheem, learning, trained)
             shares = {
                 name: (score(genomes) / total).tolist() for name, (score, total) in scores.items()
             }
             self._write("sampled", **place, genomes=genomes, **shares)
         for genome in genomes.tolist():
-            if self.found("trained", **place, genome=genome) is None:
-                own = self._begin(config, 0, f"{''.join(map(str, genome))}, rate {rate:g}")[1]
-                self._write("trained", **place, **self._trained(cheem, own, trained, genome))
+            if self.finished("trained", **place, genome=genome) is None:
+                learning = self._begin(config, 0, f"{''.join(map(str, genome))}, rate {rate:g}")[1]
+                self._write("trained", **place, **self._trained(cheem, learning, trained, genome))
 
     def _scores(
         self, cheem: Cheem, learning: Learning, trained: SupernetFit
@@ -200,18 +196,18 @@ class TaskUnits:
     def _trained(
         self, cheem: Cheem, learning: Learning, supernet: SupernetFit | None, genome: list[int]
     ) -> Entry:
-        """An architecture trained stand-alone."""
+        """Train an architecture stand-alone."""
         codes = np.array(genome, np.int32)
         try:
-            return self._reached(cheem, learning, cheem.finetune(learning, supernet, codes), codes)
+            return self._result(cheem, learning, cheem.finetune(learning, supernet, codes), codes)
         except FloatingPointError as error:
             self.progress.say(f"{self.task.name}: {genome} has no accuracy, {error}")
             return {"genome": genome, "val_accuracy": None, "test_accuracy": None}
 
-    def _reached(
+    def _result(
         self, cheem: Cheem, learning: Learning, fit: SupernetFit, codes: Int[np.ndarray, "L"]
     ) -> Entry:
-        """What a trained network is and reaches, the task ID given."""
+        """Architecture, accuracy with the task ID given, and costs of a trained network."""
         network = dense_network(fit.supernet, fit.state, codes, {})
         task = self.task
         feeds = {"val": learning.val, "test": HostImages(cheem.executor, task.test.images)}
@@ -261,13 +257,13 @@ def at_rate(config: CheemConfig, rate: float) -> CheemConfig:
 
 
 def settings_of(config: CheemConfig) -> str:
-    """Hash of a recipe's settings: what was computed with others is computed again."""
+    """Hash of a recipe's settings; units of other settings are not reused."""
     return fingerprint.digest(to_json(dataclasses.asdict(config)))
 
 
-def drawn(keys: Keys, index: int, tables: Tables, num: int) -> Int[np.ndarray, "P L"]:
-    """Half of `num` architectures by HEE and half uniformly, all different; fewer where the space
-    is small."""
+def sample_both(keys: Keys, index: int, tables: Tables, num: int) -> Int[np.ndarray, "P L"]:
+    """Sample half of `num` different architectures by HEE and half uniformly; fewer in a small
+    space."""
     genomes: dict[tuple[int, ...], None] = {}
     for place, (table, wanted) in enumerate(zip(tables, (num // 2, num), strict=True)):
         key = keys.at(index, Phase.METHOD_TUNING, place)
