@@ -1,11 +1,10 @@
-"""Designs of the head: accuracy with one head over all tasks and within the task, beside what
-theory says of the two.
+"""Designs of the head: accuracy over all classes and within the task, next to the paper's theory.
 
     python experiments/head_analysis.py --runs runs/compare --out runs/heads
     python experiments/head_analysis.py --runs runs/mtil --data-dir DATA
 
-Of methods with one head over all classes the logits of all test images are computed again, from the
-run's checkpoints and the images that it saw. Without runs: the paper's numbers and the theory
+For methods with one head over all classes the logits of all test images are computed again, from
+the run's checkpoints and images. Without runs the tables have the paper's numbers and the theory
 alone.
 """
 
@@ -44,26 +43,26 @@ from cheem_jax.report.table import METHODS, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
 
 GAPS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
-"""Of the means, in standard deviations, which are equal."""
+"""Differences between the means, in standard deviations, which are equal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadAnalysis:
-    """The paper's table of head designs, and when the argmax within a task is that over all
+    """The paper's table of head designs, and how often the argmax within a task is that over all
     tasks."""
 
     stream: str | None = None
-    """Where the run's images are, as for mtil.py; default: what the run calls its stream."""
+    """The run's images, as for mtil.py; default: the name of the run's stream."""
     data_dir: Path | None = None
     """Folder of prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     split_seed: int = 0
-    """The run's own, where a data set lacks splits."""
+    """The run's seed of the splits that a data set lacks."""
     weights: Path | None = None
     """The run's weights file; default: bundled, else from the hub."""
     runs: tuple[Path, ...] = ()
     """Folders with finished runs, at any depth."""
     out: Path = Path("runs/heads")
-    """Where tables and figures are written."""
+    """Folder of tables and figures."""
 
     def settings(self, config: Mapping[str, Any]) -> cheem_run.Run:
         """What `cheem_run.load` needs to load the images and weights of a run, from its
@@ -82,7 +81,7 @@ class HeadAnalysis:
 
 
 def main(settings: HeadAnalysis) -> None:
-    """Measure, write tables and figures."""
+    """Measure, then write tables and figures."""
     progress = Progress()
     out = settings.out
     check_folder("--out", out)
@@ -96,50 +95,45 @@ def main(settings: HeadAnalysis) -> None:
 
 
 def write(out: Path, measured: Sequence[Measured], left_out: Sequence[tuple[Path, str]]) -> None:
-    """The page with its figures, and all numbers."""
+    """Write tables, figures and all numbers."""
     out.mkdir(parents=True, exist_ok=True)
     rows = rows_of(measured)
+    tasks = [task for one in measured for task in by_task(one)]
     curves = theory()
-    page = pages(rows, measured, curves, out)
+    page = pages(rows, tasks, curves, out)
     if left_out:
-        page.append(
-            "## Left out\n\n" + "\n".join(f"- {directory}: {why}" for directory, why in left_out)
-        )
-    numbers = {
-        "methods": rows,
-        "tasks": [task for one in measured for task in by_task(one)],
-        "theory": curves,
-    }
+        page.append("## Left out")
+        page.append("\n".join(f"- {directory}: {why}" for directory, why in left_out))
+    numbers = {"methods": rows, "tasks": tasks, "theory": curves}
     write_page(out / "heads", "\n\n".join(page) + "\n", numbers)
 
 
 def shown(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, str]]]:
-    """The runs that the table is about, and what is left out."""
+    """The runs of the table, and the runs that are left out."""
     runs, left_out = read(folders)
     orders = order_names(runs)
-    kept = []
+    usual = []
     for run in runs:
         order = orders[run.results["stream"], run.order]
         variant = variant_of(run)
         if run.results["method"] in UPPER_BOUNDS:
-            left_out.append((run.directory, "an upper bound is given the task"))
+            left_out.append((run.directory, "an upper bound is given the task ID"))
         elif order != "default" or variant:
-            left_out.append((run.directory, f"a run of its own kind ({variant or order})"))
+            left_out.append((run.directory, f"its settings or order differ ({variant or order})"))
         else:
-            kept.append(run)
-    return kept, left_out
+            usual.append(run)
+    return usual, left_out
 
 
 def measure_all(
     runs: Sequence[RunRecord], settings: HeadAnalysis, progress: Progress
 ) -> list[Measured]:
-    """Margins of the runs with one head over all classes; images and weights are read once for all
-    that share them.
+    """Margins of the runs with one head over all classes; shared images and weights are read once.
 
-    Raises ValueError where images or weights are not those that a run saw.
+    Raises ValueError for other images or weights than the run's.
     """
     sources: dict[tuple[object, ...], tuple[cheem_run.Loaded, dict[Any, Any]]] = {}
-    found = []
+    measured = []
     for run in runs:
         margins: list[Margins] = []
         if run.results["method"] in GLOBAL_HEADS:
@@ -149,8 +143,8 @@ def measure_all(
             loaded, workshop = sources[place]
             progress.say(f"logits of {run.directory}")
             margins = measure(run, loaded.stream, loaded.pretrained, workshop)
-        found.append(Measured(run, margins))
-    return found
+        measured.append(Measured(run, margins))
+    return measured
 
 
 def theory() -> list[dict[str, Any]]:
@@ -170,25 +164,21 @@ def theory() -> list[dict[str, Any]]:
 
 def rows_of(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     """A row per stream, backbone and method: mean and deviation over runs (n - 1), in %, and the
-    paper's.
-
-    Raises ValueError for runs that may not stand in one table.
-    """
-    check_comparable([one.run for one in measured])
+    paper's numbers."""
     theirs = printed()["heads"]
     methods = list(dict.fromkeys([cell.method for cell in theirs] + [*METHODS]))
-    found = sorted((methods.index(one.method), *one.run.place) for one in measured)
-    ours = [(stream, backbone, methods[index]) for index, stream, backbone in found]
+    present = sorted((methods.index(one.method), *one.run.place) for one in measured)
+    ours = [(stream, backbone, methods[index]) for index, stream, backbone in present]
     rows = []
     for place in dict.fromkeys([*(cell[:3] for cell in theirs), *ours]):
-        own = [one for one in measured if (*one.run.place, one.method) == place]
-        numbers = [numbers_of(one.run.results) for one in own]
-        pooled = [summary(one.margins) for one in own if one.margins]
+        group = [one for one in measured if (*one.run.place, one.method) == place]
+        numbers = [numbers_of(one.run.results) for one in group]
+        pooled = [summary(one.margins) for one in group if one.margins]
         printed_cells = {name: theirs.get(Cell(*place, name)) for name in ACCURACIES}
         rows.append(
             {
                 **dict(zip(("stream", "backbone", "method"), place, strict=True)),
-                "runs": len(own),
+                "runs": len(group),
                 **{name: mean_std([number[name, ""] for number in numbers]) for name in ACCURACIES},
                 **{name: mean_std([100 * run[name] for run in pooled]) for name in MATCHES},
                 "paper": {name: cell.text for name, cell in printed_cells.items() if cell},
@@ -205,53 +195,38 @@ ACCURACIES = {
 MATCHES = {"match": "match", "predicted": "predicted", "predicted_by_class": "predicted by class"}
 Row = Mapping[str, Any]
 
-HEAD = """# Designs of the head
 
-Acc_Global: average accuracy after the last task where nothing is told; with one head, by the largest logit of all
-classes. Acc_Local: with the task given, by the largest logit within it. Acc_Train: that right after each task was
-learned. In %, means over runs with the standard deviation; `paper` is what the paper prints.
-
-Match: how often the argmax within the task is that over all classes, after the last task and over all test images.
-Only one head over all classes has it. Predicted: by the paper's theory, for normal and independent logits, from the
-mean and deviation of the best logit within the task, those of all other classes' logits, and their number. Predicted by
-class: the same with a mean and a deviation for each other class and each true class."""  # noqa: E501
-
-
-def pages(
-    rows: Sequence[Row], measured: Sequence[Measured], curves: Sequence[Row], out: Path
-) -> list[str]:
-    """Tables, figures and sentences for each stream and backbone; draws the figures into `out`."""
-    tasks = [task for one in measured for task in by_task(one)]
-    page = [HEAD]
+def pages(rows: Sequence[Row], tasks: Sequence[Row], curves: Sequence[Row], out: Path) -> list[str]:
+    """Tables and figures by stream and backbone; docs/experiments.md explains them."""
+    page = ["# Designs of the head"]
+    for place in dict.fromkeys((row["stream"], row["backbone"]) for row in rows):
+        methods = [row for row in rows if (row["stream"], row["backbone"]) == place]
+        page += [f"## {' on '.join(place)}", accuracy_grid(methods).to_markdown()]
+        here = [task for task in tasks if (task["stream"], task["backbone"]) == place]
+        if here:
+            name = "match-" + re.sub(r"[^\w.-]+", "-", "-".join(place)) + ".png"
+            match_figure(curves, here, out / name)
+            page += [error_grid(here).to_markdown(), f"![Match probability]({name})"]
+            page.append(task_grid(here).to_markdown())
     if not tasks:
         match_figure(curves, [], out / "match.png")
-        page.append("![Match probability by the number of rivals](match.png)")
-    for place in dict.fromkeys((row["stream"], row["backbone"]) for row in rows):
-        own = [row for row in rows if (row["stream"], row["backbone"]) == place]
-        page += [f"## {' on '.join(place)}", accuracy_grid(own).to_markdown()]
-        here = [task for task in tasks if (task["stream"], task["backbone"]) == place]
-        if not here:
-            continue
-        stem = re.sub(r"[^\w.-]+", "-", "-".join(place))
-        match_figure(curves, here, out / f"match-{stem}.png")
-        page += [
-            verdict(here),
-            agreement([one for one in measured if one.margins and one.run.place == place]),
-            (
-                "![Match probability by the number of rivals, and measured against"
-                f" predicted](match-{stem}.png)"
-            ),
-            (
-                "Task by task, means over runs; the gap is that of the means in standard"
-                " deviations, probabilities in %."
-            ),
-            task_grid(here).to_markdown(),
-        ]
+        page.append("![Match probability](match.png)")
     return page
 
 
+def error_grid(tasks: Sequence[Row]) -> Grid:
+    """Errors of the predicted match probabilities over tasks, in points: measured minus
+    predicted."""
+    rows = []
+    for name in ("predicted", "predicted_by_class"):
+        errors = 100 * np.array([task["match"] - task[name] for task in tasks])
+        numbers = (errors.mean(), errors.min(), errors.max(), np.sqrt((errors**2).mean()))
+        rows.append((MATCHES[name], *(f"{number:+.1f}" for number in numbers)))
+    return Grid("", ("measured minus", "mean", "lowest", "highest", "rms"), tuple(rows), 1)
+
+
 def accuracy_grid(rows: Sequence[Row]) -> Grid:
-    """The paper's table, with match probabilities behind it."""
+    """The paper's table, extended by match probabilities."""
     columns = {
         "method": [METHODS[row["method"]] for row in rows],
         "runs": [str(row["runs"] or "") for row in rows],
@@ -268,10 +243,10 @@ def task_grid(tasks: Sequence[Row]) -> Grid:
     columns = ("method", "task", "rivals", "gap", *MATCHES.values(), "Acc_Global", "Acc_Local")
     rows = []
     for method, name in dict.fromkeys((task["method"], task["task"]) for task in tasks):
-        own = [task for task in tasks if (task["method"], task["task"]) == (method, name)]
+        group = [task for task in tasks if (task["method"], task["task"]) == (method, name)]
 
-        def mean(key: str, own=own) -> float:
-            return float(np.mean([task[key] for task in own]))
+        def mean(key: str, group=group) -> float:
+            return float(np.mean([task[key] for task in group]))
 
         percents = (f"{100 * mean(key):.1f}" for key in (*MATCHES, "accuracy", "local_accuracy"))
         rows.append(
@@ -280,57 +255,16 @@ def task_grid(tasks: Sequence[Row]) -> Grid:
     return Grid("tasks", columns, tuple(rows), 2)
 
 
-def verdict(tasks: Sequence[Row]) -> str:
-    """Where the theory fails: measured minus predicted."""
-    off, off_by_class = (
-        100 * np.array([task["match"] - task[name] for task in tasks])
-        for name in ("predicted", "predicted_by_class")
-    )
-    far = tasks[int(np.abs(off).argmax())]
-    rms, rms_by_class = (float(np.sqrt((errors**2).mean())) for errors in (off, off_by_class))
-    fails = (
-        "the rivals are not alike"
-        if rms_by_class < rms / 2
-        else "logits are not normal, or not independent"
-    )
-    return (
-        f"Measured minus predicted match probability, over {len(off)} tasks: {off.mean():+.1f}"
-        f" points on average, from {off.min():+.1f} to {off.max():+.1f}, root mean square"
-        f" {rms:.1f}; predicted is too high for {int((off < 0).sum())} of them. Farthest off is"
-        f" {METHODS[far['method']]} on {far['task']}: measured {100 * far['match']:.1f} %,"
-        f" predicted {100 * far['predicted']:.1f} %. Predicted by class it is"
-        f" {off_by_class.mean():+.1f} points on average, root mean square {rms_by_class:.1f}: the"
-        f" approximation fails mainly because {fails}."
-    )
-
-
-def agreement(measured: Sequence[Measured]) -> str:
-    """Whether the logits give the accuracies that the runs had recorded."""
-    farthest = max(
-        abs(getattr(margins, name) - one.run.results[name][-1][index])
-        for one in measured
-        for index, margins in enumerate(one.margins)
-        for name in ("accuracy", "local_accuracy")
-    )
-    if farthest == 0:
-        return "The logits give the very accuracies that the runs had recorded."
-    return (
-        f"Accuracies by these logits are up to {100 * farthest:.2f} points from those that the runs"
-        " had recorded."
-    )
-
-
 MARKERS = {"ewc": "^", "moal": "v", "coda_prompt": "D", "dualprompt": "s", "l2p": "o"}
 SHADES = Normalize(0, 5)
 COLOURS = colormaps["viridis_r"]
 
 
 def match_figure(curves: Sequence[Row], measured: Sequence[Row], file: Path) -> None:
-    """What the theory says for several gaps, with measured tasks laid over it and, beside it, held
-    against it.
+    """Left, the theory for several gaps and measured tasks; right, measured against predicted.
 
-    Left, the theory's deviations are equal: a task stands at its number of rivals, coloured by its
-    gap in sigmas.
+    The theory's curves have equal deviations. A task is at its number of rivals, coloured by its
+    gap in standard deviations.
     """
     figure = Figure(figsize=(10.5 if measured else 6.4, 4.8), dpi=DPI, layout="constrained")
     panels = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]

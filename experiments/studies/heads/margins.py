@@ -1,5 +1,4 @@
-"""What the heads of finished runs say: the best logit of an image's own task against those of all
-other classes."""
+"""Margins of finished runs: the best logit of an image's task minus that of all other classes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -22,15 +21,14 @@ from cheem_jax.run_config import make_networks
 from studies.heads.theory import match_probability, match_with_unequal_rivals
 
 GLOBAL_HEADS = ("ewc", "moal", "coda_prompt", "dualprompt", "l2p")
-"""Methods whose logits of all tasks' classes come from one pass through one head, and may be
-compared."""
+"""Methods that compute comparable logits of all classes with one pass and one head."""
 
 FEW = 10
-"""Images of a class below which they have no normal fit of their own."""
+"""Classes with fewer images have no separate normal fit."""
 
 
 class Margins(NamedTuple):
-    """Logits of one task's test images, as far as the theory speaks of them."""
+    """Statistics of the logits of one task's test images."""
 
     task: str
     num_rivals: int
@@ -43,16 +41,15 @@ class Margins(NamedTuple):
     """Over images and rivals."""
     rival_std: float
     accuracy: float
-    """By the largest logit of all, in [0, 1]."""
+    """By the largest logit of all classes, in [0, 1]."""
     local_accuracy: float
     """By the largest logit within the task."""
     predicted_by_class: float
-    """Match probability where each rival has its own mean and deviation for each true class, see
-    `by_class`."""
+    """Match probability if each rival has a separate mean and deviation for each true class."""
 
     @property
     def margin(self) -> Float[np.ndarray, "N"]:
-        """Above 0 where the argmax within the task is that over all classes."""
+        """Above 0 if the argmax within the task is that over all classes."""
         return self.best_own - self.best_rival
 
 
@@ -70,16 +67,16 @@ class Fit(NamedTuple):
 
     @property
     def scaled_gap(self) -> float:
-        """The gap over the root mean square of both deviations: in sigmas where they are equal."""
+        """The gap over the root mean square of both deviations."""
         return self.gap / float(np.sqrt((self.local_std**2 + self.rival_std**2) / 2))
 
     def match(self, num_rivals: int) -> float:
-        """P(Z* exceeds all rivals), were all normal and independent."""
+        """P(Z* exceeds all rivals) for normal and independent logits."""
         return match_probability(self.gap, self.local_std, self.rival_std, num_rivals)
 
 
 class Measured(NamedTuple):
-    """A run with the margins of its tasks; none where every task has a head of its own."""
+    """A run with the margins of its tasks; without margins if every task has a separate head."""
 
     run: RunRecord
     margins: Sequence[Margins]
@@ -92,13 +89,13 @@ class Measured(NamedTuple):
 def margins_of(
     task: str, logits: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"], first: int, num: int
 ) -> Margins:
-    """From the logits of all classes, of which columns `first` to `first + num` are the task's own.
+    """Margins from the logits of all classes; columns `first` to `first + num` are the task's.
 
-    Raises ValueError for logits that are not finite, and where there is no rival.
+    Raises ValueError for non-finite logits and without a rival.
     """
     if not np.isfinite(logits).all():
         raise ValueError(
-            f"task {task!r}: {int((~np.isfinite(logits)).sum())} logits are not finite"
+            f"task {task!r}: {int((~np.isfinite(logits)).sum())} logits are non-finite"
         )
     if logits.shape[1] == num:
         raise ValueError(
@@ -106,53 +103,52 @@ def margins_of(
             " compare with"
         )
     logits = logits.astype(np.float64)
-    own = logits[:, first : first + num]
+    local = logits[:, first : first + num]
     rivals = np.delete(logits, np.s_[first : first + num], axis=1)
     return Margins(
         task,
         rivals.shape[1],
-        own.max(axis=1),
+        local.max(axis=1),
         rivals.max(axis=1),
         float(rivals.mean()),
         float(rivals.std()),
         accuracy=float((logits.argmax(axis=1) == first + labels).mean()),
-        local_accuracy=float((own.argmax(axis=1) == labels).mean()),
-        predicted_by_class=by_class(own.max(axis=1), rivals, labels),
+        local_accuracy=float((local.argmax(axis=1) == labels).mean()),
+        predicted_by_class=by_class(local.max(axis=1), rivals, labels),
     )
 
 
 def by_class(
     best: Float[np.ndarray, "N"], rivals: Float[np.ndarray, "N M"], labels: Int[np.ndarray, "N"]
 ) -> float:
-    """What the theory predicts from the normal fit of Z* and of each rival, for the images of each
-    true class.
+    """Match probability from separate normal fits of Z* and of each rival for each true class.
 
-    Rivals remain normal and independent, but are no longer alike. Rare classes are taken together,
-    and left out where they are few even so: a fit of few images would only repeat them.
+    Rare classes share one fit; they are left out if they have too few images even together, because
+    such a fit would only repeat the images.
     """
     groups = np.where(np.bincount(labels)[labels] < FEW, -1, labels)
-    rows = [groups == group for group in np.unique(groups)]
-    rows = [some for some in rows if some.sum() >= min(FEW, len(labels))]
-    found = []
-    for some in rows:
-        z = best[some]
-        others = rivals[some]
-        found.append(
-            match_with_unequal_rivals(
-                float(z.mean()), float(z.std()), others.mean(axis=0), others.std(axis=0)
+    probabilities = []
+    sizes = []
+    for group in np.unique(groups):
+        z, others = best[groups == group], rivals[groups == group]
+        if len(z) >= min(FEW, len(labels)):
+            sizes.append(len(z))
+            probabilities.append(
+                match_with_unequal_rivals(
+                    float(z.mean()), float(z.std()), others.mean(axis=0), others.std(axis=0)
+                )
             )
-        )
-    return float(np.average(found, weights=[some.sum() for some in rows]))
+    return float(np.average(probabilities, weights=sizes))
 
 
-def fit_of(found: Sequence[Margins]) -> Fit:
-    """The normal distributions of one task's logits, or of several tasks' taken together."""
-    best = np.concatenate([margins.best_own for margins in found])
+def fit_of(parts: Sequence[Margins]) -> Fit:
+    """Normal fits of the logits of one task, or of several tasks together."""
+    best = np.concatenate([margins.best_own for margins in parts])
     weights = np.array(
-        [len(margins.best_own) * margins.num_rivals for margins in found], np.float64
+        [len(margins.best_own) * margins.num_rivals for margins in parts], np.float64
     )
     means, stds = (
-        np.array([getattr(margins, name) for margins in found])
+        np.array([getattr(margins, name) for margins in parts])
         for name in ("rival_mean", "rival_std")
     )
     mean = np.average(means, weights=weights)
@@ -160,52 +156,52 @@ def fit_of(found: Sequence[Margins]) -> Fit:
     return Fit(float(best.mean()), float(best.std()), float(mean), float(np.sqrt(variance)))
 
 
-def summary(found: Sequence[Margins]) -> dict[str, Any]:
-    """What was measured and what the theory says, of one task or of several taken together;
-    probabilities in [0, 1].
+def summary(parts: Sequence[Margins]) -> dict[str, Any]:
+    """Measured and predicted probabilities, in [0, 1], of one task or of several together.
 
-    `predicted` takes one normal fit for all, and the mean over images of what it gives for their
-    numbers of rivals.
+    `predicted` uses one normal fit for all; it is the mean over images of the match probability for
+    their number of rivals.
     """
-    fit = fit_of(found)
-    margin = np.concatenate([margins.margin for margins in found])
-    images = [len(margins.margin) for margins in found]
+    fit = fit_of(parts)
+    margin = np.concatenate([margins.margin for margins in parts])
+    images = [len(margins.margin) for margins in parts]
 
     def mean(values: Sequence[float]) -> float:
         return float(np.average(values, weights=images))
 
     return {
         "images": len(margin),
-        "rivals": mean([margins.num_rivals for margins in found]),
+        "rivals": mean([margins.num_rivals for margins in parts]),
         **fit._asdict(),
         "scaled_gap": fit.scaled_gap,
         "margin_mean": float(margin.mean()),
         "margin_std": float(margin.std()),
         "match": float((margin >= 0).mean()),
-        "predicted": mean([fit.match(margins.num_rivals) for margins in found]),
-        "predicted_by_class": mean([margins.predicted_by_class for margins in found]),
-        "accuracy": mean([margins.accuracy for margins in found]),
-        "local_accuracy": mean([margins.local_accuracy for margins in found]),
+        "predicted": mean([fit.match(margins.num_rivals) for margins in parts]),
+        "predicted_by_class": mean([margins.predicted_by_class for margins in parts]),
+        "accuracy": mean([margins.accuracy for margins in parts]),
+        "local_accuracy": mean([margins.local_accuracy for margins in parts]),
     }
 
 
 def by_task(measured: Measured) -> list[dict[str, Any]]:
-    """The summary of each task of a run, with what it is of."""
+    """The summary of each task of a run, with stream, backbone, method and seed."""
     (stream, backbone), seed = measured.run.place, measured.run.results["seed"]
     about = {"stream": stream, "backbone": backbone, "method": measured.method, "seed": seed}
     return [{**about, "task": margins.task, **summary([margins])} for margins in measured.margins]
 
 
 def check_same(run: RunRecord, stream: Stream, pretrained: Pretrained) -> None:
-    """ValueError unless images and labels of the tasks, and the weights, are those that the run
-    saw."""
-    known = run.config["data_sha256"]
-    found = {task.name: data_hash(task) for task in stream.tasks}
+    """ValueError for other images, labels or weights than the run's."""
+    expected = run.config["data_sha256"]
+    actual = {task.name: data_hash(task) for task in stream.tasks}
     if other := [
-        name for name in dict.fromkeys([*run.order, *found]) if known.get(name) != found.get(name)
+        name
+        for name in dict.fromkeys([*run.order, *actual])
+        if expected.get(name) != actual.get(name)
     ]:
         raise ValueError(
-            f"{run.directory} saw other images or labels of {', '.join(other)} than {stream.name!r}"
+            f"{run.directory} had other images or labels of {', '.join(other)} than {stream.name!r}"
             " contains here; give the --stream, --data-dir and --split-seed of that run"
         )
     if pretrained.sha256 != (weights := run.config["weights_sha256"]):
@@ -222,11 +218,9 @@ def measure(
     pretrained: Pretrained,
     workshop: dict[Any, FrozenNetworks] | None = None,
 ) -> list[Margins]:
-    """Every task's margins after the last one, from the run's checkpoints and the images that it
-    saw.
+    """Margins of every task after the last one, from the run's checkpoints and images.
 
-    Raises ValueError for other images or weights than the run's, and for checkpoints that are not
-    whole.
+    Raises ValueError for other images or weights than the run's and for incomplete checkpoints.
     """
     check_same(run, stream, pretrained)
     name = run.results["method"]
@@ -240,14 +234,14 @@ def measure(
     method.open(run.directory / "checkpoints" / name)
     if (names := tuple(method.classes.names)) != run.order:
         raise ValueError(
-            f"{run.directory} learned {run.order}, but its checkpoints hold {names}; bring back the"
-            " rest"
+            f"{run.directory} learned {run.order}, but its checkpoints contain {names};"
+            " restore the rest"
         )
     first = method.classes.first
-    found = []
+    margins = []
     for index, task in enumerate(stream.tasks):
         logits = method.logits(task.test.images)[:, : first[-1]]
-        found.append(
+        margins.append(
             margins_of(task.name, logits, task.test.labels, int(first[index]), len(task.classes))
         )
-    return found
+    return margins

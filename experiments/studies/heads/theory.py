@@ -1,9 +1,9 @@
-"""How often the best logit within a task is the best of all: the paper's 'Local vs. Global Argmax
-of Head Classifiers'.
+"""Probability that the best logit within a task is the best of all classes (paper, 'Local vs.
+Global Argmax of Head Classifiers').
 
-The best logit within the task, Z*, is normal with a mean that lies `gap` above that of every rival,
-a class of another task; rivals are normal and independent. `local_std` and `rival_std` are the
-standard deviations of Z* and of a rival.
+Rivals are the classes of other tasks. The best logit within the task, Z*, is normal, and its mean
+is `gap` above that of every rival; rivals are normal and independent. `local_std` and `rival_std`
+are the standard deviations of Z* and of a rival.
 """
 
 import math
@@ -32,22 +32,20 @@ def match_probability(gap: float, local_std: float, rival_std: float, num_rivals
     Tasks'.
 
     The integral of Phi((z - mu_o) / sigma_o)^M times the density of Z* over z. The paper writes
-    F_{Z*} for that density, as the end of its 'A Rough Illustrative Bound' says: F is no
-    distribution function there.
+    F_{Z*} for that density, although F is not a distribution function there (see the end of its 'A
+    Rough Illustrative Bound').
     """
     _check(gap, local_std, rival_std, num_rivals)
     if num_rivals == 0:
         return 1.0
 
     def integrand(x: float) -> float:
-        # in standard deviations of Z* from its mean; as logarithms, or a power of many rivals would
-        # vanish
+        # x is in standard deviations of Z* from its mean; logarithms avoid underflow
         below = num_rivals * log_ndtr((gap + local_std * x) / rival_std)
         density = -0.5 * x * x - 0.5 * math.log(2 * math.pi)
         return math.exp(below + density)
 
-    # where each factor rises from nothing to one or has its mass, which a narrow one would hide
-    # from the quadrature
+    # split where a factor rises or has its mass, because the quadrature can miss a narrow one
     shares = np.array([-35.0, -7.0, -0.7, -1e-3, -1e-7, -1e-14])  # logarithms
     rises = (rival_std * ndtri_exp(shares / num_rivals) - gap) / local_std
     masses = ndtri_exp(shares)
@@ -62,8 +60,8 @@ def match_probability(gap: float, local_std: float, rival_std: float, num_rivals
 def match_with_unequal_rivals(
     local_mean: float, local_std: float, means: Float[np.ndarray, "M"], stds: Float[np.ndarray, "M"]
 ) -> float:
-    """The same where every rival has its own mean and deviation, as the paper's mu_{t,c} and
-    sigma_{t,c}.
+    """P(Z* >= all rivals) if every rival has a separate mean and deviation, the paper's mu_{t,c}
+    and sigma_{t,c}.
 
     Exact to 1e-8, unless a rival's deviation is below a twenty-fifth of `local_std`.
     """

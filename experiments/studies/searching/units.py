@@ -40,7 +40,8 @@ RECIPES: dict[str, CheemConfig] = {
     "plus": PLUS,
     "uniform": dataclasses.replace(PLUS, sampling="uniform"),
 }
-"""The compared searches: the paper's on a small budget, the closed-form one, and that without HEE."""
+"""The compared searches: the paper's on a small budget, the closed-form one, and that without HEE.
+"""
 RANKED = "plus"
 """The recipe whose supernet ranks sampled architectures, by its own score and by the paper's."""
 STEP = 3
