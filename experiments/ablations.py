@@ -1,15 +1,14 @@
-"""What each part of CHEEM is worth: the paper's ablations and more, one table and a figure for
-each.
+"""Ablations of CHEEM, the paper's and more: a table and a figure for each.
 
     python experiments/ablations.py
     python experiments/ablations.py --only epsilon,sampling --seeds 0,1,2 --run-dir runs/ablations
     python experiments/ablations.py --stream mtil --preset paper --backbone vit_base --data-dir DATA
 
-The studies: epsilon (eps1 = eps2), tolerance (tau, beside S-Prompts and LoRA-CL), sampling (HEE
+The studies: epsilon (eps1 = eps2), tolerance (tau, with S-Prompts and LoRA-CL), sampling (HEE
 against uniform), placement, ops (one removed), weights (inherited from the supernet or new),
-base_means (known or neutral), plus (a better router), orders (of the tasks: MTIL has the paper's
-three, any other stream is shuffled). CHEEM as it is belongs to all of them and is run once.
-`tables.py` reads the runs as well, for the paper's own tables.
+base_means (measured or neutral), plus (a better router), orders (of the tasks: the paper's three
+for MTIL, shuffled for any other stream). The unchanged CHEEM belongs to all of them and is run
+once. `tables.py` also reads the runs, for the paper's tables.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from charts import architecture_sheet, names_in, spread, sweep_picture, write_page
-from study import Found, Study, Variant, run_all, task_names
+from study import Results, Study, Variant, run_all, task_names
 
 from cheem_jax.cheem.config import PLUS, PRESETS
 from cheem_jax.cli.arguments import parse
@@ -33,7 +32,7 @@ from cheem_jax.run.progress import Progress
 
 @dataclasses.dataclass(frozen=True)
 class Ablations(Study):
-    """CHEEM with one thing changed at a time."""
+    """CHEEM with one change at a time."""
 
     only: str | None = None
     """Studies separated by commas; default: all."""
@@ -42,26 +41,26 @@ class Ablations(Study):
     tolerances: tuple[float, ...] = (0.01, 0.02, 0.04, 0.06, 0.08)
     """Values of tau."""
     num_orders: int = 3
-    """Orders of a stream that is not MTIL, its own among them."""
+    """Number of orders, the stream's names included; MTIL has the paper's three."""
     order_seed: int = 0
-    """Shuffles them."""
+    """Seed of the shuffled orders."""
     run_dir: Path = Path("runs/ablations")
-    """Where runs and tables are kept; what is unfinished is continued."""
+    """Folder of runs and tables; unfinished runs resume."""
 
 
 def main(settings: Ablations) -> None:
-    """Run what is missing, then write a table per study."""
+    """Run the missing runs, then write a table per study."""
     progress = Progress()
     studies = studies_of(settings)
     variants = {variant.name: variant for study in studies.values() for variant in study}
-    found = run_all(
+    results = run_all(
         settings,
         list(variants.values()),
         progress,
-        lambda found: write(settings.run_dir, studies, found),
+        lambda results: write(settings.run_dir, studies, results),
     )
-    grids = write(settings.run_dir, studies, found)
-    draw(settings.run_dir, studies, found)
+    grids = write(settings.run_dir, studies, results)
+    draw(settings.run_dir, studies, results)
     for grid in grids.values():
         progress.console.print(grid.to_rich())
     progress.say(
@@ -71,7 +70,7 @@ def main(settings: Ablations) -> None:
 
 
 def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
-    """The variants of each study that is asked for, CHEEM as it is among them."""
+    """The variants of each selected study, the unchanged CHEEM included."""
     usual = PRESETS[settings.chosen_preset]
     tolerance = usual.search.tolerance
 
@@ -115,23 +114,23 @@ def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
             Variant("inherited", "inherited from the supernet", config={"weights": "inherited"}),
         ],
         "base_means": [
-            plain("base means where known"),
+            plain("base means where every"),
             Variant("neutral", "neutral base means", config={"base_means": "neutral"}),
         ],
         "plus": [
             plain("the paper's"),
-            Variant("plus", "what paid on small real sets", config=PLUS),
+            Variant("plus", "better on small real sets", config=PLUS),
         ],
     }
-    known = [*studies, "orders"]
-    asked = known if settings.only is None else names_in("--only", settings.only, known)
-    if "orders" in asked:  # looks for the stream's tasks
+    every = [*studies, "orders"]
+    asked = every if settings.only is None else names_in("--only", settings.only, every)
+    if "orders" in asked:  # reads the names of the stream's tasks
         studies["orders"] = [plain("the stream's own order"), *orders_of(settings)]
     return {name: variants for name, variants in studies.items() if name in asked}
 
 
 def orders_of(settings: Ablations) -> list[Variant]:
-    """CHEEM on other orders of the tasks than the stream's own."""
+    """CHEEM on other orders of the tasks than the stream's names."""
     if settings.order != "default":
         raise ValueError(
             f"--order is {settings.order}; the study `orders` runs several, leave it out"
@@ -141,15 +140,17 @@ def orders_of(settings: Ablations) -> list[Variant]:
         return [Variant(name, name.replace("_", " "), run={"order": name}) for name in names]
     if settings.num_orders < 2:
         raise ValueError(f"--num-orders is {settings.num_orders}; expected at least 2")
-    own = task_names(settings.stream, settings.tasks, settings.data_dir)
-    if len(own) < 2:
-        raise ValueError(f"{settings.stream!r} has one task, {own[0]!r}; orders need at least two")
-    orders = [own]
+    names = task_names(settings.stream, settings.tasks, settings.data_dir)
+    if len(names) < 2:
+        raise ValueError(
+            f"{settings.stream!r} has one task, {names[0]!r}; orders need at least two"
+        )
+    orders = [names]
     rng = np.random.default_rng(settings.order_seed)
-    for _ in range(1000):  # of two tasks there are no three orders
+    for _ in range(1000):  # two tasks have only two orders
         if (
             len(orders) < settings.num_orders
-            and (order := rng.permutation(own).tolist()) not in orders
+            and (order := rng.permutation(names).tolist()) not in orders
         ):
             orders.append(order)
     return [
@@ -168,14 +169,15 @@ def _checked(name: str, values: Sequence[float]) -> list[float]:
 
 
 def write(
-    directory: Path, studies: Mapping[str, Sequence[Variant]], found: Found
+    directory: Path, studies: Mapping[str, Sequence[Variant]], results: Results
 ) -> dict[str, Grid]:
-    """All tables as Markdown and CSV, and their numbers; what was not run yet is left out."""
+    """Write all tables as Markdown and CSV, and their numbers, without missing runs."""
     rows = {
-        row["method"]: {**row, "ops": ops_of(found[row["method"]])} for row in comparison(found)
+        row["method"]: {**row, "ops": op_shares(results[row["method"]])}
+        for row in comparison(results)
     }
-    first = next(iter(found.values()))[0]
-    preset = first["preset"].split(",")[0]  # behind the comma it says that something was changed
+    first = next(iter(results.values()))[0]
+    preset = first["preset"].split(",")[0]  # "demo, changed" if single settings differ
     head = (
         f"# Ablations: {first['stream']}, {len(first['tasks'])} tasks, {first['backbone']}, preset"
         f" {preset}"
@@ -184,10 +186,12 @@ def write(
     grids = {}
     numbers = {}
     for name, study in studies.items():
-        kept = [variant for variant in study if variant.name in rows]
-        if len(kept) > 1:  # one alone compares nothing
-            grids[name] = grid_of(name, kept, rows)
-            numbers[name] = [{**rows[variant.name], "variant": variant.title} for variant in kept]
+        finished = [variant for variant in study if variant.name in rows]
+        if len(finished) > 1:
+            grids[name] = grid_of(name, finished, rows)
+            numbers[name] = [
+                {**rows[variant.name], "variant": variant.title} for variant in finished
+            ]
             pages.append(f"## {name.replace('_', ' ')}\n\n{grids[name].to_markdown()}")
     write_page(directory / "ablations", "\n\n".join(pages) + "\n", numbers)
     for name, grid in grids.items():
@@ -196,14 +200,13 @@ def write(
 
 
 CAPTION = """Accuracies in % (mean ± standard deviation over runs), FLOPs per image by the paper's convention with the
-router's pass, parameters added per task in % of the backbone, and the share of blocks, over all tasks, that chose
-each op."""  # noqa: E501
+router's pass, parameters added per task in % of the backbone, and the share of blocks with each op over all tasks."""  # noqa: E501
 
 
-def ops_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """The share of blocks that chose each op, over all tasks of all runs; None for a method without
-    a choice."""
-    tasks = [task for result in results for task in result["tasks"]]
+def op_shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """The share of blocks with each op over all tasks of all runs; None for a method without
+    architectures."""
+    tasks = [task for run in runs for task in run["tasks"]]
     if not all("architecture" in task for task in tasks):
         return None
     chosen = [choice.split(":")[0] for task in tasks for choice in task["architecture"]]
@@ -244,31 +247,31 @@ def grid_of(name: str, variants: Sequence[Variant], rows: Mapping[str, Mapping[s
     return Grid(name, columns, tuple(lines), 1)
 
 
-def draw(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Found) -> None:
-    """The paper's figures: both sweeps, and the networks of both samplings and of both placements
-    side by side."""
+def draw(directory: Path, studies: Mapping[str, Sequence[Variant]], results: Results) -> None:
+    """Draw the paper's figures: both sweeps, and the networks of both samplings and placements side
+    by side."""
     if "epsilon" in studies:
         usual, *swept = studies["epsilon"]
         sweep_picture(
             directory / "epsilon.png",
             "exploration probability eps1 = eps2",
-            [(variant.config[EPSILONS[0]], found[variant.name]) for variant in swept],
+            [(variant.config[EPSILONS[0]], results[variant.name]) for variant in swept],
             "params_added_percent",
-            {usual.title: found[usual.name]},
+            {usual.title: results[usual.name]},
         )
     if "tolerance" in studies:
         *swept, prompts, lora = studies["tolerance"]
         sweep_picture(
             directory / "tolerance.png",
             "tolerance tau, points of accuracy",
-            [(float(variant.title.split()[2]), found[variant.name]) for variant in swept],
+            [(float(variant.title.split()[2]), results[variant.name]) for variant in swept],
             "flops_paper",
-            {variant.title: found[variant.name] for variant in (prompts, lora)},
+            {variant.title: results[variant.name] for variant in (prompts, lora)},
         )
     for name in ("sampling", "placement"):
         if name in studies:
             architecture_sheet(
-                directory / f"{name}.png", [{v.title: found[v.name][0]} for v in studies[name]]
+                directory / f"{name}.png", [{v.title: results[v.name][0]} for v in studies[name]]
             )
 
 

@@ -1,5 +1,4 @@
-"""What the pages of studies share: means with their deviation, files, and figures drawn without a
-display."""
+"""Means with deviations, files and figures of all studies; figures need no display."""
 
 import io
 import json
@@ -28,31 +27,32 @@ COSTS = {
 
 
 def mean_std(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Mean and standard deviation (n - 1; None for one value) of what is there; None where nothing
-    is."""
-    found = np.array([value for value in values if value is not None], np.float64)
-    if not found.size:
+    """Mean and standard deviation (n - 1; None for one value) of the values that are not None; None
+    without any."""
+    numbers = np.array([value for value in values if value is not None], np.float64)
+    if not numbers.size:
         return None
     return {
-        "mean": float(found.mean()),
-        "std": float(found.std(ddof=1)) if found.size > 1 else None,
+        "mean": float(numbers.mean()),
+        "std": float(numbers.std(ddof=1)) if numbers.size > 1 else None,
     }
 
 
 def spread(
-    found: Mapping[str, Any] | Sequence[float | None] | None, decimals: int = 1, factor: float = 1.0
+    values: Mapping[str, Any] | Sequence[float | None] | None,
+    decimals: int = 1,
+    factor: float = 1.0,
 ) -> str:
-    """`mean ± std` of values, or of what `mean_std` gave; a dash where nothing is."""
-    if found is not None and not isinstance(found, Mapping):
-        found = mean_std(found)
-    if found is None or found["mean"] is None:
+    """`mean ± std` of values, or of a result of `mean_std`; a dash without any."""
+    mean = values if values is None or isinstance(values, Mapping) else mean_std(values)
+    if mean is None:
         return NONE
-    deviation = "" if found["std"] is None else f" ± {factor * found['std']:,.{decimals}f}"
-    return f"{factor * found['mean']:,.{decimals}f}{deviation}"
+    deviation = "" if mean["std"] is None else f" ± {factor * mean['std']:,.{decimals}f}"
+    return f"{factor * mean['mean']:,.{decimals}f}{deviation}"
 
 
 def check_folder(option: str, place: Path) -> None:
-    """ValueError where an option for a folder names something else."""
+    """ValueError if an option for a folder names anything else."""
     if place.exists() and not place.is_dir():
         raise ValueError(
             f"{option} names {place}, which is not a folder; expected one that exists or can be"
@@ -60,19 +60,20 @@ def check_folder(option: str, place: Path) -> None:
         )
 
 
-def names_in(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """The names that an option lists, separated by commas, each once; ValueError for none and for
-    unknown ones."""
-    names, known = list(dict.fromkeys(filter(None, map(str.strip, text.split(","))))), list(known)
-    unknown = [name for name in names if name not in known]
+def names_in(option: str, text: str, expected: Iterable[str]) -> list[str]:
+    """The names in an option, separated by commas, each once; ValueError for none and for unknown
+    ones."""
+    names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    expected = list(expected)
+    unknown = [name for name in names if name not in expected]
     if unknown or not names:
         wrong = ", ".join(map(repr, unknown)) or "nothing"
-        raise ValueError(f"{option} names {wrong}; expected some of: {', '.join(known)}")
+        raise ValueError(f"{option} names {wrong}; expected some of: {', '.join(expected)}")
     return names
 
 
 def write_page(place: Path, text: str, numbers: Any, table: Grid | str | None = None) -> None:
-    """`PLACE.md`, its numbers as `.json` and its table as `.csv`."""
+    """Write `PLACE.md`, its numbers as `.json` and its table as `.csv`."""
     place.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(place.with_suffix(".md"), text)
     write_atomically(place.with_suffix(".json"), json.dumps(numbers, indent=1) + "\n")
@@ -83,17 +84,15 @@ def write_page(place: Path, text: str, numbers: Any, table: Grid | str | None = 
 
 
 def filled(title: str, columns: Mapping[str, Sequence[str]]) -> Grid:
-    """A table from its columns by heading, without those that have nothing; the first one is
-    aligned to the left."""
-    kept = {heading: cells for heading, cells in columns.items() if any(cells)}
-    return Grid(title, tuple(kept), tuple(zip(*kept.values(), strict=True)), 1)
+    """A table from its columns by heading, without empty columns; the first is aligned left."""
+    columns = {heading: cells for heading, cells in columns.items() if any(cells)}
+    return Grid(title, tuple(columns), tuple(zip(*columns.values(), strict=True)), 1)
 
 
 def frame(axes: Axes, title: str = "", x: str = "", y: str = "", *, grid: bool = False) -> None:
-    """The look of all figures: title, names of the axes, no box around them."""
-    axes.set_title(
-        title.replace("$", r"\$"), fontsize=10, color=INK, loc="left"
-    )  # a pair would start a formula
+    """Title and axis labels in the style of all figures."""
+    # a pair of $ would start a formula
+    axes.set_title(title.replace("$", r"\$"), fontsize=10, color=INK, loc="left")
     axes.set_xlabel(x, color=FAINT)
     axes.set_ylabel(y, color=FAINT)
     axes.tick_params(colors=INK, labelsize=9)
@@ -123,11 +122,8 @@ def sweep_picture(
     cost: str,
     levels: Mapping[str, Runs],
 ) -> None:
-    """Average accuracy (left) and a cost (right) over the values of one setting, with the deviation
-    over runs.
-
-    `levels` are runs to compare with, by title: horizontal lines.
-    """
+    """Draw average accuracy (left) and a cost (right) over the values of one setting, with
+    deviations over runs, and `levels`, other runs by title, as horizontal lines."""
     figure = Figure(figsize=(9.6, 4.0), dpi=DPI, layout="constrained")
     values = [value for value, _ in points]
     measures = {
@@ -138,14 +134,12 @@ def sweep_picture(
         figure.subplots(1, 2), measures.items(), strict=True
     ):
 
-        def of(runs: Runs, name=name, factor=factor) -> dict[str, Any]:
-            found = mean_std(
-                [factor * value for run in runs if (value := measure(run, name)) is not None]
-            )
-            return found or {"mean": float("nan"), "std": None}
+        def statistics(runs: Runs, name=name, factor=factor) -> dict[str, Any]:
+            numbers = [factor * value for run in runs if (value := measure(run, name)) is not None]
+            return mean_std(numbers) or {"mean": float("nan"), "std": None}
 
-        found = [of(runs) for _, runs in points]
-        means, errors = [each["mean"] for each in found], [each["std"] or 0.0 for each in found]
+        each = [statistics(runs) for _, runs in points]
+        means, errors = [one["mean"] for one in each], [one["std"] or 0.0 for one in each]
         axes.errorbar(
             values,
             means,
@@ -157,7 +151,7 @@ def sweep_picture(
             linewidth=1.5,
         )
         for style, (level, runs) in zip(("--", ":", "-."), levels.items(), strict=False):
-            mean = of(runs)["mean"]
+            mean = statistics(runs)["mean"]
             axes.axhline(mean, color=colour, linestyle=style, linewidth=1, alpha=0.8)
             axes.annotate(
                 level,
@@ -173,7 +167,7 @@ def sweep_picture(
 
 
 def architecture_sheet(file: Path, columns: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-    """The networks found for each task, one grid per run; columns of runs by title."""
+    """Draw the target network of each task, one grid per run; columns of runs by title."""
     with TemporaryDirectory() as folder:
         part = Path(folder) / "grid.png"
         grids = []

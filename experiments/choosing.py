@@ -1,17 +1,14 @@
-"""One way to choose the settings of every method: by accuracy on validation images of a few of the
-stream's tasks.
+"""Settings of every method, chosen by accuracy on validation images of a few tasks of the stream.
 
-The rate comes first, with everything else as the preset has it, then further settings one after the
-other. Of a grid, the two values in the middle are tried, then the next ones on the side of the
-better, as long as they are better still. A candidate learns the given tasks as a stream, is
-measured on their validation images, and the highest average accuracy wins (task-agnostic; with the
-task ID given for upper bounds; of equal ones the first). Every method has as many passes over the
-training images as CHEEM has in both phases together, half of them for a choice, and the cosine
-schedule.
+The learning rate is chosen first, with all other settings as in the preset, then at most two
+further settings one after the other. Of each grid the two values in the middle are tried, then the
+next ones on the side of the better while accuracy rises. A candidate learns the tasks as a stream;
+the highest average accuracy on validation images wins (task-agnostic; with the task ID given for
+upper bounds; the first of equal ones). Every method has as many passes over the training images as
+both phases of CHEEM together, half of them for a choice, and the cosine schedule.
 """
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,17 +19,18 @@ from study import Study, Variant, changed, run_all
 
 from cheem_jax.baselines.catalogue import preset_of
 from cheem_jax.cheem.config import PRESETS, CheemConfig
-from cheem_jax.report.table import UPPER_BOUNDS, Grid
+from cheem_jax.report.table import NONE, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 LOWER_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
-"""Of methods that train the whole backbone."""
+"""Rates of methods that train the whole backbone."""
+RANKS = (4, 16, 64)
 FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "cheem": {"ops.rank": (4, 16, 64)},
-    "cheem_lite": {"ops.rank": (4, 16, 64)},
-    "lora_cl": {"rank": (4, 16, 64)},
-    "lora_finetune": {"rank": (4, 16, 64)},
+    "cheem": {"ops.rank": RANKS},
+    "cheem_lite": {"ops.rank": RANKS},
+    "lora_cl": {"rank": RANKS},
+    "lora_finetune": {"rank": RANKS},
     "s_prompts": {"length": (5, 10, 20)},
     "l2p": {"length": (6, 10, 20), "top_k": (1, 5)},
     "dualprompt": {"expert_length": (10, 20, 40), "general_length": (6, 12)},
@@ -43,14 +41,12 @@ FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "moal": {"bottleneck": (16, 64), "hidden": (1000, 5000)},
     "moe_adapters": {"bottleneck": (8, 64)},
 }
-"""At most two settings per method besides the rate: those that its own paper varies, and the rank
-of LoRA for all that have it, CHEEM among them: to choose it for one of them only would be
-unfair."""
+"""The settings besides the rate that a method's own paper varies, and the rank of LoRA for every
+method that has it, because choosing it for one of them only would be unfair."""
 
 
 def grids_of(method: str) -> dict[str, tuple[Any, ...]]:
-    """The values of each setting that is chosen, in the order of choosing; none for a method that
-    trains no network."""
+    """The values of each setting in the order of choosing; none if a method trains no network."""
     if method == "frozen_linear":
         return {}
     rates = LOWER_RATES if method in ("ewc", "full_finetune") else RATES
@@ -68,30 +64,25 @@ def change(method: str, setting: str, value: Any) -> dict[str, Any]:
 
 
 def budget(method: str, preset: Any) -> dict[str, Any]:
-    """The fields that give a method CHEEM's passes over the training images, and the cosine
-    schedule."""
-    config = preset_of(method, preset)
+    """The fields that set CHEEM's passes over the training images and the cosine schedule."""
     cheem = PRESETS[preset]
     epochs = cheem.supernet.epochs + cheem.finetune.epochs
-    if isinstance(config, CheemConfig) or method == "frozen_linear":
+    if isinstance(preset_of(method, preset), CheemConfig) or method == "frozen_linear":
         return {}
-    own = (
-        {"epochs": epochs}
-        if method == "full_finetune"
-        else {"fit.epochs": epochs, "fit.schedule": "cosine"}
-    )
-    # one penalty at a time: a choice within the method would take passes that others do not have
-    return own | ({"penalties": FURTHER["ewc"]["penalties"][1]} if method == "ewc" else {})
+    if method == "full_finetune":
+        return {"epochs": epochs}
+    fields: dict[str, Any] = {"fit.epochs": epochs, "fit.schedule": "cosine"}
+    if method == "ewc":  # one penalty, because a choice within the method would take further passes
+        fields["penalties"] = FURTHER["ewc"]["penalties"][1]
+    return fields
 
 
 def choose(
     study: Study, tasks: str, variants: Sequence[Variant], progress: Progress
 ) -> list[Variant]:
-    """The variants with the settings that win on `tasks`; `chosen.md` and `chosen.json` say what
-    was tried.
+    """The variants with the settings that win on `tasks`, names separated by commas.
 
-    `tasks` are names of the stream's tasks, separated by commas. What was run before is not run
-    again.
+    `chosen.md` and `chosen.json` record every try. Earlier tries are not repeated.
     """
     for variant in variants:
         if variant.settings_of:
@@ -99,26 +90,26 @@ def choose(
                 f"--choose names tasks, but {variant.name} has the settings of"
                 f" {variant.settings_of}; choose those first, then give --choose their chosen.json"
             )
-    trying = dataclasses.replace(study, seeds="0", run_dir=study.run_dir / "choice")
-    chosen, rows = [], []
+    trials = dataclasses.replace(study, seeds="0", run_dir=study.run_dir / "choice")
+    rows: list[dict[str, Any]] = []
+    chosen = []
     for variant in variants:
         config = {**budget(variant.method, study.chosen_preset), **variant.config}
-        usual = preset_of(variant.method, study.chosen_preset)
-        reached = dict[Any, float]()
+        accuracies = dict[Any, float]()  # the winner of one setting is a candidate of the next
         for setting, values in grids_of(variant.method).items():
-            shorter = half_as_long(changed(usual, config))
-            candidates = [
-                Variant(
-                    f"{variant.name}-{setting}-{number}",
-                    f"{variant.title}, {setting} {_told(value)}",
-                    variant.method,
-                    {**config, **change(variant.method, setting, value), **shorter},
-                    {**variant.run, "tasks": tasks, "measured_on": "validation"},
-                )
-                for number, value in enumerate(values)
-            ]
-            accuracy = functools.partial(_accuracy, trying, progress, candidates, usual, reached)
-            tried = climbed(accuracy, len(values))
+            candidates = _candidates(study, variant._replace(config=config), setting, values, tasks)
+
+            def accuracy(number: int, candidates=candidates, accuracies=accuracies) -> float:
+                settings, candidate = candidates[number]
+                if settings not in accuracies:
+                    (run,) = run_all(trials, [candidate], progress)[candidate.name]
+                    is_bound = candidate.method in UPPER_BOUNDS
+                    accuracies[settings] = run[
+                        "local_average_accuracy" if is_bound else "average_accuracy"
+                    ]
+                return accuracies[settings]
+
+            tried = climb(accuracy, len(values))
             best = max(tried, key=lambda number: (tried[number], -number))
             config |= change(variant.method, setting, values[best])
             rows.append(
@@ -137,48 +128,64 @@ def choose(
     return chosen
 
 
+def _candidates(
+    study: Study, variant: Variant, setting: str, values: Sequence[Any], tasks: str
+) -> list[tuple[Any, Variant]]:
+    """The method's settings and the run for each value of one setting."""
+    preset = preset_of(variant.method, study.chosen_preset)
+    shorter = half_as_long(changed(preset, variant.config))
+    candidates = []
+    for number, value in enumerate(values):
+        config = {**variant.config, **change(variant.method, setting, value), **shorter}
+        candidate = Variant(
+            f"{variant.name}-{setting}-{number}",
+            f"{variant.title}, {setting} {_text(value)}",
+            variant.method,
+            config,
+            {**variant.run, "tasks": tasks, "measured_on": "validation"},
+        )
+        candidates.append((changed(preset, config), candidate))
+    return candidates
+
+
 def chosen_before(file: Path, variants: Sequence[Variant], preset: Any) -> list[Variant]:
-    """The variants with the settings of an earlier choice, which its `chosen.json` records."""
+    """The variants with the settings of an earlier choice, from its `chosen.json`."""
     try:
         rows = json.loads(file.read_text())
-        found = {(row["method"], row["setting"]): row["chosen"] for row in rows}
+        values = {(row["method"], row["setting"]): row["chosen"] for row in rows}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"--choose is {file}; expected the chosen.json of an earlier choice ({error!r})"
         ) from error
     chosen = []
     for variant in variants:
-        settings = grids_of(variant.method)
         owner = variant.settings_of or variant.name
-        if missing := [name for name in settings if (owner, name) not in found]:
-            raise ValueError(
-                f"--choose: {file} has no {missing[0]} of {owner}; name tasks instead, to choose on"
-                " their images"
-            )
         config = {**budget(variant.method, preset), **variant.config}
-        for setting in settings:
-            value = found[owner, setting]
-            config |= change(
-                variant.method, setting, tuple(value) if isinstance(value, list) else value
-            )
+        for setting in grids_of(variant.method):
+            if (owner, setting) not in values:
+                raise ValueError(
+                    f"--choose: {file} has no {setting} of {owner}; name tasks instead, to choose"
+                    " on their images"
+                )
+            value = values[owner, setting]
+            value = tuple(value) if isinstance(value, list) else value
+            config |= change(variant.method, setting, value)
         chosen.append(variant._replace(config=config))
     return chosen
 
 
 def half_as_long(config: Any) -> dict[str, int]:
-    """The fields that train for half of the epochs: a choice need not take as long as the run that
-    it is made for."""
+    """The fields that halve the epochs for a choice."""
     phases = [name for name in ("supernet", "finetune", "fit") if hasattr(config, name)]
     epochs = {f"{name}.epochs": getattr(config, name).epochs for name in phases}
     return {name: max(one // 2, 1) for name, one in (epochs or {"epochs": config.epochs}).items()}
 
 
-def climbed(accuracy: Callable[[int], float], num: int) -> dict[int, float]:
+def climb(accuracy: Callable[[int], float], num: int) -> dict[int, float]:
     """Accuracies of the values that are tried: the two in the middle, then outwards from the better
-    while it rises.
+    one while accuracy rises.
 
-    The values outside have neighbours that were better, so trying them costs passes and would
-    hardly win.
+    The other values have better neighbours, so trying them costs passes and would hardly win.
     """
     low = (num - 1) // 2
     tried = {low: accuracy(low), low + 1: accuracy(low + 1)}
@@ -192,48 +199,20 @@ def climbed(accuracy: Callable[[int], float], num: int) -> dict[int, float]:
     return tried
 
 
-def _accuracy(
-    study: Study,
-    progress: Progress,
-    candidates: Sequence[Variant],
-    usual: Any,
-    reached: dict[Any, float],
-    number: int,
-) -> float:
-    """What a candidate reaches; the one chosen before is among those of the next setting and is not
-    run again."""
-    own = candidates[number]
-    settings = changed(usual, own.config)
-    key = "average_accuracy"
-    if own.method in UPPER_BOUNDS:
-        key = "local_average_accuracy"
-    if settings not in reached:
-        reached[settings] = run_all(study, [own], progress, lambda _: None)[own.name][0][key]
-    return reached[settings]
-
-
-def _told(value: Any) -> str:
-    return (
-        f"{value[0]:g}"
-        if isinstance(value, tuple)
-        else value
-        if isinstance(value, str)
-        else f"{value:g}"
-    )
+def _text(value: Any) -> str:
+    value = value[0] if isinstance(value, tuple) else value
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _page(tasks: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = tuple(
-        (
-            row["title"],
-            row["setting"],
-            ", ".join(
-                f"{_told(value)}: {'–' if reached is None else f'{100 * reached:.1f}'}"
-                for value, reached in zip(row["values"], row["accuracies"], strict=True)
-            ),
-            _told(row["chosen"]) + (" (an end)" if row["at_the_end"] else ""),
+    lines = []
+    for row in rows:
+        tries = (
+            f"{_text(value)}: {NONE if accuracy is None else f'{100 * accuracy:.1f}'}"
+            for value, accuracy in zip(row["values"], row["accuracies"], strict=True)
         )
-        for row in rows
-    )
-    grid = Grid("", ("method", "setting", "accuracy % on validation images", "chosen"), lines, 2)
-    return f"# Settings chosen on {tasks.replace(',', ', ')}\n\n{grid.to_markdown()}\n"
+        chosen = _text(row["chosen"]) + (" (an end)" if row["at_the_end"] else "")
+        lines.append((row["title"], row["setting"], ", ".join(tries), chosen))
+    columns = ("method", "setting", "accuracy % on validation images", "chosen")
+    table = Grid("", columns, tuple(lines), 2).to_markdown()
+    return f"# Settings chosen on {tasks.replace(',', ', ')}\n\n{table}\n"

@@ -1,18 +1,16 @@
-"""Several methods on one stream under one protocol, with a table of what they reach and one of what
-training costs.
+"""Several methods on one stream under one protocol, with tables of results and training times.
 
-    python experiments/compare.py --stream demo --methods all python experiments/compare.py --stream
-    FOLDER --backbone deit_tiny --weights FILE --image-size 96 \\
+    python experiments/compare.py --stream demo --methods all
+    python experiments/compare.py --stream FOLDER --backbone deit_tiny --image-size 96 \\
         --methods cheem,lora_cl,s_prompts --seeds 0,1,2 --run-dir runs/compare-real
     python experiments/compare.py --stream FOLDER --methods cheem,lora_cl --choose TASK,TASK
-    --run-dir runs/fair python experiments/compare.py --stream mtil --preset paper --data-dir DATA
-    --run-dir RUNS --launcher slurm python experiments/compare.py --backbone clip_vit_base --methods
-    cheem_lite --router deit_tiny,alexnet --smoke
+    python experiments/compare.py --stream mtil --preset paper --data-dir DATA --launcher slurm
+    python experiments/compare.py --backbone clip_vit_base --methods cheem_lite \\
+        --router deit_tiny,alexnet --smoke
 
-Every run has a directory of its own, `RUN_DIR/<method>/seed-<seed>`, and is one that `cheem demo`
-or `experiments/mtil.py` could have made. What is finished is not run again, and what was stopped
-resumes. `experiments/tables.py --runs RUN_DIR` writes the paper's tables with these runs beside its
-numbers.
+Every run has a separate directory, `RUN_DIR/<method>/seed-<seed>`, and is one that `cheem demo` or
+`experiments/mtil.py` could have made. Finished runs are not repeated, and interrupted ones resume.
+`experiments/tables.py --runs RUN_DIR` writes the paper's tables with these runs.
 """
 
 import dataclasses
@@ -29,7 +27,7 @@ import study
 from charts import mean_std, spread, write_page
 from choosing import choose, chosen_before
 from rich.console import Console
-from study import Found, Study, Variant, changed
+from study import Results, Study, Variant, changed
 
 from cheem_jax.backbone.alexnet import AlexNetConfig, PretrainedAlexNet
 from cheem_jax.backbone.alexnet import shapes_of as alexnet_shapes
@@ -61,27 +59,27 @@ class Compare(Study):
 
     methods: str = "all"
     """Names separated by commas, or all. `cheem:closed_form` is CHEEM with the search of
-    `quick_plus`, `cheem:uniform` the same with uniform sampling, and `lora_cl:nearest` is LoRA-CL
-    that begins from the most similar task; all other settings are the preset's."""
+    `quick_plus`, `cheem:uniform` the same with uniform sampling; all other settings are the
+    preset's."""
     router: str = "vit_nano"
     """Lighter networks of `cheem_lite` and `moe_adapters`, separated by commas: backbones, or
     alexnet."""
     router_weights: Path | None = None
     """Weights of the router; of several routers, those of alexnet."""
     choose: str | None = None
-    """Names of tasks, separated by commas, on whose validation images the rate and at most two
-    further settings of every method are chosen first; all methods then have the same number of
-    epochs and the cosine schedule. Or the `chosen.json` of an earlier choice, whose settings are
-    taken."""
+    """Names of tasks, separated by commas: the rate and at most two further settings of every
+    method are first chosen on their validation images; all methods then have the same number of
+    epochs and the cosine schedule. Or the `chosen.json` of an earlier choice, to use its
+    settings."""
     smoke: bool = False
-    """Run every method on two blocks with random weights, which shows that it works and no
-    accuracy."""
+    """Run every method on two blocks with random weights: a check that it works, without a
+    meaningful accuracy."""
     run_dir: Path = Path("runs/compare")
-    """Where runs and tables are kept; what is unfinished is continued."""
+    """Folder of runs and tables; unfinished runs resume."""
 
 
 def main(settings: Compare) -> None:
-    """Run what is missing, then print and save the table."""
+    """Run the missing runs, then print and save the table."""
     progress = Progress()
     variants = variants_of(settings)
     if settings.smoke:
@@ -104,7 +102,7 @@ def main(settings: Compare) -> None:
 
 
 def variants_of(settings: Compare) -> list[Variant]:
-    """A variant per method as it is, and per router where it needs one."""
+    """A variant per method, and one per router for methods that need a router."""
     routers = list(dict.fromkeys(name.strip() for name in settings.router.split(",")))
     variants = []
     for name in methods_of(settings.methods):
@@ -146,19 +144,12 @@ OTHERS = {
         {**CLOSED_FORM.config, "sampling": "uniform"},
         settings_of=CLOSED_FORM.name,
     ),
-    "lora_cl:nearest": Variant(
-        "lora_cl-nearest",
-        f"{METHODS['lora_cl']}, from the nearest task",
-        "lora_cl",
-        {"begin": "nearest"},
-    ),
 }
-"""Methods with other settings than a preset's, where a comparison without them would be
-incomplete."""
+"""Methods with other settings than a preset's."""
 
 
 def methods_of(text: str) -> list[str]:
-    """The methods that are asked for, in the order of the table."""
+    """The named methods in the order of the table."""
     if text == "all":
         return list(NAMES)
     asked = {
@@ -173,8 +164,8 @@ def methods_of(text: str) -> list[str]:
     ]
 
 
-def write(directory: Path, found: Found, titles: Mapping[str, str] = METHODS) -> None:
-    """The table as Markdown and CSV, its numbers, and the same of the training times."""
+def write(directory: Path, found: Results, titles: Mapping[str, str] = METHODS) -> None:
+    """Write tables of results and of training times, as Markdown and CSV, and their numbers."""
     grid = comparison_grid(found, titles)
     rows = comparison(found)
     text = f"# {grid.title}\n\n{grid.to_markdown()}\n\n" + grid.caption.replace("\n", "  \n") + "\n"
@@ -189,8 +180,8 @@ def write(directory: Path, found: Found, titles: Mapping[str, str] = METHODS) ->
 
 
 def phases_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Seconds per task of each phase of learning, mean and deviation over runs; evaluation is none
-    of them."""
+    """Seconds per task of each phase of learning, mean and deviation over runs, without
+    evaluation."""
     names = dict.fromkeys(
         phase for run in runs for task in run["tasks"] for phase in task["seconds"]
     )
@@ -201,12 +192,12 @@ def phases_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def times_grid(
-    found: Found, phases: Mapping[str, Mapping[str, Any]], titles: Mapping[str, str]
+    found: Results, phases: Mapping[str, Mapping[str, Any]], titles: Mapping[str, str]
 ) -> Grid:
     """Seconds of training by method and phase.
 
-    The first run of a process compiles what others then share, so compiling is shown apart: seconds
-    of the whole run.
+    The first run of a process compiles functions that later runs share, so compilation has a
+    separate column: seconds of the whole run.
     """
     totals = {name: sum(each["mean"] for each in own.values()) for name, own in phases.items()}
     rows = []
@@ -261,16 +252,15 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
     "full_finetune": {"epochs": 1, "learning_rates": (1e-4,)},
     "frozen_linear": {},
 }  # fmt: skip
-"""One epoch, and prompts for the blocks that there are."""
+"""One epoch, and prompts for the existing blocks."""
 
 
-# ---- methods on two blocks with random weights, for backbones and routers whose weights are not at
-# hand
+# ---- methods on two blocks with random weights, for backbones and routers without weights
 
 
 def smoke(variants: Sequence[Variant], backbone: str, progress: Progress) -> None:
-    """Learn two small tasks with each variant and read them back; prints what was compiled and what
-    it costs."""
+    """Learn two small tasks with each variant and reload them; print compiled functions and
+    costs."""
     progress.say(
         f"{MARK}; {len(TASKS)} tasks of a few {IMAGE_SIZE}x{IMAGE_SIZE} images. Accuracies would"
         " mean nothing."
@@ -317,14 +307,14 @@ def smoke(variants: Sequence[Variant], backbone: str, progress: Progress) -> Non
         "frozen\nfeatures of",
         "FLOPs\npaper",
         "params\nadded %",
-        "programs",
+        "functions",
         "seconds",
     )
     progress.console.print(Grid(f"{backbone}, {MARK}", columns, tuple(lines), 2).to_rich())
 
 
 def random_vit(name: str) -> Pretrained:
-    """A named network with the first blocks alone and weights of no training."""
+    """A named network with its first blocks and random weights."""
     config = dataclasses.replace(
         at_image_size(config_of(name), IMAGE_SIZE), depth=DEPTH, num_classes=0
     )
@@ -334,7 +324,7 @@ def random_vit(name: str) -> Pretrained:
 
 
 def random_router(name: str, feature: str) -> RouterWeights:
-    """The same of a network that infers the task."""
+    """A router with random weights."""
     if name != "alexnet":
         return random_vit(name)
     config = AlexNetConfig(image_size=IMAGE_SIZE, feature=feature)  # pyright: ignore[reportArgumentType]

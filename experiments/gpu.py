@@ -64,7 +64,6 @@ FIRST = (
     "cheem",
     "full_finetune",
     "s_prompts",
-    "lora_cl:nearest",
 )
 ONCE = ("moal", "tuna", "diki", "coda_prompt", "l2p", "dualprompt", "ewc", "moe_adapters")
 LIKE = "cheem:closed_form"

@@ -1,7 +1,7 @@
-"""What the studies share: several runs of `mtil.py` on the same data, and one resumable record.
+"""Code of all studies: several runs of `mtil.py` on the same data, and one resumable record.
 
-Every run has a directory of its own, `RUN_DIR/<variant>/seed-<seed>`, and is one that `mtil.py`
-could have made. What is finished is not run again, and what was stopped resumes.
+Every run has a separate directory, `RUN_DIR/<variant>/seed-<seed>`, and is one that `mtil.py` could
+have made. Finished runs are not repeated, and interrupted ones resume.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record
 
 Config = TypeVar("Config")
-Found = dict[str, list[dict[str, Any]]]
+Results = dict[str, list[dict[str, Any]]]
 """Results by variant, one per seed."""
 
 
@@ -38,15 +38,15 @@ class Study(cheem_run.Common):
     """Settings of every study over several runs."""
 
     stream: str = cheem_run.DEMO
-    """demo, or whatever `experiments/mtil.py --stream` takes."""
+    """demo, or any other value of `experiments/mtil.py --stream`."""
     preset: Preset | None = None
     """Settings of every method; default: demo for the demo stream, quick for any other."""
     seeds: str | None = None
     """Seeds separated by commas; default: 0,1,2 for the preset `paper`, else 0."""
     launcher: LauncherConfig = LauncherConfig()
-    """Where the runs work."""
+    """Where the runs are executed."""
     run_dir: Path = Path("runs/study")
-    """Folder of runs and tables; what is unfinished is continued."""
+    """Folder of runs and tables; unfinished runs resume."""
 
     @property
     def chosen_preset(self) -> Preset:
@@ -61,10 +61,9 @@ class Study(cheem_run.Common):
 def recorded(
     directory: Path, identity: Mapping[str, Any], command: Sequence[str] | None
 ) -> Iterator[tuple[Record, Stop]]:
-    """One record for all units of a study that is not made of runs; no other process may write to
-    it meanwhile.
+    """One record for all units of a study without runs, locked for other processes.
 
-    `identity` is what must be the same when the study resumes; ValueError where it is not.
+    ValueError if the study resumes with another `identity`.
     """
     conditions = fingerprint.take(identity)
     with hold(directory), stop_requests() as stop:
@@ -75,8 +74,7 @@ def recorded(
 
 
 class Variant(NamedTuple):
-    """One row of a study: a method, and what is changed in its settings (dotted names) and in those
-    of the run."""
+    """One row of a study: a method with changes to its settings (dotted names) and the run's."""
 
     name: str
     title: str
@@ -84,12 +82,12 @@ class Variant(NamedTuple):
     config: Mapping[str, Any] = {}
     run: Mapping[str, Any] = {}
     settings_of: str = ""
-    """An ablation's settings are chosen for this variant, so that the two differ in one thing; else
-    for itself."""
+    """The variant whose chosen settings an ablation shares, so that the two differ in one setting.
+    """
 
 
 def seeds_of(text: str) -> list[int]:
-    """Whole numbers from 0 on."""
+    """Different whole numbers, at least 0."""
     try:
         seeds = [int(seed) for seed in text.split(",")]
     except ValueError:
@@ -106,12 +104,12 @@ def run_all(
     study: Study,
     variants: Sequence[Variant],
     progress: Progress,
-    after_each: Callable[[Found], object],
-) -> Found:
-    """Run what is missing; `after_each` gets what there is so far, so that a stopped study has its
-    tables.
+    after_each: Callable[[Results], object] = lambda _: None,
+) -> Results:
+    """Run the missing runs; `after_each` is called with the results so far, so that an interrupted
+    study has its tables.
 
-    With a launcher the process ends here, by SystemExit, until all runs are finished.
+    With a launcher SystemExit ends the process here until all runs are finished.
     """
     check(study.launcher)
     settings = [
@@ -123,11 +121,11 @@ def run_all(
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
         raise ValueError(f"variants named more than once: {', '.join(repeats(names))}")
-    for _, one in settings:  # what cannot be had is told before hours of other runs
-        check_held(one.run_dir, known_of(one))
+    for _, one in settings:  # before hours of other runs
+        check_held(one.run_dir, expected_config(one))
     if study.launcher.kind != "none":
         return run_as_jobs(study, settings, progress, after_each)
-    found = Found()
+    results = Results()
     workshop = dict[Any, FrozenNetworks]()
     load = loader(study, progress)
     for _, one in settings:
@@ -135,31 +133,30 @@ def run_all(
             load(one)
     for number, (variant, one) in enumerate(settings, 1):
         progress.say(f"{variant.title}, seed {one.seed}: run {number} of {len(settings)}")
-        result = cheem_run.run_seed(
-            one, cheem_run.make_run_config(one), load(one), progress, workshop
-        )
-        found.setdefault(variant.name, []).append(result)
-        after_each(found)
-    return found
+        config = cheem_run.make_run_config(one)
+        result = cheem_run.run_seed(one, config, load(one), progress, workshop)
+        results.setdefault(variant.name, []).append(result)
+        after_each(results)
+    return results
 
 
 def run_as_jobs(
     study: Study,
     settings: Sequence[tuple[Variant, cheem_run.Run]],
     progress: Progress,
-    after_each: Callable[[Found], object],
-) -> Found:
-    """Every run as a job of its own, which does what `mtil.py` does with its settings."""
-    for one in {place_of(one): one for _, one in settings}.values():
+    after_each: Callable[[Results], object],
+) -> Results:
+    """Run every run as a separate job, with the arguments of `mtil.py`."""
+    for one in {_source(one): one for _, one in settings}.values():
         find_stream(one)
 
-    def tell() -> Found:
-        found = Found()
+    def report() -> Results:
+        results = Results()
         for variant, one in settings:
-            if (results := results_of(one.run_dir)) is not None:
-                found.setdefault(variant.name, []).append(results)
-        after_each(found)
-        return found
+            if (result := results_of(one.run_dir)) is not None:
+                results.setdefault(variant.name, []).append(result)
+        after_each(results)
+        return results
 
     runs = [
         Run(
@@ -169,28 +166,24 @@ def run_as_jobs(
         )
         for variant, one in settings
     ]
-    finish(Sweep(study.launcher, study.run_dir / "jobs", runs, progress, tell))
-    return tell()
+    finish(Sweep(study.launcher, study.run_dir / "jobs", runs, progress, report))
+    return report()
 
 
-def known_of(settings: cheem_run.Run) -> dict[str, Any]:
-    """What the configuration of a run will say, as far as that is known before weights and images
-    are read."""
+def expected_config(settings: cheem_run.Run) -> dict[str, Any]:
+    """The part of a run's configuration that does not depend on weights and images."""
     config = cheem_run.make_run_config(settings)
-    known = {
+    expected = {
         config.method.name: dataclasses.asdict(config.method),
         "seed": config.seed,
         "seeds": dataclasses.asdict(config.seeds),
         "engine": dataclasses.asdict(config.engine),
     }
-    if settings.tasks is not None:
-        known["tasks"] = settings.task_names
-    return known
+    return expected | ({} if settings.tasks is None else {"tasks": settings.task_names})
 
 
 def task_names(stream: str, tasks: str | None = None, data_dir: Path | None = None) -> list[str]:
-    """The names of a stream's tasks in learning order, without reading an image; of `tasks` those
-    that it names."""
+    """Names of the stream's tasks, or of `tasks`, in learning order; no image is read."""
     if tasks is not None:
         return [name.strip() for name in tasks.split(",")]
     return (
@@ -215,9 +208,7 @@ def run_settings(study: Study, variant: Variant, seed: int) -> cheem_run.Run:
             "method": variant.method,
             "cheem": CheemConfig(**vars(config)) if is_cheem else PRESETS[preset],
             "options": None if is_cheem else config,
-            "base_data": (
-                study.base_data if is_cheem else None
-            ),  # no other method asks for similarity
+            "base_data": study.base_data if is_cheem else None,
             "seed": seed,
             "num_seeds": 1,
             **variant.run,
@@ -235,25 +226,24 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     return config
 
 
-def place_of(settings: cheem_run.Run) -> tuple[Any, ...]:
-    """Where weights and images of a run come from."""
+def _source(settings: cheem_run.Run) -> tuple[Any, ...]:
+    """The settings that decide weights and images of a run."""
     return tuple(getattr(settings, field.name) for field in dataclasses.fields(cheem_run.Data))
 
 
 def loader(study: Study, progress: Progress) -> Callable[[cheem_run.Run], cheem_run.Loaded]:
-    """Loads weights and images of a run; those of the last one serve again where they are the
-    same."""
-    held: dict[tuple[Any, ...], cheem_run.Loaded] = {}
+    """A function that loads weights and images of a run and reuses those of the last one."""
+    cached: dict[tuple[Any, ...], cheem_run.Loaded] = {}
 
     def load(settings: cheem_run.Run) -> cheem_run.Loaded:
-        place = place_of(settings)
-        if place not in held:
-            held.clear()
+        source = _source(settings)
+        if source not in cached:
+            cached.clear()
             shared = dataclasses.replace(
                 settings, router=None, router_weights=None, base_data=study.base_data
             )
-            held[place] = cheem_run.load(shared, progress)
-        loaded = held[place]
+            cached[source] = cheem_run.load(shared, progress)
+        loaded = cached[source]
         if settings.base_data is None:
             loaded = loaded._replace(base_images=None)
         return loaded._replace(router=cheem_run.load_router(settings, loaded.size))

@@ -81,7 +81,7 @@ def test_a_grid_is_tried_from_the_middle_towards_the_better_side(accuracies, tri
         asked.append(number)
         return accuracies[number]
 
-    assert choosing.climbed(accuracy, len(accuracies)) == {
+    assert choosing.climb(accuracy, len(accuracies)) == {
         number: accuracies[number] for number in tried
     }
     assert len(asked) == len(set(asked))

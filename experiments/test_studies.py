@@ -277,7 +277,7 @@ def test_a_folder_with_other_settings_is_told_before_any_run(tmp_path):
         tasks="shapes,colours", only="orders", num_orders=2, run_dir=tmp_path
     )
     variants = ablations.studies_of(settings)["orders"]
-    known = study.known_of(study.run_settings(settings, variants[1], 0))
+    known = study.expected_config(study.run_settings(settings, variants[1], 0))
     assert known["tasks"] == ["colours", "shapes"] and known["cheem"]["supernet"]["epochs"] == 12
     folder = tmp_path / "order-2" / "seed-0"
     folder.mkdir(parents=True)
