@@ -52,11 +52,12 @@ def test_memory_and_cache_hold_the_same_pixels_and_have_one_fingerprint(tmp_path
 def test_photos_are_turned_in_folders_and_zips_and_keep_another_place_than_as_stored(
     keep, tmp_path
 ):
+    # upright files, turned ones, and their pixels as stored
     kinds: list[list[bytes]] = [
         [],
         [],
         [],
-    ]  # upright files, turned ones, and their pixels as stored
+    ]
     for seed, orientation in enumerate((1, 3, 6, 8)):
         pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
         as_stored = stored(Image.fromarray(pixels), orientation)

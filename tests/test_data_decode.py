@@ -214,9 +214,8 @@ def test_a_palette_is_looked_up_before_resizing():
     image = halves("P", 0, 2, (4, 4))
     image.putpalette([0, 0, 0, 255, 0, 0, 255, 255, 255])
     pixels = decode_image(encode(image), 8)
-    assert (
-        len(np.unique(pixels)) > 2
-    )  # mixed greys at the edge, as nearest-neighbour indices would not give
+    # mixed greys at the edge, as nearest-neighbour indices would not give
+    assert len(np.unique(pixels)) > 2
     assert (
         pixels[..., 0] == pixels[..., 1]
     ).all()  # entry 1 lies between the indices but is no mixture

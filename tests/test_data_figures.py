@@ -31,9 +31,8 @@ def count(pixels: np.ndarray, colour: tuple[int, int, int]) -> int:
 def test_every_class_has_one_example_with_its_own_pixels(tmp_path):
     images = plain([RED, GREEN] + [(index, 0, 0) for index in range(1, 10)])
     pixels = sheet(tmp_path / "sub" / "a.png", images, [*range(11)], [f"c{i}" for i in range(11)])
-    assert (
-        count(pixels, RED) == count(pixels, GREEN) == 112**2
-    )  # 8 pixels a side, fourteen times as large
+    # 8 pixels a side, fourteen times as large
+    assert count(pixels, RED) == count(pixels, GREEN) == 112**2
     assert [file.name for file in (tmp_path / "sub").iterdir()] == ["a.png"]
 
 
@@ -104,9 +103,8 @@ def test_any_class_name_is_drawn_and_leaves_the_size_as_it_is(tmp_path, name, nu
 
 def test_a_class_without_examples_leaves_an_empty_box(tmp_path):
     pixels = sheet(tmp_path / "a.png", plain([RED]), [1], ["none", "red"])
-    assert count(pixels, RED) == 112**2 and count(pixels, EMPTY) == pytest.approx(
-        112**2, rel=0.01
-    )  # smooth text
+    # smooth text
+    assert count(pixels, RED) == 112**2 and count(pixels, EMPTY) == pytest.approx(112**2, rel=0.01)
     sheet(tmp_path / "b.png", np.zeros((0, 8, 8, 3), np.uint8), [], ["none"] * 20)
 
 

@@ -234,11 +234,12 @@ def test_without_splits_test_takes_three_tenths_first(tmp_path, prefix):
         for i in range(n)
     }
     task = load_task(write(tmp_path / "pets", files), image_size=4)
+    # ceil(12.3), ceil(2.8)
     assert [len(split.labels) for split in task.splits.values()] == [
         25,
         3,
         13,
-    ]  # ceil(12.3), ceil(2.8)
+    ]
     everything = [pair for split in task.splits.values() for pair in values(split)]
     assert sorted(everything) == [(0, i) for i in range(30)] + [(1, i) for i in range(11)]
 
@@ -460,9 +461,8 @@ def test_absurd_zip_members_are_refused(tmp_path, monkeypatch):
 def test_encrypted_and_damaged_zip_members_are_refused_by_name(tmp_path):
     file = write_zip(tmp_path / "x.zip", FULL)
     whole = file.read_bytes()
-    first = whole.index(
-        b"PK\x01\x02"
-    )  # the central directory's first entry; its flags are 8 bytes further on
+    # the central directory's first entry; its flags are 8 bytes further on
+    first = whole.index(b"PK\x01\x02")
     file.write_bytes(whole[: first + 8] + b"\x01" + whole[first + 9 :])
     with pytest.raises(ValueError, match="'train/cat/00.png': it is encrypted"):
         load_task(file, image_size=4)
@@ -570,9 +570,8 @@ def test_zip_members_that_overlap_are_refused(tmp_path):
     file = write_zip(tmp_path / "x.zip", {"train/cat/1.png": bytes(5000), "train/dog/1.png": b""})
     data = bytearray(file.read_bytes())
     second = data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 4)
-    struct.pack_into(
-        "<II", data, second + 20, 5000, 5000
-    )  # as long as the first, and at the same place
+    # as long as the first, and at the same place
+    struct.pack_into("<II", data, second + 20, 5000, 5000)
     struct.pack_into("<I", data, second + 42, 0)
     file.write_bytes(data)
     with pytest.raises(
@@ -596,9 +595,8 @@ def test_a_member_gives_no_more_than_the_directory_tells(tmp_path):
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("1.png", bytes(2**28))
     data = bytearray(file.read_bytes())
-    struct.pack_into(
-        "<I", data, data.index(b"PK\x01\x02") + 24, 10
-    )  # what it says that it unpacks to
+    # what it says that it unpacks to
+    struct.pack_into("<I", data, data.index(b"PK\x01\x02") + 24, 10)
     file.write_bytes(data)
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"1\.png cannot be read: Bad CRC-32"):
@@ -660,9 +658,8 @@ def test_a_name_with_accents_is_one_class_however_they_are_composed(tmp_path):
     files = layout(
         train={NFC: 2, NFD: 3, "dog": 3}, val={NFC: 1, "dog": 1}, test={NFD: 2, "dog": 1}
     )
-    files = {
-        file.replace(f"{NFD}/0", f"{NFD}/9"): data for file, data in files.items()
-    }  # for folders that are one
+    # for folders that are one
+    files = {file.replace(f"{NFD}/0", f"{NFD}/9"): data for file, data in files.items()}
     for place in (write(tmp_path / "pets", files), write_zip(tmp_path / "pets.zip", files)):
         plan = plan_task(place)
         assert plan.classes == ("dog", NFC) and plan.counts == {"train": 8, "val": 2, "test": 3}
@@ -670,10 +667,8 @@ def test_a_name_with_accents_is_one_class_however_they_are_composed(tmp_path):
     listed = files | {"meta.json": json.dumps({"classes": [NFD, "dog"]}).encode()}
     assert plan_task(write_zip(tmp_path / "listed.zip", listed)).classes == (NFD, "dog")
     alone = write_zip(tmp_path / "mac.zip", layout(train={NFD: 5, "dog": 5}))
-    assert plan_task(alone).classes == (
-        "dog",
-        NFD,
-    )  # as spelled, so that memories of earlier versions know their data
+    # as spelled, so that memories of earlier versions know their data
+    assert plan_task(alone).classes == ("dog", NFD)
     files = layout(train={NFC: 3, NFD.upper(): 3, "dog": 3})
     with pytest.raises(
         ValueError, match=r"classes \['MUS.*', 'mus.*'\] differ only in upper and lower case"

@@ -70,9 +70,8 @@ def test_wrong_dtypes_and_shapes_are_refused():
 def test_class_names_must_be_two_or_more_and_unique():
     with pytest.raises(ValueError, match="has 1 class"):
         make_task(classes=("cat",))
-    with pytest.raises(
-        ValueError, match="unique, repeated: .'mus\u00e9e'"
-    ):  # composed, and as a Mac stores it
+    # composed, and as a Mac stores it
+    with pytest.raises(ValueError, match="unique, repeated: .'mus\u00e9e'"):
         make_task(classes=("mus\u00e9e", "muse\u0301e"))
     with pytest.raises(ValueError, match=r"unique, repeated: \['cat'\]"):
         make_task(classes=("cat", "cat"))

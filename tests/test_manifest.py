@@ -121,11 +121,12 @@ def test_splits_bear_the_usual_names_in_either_case(tmp_path):
 def test_what_is_missing_is_cut_from_train(tmp_path):
     photos(tmp_path, num=10)
     plan = plan_manifest(table(tmp_path / "all.csv", "path,label", *rows(10)))
+    # ceil(6.0), then ceil(1.4)
     assert [len(part.labels) for part in plan.splits.values()] == [
         12,
         2,
         6,
-    ]  # ceil(6.0), then ceil(1.4)
+    ]
     lines = [f"{line},{'test' if '/9' in line else 'train'}" for line in rows(10)]
     plan = plan_manifest(table(tmp_path / "two.csv", "path,label,split", *lines))
     assert [len(part.labels) for part in plan.splits.values()] == [16, 2, 2]

@@ -169,9 +169,8 @@ def test_commands_refuse_urls_before_anything_is_made(capsys, here, words):
 
 
 def test_without_a_home_folder_nothing_is_called_tilde(here, monkeypatch):
-    monkeypatch.setattr(
-        os.path, "expanduser", lambda path: path
-    )  # as Python answers where it finds no home
+    # as Python answers where it finds no home
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     for one in ("~", "~/x", Path("~/x")):
         with pytest.raises(
@@ -181,9 +180,8 @@ def test_without_a_home_folder_nothing_is_called_tilde(here, monkeypatch):
     assert absolute("~$draft.png") == here / "~$draft.png"
     with pytest.raises(ValueError, match="home folder is unknown"):
         default_directory()
-    assert (
-        cache_dir_of("photos", None) is None
-    )  # so that small images, which are never cached, are read all the same
+    # so that small images, which are never cached, are read all the same
+    assert cache_dir_of("photos", None) is None
     import jax
 
     before = jax.config.jax_compilation_cache_dir
@@ -223,11 +221,19 @@ def test_paths_in_settings_become_absolute_and_nothing_else_changes(here):
     assert with_absolute_paths(found) is found
 
 
+# fmt: skip
 MAINS = (
-    ablations.Ablations, collect.Collect, compare.Compare, component_study.ComponentStudy,
-    head_analysis.HeadAnalysis, planted.Planted, reproduce.Reproduce, router_study.RouterStudy,
-    search_study.SearchStudy, tables.Tables,
-)  # fmt: skip
+    ablations.Ablations,
+    collect.Collect,
+    compare.Compare,
+    component_study.ComponentStudy,
+    head_analysis.HeadAnalysis,
+    planted.Planted,
+    reproduce.Reproduce,
+    router_study.RouterStudy,
+    search_study.SearchStudy,
+    tables.Tables,
+)
 
 
 @pytest.mark.parametrize(

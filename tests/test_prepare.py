@@ -104,9 +104,8 @@ def test_a_download_of_other_bytes_prepares_nothing(tmp_path, gtsrb, server):
     folder, address = server
     archives = gtsrb(official.put(folder, official.gtsrb()), url=address)
     others = tuple(archive._replace(hash="0" * 64) for archive in archives)
-    BY_NAME["gtsrb"] = dataclasses.replace(
-        BY_NAME["gtsrb"], archives=others
-    )  # undone with what `gtsrb` sets
+    # undone with what `gtsrb` sets
+    BY_NAME["gtsrb"] = dataclasses.replace(BY_NAME["gtsrb"], archives=others)
     with pytest.raises(ValueError, match="0000"):
         prepare("gtsrb", tmp_path / "data", silent)
     assert not (tmp_path / "data" / "gtsrb").exists()

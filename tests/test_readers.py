@@ -10,7 +10,7 @@ import official
 import pytest
 from PIL import Image
 
-from cheem_jax.data.benchmarks.archives import Example, Reading
+from cheem_jax.data.benchmarks.archives import LabelledImage, Reading
 from cheem_jax.data.benchmarks.builders import (
     read_aircraft,
     read_caltech101,
@@ -36,7 +36,7 @@ def unpacked(request) -> bool:
     return request.param
 
 
-def examples(reading: Reading) -> dict[str, dict[str, Example]]:
+def examples(reading: Reading) -> dict[str, dict[str, LabelledImage]]:
     """By split and key."""
     found = {split: list(source.read()) for split, source in reading.sources.items()}
     assert all(len({example.key for example in split}) == len(split) for split in found.values())

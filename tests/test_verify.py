@@ -144,9 +144,8 @@ def test_images_of_8_bits_are_not_taken_for_dim_ones(tmp_path):
 @pytest.mark.parametrize("keep", ["memory", "cache"])
 def test_learning_tells_equal_images_under_two_labels(tmp_path, capsys, keep):
     files = full() | {f"train/cat/{i}.png": encoded(100 + i) for i in range(5)}
-    files |= {
-        f"train/dog/{i}.png": encoded(100 + i, size=(8, 8)) for i in range(4)
-    }  # other bytes, the same picture
+    # other bytes, the same picture
+    files |= {f"train/dog/{i}.png": encoded(100 + i, size=(8, 8)) for i in range(4)}
     files["test/cat/0.png"] = files["train/cat/4.png"]  # under one label
     plan = plan_task(write(tmp_path / "pets", files))
     decoded([plan], 4, ImagesConfig(keep, tmp_path / "cache"), Progress(), upright=True)
@@ -200,10 +199,8 @@ def test_a_cache_is_held_against_its_hashes(tmp_path):
     [place] = [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
     assert verify_caches(plan, [tmp_path / "cache"]) == ([str(place)], [])
     whole = (place / "val.npy").read_bytes()
-    for damaged in (
-        whole[:-1] + bytes([whole[-1] ^ 1]),
-        whole[:-1],
-    ):  # one bit of one pixel; one byte less
+    # one bit of one pixel; one byte less
+    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-1]):
         (place / "val.npy").write_bytes(damaged)
         intact, [line] = verify_caches(plan, [tmp_path / "cache"])
         assert intact == [] and re.search(r"cache .* is corrupted.*remove this folder", line)

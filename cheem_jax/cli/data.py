@@ -20,12 +20,12 @@ from cheem_jax.cli.arguments import ADVANCED
 from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Order, members_of
-from cheem_jax.data.decode import Progress as OnProgress
+from cheem_jax.data.decode import OnProgress
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.load import ImagesConfig, default_directory, load_tasks
 from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
-from cheem_jax.data.task import Part, Plan, check_names
+from cheem_jax.data.task import EncodedSplit, Plan, check_names
 from cheem_jax.data.verify import Findings, Listed, dim_note, verify, verify_caches, without_broken
 from cheem_jax.run.progress import Progress
 
@@ -319,7 +319,7 @@ def _slug(name: str) -> str:
     return re.sub(r"[^\w-]+", "_", name)
 
 
-def _images(part: Part, rows: np.ndarray) -> np.ndarray:
+def _images(part: EncodedSplit, rows: np.ndarray) -> np.ndarray:
     return np.concatenate(list(decode_in_order(part.files, SHOWN, rows)))
 
 

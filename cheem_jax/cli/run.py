@@ -26,7 +26,7 @@ from cheem_jax.cli.arguments import arguments_of, located, parse
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.images import Images
 from cheem_jax.core.settings import SeedsConfig
-from cheem_jax.data.decode import Progress as Count
+from cheem_jax.data.decode import OnProgress
 from cheem_jax.data.streams import DEMO, StreamConfig, find_stream, load_base_images
 from cheem_jax.data.task import Stream
 from cheem_jax.engine import hosts
@@ -238,7 +238,7 @@ def make_method_config(settings: Run) -> MethodConfig:
 def load(settings: Run, progress: Progress) -> Loaded:
     """Load weights and images; missing images are an error before weights are read."""
 
-    def decoding(task: str, num_images: int) -> AbstractContextManager[Count]:
+    def decoding(task: str, num_images: int) -> AbstractContextManager[OnProgress]:
         return progress.phase("decode", task=task, total=num_images)
 
     load_stream = find_stream(settings)

@@ -5,11 +5,11 @@ from cheem_jax.data.decode import decode_image, decode_many
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.load import ImagesConfig, load_stream, load_task, load_tasks
-from cheem_jax.data.task import Part, Plan, Split, Stream, Task, fingerprint, select
+from cheem_jax.data.task import EncodedSplit, Plan, Split, Stream, Task, fingerprint, select
 
 __all__ = [
     "ImagesConfig",
-    "Part",
+    "EncodedSplit",
     "Plan",
     "Split",
     "Stream",

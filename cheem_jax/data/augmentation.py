@@ -96,6 +96,5 @@ def augmented(
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(
-        thread_name_prefix="augment"
-    )  # Pillow releases the interpreter's lock
+    # Pillow releases the interpreter's lock
+    return ThreadPoolExecutor(thread_name_prefix="augment")

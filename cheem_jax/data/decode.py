@@ -35,7 +35,7 @@ used."""
 PIECE = 256
 """Number of images between two reports of progress (38 MB at 224 pixels)."""
 
-Progress = Callable[[int], object]
+OnProgress = Callable[[int], object]
 """Called with the number of images (or bytes) finished since the last call."""
 Found = TypeVar("Found")
 
@@ -242,7 +242,7 @@ def decode_in_order(
 
 
 def decode_many(
-    files: Encoded, image_size: int, *, on_progress: Progress = lambda num: None
+    files: Encoded, image_size: int, *, on_progress: OnProgress = lambda num: None
 ) -> UInt8[np.ndarray, "N S S 3"]:
     """Decode all images into one array. Raises as `decode_in_order`."""
     images = np.empty((len(files), image_size, image_size, 3), np.uint8)

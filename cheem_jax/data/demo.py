@@ -392,9 +392,8 @@ def _digits(sizes: dict[str, int], image_size: int, rng: np.random.Generator) ->
     """
     from sklearn.datasets import load_digits  # imported here, because it takes a second
 
-    small, labels = (
-        np.asarray(array) for array in load_digits(return_X_y=True)
-    )  # its stubs include types of pandas
+    # its stubs include types of pandas
+    small, labels = (np.asarray(array) for array in load_digits(return_X_y=True))
     if sum(sizes.values()) > len(labels):
         raise ValueError(f"there are {len(labels)} digits in all, the splits ask for {sizes}")
     rest = np.arange(len(labels))

@@ -417,9 +417,8 @@ def plan_manifest(
         raise FileNotFoundError(f"{root}: no such folder; the paths in {file} are relative to it")
     rows = _read_rows(file)
     # os.path is faster than pathlib for a million files
-    if not any(
-        os.path.isfile(os.path.join(root, row.path)) for row in rows
-    ):  # single missing files are reported as broken images
+    # single missing files are reported as broken images
+    if not any(os.path.isfile(os.path.join(root, row.path)) for row in rows):
         absent = first_of([f"{row.where}: {row.path!r}" for row in rows])
         raise FileNotFoundError(
             f"{file}: none of its {len(rows)} files exists: {absent}; "
@@ -490,9 +489,8 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         ) from error
     header = io.StringIO(text, newline="").readline()
     skipped = 0
-    if separator := re.fullmatch(
-        "sep=([,;\t])", header.strip("\r\n"), re.IGNORECASE
-    ):  # a line that Excel writes
+    # a line that Excel writes
+    if separator := re.fullmatch("sep=([,;\t])", header.strip("\r\n"), re.IGNORECASE):
         text = text[len(header) :]
         skipped = 1
         delimiter = separator[1]

@@ -25,23 +25,23 @@ from cheem_jax.core.paths import absolute, user_cache
 from cheem_jax.data.decode import (
     DECODER_VERSION,
     BrokenImages,
-    Progress,
+    OnProgress,
     decode_in_order,
     decode_many,
     decode_row,
 )
 from cheem_jax.data.files import Encoded, import_extra
 from cheem_jax.data.folder import plan_stream, plan_task
-from cheem_jax.data.task import Part, Plan, Split, Stream, Task, hash_of
+from cheem_jax.data.task import EncodedSplit, Plan, Split, Stream, Task, hash_of
 
 FORMAT = "cheem_jax-images/1"
 SPLIT_NAMES = ("train", "val", "test")
 
-Phase = Callable[[str, int], AbstractContextManager[Progress]]
+OpenPhase = Callable[[str, int], AbstractContextManager[OnProgress]]
 """Opens a phase of work from a task's name and its number of images; yields a function that counts
 finished images."""
-Given = TypeVar("Given")
-Loaded = TypeVar("Loaded")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Keep = Literal["auto", "memory", "cache", "stream"]
 
 IN_MEMORY = 2**30
@@ -73,7 +73,7 @@ def load_tasks(
     plans: Sequence[Plan],
     image_size: int,
     config: ImagesConfig = ImagesConfig(),
-    phase: Phase | None = None,
+    phase: OpenPhase | None = None,
     *,
     only: str | None = None,
 ) -> tuple[Task, ...]:
@@ -104,7 +104,7 @@ def load_tasks(
     return tuple(_each(plans, load))
 
 
-def _each(given: Iterable[Given], load: Callable[[Given], Loaded]) -> list[Loaded]:
+def _each(given: Iterable[Item], load: Callable[[Item], Result]) -> list[Result]:
     """Load all items. One error reports the broken images of all."""
     loaded = list[Any]()
     broken = list[str]()
@@ -142,7 +142,10 @@ def load_stream(
 
 
 def load_train(
-    plan: Plan, image_size: int, config: ImagesConfig = ImagesConfig(), phase: Phase | None = None
+    plan: Plan,
+    image_size: int,
+    config: ImagesConfig = ImagesConfig(),
+    phase: OpenPhase | None = None,
 ) -> Split:
     """Load only the training split."""
     total = bytes_needed(len(plan.train.labels), image_size)
@@ -155,7 +158,7 @@ def _load(
     image_size: int,
     config: ImagesConfig,
     total_bytes: int,
-    phase: Phase,
+    phase: OpenPhase,
 ) -> dict[str, Split]:
     """Load some splits. `total_bytes` is the size of all tasks together."""
     parts = {name: plan.splits[name] for name in names}
@@ -181,7 +184,7 @@ def _load(
         return splits
     with phase(plan.name, num) as on_progress:
 
-        def load(part: Part) -> Split:
+        def load(part: EncodedSplit) -> Split:
             images = decode_many(part.files, image_size, on_progress=on_progress)
             return Split(images, part.labels, hash_of(images, part.labels))
 
@@ -189,7 +192,7 @@ def _load(
 
 
 @contextlib.contextmanager
-def _silent(task: str, num_images: int) -> Iterator[Progress]:
+def _silent(task: str, num_images: int) -> Iterator[OnProgress]:
     yield lambda num_images: None
 
 
@@ -225,7 +228,7 @@ def cache_place(
 
 
 def cached(
-    plan: Plan, image_size: int, root: Path, phase: Phase, names: Sequence[str] = SPLIT_NAMES
+    plan: Plan, image_size: int, root: Path, phase: OpenPhase, names: Sequence[str] = SPLIT_NAMES
 ) -> dict[str, Split]:
     """Return splits with images mapped from files, which are written if they do not exist.
 
@@ -277,7 +280,7 @@ def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> d
     return splits
 
 
-def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase: Phase) -> None:
+def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase: OpenPhase) -> None:
     """Decode all images into a folder next to `place`, then rename it. One process does this at a
     time."""
     partial = place.with_name(f"{place.name}.partial")
@@ -312,7 +315,7 @@ def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase:
         raise
 
 
-def _write(file: Path, part: Part, image_size: int, on_progress: Progress) -> str:
+def _write(file: Path, part: EncodedSplit, image_size: int, on_progress: OnProgress) -> str:
     """Write a `.npy` piece by piece, so that a full disk raises an error here and no signal later;
     returns its hash."""
     digest = hashlib.sha256(part.labels.astype("<i4").tobytes())

@@ -26,7 +26,7 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.hub import TIMEOUT, told_in_a_line
 from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
-from cheem_jax.data.decode import Progress, opened, to_rgb
+from cheem_jax.data.decode import OnProgress, opened, to_rgb
 from cheem_jax.data.files import Encoded, FolderFiles, import_extra, stamp_of
 from cheem_jax.data.task import SPLITS, Members, Plan, Purpose, splits_of
 
@@ -141,7 +141,11 @@ class Prepared:
     splits: tuple[str, ...]
 
     def index(
-        self, splits: Iterable[str], key: str | None = None, *, on_progress: Progress | None = None
+        self,
+        splits: Iterable[str],
+        key: str | None = None,
+        *,
+        on_progress: OnProgress | None = None,
     ) -> list[Row]:
         """List all images of some splits, sorted.
 
@@ -168,7 +172,7 @@ class Prepared:
         return Records(self.directory, self.image, opened, places, keys)
 
     def _keys_and_labels(
-        self, split: str, key: str, on_progress: Progress | None
+        self, split: str, key: str, on_progress: OnProgress | None
     ) -> tuple[list[str], np.ndarray]:
         """Read keys and labels of one split in TFDS's order, from the cache if it is still
         valid."""

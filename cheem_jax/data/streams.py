@@ -11,7 +11,7 @@ from pathlib import Path
 from cheem_jax.core.images import Images
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.demo import demo_stream
-from cheem_jax.data.load import ImagesConfig, Phase, load_tasks, load_train
+from cheem_jax.data.load import ImagesConfig, OpenPhase, load_tasks, load_train
 from cheem_jax.data.sources import MissingTasks, cache_dir_of, plan_source
 from cheem_jax.data.task import Stream, select
 
@@ -50,7 +50,7 @@ class StreamConfig:
         return dataclasses.replace(self.images, cache_dir=cache_dir)
 
 
-def find_stream(config: StreamConfig) -> Callable[[int, Phase], Stream]:
+def find_stream(config: StreamConfig) -> Callable[[int, OpenPhase], Stream]:
     """Check that a stream is available; return the function that loads it at an image size.
 
     Raises MissingTasks for tasks that are not prepared, FileNotFoundError, or ValueError.
@@ -63,7 +63,7 @@ def find_stream(config: StreamConfig) -> Callable[[int, Phase], Stream]:
                 " you want"
             )
 
-        def load_demo(image_size: int, phase: Phase) -> Stream:
+        def load_demo(image_size: int, phase: OpenPhase) -> Stream:
             stream = demo_stream(image_size=image_size)
             return stream if names is None else select(stream, names)
 
@@ -83,13 +83,15 @@ def find_stream(config: StreamConfig) -> Callable[[int, Phase], Stream]:
             error.advice,
         ) from error
 
-    def load(image_size: int, phase: Phase) -> Stream:
+    def load(image_size: int, phase: OpenPhase) -> Stream:
         return Stream(name, load_tasks(plans, image_size, config.cached_images, phase))
 
     return load
 
 
-def load_base_images(source: str, config: StreamConfig, *, image_size: int, phase: Phase) -> Images:
+def load_base_images(
+    source: str, config: StreamConfig, *, image_size: int, phase: OpenPhase
+) -> Images:
     """Training images uint8 [N, S, S, 3] of the pretraining data; its other splits are not read.
 
     Raises ValueError for a source of several tasks.

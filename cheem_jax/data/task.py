@@ -129,7 +129,7 @@ class Stream:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class EncodedSplit:
     """Files of one split and their labels, int32 `[N]`."""
 
     files: Encoded
@@ -142,9 +142,9 @@ class Plan:
 
     name: str
     classes: tuple[str, ...]
-    train: Part
-    val: Part
-    test: Part
+    train: EncodedSplit
+    val: EncodedSplit
+    test: EncodedSplit
     source: str
     """The location of the files, for messages."""
     stamp: str
@@ -193,7 +193,7 @@ class Plan:
                     cut_missing(source, classes, members, seed, floor=floor)
                 members |= {split: {} for split in SPLITS if split not in members}
         parts = {
-            split: Part(files(list(labels)), np.array(list(labels.values()), np.int32))
+            split: EncodedSplit(files(list(labels)), np.array(list(labels.values()), np.int32))
             for split, labels in members.items()
         }
         train, val, test = parts["train"], parts["val"], parts["test"]
@@ -218,7 +218,7 @@ class Plan:
         for split, part in self.splits.items():
             files = copy.copy(part.files)
             files.upright = upright and not self.is_benchmark
-            parts[split] = Part(files, part.labels)
+            parts[split] = EncodedSplit(files, part.labels)
         return dataclasses.replace(self, **parts)
 
     def __post_init__(self):
@@ -226,7 +226,7 @@ class Plan:
         check_purpose(f"{self.source}: task {self.name!r}", self.classes, labels_of, self.purpose)
 
     @property
-    def splits(self) -> dict[str, Part]:
+    def splits(self) -> dict[str, EncodedSplit]:
         return {"train": self.train, "val": self.val, "test": self.test}
 
     @property

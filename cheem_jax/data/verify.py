@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cheem_jax.data.decode import PIECE, Progress, brightest_of, in_threads, opened, to_rgb
+from cheem_jax.data.decode import PIECE, OnProgress, brightest_of, in_threads, opened, to_rgb
 from cheem_jax.data.files import Chosen, Encoded, first_of
 from cheem_jax.data.load import cache_place, open_cache
-from cheem_jax.data.task import Part, Plan, Task, hash_of
+from cheem_jax.data.task import EncodedSplit, Plan, Task, hash_of
 
 Size = tuple[int, int]
 """Width and height in pixels."""
@@ -89,7 +89,7 @@ class Findings:
         return {"sound": self.sound, **dataclasses.asdict(self)}
 
 
-def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
+def verify(plan: Plan, *, on_progress: OnProgress = lambda num: None) -> Findings:
     """Read and decode every image with a few threads, and continue after broken ones."""
     broken: list[str] = []
     copies: dict[bytes, list[Listed]] = {}  # every readable image by its digest
@@ -129,7 +129,7 @@ def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
     )
 
 
-def _looks(plan: Plan, on_progress: Progress) -> Iterator[tuple[Listed, int, Look | str]]:
+def _looks(plan: Plan, on_progress: OnProgress) -> Iterator[tuple[Listed, int, Look | str]]:
     """Yield every image with its row, and its facts or the reason why it is unusable."""
     for split, part in plan.splits.items():
         looks = in_threads(functools.partial(_look, part.files), range(len(part.files)), PIECE)
@@ -204,7 +204,7 @@ def notes_on(plan: Plan, task: Task) -> list[str]:
 
 
 def without_broken(
-    plan: Plan, *, on_progress: Progress = lambda num: None
+    plan: Plan, *, on_progress: OnProgress = lambda num: None
 ) -> tuple[Plan, list[str]]:
     """Remove unreadable images from a plan (`Plan.skipped`); also return the reason for each.
 
@@ -236,7 +236,7 @@ def without_broken(
     if not skipped:
         return plan, []
     parts = {
-        split: Part(Chosen(part.files, rows[split]), part.labels[rows[split]])
+        split: EncodedSplit(Chosen(part.files, rows[split]), part.labels[rows[split]])
         for split, part in plan.splits.items()
     }
     return dataclasses.replace(plan, **parts, skipped=tuple(skipped)), reasons

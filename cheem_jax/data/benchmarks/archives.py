@@ -89,9 +89,8 @@ class _Unpacked(gzip.GzipFile):
         self.most = most
 
     def read(self, size: int | None = -1) -> bytes:
-        if size is not None and (
-            fault := too_large(size)
-        ):  # a header's size: tarfile reads long names without a check
+        # a header's size: tarfile reads long names without a check
+        if size is not None and (fault := too_large(size)):
             raise ValueError(fault)
         data = super().read(size)
         self._refuse_beyond(self.tell())
@@ -124,7 +123,7 @@ def _named(where: str) -> Iterator[None]:
         ) from error
 
 
-class Missing(FileNotFoundError):
+class MissingArchive(FileNotFoundError):
     """An archive does not exist (in contrast to one with incomplete content)."""
 
 
@@ -137,7 +136,7 @@ def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
     if missing := [
         " or ".join(names) for names, paths in zip(needed, existing, strict=True) if not paths
     ]:
-        raise Missing(
+        raise MissingArchive(
             f"{place}: missing {', '.join(missing)}; put the archive or what it unpacks to there"
         )
     return [next((path for path in paths if path.is_dir()), paths[0]) for paths in existing]
@@ -210,7 +209,7 @@ def below(folder: str, depth: int, suffix: str) -> KeyOf:
     return key_of
 
 
-class Example(NamedTuple):
+class LabelledImage(NamedTuple):
     """An encoded image, with a key that is unique in its split."""
 
     key: str
@@ -228,7 +227,7 @@ class Source:
     convert: Callable[[bytes, str], bytes] | None = None
     """Re-codes an image from its bytes and its name for errors."""
 
-    def read(self) -> Iterator[Example]:
+    def read(self) -> Iterator[LabelledImage]:
         """Yield every labelled image once. Raises ValueError if some are absent or occur twice."""
         keys: set[str] = set()
         for name, read in members(self.path):
@@ -241,7 +240,7 @@ class Source:
                 )
             keys.add(key)
             image = read() if self.convert is None else self.convert(read(), f"{self.path}: {name}")
-            yield Example(key, image, self.labels[key])
+            yield LabelledImage(key, image, self.labels[key])
         if absent := sorted(self.labels.keys() - keys):
             raise ValueError(
                 f"{self.path}: {len(absent)} of {len(self.labels)} listed images are absent, first"

@@ -35,7 +35,7 @@ from cheem_jax.data.benchmarks.archives import (
     read_files,
 )
 from cheem_jax.data.benchmarks.table import BY_NAME, TASKS
-from cheem_jax.data.decode import Progress, opened
+from cheem_jax.data.decode import OnProgress, opened
 
 ORIGIN = (
     "Read from the official files in a folder that the user filled, not downloaded by TensorFlow"
@@ -296,7 +296,7 @@ DATA_SETS = {
 
 
 def prepare_from_folder(
-    name: str, data_dir: Path, place: Path, on_progress: Progress = lambda num: None
+    name: str, data_dir: Path, place: Path, on_progress: OnProgress = lambda num: None
 ) -> Path:
     """Prepare a data set of `DATA_SETS` from the files in `place`, in
     `<data_dir>/<name>[/<config>]/<version>`.
@@ -367,9 +367,8 @@ def prepare_from_folder(
     downloads = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
     tfds.disable_progress_bar()  # `on_progress` counts already
     try:
-        with (
-            tempfile.TemporaryDirectory() as unused
-        ):  # TFDS creates folders for downloads even without any
+        # TFDS creates folders for downloads even without any
+        with tempfile.TemporaryDirectory() as unused:
             builder.download_and_prepare(
                 file_format="array_record", download_config=downloads, download_dir=unused
             )

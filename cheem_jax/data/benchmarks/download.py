@@ -17,7 +17,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
-from cheem_jax.data.decode import Progress
+from cheem_jax.data.decode import OnProgress
 
 TIMEOUT = 30.0
 """Seconds without data before an attempt fails."""
@@ -33,7 +33,7 @@ PASSING_STATUS = (408, 425, 429, *range(500, 600))
 
 
 def download(
-    url: str, file: Path, known_hash: str, *, on_progress: Progress = lambda num: None
+    url: str, file: Path, known_hash: str, *, on_progress: OnProgress = lambda num: None
 ) -> None:
     """Download `url` to `file`, which must not exist. `known_hash` is a SHA-256, or `md5:` and an
     MD5.
@@ -45,9 +45,8 @@ def download(
     """
     part = file.with_name(f"{file.name}.part")
     transfer: Any = functools.partial(_transfer, part, on_progress)
-    pooch.get_logger().setLevel(
-        "WARNING"
-    )  # it would print addresses and hashes between the lines of progress
+    # it would print addresses and hashes between the lines of progress
+    pooch.get_logger().setLevel("WARNING")
     try:
         pooch.retrieve(url, known_hash, file.name, file.parent, downloader=transfer)
     except (requests.RequestException, HTTPError) as error:
@@ -64,7 +63,7 @@ def download(
         raise ValueError(f"{url}: {error}") from error
 
 
-def _transfer(part: Path, on_progress: Progress, url: str, output_file: str, _: object) -> None:
+def _transfer(part: Path, on_progress: OnProgress, url: str, output_file: str, _: object) -> None:
     """Complete `part`, resuming after broken connections, and rename it to the temporary file that
     pooch asks for."""
     on_progress(_num_bytes(part))
@@ -90,7 +89,7 @@ def _transfer(part: Path, on_progress: Progress, url: str, output_file: str, _: 
                         raise
 
 
-def _receive(response: requests.Response, part: Path, on_progress: Progress) -> None:
+def _receive(response: requests.Response, part: Path, on_progress: OnProgress) -> None:
     """Write received bytes to `part`. Raises the errors of requests if the connection breaks."""
     offset = _num_bytes(part)
     content_range = response.headers.get("Content-Range", "")

@@ -18,18 +18,18 @@ from typing import Literal, NamedTuple
 import filelock
 
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.data.benchmarks.archives import Missing
+from cheem_jax.data.benchmarks.archives import MissingArchive
 from cheem_jax.data.benchmarks.builders import prepare_from_folder
 from cheem_jax.data.benchmarks.table import BY_NAME, Archive, BenchmarkTask
-from cheem_jax.data.decode import Progress
+from cheem_jax.data.decode import OnProgress
 from cheem_jax.data.records import Row, find_prepared, import_tfds, open_prepared, plan_rows
 from cheem_jax.data.task import Plan
 
-Work = Callable[[str, str, int], AbstractContextManager[Progress]]
+Work = Callable[[str, str, int], AbstractContextManager[OnProgress]]
 """Opens a phase of work: phase, task, and amount (bytes of archives, else images)."""
 
 
-class Status(NamedTuple):
+class Preparation(NamedTuple):
     """State of a task's preparation, and the next step."""
 
     state: Literal["ready", "archives", "missing"]
@@ -43,11 +43,11 @@ def manual_dir(data_dir: Path) -> Path:
     return data_dir / "downloads" / "manual"
 
 
-def status_of(task: BenchmarkTask, data_dir: Path) -> Status:
+def status_of(task: BenchmarkTask, data_dir: Path) -> Preparation:
     """Determine which files of a task exist, without opening them."""
     with contextlib.suppress(FileNotFoundError):
         directory = find_prepared(task.spec, data_dir)
-        return Status(
+        return Preparation(
             "ready", "", sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
         )
     place = manual_dir(data_dir)
@@ -57,13 +57,13 @@ def status_of(task: BenchmarkTask, data_dir: Path) -> Status:
     )
     command = f"`cheem data prepare {task.name} --data-dir {shlex.quote(str(data_dir))}`"
     if task.archives and not absent:
-        return Status("archives", command, size)
+        return Preparation("archives", command, size)
     reason = f" ({task.by_hand})" if task.by_hand else ""
     if by_hand := [archive.file for archive in absent if archive.url is None]:
         command = f"put {', '.join(by_hand)} into {place}{reason}, then {command}"
     elif _lacks_tensorflow(task):
         command = f"`pip install 'cheem_jax[prepare]'`{reason}, then {command}"
-    return Status("missing", command, size)
+    return Preparation("missing", command, size)
 
 
 def _lacks_tensorflow(task: BenchmarkTask) -> bool:
@@ -115,7 +115,7 @@ def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
     _get(task.name, present, place, phase)
     try:
         build()
-    except Missing as error:
+    except MissingArchive as error:
         if task.by_hand:
             raise FileNotFoundError(f"{error}; {task.by_hand}") from error
         _get(
@@ -202,7 +202,7 @@ def prepare_stock(spec: str, data_dir: Path) -> Path:
 
 
 def plan_of(
-    task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: Progress | None = None
+    task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: OnProgress | None = None
 ) -> Plan:
     """Plan a task with the paper's splits from a prepared data set. `seed` decides the cuts.
 

@@ -14,7 +14,7 @@ from PIL import Image
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.sources import plan_source
-from cheem_jax.data.task import Part, Split, fingerprint
+from cheem_jax.data.task import EncodedSplit, Split, fingerprint
 from cheem_jax.report.finished import Recorded, RunRecord
 from cheem_jax.report.page.charts import EmptySection
 from cheem_jax.report.table import spread
@@ -48,7 +48,7 @@ class Examples(NamedTuple):
 
 
 def examples(
-    run: RunRecord, recorded: Recorded, tests: Mapping[str, Split | Part] | None = None
+    run: RunRecord, recorded: Recorded, tests: Mapping[str, Split | EncodedSplit] | None = None
 ) -> Examples:
     """Raises EmptySection if predictions or images are not available; `tests` are test images by
     task."""
@@ -81,7 +81,7 @@ def examples(
     return Examples(shown, size <= CRISP, " ".join(notes))
 
 
-def _tests_of(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, Split | Part]:
+def _tests_of(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, Split | EncodedSplit]:
     """The test split of each task by its name; EmptySection where they are not those of the run."""
     known = run.results["split_sha256"]
     trouble = "Other files or labels are there now than the run has seen"
@@ -111,7 +111,7 @@ def _known_tests(
     data_dir: str | None,
     order: Any,
     seed: int,
-) -> Mapping[str, tuple[Split | Part, str]]:
+) -> Mapping[str, tuple[Split | EncodedSplit, str]]:
     """The test split of each task of a stream, and the hash by which a run knows its images."""
     if stream == "demo":
         return {
@@ -133,7 +133,7 @@ def _answers(directory: Path) -> Mapping[str, np.ndarray]:
 
 
 def _of_task(
-    run: RunRecord, index: int, answers: Mapping[str, np.ndarray], test: Split | Part
+    run: RunRecord, index: int, answers: Mapping[str, np.ndarray], test: Split | EncodedSplit
 ) -> tuple[str, list[Example], list[Example], int, int]:
     tasks = run.results["tasks"]
     size = run.results["image_size"]
