@@ -20,8 +20,7 @@ from cheem_jax.cli.arguments import ADVANCED
 from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Order, members_of
-from cheem_jax.data.decode import OnProgress
-from cheem_jax.data.decode import decode_in_order
+from cheem_jax.data.decode import OnProgress, decode_in_order
 from cheem_jax.data.load import ImagesConfig, default_directory, load_tasks
 from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
