@@ -1,14 +1,14 @@
-"""Where the memory could be placed: eleven components of a ViT block, each fine-tuned by itself
-(paper's appendix).
+"""Eleven components of a ViT block, each fine-tuned alone, as places of the memory (paper,
+appendix).
 
-    python experiments/component_study.py --preset quick python experiments/component_study.py
-    --stream vdd --backbone vit_base --data-dir DATA --run-dir runs/components-vdd
+    python experiments/component_study.py --preset quick
+    python experiments/component_study.py --stream vdd --backbone vit_base --data-dir DATA
 
-Every component is learned task to task, from the pretrained backbone each time (average accuracy:
-how well it transfers), and sequentially, one backbone through the stream (average forgetting).
-Every task has a head of its own, kept as it was when the task was learned, and the task ID is
-given. Per component one rate is chosen: the best on the validation splits, task to task. What is
-finished is not trained again, and what was stopped resumes.
+Every component is learned from the pretrained backbone for each task (average accuracy: transfer),
+and sequentially, with one backbone through the stream (average forgetting). Every task has a
+separate head, which is frozen after its task, and the task ID is given. One learning rate per
+component is chosen on the validation splits. Finished units are not repeated, and interrupted ones
+resume.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from studies.components.learning import (
     Place,
     Training,
     Units,
-    found_at,
+    units_at,
 )
 from studies.paper.printed import Cell, printed
 from study import recorded, seeds_of
@@ -60,10 +60,10 @@ class ComponentStudy(cheem_run.Data):
     """Transfer and forgetting of eleven components of a ViT block."""
 
     stream: str = cheem_run.DEMO
-    """demo, or whatever `experiments/mtil.py --stream` takes."""
+    """demo, or any other value of `experiments/mtil.py --stream`."""
     components: str = "all"
-    """Names or indices of the paper's table, separated by commas, or all; more can be added to a
-    finished run."""
+    """Names or indices of the paper's table, separated by commas, or all; more can be added later.
+    """
     preset: Literal["paper", "quick"] = "quick"
     """`paper`: 20 epochs, batches of 64, five rates from 1e-5 to 1e-3; `quick`: 6 epochs of at most
     240 images per task, batches of 32, rates 1e-3 and 3e-3."""
@@ -73,13 +73,13 @@ class ComponentStudy(cheem_run.Data):
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     run_dir: Path = Path("runs/component_study")
-    """Where record and tables are kept; what is unfinished is continued."""
+    """Folder of record and tables; unfinished units resume."""
     save_every: float | None = None
     """Seconds between rolling checkpoints."""
 
 
 def main(settings: ComponentStudy) -> None:
-    """Train what is missing, then print and save the table."""
+    """Train the missing units, then print and save the table."""
     progress = Progress()
     components = learning.components_of(settings.components)
     seeds = seeds_of(settings.seeds)
@@ -114,8 +114,7 @@ def learn(
     save_every: float | None = None,
     command: list[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Train in `directory` what is missing there; returns the rows of the table, as
-    `component_study.json` has them."""
+    """Train the missing units in `directory`; return the rows of `component_study.json`."""
     stream, pretrained = loaded.stream, loaded.pretrained
     config = FullFinetuneConfig(batch_size=training.batch_size)
     executor = make_networks(pretrained, None, config, engine).executor
@@ -132,7 +131,7 @@ def learn(
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
     }
     with recorded(directory, identity, command) as (record, stop):
-        # parameters and two moments of whatever a component may hold, and the checkpoint before
+        # parameters and two moments of the largest component, twice during replacement
         check_space(
             directory,
             2 * 3 * 4 * sum(leaf.size for leaf in executor.leaves),
@@ -148,7 +147,6 @@ def learn(
         sizes = learning.num_params(executor)
 
         def rows() -> list[dict[str, Any]]:
-            # those of earlier calls too
             return rows_of(read(directory), COMPONENTS, sizes, setting)
 
         total = units.images_left(components, seeds)
@@ -156,30 +154,29 @@ def learn(
             for number, component in enumerate(components, 1):
                 progress.say(f"{component.title}: component {number} of {len(components)}")
                 units.run(component, seeds, shown)
-                write(
-                    directory, rows(), setting
-                )  # a study that is stopped has a table of what it has
-        found = rows()
-    progress.console.print(table(found, setting).to_rich())
+                write(directory, rows(), setting)
+        finished = rows()
+    progress.console.print(table(finished, setting).to_rich())
     progress.say(
         f"table: {directory / 'component_study.md'}   numbers: {directory / 'component_study.json'}"
     )
-    return found
+    return finished
 
 
+Numbers = Mapping[str, Any]
 Row = dict[str, Any]
 PAPER = "ViT-Base on VDD"
 MEASURES = {"average_accuracy": -1, "average_forgetting": 1}
-"""Both in %; rank 1 is the most accurate and the least forgetful."""
+"""In %, with the sign of the ranks: 1 is the most accurate and the least forgetful."""
 
 
 def rows_of(
     entries: Sequence[Entry],
     components: Sequence[Component],
     num_params: Mapping[str, int],
-    setting: Mapping[str, Any],
+    setting: Numbers,
 ) -> list[Row]:
-    """A row per component whose units are all there; accuracies and forgetting in %."""
+    """A row per component with all units finished; accuracies and forgetting in %."""
     rates = setting["training"]["rates"]
     seeds = setting["seeds"]
     num_tasks = len(setting["tasks"])
@@ -190,12 +187,12 @@ def rows_of(
         if rate is None:
             continue
         places = [Place(component.name, seed, rate) for seed in seeds]
-        sequences = [found_at(entries, "sequential", place) for place in places]
-        diverged = any(found_at(entries, "diverged", place) for place in places)
+        sequences = [units_at(entries, "sequential", place) for place in places]
+        diverged = any(units_at(entries, "diverged", place) for place in places)
         if not diverged and any(len(sequence) < num_tasks for sequence in sequences):
             continue
         matrices = [] if diverged else [_matrix(sequence) for sequence in sequences]
-        transfer = [found_at(entries, "transfer", place) for place in places]
+        transfer = [units_at(entries, "transfer", place) for place in places]
         accuracy = [
             [units[index]["test_accuracy"] for index in range(num_tasks)] for units in transfer
         ]
@@ -231,7 +228,7 @@ def rows_of(
         row["ranks"] = {}
     for measure, sign in MEASURES.items():
         if all(row[measure] for row in rows):
-            # equal numbers of right answers may differ in the last bits
+            # equal numbers of correct predictions can differ in the last bits
             ours = rankdata(
                 np.round([sign * row[measure]["mean"] for row in rows], 6), method="min"
             )
@@ -253,8 +250,9 @@ def in_percent(values: Sequence[Any]) -> dict[str, Any]:
     return {**(mean_std(percent) or {}), "runs": percent}
 
 
-def table(rows: Sequence[Row], setting: Mapping[str, Any]) -> Grid:
-    """Ours, and the paper's numbers of another backbone and stream."""
+def table(rows: Sequence[Row], setting: Numbers) -> Grid:
+    """Our numbers, and the paper's with another backbone and stream; docs/experiments.md explains
+    the columns."""
     columns = (
         "",
         "component",
@@ -268,10 +266,11 @@ def table(rows: Sequence[Row], setting: Mapping[str, Any]) -> Grid:
         "rank acc.\nours,\npaper",
         "rank forg.\nours,\npaper",
     )
-    ends = ends_of(setting)
+    rates = setting["training"]["rates"]
+    ends = (min(rates), max(rates)) if len(rates) > 2 else ()
     lines = []
     for row in rows:
-        ranks = row["ranks"]
+        ranks = (row["ranks"].get(measure) for measure in MEASURES)
         lines.append(
             (
                 str(row["index"]),
@@ -281,85 +280,20 @@ def table(rows: Sequence[Row], setting: Mapping[str, Any]) -> Grid:
                 f"{row['rate']:g}" + ("*" if row["rate"] in ends else ""),
                 *(spread(row[measure], 2) for measure in MEASURES),
                 *(number(row["paper"][measure], 2) for measure in MEASURES),
-                *(
-                    "{ours}, {paper}".format(**ranks[measure]) if measure in ranks else NONE
-                    for measure in MEASURES
-                ),
+                *("{ours}, {paper}".format(**rank) if rank else NONE for rank in ranks),
             )
         )
     title = f"Components of a block, fine-tuned: {setting['stream']}, {setting['backbone']}"
-    return Grid(title, columns, tuple(lines), 2, caption(rows, setting))
+    return Grid(title, columns, tuple(lines), 2)
 
 
-def ends_of(setting: Mapping[str, Any]) -> tuple[float, ...]:
-    """The outer rates, where there are inner ones."""
-    rates = setting["training"]["rates"]
-    return (min(rates), max(rates)) if len(rates) > 2 else ()
-
-
-def caption(rows: Sequence[Row], setting: Mapping[str, Any]) -> str:
-    """What was done, and what the columns are."""
-    training, seeds, tasks = setting["training"], setting["seeds"], setting["tasks"]
-    most = training["max_train"]
-    spread = ", with the standard deviation" if len(seeds) > 1 else ""
-    lines = [
-        (
-            f"ours: {setting['backbone']} on {setting['stream']} ({', '.join(tasks)}); mean over"
-            f" seeds {', '.join(map(str, seeds))}{spread}. paper: {PAPER}, another backbone and"
-            " stream: compare orders, not values."
-        ),
-        (
-            "accuracy, %: each task learned from the pretrained backbone (transfer); forgetting,"
-            " points: one backbone through the stream, all tasks but the last. A head per task, the"
-            " true task given."
-        ),
-        (
-            f"Adam, no weight decay, cosine to 0, {training['epochs']} epochs of"
-            f" {'all' if most is None else f'at most {most}'} training images per task, batches of"
-            f" {training['batch_size']}; heads begin at random and learn at"
-            f" {training['head_rate']:g}."
-        ),
-        f"rate: the best of {', '.join(f'{rate:g}' for rate in training['rates'])} on the"
-        " validation splits, task to task, one per component; the same sequentially."
-        + (" *: at an end of the sweep." if ends_of(setting) else ""),
-        "params: the component in all blocks, heads apart. MHSA: with its output projection.",
-    ]
-    if len(rows) > 2 and all(len(row["ranks"]) == 2 for row in rows):
-        accuracy, forgetting = (
-            _rank_correlation(
-                [row[measure]["mean"] for row in rows], [row["paper"][measure] for row in rows]
-            )
-            for measure in MEASURES
-        )
-        accuracy, forgetting = (
-            "none" if np.isnan(found) else f"{found:.2f}" for found in (accuracy, forgetting)
-        )
-        lines.append(
-            f"ranks: 1 is the most accurate and the least forgetful of these {len(rows)};"
-            f" Spearman's correlation of ours with the paper's is {accuracy} for accuracy and"
-            f" {forgetting} for forgetting."
-        )
-    if any(row["average_forgetting"] is None for row in rows) and len(tasks) > 1:
-        lines.append(f"{NONE}: the sequence diverged at this rate.")
-    return "\n".join(lines)
-
-
-def _rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    ours, theirs = np.round(a, 6), np.round(b, 6)
-    if min(np.ptp(ours), np.ptp(theirs)) == 0:  # of equal values there is none
-        return float("nan")
-    return float(np.corrcoef(rankdata(ours), rankdata(theirs))[0, 1])
-
-
-def write(directory: Path, rows: Sequence[Row], setting: Mapping[str, Any]) -> None:
-    """Table and numbers."""
-    if not rows:
-        return
-    grid = table(rows, setting)
-    numbers = {"setting": dict(setting), "paper": PAPER, "components": list(rows)}
-    notes = grid.caption.replace("\n", "  \n")
-    text = f"# {grid.title}\n\n{grid.to_markdown()}\n\n{notes}\n"
-    write_page(directory / "component_study", text, numbers, grid)
+def write(directory: Path, rows: Sequence[Row], setting: Numbers) -> None:
+    """Write table and numbers."""
+    if rows:
+        grid = table(rows, setting)
+        numbers = {"setting": dict(setting), "paper": PAPER, "components": list(rows)}
+        text = f"# {grid.title}\n\n{grid.to_markdown()}\n"
+        write_page(directory / "component_study", text, numbers, grid)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""All that an accelerator is wanted for, in one command that ends by itself: is it right, how fast
-is it, real runs.
+"""Checks, speed and runs on an accelerator within a time limit.
 
     python experiments/gpu.py --stream FOLDER --weights FILE --seconds 1500 --out runs/gpu
     python experiments/gpu.py --miniature --out runs/gpu-miniature
 
-Parts, in this order: `smoke` (training by every executor beside the CPU's, and deterministic
-training twice), `speed` (`bench/accelerator.py`: steps, scoring and whole tasks, PyTorch next to
-ours where it is installed), `runs` (`compare.py` per method, in the order of what their rows are
-worth, settings chosen on validation images first). With `--parallel` several runs go at a time,
-since a small backbone leaves a large accelerator mostly idle; without NVIDIA's multi-process
-service they take turns. What does not end in time is interrupted; a run resumes with the next call.
-OUT/records.tar.gz has what was found and no checkpoint. The miniature takes minutes on any machine,
-and its numbers mean nothing.
+The parts in their order: `smoke` (training by every executor compared with the CPU, and two
+deterministic trainings), `speed` (`bench/accelerator.py`: steps, scoring and whole tasks, next to
+PyTorch if it is installed), `runs` (`compare.py` per method, most important first, after choosing
+settings on validation images). `--parallel` starts several runs at a time, because a small backbone
+uses little of a large accelerator; without NVIDIA's multi-process service they take turns. A part
+that exceeds its time is interrupted; a run resumes with the next call. OUT/records.tar.gz has all
+numbers and no checkpoint. The miniature takes minutes on any machine; its numbers mean nothing.
 """
 
 import contextlib
@@ -55,8 +53,7 @@ from cheem_jax.engine.choice import EngineConfig, make_executor
 PARTS = ("smoke", "speed", "runs")
 HERE = Path(__file__).parent
 LARGEST_DIFFERENCE: dict[Precision, float] = {"float32": 1e-2, "bfloat16": 5e-2}
-"""Of a loss from the CPU's in float32, as a share of the first one; accelerators round products
-more."""
+"""Largest difference of a loss from the CPU's in float32, relative to the first loss."""
 FIRST = (
     "frozen_linear",
     "lora_cl",
@@ -67,7 +64,7 @@ FIRST = (
 )
 ONCE = ("moal", "tuna", "diki", "coda_prompt", "l2p", "dualprompt", "ewc", "moe_adapters")
 LIKE = "cheem:closed_form"
-"""Whose settings the runs with uniform sampling and in reversed order have."""
+"""The method whose settings uniform sampling and the reversed order share."""
 QUEUE = (
     *((method, "quick", 0, "") for method in FIRST),
     *((method, "quick", seed, "") for seed in (1, 2) for method in (LIKE, "lora_cl", "cheem")),
@@ -77,24 +74,24 @@ QUEUE = (
     (LIKE, "quick", 0, "reversed"),
     ("cheem", "paper", 0, ""),
 )
-"""Method, preset, seed and order of the runs, the most wanted first."""
+"""Method, preset, seed and order of the runs, most important first."""
 GRACE = 60
-"""Seconds that a part has to stop after an interruption."""
+"""Seconds for a part to stop after an interruption."""
 SPEED = 570
-"""Seconds that the part `speed` takes if there is time for it."""
+"""Seconds of the part `speed` if enough time is available."""
 PACKED = (".json", ".jsonl", ".md", ".csv", ".txt", ".log", ".npz")
 MEMORY = 0.9
-"""Share of an accelerator's memory that all processes have together."""
+"""Share of an accelerator's memory for all processes together."""
 Case = tuple[choice.Name, Precision, bool]
-"""An executor, a precision, and whether bits are to be equal in every run."""
+"""An executor, a precision, and whether training is deterministic."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Parts, their data, and the time that they have together."""
+    """Parts, their data and their total time."""
 
     stream: str = "demo"
-    """What `runs` learns, as for `experiments/mtil.py`."""
+    """The stream of `runs`, as for `experiments/mtil.py`."""
     weights: Path | None = None
     """DeiT-Tiny's weights; default: from the hub."""
     base_data: str | None = None
@@ -103,18 +100,18 @@ class Gpu:
     """Names of the stream's tasks, separated by commas, on which settings are chosen; default:
     those of the presets."""
     chosen: Path | None = None
-    """The `chosen.json` of an earlier choice: its methods are not chosen for again."""
+    """The `chosen.json` of an earlier choice, whose settings are used."""
     parallel: int = 1
-    """Processes of the part `runs` at a time; each has its share of the accelerator's memory, and a
+    """Number of processes of `runs` at a time; each has a share of the accelerator's memory and a
     log in OUT/logs."""
     only: str = ",".join(PARTS)
     """Parts, separated by commas."""
     seconds: float = 1500
-    """After which all have ended."""
+    """Time limit of all parts together."""
     miniature: bool = False
-    """Everything but the hardware: the bundled backbones and two demo tasks."""
+    """A test without the hardware: the bundled backbones and two demo tasks."""
     out: Path = Path("runs/gpu")
-    """Folder of everything; what is unfinished there is continued."""
+    """Folder of all outputs; unfinished runs resume."""
 
     def __post_init__(self) -> None:
         if not self.seconds > GRACE:
@@ -136,13 +133,11 @@ class Gpu:
 
 
 def main(settings: Gpu) -> None:
-    """Run the parts, then pack what they found; a part that fails does not stop the others."""
+    """Run the parts, then pack their records; a failed part does not stop the others."""
     parts = names_in("--only", settings.only, list(PARTS))
     end = time.monotonic() + settings.seconds
     check_folder("--out", settings.out)
-    queued = list(
-        commands(settings, parts)
-    )  # a stream that is not there is told before anything runs
+    queued = list(commands(settings, parts))  # a missing stream is an error before any run
     (settings.out / "logs").mkdir(parents=True, exist_ok=True)
     ended = list[str]()
     stopped = Event()
@@ -162,13 +157,11 @@ def main(settings: Gpu) -> None:
             ended.append(f"{part.name}: {how}")
             print(ended[-1], flush=True)
 
-    alone = [
-        part for part in queued if part.name in PARTS
-    ]  # what is timed, or takes all of the memory
+    # timed parts and parts that need all of the memory
+    alone = [part for part in queued if part.name in PARTS]
     groups = dict[str, list[Part]]()
-    for part in queued[
-        len(alone) :
-    ]:  # those that need one choice of settings come after the one that makes it
+    # parts that need a choice of settings run after the one that makes it
+    for part in queued[len(alone) :]:
         groups.setdefault(part.choice or part.name, []).append(part)
     try:
         work(alone)
@@ -176,7 +169,7 @@ def main(settings: Gpu) -> None:
             try:
                 list(threads.map(work, groups.values()))
             except BaseException:
-                stopped.set()  # else every thread would go on with its next part
+                stopped.set()  # else every thread would start its next part
                 raise
     finally:
         write_atomically(settings.out / "ended.txt", "\n".join(ended) + "\n")
@@ -188,8 +181,8 @@ def main(settings: Gpu) -> None:
 
 
 class Part(NamedTuple):
-    """A process: its name, its command line, and the folder whose choice of settings it makes or
-    waits for, if any."""
+    """A process: its name, its command line, and the folder of the choice of settings that it makes
+    or needs, if any."""
 
     name: str
     command: list[str]
@@ -197,7 +190,7 @@ class Part(NamedTuple):
 
 
 def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[Part]:
-    """Every process, in the order in which they are wanted."""
+    """All processes in order."""
     small = settings.miniature
     out = settings.out
     known = methods_of(settings.chosen)
@@ -248,8 +241,7 @@ def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[Part]:
 
 
 def methods_of(chosen: Path | None) -> set[str]:
-    """The methods of which an earlier choice has every setting; ValueError where the file is
-    none."""
+    """The methods with all settings in an earlier choice; ValueError for any other file."""
     found = defaultdict[str, set[str]](set)
     try:
         for row in [] if chosen is None else json.loads(chosen.read_text()):
@@ -271,7 +263,7 @@ def place_of(out: Path, method: str, preset: str, order: str = "") -> Path:
 
 
 def limited(command: list[str], seconds: float, log: Path | None = None, sharing: int = 1) -> str:
-    """Run a script for so long at most, `sharing` of them at a time on one accelerator; how it
+    """Run a script for at most `seconds`, with `sharing` scripts on one accelerator; return how it
     ended."""
     start = time.monotonic()
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / sharing:.3f}"} if sharing > 1 else {}
@@ -296,8 +288,7 @@ def limited(command: list[str], seconds: float, log: Path | None = None, sharing
 
 
 def check(out: Path) -> None:
-    """Every executor beside the CPU, and two trainings that must have the same bits; writes
-    `smoke.json`."""
+    """Compare every executor with the CPU, and two deterministic trainings; write `smoke.json`."""
     same: Case = ("stages", "float32", True)
     cases: list[Case] = [
         *(
@@ -314,12 +305,12 @@ def check(out: Path) -> None:
     for (name, precision, _), ours in zip(cases[:-1], found, strict=False):
         largest = measure.difference(ours["losses"], np.asarray(wanted["losses"]))
         report[f"{name} {precision}"] = {**ours, "largest_difference": largest}
-        told = (
+        message = (
             f"{name}, {precision} on {ours['device']}: largest difference from the CPU"
             f" {largest:.1e}"
         )
-        print(told, flush=True)
-        wrong += [] if largest <= LARGEST_DIFFERENCE[precision] else [told]
+        print(message, flush=True)
+        wrong += [] if largest <= LARGEST_DIFFERENCE[precision] else [message]
     report["deterministic"] = found[-1]["losses"] == again["losses"]
     write_atomically(out / "smoke.json", json.dumps(report, indent=1) + "\n")
     if wrong or not report["deterministic"]:
@@ -327,12 +318,12 @@ def check(out: Path) -> None:
 
 
 def trainings(cases: list[Case]) -> list[dict[str, Any]]:
-    """One process's `training` of every case."""
+    """Train every case in this process."""
     return [training(*case) for case in cases]
 
 
 def training(name: choice.Name, precision: Precision, deterministic: bool) -> dict[str, Any]:
-    """Losses of a few steps with every op on this process's device, and what memory they took."""
+    """Losses of a few steps with every op on this process's device, and their peak memory."""
     pretrained = load_pretrained("vit_nano")
     vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
     executor = make_executor(
@@ -360,8 +351,7 @@ def training(name: choice.Name, precision: Precision, deterministic: bool) -> di
 
 
 def pack(out: Path) -> Path:
-    """The folder's small files in one archive: no checkpoint, no TensorBoard, nothing above 1
-    MB."""
+    """Pack the folder's records of at most 1 MB, without checkpoints and TensorBoard files."""
     file = out / "records.tar.gz"
     with tarfile.open(file, "w:gz") as archive:
         for found in sorted(out.rglob("*")):

@@ -1,9 +1,7 @@
-"""Runs of a study as jobs: processes of this machine, or jobs of a cluster's own scheduler (SLURM),
-through submitit.
+"""Runs of a study as jobs: processes of this machine, or jobs of SLURM, through submitit.
 
-A job is one run and does what `python experiments/mtil.py` does with the run's arguments. Scripts,
-logs and the ids of SLURM's jobs are kept in `RUN_DIR/jobs`. The same command again submits what is
-neither finished nor worked on.
+A job is one run of `python experiments/mtil.py`. `RUN_DIR/jobs` has scripts, logs and the IDs of
+SLURM's jobs. Repeating a command submits the runs that are neither finished nor running.
 """
 
 import collections
@@ -36,14 +34,14 @@ from cheem_jax.run.progress import Progress
 
 State = Literal["finished", "running", "queued", "elsewhere", "failed"]
 SECONDS_TO_BE_TAKEN_BACK = 600
-"""SLURM queues a preempted job again only if it finds it still there."""
+"""Time in which SLURM queues a preempted job again; it does so only while the job exists."""
 SECONDS_BETWEEN_LOOKS = {"local": 0.5, "slurm": 15.0}
-"""At jobs that are waited for."""
+"""Interval of polling jobs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LauncherConfig:
-    """Where the runs of a study work."""
+    """Where the runs of a study are executed."""
 
     kind: Annotated[
         Literal["none", "local", "slurm"], tyro.conf.arg(name="launcher", prefix_name=False)
@@ -51,16 +49,16 @@ class LauncherConfig:
     """none: in this process, one after another; local: each in a separate process; slurm: each as a
     job of SLURM (both: extra `cluster`)."""
     jobs: int | None = None
-    """Runs at work at a time; default: local 1, slurm all."""
+    """Number of runs at a time; default: local 1, slurm all."""
     gpus: int | None = None
-    """GPUs of a run on each of its nodes; local: runs at work share none; default: local what there
-    is, slurm none."""
+    """GPUs of a run on each of its nodes; local: concurrent runs share none; default: local all,
+    slurm none."""
     wait: bool = False
-    """slurm: stay until all jobs have ended, as local always does."""
+    """slurm: wait until all jobs have ended, as local always does."""
     minutes: int = 1440
-    """slurm: time limit of a job, which then stops, queues again and continues."""
+    """slurm: time limit of a job, which then stops, queues again and resumes."""
     requeues: int = 10
-    """slurm: how often it may do so."""
+    """slurm: maximum number of such restarts."""
     nodes: int = 1
     """slurm: nodes of one run, with one process on each."""
     cpus: int | None = None
@@ -68,19 +66,19 @@ class LauncherConfig:
     memory_gb: int | None = None
     """slurm: main memory of a run on each node."""
     partition: str | None = None
-    """slurm: where jobs queue."""
+    """slurm: partition of the jobs."""
     account: str | None = None
-    """slurm: who is charged."""
+    """slurm: account that is charged."""
     qos: str | None = None
     """slurm: quality of service."""
     parameters: tuple[str, ...] = ()
-    """slurm: further options of sbatch, each KEY=VALUE, or KEY where it takes no value."""
+    """slurm: further options of sbatch, each KEY=VALUE, or KEY for an option without a value."""
     setup: tuple[str, ...] = ()
     """slurm: lines of shell before the run, such as 'module load cuda'."""
 
 
 class Run(NamedTuple):
-    """A run of a study: its name, its folder, and what `mtil.py` is told."""
+    """A run of a study: its name, its folder and its arguments for `mtil.py`."""
 
     name: str
     directory: Path
@@ -88,7 +86,7 @@ class Run(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """Runs to be finished; `after_each` is called when some more are."""
+    """Runs to finish; `after_each` is called after further runs are finished."""
 
     launcher: LauncherConfig
     logs: Path
@@ -98,14 +96,13 @@ class Sweep(NamedTuple):
 
 
 class Job:
-    """What submitit does in a job: one run, or the rest of it."""
+    """One run, or the rest of it, as a job of submitit."""
 
     def __init__(self, arguments: list[str]):
         self.arguments = arguments
 
     def __call__(self) -> None:
-        """Ends as `mtil.py` does; asked by submitit's signal, it stops after the running step and
-        queues again."""
+        """Run until the end; on submitit's signal, stop after the current step and queue again."""
         queue_again = signal.getsignal(signal.SIGUSR2)
         asked = False
 
@@ -114,16 +111,14 @@ class Job:
             asked = True
             signal.raise_signal(signal.SIGTERM)
 
-        def end(
-            number: int, frame: object
-        ) -> None:  # until learning, which has a handler of its own
+        def end(number: int, frame: object) -> None:  # until learning installs its own handler
             raise SystemExit(128 + number)
 
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGUSR2, ask)
         try:
             from cheem_jax.cli import (
-                run as cheem_run,  # takes seconds, in which signals count already
+                run as cheem_run,  # takes seconds, so signals are handled before
             )
 
             settings = cheem_run.read_arguments(self.arguments)
@@ -134,28 +129,26 @@ class Job:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGUSR2, queue_again)
             if asked:
-                signal.raise_signal(
-                    signal.SIGUSR2
-                )  # ends the process, but for those of a run's further nodes
+                signal.raise_signal(signal.SIGUSR2)  # ends the process on a run's first node
                 return
             if os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
                 sleep(SECONDS_TO_BE_TAKEN_BACK)
             raise
 
     def checkpoint(self) -> Any:
-        """The same again: the run goes on from what it has kept."""
+        """The same job; the run resumes from its checkpoint."""
         return load_submitit().helpers.DelayedSubmission(self)
 
 
 def results_of(directory: Path) -> dict[str, Any] | None:
-    """What a finished run measured; None while tasks are missing."""
+    """The results of a finished run; None while tasks are missing."""
     results = read_object(directory / "results.json")
     tasks = read_object(directory / "config.json").get("tasks")
     return results if tasks and len(results.get("tasks", ())) == len(tasks) else None
 
 
 def watch(sweep: Sweep, look: Callable[[], dict[str, State]]) -> dict[str, State]:
-    """Looks again and again until nothing works or waits; says what has changed."""
+    """Poll the jobs until none is running or queued; report changes."""
     said = collections.Counter[str]()
     while True:
         states = look()
@@ -174,17 +167,17 @@ def watch(sweep: Sweep, look: Callable[[], dict[str, State]]) -> dict[str, State
 
 
 def last_error(logs: Path, job: str) -> str:
-    """The last line of a job's log of errors, and where it is."""
+    """The last line of a job's error log, and its file."""
     file = logs / f"{job}_0_log.err"
     lines = file.read_text(errors="replace").split("\n")[-20:] if file.exists() else []
     lines = [line.strip() for line in lines if line.strip() and not line.startswith("INFO:")]
-    told = [line for line in lines if line.startswith("error:")] or lines
-    return f"{told[-1] if told else 'it was ended without a word'} ({file})"
+    errors = [line for line in lines if line.startswith("error:")] or lines
+    return f"{errors[-1] if errors else 'it ended without a message'} ({file})"
 
 
 @contextlib.contextmanager
-def alone(logs: Path) -> Iterator[None]:
-    """Two commands at once would start a run twice."""
+def exclusive(logs: Path) -> Iterator[None]:
+    """Lock the folder of jobs, because two commands would start a run twice."""
     try:
         held = filelock.FileLock(logs / ".lock", fallback_to_soft=False).acquire(timeout=0)
     except filelock.Timeout:
@@ -196,7 +189,7 @@ def alone(logs: Path) -> Iterator[None]:
 
 
 def python_command(*environment: str) -> str:
-    """This Python, as a command that finds the experiments."""
+    """The command of this Python with the experiments on its path."""
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return shlex.join(["env", *environment, f"PYTHONPATH={os.pathsep.join(paths)}", sys.executable])
 
@@ -212,7 +205,7 @@ def load_submitit() -> ModuleType:
 
 
 def check(launcher: LauncherConfig) -> None:
-    """Raises ValueError for values that mean nothing."""
+    """Raise ValueError for values without effect."""
     used = {"none": {"kind"}, "local": {"kind", "jobs", "gpus"}}.get(launcher.kind)
     for field in dataclasses.fields(LauncherConfig):
         option = f"--launcher.{field.name.replace('_', '-')}"
@@ -226,18 +219,17 @@ def check(launcher: LauncherConfig) -> None:
 
 
 def host_arguments(launcher: LauncherConfig) -> list[str]:
-    """What every process of a run is told beside the run's settings, so that it uses all that its
-    job was given."""
+    """Arguments with which every process of a run uses all devices and nodes of its job."""
     if launcher.nodes > 1:
         return ["--hosts.coordinator", "auto", "--devices", "all"]
     return ["--devices", "all"] if (launcher.gpus or 1) > 1 else []
 
 
 def finish(sweep: Sweep) -> None:
-    """Returns when all runs are finished.
+    """Return when all runs are finished.
 
-    SystemExit ends the process before: status 0 where runs are left to SLURM or to other processes,
-    1 where some failed. ValueError where there is no SLURM, or it refuses the jobs.
+    Raises SystemExit with status 0 if runs are left to SLURM or to other processes, and with status
+    1 if some failed; ValueError without SLURM, or if it refuses the jobs.
     """
     launcher, logs = sweep.launcher, sweep.logs
     if all(results_of(run.directory) for run in sweep.runs):
@@ -265,12 +257,12 @@ def finish(sweep: Sweep) -> None:
 
 
 NO_LIMIT = 525_600
-"""Minutes of a job of this machine."""
+"""Time limit in minutes of a job on this machine."""
 
 
 def work_here(sweep: Sweep) -> dict[str, State]:
-    """Every run in a process of this machine, some at a time; a request to stop waits for their
-    running steps."""
+    """Run every run in a process of this machine, `jobs` at a time; a request to stop waits for
+    their current steps."""
     submitit = load_submitit()
     say = sweep.progress.say
     devices = [devices_of(sweep.launcher, place) for place in range(sweep.launcher.jobs or 1)]
@@ -281,7 +273,7 @@ def work_here(sweep: Sweep) -> dict[str, State]:
     def start(place: int, run: Run) -> None:
         executor = submitit.LocalExecutor(sweep.logs, python=python_command(*devices[place]))
         executor.update_parameters(timeout_min=NO_LIMIT)
-        # Ctrl-C reaches every process of a terminal, and submitit's would kill the run
+        # Ctrl-C reaches every process of a terminal and would kill submitit's
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             jobs[place] = run, executor.submit(Job(run.arguments))
@@ -313,35 +305,34 @@ def work_here(sweep: Sweep) -> dict[str, State]:
                 start(next(place for place in range(len(devices)) if place not in jobs), run)
         return states
 
-    with alone(sweep.logs), stop_requests() as stop:
+    with exclusive(sweep.logs), stop_requests() as stop:
         return watch(sweep, look)
 
 
 def devices_of(launcher: LauncherConfig, place: int) -> list[str]:
-    """Words of `env` that show the run at a place its GPUs; all where no number is told, which
-    submitit would hide."""
+    """Arguments of `env` that select the GPUs of a run; all GPUs without a number, because submitit
+    would hide them."""
     name = "CUDA_VISIBLE_DEVICES"
-    told = os.environ.get(name)
+    visible = os.environ.get(name)
     if launcher.gpus is None:
-        return ["-u", name] if told is None else [f"{name}={told}"]
+        return ["-u", name] if visible is None else [f"{name}={visible}"]
     needed = (launcher.jobs or 1) * launcher.gpus
-    gpus = [str(number) for number in range(needed)] if told is None else told.split(",")
+    gpus = [str(number) for number in range(needed)] if visible is None else visible.split(",")
     if len(gpus) < needed:
         raise ValueError(
-            f"--launcher.jobs and --launcher.gpus ask for {needed} GPUs; {name} is {told!r}"
+            f"--launcher.jobs and --launcher.gpus ask for {needed} GPUs; {name} is {visible!r}"
         )
     return [f"{name}={','.join(gpus[place * launcher.gpus :][: launcher.gpus])}"]
 
 
 SUBMITTED = "submitted.json"
-"""Ids of SLURM's jobs by run."""
+"""IDs of SLURM's jobs by run."""
 SECONDS_TO_STOP = 120
-"""So long before its time is up a job is asked to stop."""
+"""A job is asked to stop this long before its time limit."""
 
 
 def on_slurm(sweep: Sweep) -> dict[str, State]:
-    """Submits what nobody works on and tells how things stand; waits for all where that is asked
-    for."""
+    """Submit the runs without a job and report all states; wait for all jobs if `wait` is set."""
     logs = sweep.logs
     say = sweep.progress.say
     jobs = _submit(sweep)
@@ -351,8 +342,7 @@ def on_slurm(sweep: Sweep) -> dict[str, State]:
     }
     if not sweep.launcher.wait:
         say(
-            "the same command tells how they stand, submits again what failed, and writes the"
-            " tables"
+            "the same command reports their states, submits failed runs again and writes the tables"
         )
         if "finished" in states.values():
             sweep.after_each()
@@ -362,16 +352,16 @@ def on_slurm(sweep: Sweep) -> dict[str, State]:
     def look() -> dict[str, State]:
         try:
             alive = _alive(jobs.values())
-        except ValueError as error:  # as a busy scheduler answers at times
+        except ValueError as error:  # the scheduler can be busy
             say(f"{error}; asking again")
             return states
         for run in sweep.runs:
             job = jobs.get(run.name)
-            state, _ = _standing(run, job, alive)
+            state, _ = _state_of(run, job, alive)
             if state is not None:
                 states[run.name] = state
                 missed.discard(run.name)
-            elif run.name not in missed:  # results may still be on their way over the network
+            elif run.name not in missed:  # the file system can be slower than SLURM
                 missed.add(run.name)
             elif states[run.name] != "failed":
                 states[run.name] = "failed"
@@ -386,16 +376,16 @@ def on_slurm(sweep: Sweep) -> dict[str, State]:
 
 
 def _submit(sweep: Sweep) -> dict[str, str]:
-    """Submits what is neither finished nor worked on, and prints a row per run; returns the ids of
-    jobs by run."""
-    with alone(sweep.logs):
+    """Submit the runs that are neither finished nor running, print a row per run, and return the
+    IDs of jobs by run."""
+    with exclusive(sweep.logs):
         jobs: dict[str, str] = read_object(sweep.logs / SUBMITTED)
         alive = _alive(jobs.values())
         notes = dict[str, str]()
         new = list[Run]()
         for run in sweep.runs:
             job = jobs.get(run.name)
-            state, notes[run.name] = _standing(run, job, alive)
+            state, notes[run.name] = _state_of(run, job, alive)
             if state is None:
                 new.append(run)
                 notes[run.name] = "submitted" + (
@@ -411,13 +401,13 @@ def _submit(sweep: Sweep) -> dict[str, str]:
 
 
 def _sbatch(launcher: LauncherConfig, logs: Path, runs: Sequence[Run]) -> dict[str, str]:
-    """The runs as one array of jobs; returns their ids."""
-    # jobs may be preempted by a cluster that otherwise queues none again
+    """Submit the runs as one array of jobs; return their IDs."""
+    # a cluster can preempt jobs without queueing them again
     further: dict[str, Any] = {"requeue": True}
     for parameter in launcher.parameters:
         key, is_pair, value = parameter.partition("=")
         further[key.removeprefix("--")] = value if is_pair else True
-    # srun takes them from sbatch no more, since SLURM 22.05
+    # since SLURM 22.05 srun no longer inherits them from sbatch
     srun_args = None if launcher.cpus is None else [f"--cpus-per-task={launcher.cpus}"]
     parameters = {
         "job_name": logs.parent.name,
@@ -437,7 +427,7 @@ def _sbatch(launcher: LauncherConfig, logs: Path, runs: Sequence[Run]) -> dict[s
         "srun_args": srun_args,
     }
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # of what the error tells as well
+        with contextlib.redirect_stderr(io.StringIO()):  # the error contains it
             executor = load_submitit().SlurmExecutor(
                 logs, max_num_timeout=launcher.requeues, python=python_command()
             )
@@ -451,8 +441,7 @@ def _sbatch(launcher: LauncherConfig, logs: Path, runs: Sequence[Run]) -> dict[s
 
 
 def _alive(jobs: Collection[str]) -> dict[str, str]:
-    """What SLURM tells of those of the jobs that have not ended. ValueError where it does not
-    answer."""
+    """SLURM's states of the jobs that have not ended; ValueError if it does not answer."""
     if not jobs:
         return {}
     command = [
@@ -463,9 +452,8 @@ def _alive(jobs: Collection[str]) -> dict[str, str]:
         f"--jobs={','.join(_arrays(jobs))}",
     ]
     answer = subprocess.run(command, capture_output=True, text=True)
-    if (
-        answer.returncode and "Invalid job id" not in answer.stderr
-    ):  # what it says of one that ended long ago
+    # an invalid ID is that of a job that ended long ago
+    if answer.returncode and "Invalid job id" not in answer.stderr:
         raise ValueError(f"squeue does not tell which jobs are at work: {answer.stderr.strip()}")
     rows = (line.strip().partition("|") for line in answer.stdout.splitlines())
     return {job: state for job, _, state in rows}
@@ -475,11 +463,11 @@ def _arrays(jobs: Collection[str]) -> list[str]:
     return sorted({job.partition("_")[0] for job in jobs})
 
 
-def _standing(run: Run, job: str | None, alive: dict[str, str]) -> tuple[State | None, str]:
-    """How a run stands, and the words for it; None where nobody works on it.
+def _state_of(run: Run, job: str | None, alive: dict[str, str]) -> tuple[State | None, str]:
+    """State of a run and its description; None if no process works on it.
 
-    A killed job leaves its name with the run, and no other machine can be asked: what it submitted
-    itself SLURM knows better.
+    A killed job on another machine leaves its lock behind, so SLURM's answer counts for its own
+    jobs.
     """
     if results_of(run.directory):
         return "finished", "finished"

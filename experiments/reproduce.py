@@ -1,10 +1,9 @@
-"""Run a run again and say whether every number came out the same, and if not, where the first one
-differs.
+"""Repeat a run and report whether all numbers are equal, or the first difference.
 
     python experiments/reproduce.py runs/demo
     python experiments/reproduce.py runs/demo --against runs/copied-from-another-machine
 
-Ends with status 0 where the runs are identical, 1 where they differ, 2 where that cannot be told.
+The exit status is 0 if the runs are identical, 1 if they differ, and 2 if they cannot be compared.
 """
 
 import dataclasses
@@ -41,24 +40,24 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], Any], Callable[[Any], None]]] = 
         planted.run_alone,
     ),
 }
-"""What reads the arguments of a recorded command, and what then runs it."""
+"""For each recorded command, the parser of its arguments and the function that runs it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reproduce:
-    """Run a run again, or compare two, and name the first place of difference."""
+    """Repeat a run, or compare two runs, and report the first difference."""
 
     run_dir: Annotated[Path, tyro.conf.Positional]
     """Run directory to reproduce."""
     into: Path | None = None
-    """Where the reproduction is kept, an unfinished one is continued; default: next to the run,
+    """Folder of the reproduction, which resumes if it is unfinished; default: next to the run,
     ending in -again."""
     against: Path | None = None
     """Compare with this run directory and run nothing."""
 
 
 def main(settings: Reproduce) -> None:
-    """Reproduce and compare; SystemExit with status 1 where anything differs."""
+    """Reproduce and compare; SystemExit with status 1 for a difference."""
     progress = Progress()
     first = settings.run_dir
     second = settings.against
@@ -79,7 +78,7 @@ def main(settings: Reproduce) -> None:
 
 
 def run_again(first: Path, second: Path, progress: Progress) -> None:
-    """Run the command of a run in another directory, or go on with it there."""
+    """Run the command of a run in another directory, or resume it there."""
     config = config_of(first)
     command, run = runnable(first)
     if second.resolve() == first.resolve():
@@ -103,10 +102,10 @@ def run_again(first: Path, second: Path, progress: Progress) -> None:
 
 
 def compare(first: Path, second: Path, progress: Progress, *, may_go_on: bool = False) -> bool:
-    """Print which checkpoints are equal and where the first difference is; returns whether the runs
-    are identical.
+    """Print a table of equal checkpoints and the first difference; return whether the runs are
+    identical.
 
-    The second run `may_go_on` where the first one stopped.
+    The second run `may_go_on` after the task at which the first one stopped.
     """
     progress.console.print(task_grid(first, second).to_rich())
     found = list(differences(first, second))
@@ -149,12 +148,12 @@ def task_grid(first: Path, second: Path) -> Grid:
 
 
 def fingerprints_of(directory: Path) -> list[dict[str, Any]]:
-    """The fingerprints, in full, of the processes that worked on a run."""
+    """The full fingerprints of the processes that worked on a run."""
     return [entry["conditions"] for entry in read(directory) if entry.get("conditions")]
 
 
 def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
-    """The recorded command, and what runs it in a given directory."""
+    """The recorded command, and a function that runs it in a directory."""
     command = next(
         (entry.get("command") for entry in read(directory) if entry["event"] == "run"), None
     )
@@ -180,7 +179,7 @@ def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
 
 
 def again_of(directory: Path) -> Path:
-    """Beside a run directory, where its reproduction is kept."""
+    """The default folder of a reproduction, next to the run directory."""
     directory = directory.resolve()
     return directory.with_name(f"{directory.name}-again")
 
@@ -188,7 +187,7 @@ def again_of(directory: Path) -> Path:
 def tell_fingerprints(
     progress: Progress, first: list[dict[str, Any]], second: list[dict[str, Any]]
 ) -> None:
-    """Whether equal numbers can be expected."""
+    """Report whether equal numbers can be expected."""
     pairs = itertools.product(first, second)
     changed = dict.fromkeys(
         sentence for one, other in pairs for sentence in map(str, find_differences(one, other))

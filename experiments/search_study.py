@@ -1,15 +1,13 @@
-"""The search for a task's network: how well scores rank networks, and what each recipe's search
-finds at which cost.
+"""The search for target networks: how scores rank networks, and accuracy and cost of each recipe.
 
     python experiments/search_study.py --stream DATA --tasks gtsrb,omniglot --image-size 96
-    --run-dir runs/search python experiments/search_study.py --stream DATA --tasks gtsrb,omniglot
-    --image-size 96 --run-dir runs/search \\
+    python experiments/search_study.py --stream DATA --tasks gtsrb,omniglot --image-size 96 \\
         --behind caltech101,cifar10,food10
 
 Every task is learned by every recipe, at every rate and with every seed, as the first task and,
-with `--behind`, behind a memory of these tasks, which the preset `quick` learns. Architectures
-sampled from a supernet are scored both ways and trained. What is finished is not computed again,
-and more tasks, recipes, rates and seeds can be added later.
+with `--behind`, after a memory of these tasks, learned with the preset `quick`. Architectures
+sampled from a supernet are scored in both ways and trained. Finished units are not repeated; tasks,
+recipes, rates and seeds can be added later.
 """
 
 import dataclasses
@@ -45,11 +43,11 @@ class SearchStudy(cheem_run.Data):
     """Searches by several recipes on the same tasks."""
 
     stream: str = cheem_run.DEMO
-    """demo, or whatever `experiments/mtil.py --stream` takes."""
+    """demo, or any other value of `experiments/mtil.py --stream`."""
     behind: str | None = None
-    """Names of the stream's tasks, separated by commas, behind which each task is learned too."""
+    """Names of the stream's tasks, separated by commas, after which each task is learned, too."""
     base_data: str | None = None
-    """Images of the pretraining data (anything that `--stream` takes for one task)."""
+    """Images of the pretraining data (a source of one task, as for `--stream`)."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     recipes: str = "quick,plus"
@@ -60,9 +58,10 @@ class SearchStudy(cheem_run.Data):
     seeds: str = "0,1,2"
     """Seeds separated by commas."""
     sampled: int = 12
-    """Architectures per task that are sampled, scored and trained, half of them by HEE; 0: none."""
+    """Number of architectures per task that are sampled, scored and trained, half of them by HEE;
+    0: none."""
     run_dir: Path = Path("runs/search_study")
-    """Where record and tables are kept; what is unfinished is continued."""
+    """Folder of record and tables; unfinished units resume."""
 
     def __post_init__(self) -> None:
         if self.sampled and self.sampled < 4:
@@ -72,7 +71,7 @@ class SearchStudy(cheem_run.Data):
 
 
 class Plan(NamedTuple):
-    """What is to be computed of every task."""
+    """The units of every task."""
 
     recipes: list[str]
     rates: list[float]
@@ -80,9 +79,9 @@ class Plan(NamedTuple):
     sampled: int = 0
     behind: list[str] = []
 
-    def works(self, units: list[TaskUnits]) -> Iterator[Callable[[], None]]:
-        """Every unit's work, all of a seed before the next, so that a study that is stopped
-        compares alike."""
+    def jobs(self, units: list[TaskUnits]) -> Iterator[Callable[[], None]]:
+        """The computation of every unit, seed by seed, so that an interrupted study compares all
+        recipes."""
         for seed in self.seeds:
             for one in units:
                 for rate in self.rates:
@@ -95,7 +94,7 @@ class Plan(NamedTuple):
 
 
 def main(settings: SearchStudy) -> None:
-    """Compute what is missing, then print and save the tables."""
+    """Compute the missing units, then print and save the tables."""
     progress = Progress()
     plan = Plan(
         names_in("--recipes", settings.recipes, RECIPES),
@@ -148,9 +147,9 @@ def study(
     command: list[str] | None = None,
     workshop: dict[Any, FrozenNetworks] | None = None,
 ) -> None:
-    """Compute in `directory` what is missing there of the plan.
+    """Compute the missing units of the plan in `directory`.
 
-    `loaded` holds the images of all tasks. `workshop` keeps compiled networks, as for `run_stream`.
+    `loaded` has the images of all tasks. `workshop` caches compiled networks, as for `run_stream`.
     """
     pretrained = loaded.pretrained
     stream = loaded.stream
@@ -173,9 +172,7 @@ def study(
         "weights_sha256": pretrained.sha256,
         "base_means_sha256": base.means_sha256,
         "engine": dataclasses.asdict(engine),
-        "data_sha256": {
-            "base": base.data_sha256
-        },  # tasks can be added: each entry names its own images
+        "data_sha256": {"base": base.data_sha256},  # entries have the hashes of their tasks
     }
     memories: dict[str, Path | None] = {"first": None}
     if plan.behind:
@@ -207,11 +204,9 @@ def study(
             for task in stream.tasks
             if task.name not in plan.behind
         ]
-        for work in plan.works(units):
-            work()
-            write(
-                directory, read(directory), identity
-            )  # a study that is stopped has tables of what it has
+        for job in plan.jobs(units):
+            job()
+            write(directory, read(directory), identity)
     for grid in write(directory, read(directory), identity):
         progress.console.print(grid.to_rich())
     progress.say(

@@ -1,16 +1,16 @@
-"""The eleven components of a ViT block that the paper fine-tunes, and what is trained of one, unit
-by unit.
+"""The eleven components of a ViT block that the paper fine-tunes (appendix, table
+'acc_vs_forgetting'), and their training.
 
-(Appendix, table 'acc_vs_forgetting'.) A component is taken out of all blocks as a tuple of arrays,
-learned apart from the backbone and put back: what does not belong to it never meets a gradient.
+A component is extracted from all blocks as a tuple of arrays, trained, and inserted again: no other
+parameter has a gradient.
 
-A unit is one task with one component: by itself from the pretrained backbone (`transfer`), or as
-the next one of the stream on the backbone that goes on (`sequential`), each with fresh moments of
-Adam and a fresh head. It is written to the record at once. Test accuracy is recorded at every rate
-of the sweep, and validation alone chooses.
+A unit is one task with one component: from the pretrained backbone (`transfer`), or from the
+backbone of the previous task of the stream (`sequential`), with new moments of Adam and a new head.
+A finished unit is recorded. Test accuracy is recorded at every rate of the sweep; only validation
+accuracy chooses the rate.
 
-Finished units are not trained again; the running one goes on from its rolling checkpoint, which for
-a sequence also holds the heads of its earlier tasks.
+Finished units are not repeated. The current one resumes from its rolling checkpoint, which for a
+sequence also contains the heads of its earlier tasks.
 """
 
 import dataclasses
@@ -43,11 +43,10 @@ from cheem_jax.run.session import Session
 
 
 class Component(NamedTuple):
-    """Layers of a block; of the fused `qkv` only the `thirds` from the first to before the
-    second."""
+    """Layers of a block; of the fused `qkv` only the thirds in the range `thirds`."""
 
     index: int
-    """As in the paper's table."""
+    """The index in the paper's table."""
     name: str
     title: str
     layers: tuple[str, ...]
@@ -70,7 +69,7 @@ COMPONENTS = (
 
 
 class Piece(NamedTuple):
-    """Columns `begin` to `end` of the last axis of one of the backbone's leaves."""
+    """Columns `begin` to `end` of the last axis of a leaf of the backbone."""
 
     leaf: int
     begin: int
@@ -78,20 +77,20 @@ class Piece(NamedTuple):
 
 
 def components_of(text: str) -> list[Component]:
-    """The components that are asked for by name or index, in the paper's order."""
+    """The components with these names or indices, in the paper's order."""
     if text == "all":
         return list(COMPONENTS)
-    known = {
+    names = {
         word: component
         for component in COMPONENTS
         for word in (component.name, str(component.index))
     }
-    asked = {known[word] for word in names_in("--components", text, known)}
+    asked = {names[word] for word in names_in("--components", text, names)}
     return [component for component in COMPONENTS if component in asked]
 
 
 def pieces_of(executor: Executor, component: Component) -> tuple[Piece, ...]:
-    """Where a component lies among the executor's leaves."""
+    """The places of a component in the executor's leaves."""
     _, state = nnx.split(executor.vit_of(executor.leaves))
     pieces = []
     for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(state)):
@@ -105,22 +104,22 @@ def pieces_of(executor: Executor, component: Component) -> tuple[Piece, ...]:
 
 
 def num_params(executor: Executor) -> dict[str, int]:
-    """Parameters of every component in all blocks, by name."""
+    """Number of parameters of every component in all blocks, by name."""
     return {
         component.name: sum(
-            part.size for part in taken(executor.leaves, pieces_of(executor, component))
+            part.size for part in extract(executor.leaves, pieces_of(executor, component))
         )
         for component in COMPONENTS
     }
 
 
-def taken(leaves: Sequence[Any], pieces: Sequence[Piece]) -> tuple[np.ndarray, ...]:
-    """The component's own arrays, on the host."""
+def extract(leaves: Sequence[Any], pieces: Sequence[Piece]) -> tuple[np.ndarray, ...]:
+    """The component's arrays, on the host."""
     return tuple(np.asarray(leaves[piece.leaf])[..., piece.begin : piece.end] for piece in pieces)
 
 
-def put_back(leaves: Sequence[Any], pieces: Sequence[Piece], parts: Sequence[Any]) -> list[Any]:
-    """The leaves with the component's arrays in their places."""
+def insert(leaves: Sequence[Any], pieces: Sequence[Piece], parts: Sequence[Any]) -> list[Any]:
+    """The leaves with the component's arrays inserted."""
     found = list(leaves)
     for piece, part in zip(pieces, parts, strict=True):
         leaf = leaves[piece.leaf]
@@ -134,16 +133,16 @@ def put_back(leaves: Sequence[Any], pieces: Sequence[Piece], parts: Sequence[Any
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How every component is trained: Adam, no weight decay, cosine to 0 over each task."""
+    """Training of every component: Adam, no weight decay, cosine to 0 over each task."""
 
     epochs: int
     rates: tuple[float, ...]
-    """Rates of the component that are swept, largest last."""
+    """Learning rates of the sweep, largest last."""
     batch_size: int = 64
     head_rate: float = 1e-3
-    """Rate of a task's head, which begins at random; not swept."""
+    """Learning rate of a task's head; not swept."""
     max_train: int | None = None
-    """Training images of a task, sampled by the seed; None: all."""
+    """Number of training images per task, sampled by the seed; None: all."""
 
 
 class Learned(NamedTuple):
@@ -154,8 +153,7 @@ class Learned(NamedTuple):
 
 
 class Network:
-    """A backbone with other weights in some of its leaves: one compiled function answers for all
-    components."""
+    """A backbone whose leaves are an argument: one compiled function for all components."""
 
     def __init__(self, executor: Executor, batch_size: int):
         self.executor, self.batch_size = executor, batch_size
@@ -164,7 +162,7 @@ class Network:
         def answer(leaves, head, images, num):
             logits = head_logits(head, executor.vit_of(leaves)(images))
             logits = jnp.where(jnp.arange(logits.shape[-1]) < num, logits, -1e30)
-            # a network that ended in NaN must not pass for one that answers class 0
+            # a network with NaN must not count as one that predicts class 0
             return jnp.where(jnp.isfinite(logits).all(axis=-1), logits.argmax(axis=-1), -1)
 
         self._answer = answer
@@ -187,11 +185,11 @@ class Learner:
         self.network, self.component = network, component
         self.executor = executor = network.executor
         self.pieces = pieces = pieces_of(executor, component)
-        self.pretrained = taken(executor.leaves, pieces)
+        self.pretrained = extract(executor.leaves, pieces)
 
         def loss(learned, fixed, batch: FitBatch):
             leaves, num = fixed
-            features = executor.vit_of(put_back(leaves, pieces, learned.parts))(
+            features = executor.vit_of(insert(leaves, pieces, learned.parts))(
                 batch.inputs["images"]
             )
             logits = head_logits(learned.head, features)
@@ -242,11 +240,11 @@ class Learner:
 
     def leaves(self, parts: Any) -> list[Any]:
         """The backbone with these parts."""
-        return put_back(self.executor.leaves, self.pieces, parts)
+        return insert(self.executor.leaves, self.pieces, parts)
 
 
 def images_of(keys: Keys, index: int, split: Split, most: int | None) -> tuple[Images, np.ndarray]:
-    """A task's training images and labels, or so many of them."""
+    """A task's training images and labels, or a sample of `most` of them."""
     if most is None or len(split.labels) <= most:
         return split.images, split.labels
     rows = np.sort(order_at(keys.at(index, Phase.METHOD_TUNING), len(split.labels))[:most])
@@ -267,8 +265,8 @@ class Place(NamedTuple):
         return f"{self.component}, seed {self.seed}, rate {self.rate:g}"
 
 
-def found_at(entries: Sequence[Entry], event: str, place: Place) -> dict[int, Entry]:
-    """The finished units of a place by their task."""
+def units_at(entries: Sequence[Entry], event: str, place: Place) -> dict[int, Entry]:
+    """The finished units of a place by task."""
     return {entry["index"]: entry for entry in entries if _is_at(entry, event, place)}
 
 
@@ -283,8 +281,8 @@ def mean_validation(
     seeds: Sequence[int],
     num_tasks: int,
 ) -> float | None:
-    """Mean validation accuracy over tasks and seeds, task to task; None where a unit is missing."""
-    found = [found_at(entries, "transfer", Place(component.name, seed, rate)) for seed in seeds]
+    """Mean validation accuracy of transfer over tasks and seeds; None if a unit is missing."""
+    found = [units_at(entries, "transfer", Place(component.name, seed, rate)) for seed in seeds]
     if any(len(units) < num_tasks for units in found):
         return None
     return float(np.mean([unit["val_accuracy"] for units in found for unit in units.values()]))
@@ -297,8 +295,8 @@ def chosen_rate(
     seeds: Sequence[int],
     num_tasks: int,
 ) -> float | None:
-    """The rate with the best mean validation accuracy (of equal ones the first); None before the
-    sweep is done."""
+    """The rate with the best mean validation accuracy (the first of equal ones); None before the
+    sweep is finished."""
     means = [mean_validation(entries, component, rate, seeds, num_tasks) for rate in rates]
     if any(mean is None for mean in means):
         return None
@@ -329,13 +327,13 @@ class Units:
         self.save_every = save_every
 
     def images(self, index: int) -> int:
-        """Images that a unit of this task trains on, all epochs together."""
+        """Training images of a unit of this task in all epochs."""
         num = len(self.stream.tasks[index].train.labels)
         most = self.training.max_train
         return self.training.epochs * (num if most is None else min(num, most))
 
     def images_left(self, components: Sequence[Component], seeds: Sequence[int]) -> int:
-        """Images of all units that are not finished."""
+        """Training images of all unfinished units."""
         entries = read(self.directory)
         tasks = range(len(self.stream.tasks))
         total = 0
@@ -343,13 +341,13 @@ class Units:
             rate = chosen_rate(entries, component, self.training.rates, seeds, len(tasks))
             for seed in seeds:
                 done = [
-                    found_at(entries, "transfer", Place(component.name, seed, r))
+                    units_at(entries, "transfer", Place(component.name, seed, r))
                     for r in self.training.rates
                 ]
                 done.append(
                     {}
                     if rate is None
-                    else found_at(entries, "sequential", Place(component.name, seed, rate))
+                    else units_at(entries, "sequential", Place(component.name, seed, rate))
                 )
                 total += sum(
                     self.images(index) for units in done for index in tasks if index not in units
@@ -357,26 +355,26 @@ class Units:
         return total
 
     def run(self, component: Component, seeds: Sequence[int], shown: Advance) -> None:
-        """The sweep of one component task to task, then its sequences at the chosen rate."""
+        """Run the sweep of one component, then its sequences at the chosen rate."""
         num = len(self.stream.tasks)
         rates = self.training.rates
         places = [Place(component.name, seed, rate) for seed in seeds for rate in rates]
         learner = Learner(self.network, component)
         for place in places:
-            done = found_at(read(self.directory), "transfer", place)
+            done = units_at(read(self.directory), "transfer", place)
             for index in range(num):
                 if index not in done:
                     self._transfer(learner, place, index, shown)
         rate = chosen_rate(read(self.directory), component, rates, seeds, num)
-        assert rate is not None  # all units of the sweep are there
+        assert rate is not None  # the sweep is finished
         for seed in seeds:
             place = Place(component.name, seed, rate)
-            if found_at(read(self.directory), "diverged", place):
+            if units_at(read(self.directory), "diverged", place):
                 continue
             try:
                 self._sequence(learner, place, shown)
             except FloatingPointError as error:
-                # what a rate does to single tasks does not tell what it does to a long sequence
+                # a rate that suits single tasks can be too large for a sequence
                 self.record.write("diverged", **place._asdict(), index=0, reason=str(error))
                 Rolling(self.directory / "running").clear()
                 self.progress.say(
@@ -403,14 +401,14 @@ class Units:
                 )
                 found = {"val_accuracy": val, "test_accuracy": test, "diverged": False}
             except FloatingPointError:
-                pass  # too large a rate: what the sweep is there to find out
+                pass  # the rate is too large
         self.record.write("transfer", **place._asdict(), index=index, task=task.name, **found)
         session.finish()
 
     def _sequence(self, learner: Learner, place: Place, shown: Advance) -> None:
         tasks = self.stream.tasks
         keys = Keys(place.seed)
-        if len(found_at(read(self.directory), "sequential", place)) == len(tasks):
+        if len(units_at(read(self.directory), "sequential", place)) == len(tasks):
             return
         session = self._session(f"sequential {place}", f"{place}, sequential", shown)
         begin = 0
@@ -421,7 +419,7 @@ class Units:
             heads = [
                 Head(*(jnp.asarray(leaf) for _, leaf in sorted(arrays.items()))) for arrays in known
             ]
-        # what was learned after the checkpoint is learned again
+        # tasks after the checkpoint are learned again
         self.record.keep(
             lambda entry: not (_is_at(entry, "sequential", place) and entry["index"] >= begin)
         )
@@ -438,7 +436,7 @@ class Units:
                     fitting, keys, index, num, task.train, self.training, place.rate, advance
                 )
                 leaves = learner.leaves(fitting.learned.parts)
-                # each task so far with the head that it was learned with
+                # each learned task with its own head
                 for known, head in zip(tasks, [*heads, fitting.learned.head], strict=False):
                     row.append(self.network.accuracy(leaves, head, known.test, len(known.classes)))
                     advance(0)
@@ -451,7 +449,7 @@ class Units:
                 fitting = learner.begun(
                     keys, index + 1, len(tasks[index + 1].classes), learned.parts
                 )
-                # without it the next process would learn this task again
+                # else a new process would learn this task again
                 saved = _sequence_state(index + 1, fitting, heads)
                 session.save(lambda saved=saved: saved)
         session.finish()
