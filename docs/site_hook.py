@@ -1,9 +1,9 @@
-"""For mkdocs: the repository's own pages on the site, and links between them and the pages of docs/.
+"""A hook of mkdocs: pages of the repository on the site, and links between them and docs/.
 
-README.md links to `docs/data.md`, and docs/experiments.md to `../README.md`: right on a code host, nowhere on a site
-whose root is docs/. Both are pointed at the pages they mean. A link to what does not exist stays, and fails a strict
-build.
-"""  # noqa: E501
+README.md links to `docs/data.md`, and docs/experiments.md to `../README.md`. Both are right on a
+code host, but not on a site with the root docs/, so they are rewritten. Links to LOG.md, which is
+not on the site, become plain text. A broken link stays, and fails a strict build.
+"""
 
 import posixpath
 import re
@@ -20,32 +20,33 @@ FOLDER = "project"
 WIDE = ("results.md", "results_96.md")
 """Pages whose tables need the place of the list of contents."""
 LINK = re.compile(r"(\]\()([^)\s#:]+)(?=[)#])")
+LOG = re.compile(r"\[([^\]]+)\]\((?:\.\./)*LOG\.md\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what stands outside of docs/."""
+    """Add the pages outside of docs/."""
     for name in (*PAGES, *FILES):
         files.append(File.generated(config, f"{FOLDER}/{name}", abs_src_path=str(ROOT / name)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links at the place that their target has on the site."""
+    """Rewrite links to the addresses of their targets on the site."""
     source = page.file.src_uri
     if source in WIDE:
         page.meta["hide"] = ["toc"]
     here = posixpath.dirname(source)
-    # where the page is in the repository
+    # the folder of the page in the repository
     folder = "" if here == FOLDER else posixpath.join("docs", here)
 
-    def pointed(found: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(folder, found[2]))
+    def rewritten(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, link[2]))
         if target in (*PAGES, *FILES):
             place = f"{FOLDER}/{target}"
         elif here == FOLDER and target.startswith("docs/"):
             place = target.removeprefix("docs/")
         else:
-            return found[0]
-        return found[1] + posixpath.relpath(place, here or ".")
+            return link[0]
+        return link[1] + posixpath.relpath(place, here or ".")
 
-    return LINK.sub(pointed, markdown)
+    return LINK.sub(rewritten, LOG.sub(r"\1", markdown))

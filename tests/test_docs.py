@@ -131,12 +131,8 @@ def test_every_link_of_a_page_leads_to_a_file(page):
 def test_every_name_of_the_package_and_every_script_in_a_page_exists(page):
     text = page.read_text()
     names = re.findall(r"^::: ([\w.]+)|[`\[](cheem_jax(?:\.\w+)+)[`\]]", text, re.MULTILINE)
-    found = {name for pair in names for name in pair if name}
-    # docs/log.md tells of what was tried and may be gone
-    scripts = (
-        set(re.findall(r"\bexperiments/[a-z_]+\.py\b", text)) if page.name != "log.md" else set()
-    )
-    assert not [name for name in sorted(found) if not resolves(name)]
+    scripts = set(re.findall(r"\bexperiments/[a-z_]+\.py\b", text))
+    assert not [name for name in sorted({a or b for a, b in names}) if not resolves(name)]
     assert not [script for script in sorted(scripts) if not (ROOT / script).is_file()]
 
 

@@ -154,7 +154,7 @@ PENDING = (
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PASSAGES = re.compile(r"`[^`\n]+`|\]\([^)]*\)|^::: .*$", re.MULTILINE)
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "LOG.md"]
 PAGES += sorted(page for kind in ("md", "ipynb", "svg") for page in DOCS.rglob(f"*.{kind}"))
 
 
