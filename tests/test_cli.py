@@ -231,13 +231,14 @@ def test_ctrl_c_says_how_to_go_on(capsys, tmp_path):
     assert f"Finished tasks are in {tmp_path}" in capsys.readouterr().err
 
 
-def test_ctrl_c_while_data_are_prepared_says_that_what_is_ready_is_kept(capsys):
+def test_ctrl_c_while_data_are_prepared_names_the_folder(capsys, tmp_path):
     def interrupted(settings):
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as stop:
-        run_command(interrupted, data.Prepare("mtil"), computes=False)
-    assert stop.value.code == 130 and "What is ready is kept" in capsys.readouterr().err
+        settings = data.Prepare("mtil", data_dir=tmp_path)
+        run_command(interrupted, settings, settings.run_dir, computes=False)
+    assert stop.value.code == 130 and f"Finished tasks are in {tmp_path}" in capsys.readouterr().err
 
 
 def test_the_preset_decides_the_defaults_and_options_change_them():

@@ -17,7 +17,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from cheem_jax.cli.info import print_fitting
+from cheem_jax.cli.info import print_grid
 from cheem_jax.cli.memory import Answering, OfData, Predicting
 from cheem_jax.cli.report import refresh_page
 from cheem_jax.core.interruption import Stopped
@@ -165,7 +165,7 @@ def _print_table(answered: Iterator[Asked]) -> None:
         rows.append((asked.file, found.task or "none of my tasks", *(*best, "", "")[:2], letters))
     if rows:
         grid = Grid("", ("image", "task", "class", "second choice", "blocks"), tuple(rows), 5)
-        print_fitting(grid, Console(width=None if on_screen() else 160), ())
+        print_grid(grid, Console(width=None if on_screen() else 160), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +222,7 @@ def evaluate_memory(settings: Evaluate) -> None:
         rows.append(("average", "", *(f"{100 * mean:.1f}" for mean in shares.mean(axis=0))))
     columns = ("task", "images", "accuracy %", "task ID given %", "ECE %", "task ID right %")
     said = Progress()
-    print_fitting(Grid("", columns, tuple(rows), 1), said.console, ("images", "ECE %"))
+    print_grid(Grid("", columns, tuple(rows), 1), said.console, ("images", "ECE %"))
     for score in scores:
         said.say(f"{score.task}: measured on {score.images}")
     said.say(SCORES_LEGEND)

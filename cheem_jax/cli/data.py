@@ -1,4 +1,4 @@
-"""`cheem data`: what is prepared and what is missing, preparing it, verifying it, looking at it."""
+"""`cheem data`: list, prepare, verify and show the images of tasks."""
 
 import contextlib
 import dataclasses
@@ -9,14 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from cheem_jax.cli.arguments import ADVANCED
+from cheem_jax.cli.info import print_grid
 from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Order, members_of
@@ -25,105 +25,99 @@ from cheem_jax.data.load import ImagesConfig, default_directory, load_tasks
 from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
 from cheem_jax.data.task import EncodedSplit, Plan, check_names
-from cheem_jax.data.verify import Findings, Listed, dim_note, verify, verify_caches, without_broken
+from cheem_jax.data.verify import Findings, dim_note, verify, verify_caches, without_broken
+from cheem_jax.report.grid import Grid
 from cheem_jax.run.progress import Progress
 
-SHOWN = 96
-"""Pixels of the images on a contact sheet."""
-SAID = 10
+IMAGE_SIZE = 96
+"""Pixels of the images in a figure."""
+MOST_LISTED = 10
 """Broken files that are listed one by one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InDataFolder:
-    """What is in a data folder."""
+class DataFolder:
+    """A folder of data sets, and the splits of those without."""
 
     data_dir: Path | None = None
     """Folder of the prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WithSplits(InDataFolder):
-    """Tasks with their splits."""
-
     split_seed: Annotated[int, ADVANCED] = 0
-    """Where a data set has no validation or test images: another number splits it otherwise."""
+    """Seed of the splits that a data set lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
-class List(InDataFolder):
-    """What of the benchmarks is prepared, what is missing, its licence and where to get it."""
+class List:
+    """Options of `cheem data list`."""
 
     what: Annotated[str, tyro.conf.Positional] = "all"
     """mtil, vdd, all, names of their tasks, or several of these separated by commas."""
+    data_dir: Path | None = None
+    """Folder of the prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepare(WithSplits):
-    """Get data sets in place: download and prepare what can be, and say exactly what must be done
-    for the rest."""
+class Prepare(DataFolder):
+    """Options of `cheem data prepare`."""
 
     what: Annotated[str, tyro.conf.Positional]
     """mtil, vdd, all, names of their tasks, or several of these separated by commas."""
     image_size: int | None = None
-    """Also decode and resize all images to this many pixels now; otherwise the first run does
+    """Also decode all images now and resize them to this many pixels; default: the first run does
     it."""
     cache_dir: Path | None = None
-    """Where decoded images are kept; default: `cheem_jax/images` in the data folder."""
+    """Folder of the decoded images; default: `cheem_jax/images` in the data folder."""
 
-    kept: ClassVar[str] = " What is ready is kept; the same command resumes."
+    @property
+    def run_dir(self) -> Path:
+        """Folder in which a stopped command resumes."""
+        return self.data_dir or default_data_dir()
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify(WithSplits):
-    """Decode every image of a stream and count: broken files, exact copies across splits, wrong
-    labels."""
+class Verify(DataFolder):
+    """Options of `cheem data verify`."""
 
     what: Annotated[str, tyro.conf.Positional]
     """mtil, vdd, one of their tasks, a stream file (TOML), a manifest (CSV, Parquet), tfds:NAME,
     hf:NAME (the Hugging Face hub), a folder or a zip."""
     cache_dir: Path | None = None
-    """Where decoded images are kept: those of this stream are compared with their hashes."""
+    """Another folder of decoded images whose hashes are checked."""
     skip_broken: bool = False
-    """As for `cheem learn`: images that it would leave out are named and do not count as a
-    fault."""
+    """Leave out broken images as `cheem learn --skip-broken` does; they are not a fault then."""
     json: bool = False
-    """Print one JSON object instead of a table."""
+    """Print one JSON object instead of text."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Show(WithSplits):
-    """Draw a contact sheet of each task, or with --stream the figure of a whole benchmark or
-    stream."""
+class Show(DataFolder):
+    """Options of `cheem data show`."""
 
     what: Annotated[str | None, tyro.conf.Positional] = None
-    """As for `verify`: a contact sheet of every task in it."""
+    """A source as for `verify`: a contact sheet of each of its tasks."""
     stream: str | None = None
     """mtil, vdd, a stream file or a folder of tasks: one figure of its tasks, images and
     classes."""
     split: Literal["train", "val", "test"] = "train"
-    """Whose images the contact sheets show."""
+    """Split of the contact sheets."""
     output: Path | None = None
-    """The PNG file to write, for several tasks a folder; default: named after what is shown,
-    here."""
+    """PNG file to write, or a folder for several tasks; default: named after the source, in the
+    working directory."""
     order: Order = "default"
-    """The order of MTIL's tasks."""
+    """Order of MTIL's tasks."""
 
 
 def list_data(settings: List) -> None:
-    """A table of the benchmarks' tasks, or the same as JSON."""
+    """Print the benchmarks' tasks and their states as a table or as JSON."""
     data_dir = settings.data_dir or default_data_dir()
-    rows = []
-    for task in map(BY_NAME.__getitem__, _names(settings.what)):
+    tasks = []
+    for task in map(BY_NAME.__getitem__, _task_names(settings.what)):
         status = status_of(task, data_dir)
-        rows.append(
+        tasks.append(
             {
                 "task": task.name,
-                "benchmarks": [
-                    benchmark for benchmark in BENCHMARKS if task.name in members_of(benchmark)
-                ],
+                "benchmarks": [name for name in BENCHMARKS if task.name in members_of(name)],
                 "state": status.state,
                 "tfds": task.spec,
                 "images": task.counts._asdict(),
@@ -134,112 +128,101 @@ def list_data(settings: List) -> None:
             }
         )
     if settings.json:
-        print(json.dumps({"data_dir": str(data_dir), "tasks": rows}, indent=1))
+        print(json.dumps({"data_dir": str(data_dir), "tasks": tasks}, indent=1))
         return
-    table = Table(title=f"Tasks in {data_dir}", title_justify="left")
-    for column in ("task", "in", "state", "train", "val", "test", "classes", "on disk", "licence"):
-        table.add_column(
-            column, justify="left" if column in ("task", "in", "state", "licence") else "right"
+    rows = [
+        (
+            task["task"],
+            " ".join(task["benchmarks"]),
+            task["state"],
+            task["licence"],
+            *(f"{num:,}" for num in (*task["images"].values(), task["classes"])),
+            _megabytes(task["bytes"]),
         )
-    for row in rows:
-        table.add_row(
-            row["task"],
-            " ".join(row["benchmarks"]),
-            row["state"],
-            *(f"{n:,}" for n in row["images"].values()),
-            f"{row['classes']:,}",
-            _megabytes(row["bytes"]),
-            row["licence"],
-        )
+        for task in tasks
+    ]
+    columns = ("task", "in", "state", "licence", "train", "val", "test", "classes", "on disk")
     progress = Progress()
-    progress.console.print(table)
-    for row in rows:
-        if row["advice"]:
-            progress.say(f"{row['task']}: {row['advice']}")
-    ready = sum(row["state"] == "ready" for row in rows)
+    progress.say(f"tasks in {data_dir}")
+    print_grid(Grid("", columns, tuple(rows), 4), progress.console, ("on disk", "classes"))
+    for task in tasks:
+        if task["advice"]:
+            progress.say(f"{task['task']}: {task['advice']}")
+    num_ready = sum(task["state"] == "ready" for task in tasks)
     progress.say(
-        f"{ready} of {len(rows)} ready; archives that you bring yourself go into"
-        f" {manual_dir(data_dir)}"
+        f"{num_ready} of {len(tasks)} ready; put archives of your own into {manual_dir(data_dir)}"
     )
 
 
 def prepare_data(settings: Prepare) -> None:
-    """Prepare task by task; what fails is reported at the end, and the exit status is then 2."""
-    data_dir = settings.data_dir or default_data_dir()
+    """Prepare task by task; report all failures at the end by a ValueError."""
+    data_dir = settings.run_dir
     progress = Progress()
-    failed = {}
-    for name in _names(settings.what):
+    phase = functools.partial(_phase, progress)
+    failures = {}
+    for name in _task_names(settings.what):
         try:
-            plan = prepare(
-                name, data_dir, functools.partial(_phase, progress), seed=settings.split_seed
-            )
+            plan = prepare(name, data_dir, phase, seed=settings.split_seed)
             if settings.image_size is not None:
                 images = ImagesConfig("cache", settings.cache_dir or images_dir(data_dir))
-                load_tasks(
-                    [plan],
-                    settings.image_size,
-                    images,
-                    functools.partial(_phase, progress, "decode"),
-                )
-            progress.say(
-                f"{name}: ready, {_listed(plan.counts)}; splits sha256 {plan.split_sha256[:16]}"
-            )
+                load_tasks([plan], settings.image_size, images, functools.partial(phase, "decode"))
         except (ValueError, OSError) as error:
-            failed[name] = " ".join(str(error).split())
+            failures[name] = " ".join(str(error).split())
             progress.say(f"{name}: not ready")
-    if failed:
-        for name, reason in failed.items():
-            print(f"{name}: {reason}", file=sys.stderr)
+        else:
+            counts = _listed(plan.counts)
+            progress.say(f"{name}: ready, {counts}; splits sha256 {plan.split_sha256[:16]}")
+    for name, reason in failures.items():
+        print(f"{name}: {reason}", file=sys.stderr)
+    if failures:
         raise ValueError(
-            f"{len(failed)} task(s) could not be prepared: {', '.join(failed)}; do what is said"
-            " above and give the command again: what is ready is kept"
+            f"{len(failures)} task(s) could not be prepared: {', '.join(failures)}; follow the"
+            " lines above and repeat the command: finished tasks are kept"
         )
 
 
 def verify_data(settings: Verify) -> None:
-    """Findings of every task; ValueError if some task is not sound."""
+    """Print the findings of every task; ValueError if a task is not sound."""
     name, plans = plan_source(settings.what, data_dir=settings.data_dir, seed=settings.split_seed)
-    if settings.cache_dir is not None and not settings.cache_dir.is_dir():
-        raise FileNotFoundError(f"--cache-dir {settings.cache_dir}: no such folder")
     roots = [] if settings.cache_dir is None else [settings.cache_dir]
-    for usual in (lambda: images_dir(settings.data_dir), default_directory):
-        with contextlib.suppress(ValueError):  # without a home folder, nothing is kept there
-            roots.append(usual())
+    if not all(root.is_dir() for root in roots):
+        raise FileNotFoundError(f"--cache-dir {settings.cache_dir}: no such folder")
+    for default in (lambda: images_dir(settings.data_dir), default_directory):
+        with contextlib.suppress(ValueError):  # without a home folder, nothing is cached there
+            roots.append(default())
     progress = Progress(Console(quiet=True) if settings.json else None)
-    unsound = []
-    found = {}
+    results = {}
     for plan in (plan.turned(True) for plan in plans):
         if settings.skip_broken:
-            with contextlib.suppress(ValueError):  # too many: they are found again below
+            with contextlib.suppress(ValueError):  # too many: the findings contain them
                 plan = leave_out_broken(plan, progress)
         with _phase(progress, "verify", plan.name, plan.num_images) as on_progress:
             findings = verify(plan, on_progress=on_progress)
-        caches, damaged = verify_caches(plan, dict.fromkeys(roots))
-        found[plan.name] = {
+        caches, corrupted = verify_caches(plan, dict.fromkeys(roots))
+        results[plan.name] = {
             "split_sha256": plan.split_sha256,
             **findings.to_json(),
             "ignored": plan.ignored,
             "skipped": plan.skipped,
             "caches": caches,
-            "damaged_caches": damaged,
+            "damaged_caches": corrupted,
         }
-        if damaged or not findings.sound:
-            unsound.append(plan.name)
-        _tell(progress, plan, findings, caches, damaged)
+        _print_findings(progress, plan, findings, caches, corrupted)
     if settings.json:
-        print(json.dumps({"stream": name, "tasks": found}, indent=1))
-    if unsound:
+        print(json.dumps({"stream": name, "tasks": results}, indent=1))
+    if unsound := [
+        task for task, result in results.items() if result["damaged_caches"] or not result["sound"]
+    ]:
         raise ValueError(
             f"{len(unsound)} of {len(plans)} task(s) are not sound: {', '.join(unsound)}"
         )
 
 
 def leave_out_broken(plan: Plan, progress: Progress) -> Plan:
-    """The plan without images that cannot be read, which are named; ValueError where they are too
-    many."""
+    """Remove unreadable images from a plan, and name them; ValueError if they are too many."""
     with _phase(progress, "look", plan.name, plan.num_images) as on_progress:
         plan, reasons = without_broken(plan, on_progress=on_progress)
-    for reason in reasons[:SAID]:
+    for reason in reasons[:MOST_LISTED]:
         progress.say(f"left out: {reason}")
     if reasons:
         progress.say(
@@ -249,26 +232,28 @@ def leave_out_broken(plan: Plan, progress: Progress) -> Plan:
 
 
 def show_data(settings: Show) -> None:
-    """Write the figures and say where they are."""
+    """Write the figures, and print their names."""
     source = settings.what or settings.stream
     if source is None or None not in (settings.what, settings.stream):
         raise ValueError(
             "give either the task to show or --stream with a benchmark; e.g. `cheem data show"
             " food101`"
         )
-    # drawing takes seconds to import, which no other command should wait for
+    # imports matplotlib, which takes seconds
     from cheem_jax.report.figures import StreamRow, contact_sheet, stream_figure
 
     name, plans = plan_source(
         source, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed
     )
     plans = [plan.turned(True) for plan in plans]
-    say = Progress().say
+    is_folder = settings.stream is None and len(plans) > 1
+    output = settings.output or absolute(f"{_slug(name)}{'-sheets' if is_folder else '.png'}")
+    (output if is_folder else output.parent).mkdir(parents=True, exist_ok=True)
     if settings.stream is not None:
         rows = []
         for plan in plans:
-            images = _images(plan.train, _some_of_each_class(plan.train.labels)[:5])
             counts = plan.counts
+            examples = _decode(plan.train, _first_of_each_class(plan.train.labels)[:5])
             rows.append(
                 StreamRow(
                     plan.name,
@@ -276,31 +261,22 @@ def show_data(settings: Show) -> None:
                     counts["train"],
                     counts["val"],
                     counts["test"],
-                    images,
+                    examples,
                 )
             )
-        file = settings.output or absolute(f"{_slug(name)}.png")
-        stream_figure(rows, file, title=f"{name}: {len(plans)} tasks")
-        say(f"wrote {shown(file)}")
-        return
-    for plan in plans:
-        part = plan.splits[settings.split]
-        rows = _some_of_each_class(part.labels, max(1, 80 // len(plan.classes)))
-        file = settings.output or absolute(f"{_slug(plan.name)}.png")
-        if len(plans) > 1:
-            file = (
-                settings.output or absolute(f"{_slug(name)}-sheets")
-            ) / f"{_slug(plan.name)}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        title = (
-            f"{plan.name} · {settings.split} · {len(plan.classes):,} classes · {len(part.labels):,}"
-            " images"
-        )
-        contact_sheet(_images(part, rows), part.labels[rows], plan.classes, file, title=title)
-        say(f"wrote {shown(file)}")
+        stream_figure(rows, output, title=f"{name}: {len(plans)} tasks")
+    else:
+        for plan in plans:
+            part = plan.splits[settings.split]
+            rows = _first_of_each_class(part.labels, max(1, 80 // len(plan.classes)))
+            num = f"{len(plan.classes):,} classes · {len(part.labels):,} images"
+            file = output / f"{_slug(plan.name)}.png" if is_folder else output
+            title = f"{plan.name} · {settings.split} · {num}"
+            contact_sheet(_decode(part, rows), part.labels[rows], plan.classes, file, title=title)
+    Progress().say(f"wrote {shown(output)}")
 
 
-def _names(what: str) -> list[str]:
+def _task_names(what: str) -> list[str]:
     groups = {"all": [*BY_NAME]} | {name: list(members_of(name)) for name in BENCHMARKS}
     words = [word.strip() for word in what.split(",")]
     check_names(words, [*BY_NAME, *groups], "the table of benchmarks")
@@ -318,21 +294,18 @@ def _slug(name: str) -> str:
     return re.sub(r"[^\w-]+", "_", name)
 
 
-def _images(part: EncodedSplit, rows: np.ndarray) -> np.ndarray:
-    return np.concatenate(list(decode_in_order(part.files, SHOWN, rows)))
+def _decode(part: EncodedSplit, rows: np.ndarray) -> np.ndarray:
+    return np.concatenate(list(decode_in_order(part.files, IMAGE_SIZE, rows)))
 
 
-def _some_of_each_class(labels: np.ndarray, num: int = 1) -> np.ndarray:
-    """Rows of up to `num` images of each class, the first of every class first."""
+def _first_of_each_class(labels: np.ndarray, num: int = 1) -> np.ndarray:
+    """Rows of up to `num` images of each class; those with the same rank in their class are
+    adjacent."""
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], np.arange(labels.max() + 1))
-    place = np.arange(len(labels)) - starts[labels[order]]
-    chosen = order[place < num]
-    return chosen[np.lexsort((labels[chosen], place[place < num]))]
-
-
-def _told(image: Listed) -> str:
-    return f"{image.key} ({image.label}, {image.split})"
+    ranks = np.arange(len(labels)) - starts[labels[order]]
+    rows = order[ranks < num]
+    return rows[np.lexsort((labels[rows], ranks[ranks < num]))]
 
 
 def _listed(counts: Mapping[str, int]) -> str:
@@ -343,52 +316,48 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.0f} MB" if num_bytes else "–"
 
 
-def _tell(
+def _print_findings(
     progress: Progress,
     plan: Plan,
     findings: Findings,
     caches: Sequence[str],
-    damaged: Sequence[str],
+    corrupted: Sequence[str],
 ) -> None:
-    """One task's findings for people."""
-    (few, least), (many, most) = findings.smallest_class, findings.largest_class
-    sizes = f"{least:,}" if least == most else f"{least:,} ({few}) to {most:,} ({many})"
+    (smallest, least), (largest, most) = findings.smallest_class, findings.largest_class
+    sizes = f"{least:,}" if least == most else f"{least:,} ({smallest}) to {most:,} ({largest})"
     cut = f" ({' and '.join(plan.cut)} cut from train)" if plan.cut else ""
     progress.say(
         f"{plan.name}: {_listed(findings.num)}{cut}; {findings.num_classes:,} classes of {sizes}"
         " training images"
     )
+    lines = []
     if findings.smallest_image and findings.largest_image:
-        small, large = (
-            "x".join(map(str, size)) for size in (findings.smallest_image, findings.largest_image)
-        )
-        progress.say(
-            f"  {small} to {large} pixels, {_listed(findings.modes)};"
+        small, large = findings.smallest_image, findings.largest_image
+        lines.append(
+            f"{small[0]}x{small[1]} to {large[0]}x{large[1]} pixels, {_listed(findings.modes)};"
             f" {_megabytes(findings.num_bytes)}; {plan.source}"
         )
     if note := dim_note(findings.brightest):
-        progress.say(f"  {note}")
-    progress.say(f"  splits sha256 {plan.split_sha256}")
-    for note in plan.ignored:
-        progress.say(f"  {note}")
-    for place in caches:
-        progress.say(f"  decoded images intact: {place}")
-    of_one = {"train", *plan.cut}
-    by_cut = [pair for pair in findings.across if {image.split for image in pair} <= of_one]
-    given = [pair for pair in findings.across if not {image.split for image in pair} <= of_one]
+        lines.append(note)
+    lines += [f"splits sha256 {plan.split_sha256}", *plan.ignored]
+    lines += [f"decoded images intact: {folder}" for folder in caches]
+    from_one = {"train", *plan.cut}
+    separated = [pair for pair in findings.across if {image.split for image in pair} <= from_one]
     copies = {
-        "copies in two splits (counted, not refused: some public sets have them)": given,
-        "copies that the cut put into two splits (a table with a column `split` can keep them "
-        "together)": (by_cut),
+        "copies in two splits (not a fault: some public sets have them)": [
+            pair for pair in findings.across if pair not in separated
+        ],
+        "copies that the cut put into two splits (a table with a column `split` can keep them"
+        " together)": separated,
         "images under two labels": findings.contradictory,
     }
-    for what, pairs in copies.items():
+    for kind, pairs in copies.items():
         if pairs:
-            one, other = pairs[0]
-            progress.say(f"  {what}: {len(pairs):,}, first {_told(one)} and {_told(other)}")
-    for line in [*damaged, *findings.broken[:SAID]]:
-        progress.say(f"  NOT SOUND: {line}")
-    if len(findings.broken) > SAID:
-        progress.say(
-            f"  NOT SOUND: and {len(findings.broken) - SAID:,} more broken files (--json lists all)"
-        )
+            one, other = (f"{image.key} ({image.label}, {image.split})" for image in pairs[0])
+            lines.append(f"{kind}: {len(pairs):,}, first {one} and {other}")
+    faults = [*corrupted, *findings.broken[:MOST_LISTED]]
+    if len(findings.broken) > MOST_LISTED:
+        num = len(findings.broken) - MOST_LISTED
+        faults.append(f"and {num:,} more broken files (--json lists all)")
+    for line in (*lines, *(f"NOT SOUND: {fault}" for fault in faults)):
+        progress.say(f"  {line}")

@@ -101,7 +101,7 @@ def show_info(settings: Info) -> None:
                 "calibrated" if task["calibrated"] else "no",
             )
         )
-    print_fitting(Grid("", columns, tuple(rows), 1), progress.console, ("executed", "open set"))
+    print_grid(Grid("", columns, tuple(rows), 1), progress.console, ("executed", "open set"))
     progress.say(INFO_LEGEND)
     for task in found["tasks"]:
         progress.architecture(task["name"], task["architecture"])
@@ -123,7 +123,7 @@ def show_info(settings: Info) -> None:
     progress.say(f"experts per block: {' '.join(map(str, num_experts))}")
 
 
-def print_fitting(grid: Grid, console: Console, spare: Sequence[str]) -> None:
+def print_grid(grid: Grid, console: Console, spare: Sequence[str]) -> None:
     """The table, without as many of the spare columns as a narrow terminal has no room for; long
     names wrap."""
     while grid.width - 2 > console.width and spare:

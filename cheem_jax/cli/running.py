@@ -31,7 +31,7 @@ def run_command(
     failed process of a job of several ends at once, so that the others do not wait for it.
     """
     try:
-        with pipes_handled(), errors_in_a_line(directory, getattr(settings, "kept", "")):
+        with pipes_handled(), errors_in_a_line(directory):
             # the loaders report large images and corrupted EXIF data themselves
             warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
             warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
@@ -59,15 +59,15 @@ def _cache_compiled_functions() -> None:
 
 
 @contextlib.contextmanager
-def errors_in_a_line(directory: Path | None = None, kept: str = "") -> Iterator[None]:
+def errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
     """Replace expected errors and Ctrl-C by one line and SystemExit; others keep their traceback.
 
-    `directory` is named in errors that name no file; `kept` is said after Ctrl-C if there is no
-    directory.
+    `directory` is named in errors that name no file, and after Ctrl-C.
     """
     try:
         yield
     except KeyboardInterrupt as stop:
+        kept = ""
         number = stop.signal_number if isinstance(stop, Stopped) else signal.SIGINT
         if directory is not None and isinstance(stop, Stopped):
             kept = f" In {shown(directory)} {stop}; the same command resumes from there."
