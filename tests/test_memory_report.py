@@ -164,7 +164,7 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
         and f"Forgetting{forgetting:.1f} points" in tiles
     )
     assert (
-        "not measured" not in page.text.lower().split("gaps were")[0].split("empty on or below")[0]
+        "not measured" not in page.text.lower().split("gaps were")[0].split("cells on or below")[0]
     )
     assert f"CHEEM35.075.0{forgetting:.1f}" in page.text
     rows = [
@@ -182,7 +182,7 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
         assert re.search(rf"{measured}(\d+\.\d){{2}}{right}", row)
     assert (
         "The task ID is right for 60.0 % on average" in page.text
-        and "does not tell where the rest went" in page.text
+        and "does not report the tasks of the other images" in page.text
     )
     told = watched(directory)
     assert (
@@ -304,7 +304,7 @@ def test_the_page_counts_the_experts_that_are_there(moment):
             for block in cheem_jax.open(directory).info()["pool"]
             for expert in block
         )
-        assert f"own included: {there} in all" in parsed(directory).text
+        assert f"included: {there} in total" in parsed(directory).text
 
 
 def expert(origin: int | str, parent: int | None = None, kind: str = "") -> dict[str, Any]:
@@ -347,4 +347,4 @@ def test_an_expert_of_a_forgotten_task_counts_from_the_start_and_is_named():
     ]
     chart = pool_growth(results)
     assert chart.variants[""]["data"][0]["z"] == [[2, 2, 2], [2, 3, 3], [1, 1, 1], [1, 1, 2]]
-    assert "8 in all after the last task. 2 of them remain from forgotten tasks" in chart.caption
+    assert "8 in total after the last task. 2 of them remain from forgotten tasks" in chart.caption

@@ -16,6 +16,8 @@ from cheem_jax.run.method import Answers
 from cheem_jax.run.record import read, to_json
 
 Entry = Mapping[str, Any]
+Results = Mapping[str, Any]
+"""The content of `results.json`."""
 
 
 def accuracies(
