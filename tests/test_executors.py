@@ -547,15 +547,15 @@ def test_a_stage_returns_no_argument_of_its_own_as_a_residual():
     leaves = stages.blocks[1]
     expert = dense_experts(stages.base_pool)[1][0]
     pair = LowRank(jnp.ones((64, 2)), jnp.ones((2, 16)))
-    for op, stage, num in (
-        (Reuse(expert), stages._linearise, 12),
-        (Adapt(expert, pair), stages._linearise, 14),
-        (Adapt(expert, pair), stages._linearise_first, 2),
+    for op, is_first, num in (
+        (Reuse(expert), False, 12),
+        (Adapt(expert, pair), False, 14),
+        (Adapt(expert, pair), True, 2),
     ):
-        _, residuals = stage(leaves, op, tokens, outputs=None)
-        assert len(residuals.kept) == num
+        _, residuals = stages._linearise(leaves, op, tokens, outputs=None, is_first=is_first)
+        assert len(residuals.stored) == num
         given = {np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((leaves, op, tokens))}
-        assert not given & {np.asarray(leaf).tobytes() for leaf in residuals.kept}
+        assert not given & {np.asarray(leaf).tobytes() for leaf in residuals.stored}
         # the linearisation is whole again: as many leaves as if nothing had been left out
         assert len(jax.tree.leaves(residuals.vjp((leaves, op, tokens)))) == len(residuals.places)
 
@@ -572,10 +572,14 @@ def test_a_gpu_is_given_operands_in_the_precision_and_sums_in_float32(precision)
     checks = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
     op = Adapt(dense_experts(stages.base_pool)[1][0], LowRank(jnp.ones((64, 2)), jnp.ones((2, 16))))
     tokens = stages.begin(IMAGES).values
-    _, residuals = stages._linearise(stages.blocks[1], op, tokens, outputs=None)
+    _, residuals = stages._linearise(stages.blocks[1], op, tokens, outputs=None, is_first=False)
     vjp = residuals.vjp((stages.blocks[1], op, tokens))
     for function, arguments, options in (
-        (stages._linearise, (stages.blocks[1], op, tokens), {"outputs": None}),
+        (
+            stages._linearise,
+            (stages.blocks[1], op, tokens),
+            {"outputs": None, "is_first": False},
+        ),
         (stages._backward, (vjp, tokens, np.float32(0)), {}),
     ):
         lowered = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(

@@ -8,7 +8,7 @@ import small
 from cheem_jax.core.ops import init_new
 from cheem_jax.engine.executor import Dense
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.inference import Inference, bucket_sizes, first_difference, pieces
+from cheem_jax.engine.inference import Inference, bucket_sizes, pieces
 from cheem_jax.engine.passes import network_features
 from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import Whole
@@ -56,10 +56,10 @@ def test_no_request_compiles(compilations):
     assert programs.count == 0
 
 
-def test_the_first_difference_is_the_first_block_with_another_code():
+def test_a_network_continues_at_its_first_difference_from_the_base():
     executor = Stages(VIT, "mlp_down")
-    base = base_network(executor)
-    assert [first_difference(base, codes) for codes in networks(executor).codes] == [4, 2, 0]
+    inference = Inference(executor, base_network(executor), networks(executor), batch_size=16)
+    assert inference.differences == [4, 2, 0]
 
 
 def test_groups_are_cut_into_few_sizes_without_losing_a_row():

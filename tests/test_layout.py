@@ -1,5 +1,6 @@
 """Batches over several devices: what one device computes, on eight virtual ones of a CPU."""
 
+import itertools
 import json
 
 import jax
@@ -11,7 +12,7 @@ import spmd
 from cheem_jax.engine import hosts
 from cheem_jax.engine.executor import Dense
 from cheem_jax.engine.layout import ONE, Layout, MeshConfig, make_layout
-from cheem_jax.engine.spread import _work, divided
+from cheem_jax.engine.spread import added_flops, divided
 from cheem_jax.engine.stages import Stages
 
 STAGES = Stages(small.backbone(), "mlp_down")
@@ -72,7 +73,7 @@ def test_each_process_takes_its_part_of_a_batch_that_is_filled_up_by_the_first_r
         10,
     ]
     assert second.mine(np.ones(7), 0).tolist() == [1, 1, 1, 0]
-    assert first.padded(7) == 8 and ONE.mine(rows) is rows
+    assert ONE.mine(rows) is rows
 
 
 def test_a_mesh_of_one_device_holds_whole_arrays():
@@ -118,19 +119,19 @@ def test_candidates_are_divided_so_that_no_device_has_much_more_to_do():
     ]
     groups = divided(STAGES, networks, 4)
     assert sorted(index for group in groups for index in group) == list(range(40))
-    loads = [_work(STAGES, [networks[i] for i in group]) for group in groups]
-    whole = _work(
-        STAGES,
-        [networks[i] for i in sorted(range(40), key=lambda i: [s.code for s in networks[i]])],
-    )
-    assert max(loads) < 1.35 * whole / 4  # beginnings at a cut run twice
+
+    def work(order: list[int]) -> float:
+        visited = [(), *(networks[i] for i in order)]
+        return sum(added_flops(STAGES, *pair) for pair in itertools.pairwise(visited))
+
+    assert max(map(work, groups)) < 1.35 * work(sum(groups, [])) / 4  # prefixes at a cut run twice
     assert divided(STAGES, networks[:2], 4)[2:] == [[], []]
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"devices": 0}, "devices is 0; expected a number from 1 on, or all"),
+        ({"devices": 0}, "devices is 0; expected a number of at least 1, or all"),
         ({"devices": 99}, "devices is 99, but JAX sees 1 .*JAX_NUM_CPU_DEVICES"),
     ],
 )

@@ -363,7 +363,7 @@ def test_an_accelerator_computes_the_same_in_larger_calls_from_tokens_that_it_ho
             genomes
         )
         found[device.is_host] = state.progress.losses, right
-        assert isinstance(feed, Cached) and budget.kept == (
+        assert isinstance(feed, Cached) and budget.used == (
             40 * 5 * 16 * 4 + (0 if device.is_host else TASK.train.images.nbytes)
         )
         assert one.forward_rows(16, 40) == (16 if device.is_host else 24)
@@ -371,13 +371,15 @@ def test_an_accelerator_computes_the_same_in_larger_calls_from_tokens_that_it_ho
     np.testing.assert_array_equal(found[True][1], found[False][1])
 
 
-def test_a_device_that_is_full_keeps_nothing_more_and_goes_on():
+def test_a_full_device_caches_nothing_more():
+    def fail(text):
+        raise jax.errors.JaxRuntimeError(text)
+
     budget = Budget(2**30)
-    assert budget.take("first", 2**28) and budget.take("second", 2**28)
-    with budget.taken("second", 2**28):
-        raise jax.errors.JaxRuntimeError(
-            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
-        )
-    assert budget.refused == ["second, 0.25 GB beside 0.25 GB kept"] and not budget.take("third", 1)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), budget.taken("fourth", 0):
-        raise jax.errors.JaxRuntimeError("INTERNAL: another error")
+    assert budget.make("first", 2**28, lambda: 1) == 1
+    full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
+    assert budget.make("second", 2**28, lambda: fail(full)) is None
+    assert budget.refused == ["second, 0.25 GB next to 0.25 GB cached"]
+    assert budget.make("third", 1, lambda: 1) is None
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        budget.make("fourth", 0, lambda: fail("INTERNAL: another error"))

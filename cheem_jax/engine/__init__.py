@@ -1,1 +1,1 @@
-"""How any architecture runs; what is learned is not known here."""
+"""Running any architecture, without knowledge of optimisers and the supernet."""

@@ -1,8 +1,9 @@
-"""Batches of one shape, and parts of a batch side by side.
+"""Batches of one shape, and parts of a batch that two threads compute.
 
-The last, partial batch is padded and masked, so no data set needs a program of its own. Between its
-large products a network does things that occupy one core of a CPU; two parts at once fill the gaps,
-and each part stays closer to its core. On an accelerator a batch is one part.
+The last, partial batch is padded and masked, so no data set needs separate compiled functions.
+Between its large products a network has operations that use one core of a CPU. A second part fills
+these gaps, and each part's activations stay in the caches of its core. On an accelerator a batch is
+one part.
 """
 
 import collections
@@ -19,31 +20,30 @@ R = TypeVar("R")
 
 
 class Rows(NamedTuple):
-    """`rows` are indices into the data set; padding repeats the first row and has mask 0."""
+    """Indices `rows` `[B]` into a data set; padding repeats the first row and has mask 0."""
 
     rows: np.ndarray
     mask: np.ndarray
     size: int
+    """Number of rows without padding."""
 
 
 def batches(order: np.ndarray, batch_size: int) -> Iterator[Rows]:
-    """The rows of `order` in batches of exactly `batch_size`; `size` counts the real ones."""
+    """Cut the rows of `order` into batches of exactly `batch_size`."""
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         size = len(rows)
-        mask = np.zeros(batch_size, np.float32)
-        mask[:size] = 1.0
-        padded = np.concatenate([rows, np.full(batch_size - size, rows[0], rows.dtype)])
-        yield Rows(padded, mask, size)
+        mask = (np.arange(batch_size) < size).astype(np.float32)
+        yield Rows(np.concatenate([rows, np.repeat(rows[:1], batch_size - size)]), mask, size)
 
 
 def num_batches(num: int, batch_size: int) -> int:
-    """Batches that `num` rows fill, the partial one included."""
+    """Number of batches of `num` rows, including the partial one."""
     return -(-num // batch_size)
 
 
 NUM_AT_ONCE = 2
-"""Parts at a time: more would share the caches, and hold more activations."""
+"""Parts computed at a time: more would share the caches and need more memory."""
 
 
 @functools.cache
@@ -52,19 +52,19 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def side_by_side(function: Callable[[P], R], parts: Iterable[P]) -> Iterator[R]:
-    """`function` of each part, in their order; it returns once its arrays are computed.
+    """Compute `function` of each part, and yield the finished results in order.
 
-    A part is taken when it is about to be computed.
+    A part is read from `parts` shortly before it is computed.
     """
 
-    def computed(part: P) -> R:
-        # programs are dispatched ahead of the work: without a bound all parts' activations would be
-        # held at once
+    def compute(part: P) -> R:
+        # JAX dispatches ahead of the computation: without this bound, the activations of all parts
+        # would be in memory at once
         return jax.block_until_ready(function(part))
 
     waiting: collections.deque[Future[R]] = collections.deque()
     for part in parts:
-        waiting.append(_threads().submit(computed, part))
+        waiting.append(_threads().submit(compute, part))
         if len(waiting) > NUM_AT_ONCE:
             yield waiting.popleft().result()
     for future in waiting:

@@ -1,5 +1,4 @@
-"""What the compiler does: options, the persistent cache, and a count of every program, the tiny
-ones too."""
+"""The compiler: its options, JAX's persistent cache, and the number and seconds of compilations."""
 
 import contextlib
 import errno
@@ -24,15 +23,14 @@ _CACHE_BYTES = 2 * 2**30
 
 
 class Compilations(NamedTuple):
-    """Programs compiled, programs read from the persistent cache instead, and the seconds of
-    both."""
+    """Functions compiled, functions read from the persistent cache, and the seconds of both."""
 
     programs: int
     cached: int
     seconds: float
 
     def since(self, earlier: "Compilations") -> "Compilations":
-        """What came after an earlier count."""
+        """The compilations after an earlier count."""
         return Compilations(
             self.programs - earlier.programs,
             self.cached - earlier.cached,
@@ -44,21 +42,19 @@ _total = Compilations(0, 0, 0.0)
 
 
 def compilations() -> Compilations:
-    """The count since this module was imported."""
+    """The compilations since this module was imported, including those of JAX's own functions."""
     return _total
 
 
 def _on_duration(event: str, duration_secs: float, **_: object) -> None:
     global _total
     if event == _COMPILE:
-        _total = _total._replace(
-            programs=_total.programs + 1, seconds=_total.seconds + duration_secs
-        )
+        _total = Compilations(_total.programs + 1, _total.cached, _total.seconds + duration_secs)
 
 
 def _on_event(event: str, **_: object) -> None:
     global _total
-    if event == _HIT:  # JAX reports the time of reading a program as if it had been compiled
+    if event == _HIT:  # JAX reports the time of reading a function as a compilation, too
         _total = _total._replace(programs=_total.programs - 1, cached=_total.cached + 1)
 
 
@@ -87,62 +83,63 @@ _STRICT = {
     "jax_numpy_dtype_promotion": (("strict",), "standard"),
     "jax_transfer_guard": (("disallow", "disallow_explicit"), "allow"),
 }
-"""Values of JAX's options that forbid what correct programs of this library do, and what each is
-set to instead."""
+"""Values of JAX's options that forbid correct functions of this library, and their substitutes."""
 
 
 def allow_ordinary_programs() -> list[str]:
-    """Undo options that forbid broadcasting, mixed types or transfers, for this process; a line for
-    each of them."""
+    """Undo options of this process that forbid broadcasting, mixed types or transfers.
+
+    Returns one line about each.
+    """
     notes = []
-    for name, (refused, instead) in _STRICT.items():
-        if (given := getattr(jax.config, name)) in refused:
+    for name, (strict, instead) in _STRICT.items():
+        if (value := getattr(jax.config, name)) in strict:
             jax.config.update(name, instead)
             notes.append(
-                f"{name.upper()}={given} checks programs that are written for it; this one runs"
-                f" with {instead}"
+                f"{name.upper()}={value} checks functions that are written for it; this process"
+                f" runs with {instead}"
             )
     return notes
 
 
 class NotKept(ValueError):
-    """Compiled programs cannot be kept on disk."""
+    """Compiled functions cannot be cached on disk."""
 
 
 def keep_programs() -> Path | None:
-    """Switch on JAX's persistent compilation cache; returns its directory, or None where the user
+    """Switch on JAX's persistent compilation cache; returns its directory, or None if the user
     switched it off.
 
-    `JAX_COMPILATION_CACHE_DIR` names another directory and `JAX_ENABLE_COMPILATION_CACHE=false`
-    does without. Raises ValueError where the user's directory cannot be written, and its subclass
-    NotKept where the default one cannot.
+    `JAX_COMPILATION_CACHE_DIR` sets another directory, `JAX_ENABLE_COMPILATION_CACHE=false`
+    switches it off. Raises ValueError if the user's directory cannot be written, and its subclass
+    NotKept if the default one cannot.
     """
     if not getattr(jax.config, "jax_enable_compilation_cache", True):
         return None
     chosen = getattr(jax.config, "jax_compilation_cache_dir", None)
+    kind = ValueError if chosen else NotKept
     without = "go without by JAX_ENABLE_COMPILATION_CACHE=false"
+    way_out = f"name another folder with JAX_COMPILATION_CACHE_DIR, or {without}"
     try:
         directory = absolute(chosen) if chosen else user_cache() / "programs" / _machine()
     except ValueError as error:
-        kind = ValueError if chosen else NotKept
         reason = str(error).partition("; ")[0]
-        raise kind(
-            f"cannot keep compiled functions: {reason}; name a folder with"
-            f" JAX_COMPILATION_CACHE_DIR, or {without}"
-        ) from None
+        raise kind(f"cannot keep compiled functions: {reason}; {way_out}") from None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # what lies there is run
         status = directory.stat()
+        # the cache's files are executed
         if not chosen and (status.st_uid != os.getuid() or status.st_mode & 0o022):
             raise OSError(errno.EPERM, "others can write there")
         probe = directory / f".writable-{os.getpid()}"
         probe.touch()
         try:
-            probe.owner(), probe.group()
+            # JAX asks for both names each time that it writes a function
+            probe.owner()
+            probe.group()
         finally:
             probe.unlink()
-    except KeyError as error:  # JAX asks for these names each time that it keeps a function
+    except KeyError as error:
         jax.config.update("jax_enable_compilation_cache", False)
         raise NotKept(
             "cannot keep compiled functions: JAX needs the names of this user and group"
@@ -150,10 +147,8 @@ def keep_programs() -> Path | None:
             f" {without}"
         ) from None
     except OSError as error:
-        kind = ValueError if chosen else NotKept
         raise kind(
-            f"cannot keep compiled functions in {directory} ({error.strerror}); name another folder"
-            f" with JAX_COMPILATION_CACHE_DIR, or {without}"
+            f"cannot keep compiled functions in {directory} ({error.strerror}); {way_out}"
         ) from None
     _remove_torn(directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))
@@ -164,20 +159,19 @@ def keep_programs() -> Path | None:
 
 
 def _remove_torn(directory: Path) -> None:
-    """A process killed while it kept a program leaves one without its time of use, after which JAX
-    keeps no other."""
+    """Remove functions without a time of use, which a killed process left: JAX would write no
+    further function."""
     with (
         contextlib.suppress(OSError, filelock.Timeout),
         filelock.FileLock(directory / ".lockfile", timeout=10),
     ):
-        for program in directory.glob("*-cache"):
-            if not program.with_name(f"{program.name.removesuffix('-cache')}-atime").exists():
-                program.unlink()
+        for file in directory.glob("*-cache"):
+            if not file.with_name(f"{file.name.removesuffix('-cache')}-atime").exists():
+                file.unlink()
 
 
 def _machine() -> str:
-    # programs for one processor may not run on another, and home directories travel between
-    # machines
+    """A name for the kind of processor: home directories are shared by different machines."""
     features = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -189,17 +183,18 @@ def _machine() -> str:
 
 
 DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
-"""No sums in the order in which threads finish, and no kernels chosen by a stopwatch."""
+"""No sums in the order in which threads finish, and no kernels chosen by their measured time."""
 
 
 @functools.cache
 def jit_options(precision: Precision, deterministic: bool = False) -> dict[str, Any] | None:
-    """Compiler options of the blocks' programs.
+    """Compiler options of the blocks' functions.
 
-    `deterministic` makes an accelerator give equal bits for equal work, as a CPU does anyway. On a
-    CPU float32 products go to Eigen instead of YNNPACK, whose batched ones (attention) leave one of
-    two cores idle. Sums and maxima stay with YNNPACK, since XLA's own take one number at a time; so
-    do bfloat16 products, because only YNNPACK uses the processor's bfloat16 instructions.
+    With `deterministic`, an accelerator computes the same bits in every run, as a CPU always does.
+    On a CPU, float32 products are compiled for Eigen instead of YNNPACK, whose batched products
+    (attention) leave one of two cores idle. Sums and maxima stay with YNNPACK, because XLA's
+    process one number at a time. So do bfloat16 products, because only YNNPACK uses the processor's
+    bfloat16 instructions.
     """
     options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
     if jax.default_backend() != "cpu":
@@ -209,5 +204,5 @@ def jit_options(precision: Precision, deterministic: bool = False) -> dict[str, 
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
-        return None  # another jaxlib, other options
+        return None  # another version of jaxlib has other options
     return options

@@ -1,13 +1,12 @@
-"""The interface behind which an architecture runs, and what all executors share.
+"""The interface of all executors, and the functions that they share.
 
-A pass begins with `Tokens`: what every choice at a block has in common (for `mlp_down` the tokens
-after its attention half). They come from images, from a cache, or from another network's pass; what
-follows does not care. The three executors differ only in how the blocks after that are cut into
-compiled programs:
+A pass begins with `Tokens`, which every choice at a block shares (for `mlp_down` the tokens after
+the block's attention half). They are computed from images, cached, or part of another network's
+pass. The three executors cut the following blocks into compiled functions differently:
 
-- `stages` (one program per op kind, composed by the host),
-- `whole` (one program per signature, the tuple of op kinds),
-- `scan` (one program, op kinds as data).
+- `stages`: one function per op kind, composed by the host;
+- `whole`: one function per signature, the tuple of op kinds;
+- `scan`: one function, with op kinds as data.
 """
 
 import abc
@@ -32,16 +31,18 @@ from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.layout import ONE, Layout
 
 WORKING_SET = 5 * 2**20
-"""Bytes of a block's widest activations (the plastic layer's input) above which a CPU gets slower
-per image."""
+"""Bytes of a block's widest activations (the plastic layer's input) above which a CPU needs more
+time per image."""
 
-Part = TypeVar("Part")
+Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
 
 class Dense(NamedTuple):
-    """One block of a forward-only network; equal codes at a block promise equal experts. No expert:
-    Skip."""
+    """One block of a forward-only network; expert None is Skip.
+
+    Two networks with equal codes at a block must have equal experts there.
+    """
 
     code: int
     expert: Expert | None
@@ -51,10 +52,10 @@ Network = Sequence[Dense]
 
 
 class Tokens(NamedTuple):
-    """Where a pass goes on: the tokens `[B, N, D]` that every choice at `block` shares.
+    """The tokens `[B, N, D]` that every choice at `block` shares, where a pass begins.
 
-    Behind the last block (`block` = L) they are the network's last tokens, of which only the class
-    token is kept.
+    If `block` is L, the number of blocks, they are the network's last tokens, reduced to the CLS
+    token.
     """
 
     block: int
@@ -62,9 +63,9 @@ class Tokens(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Tokens still to be taken from a data set on the device: rows `[B]` of `values` `[M, ...]`.
+    """The beginning of a pass as rows `[B]` of a data set `values` `[M, ...]` on the device.
 
-    `values` are uint8 images where `block` is None, else tokens of that block.
+    `values` are tokens of `block`, or uint8 images if `block` is None.
     """
 
     block: int | None
@@ -73,9 +74,9 @@ class Gather(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """What one network made of a batch: last tokens, and per block the summed class token.
+    """One network's results for a batch: its last tokens, and the sum of the CLS tokens per block.
 
-    None where the block was skipped, or lies before the tokens that the pass began with.
+    A sum is None if the block is skipped, or before the block where the pass began.
     """
 
     index: int
@@ -84,7 +85,7 @@ class Walked(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Tokens, labels `[B]` and the images' weights in the mean loss of a step (0 for padding)."""
+    """Tokens, labels `[B]` and the images' weights `[B]` in a step's mean loss (0 for padding)."""
 
     tokens: Tokens | Gather
     labels: np.ndarray | jax.Array
@@ -92,42 +93,41 @@ class Batch(NamedTuple):
 
 
 Mask = np.ndarray | jax.Array
-"""`[B]`, 1 for images that count and 0 for padding."""
+"""`[B]`, 1 for images and 0 for padding."""
 
 Step = Sequence[Batch]
-"""What one gradient step learns from; its weights sum to 1, so losses and gradients of its parts
-add up."""
+"""The parts of one gradient step. Their weights sum to 1, so losses and gradients are summed."""
+
+Planned = tuple[Architecture, Step, float]
+"""One training step: its architecture, its data and its learning rate."""
 
 Place = tuple[int, Choice]
-"""Where something is learned: the block and the choice (Adapt of an expert, or New)."""
+"""A block and a learnable choice at it (Adapt of an expert, or New)."""
 
 Learners = Mapping[Place, Any]
-"""What is learned, by place: any pytree with the parameters in `params` and beside them what its
-updates need."""
+"""Learned parameters by place: pytrees with parameters in `params`, and the state of their
+updates."""
 
 Update = Callable[[Any, Any, Any, Any], Any]
-"""A learner, the gradients of its parameters, the rate and the loss to the next learner, as a
-function that JAX traces.
+"""A traced function from a learner, its gradients, the rate and the loss to the next learner.
 
-Where a gradient is non-finite the loss is NaN, and the learner has to stay as it was.
+The loss is NaN if a gradient is non-finite; the learner must then stay unchanged.
 """
 
 
 class Setup(NamedTuple):
-    """What training steps share and do not change. Programs are compiled for each `update`: pass
-    the same function."""
+    """Constants of training steps. Functions are compiled per `update`: pass the same function."""
 
     experts: Sequence[Sequence[Expert]]
     """The frozen experts of each block."""
     num_classes: int
     update: Update
     blank: tuple[Any, Any]
-    """An Adapt's and a New's learner of zeros: their shapes, to fill places that nobody reads."""
+    """An Adapt's and a New's learner of zeros, which fill unused slots."""
 
 
 class Trained(NamedTuple):
-    """What training steps return: the learners (all of them), the head's learner and the loss of
-    each step."""
+    """The result of training steps: learners, the head's learner, and the loss of each step."""
 
     learners: dict[Place, Any]
     head: Any
@@ -135,24 +135,22 @@ class Trained(NamedTuple):
 
 
 class Executor(abc.ABC):
-    """One frozen backbone at one placement of the memory, and the programs that every executor
-    needs.
+    """One frozen backbone at one placement of the memory, and the functions of every executor.
 
     Arrays: images uint8 `[B, S, S, 3]`, tokens `[B, N, D]`, mask float32 `[B]`.
     """
 
     name: ClassVar[str]
     composes: ClassVar[bool] = False
-    """Whether an architecture runs as a composition of compiled functions, one per op kind and
-    place in it."""
+    """Whether the host composes architectures of compiled functions, one per op kind."""
     steps_per_call: int = 1
-    """Training steps that one dispatch runs."""
+    """Training steps in one dispatch."""
     reason: str = "as set"
-    """Why this executor was taken, in words for the log."""
+    """Why this executor was chosen, in words for the log."""
     budget: int = 2**30
-    """Bytes that may be spent on keeping what is computed again and again."""
+    """Bytes for cached results."""
     working: int = 2**30
-    """Bytes that the activations of a forward pass may take."""
+    """Bytes for the activations of a forward pass."""
 
     def __init__(
         self,
@@ -168,24 +166,24 @@ class Executor(abc.ABC):
         self.token = token
         self.layout = layout
         self.device = device = device or here(deterministic=deterministic)
-        self._numbers: dict[int, Any] = {}
-        self._on: dict[int, Executor] = {}
         self.placement: Placement = placement
         self.outputs = [vit.outputs(block) for block in range(vit.config.depth)]
+        self._numbers: dict[int, Any] = {}
+        self._on: dict[int, Executor] = {}
         graphdef, state = nnx.split(vit)
         leaves, treedef = jax.tree.flatten(state)
         splits = [nnx.split(block) for block in vit.blocks]
         placed = {id(leaf): layout.everywhere(leaf) for leaf in leaves}
         self.leaves = [placed[id(leaf)] for leaf in leaves]
-        # matrices of a block are operands of products alone, so they are rounded once and not in
+        # a block's matrices are only operands of products: they are rounded once instead of in
         # every call
         operand = jnp.dtype(vit.config.precision)
         self.blocks = [
             tuple(
-                own.astype(operand) if own.ndim == 2 else own
-                for own in (placed[id(leaf)] for leaf in leaves)
+                leaf.astype(operand) if leaf.ndim == 2 else leaf
+                for leaf in (placed[id(leaf)] for leaf in jax.tree.leaves(state))
             )
-            for leaves in (jax.tree.leaves(state) for _, state in splits)
+            for _, state in splits
         ]
         self.base_pool = jax.tree.map(
             lambda leaf: layout.everywhere(placed.get(id(leaf), leaf)),
@@ -193,15 +191,12 @@ class Executor(abc.ABC):
         )
         block_graph = splits[0][0]
         block_tree = jax.tree.structure(splits[0][1])
-        first_outputs = self.outputs[0]
         compiler_options = jit_options(vit.config.precision, deterministic)
 
         def jit(function: Callable[..., Any], **options: Any) -> Any:
             return layout.jit(
                 traced_for(device, function), compiler_options=compiler_options, **options
             )
-
-        self.jit = jit
 
         def block_of(leaves) -> Block:
             return nnx.merge(block_graph, jax.tree.unflatten(block_tree, leaves))
@@ -211,38 +206,35 @@ class Executor(abc.ABC):
 
         def begin(leaves, images):
             vit = vit_of(leaves)
-            return vit.blocks[0].enter(
-                vit.embed(images), placement=placement, outputs=first_outputs
-            )
+            x = vit.embed(images)
+            return vit.blocks[0].enter(x, placement=placement, outputs=self.outputs[0])
 
         def features(leaves, tokens):
             return vit_of(leaves).features(tokens)
 
         def mean_loss(leaves, head, tokens, labels, weights, num_classes):
-            logits = masked_logits(head, vit_of(leaves).features(tokens), num_classes)
+            logits = masked_logits(head, features(leaves, tokens), num_classes)
             return (optax.softmax_cross_entropy_with_integer_labels(logits, labels) * weights).sum()
 
         def classify(leaves, head, tokens, labels, mask, num_classes):
-            logits = masked_logits(head, vit_of(leaves).features(tokens), num_classes)
-            # a network that computes NaN must not pass for one that answers class 0
+            logits = masked_logits(head, features(leaves, tokens), num_classes)
+            # -1 if a logit is NaN, so that a broken network does not seem to predict class 0
             answers = jnp.where(jnp.isfinite(logits).all(axis=-1), logits.argmax(axis=-1), -1)
             return answers, ((answers == labels) & (mask > 0)).sum()
 
+        self.jit = jit
         self.vit_of = vit_of
         self.block_of = block_of
         self.begin_of = begin
         self.mean_loss = mean_loss
-        self._begin, self._features, self._classify = (
-            self.jit(begin),
-            self.jit(features),
-            self.jit(classify),
-        )
-        self._mean_patch = self.jit(lambda tokens: mean_patch(tokens, vit.config))
+        self._begin = jit(begin)
+        self._features = jit(features)
+        self._classify = jit(classify)
+        self._mean_patch = jit(lambda tokens: mean_patch(tokens, vit.config))
 
     @property
-    def kept_type(self) -> Any:
-        """Type of tokens that are kept: float32 on a CPU; an accelerator keeps them in the run's
-        precision."""
+    def cached_type(self) -> Any:
+        """Type of cached tokens: float32 on a CPU, the run's precision on an accelerator."""
         return jnp.dtype("float32" if self.device.is_host else self.config.precision)
 
     @property
@@ -250,30 +242,29 @@ class Executor(abc.ABC):
         return len(self.blocks)
 
     def on(self, place: int) -> "Executor":
-        """The same on one of this process's devices alone; it compiles for itself and copies
-        nothing."""
+        """The executor on one of this process's devices; it shares the replicated arrays and
+        compiles its functions again."""
         if place not in self._on:
-            own = self._on[place] = copy.copy(self)
-            own._numbers = {}
-            own.layout = Layout([self.layout.devices[place]])
-            own.leaves, own.blocks, own.base_pool = self.layout.copy(
+            one = self._on[place] = copy.copy(self)
+            one.layout = Layout([self.layout.devices[place]])
+            one.leaves, one.blocks, one.base_pool = self.layout.copy(
                 (self.leaves, self.blocks, self.base_pool), place
             )
         return self._on[place]
 
     def begin(self, images: np.ndarray | jax.Array) -> Tokens:
-        """Tokens of block 0; over several devices the images are split already (`Layout.rows`)."""
+        """Tokens of block 0; with several devices, the images are split already (`Layout.rows`)."""
         return Tokens(0, self._begin(self.leaves, images))
 
     def resolve(self, source: Tokens | Gather) -> Tokens:
-        """The tokens themselves."""
+        """The tokens of a source."""
         if isinstance(source, Tokens):
             return source
-        taken = self.take(source.values, self.layout.rows(source.rows))
-        return self.begin(taken) if source.block is None else Tokens(source.block, taken)
+        values = self.take(source.values, self.layout.rows(source.rows))
+        return self.begin(values) if source.block is None else Tokens(source.block, values)
 
     def take(self, values: jax.Array, rows: Any) -> jax.Array:
-        """Rows `[...]` of a data set on the device `[M, ...]`."""
+        """Rows `[...]` of a data set `[M, ...]` on the device."""
         return _take(values, rows)
 
     def features(self, tokens: jax.Array) -> jax.Array:
@@ -287,40 +278,34 @@ class Executor(abc.ABC):
     def classify(
         self, head: Head, tokens, labels, mask, num_classes: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Class answers `[B]` of a padded head and how many of the unmasked ones are right."""
+        """Predicted classes `[B]` of a padded head, and the number of correct ones in the mask."""
         return self._classify(self.leaves, head, tokens, labels, mask, self.number(num_classes))
 
     def put(self, values: Any) -> Any:
-        """What several calls take from the host, on the device, where that is another one: each
-        call would copy it."""
+        """Move an argument of several calls to an accelerator once; each call would copy it."""
         return values if self.device.is_host or self.layout.is_many else jax.device_put(values)
 
     def number(self, value: int) -> Any:
-        """The same of an int32 that never changes."""
+        """`put` of an int32 constant, cached."""
         if value not in self._numbers:
             self._numbers[value] = self.put(np.int32(value))
         return self._numbers[value]
 
     def rows(self, batch_size: int, working_set: int = WORKING_SET) -> int:
-        """Images per call of a program, for batches of `batch_size`: a divisor of it.
+        """Images per call in batches of `batch_size`: a divisor of it.
 
-        On a CPU `stages` takes as many as keep a block's widest activations within `working_set`
-        bytes.
+        On a CPU, `stages` limits a block's widest activations to `working_set` bytes.
         """
         return batch_size
 
     def forward_rows(self, batch_size: int, num: int) -> int:
         """Images per call of a forward pass over `num` images: `rows` on a CPU.
 
-        An accelerator takes more than a step has, in one of few sizes: that which leaves least of
-        the last call empty.
+        An accelerator can use more than a training step has: one of few sizes, the one with the
+        least padding in the last call.
         """
-        per_image = (
-            4
-            * self.num_blocks
-            * self.config.num_tokens
-            * (self.config.width + self.config.mlp_width)
-        )
+        config = self.config
+        per_image = 4 * self.num_blocks * config.num_tokens * (config.width + config.mlp_width)
         sizes = [
             size
             for size in self.device.forward_sizes
@@ -330,24 +315,26 @@ class Executor(abc.ABC):
             return self.rows(batch_size)
         return min(sizes, key=lambda size: (-(-num // size) * size, -size))
 
-    def each(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> Iterator[Result]:
-        """`function` of each part of a forward pass, in their order; on a CPU `stages` computes two
-        at a time."""
-        return map(function, parts)
+    def each(
+        self, function: Callable[[Piece], Result], pieces: Iterable[Piece]
+    ) -> Iterator[Result]:
+        """`function` of each piece of a forward pass, in order; on a CPU, `stages` computes two at
+        a time."""
+        return map(function, pieces)
 
     def walk(
         self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask
     ) -> Iterator[Walked]:
-        """Every network from the same tokens on, forward only, in any order."""
+        """Run every network forward from the same tokens; results are yielded in any order."""
         begin, values = self.resolve(tokens)
         for index, network in enumerate(networks):
             last, sums = self._forward(network[begin:], begin, self.num_blocks, values, mask)
             yield Walked(index, last, [None] * begin + sums)
 
     def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
-        """The tokens of a later block of one network."""
-        # sums come along and nobody reads them: a mask of another kind would be another program
+        """Run one network forward from its tokens to those of a later block."""
         begin, values = self.resolve(tokens)
+        # the sums are unused; the mask keeps its type so that no second function is compiled
         mask = self.put(np.zeros(values.shape[0], np.float32))
         return Tokens(until, self._forward(network[begin:until], begin, until, values, mask)[0])
 
@@ -355,8 +342,8 @@ class Executor(abc.ABC):
     def _forward(
         self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
     ) -> tuple[jax.Array, list[jax.Array | None]]:
-        """From the tokens of block `begin` to those of `until`, and each block's summed class
-        token."""
+        """From the tokens of block `begin` to those of `until`, with each block's sum of CLS
+        tokens."""
 
     def train(
         self,
@@ -368,94 +355,88 @@ class Executor(abc.ABC):
         rates: Sequence[float],
         setup: Setup,
     ) -> Trained:
-        """One step per architecture; `learners` holds what each Adapt and New of them learns.
+        """Train one step per architecture; `learners` contains those of their Adapts and News.
 
-        What an architecture does not hold keeps its learner; so does everything where the loss or a
-        gradient is non-finite, and the loss returned is then NaN. Blocks before a batch's tokens
-        are taken as done: whatever the architecture holds there is not looked at.
+        Learners outside of a step's architecture stay unchanged. If its loss or a gradient is
+        non-finite, the returned loss is NaN and all learners stay unchanged. Blocks before a
+        batch's tokens are ignored.
         """
         learners = dict(learners)
         losses = []
-        for architecture, step, rate in zip(architectures, steps, rates, strict=True):
-            changed, head, loss = self._train_step(
-                learners, head, architecture, step, np.float32(rate), setup
-            )
+        plan = list(zip(architectures, steps, rates, strict=True))
+        for begin in range(0, len(plan), self.steps_per_call):
+            part = plan[begin : begin + self.steps_per_call]
+            changed, head, more_losses = self._train_call(learners, head, part, setup)
             learners |= changed
-            losses.append(loss)
+            losses += more_losses
         return Trained(learners, head, losses)
 
-    def _train_step(
-        self,
-        learners: Learners,
-        head: Any,
-        architecture: Architecture,
-        step: Step,
-        rate: np.float32,
-        setup: Setup,
-    ) -> tuple[Learners, Any, jax.Array]:
-        """The learners that changed, the head's, and the loss; only for `train` as it is here."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _train_call(
+        self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
+    ) -> Trained:
+        """Train at most `steps_per_call` steps; returns the changed learners only."""
 
-    def _composed(self, blocks, ops: Sequence[Op], z, begin: int, until: int):
-        """Traced: from the tokens of block `begin` to those of `until`; also each block's output
-        and component.
+    def _compose(self, blocks, ops: Sequence[Op], z, begin: int, until: int):
+        """Trace blocks `begin` to `until`, whose weights and ops are `blocks` and `ops`.
 
-        `blocks` and `ops` begin with those of `begin`.
+        Returns the tokens of block `until`, and the output and component of each block.
         """
-        seen = []
+        results = []
         for i in range(begin, until):
+            settings: dict[str, Any] = {"placement": self.placement, "outputs": self.outputs[i]}
             block = self.block_of(blocks[i - begin])
-            outputs = self.outputs[i]
             op = ops[i - begin]
-            u = (
-                None
-                if isinstance(op, Skip)
-                else block.widen(z, placement=self.placement, outputs=outputs)
-            )
-            y, component = block.leave(op, z, u, placement=self.placement, outputs=outputs)
-            seen.append((y, component))
+            u = None if isinstance(op, Skip) else block.widen(z, **settings)
+            y, component = block.leave(op, z, u, **settings)
+            results.append((y, component))
             z = y
             if i + 1 < self.num_blocks:
                 following = self.block_of(blocks[i + 1 - begin])
                 z = following.enter(y, placement=self.placement, outputs=self.outputs[i + 1])
-        return z, seen
+        return z, results
 
-    def _sums(self, seen, mask) -> list[jax.Array | None]:
-        """Traced: the summed class token of each block that `_composed` returned."""
-        tokens = [component if self.token == "component" else y for y, component in seen]
-        return [
-            None if component is None else mask @ summary(own, self.config)
-            for own, (_, component) in zip(tokens, seen, strict=True)
+    def _compose_forward(self, blocks, experts: Sequence[Expert | None], z, mask, begin, until):
+        """Trace dense experts from the tokens of block `begin` to those of `until`.
+
+        Also returns each block's sum of CLS tokens over the mask; None if it is skipped.
+        """
+        ops = [Skip() if expert is None else Reuse(expert) for expert in experts]
+        last, results = self._compose(blocks, ops, z, begin, until)
+        return last, [
+            None
+            if component is None
+            else mask @ summary(component if self.token == "component" else y, self.config)
+            for y, component in results
         ]
 
     def start_of(self, block: int) -> int:
-        """Where a program begins that trains a network whose first block that learns is `block`:
-        there, or before."""
+        """The first block that is trained if `block` is the first with a learner: it, or an earlier
+        one."""
         return block
 
     def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
-        """What a forward pass from block `begin` on compiles, told apart by the blocks that it
-        skips."""
+        """Keys of the functions that a forward pass from block `begin` compiles; `skipped` says
+        which of its blocks are skipped."""
         return {begin, *enumerate(skipped, begin)}
 
     def counters(self) -> dict[str, Any]:
-        """What the record keeps about this executor's programs."""
+        """Statistics of the compiled functions, for the record."""
         return {"executor": self.name}
 
 
 def ops_of(
     architecture: Architecture, experts: Sequence[Sequence[Expert]], learners: Learners
 ) -> list[Op]:
-    """The ops of an architecture; `learners` holds what each Adapt and New of it learns."""
+    """The ops of an architecture; `learners` contains those of its Adapts and News."""
 
     def op(block: int, choice: Choice) -> Op:
         match choice.kind:
             case "reuse":
                 return Reuse(experts[block][cast(int, choice.expert)])
             case "adapt":
-                return Adapt(
-                    experts[block][cast(int, choice.expert)], learners[block, choice].params
-                )
+                expert = experts[block][cast(int, choice.expert)]
+                return Adapt(expert, learners[block, choice].params)
             case "new":
                 return New(learners[block, choice].params)
             case "skip":
@@ -464,24 +445,29 @@ def ops_of(
     return [op(block, choice) for block, choice in enumerate(architecture)]
 
 
+def shared_prefix(codes: Sequence[int], others: Sequence[int]) -> int:
+    """Number of leading codes that two networks have in common."""
+    pairs = enumerate(zip(codes, others, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(codes), len(others)))
+
+
 def guard(loss: jax.Array, grads: Any) -> jax.Array:
-    """The loss, or NaN where one of its gradients is non-finite: such a step must not reach any
-    parameter."""
+    """The loss, or NaN if a gradient is non-finite, so that the step reaches no parameter."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)]
     return jnp.where(jnp.stack(finite).all(), loss, jnp.nan) if finite else loss
 
 
 def masked_logits(head: Head, features: jax.Array, num_classes) -> jax.Array:
-    """Logits with the head's padding pushed out of reach."""
+    """Logits of a padded head; those of the padding are -1e30."""
     logits = features @ head.weight + head.bias
     return jnp.where(jnp.arange(logits.shape[-1]) < num_classes, logits, FAR)
 
 
 @jax.jit
 def _take(values, rows):
-    taken = values[rows]
-    # tokens may be kept in fewer bits than a pass begins with
-    return taken.astype(jnp.float32) if jnp.issubdtype(taken.dtype, jnp.floating) else taken
+    batch = values[rows]
+    # tokens can be cached in fewer bits than a pass uses
+    return batch.astype(jnp.float32) if jnp.issubdtype(batch.dtype, jnp.floating) else batch
 
 
 @jax.jit

@@ -1,16 +1,14 @@
-"""Where the tokens of a batch come from: images on the host or on the device, or activations that
-were kept.
+"""Feeds: the beginnings of a data set's passes, from images or from cached tokens.
 
-Without augmentation, what no step of a phase changes is the same in every epoch: in a supernet the
-tokens of block 0, in fine-tuning those of the first block that learns. They are kept where they fit
-a stated budget. Augmented images are new in every epoch, so each of their steps begins with pixels
-on the host.
+Without augmentation, the results of the leading frozen blocks are the same in every epoch: in a
+supernet the tokens of block 0, in fine-tuning those of the first block that learns. They are cached
+if they fit a budget. Augmented images are new in every epoch, so their steps begin with pixels on
+the host.
 """
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -29,8 +27,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Feed(Protocol):
-    """A data set as the beginnings of passes: its images, or tokens cached behind a frozen
-    prefix."""
+    """A data set as a source of passes: its images, or tokens cached behind a frozen prefix."""
 
     block: int | None = None
     """The block whose tokens are cached; None: passes begin with images."""
@@ -53,8 +50,7 @@ class Feed(Protocol):
 
 
 class HostImages(Feed):
-    """uint8 images `[N, S, S, 3]` in the host's memory or in files; each batch is copied to the
-    device."""
+    """uint8 images `[N, S, S, 3]` in the host's memory or in files, copied batch by batch."""
 
     def __init__(self, executor: Executor, images: Images):
         self.executor, self.images = executor, images
@@ -121,65 +117,55 @@ class Cached(Feed):
 
 
 class Budget:
-    """Bytes that one task may still keep, and those it keeps; `refused` tells what found no room,
-    and beside what."""
+    """Bytes that one task can still cache, and those in use; `refused` describes values that did
+    not fit."""
 
     def __init__(self, num_bytes: int):
-        self.left = num_bytes
-        self.kept = 0
+        self.free = num_bytes
+        self.used = 0
         self.refused = list[str]()
 
-    def take(self, name: str, num_bytes: int) -> bool:
-        """Whether there is room, which is then gone."""
-        if num_bytes > self.left:
-            self._refuse(name, num_bytes)
-            return False
-        self.left -= num_bytes
-        self.kept += num_bytes
-        return True
+    def make(self, name: str, num_bytes: int, function: Callable[[], T]) -> T | None:
+        """Call `function` if its result of `num_bytes` fits; None if it does not.
 
-    @contextlib.contextmanager
-    def taken(self, name: str, num_bytes: int) -> Iterator[None]:
-        """While what took these bytes comes into being: a device that turns out to be full refuses
-        it after all."""
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            self.left = 0
-            self.kept = self.kept - num_bytes
-            self._refuse(name, num_bytes)
-
-    def _refuse(self, name: str, num_bytes: int) -> None:
-        self.refused.append(
-            f"{name}, {num_bytes / 2**30:.3g} GB beside {self.kept / 2**30:.3g} GB kept"
-        )
+        If the device is full although the budget is not, nothing more is cached.
+        """
+        if num_bytes <= self.free:
+            try:
+                value = function()
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                self.free = 0
+            else:
+                self.free -= num_bytes
+                self.used += num_bytes
+                return value
+        used = f"{num_bytes / 2**30:.3g} GB next to {self.used / 2**30:.3g} GB cached"
+        self.refused.append(f"{name}, {used}")
+        return None
 
 
 def feed_images(executor: Executor, images: Images, budget: Budget) -> Feed:
-    """Images held on the device, if it is not the host itself, they are decoded and they fit."""
+    """Images on an accelerator if they are decoded and fit, else on the host."""
     plain = HostImages(executor, images)
-    name = "images on the device"
-    if (
-        executor.device.is_host
-        or not isinstance(images, np.ndarray)
-        or not budget.take(name, images.nbytes)
-    ):
+    if executor.device.is_host or not isinstance(images, np.ndarray):
         return plain
-    with budget.taken(name, images.nbytes):
+
+    def put() -> Feed:
         return Cached(executor.layout, None, _on_device(executor.layout, images))
-    return plain
+
+    return budget.make("images on the device", images.nbytes, put) or plain
 
 
-def kept_bytes(executor: Executor, num_images: int, block: int) -> int:
-    """Bytes that the tokens of a block take for so many images."""
-    behind_last = block == executor.num_blocks
-    trimmed = behind_last or (
+def cached_bytes(executor: Executor, num_images: int, block: int) -> int:
+    """Bytes of the cached tokens of a block."""
+    config = executor.config
+    is_trimmed = block == executor.num_blocks or (
         executor.outputs[block] is not None and executor.placement == "mlp_down"
     )
-    num_tokens = executor.config.num_outputs if trimmed else executor.config.num_tokens
-    return executor.kept_type.itemsize * num_images * num_tokens * executor.config.width
+    num_tokens = config.num_outputs if is_trimmed else config.num_tokens
+    return executor.cached_type.itemsize * num_images * num_tokens * config.width
 
 
 def keep_tokens(
@@ -192,60 +178,57 @@ def keep_tokens(
     batch_size: int,
     budget: Budget,
 ) -> Feed:
-    """Tokens behind the frozen blocks of `prefix`, computed now and kept if they fit.
+    """Compute and cache the tokens behind the frozen blocks of `prefix`.
 
-    Where they do not fit, or are kept already, `images` is returned: each step then goes on from
-    there.
+    Returns `images` if the tokens do not fit or are cached already.
     """
     if images.block == len(prefix):
         return images
-    num_bytes = kept_bytes(executor, num_images, len(prefix))
-    if not budget.take(name, num_bytes):
-        return images
-    with budget.taken(name, num_bytes):
-        return Cached(
-            executor.layout,
-            len(prefix),
-            _computed(executor, images, num_images, prefix, batch_size),
-        )
-    return images
+
+    def compute() -> Feed:
+        values = _compute(executor, images, num_images, prefix, batch_size)
+        return Cached(executor.layout, len(prefix), values)
+
+    num_bytes = cached_bytes(executor, num_images, len(prefix))
+    return budget.make(name, num_bytes, compute) or images
 
 
-def _computed(
+def _compute(
     executor: Executor, images: Feed, num_images: int, prefix: Network, batch_size: int
 ) -> np.ndarray | jax.Array:
-    """The tokens behind `prefix` of every image, where passes begin with them."""
-    layout, dtype = executor.layout, executor.kept_type
+    """The tokens of every image behind `prefix`, where passes will begin."""
+    layout = executor.layout
+    dtype = executor.cached_type
     stays = not executor.device.is_host and not layout.is_many
-    kept: Any = None
+    cache: Any = None
     pieces = list(batches(np.arange(num_images), executor.forward_rows(batch_size, num_images)))
-    for batch, tokens in zip(pieces, images.follow([batch.rows for batch in pieces]), strict=True):
-        values: Any = executor.advance(prefix, tokens, len(prefix)).values
+    sources = images.follow([batch.rows for batch in pieces])
+    for batch, source in zip(pieces, sources, strict=True):
+        values: Any = executor.advance(prefix, source, len(prefix)).values
+        shape = (num_images, *values.shape[1:])
         if stays:
-            kept = jnp.zeros((num_images, *values.shape[1:]), dtype) if kept is None else kept
-            kept = _written(kept, values, np.int32(batch.rows[0]), size=batch.size)
-            continue
-        values = hosts.fetch(values)
-        kept = np.empty((num_images, *values.shape[1:]), dtype) if kept is None else kept
-        kept[batch.rows[: batch.size]] = values[: batch.size]
-    assert kept is not None, "a data set holds at least one image"
+            cache = jnp.zeros(shape, dtype) if cache is None else cache
+            cache = _write(cache, values, np.int32(batch.rows[0]), size=batch.size)
+        else:
+            cache = np.empty(shape, dtype) if cache is None else cache
+            cache[batch.rows[: batch.size]] = hosts.fetch(values)[: batch.size]
     if executor.device.is_host:
-        return kept
-    # ready before it counts as kept: a device without room says so late
-    return jax.block_until_ready(kept if stays else _on_device(layout, kept))
+        return cache
+    # a full device raises its error here, before the tokens count as cached
+    return jax.block_until_ready(cache if stays else _on_device(layout, cache))
 
 
 @functools.partial(jax.jit, static_argnames="size", donate_argnums=0)
-def _written(kept, values, start, *, size: int):
-    """`kept` with the first `size` of `values` from row `start` on, in place."""
-    return jax.lax.dynamic_update_slice_in_dim(kept, values[:size].astype(kept.dtype), start, 0)
+def _write(cache, values, start, *, size: int):
+    """Write the first `size` of `values` to `cache` in place, beginning at row `start`."""
+    return jax.lax.dynamic_update_slice_in_dim(cache, values[:size].astype(cache.dtype), start, 0)
 
 
 def ahead(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
-    """The items of `work`, up to `num` of them prepared by another thread while one is used.
+    """Yield the items of `work`; another thread prepares up to `num` of them in advance.
 
-    Over several devices the main thread prepares them: these wait for each other, and must meet
-    programs in one order.
+    With several devices the main thread prepares them: functions with sums over the devices must be
+    dispatched in the same order everywhere.
     """
     if layout.is_many:
         yield from work
@@ -260,21 +243,20 @@ def ahead(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
 
 
 def memory_budget(gigabytes: float | None) -> int:
-    """Bytes that may be spent on keeping things: what the user said, or a quarter of the device's
-    memory.
+    """The setting in bytes; default: a quarter of the device's memory.
 
     Raises ValueError for a number below 0.
     """
     if gigabytes is not None:
         if gigabytes < 0:
-            raise ValueError(f"memory_gb is {gigabytes}; expected 0 (keep nothing) or more")
+            raise ValueError(f"memory_gb is {gigabytes}; expected 0 (cache nothing) or more")
         return int(gigabytes * 2**30)
     statistics = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in statistics:
-        found = int(statistics["bytes_limit"]) // 4
-    else:
-        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    return hosts.smallest(found)  # what one process keeps, each has to
+    memory = statistics.get("bytes_limit")
+    if memory is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # all processes must cache the same; in MiB, because JAX's integers have 32 bits
+    return hosts.smallest(int(memory) // 4 >> 20) << 20
 
 
 def _on_device(layout: Layout, values: np.ndarray) -> jax.Array:

@@ -173,11 +173,8 @@ def largest(value: int) -> int:
 
 
 def smallest(value: int) -> int:
-    """The smallest of the processes' values, each below 2^62; every process gets it."""
-    if count() == 1:
-        return value
-    halves = np.array([value >> 31, value & (2**31 - 1)], np.int32)  # JAX's integers have 32 bits
-    return min((high << 31) + low for high, low in _gather(halves).tolist())
+    """The smallest of the processes' values, each below 2^31; every process gets it."""
+    return -largest(-value)
 
 
 def total(values: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 from cheem_jax.core.routing import PAPER, RouterConfig, join_tokens
 from cheem_jax.engine.batches import batches
-from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
+from cheem_jax.engine.executor import Executor, Gather, Network, Tokens, shared_prefix
 from cheem_jax.engine.feed import Feed, HostImages
 from cheem_jax.engine.passes import batch_features
 
@@ -68,8 +68,9 @@ class Inference:
         self._until = reads.until(executor.num_blocks)
         # the base network ends at the last block that the router reads: task networks that are
         # equal to it beyond that block continue there
+        base_codes = [step.code for step in base]
         self.differences = [
-            min(first_difference(base, codes), self._until) for codes in networks.codes
+            min(shared_prefix(base_codes, codes), self._until) for codes in networks.codes
         ]
 
     def features(self, feed: Feed, num: int, route: Route) -> Float[np.ndarray, "N D"]:
@@ -153,12 +154,6 @@ class Inference:
 
         groups = self.executor.each(run, pieces(rows, self.sizes))
         return np.concatenate([np.asarray(features)[:size] for features, size in groups])
-
-
-def first_difference(base: Network, codes: Sequence[int]) -> int:
-    """The first block at which a network's codes differ from the base network's; L if none does."""
-    pairs = enumerate(zip(base, codes, strict=True))
-    return next((block for block, (step, code) in pairs if step.code != code), len(base))
 
 
 def bucket_sizes(rows: int) -> tuple[int, ...]:

@@ -1,9 +1,8 @@
-"""Where arrays lie: on one device, or over a mesh of them, on one machine or many (JAX's SPMD).
+"""Arrays on one device, or on a mesh of devices of one or several machines (JAX's SPMD).
 
-A batch's rows are split over all devices, what is learned is held by each, and the frozen backbone
-is held by each or, where it does not fit, split as well and gathered block by block. The programs
-stay the same: XLA reads from their arguments how to divide the work, and adds the sums that
-gradients and counts then need.
+The rows of a batch are split over all devices. Learned parameters and the frozen backbone are
+replicated. The functions stay the same: XLA divides the work by the sharding of their arguments,
+and adds the sums over devices that gradients and counts need.
 """
 
 import collections
@@ -24,115 +23,92 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The devices of a run; nothing here changes what is computed, beyond rounding."""
+    """The devices of a run; they change results by rounding only."""
 
     devices: Literal["all"] | int = 1
-    """Devices that share the work of a batch: a number, or all that JAX sees, those of all
-    processes together."""
+    """Devices that share the work of a batch: a number, or all visible ones of all processes."""
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, int) and self.devices < 1:
-            raise ValueError(f"devices is {self.devices}; expected a number from 1 on, or all")
+            raise ValueError(f"devices is {self.devices}; expected a number of at least 1, or all")
 
 
 class Layout:
-    """One device, or a mesh of several; every process of a job holds an equal one.
+    """One device, or a mesh of several; every process of a job has an equal one.
 
-    Whatever number of rows a batch has, each device gets as many: the batch is filled up by
-    repeating its first row, with weight 0 where rows are weighted, so answers and sums of the real
-    rows stay as they are.
+    Each device gets equally many rows of a batch. The batch is padded by its first row, with weight
+    0 if rows are weighted, so predictions and sums of the real rows stay the same.
     """
 
-    def __init__(self, devices: Sequence[Any] | None = None):
-        self.devices = (
-            []
-            if devices is None
-            else sorted(devices, key=lambda device: (device.process_index, device.id))
-        )
+    def __init__(self, devices: Sequence[Any] = ()):
+        self.devices = sorted(devices, key=lambda device: (device.process_index, device.id))
         self.num = max(len(self.devices), 1)
         self.local = [
-            i
-            for i, device in enumerate(self.devices)
+            place
+            for place, device in enumerate(self.devices)
             if device.process_index == jax.process_index()
         ]
         self.mesh = Mesh(np.array(self.devices), ("data",)) if self.devices else None
 
     @property
     def is_many(self) -> bool:
-        """Whether there is anything to divide."""
+        """Whether arrays have to be distributed over a mesh."""
         return self.mesh is not None
 
     @property
     def place(self) -> tuple[int, ...]:
-        """What tells programs for these devices from programs for others."""
+        """The devices' IDs, as a key of compiled functions."""
         return tuple(device.id for device in self.devices)
 
-    def sharding(self, *axes: Any) -> NamedSharding:
-        """How an array lies that is split along these axes of the mesh."""
+    def _sharding(self, *axes: str | None) -> NamedSharding:
         assert self.mesh is not None
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
-    def padded(self, size: int) -> int:
-        """Rows of a batch of `size` with its padding."""
-        return -(-size // self.num) * self.num
-
     def mine(self, rows: np.ndarray, filler: Any = None) -> np.ndarray:
-        """The part of a batch that this process's devices work on, filled up by its first row or by
-        `filler`."""
+        """This process's part of a batch, which is padded by its first row or by `filler`."""
         if not self.is_many:
             return rows
-        missing = self.padded(len(rows)) - len(rows)
-        fill = (
-            np.repeat(rows[:1], missing, axis=0)
-            if filler is None
-            else np.full_like(rows[:1], filler).repeat(missing, 0)
-        )
-        share = self.padded(len(rows)) // self.num
-        return np.concatenate([rows, fill])[self.local[0] * share : (self.local[-1] + 1) * share]
+        share = -(-len(rows) // self.num)
+        fill = rows[:1] if filler is None else np.full_like(rows[:1], filler)
+        padded = np.concatenate([rows, fill.repeat(share * self.num - len(rows), axis=0)])
+        return padded[self.local[0] * share : (self.local[-1] + 1) * share]
 
     def joined(self, part: Any, axis: int = 0) -> Any:
-        """The batch of which each process has its part, as one array split over all devices along
+        """The batch whose parts the processes have, as one array split over all devices along
         `axis`."""
         if not self.is_many:
             return part
-        share = part.shape[axis] // len(self.local)
-        whole = list(part.shape)
-        whole[axis] = share * self.num
         pieces = [
-            jax.device_put(
-                part[(slice(None),) * axis + (slice(i * share, (i + 1) * share),)],
-                self.devices[place],
-            )
-            for i, place in enumerate(self.local)
+            jax.device_put(piece, self.devices[place])
+            for place, piece in zip(self.local, np.split(part, len(self.local), axis), strict=True)
         ]
-        split = self.sharding(*[None] * axis, "data")
-        return jax.make_array_from_single_device_arrays(tuple(whole), split, pieces)
+        shape = list(part.shape)
+        shape[axis] = shape[axis] // len(self.local) * self.num
+        split = self._sharding(*[None] * axis, "data")
+        return jax.make_array_from_single_device_arrays(tuple(shape), split, pieces)
 
     def rows(self, values: np.ndarray) -> Any:
-        """Rows `[B, ...]` that every process holds, split over the devices."""
+        """Rows `[B, ...]` that every process has, split over the devices."""
         return self.joined(self.mine(values))
 
     def weights(self, values: np.ndarray) -> Any:
-        """The weights or mask `[B]` of rows; what fills the batch up has weight 0."""
+        """The weights or mask `[B]` of rows, split over the devices; padding has weight 0."""
         return self.joined(self.mine(values, 0))
 
     def read(self, images: Images, order: Sequence[np.ndarray]) -> Iterator[Any]:
-        """The pictures of each of these rows in turn; each process reads those of its own devices
-        only."""
+        """The images of each array of rows; each process reads those of its devices only."""
         return map(self.joined, in_turn(images, [self.mine(rows) for rows in order]))
 
     def everywhere(self, tree: Tree) -> Tree:
-        """Arrays that every process holds, on each device."""
+        """Replicate arrays that every process has on all devices."""
         if not self.is_many:
             return tree
-        whole = self.sharding()
+        whole = self._sharding()
 
         def put(leaf):
             if getattr(leaf, "sharding", None) == whole:
                 return leaf
-            if (
-                isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-            ):  # split over processes
+            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
                 return self.jit(lambda parts: parts, out_shardings=whole)(leaf)
             copies = [jax.device_put(leaf, self.devices[place]) for place in self.local]
             return jax.make_array_from_single_device_arrays(np.shape(leaf), whole, copies)
@@ -140,24 +116,25 @@ class Layout:
         return jax.tree.map(put, tree)
 
     def copy(self, tree: Tree, place: int) -> Tree:
-        """What lies everywhere, on one of this process's devices alone; nothing is moved."""
+        """Replicated arrays on one of this process's devices, without copying."""
 
-        def own(leaf):
+        def local(leaf):
             if not isinstance(leaf, jax.Array) or len(leaf.devices()) == 1:
                 return leaf
-            assert leaf.is_fully_replicated, "a part would pass for the whole"
-            return next(
-                part.data for part in leaf.addressable_shards if part.device == self.devices[place]
-            )
+            assert leaf.is_fully_replicated
+            device = self.devices[place]
+            return next(part.data for part in leaf.addressable_shards if part.device == device)
 
-        return jax.tree.map(own, tree)
+        return jax.tree.map(local, tree)
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
-        """`jax.jit`; each call waits for its result where devices are threads of one processor.
+        """`jax.jit`; on several virtual devices of a CPU each call waits for its result.
 
-        A CPU's devices share a pool of as many threads: in two programs at a time, each with sums
-        over the devices, all threads may wait for a device that gets none.
+        These devices share a pool of as many threads. If two functions with sums over the devices
+        ran at a time, all threads could wait for a device that gets no thread.
         """
+        if not self.is_many:
+            return jax.jit(function, **options)
 
         @functools.wraps(function)
         def divided(*arguments, **named):
@@ -167,26 +144,26 @@ class Layout:
             finally:
                 IS_DIVIDED.reset(token)
 
-        program = jax.jit(divided if self.is_many else function, **options)
-        return _Waiting(program) if self.is_many and self.devices[0].platform == "cpu" else program
+        compiled = jax.jit(divided, **options)
+        return _Waiting(compiled) if self.devices[0].platform == "cpu" else compiled
 
 
 class _Waiting:
-    """A program of `Layout.jit`: to be called, or lowered, compiled and called."""
+    """A function of `Layout.jit`: to be called, or lowered, compiled and called."""
 
-    def __init__(self, program: Any):
-        self._program = program
+    def __init__(self, function: Any):
+        self._function = function
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return jax.block_until_ready(self._program(*arguments, **named))
+        return jax.block_until_ready(self._function(*arguments, **named))
 
     def lower(self, *arguments: Any, **named: Any) -> "_Waiting":
-        """For arguments of these shapes."""
-        return _Waiting(self._program.lower(*arguments, **named))
+        """Lower the function for arguments of these shapes."""
+        return _Waiting(self._function.lower(*arguments, **named))
 
     def compile(self) -> "_Waiting":
-        """What was lowered, ready to run."""
-        return _Waiting(self._program.compile())
+        """Compile the lowered function."""
+        return _Waiting(self._function.compile())
 
 
 ONE = Layout()
@@ -194,30 +171,25 @@ ONE = Layout()
 
 
 def make_layout(config: MeshConfig) -> Layout:
-    """The devices that were asked for. Raises ValueError where there are not as many."""
-    found = jax.devices()
-    shares = collections.Counter(device.process_index for device in found)
+    """The devices of the settings. Raises ValueError if there are too few, or processes differ."""
+    devices = jax.devices()
+    shares = collections.Counter(device.process_index for device in devices)
     if len(set(shares.values())) > 1:
-        told = ", ".join(f"{num} in process {process}" for process, num in sorted(shares.items()))
+        listed = ", ".join(f"{num} in process {process}" for process, num in sorted(shares.items()))
         raise ValueError(
-            f"the job's processes have different numbers of devices: {told}; give each as many"
+            f"the job's processes have different numbers of devices: {listed}; give each as many"
         )
-    wanted = len(found) if config.devices == "all" else config.devices
-    if wanted > len(found):
-        more = (
-            "; JAX_NUM_CPU_DEVICES=N makes N of a CPU, for trying"
-            if found[0].platform == "cpu"
-            else ""
-        )
+    wanted = len(devices) if config.devices == "all" else config.devices
+    if wanted > len(devices):
+        platform = devices[0].platform
+        hint = "; JAX_NUM_CPU_DEVICES=N makes N of a CPU, for trying" if platform == "cpu" else ""
         raise ValueError(
-            f"devices is {wanted}, but JAX sees {len(found)} ({found[0].platform}); ask for at most"
-            f" that, or all{more}"
+            f"devices is {wanted}, but JAX sees {len(devices)} ({platform}); ask for at most that,"
+            f" or all{hint}"
         )
-    if jax.process_count() > 1 and wanted != len(found):
+    if len(shares) > 1 and wanted != len(devices):
         raise ValueError(
-            f"devices is {wanted} of the {len(found)} of {jax.process_count()} processes; give"
+            f"devices is {wanted} of the {len(devices)} of {len(shares)} processes; give"
             " --devices all, so that each of them takes part"
         )
-    if wanted == 1 and jax.process_count() == 1:
-        return ONE
-    return Layout(found[:wanted])
+    return ONE if wanted == 1 and len(shares) == 1 else Layout(devices[:wanted])

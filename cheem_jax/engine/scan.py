@@ -1,18 +1,17 @@
-"""One program for every architecture: what an architecture holds is data, and many steps run in one
-call.
+"""One compiled function for every architecture: op kinds are data, and many steps share a call.
 
-Where the host's dispatch is the limit (a small backbone on a large accelerator) a call saves the
-most that does many training steps: their architectures are drawn beforehand, and every parameter
-that they touch travels in a table with one slot per step, so the program depends on the number of
-steps per call and not on the pool. Every block computes one dense expert: that of its slot with
-Adapt's change added, New's own, or zeros where it is skipped. Nothing branches, so a device never
-asks the host what comes next. The price: a program knows only how many of the first blocks hold
-nothing that learns, and the rest of the network keeps what its gradient needs whatever was drawn.
+If the host's dispatch is the limit (a small backbone on a large accelerator), calls with many
+training steps save the most. The steps' architectures are sampled beforehand. Their parameters are
+stacked in tables with one slot per step, so the function depends on the number of steps per call
+and not on the pool. Every block computes one dense expert: its slot's expert with Adapt's change
+added, New's, or zeros if it is skipped. Nothing branches, so the device never waits for the host.
+In return, only the number of leading blocks without learners is static: all later blocks store what
+their gradients need, even if an architecture learns nothing there.
 """
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,45 +19,43 @@ import numpy as np
 from jaxtyping import ArrayLike, Bool, Float, Int
 
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.core.architecture import Architecture, Choice
+from cheem_jax.core.architecture import Choice
 from cheem_jax.core.ops import Expert, LowRank, Reuse, merge
 from cheem_jax.core.settings import Placement
 from cheem_jax.engine.executor import (
-    Batch,
     Executor,
     Gather,
     Learners,
     Mask,
     Network,
     Place,
+    Planned,
     Setup,
-    Step,
     Tokens,
     Trained,
     Update,
     guard,
 )
 
-T = TypeVar("T")
 NEW = Choice("new")
 NUM_STARTS = 4
-"""Blocks at which a backward pass may end, evenly apart: each is a program of its own."""
+"""Blocks at which a backward pass can end, evenly spaced; each has its own compiled function."""
 
 
 class Tables(NamedTuple):
-    """All that some steps touch, per block: experts from the steps' first block on, learners where
-    something learns."""
+    """The parameters of K steps: experts of each block of the pass, and learners of each block that
+    can learn."""
 
     experts: tuple[tuple[Expert, ...], ...]
-    """K frozen ones, zeros for Skip."""
+    """K frozen experts, zeros for Skip."""
     pairs: tuple[tuple[Any, ...], ...]
-    """K learners of pairs."""
+    """K learners of low-rank pairs."""
     news: tuple[Any, ...]
     """New's learner."""
 
 
 class Calls(NamedTuple):
-    """What each of K steps does: slots and op kinds per block, data, learning rate, and whether it
+    """The inputs of K steps: slots and op kinds per block, data, rate, and whether the step
     counts."""
 
     slots: Int[np.ndarray, "K blocks"]
@@ -74,20 +71,20 @@ class Calls(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a program for K steps is compiled for, beside shapes."""
+    """The static inputs of a compiled function for K steps."""
 
     update: Update
     block: int | None
-    """Where the steps' data begin; images where None."""
+    """The block of the steps' data; None for images."""
     start: int
-    """The first block that may learn."""
+    """The first block that can learn."""
     packed: tuple[tuple[tuple[int, ...], str] | None, ...]
-    """Shape and type of a step's part of each of the `Calls` that travel packed."""
+    """Shape and type of one step's part of each packed field of `Calls`."""
 
 
 class Scan(Executor):
-    """One program for each block where the backward pass may end; `steps_per_call` training steps
-    in one dispatch."""
+    """One function for each block at which the backward pass can end; `steps_per_call` training
+    steps in one dispatch."""
 
     name = "scan"
 
@@ -95,308 +92,261 @@ class Scan(Executor):
         super().__init__(vit, placement, **settings)
         self.steps_per_call = steps_per_call
         self.nothing: Expert = jax.tree.map(jnp.zeros_like, self.base_pool[0][0].params)
-        """What a block computes that is skipped: blocks have equal shapes."""
+        """The expert of a skipped block; blocks have equal shapes."""
         self._train = self.jit(self._train_of, static_argnums=0)
         self._pass = self.jit(self._forward_of, static_argnums=(0, 1))
 
     def on(self, place: int) -> Executor:
         """See `Executor.on`."""
-        own = super().on(place)
-        assert isinstance(own, Scan)
-        own.nothing = self.layout.copy(self.nothing, place)
-        return own
+        one = super().on(place)
+        assert isinstance(one, Scan)
+        one.nothing = self.layout.copy(self.nothing, place)
+        return one
 
     def start_of(self, block: int) -> int:
-        """See `Executor.start_of`: few programs serve all; behind the last block nothing learns but
-        the head."""
-        return (
-            block if block == self.num_blocks else block - block % -(-self.num_blocks // NUM_STARTS)
-        )
-
-    def train(
-        self,
-        learners: Learners,
-        head: Any,
-        architectures: Sequence[Architecture],
-        steps: Sequence[Step],
-        *,
-        rates: Sequence[float],
-        setup: Setup,
-    ) -> Trained:
-        """See `Executor.train`; shorter calls are filled up with steps that do not count.
-
-        The backward pass ends before the first block with a learner, whether these steps hold it or
-        not: a supernet soon has one at the first block, and then one program serves all its steps.
-        """
-        learners = dict(learners)
-        losses = []
-        start = self.start_of(min((block for block, _ in learners), default=self.num_blocks))
-        for begin in range(0, len(steps), self.steps_per_call):
-            part = slice(begin, begin + self.steps_per_call)
-            batches = [step[0] for step in steps[part]]
-            changed, head, found = self._train_call(
-                learners, head, architectures[part], batches, rates[part], setup, start
-            )
-            learners |= changed
-            losses += found
-        return Trained(learners, head, losses)
+        """See `Executor.start_of`: few functions serve all. At L only the head learns."""
+        spacing = -(-self.num_blocks // NUM_STARTS)
+        return block if block == self.num_blocks else block - block % spacing
 
     def _train_call(
-        self,
-        learners: Learners,
-        head: Any,
-        architectures: Sequence[Architecture],
-        batches: Sequence[Batch],
-        rates: Sequence[float],
-        setup: Setup,
-        start: int,
-    ) -> tuple[Learners, Any, list[jax.Array]]:
-        """The learners that some of the steps changed, the head's, and the losses."""
+        self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
+    ) -> Trained:
+        """See `Executor.train`; a short call is filled with steps that do not count.
+
+        The backward pass ends before the first block with a learner, even if these architectures do
+        not use it. A supernet soon has one at the first block, and then one function serves all of
+        its steps.
+        """
         size = self.steps_per_call
-        num = len(architectures)
+        num = len(plan)
+        architectures = [architecture for architecture, _, _ in plan]
         order = [min(step, num - 1) for step in range(size)]
-        block, data = self._sources([batches[i].tokens for i in order])
+        batches = [plan[i][1][0] for i in order]
+        block, data = self._sources([batch.tokens for batch in batches])
         begin = block or 0
-        start = max(start, begin)
-        frozen, learning = range(begin, self.num_blocks), range(start, self.num_blocks)
-        columns = list(zip(*architectures, strict=True))  # per block, the choice of each step
+        first = min((b for b, _ in learners), default=self.num_blocks)
+        start = max(self.start_of(first), begin)
+        forward, learning = range(begin, self.num_blocks), range(start, self.num_blocks)
+        columns = list(zip(*architectures, strict=True))  # each block's choices
         used = [list(dict.fromkeys(choice.expert for choice in column)) for column in columns]
         places: dict[int, list[Place]] = {
-            b: [(b, Choice("adapt", e)) for e in used[b]] for b in learning
+            b: [(b, Choice("adapt", expert)) for expert in used[b]] for b in learning
         }
         pair, full = setup.blank
+        experts = [
+            [self.nothing if e is None else setup.experts[b][e] for e in used[b]] for b in forward
+        ]
+        pairs = [
+            [learners[place] if place[1] in columns[b] else pair for place in places[b]]
+            for b in learning
+        ]
         tables = Tables(
-            tuple(_filled([self._expert(setup, b, e) for e in used[b]], size) for b in frozen),
-            tuple(
-                _filled(
-                    [learners[place] if place[1] in columns[b] else pair for place in places[b]],
-                    size,
-                )
-                for b in learning
-            ),
+            tuple(_filled(row, size) for row in experts),
+            tuple(_filled(row, size) for row in pairs),
             tuple(learners[b, NEW] if NEW in columns[b] else full for b in learning),
         )
-        calls = Calls(
-            np.array(
-                [[used[b].index(architectures[i][b].expert) for b in frozen] for i in order],
-                np.int32,
-            ),
-            np.array(
-                [[architectures[i][b].kind == "adapt" for b in learning] for i in order], bool
-            ),
-            np.array([[architectures[i][b].kind == "new" for b in learning] for i in order], bool),
-            data,
-            _stacked([batches[i].labels for i in order], np.int32),
-            _stacked([batches[i].weights for i in order], np.float32),
-            np.array([rates[i] for i in order], np.float32),
-            np.arange(size) < num,
-            np.full(size, setup.num_classes, np.int32),
+        slots = [[used[b].index(architectures[i][b].expert) for b in forward] for i in order]
+        kinds = np.array([[architectures[i][b].kind for b in learning] for i in order], str)
+        packed, inputs = _pack(
+            Calls(
+                np.array(slots, np.int32),
+                kinds == "adapt",
+                kinds == "new",
+                data,
+                _stacked([batch.labels for batch in batches], np.int32),
+                _stacked([batch.weights for batch in batches], np.float32),
+                np.array([plan[i][2] for i in order], np.float32),
+                np.arange(size) < num,
+                np.full(size, setup.num_classes, np.int32),
+            )
         )
-        how, packed = _packed(calls)
-        losses, pairs, news, head = self._train(
-            Program(setup.update, block, start, how),
+        losses, new_pairs, news, head = self._train(
+            Program(setup.update, block, start, packed),
             (self.leaves, self.blocks[begin:]),
             tables,
             head,
-            packed,
+            inputs,
         )
         changed: dict[Place, Any] = {
             (b, NEW): new for b, new in zip(learning, news, strict=True) if NEW in columns[b]
         }
-        for b, own in zip(learning, pairs, strict=True):
-            # only those that a step adapted: an expert that was only reused has a blank beside it
+        for b, learned in zip(learning, new_pairs, strict=True):
+            # an expert that was only reused has a blank pair
             changed |= {
                 place: new
-                for place, new in zip(places[b], own, strict=False)
+                for place, new in zip(places[b], learned, strict=False)
                 if place[1] in columns[b]
             }
-        return changed, head, list(losses)[:num]
-
-    def _expert(self, setup: Setup, block: int, expert: int | None) -> Expert:
-        # what New begins with is never looked at
-        return self.nothing if expert is None else setup.experts[block][expert]
+        return Trained(changed, head, list(losses)[:num])
 
     def _sources(self, sources: Sequence[Tokens | Gather]) -> tuple[int | None, jax.Array]:
-        """What the steps begin with: a block (None: images), and its tokens.
+        """The block where the steps begin (None: images), and their stacked data.
 
-        They are gathered by a program of their own: those of the steps do not depend on the size of
-        a data set.
+        A separate function gathers rows, so that the one of the steps does not depend on the size
+        of the data set.
         """
         gathers = [source for source in sources if isinstance(source, Gather)]
         if len(gathers) == len(sources):
             rows = np.stack([self.layout.mine(gather.rows) for gather in gathers])
             return gathers[0].block, self.take(gathers[0].values, self.layout.joined(rows, axis=1))
         tokens = [self.resolve(source) for source in sources]
-        return tokens[0].block, jnp.stack([found.values for found in tokens])
+        return tokens[0].block, jnp.stack([each.values for each in tokens])
 
     def _forward(
         self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
     ) -> tuple[jax.Array, list[jax.Array | None]]:
         if begin == until:
             return values, []
-        experts = tuple(self.nothing if step.expert is None else step.expert for step in network)
-        last, sums = self._pass(
-            begin, until, (self.leaves, self.blocks[begin:]), experts, values, mask
-        )
-        return last, [
-            None if step.expert is None else total
-            for step, total in zip(network, sums, strict=True)
-        ]
+        experts = [self.nothing if step.expert is None else step.expert for step in network]
+        last, sums = self._pass(begin, until, self.blocks[begin:], experts, values, mask)
+        pairs = zip(network, sums, strict=True)
+        return last, [None if step.expert is None else total for step, total in pairs]
 
     def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
-        """See `Executor.programs_of`: one for all blocks together, whatever is skipped."""
+        """See `Executor.programs_of`: one function for all blocks together."""
         return {begin}
 
-    # ---- what is compiled
+    # ---- compiled functions
 
-    def _forward_of(self, begin: int, until: int, frozen, experts: Sequence[Expert], z, mask):
-        last, seen = self._composed(
-            frozen[1], [Reuse(expert) for expert in experts], z, begin, until
-        )
-        return last, self._sums(seen, mask)
+    def _forward_of(self, begin: int, until: int, blocks, experts: Sequence[Expert], z, mask):
+        return self._compose_forward(blocks, experts, z, mask, begin, until)
 
-    def _train_of(self, program: Program, frozen, tables: Tables, head, data):
+    def _train_of(self, program: Program, frozen, tables: Tables, head, inputs):
         begin = program.block or 0
         start = program.start
         leaves, blocks = frozen
         num_frozen = start - begin
+        num_learning = len(tables.news)
         experts = _stack([_stack(row) for row in tables.experts])
-        pairs, news = _stack([_stack(row) for row in tables.pairs]), _stack(tables.news)
+        pairs = _stack([_stack(row) for row in tables.pairs])
+        news = _stack(tables.news)
 
         def loss_of(dense: Sequence[Expert], params, z, call: Calls):
-            last, _ = self._composed(
-                blocks[num_frozen:], [Reuse(own) for own in dense], z, start, self.num_blocks
-            )
+            ops = [Reuse(expert) for expert in dense]
+            last, _ = self._compose(blocks[num_frozen:], ops, z, start, self.num_blocks)
             return self.mean_loss(leaves, params, last, call.labels, call.weights, call.num_classes)
 
-        def step(state, part):
+        def step(state, inputs):
             pairs, news, head = state
-            call = _unpacked(program.packed, *part)
+            call = _unpack(program.packed, *inputs)
             z = self.begin_of(leaves, call.data) if program.block is None else call.data
-            chosen = _taken(experts, call.slots)
-            z, _ = self._composed(
-                blocks, [Reuse(own) for own in _rows(chosen, 0, num_frozen)], z, begin, start
-            )
+            chosen = _in_slots(experts, call.slots)
+            ops = [Reuse(expert) for expert in _unstack(chosen, range(num_frozen))]
+            z, _ = self._compose(blocks, ops, z, begin, start)
             dense = _part(chosen, slice(num_frozen, None))
             slots = call.slots[num_frozen:]
-            is_adapt = call.adapts
-            is_new = call.news
-            own = _taken(pairs, slots)
-            if own is not None:
-                pair = _masked(is_adapt, own.params)
-                dense = _where(is_new, news.params, jax.vmap(merge)(dense, pair))
+            learned = _in_slots(pairs, slots)
+            if learned is not None:
+                pair = _masked(call.adapts, learned.params)
+                dense = _where(call.news, news.params, jax.vmap(merge)(dense, pair))
             loss, (grads, head_grad) = jax.value_and_grad(loss_of, argnums=(0, 1))(
-                _rows(dense, 0, self.num_blocks - start), head.params, z, call
+                _unstack(dense, range(num_learning)), head.params, z, call
             )
-            if own is not None:
-                # the gradient of a dense expert is New's, and by the chain rule it gives those of a
-                # pair
+            if learned is None:
+                loss = guard(loss, head_grad)
+            else:
+                # a dense expert's gradient is New's; the chain rule turns it into those of a pair
                 grad = _stack(grads)
                 pair_grad = LowRank(grad.weight @ pair.up.mT, pair.down.mT @ grad.weight)
-                new_grads, pair_grads = _masked(is_new, grad), _masked(is_adapt, pair_grad)
+                new_grads = _masked(call.news, grad)
+                pair_grads = _masked(call.adapts, pair_grad)
                 loss = guard(loss, (new_grads, pair_grads, head_grad))
                 updates = jax.vmap(program.update, in_axes=(0, 0, None, None))
-                own = updates(own, pair_grads, call.rates, loss)
+                learned = updates(learned, pair_grads, call.rates, loss)
                 is_its_slot = slots[:, None] == jnp.arange(self.steps_per_call)
-                learns = (is_adapt & call.counts)[:, None]
-                pairs = _where(
-                    learns & is_its_slot, jax.tree.map(lambda leaf: leaf[:, None], own), pairs
-                )
-                news = _where(
-                    is_new & call.counts, updates(news, new_grads, call.rates, loss), news
-                )
-            else:
-                loss = guard(loss, head_grad)
-            head = _where(call.counts, program.update(head, head_grad, call.rates, loss), head)
-            return (pairs, news, head), loss
+                learns = (call.adapts & call.counts)[:, None]
+                pairs = _where(learns & is_its_slot, _part(learned, np.s_[:, None]), pairs)
+                new = updates(news, new_grads, call.rates, loss)
+                news = _where(call.news & call.counts, new, news)
+            new_head = program.update(head, head_grad, call.rates, loss)
+            return (pairs, news, _where(call.counts, new_head, head)), loss
 
-        (pairs, news, head), losses = jax.lax.scan(step, (pairs, news, head), data)
-        num = len(tables.news)
-        slots = [_rows(row, 0, self.steps_per_call) for row in _rows(pairs, 0, num)]
-        return tuple(losses), slots, _rows(news, 0, num), head
+        (pairs, news, head), losses = jax.lax.scan(step, (pairs, news, head), inputs)
+        blocks_of_pairs = _unstack(pairs, range(num_learning))
+        slots = [_unstack(row, range(self.steps_per_call)) for row in blocks_of_pairs]
+        return tuple(losses), slots, _unstack(news, range(num_learning)), head
 
 
-def _packed(calls: Calls) -> tuple[Any, tuple[np.ndarray, list[Any]]]:
-    """How to read what the host holds of K steps, and that as one array `[K, n]` with the rest.
+def _pack(calls: Calls) -> tuple[Any, tuple[np.ndarray, list[Any]]]:
+    """How to read packed fields, and the inputs: NumPy fields as one array `[K, n]`, and the rest.
 
     A copy to an accelerator takes as long for a few numbers as for thousands.
     """
-    how = tuple(
-        (leaf.shape[1:], leaf.dtype.name) if isinstance(leaf, np.ndarray) else None
-        for leaf in calls
+    packed = tuple(
+        (field.shape[1:], field.dtype.name) if isinstance(field, np.ndarray) else None
+        for field in calls
     )
-    held = [
-        leaf.astype(np.int32) if leaf.dtype == bool else leaf
-        for leaf in calls
-        if isinstance(leaf, np.ndarray)
+    rows = [
+        (field.astype(np.int32) if field.dtype == bool else field)
+        .reshape(len(field), -1)
+        .view(np.int32)
+        for field in calls
+        if isinstance(field, np.ndarray)
     ]
-    rows = [leaf.reshape(len(leaf), -1).view(np.int32) for leaf in held]
-    return how, (
-        np.concatenate(rows, axis=1),
-        [leaf for leaf in calls if not isinstance(leaf, np.ndarray)],
-    )
+    rest = [field for field in calls if not isinstance(field, np.ndarray)]
+    return packed, (np.concatenate(rows, axis=1), rest)
 
 
-def _unpacked(how: Any, row: jax.Array, others: Sequence[jax.Array]) -> Calls:
-    """One step's part of what was packed."""
-    rest = iter(others)
-    found = []
-    place = 0
-    for entry in how:
+def _unpack(packed: Any, row: jax.Array, rest: Sequence[jax.Array]) -> Calls:
+    """One step's fields."""
+    others = iter(rest)
+    fields = []
+    begin = 0
+    for entry in packed:
         if entry is None:
-            found.append(next(rest))
+            fields.append(next(others))
             continue
         shape, dtype = entry
-        part = row[place : place + math.prod(shape)].reshape(shape)
-        place += math.prod(shape)
-        found.append(
-            jax.lax.bitcast_convert_type(part, jnp.float32)
-            if dtype == "float32"
-            else part.astype(dtype)
+        end = begin + math.prod(shape)
+        part = row[begin:end].reshape(shape)
+        begin = end
+        is_float = dtype == "float32"
+        fields.append(
+            jax.lax.bitcast_convert_type(part, jnp.float32) if is_float else part.astype(dtype)
         )
-    return Calls(*found)
+    return Calls(*fields)
 
 
-def _filled(found: list[T], size: int) -> tuple[T, ...]:
-    return (*found, *[found[0]] * (size - len(found)))
+def _filled(row: list[Any], size: int) -> tuple[Any, ...]:
+    return (*row, *[row[0]] * (size - len(row)))
 
 
 def _stacked(arrays: Sequence[Any], dtype: type[np.generic]) -> Any:
-    """Equal arrays as one, on the host where they are there."""
+    """Equal arrays as one; NumPy arrays stay on the host."""
     if isinstance(arrays[0], np.ndarray):
         return np.stack(arrays).astype(dtype)
     return jnp.stack(arrays)
 
 
 def _stack(trees: Sequence[Any]) -> Any:
-    """Equal pytrees as one with a new first axis; None of none."""
+    """Equal pytrees as one with a new first axis; None if there is none."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees) if trees else None
 
 
-def _part(tree: Any, index: int | slice) -> Any:
+def _part(tree: Any, index: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
-def _rows(tree: Any, begin: int, end: int) -> list[Any]:
-    """Some of the pytrees of which `tree` is the stack."""
-    return [_part(tree, i) for i in range(begin, end)]
+def _unstack(tree: Any, indices: range) -> list[Any]:
+    return [_part(tree, i) for i in indices]
 
 
-def _taken(tree: Any, slots: Int[ArrayLike, "n"]) -> Any:
-    """Of leaves `[n, K, ...]` the slot of each of the n."""
+def _in_slots(tree: Any, slots: Int[ArrayLike, "n"]) -> Any:
+    """The slot of each of n blocks in leaves `[n, K, ...]`."""
     slots = jnp.asarray(slots)
     blocks = jnp.arange(len(slots))
     return jax.tree.map(lambda leaf: leaf.at[blocks, slots].get(mode="promise_in_bounds"), tree)
 
 
-def _like(flags: jax.Array, leaf: jax.Array) -> jax.Array:
-    return flags.reshape(flags.shape + (1,) * (leaf.ndim - flags.ndim))
-
-
 def _where(flags: Any, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(_like(flags, b), a, b), new, old)
+    """`new` if the flag of the leading axes is set, else `old`."""
+
+    def select(a, b):
+        return jnp.where(flags.reshape(flags.shape + (1,) * (b.ndim - flags.ndim)), a, b)
+
+    return jax.tree.map(select, new, old)
 
 
 def _masked(flags: Any, tree: Any) -> Any:
-    """Zeros where the flags are not set, whatever is there."""
-    return jax.tree.map(lambda leaf: jnp.where(_like(flags, leaf), leaf, 0), tree)
+    """Zeros if the flag of the leading axes is not set, even for a NaN."""
+    return _where(flags, tree, jax.tree.map(jnp.zeros_like, tree))

@@ -1,9 +1,11 @@
-"""The search over several devices: each evaluates candidates of its own, on all validation images.
+"""The search over several devices: each evaluates some of the candidates on all validation images.
 
-No sums between devices are needed, as a batch divided over them would need at every block.
-Candidates that begin alike stay together, so that what they share still runs once (`Stages.walk`).
+This needs no sums between devices, which a batch split over them would need at every block.
+Candidates with a common prefix stay together, so the prefix still runs once (`Stages.walk`).
 """
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +17,7 @@ from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import Advance
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import batches
-from cheem_jax.engine.executor import Executor, Network
+from cheem_jax.engine.executor import Executor, Network, shared_prefix
 from cheem_jax.engine.feed import Feed
 from cheem_jax.engine.passes import count_right, network_features, unwatched
 
@@ -31,20 +33,18 @@ def count_right_spread(
     batch_size: int,
     advance: Advance,
 ) -> Int[np.ndarray, "P"]:
-    """`passes.count_right`, the networks divided over the devices where one holds a whole
-    network."""
-    common = {"num_classes": num_classes, "batch_size": batch_size}
+    """`passes.count_right` with the networks divided over the devices."""
+    sizes = {"num_classes": num_classes, "batch_size": batch_size}
     if not executor.layout.is_many:
-        return count_right(executor, networks, head, images, labels, advance=advance, **common)
+        return count_right(executor, networks, head, images, labels, advance=advance, **sizes)
     counts = np.zeros(len(networks), np.int32)
 
-    def evaluate(place: int, mine: Sequence[Network], feed: Feed, rows: np.ndarray) -> np.ndarray:
-        own = executor.layout.copy(head, place)
-        return count_right(
-            executor.on(place), mine, own, feed, labels[rows], advance=unwatched, **common
-        )
+    def evaluate(place: int, group: Sequence[Network], feed: Feed, rows: np.ndarray) -> np.ndarray:
+        one = executor.on(place)
+        copied = executor.layout.copy(head, place)
+        return count_right(one, group, copied, feed, labels[rows], advance=unwatched, **sizes)
 
-    for group, _, right in _divided(
+    for group, _, right in _on_devices(
         executor, networks, images, len(labels), batch_size, evaluate, advance
     ):
         counts[group] += right
@@ -60,25 +60,25 @@ def features_spread(
     batch_size: int,
     advance: Advance,
 ) -> Float[np.ndarray, "P N D"]:
-    """`passes.network_features`, the networks divided in the same way; every process gets all of
-    them."""
+    """`passes.network_features` with the networks divided over the devices; every process gets all
+    features."""
     if not executor.layout.is_many:
         return network_features(
             executor, networks, images, num, batch_size=batch_size, advance=advance
         )
-    found = np.zeros((len(networks), num, executor.config.width), np.float32)
+    features = np.zeros((len(networks), num, executor.config.width), np.float32)
 
-    def evaluate(place: int, mine: Sequence[Network], feed: Feed, rows: np.ndarray) -> np.ndarray:
-        return network_features(executor.on(place), mine, feed, len(rows), batch_size=batch_size)
+    def evaluate(place: int, group: Sequence[Network], feed: Feed, rows: np.ndarray) -> np.ndarray:
+        return network_features(executor.on(place), group, feed, len(rows), batch_size=batch_size)
 
-    for group, rows, features in _divided(
+    for group, rows, values in _on_devices(
         executor, networks, images, num, batch_size, evaluate, advance
     ):
-        found[np.asarray(group)[:, None], rows] = features
-    return hosts.total(found)
+        features[np.asarray(group)[:, None], rows] = values
+    return hosts.total(features)
 
 
-def _divided(
+def _on_devices(
     executor: Executor,
     networks: Sequence[Network],
     images: Feed,
@@ -87,91 +87,73 @@ def _divided(
     evaluate: Callable[[int, Sequence[Network], Feed, np.ndarray], np.ndarray],
     advance: Advance,
 ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Of each device of this process and each batch: the networks' indices, the images' rows, what
-    `evaluate` made.
+    """Yield the indices of a device's networks, the rows of a batch, and the result of `evaluate`.
 
-    All devices work on one batch before the next, so that every process reports its progress as
-    often as the others.
+    All devices finish a batch before the next one begins, so every process reports its progress
+    equally often.
     """
     layout = executor.layout
     groups = divided(executor, networks, layout.num)
-    mine = {
+    local = {
         place: [layout.copy(networks[index], place) for index in groups[place]]
         for place in layout.local
         if groups[place]
     }
-    sizes = max(
-        batch_size, executor.forward_rows(batch_size, num)
-    )  # `rows` may be a part of a batch
-    order = [batch.rows[: batch.size] for batch in batches(np.arange(num), sizes)]
+    # a pass over a batch cuts it into `executor.rows`
+    size = max(batch_size, executor.forward_rows(batch_size, num))
+    order = [batch.rows[: batch.size] for batch in batches(np.arange(num), size)]
     with ThreadPoolExecutor(len(layout.local), "search") as threads:
         for rows, feed in zip(order, images.parts(order), strict=True):
-            feeds = [feed.on(executor.on(place)) for place in mine]
-            found = threads.map(evaluate, mine, mine.values(), feeds, [rows] * len(mine))
-            for place, result in zip(mine, found, strict=True):
+            feeds = [feed.on(executor.on(place)) for place in local]
+            results = threads.map(evaluate, local, local.values(), feeds, [rows] * len(local))
+            for place, result in zip(local, results, strict=True):
                 yield groups[place], rows, result
             advance(len(rows) * len(networks))
 
 
 def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[list[int]]:
-    """Indices of networks in `num` groups of nearly equal work, those with a common beginning side
-    by side.
+    """Indices of the networks in `num` groups of nearly equal work, in the order of `walk`.
 
-    The largest group has as little to do as groups of neighbours allow; the order is that in which
-    `walk` visits.
+    A group is a range of that order, so networks with a common prefix share a group. The largest
+    group is as small as such ranges allow.
     """
-    order = sorted(range(len(networks)), key=lambda i: [step.code for step in networks[i]])
+    order = sorted(range(len(networks)), key=lambda i: _codes(networks[i]))
+    alone = [added_flops(executor, (), networks[index]) for index in order]
+    added = [math.inf]
+    added += [added_flops(executor, networks[a], networks[b]) for a, b in itertools.pairwise(order)]
+
+    def cut(bound: float) -> list[list[int]]:
+        """Groups of at most `bound` FLOPs per image; a single network can exceed it."""
+        groups: list[list[int]] = []
+        filled = 0.0
+        for index, first, more in zip(order, alone, added, strict=True):
+            if filled + more <= bound:
+                groups[-1].append(index)
+                filled += more
+            else:
+                groups.append([index])
+                filled = first
+        return groups
+
     low = 0.0
-    high = _work(executor, [networks[i] for i in order])
-    groups = _cut(executor, networks, order, high)
-    for _ in range(30):  # halving: the least bound that `num` groups can keep
+    high = float(sum(alone))
+    for _ in range(30):
         bound = (low + high) / 2
-        found = _cut(executor, networks, order, bound)
-        if len(found) <= num:
-            groups, high = found, bound
-        else:
-            low = bound
+        low, high = (low, bound) if len(cut(bound)) <= num else (bound, high)
+    groups = cut(high)
     return groups + [[] for _ in range(num - len(groups))]
 
 
-def _cut(
-    executor: Executor, networks: Sequence[Network], order: Sequence[int], bound: float
-) -> list[list[int]]:
-    """The order in groups, each filled as long as its work stays within the bound; a single one may
-    be beyond it."""
-    groups: list[list[int]] = []
-    filled = 0.0
-    for index in order:
-        previous = networks[groups[-1][-1]] if groups else ()
-        more = _more(executor, previous, networks[index])
-        if groups and filled + more <= bound:
-            groups[-1].append(index)
-            filled += more
-        else:
-            groups.append([index])
-            filled = _more(executor, (), networks[index])
-    return groups
-
-
-def _work(executor: Executor, networks: Sequence[Network]) -> float:
-    return float(
-        sum(
-            _more(executor, before, own)
-            for before, own in zip([(), *networks], networks, strict=False)
-        )
-    )
-
-
-def _more(executor: Executor, previous: Network, network: Network) -> float:
-    """FLOPs per image of a network whose beginning has been computed as far as it equals the
-    previous one's."""
-    shared = 0
-    while shared < len(previous) and previous[shared].code == network[shared].code:
-        shared += 1
-    total = 0
+def added_flops(executor: Executor, previous: Network, network: Network) -> float:
+    """FLOPs per image of a network without its common prefix with the previous one."""
     last = len(network) - 1
-    for block in range(shared, len(network)):
+    total = 0
+    for block in range(shared_prefix(_codes(previous), _codes(network)), len(network)):
         attention, ffn = executed_halves(executor.config, last=block == last)
         plastic, other = (ffn, attention) if executor.placement == "mlp_down" else (attention, ffn)
         total += other + (0 if network[block].expert is None else plastic)
     return float(total)
+
+
+def _codes(network: Network) -> list[int]:
+    return [step.code for step in network]

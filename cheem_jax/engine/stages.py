@@ -1,8 +1,8 @@
-"""Composed compiled stages: how any architecture runs without compiling anything new.
+"""Compiled stages that the host composes: any architecture runs without further compilation.
 
-Blocks have equal shapes, so one program per (op kind, where its input's gradient is wanted) serves
-every block, task and architecture; the host composes them. The backward pass stops at the first
-learnable op: what lies before it runs forward only and keeps nothing, and Skip costs nothing.
+Blocks have equal shapes, so one function per op kind, with or without the gradient of its input,
+serves every block, task and architecture. The backward pass ends at the first learnable op. Blocks
+before it run forward only and store no residuals, and Skip costs nothing.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from cheem_jax.backbone.vit import ViT, summary
-from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.ops import Expert, Learned, Ops, Reuse, Skip, learned_of, with_learned
 from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import Placement
@@ -29,20 +28,22 @@ from cheem_jax.engine.executor import (
     Learners,
     Mask,
     Network,
-    Part,
+    Piece,
+    Planned,
     Result,
     Setup,
-    Step,
     Tokens,
+    Trained,
     Walked,
     add,
     guard,
     ops_of,
+    shared_prefix,
 )
 
 
 class Stages(Executor):
-    """The default where dispatching a program is cheap beside running it."""
+    """The default if dispatching a compiled function is cheap compared with running it."""
 
     name = "stages"
     composes = True
@@ -56,12 +57,9 @@ class Stages(Executor):
             return block_of(leaves).enter(x, placement=placement, outputs=outputs)
 
         def widen(leaves, z, *, outputs):
-            # products read it rounded anyway: so it is written once, and in half the bytes
-            return (
-                block_of(leaves)
-                .widen(z, placement=placement, outputs=outputs)
-                .astype(vit.config.precision)
-            )
+            u = block_of(leaves).widen(z, placement=placement, outputs=outputs)
+            # only products read it, in this precision: it is written once, in half of the bytes
+            return u.astype(vit.config.precision)
 
         def leave(leaves, expert, z, u, mask, *, outputs):
             op = Skip() if expert is None else Reuse(expert)
@@ -70,22 +68,24 @@ class Stages(Executor):
                 return y, None
             return y, mask @ summary(component if token == "component" else y, vit.config)
 
-        def linearise(leaves, op, x, *, outputs):
+        def linearise(leaves, op, x, *, outputs, is_first):
+            settings: dict[str, Any] = {"placement": placement, "outputs": outputs}
+
             def output(learned, x):
-                return block_of(leaves).run(
-                    with_learned(op, learned), x, placement=placement, outputs=outputs
-                )[0]
-
-            return linearised(jax.vjp(output, learned_of(op), x), (leaves, op, x))
-
-        def linearise_first(leaves, op, z, *, outputs):
-            def output(learned):
                 block = block_of(leaves)
-                own = with_learned(op, learned)
-                u = block.widen(z, placement=placement, outputs=outputs)
-                return block.leave(own, z, u, placement=placement, outputs=outputs)[0]
+                trained = with_learned(op, learned)
+                if not is_first:
+                    return block.run(trained, x, **settings)[0]
+                # of the first block that learns, `x` has passed `enter` and needs no gradient
+                return block.leave(trained, x, block.widen(x, **settings), **settings)[0]
 
-            return linearised(jax.vjp(output, learned_of(op)), (leaves, op, z))
+            learned = learned_of(op)
+            value_and_vjp = (
+                jax.vjp(lambda learned: output(learned, x), learned)
+                if is_first
+                else jax.vjp(output, learned, x)
+            )
+            return linearised(value_and_vjp, (leaves, op, x))
 
         def backward(vjp, grad, loss):
             learned, *rest = vjp(grad)
@@ -95,11 +95,11 @@ class Stages(Executor):
             loss, grads = jax.value_and_grad(self.mean_loss, argnums=(1, 2))(leaves, head, *data)
             return guard(loss, grads[0]), grads
 
-        self._enter = self.jit(enter, static_argnames="outputs")
-        self._widen = self.jit(widen, static_argnames="outputs")
-        self._leave = self.jit(leave, static_argnames="outputs")
-        self._linearise = self.jit(linearise, static_argnames="outputs")
-        self._linearise_first = self.jit(linearise_first, static_argnames="outputs")
+        jit = functools.partial(self.jit, static_argnames="outputs")
+        self._enter = jit(enter)
+        self._widen = jit(widen)
+        self._leave = jit(leave)
+        self._linearise = self.jit(linearise, static_argnames=("outputs", "is_first"))
         self._backward = self.jit(backward)
         self._loss = self.jit(loss_and_gradients)
 
@@ -108,30 +108,26 @@ class Stages(Executor):
         per_image = 4 * self.config.num_tokens * self.config.mlp_width
         if not self.device.is_host or self.layout.is_many or batch_size * per_image <= working_set:
             return batch_size
-        fitting = max(working_set // per_image, 1)
-        return max(num for num in range(1, fitting + 1) if batch_size % num == 0)
+        largest = max(working_set // per_image, 1)
+        return max(num for num in range(1, largest + 1) if batch_size % num == 0)
 
-    def each(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> Iterator[Result]:
-        """See `Executor.each`. The first runs alone, so that what it compiles is compiled once."""
+    def each(
+        self, function: Callable[[Piece], Result], pieces: Iterable[Piece]
+    ) -> Iterator[Result]:
+        """See `Executor.each`. The first piece runs alone, so that its functions compile once."""
         if not self.device.is_host or self.layout.is_many:
-            yield from map(function, parts)
+            yield from map(function, pieces)
             return
-        following = iter(parts)
-        yield from map(function, itertools.islice(following, 1))
-        yield from side_by_side(function, following)
+        rest = iter(pieces)
+        yield from map(function, itertools.islice(rest, 1))
+        yield from side_by_side(function, rest)
 
-    def _train_step(
-        self,
-        learners: Learners,
-        head: Any,
-        architecture: Architecture,
-        step: Step,
-        rate: np.float32,
-        setup: Setup,
-    ) -> tuple[Learners, Any, jax.Array]:
-        # which every update takes
+    def _train_call(
+        self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
+    ) -> Trained:
+        ((architecture, step, rate),) = plan
         ops = ops_of(architecture, setup.experts, learners)
-        rate = self.put(rate)
+        rate = self.put(np.float32(rate))
 
         def gradients(batch: Batch):
             return self.gradients(ops, head.params, batch, setup.num_classes)
@@ -139,24 +135,24 @@ class Stages(Executor):
         results = side_by_side(gradients, step) if len(step) > 1 else map(gradients, step)
         loss, grads, head_grad = next(results)
         for more_loss, more_grads, more_head in results:
-            loss, head_grad = add(loss, more_loss), add(head_grad, more_head)
+            # added block by block: a function for all blocks would compile per architecture
+            loss = add(loss, more_loss)
+            head_grad = add(head_grad, more_head)
             grads = {block: add(grad, more_grads[block]) for block, grad in grads.items()}
-        places = {(block, architecture[block]): grad for block, grad in grads.items()}
-        changed = {
-            place: setup.update(learners[place], grad, rate, loss) for place, grad in places.items()
-        }
-        return changed, setup.update(head, head_grad, rate, loss), loss
+        changed = {}
+        for block, grad in grads.items():
+            place = (block, architecture[block])
+            changed[place] = setup.update(learners[place], grad, rate, loss)
+        return Trained(changed, setup.update(head, head_grad, rate, loss), [loss])
 
     def gradients(
         self, ops: Ops, head: Head, batch: Batch, num_classes: int
     ) -> tuple[jax.Array, dict[int, Learned], Head]:
-        """Weighted loss of one batch, its gradients per block that learns, and the head's gradient.
+        """The weighted loss of a batch, its gradients per block with a learner, and the head's.
 
-        The loss is NaN where any of the gradients is non-finite. Runs forward only up to the first
-        op that learns.
+        The loss is NaN if a gradient is non-finite.
         """
         begin, z = self.resolve(batch.tokens)
-        # which every block takes
         num = self.num_blocks
         weights = self.put(batch.weights)
         first = next((i for i in range(begin, num) if learned_of(ops[i]) is not None), num)
@@ -164,17 +160,15 @@ class Stages(Executor):
         z, _ = self._forward(frozen, begin, first, z, weights)
         tape: list[Any] = []
         for i in range(first, num):
-            stage = self._linearise_first if i == first else self._linearise
-            given = (self.blocks[i], ops[i], z)
-            z, residuals = stage(*given, outputs=self.outputs[i])
-            tape.append(residuals.vjp(given))
+            arguments = (self.blocks[i], ops[i], z)
+            z, residuals = self._linearise(*arguments, outputs=self.outputs[i], is_first=i == first)
+            tape.append(residuals.vjp(arguments))
         loss, (head_grad, grad) = self._loss(
             self.leaves, head, z, batch.labels, weights, self.number(num_classes)
         )
         grads: dict[int, Learned] = {}
         for i in reversed(range(first, num)):
-            # a stage's linearisation is the largest thing a step keeps: let go of it as soon as it
-            # is used
+            # a linearisation is the largest value of a step: each is freed after its use
             learned_grad, rest, loss = self._backward(tape.pop(), grad, loss)
             grad = rest[0] if rest else grad
             if learned_grad is not None:
@@ -184,35 +178,29 @@ class Stages(Executor):
     def walk(
         self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask
     ) -> Iterator[Walked]:
-        """Every network over one batch, each shared prefix once.
+        """Run every network over one batch, each shared prefix once.
 
-        Networks are visited in the order of their codes, depth first, so a stack of one batch's
-        activations (at most 2 L + 1) is all the memory that sharing needs. Siblings that differ
-        from a block on share that block's start, for `mlp_down` attention and up-projection.
-        Results equal running each alone: the same programs see the same inputs.
+        Networks are visited depth first, in the order of their codes, so sharing needs the memory
+        of one stack of activations (at most 2 L + 1). Siblings that differ at a block share its
+        start: for `mlp_down` attention and up-projection. Results equal those of separate passes,
+        because the same functions get the same inputs.
         """
         begin, values = self.resolve(tokens)
         num = self.num_blocks
-        starts: list[Start] = [
-            Start(values)
-        ]  # of block `begin`, `begin` + 1, ...; behind the last: the output
+        # of blocks `begin`, `begin` + 1, ...; the last one has the network's output
+        starts = [Start(values)]
         sums: list[jax.Array | None] = []
-        previous: Network = ()
-        for index in sorted(
-            range(len(networks)), key=lambda i: [step.code for step in networks[i]]
-        ):
-            network = networks[index][begin:]
-            shared = 0
-            while shared < len(previous) and previous[shared].code == network[shared].code:
-                shared += 1
+        codes = [[step.code for step in network[begin:]] for network in networks]
+        previous: Sequence[int] = ()
+        for index in sorted(range(len(networks)), key=codes.__getitem__):
+            shared = shared_prefix(previous, codes[index])
+            previous = codes[index]
             del starts[shared + 1 :], sums[shared:]
-            for depth in range(shared, len(network)):
-                block = begin + depth
-                y, total = self._finish(block, network[depth].expert, starts[depth], mask)
+            for block in range(begin + shared, num):
+                y, total = self._finish(block, networks[index][block].expert, starts[-1], mask)
                 starts.append(Start(self._enter_next(block + 1, y)))
                 sums.append(total)
-            previous = network
-            yield Walked(index, starts[num - begin].z, [None] * begin + sums)
+            yield Walked(index, starts[-1].z, [None] * begin + sums)
 
     def _forward(
         self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
@@ -225,13 +213,13 @@ class Stages(Executor):
         return values, sums
 
     def _enter_next(self, block: int, x: jax.Array) -> jax.Array:
-        # without work for attn_proj, where a block's choices differ from its first tokens on
+        # for attn_proj, a block's choices already differ in its first tokens
         if block == self.num_blocks or self.placement == "attn_proj":
             return x
         return self._enter(self.blocks[block], x, outputs=self.outputs[block])
 
     def _finish(
-        self, block: int, expert: Expert | None, start: "Start", mask
+        self, block: int, expert: Expert | None, start: "Start", mask: Mask
     ) -> tuple[jax.Array, jax.Array | None]:
         leaves = self.blocks[block]
         outputs = self.outputs[block]
@@ -245,30 +233,30 @@ class Stages(Executor):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["places", "structure"]
+    jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["places", "structure"]
 )
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What a backward pass needs of a stage beyond the stage's own arguments, which `jit` would
-    copy to return them."""
+    """The leaves of a stage's linearisation without the stage's arguments, which `jit` would copy
+    to return them."""
 
-    kept: list[jax.Array]
+    stored: list[jax.Array]
     places: tuple[int | None, ...]
-    """Per leaf of the linearisation which argument it is; None: the next of `kept`."""
+    """Per leaf of the linearisation the number of the argument, or None for the next of
+    `stored`."""
     structure: Any
 
     def vjp(self, arguments: Any) -> Any:
-        """The linearisation, given the arguments that the stage was called with."""
-        given = jax.tree.leaves(arguments)
-        kept = iter(self.kept)
+        """The linearisation, with the arguments of the stage's call."""
+        leaves = jax.tree.leaves(arguments)
+        stored = iter(self.stored)
         return self.structure.unflatten(
-            [next(kept) if place is None else given[place] for place in self.places]
+            [next(stored) if place is None else leaves[place] for place in self.places]
         )
 
 
 def linearised(value_and_vjp: tuple[Any, Any], arguments: Any) -> tuple[Any, Residuals]:
-    """A stage's value and what to return of its linearisation, told apart by identity while JAX
-    traces the stage."""
+    """A stage's value, and the residuals of its linearisation; JAX's tracers identify arguments."""
     value, vjp = value_and_vjp
     leaves, structure = jax.tree.flatten(vjp)
     number = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(arguments))}
@@ -278,8 +266,8 @@ def linearised(value_and_vjp: tuple[Any, Any], arguments: Any) -> tuple[Any, Res
 
 @dataclasses.dataclass
 class Start:
-    """What a block's choices share: its first tokens, and the plastic layer's input once somebody
-    needs it."""
+    """The values that a block's choices share: its first tokens, and the plastic layer's input once
+    a choice needs it."""
 
     z: jax.Array
     u: jax.Array | None = None

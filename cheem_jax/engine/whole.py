@@ -1,10 +1,8 @@
-"""Whole networks as one program each: a finished architecture is a static pytree, compiled once per
-signature.
+"""Whole networks as one compiled function each, cached by the architecture's signature.
 
-The signature is the tuple of op kinds, not which experts it holds: experts are arguments, so Reuse
-of any expert and New share programs wherever only values differ. Good where one architecture runs
-for long (fine-tuning, serving); in the supernet nearly every draw is a new signature, and the
-counters show it.
+The signature is the tuple of op kinds. Experts are arguments, so architectures that differ only in
+their experts share a function. This suits one architecture that runs for long (fine-tuning). In the
+supernet nearly every sampled architecture has a new signature, which the counters show.
 """
 
 import threading
@@ -18,16 +16,16 @@ import jax
 import numpy as np
 
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.core.architecture import Architecture
-from cheem_jax.core.ops import Reuse, Skip, learned_of, with_learned
+from cheem_jax.core.ops import learned_of, with_learned
 from cheem_jax.core.settings import Placement
 from cheem_jax.engine.executor import (
     Executor,
     Learners,
     Mask,
     Network,
+    Planned,
     Setup,
-    Step,
+    Trained,
     Update,
     guard,
     ops_of,
@@ -38,9 +36,9 @@ class ProgramCache:
     """Compiled functions by key; the least recently used are evicted above `capacity`, or above
     `max_maps`.
 
-    A function compiled for a CPU takes hundreds of memory maps, a large network over a thousand.
-    Linux ends a process that asks for more than `vm.max_map_count` of them, so at most half of that
-    is used (`max_maps` None).
+    A function compiled for a CPU uses hundreds of memory maps, a large network over a thousand.
+    Linux kills a process with more than `vm.max_map_count` of them, so `max_maps` defaults to half
+    of that.
     """
 
     def __init__(self, capacity: int, *, max_maps: int | None = None):
@@ -48,36 +46,35 @@ class ProgramCache:
         self.max_maps = memory_map_limit() // 2 if max_maps is None else max_maps
         self.hits = self.misses = self.evictions = 0
         self.compile_seconds = 0.0
-        self._programs: OrderedDict[Hashable, Any] = OrderedDict()
+        self._functions: OrderedDict[Hashable, Any] = OrderedDict()
         self._lock = threading.Lock()  # the search has a thread per device
 
-    def call(self, key: Hashable, function: Callable, *arguments: Any) -> Any:
-        """Run the program of `key` and the arguments' shapes, compiling `function` if there is
-        none."""
+    def call(self, key: Hashable, function: Any, *arguments: Any) -> Any:
+        """Call `function`, compiled once per key and shapes of the arguments."""
         leaves, structure = jax.tree.flatten(arguments)
         key = (key, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         with self._lock:
-            program = self._programs.get(key)
-            if program is not None:
+            compiled = self._functions.get(key)
+            if compiled is not None:
                 self.hits += 1
-                self._programs.move_to_end(key)
-        if program is None:
+                self._functions.move_to_end(key)
+        if compiled is None:
             start = time.perf_counter()
-            program = function.lower(*arguments).compile()
+            compiled = function.lower(*arguments).compile()
             with self._lock:
-                self._programs[key] = program
+                self._functions[key] = compiled
                 self.misses += 1
                 self.compile_seconds += time.perf_counter() - start
-                while len(self._programs) > self.capacity or (
-                    len(self._programs) > 1 and memory_maps() > self.max_maps
+                while len(self._functions) > self.capacity or (
+                    len(self._functions) > 1 and memory_maps() > self.max_maps
                 ):
-                    self._programs.popitem(last=False)
+                    self._functions.popitem(last=False)
                     self.evictions += 1
-        return program(*arguments)
+        return compiled(*arguments)
 
 
 def memory_maps() -> int:
-    """Memory maps that this process has now; 0 where the system does not report them."""
+    """Number of memory maps of this process; 0 if the system does not report it."""
     try:
         with open("/proc/self/maps", "rb") as maps:
             return sum(1 for _ in maps)
@@ -86,7 +83,7 @@ def memory_maps() -> int:
 
 
 def memory_map_limit() -> int:
-    """Memory maps that Linux allows a process; its default where the system does not report it."""
+    """Memory maps that Linux allows per process; its default if the system does not report it."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except OSError:
@@ -94,54 +91,79 @@ def memory_map_limit() -> int:
 
 
 class Whole(Executor):
-    """One program per signature, in a bounded cache."""
+    """One compiled function per signature, in a bounded cache."""
 
     name = "whole"
 
     def __init__(self, vit: ViT, placement: Placement, *, programs: int = 64, **settings: Any):
         super().__init__(vit, placement, **settings)
-        self.programs = ProgramCache(programs)
+        self.cache = ProgramCache(programs)
 
-    def _train_step(
-        self,
-        learners: Learners,
-        head: Any,
-        architecture: Architecture,
-        step: Step,
-        rate: np.float32,
-        setup: Setup,
-    ) -> tuple[Learners, Any, jax.Array]:
-        (batch,) = step
+    def _train_call(
+        self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
+    ) -> Trained:
+        ((architecture, (batch,), rate),) = plan
         begin, values = self.resolve(batch.tokens)
-        ops = ops_of(architecture, setup.experts, learners)
         places = list(enumerate(architecture))[begin:]
-        loss, updated, head = self.programs.call(
+        loss, updated, head = self.cache.call(
             ("step", begin, self.layout.place, setup.update),
             self.jit(self._step_of(begin, setup.update)),
-            self._frozen(begin),
-            tuple(ops[begin:]),
-            tuple(learners.get(place) for place in places),
+            self.leaves,
+            self.blocks[begin:],
+            ops_of(architecture, setup.experts, learners)[begin:],
+            [learners.get(place) for place in places],
             head,
             values,
             batch.labels,
             batch.weights,
             np.int32(setup.num_classes),
-            rate,
+            np.float32(rate),
         )
-        changed = {
-            place: learner
-            for place, learner in zip(places, updated, strict=True)
-            if learner is not None
-        }
-        return changed, head, loss
+        pairs = zip(places, updated, strict=True)
+        changed = {place: new for place, new in pairs if new is not None}
+        return Trained(changed, head, [loss])
+
+    def _step_of(self, begin: int, update: Update) -> Callable[..., Any]:
+        def step(leaves, blocks, ops, learners, head, values, labels, weights, num_classes, rate):
+            def loss_of(learned, params):
+                trained = [with_learned(op, new) for op, new in zip(ops, learned, strict=True)]
+                last, _ = self._compose(blocks, trained, values, begin, self.num_blocks)
+                return self.mean_loss(leaves, params, last, labels, weights, num_classes)
+
+            loss, (grads, head_grad) = jax.value_and_grad(loss_of, argnums=(0, 1))(
+                [learned_of(op) for op in ops], head.params
+            )
+            loss = guard(loss, (grads, head_grad))
+            updated = [
+                None if learner is None else update(learner, grad, rate, loss)
+                for learner, grad in zip(learners, grads, strict=True)
+            ]
+            return loss, updated, update(head, head_grad, rate, loss)
+
+        return step
+
+    def _forward(
+        self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
+    ) -> tuple[jax.Array, list[jax.Array | None]]:
+        def forward(blocks, experts, values, mask):
+            return self._compose_forward(blocks, experts, values, mask, begin, until)
+
+        return self.cache.call(
+            ("forward", begin, until, self.layout.place),
+            self.jit(forward),
+            self.blocks[begin:],
+            [step.expert for step in network],
+            values,
+            mask,
+        )
 
     def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
-        """See `Executor.programs_of`: one for all blocks together."""
+        """See `Executor.programs_of`: one function for all blocks together."""
         return {(begin, *skipped)}
 
     def counters(self) -> dict[str, Any]:
-        """Hits, misses and evictions of the cache, and the seconds its misses took."""
-        cache = self.programs
+        """Hits, misses and evictions of the cache, and the seconds of its compilations."""
+        cache = self.cache
         return {
             "executor": self.name,
             "hits": cache.hits,
@@ -149,43 +171,3 @@ class Whole(Executor):
             "evictions": cache.evictions,
             "compile_seconds": cache.compile_seconds,
         }
-
-    def _forward(
-        self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
-    ) -> tuple[jax.Array, list[jax.Array | None]]:
-        def forward(frozen, experts, values, mask):
-            ops = [Skip() if expert is None else Reuse(expert) for expert in experts]
-            last, seen = self._composed(frozen[1], ops, values, begin, until)
-            return last, self._sums(seen, mask)
-
-        return self.programs.call(
-            ("forward", begin, until, self.layout.place),
-            self.jit(forward),
-            self._frozen(begin),
-            tuple(step.expert for step in network),
-            values,
-            mask,
-        )
-
-    def _frozen(self, begin: int) -> tuple:
-        return self.leaves, tuple(self.blocks[begin:])
-
-    def _step_of(self, begin: int, update: Update):
-        def step(
-            frozen, ops, learners: tuple[Any, ...], head, values, labels, weights, num_classes, rate
-        ):
-            def loss_of(learned, params):
-                own = [with_learned(op, new) for op, new in zip(ops, learned, strict=True)]
-                last, _ = self._composed(frozen[1], own, values, begin, self.num_blocks)
-                return self.mean_loss(frozen[0], params, last, labels, weights, num_classes)
-
-            own = tuple(learned_of(op) for op in ops)
-            loss, (grads, head_grad) = jax.value_and_grad(loss_of, argnums=(0, 1))(own, head.params)
-            loss = guard(loss, (grads, head_grad))
-            updated = tuple(
-                None if learner is None else update(learner, grad, rate, loss)
-                for learner, grad in zip(learners, grads, strict=True)
-            )
-            return loss, updated, update(head, head_grad, rate, loss)
-
-        return step
