@@ -17,11 +17,12 @@ from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.task import Stream, Task
 from cheem_jax.engine import hosts
 from cheem_jax.engine.compilation import Mark
+from cheem_jax.engine.inference import Inferred
 from cheem_jax.report.page.assemble import PAGE, write_page
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_manifest, saved_tasks
-from cheem_jax.run.method import Answers, FrozenNetworks, Method
+from cheem_jax.run.method import FrozenNetworks, Method
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from cheem_jax.run.restoring import restore
@@ -203,15 +204,16 @@ def evaluate(
     total = sum(len(task.test.labels) for task in present.values())
     measured: dict[str, Any] = {}
     for method in methods:
-        answers: dict[int, Answers] = {}
+        predictions: dict[int, Inferred] = {}
         title = f"{num} task{'s' if num > 1 else ''}, {method.name}"
         with session.phase("evaluate", total, title=title) as advance:
             for index, task in present.items():
-                answers[index] = method.answers(index, task)
+                given = np.full(len(task.test.labels), index, np.int32)
+                predictions[index] = method.predict(task.test.images, given)
                 advance(len(task.test.labels))
         if not measured:
-            hosts.first_does(lambda answers=answers: write_answers(session.directory, answers))
-        measured[method.name] = accuracies(answers, present, num)
+            hosts.first_does(lambda made=predictions: write_answers(session.directory, made))
+        measured[method.name] = accuracies(predictions, present, num)
     contents = {
         name: [load_manifest(place)["content_sha256"] for place in saved_tasks(session.root(name))]
         for name in measured

@@ -157,8 +157,8 @@ def correct_predictions(run: RunRecord, labels: Labels) -> tuple[Correct, Correc
                     raise ValueError(
                         f"{len(tasks)} predictions for the {len(truth)} test images of {name}"
                     )
-                correct.append((tasks == index) & (arrays[f"chosen_class_{index}"] == truth))
                 given.append(arrays[f"given_task_{index}"] == truth)
+                correct.append((tasks == index) & given[-1])
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file} cannot be used: {error}") from error
     return tuple(correct), tuple(given)

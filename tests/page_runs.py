@@ -223,6 +223,5 @@ def _answers(num_tasks: int, num_classes: int) -> dict[str, np.ndarray]:
         found |= {
             f"given_task_{index}": answered,
             f"chosen_task_{index}": routed,
-            f"chosen_class_{index}": answered,
         }
     return found

@@ -27,7 +27,7 @@ def network() -> AlexNet:
 def test_the_encoder_gives_the_networks_features_and_its_cost(network):
     encoder = AlexNetEncoder(network)
     assert isinstance(encoder, Encoder) and (encoder.name, encoder.width) == ("alexnet", 2304)
-    found = FrozenFeatures(encoder, 4).compute(IMAGES)
+    found = FrozenFeatures(encoder, 4)(IMAGES)
     assert found.shape == (7, 2304) and found.dtype == np.float32
     wanted = np.asarray(network(jnp.asarray(IMAGES)))
     np.testing.assert_allclose(
@@ -46,8 +46,8 @@ def test_the_encoder_gives_the_networks_features_and_its_cost(network):
 
 def test_all_numbers_of_images_share_one_program_and_company_changes_nothing(network, compilations):
     features = FrozenFeatures(AlexNetEncoder(network), 4)
-    together = features.compute(IMAGES)
+    together = features(IMAGES)
     with compilations() as programs:
-        np.testing.assert_array_equal(features.compute(IMAGES[2:]), together[2:])
-        np.testing.assert_array_equal(features.compute(IMAGES[::-1])[::-1], together)
+        np.testing.assert_array_equal(features(IMAGES[2:]), together[2:])
+        np.testing.assert_array_equal(features(IMAGES[::-1])[::-1], together)
     assert programs.count == 0

@@ -102,7 +102,9 @@ def test_given_the_task_id_every_baseline_is_as_accurate_as_frozen_heads_on_an_e
         right = []
         for index, task in enumerate(tasks):
             method.learn(task, Watched())
-            right.append(np.mean(method.answers(index, task).given_task == task.test.labels))
+            given = np.full(len(task.test.labels), index)
+            predictions = method.predict(task.test.images, given)
+            right.append(np.mean(predictions.classes == task.test.labels))
         reached.append(np.mean(right))
     assert reached[1] >= reached[0] > 0.9
 

@@ -39,6 +39,11 @@ def learner(config=small.QUICK, stages=None, key=0, base_means=None):
     return Cheem(stages, config, Keys(key), base_means, FrozenFeatures(stages, config.batch_size))
 
 
+def predicted(cheem, index, task):
+    """Classes of the test images, given the task ID."""
+    return cheem.predict(task.test.images, np.full(len(task.test.labels), index)).classes
+
+
 def leaves_of(memory, index):
     """Every array that task `index` needs."""
     task = memory.tasks[index]
@@ -73,21 +78,21 @@ def test_learning_a_task_changes_no_byte_of_what_earlier_tasks_need(placement, t
         for earlier in range(index):
             chex.assert_trees_all_equal(kept[earlier], leaves_of(cheem.memory, earlier))
             np.testing.assert_array_equal(
-                answers[earlier], cheem.predict_given(earlier, tasks[earlier])
+                answers[earlier], predicted(cheem, earlier, tasks[earlier])
             )
         kept.append(leaves_of(cheem.memory, index))
-        answers.append(cheem.predict_given(index, task))
+        answers.append(predicted(cheem, index, task))
 
     # the same answers from the checkpoints alone, in a process that knows nothing else
     script = f"""
 import json, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_cheem import learner, small
+from test_cheem import learner, predicted, small
 from dataclasses import replace
 from pathlib import Path
 cheem = learner(replace(small.QUICK, placement={placement!r}))
 cheem.open(Path({str(tmp_path)!r}))
-print(json.dumps([cheem.predict_given(i, t).tolist() for i, t in enumerate(small.stream(3).tasks)]))
+print(json.dumps([predicted(cheem, i, t).tolist() for i, t in enumerate(small.stream(3).tasks)]))
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert json.loads(run.stdout.splitlines()[-1]) == [a.tolist() for a in answers]
@@ -270,18 +275,24 @@ def test_no_feature_of_an_earlier_task_is_kept():
     stages = Stages(small.backbone(), "mlp_down")
     features = FrozenFeatures(stages, 16)
     task = small.task("colours", 0)
-    for split in ("train", "val", "test"):
-        features(task, split)
+    images = [split.images for split in task.splits.values()]
+    for each in images:
+        features(each)
     features.forget(task)
-    assert {split for _, split in features._known} == {"test"}
+    assert [features.has(each) for each in images] == [False, False, True]
 
 
-def test_features_are_those_of_the_images_and_not_of_a_name():
+def test_features_are_cached_per_images_while_these_exist():
     features = FrozenFeatures(Stages(small.backbone(), "mlp_down"), 16)
     first, other = small.task("colours", 0), small.task("colours", 1)
-    kept = features(first, "test")
-    assert features(first, "test") is kept
-    assert np.abs(features(other, "test") - kept).max() > 1e-3 and not features.known(first, "test")
+    kept = features(first.test.images)
+    assert features(first.test.images) is kept
+    assert np.abs(features(other.test.images) - kept).max() > 1e-3
+    copied = first.test.images.copy()
+    np.testing.assert_array_equal(features(copied), kept)
+    num = len(features._cache)
+    del copied
+    assert len(features._cache) == num - 1
 
 
 def test_presets_switch_every_part_on():

@@ -590,7 +590,7 @@ def test_the_answers_of_a_run_give_its_accuracies_again(finished):
     directory, results = finished
     with np.load(directory / "answers.npz", allow_pickle=False) as answers:
         for index, task in enumerate(small.stream(2).tasks):
-            right = answers[f"chosen_class_{index}"] == task.test.labels
+            right = answers[f"given_task_{index}"] == task.test.labels
             right &= answers[f"chosen_task_{index}"] == index
             assert right.mean() == results["accuracy"][-1][index]
             assert (answers[f"given_task_{index}"] == task.test.labels).mean() == results[

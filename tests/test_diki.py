@@ -183,7 +183,7 @@ def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(begun
         # 2 blocks x 2 pairs of 16, a head of 17 x 3; a mean and a triangle of 16 x 17 / 2
         assert reports[name]["params_learned"] == 128 + 51
         assert reports[name]["params_stored"] == 128 + 51 + 16 + 136
-    features = method.features(small.task("task1", 1), "train")
+    features = method.features(small.task("task1", 1).train.images)
     found = gaussian_of(method.tasks[1])
     expected = fit_gaussian(features)
     np.testing.assert_array_equal(found.factor, expected.factor)

@@ -38,7 +38,7 @@ def test_keys_that_no_image_selects_keep_their_bytes():
     begun = l2p.begin_task(jax.random.key(1), {}, 0)
     l2p.known = l2p.known._replace(prompts=begun)
     task = small.task("colours", 0)
-    query = l2p.features(task, "train")
+    query = l2p.features(task.train.images)
     report = l2p.learn(task, Session())
     assert sum(report["prompts_picked"][0]) == len(task.train.labels)
     near = query @ begun["keys"][0].T / np.linalg.norm(begun["keys"][0], axis=1)

@@ -48,7 +48,7 @@ def images():
 def memory(executor, images):
     """Thirty tasks that were drawn, as if they had been learned; task t is that of image t."""
     drawn = sampled_memory(executor, NUM_TASKS, rank=RANK)
-    own = routing.normalise(FrozenFeatures(executor, 8).compute(images))
+    own = routing.normalise(FrozenFeatures(executor, 8)(images))
     rng = np.random.default_rng(0)
     tasks = [
         dataclasses.replace(

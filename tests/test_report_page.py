@@ -278,7 +278,7 @@ def test_answers_of_another_moment_than_the_record_are_not_shown(run):
     }
     np.savez(run / "answers.npz", **later)  # pyright: ignore[reportArgumentType]
     assert "answers.npz is from another moment than the record: of 'one'" in parsed(run).text
-    later = answers | {"chosen_class_1": answers["given_task_0"][::-1]}
+    later = answers | {"given_task_1": answers["given_task_0"][::-1]}
     np.savez(run / "answers.npz", **later)  # pyright: ignore[reportArgumentType]
     told = (
         "answers.npz is from another moment than the record: of 'two' 0.0833 are right there,"

@@ -351,7 +351,7 @@ def networks(executor) -> small.Given:
 def test_a_shared_pass_answers_as_two_passes_do(kind, features):
     config = RouterConfig("lda", features)
     executor = stages() if kind is Stages else kind(small.backbone(), "mlp_down")
-    seen = FrozenFeatures(Backbone(executor, config), 16).compute(IMAGES)
+    seen = FrozenFeatures(Backbone(executor, config), 16)(IMAGES)
     rows = np.array_split(np.arange(len(IMAGES)), 4)
     tasks_seen = [(seen[own], np.arange(len(own), dtype=np.int32) % 2) for own in rows]
     router = Router(config, statistics_of(config, tasks_seen))
@@ -471,12 +471,10 @@ def test_a_memory_with_another_router_answers_alike_when_it_is_opened(learned):
         ):
             np.testing.assert_array_equal(a, b)
     features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
-    seen = [(features(task, "train"), task.train.labels) for task in STREAM.tasks]
+    seen = [(features(task.train.images), task.train.labels) for task in STREAM.tasks]
     router = Router(EARLY, statistics_of(EARLY, seen))
     answered = memory.predictor().answer(TESTED)
-    np.testing.assert_allclose(
-        answered.distances, router.distances(features.compute(TESTED)), rtol=1e-4
-    )
+    np.testing.assert_allclose(answered.distances, router.distances(features(TESTED)), rtol=1e-4)
     assert np.mean(answered.targets == np.repeat([0, 1], 20)) > 0.8
     assert [score.found for score in memory.evaluate(STREAM)] == [
         np.mean(answered.targets[:20] == 0),
@@ -500,7 +498,7 @@ def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_
     predictor = memory.predictor(open_set=0.1)
     features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
     first, *_ = memory.pools.tasks
-    away = centroid_distances(features(STREAM.tasks[0], "val"), [first.centroids])[:, 0]
+    away = centroid_distances(features(STREAM.tasks[0].val.images), [first.centroids])[:, 0]
     assert before[0] == predictor.thresholds[0] == pytest.approx(np.quantile(away, 0.9), rel=1e-5)
     assert first.distances is not None and predictor.thresholds[0] == threshold(
         first.distances, 0.1
@@ -511,7 +509,7 @@ def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_
     routed = memory.predictor().answer(images).targets
     found = predictor.answer(images).targets
     centroids = [task.centroids for task in memory.pools.tasks]
-    own = centroid_distances(features.compute(images), centroids)
+    own = centroid_distances(features(images), centroids)
     own = own[np.arange(len(images)), routed]
     np.testing.assert_array_equal(found, np.where(own <= predictor.thresholds[routed], routed, -1))
     assert (found[-4:] == -1).all() and np.mean(found[:-4] == -1) < 0.4
@@ -569,7 +567,7 @@ def test_the_backbones_own_classes_keep_moments_too(tmp_path):
     opened = cheem_jax.open(tmp_path / "pets")
     assert [target.name for target in opened.targets] == ["task0", "base"]
     features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
-    place = fit_statistics(features(own, "train"), own.train.labels, EARLY, seed=0)
+    place = fit_statistics(features(own.train.images), own.train.labels, EARLY, seed=0)
     for a, b in zip(arrays_of(opened.targets[1].router_statistics), arrays_of(place), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     answers = opened.predict(own.test.images)

@@ -34,7 +34,7 @@ from cheem_jax.run.checkpoint import (
     saved_tasks,
     task_directory,
 )
-from cheem_jax.run.method import Answers, Encoder, FrozenNetworks, check_given
+from cheem_jax.run.method import Encoder, FrozenNetworks
 from cheem_jax.run.session import Session
 from cheem_jax.run.training import images_left
 
@@ -270,22 +270,14 @@ class OwnHeads(TrainedBaseline):
         """The class that the head of each image's task gives it."""
         return classes_by_task(features, [task.head for task in self.tasks], tasks)
 
-    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
+    def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
-        check_given(self.name, len(self.classes), tasks, needs_task_id=self.needs_task_id)
-        given = None if tasks is None else np.asarray(tasks, np.int32)
-        query = (lambda: self.router_features.compute(images)) if tasks is None else None
-        chosen, features = self.run(images, given, query)
-        used = chosen if given is None else given
-        return Inferred(used, self.classes_for(features, used))
-
-    def answers(self, index: int, task: Task) -> Answers:
-        """See `Method.answers`."""
-        given = np.full(len(task.test.labels), index, np.int32)
-        query = None if self.needs_task_id else lambda: self.router_features(task, "test")
-        chosen, features = self.run(task.test.images, given, query)
-        local = self.classes_for(features, given)
-        return Answers(local, chosen, local)
+        if task_ids is None and self.needs_task_id:
+            raise ValueError(f"{self.name} is an upper bound: give the true task ID of each image")
+        given = None if task_ids is None else np.asarray(task_ids, np.int32)
+        query = None if self.needs_task_id else lambda: self.router_features(images)
+        tasks, features = self.run(images, given, query)
+        return Inferred(tasks, self.classes_for(features, tasks if given is None else given))
 
 
 class OneHead(TrainedBaseline):
@@ -296,14 +288,9 @@ class OneHead(TrainedBaseline):
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
         """Logits of all classes so far for each image, padding behind them."""
 
-    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
+    def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
-        check_given(self.name, len(self.classes), tasks)
-        return self.classes.inferred(self.logits(images), tasks)
-
-    def answers(self, index: int, task: Task) -> Answers:
-        """See `Method.answers`."""
-        return self.classes.answers(self.logits(task.test.images), index)
+        return self.classes.inferred(self.logits(images), task_ids)
 
 
 def no_classes(width: int) -> Head:

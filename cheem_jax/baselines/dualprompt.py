@@ -170,7 +170,7 @@ class DualPrompt(Prompting):
         """See `Prompting.learn_task`; reports shares of the training images by inferred slot, per
         block."""
         report = super().learn_task(task, fitting)
-        query = self.features(task, "train")
+        query = self.features(task.train.images)
         index = len(self.classes)
         spread = []
         for keys in np.asarray(self.known.prompts["keys"])[:, : index + 1]:

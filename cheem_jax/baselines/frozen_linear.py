@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.baselines.baseline import Baseline, at_least_one, params_report, pass_costs
 from cheem_jax.baselines.heads import classes_by_task
+from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.pool import Head
 from cheem_jax.core.routing import (
@@ -25,7 +26,6 @@ from cheem_jax.core.routing import (
 )
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.run.method import Answers, check_given
 from cheem_jax.run.session import Session
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
@@ -67,14 +67,14 @@ class FrozenLinear(Baseline):
         num_classes = len(task.classes)
         with session.phase("head"):
             head, penalty = fit_head(
-                self.features(task, "train"),
+                self.features(task.train.images),
                 task.train.labels,
-                self.features(task, "val"),
+                self.features(task.val.images),
                 task.val.labels,
             )
         with session.phase("router"):
             seed = self.keys.seed_at(len(self.tasks), Phase.CENTROIDS)
-            features = self.router_features(task, "train")
+            features = self.router_features(task.train.images)
             statistics = fit_statistics(features, task.train.labels, self.config.router, seed=seed)
         self.tasks.append(LinearTask(*head, *statistics))
         self.classes.add(task.name, task.classes)
@@ -112,17 +112,11 @@ class FrozenLinear(Baseline):
         )
         return self._index
 
-    def answers(self, index: int, task: Task) -> Answers:
-        local = self.classes_for(self.features(task, "test"), np.full(len(task.test.labels), index))
-        return Answers(local, self.index.route(self.router_features(task, "test")), local)
-
-    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        check_given(self.name, len(self.tasks), tasks)
-        features = self.features.compute(images)
-        if tasks is None:
-            same = self.features is self.router_features
-            tasks = self.index.route(features if same else self.router_features.compute(images))
-        return Inferred(np.asarray(tasks, np.int32), self.classes_for(features, tasks))
+    def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """See `Method.predict`."""
+        tasks = np.asarray(self.index.route(self.router_features(images)), np.int32)
+        given = tasks if task_ids is None else np.asarray(task_ids)
+        return Inferred(tasks, self.classes_for(self.features(images), given))
 
 
 def fit_head(

@@ -18,7 +18,6 @@ from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.pool import FAR, Head
 from cheem_jax.engine.inference import Inferred
 from cheem_jax.run.checkpoint import load_meta, named, saved_tasks
-from cheem_jax.run.method import Answers
 
 
 class Classes:
@@ -53,32 +52,25 @@ class Classes:
         return sum(map(len, self.classes))
 
     def inferred(
-        self, logits: Float[np.ndarray, "N P"], tasks: Int[np.ndarray, "N"] | None = None
+        self, logits: Float[np.ndarray, "N P"], task_ids: Int[np.ndarray, "N"] | None = None
     ) -> Inferred:
-        """Task and class of each image: the largest logit of all classes, or of the given task's
-        (class -1 for NaN)."""
+        """Infer each image's task by the largest logit of all classes, and predict the largest one
+        within `task_ids` or else that task; the class is -1 for a non-finite logit."""
         first = self.first
-        columns = np.arange(logits.shape[1])
-        allowed = np.broadcast_to(columns < first[-1], logits.shape)
-        if tasks is not None:
-            allowed = (columns >= first[tasks][:, None]) & (
-                columns < first[np.asarray(tasks) + 1][:, None]
-            )
-        best = np.where(allowed, logits, -np.inf).argmax(axis=1)
-        found = (
-            np.searchsorted(first, best, side="right") - 1 if tasks is None else np.asarray(tasks)
-        )
-        finite = np.isfinite(np.where(allowed, logits, 0.0)).all(axis=1)
-        return Inferred(
-            found.astype(np.int32), np.where(finite, best - first[found], -1).astype(np.int32)
-        )
-
-    def answers(self, logits: Float[np.ndarray, "N P"], index: int) -> Answers:
-        """Predictions for images of task `index`: the argmax within the task, and the argmax over
-        all classes."""
-        chosen = self.inferred(logits)
-        given = self.inferred(logits, np.full(len(logits), index))
-        return Answers(given.classes, chosen.tasks, chosen.classes)
+        logits = logits[:, : first[-1]]
+        best = logits.argmax(axis=1)
+        tasks = np.searchsorted(first, best, side="right") - 1
+        chosen = tasks
+        is_finite = np.isfinite(logits).all(axis=1)
+        if task_ids is not None:
+            chosen = np.asarray(task_ids)
+            columns = np.arange(first[-1])
+            begin, end = first[chosen][:, None], first[chosen + 1][:, None]
+            is_own = (columns >= begin) & (columns < end)
+            best = np.where(is_own, logits, -np.inf).argmax(axis=1)
+            is_finite = np.isfinite(np.where(is_own, logits, 0.0)).all(axis=1)
+        classes = np.where(is_finite, best - first[chosen], -1)
+        return Inferred(tasks.astype(np.int32), classes.astype(np.int32))
 
 
 def saved_classes(root: Path) -> Classes:

@@ -134,7 +134,7 @@ class L2p(Prompting):
         """See `Prompting.learn_task`; reports how many of the training images select each prompt,
         per block."""
         report = super().learn_task(task, fitting)
-        query = normalise(self.features(task, "train"))
+        query = normalise(self.features(task.train.images))
         uses = []
         for keys in np.asarray(self.known.prompts["keys"]):
             picked = np.argsort(-(query @ normalise(keys).T), axis=1, kind="stable")[

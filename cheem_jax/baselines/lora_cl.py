@@ -138,7 +138,7 @@ class LoraCl(ExpertMemory):
         """The expert of each block that the task adapts."""
         if self.config.begin == "base" or not self.memory.tasks:
             return [0] * self.executor.num_blocks
-        named = np.bincount(self.index.route(self.features(task, "train")))
+        named = np.bincount(self.index.route(self.features(task.train.images)))
         # every block of an earlier task has an expert: nothing is skipped here
         return [int(expert or 0) for expert in self.memory.tasks[int(named.argmax())].experts]
 

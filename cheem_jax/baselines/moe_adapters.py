@@ -255,7 +255,7 @@ class MoeAdapters(OwnHeads):
             # how many images got each expert of each block
             uses = (chosen[..., None] == np.arange(config.experts)).sum(axis=(0, 2))
         with fitting.session.phase("features"):
-            features = self.router_features(task, "train")
+            features = self.router_features(task.train.images)
         with fitting.phase("router", self.autoencoders.images(num_images)) as advance:
             init_key, order_key = (
                 self.key(task, Phase.METHOD_INIT, Init.EXTRA),

@@ -30,7 +30,6 @@ from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, next_power_of_two, task_number
 from cheem_jax.core.pool import Head, padded
 from cheem_jax.data.task import Task
-from cheem_jax.run.method import Answers
 
 Prompts = dict[str, Any]
 """A method's learned arrays by name, on the host or on the devices."""
@@ -140,7 +139,7 @@ class Prompting(OneHead):
         num = len(task.classes)
         vit = self.executor.config
         with fitting.session.phase("features"):
-            query = self.features(task, "train")
+            query = self.features(task.train.images)
         fixed = (self.executor.leaves, np.int32(index), np.int32(seen), np.int32(num))
         self.train(fitting, task, fixed, Inputs(task.train.images, query=query))
         prompts, head = fitting.learned
@@ -159,13 +158,8 @@ class Prompting(OneHead):
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
         head = padded(self.known.head)
         last = np.int32(len(self.classes) - 1)
-        inputs = Inputs(images, query=self.features.compute(images))
+        inputs = Inputs(images, query=self.features(images))
         return self.over(self._answer, inputs, self.known.prompts, head, self.executor.leaves, last)
-
-    def answers(self, index: int, task: Task) -> Answers:
-        """See `Method.answers`; the queries are kept from then on."""
-        self.features(task, "test")
-        return super().answers(index, task)
 
     def meta(self) -> dict[str, Any]:
         """The number of tasks, among which the prompts may be divided."""
@@ -258,7 +252,7 @@ class OwnPrompts(OwnHeads):
         self.train(fitting, task, (self.executor.leaves, np.int32(num)), inputs)
         prompts, head = fitting.learned
         with fitting.session.phase("features"):
-            features = self.router_features(task, "train")
+            features = self.router_features(task.train.images)
         with fitting.session.phase("router"):
             router = self.fit_router(features, task)
         self.tasks.append(PromptedTask(jax.tree.map(np.asarray, prompts), cut(head, num), router))

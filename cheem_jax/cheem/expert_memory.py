@@ -22,6 +22,7 @@ from cheem_jax.cheem.saved_memory import open_memory, save_memory_task, with_tas
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import SupernetFit
 from cheem_jax.core.architecture import Architecture, to_strings
+from cheem_jax.core.images import Images
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import (
     DenseExperts,
@@ -45,10 +46,8 @@ from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import SKIP, Inferred
 from cheem_jax.engine.passes import answers, answers_and_features
 from cheem_jax.run.method import (
-    Answers,
     FrozenFeatures,
     base_network,
-    check_given,
 )
 from cheem_jax.run.rolling import Saved
 from cheem_jax.run.session import Session
@@ -171,7 +170,7 @@ class ExpertMemory:
         if not self.needs_task_id:
             with session.phase("router"):
                 place = fit_statistics(
-                    self.features(task, "train"), task.train.labels, self.router, seed=seed
+                    self.features(task.train.images), task.train.labels, self.router, seed=seed
                 )
         learned = TaskMemory(
             task.name,
@@ -266,52 +265,40 @@ class ExpertMemory:
         )
         return identify + own
 
-    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """Task and class of each image uint8 `[N, S, S, 3]`, decided per image."""
-        check_given(self.name, len(self.memory.tasks), tasks, needs_task_id=self.needs_task_id)
-        if tasks is None:
-            tasks = self.index.route(self.features.compute(images))
+    def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """See `Method.predict`."""
+        if task_ids is None:
+            if self.needs_task_id:
+                raise ValueError(
+                    f"{self.name} is an upper bound: give the true task ID of each image"
+                )
+            task_ids = self.index.route(self.features(images))
         classes = np.zeros(len(images), np.int32)
-        for index in np.unique(tasks):
-            rows = np.flatnonzero(tasks == index)
-            task = self.memory.tasks[index]
-            classes[rows] = answers(
-                self.executor,
-                task_network(self.dense, task.experts),
-                padded(task.head),
-                HostImages(self.executor, images[rows]),
-                num=len(rows),
-                num_classes=len(task.classes),
-                batch_size=self.batch_size,
-            )
+        for index in np.unique(task_ids):
+            rows = np.flatnonzero(task_ids == index)
+            part = images if len(rows) == len(images) else images[rows]
+            classes[rows] = self._classes(self.memory.tasks[index], part)
+        tasks = task_ids if self.needs_task_id else self.index.route(self.features(images))
         return Inferred(np.asarray(tasks, np.int32), classes)
 
-    def answers(self, index: int, task: Task) -> Answers:
-        """Answers to a learned task's test images."""
-        local = self.predict_given(index, task)
-        if self.needs_task_id:
-            return Answers(local, np.full(len(local), index, np.int32), local)
-        return Answers(local, self.index.route(self.features(task, "test")), local)
-
-    def predict_given(self, index: int, task: Task) -> np.ndarray:
-        """Classes that task `index`'s network gives the test images, given the task ID."""
-        learned = self.memory.tasks[index]
-        images = task.test.images
-        batch_size = self.batch_size
-        network = task_network(self.dense, learned.experts)
-        head = padded(learned.head)
+    def _classes(self, task: TaskMemory, images: Images) -> Int[np.ndarray, "N"]:
+        """Predict classes with a task's network; caches the router's features if they are computed
+        in the same pass."""
+        network = task_network(self.dense, task.experts)
+        head = padded(task.head)
         feed = HostImages(self.executor, images)
-        sizes = {"num": len(images), "num_classes": len(learned.classes), "batch_size": batch_size}
-        if (
-            self.needs_task_id
-            or self.features.known(task, "test")
-            or not self.features.ends(self.executor)
-        ):
+        sizes = {
+            "num": len(images),
+            "num_classes": len(task.classes),
+            "batch_size": self.batch_size,
+        }
+        is_shared = not self.needs_task_id and self.features.ends(self.executor)
+        if self.features.has(images) or not is_shared:
             return answers(self.executor, network, head, feed, **sizes)
         base = base_network(self.executor)
-        found, features = answers_and_features(self.executor, base, network, head, feed, **sizes)
-        self.features.remember(task, "test", features)
-        return found
+        classes, features = answers_and_features(self.executor, base, network, head, feed, **sizes)
+        self.features.store(images, features)
+        return classes
 
     def save(self, root: Path) -> None:
         """Save what the last task added, and go on with what is read back."""

@@ -393,7 +393,7 @@ class Cheem(ExpertMemory):
         batch_size = self.config.batch_size
         with learning.session.phase("finetune"):
             if self.features.ends(executor):
-                train, val = self.features(task, "train"), self.features(task, "val")
+                train, val = self.features(task.train.images), self.features(task.val.images)
             else:
                 base = [base_network(executor)]
                 train, val = (
@@ -605,7 +605,7 @@ class Cheem(ExpertMemory):
                 )
                 means[part] = seen.means
                 if part[0] == 0 and len(rows) == num and self.features.ends(self.executor):
-                    self.features.remember(task, "train", seen.features)
+                    self.features.store(task.train.images, seen.features)
         return means
 
 

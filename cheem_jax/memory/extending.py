@@ -113,7 +113,7 @@ class MemoryLearner(Cheem):
         """See `Cheem.learn`."""
         report = super().learn(task, session)
         learned = self.memory.tasks[-1]
-        own = centroid_distances(self.features(task, "val"), [learned.centroids])[:, 0]
+        own = centroid_distances(self.features(task.val.images), [learned.centroids])[:, 0]
         temperature = self._temperature(task, learned)
         self._keep(distances=calibrate(own), temperature=temperature, statistics=self._statistics)
         self.features.forget(task)
@@ -245,7 +245,7 @@ class MemoryLearner(Cheem):
         )
         learned = self.memory.tasks[-1]
         rows = np.concatenate([before.centroids, learned.centroids])
-        away = calibrate(centroid_distances(self.features(task, "val"), [rows])[:, 0])
+        away = calibrate(centroid_distances(self.features(task.val.images), [rows])[:, 0])
         self._keep(
             centroids=rows,
             moments={

@@ -119,9 +119,9 @@ def create(
             features = make_networks(pretrained, None, config, engine).router_features
             seed_of_base = Keys(seed).seed_at(_BASE_NUMBER, Phase.CENTROIDS)
             place = fit_statistics(
-                features(own, "train"), own.train.labels, config.router, seed=seed_of_base
+                features(own.train.images), own.train.labels, config.router, seed=seed_of_base
             )
-            away = centroid_distances(features(own, "val"), [place.centroids])[:, 0]
+            away = centroid_distances(features(own.val.images), [place.centroids])[:, 0]
             base = {"centroids": place.centroids, "distances": calibrate(away)}
             if place.moments:
                 base["moments"] = dict(place.moments)

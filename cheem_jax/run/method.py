@@ -1,6 +1,7 @@
 """The interface of a continual learner, and what several methods share: frozen features, seconds,
 checks."""
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -18,20 +19,6 @@ from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import Inferred
 from cheem_jax.engine.passes import intermediate_features, network_features
 from cheem_jax.run.session import Session
-
-
-class Answers(NamedTuple):
-    """One method's predictions for the images of one task, made per image.
-
-    `given_task` is the class predicted with the task ID given, `chosen_task` the inferred task ID
-    and `chosen_class` the class predicted with it. A method with one network per task fills in
-    `chosen_class` only where the inferred task ID is right: for the other images the prediction is
-    wrong whatever the class.
-    """
-
-    given_task: Int[np.ndarray, "N"]
-    chosen_task: Int[np.ndarray, "N"]
-    chosen_class: Int[np.ndarray, "N"]
 
 
 @runtime_checkable
@@ -68,16 +55,12 @@ class Method(Protocol):
         is corrupted."""
         ...
 
-    def answers(self, index: int, task: Task) -> Answers:
-        """Predictions for the test images of a learned task, whose position in the stream is
-        `index`."""
-        ...
+    def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """Infer the task of each image, uint8 `[N, S, S, 3]`, and predict its class within
+        `task_ids`, or else within the inferred task.
 
-    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """Task ID and class within the task for each image, uint8 `[N, S, S, 3]`; every image is
-        predicted alone.
-
-        `tasks` are the true task IDs, which upper bounds need. Raises ValueError as `check_given`.
+        Predictions are per image. A method that needs task IDs returns them as the inferred ones,
+        and raises ValueError without them.
         """
         ...
 
@@ -152,57 +135,47 @@ class Backbone:
 
 
 class FrozenFeatures:
-    """Features of an initial frozen network, computed once per image and run (deterministic: no
-    augmentation)."""
+    """Features of a frozen network, computed once per set of images and cached while it exists."""
 
     def __init__(self, encoder: Encoder | Executor, batch_size: int):
         self.encoder: Encoder = Backbone(encoder) if isinstance(encoder, Executor) else encoder
         self.batch_size = batch_size
-        # kept with their images: another run in this process may have other images under the same
-        # names
-        self._known: dict[tuple[str, str], tuple[Images, Float[np.ndarray, "N D"]]] = {}
+        self._cache: dict[int, tuple[weakref.ref[Images], Float[np.ndarray, "N D"]]] = {}
 
     def of(self, executor: Executor) -> bool:
-        """Whether this executor's backbone computes them, so that networks can resume from the same
-        pass."""
+        """Return whether this executor's backbone computes them, so that a task's network can
+        resume from the same pass."""
         return isinstance(self.encoder, Backbone) and self.encoder.executor is executor
 
     def ends(self, executor: Executor) -> bool:
-        """Whether they are the last features of this executor's backbone, which any full pass
-        computes."""
+        """Return whether they are the last features of this executor's backbone, which any full
+        pass computes."""
         return isinstance(self.encoder, Backbone) and self.of(executor) and self.encoder.is_plain
 
-    def __call__(self, task: Task, split: str) -> Float[np.ndarray, "N D"]:
-        """Features of one split of a task."""
-        if not self.known(task, split):
-            self.remember(task, split, self.compute(getattr(task, split).images))
-        return self._known[task.name, split][1]
+    def __call__(self, images: Images) -> Float[np.ndarray, "N D"]:
+        """Return the features of images uint8 `[N, S, S, 3]`."""
+        if not self.has(images):
+            self.store(images, self.encoder.features(images, batch_size=self.batch_size))
+        return self._cache[id(images)][1]
 
-    def compute(self, images: Images) -> Float[np.ndarray, "N D"]:
-        """Features of any images uint8 `[N, S, S, 3]`; those of a split are not computed again."""
-        for images_of_split, features in self._known.values():
-            if images_of_split is images:
-                return features
-        return self.encoder.features(images, batch_size=self.batch_size)
+    def has(self, images: Images) -> bool:
+        """Return whether the features of these images are cached."""
+        return id(images) in self._cache
 
-    def known(self, task: Task, split: str) -> bool:
-        """Whether the features of a split are computed already."""
-        key = (task.name, split)
-        return key in self._known and self._known[key][0] is getattr(task, split).images
-
-    def remember(self, task: Task, split: str, features: Float[np.ndarray, "N D"]) -> None:
-        """Keep features that another pass computed anyway."""
-        self._known[task.name, split] = getattr(task, split).images, features
+    def store(self, images: Images, features: Float[np.ndarray, "N D"]) -> None:
+        """Cache features that another pass computed."""
+        key = id(images)
+        self._cache[key] = weakref.ref(images, lambda _: self._cache.pop(key, None)), features
 
     def clear(self) -> None:
-        """Drop all."""
-        self._known.clear()
+        """Drop all features."""
+        self._cache.clear()
 
     def forget(self, task: Task) -> None:
-        """Drop the training and validation features of a learned task: exemplar-free learning keeps
-        none."""
-        for split in ("train", "val"):
-            self._known.pop((task.name, split), None)
+        """Drop the training and validation features of a learned task: exemplar-free learning
+        stores none."""
+        for split in (task.train, task.val):
+            self._cache.pop(id(split.images), None)
 
 
 class FrozenNetworks(NamedTuple):
@@ -217,25 +190,6 @@ class FrozenNetworks(NamedTuple):
         """Drop the training and validation features of a learned task."""
         self.features.forget(task)
         self.router_features.forget(task)
-
-
-def check_given(
-    method: str, num_tasks: int, tasks: np.ndarray | None, *, needs_task_id: bool = False
-) -> None:
-    """ValueError if nothing was learned, or if task IDs are out of range or missing where a method
-    needs them."""
-    if not num_tasks:
-        raise ValueError(
-            f"nothing has been learned yet, so {method} has no task to infer; learn a task first"
-        )
-    if needs_task_id and tasks is None:
-        raise ValueError(f"{method} is an upper bound: give the true task ID of each image")
-    if tasks is not None and len(tasks) and not (0 <= np.min(tasks) and np.max(tasks) < num_tasks):
-        given = sorted(set(np.asarray(tasks).tolist()))
-        raise ValueError(
-            f"task IDs {given} given; expected 0..{num_tasks - 1}, as {num_tasks} tasks were"
-            " learned"
-        )
 
 
 def base_network(executor: Executor) -> list[Dense]:

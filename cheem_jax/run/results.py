@@ -12,7 +12,7 @@ import numpy as np
 from cheem_jax.core import metrics
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.task import Task
-from cheem_jax.run.method import Answers
+from cheem_jax.engine.inference import Inferred
 from cheem_jax.run.record import read, to_json
 
 Entry = Mapping[str, Any]
@@ -21,37 +21,32 @@ Results = Mapping[str, Any]
 
 
 def accuracies(
-    answers: Mapping[int, Answers], tasks: Mapping[int, Task], num: int
+    predictions: Mapping[int, Inferred], tasks: Mapping[int, Task], num: int
 ) -> dict[str, Any]:
     """Accuracy of one method on each of `num` tasks, task-agnostic and with the task ID given, and
-    its routing."""
+    its routing; `predictions` are made with the task ID given."""
     accuracy: list[float | None] = [None] * num
     given: list[float | None] = [None] * num
-    for index, found in answers.items():
-        labels = tasks[index].test.labels
-        accuracy[index] = float(
-            ((found.chosen_task == index) & (found.chosen_class == labels)).mean()
-        )
-        given[index] = float((found.given_task == labels).mean())
-    none = np.zeros(0, np.int64)
-    true_tasks = np.concatenate(
-        [none, *(np.full(len(found.chosen_task), i) for i, found in answers.items())]
+    true_tasks, routed_tasks = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for index, predicted in predictions.items():
+        is_right = predicted.classes == tasks[index].test.labels
+        accuracy[index] = float(((predicted.tasks == index) & is_right).mean())
+        given[index] = float(is_right.mean())
+        true_tasks.append(np.full(len(is_right), index))
+        routed_tasks.append(predicted.tasks)
+    routing = metrics.routing_confusion(
+        np.concatenate(true_tasks), np.concatenate(routed_tasks), num
     )
-    routed_tasks = np.concatenate([none, *(found.chosen_task for found in answers.values())])
-    return {
-        "accuracy": accuracy,
-        "local_accuracy": given,
-        "routing": metrics.routing_confusion(true_tasks, routed_tasks, num),
-    }
+    return {"accuracy": accuracy, "local_accuracy": given, "routing": routing}
 
 
-def write_answers(directory: Path, answers: Mapping[int, Answers]) -> None:
-    """Write `answers.npz`: the predictions of the run's own method for every test image so far, by
-    task index."""
+def write_answers(directory: Path, predictions: Mapping[int, Inferred]) -> None:
+    """Write `answers.npz`: for every test image of task `i` so far the inferred task ID
+    (`chosen_task_i`) and the class predicted with the task ID given (`given_task_i`)."""
     arrays = {
-        f"{name}_{index}": array.astype(np.int32)
-        for index, predicted in answers.items()
-        for name, array in predicted._asdict().items()
+        f"{name}_{index}": values.astype(np.int32)
+        for index, predicted in predictions.items()
+        for name, values in (("chosen_task", predicted.tasks), ("given_task", predicted.classes))
     }
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # pyright: ignore[reportArgumentType]

@@ -159,7 +159,7 @@ def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
     features = FrozenFeatures(executor, 64)
     size = vit.config.image_size
     seen = np.concatenate([pictures(task, NUM_CENTROIDS, size) for task in range(num_tasks)])
-    centroids = np.split(normalise(features.compute(seen)), num_tasks)
+    centroids = np.split(normalise(features(seen)), num_tasks)
     pairs = zip(memory.tasks, centroids, strict=True)
     memory = InternalMemory(
         memory.pool, tuple(dataclasses.replace(task, centroids=own) for task, own in pairs)
@@ -199,7 +199,7 @@ def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
     executor = measure.stages(vit)
     config = small()
     cheem = Cheem(executor, config, Keys(0), None, FrozenFeatures(executor, config.batch_size))
-    FrozenFeatures(executor, config.batch_size).compute(pictures(0, 1, vit.config.image_size))
+    FrozenFeatures(executor, config.batch_size)(pictures(0, 1, vit.config.image_size))
     begun = compilations()
     seconds = Seconds()
     with seconds("open"):

@@ -68,7 +68,7 @@ def l2p(
     config = L2pConfig(fit=FitConfig(epochs=1), batch_size=batch)
     features = FrozenFeatures(executor, batch)
     method = L2p(FrozenNetworks(executor, features, features), config, Keys(0), 1)
-    query = features.compute(images)
+    query = features(images)
     prompts = method.begin_task(jax.random.key(1), {}, 0)
     width = executor.config.width
     columns = next_power_of_two(NUM_CLASSES)

@@ -140,9 +140,7 @@ def _of_task(
     labels = test.labels
     task = tasks[index]
     accuracy = run.results["accuracy"][-1][index]
-    given, routed, classes = (
-        answers[f"{name}_{index}"] for name in ("given_task", "chosen_task", "chosen_class")
-    )
+    classes, routed = answers[f"given_task_{index}"], answers[f"chosen_task_{index}"]
     is_right = (routed == index) & (classes == labels)
     if routed.max(initial=0) >= len(tasks) or abs(is_right.mean() - accuracy) > 1e-9:
         raise EmptySection(
@@ -159,7 +157,7 @@ def _of_task(
         if routed[row] == index:
             return Example(source, truth, task["classes"][classes[row]])
         other = f"routed to T{routed[row] + 1} {tasks[routed[row]]['name']}"
-        return Example(source, truth, other, task["classes"][given[row]])
+        return Example(source, truth, other, task["classes"][classes[row]])
 
     def some_of(rows: np.ndarray) -> list[Example]:
         chosen = rows[spread(len(rows), EACH)]
