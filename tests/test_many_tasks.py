@@ -132,10 +132,9 @@ def test_blocks_change_no_distance_and_bound_the_centroids_that_are_compared_at_
         return cdist(a, b, name)
 
     monkeypatch.setattr(routing, "BLOCK_BYTES", 8 * 7 * 300)  # 7 points with 300 centroids
-    monkeypatch.setattr(routing, "PART", 64)
     monkeypatch.setattr(distance, "cdist", counted)
     np.testing.assert_array_equal(router.distances(points), expected)
-    assert max(sizes) <= 7 * 64
+    assert max(sizes) <= 7 * 300
 
 
 def test_non_finite_features_are_routed_as_task_by_task():
@@ -242,7 +241,7 @@ def test_a_pool_that_grew_keeps_what_is_merged(memory, merges):
     known = [(b, e) for b, e in adapted(memory) if e < len(shorter[b])]
     for place in known:
         young(*place)
-    grown = young.grown(memory.pool, 2**30)
+    grown = DenseExperts(memory.pool, 2**30, young)
     num = len(merges)
     assert grown.bytes == young.bytes > 0
     for place in known:

@@ -35,7 +35,7 @@ from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.commands import COMMANDS
 from cheem_jax.cli.main import main
-from cheem_jax.core.hub import told_in_a_line
+from cheem_jax.core.hub import hub_errors
 from cheem_jax.core.paths import absolute, shown, with_absolute_paths
 from cheem_jax.data.load import ImagesConfig, default_directory, load_stream, load_task, load_tasks
 from cheem_jax.data.records import default_data_dir
@@ -194,7 +194,7 @@ def test_without_a_home_folder_nothing_is_called_tilde(here, monkeypatch):
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
-    with pytest.raises(ValueError, match="set HF_HOME"), told_in_a_line("a/b", "pull"):
+    with pytest.raises(ValueError, match="set HF_HOME"), hub_errors("a/b", "pull"):
         raise AssertionError("the hub was asked")
 
 

@@ -138,7 +138,6 @@ PENDING = (
     "baselines",
     "cheem",
     "cli",
-    "core",
     "engine",
     "export",
     "memory",

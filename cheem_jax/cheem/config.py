@@ -15,8 +15,8 @@ class OpSettings:
     rank: int = 16
     """Rank of Adapt's low-rank pair; the paper states none, and 40 gives 68.1 GFLOPs for ViT-B
     where it prints 68.2."""
-    new_init: Literal["random", "copy", "zero"] = "random"
-    """Start of New: truncated normal 0.02, a copy of the base expert, or zeros."""
+    new_init: Literal["random", "copy"] = "random"
+    """Initial New: truncated normal of deviation 0.02, or a copy of the base expert."""
     new_rate: float = 1.0
     """Adam's rate of New as a multiple of that of Adapt and head: a full matrix wants smaller steps
     than they do."""

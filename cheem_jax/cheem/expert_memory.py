@@ -190,7 +190,7 @@ class ExpertMemory:
         """The dense experts of the memory as it is now, of which the executor's budget of bytes is
         kept."""
         if self._dense.pool is not self.memory.pool:
-            self._dense = self._dense.grown(self.memory.pool, self.executor.budget)
+            self._dense = DenseExperts(self.memory.pool, self.executor.budget, self._dense)
         return self._dense
 
     @property

@@ -1,15 +1,17 @@
 """Architectures: one choice per block, hashable, printable, JSON; and their integer encoding.
 
-A block whose pool holds n experts offers 2n + 2 candidates in this order: Reuse(0..n-1),
+A block whose pool has n experts offers 2n + 2 candidates in this order: Reuse(0..n-1),
 Adapt(0..n-1), New, Skip.
 """
 
+import functools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cheem_jax.core.settings import KINDS, Kind
+from cheem_jax.core.settings import Kind
 
 
 class Choice(NamedTuple):
@@ -23,19 +25,18 @@ class Choice(NamedTuple):
 
 
 Architecture = tuple[Choice, ...]
+_CHOICE = re.compile("(?P<with_expert>reuse|adapt):(?P<expert>[0-9]{1,9})|new|skip")
 
 
 def parse_choice(text: Any) -> Choice:
-    """`"reuse:3"`, `"adapt:0"`, `"new"` or `"skip"` as written by `str(choice)`; ValueError for
-    anything else."""
-    kind, _, expert = text.partition(":") if isinstance(text, str) else (None, "", "")
-    needs_expert = kind in ("reuse", "adapt")
-    is_number = expert.isascii() and expert.isdigit() and len(expert) < 10
-    if kind not in KINDS or needs_expert != is_number or (expert and not needs_expert):
+    """Parse `str(choice)`, such as `"reuse:3"` or `"new"`; ValueError for any other value."""
+    match = _CHOICE.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
         raise ValueError(
-            f"{text!r:.60} is no choice; expected 'reuse:N', 'adapt:N', 'new' or 'skip'"
+            f"{text!r:.60} is not a choice; expected 'reuse:N', 'adapt:N', 'new' or 'skip'"
         )
-    return Choice(kind, int(expert) if needs_expert else None)
+    kind: Any = match["with_expert"] or match[0]
+    return Choice(kind, int(match["expert"]) if match["expert"] else None)
 
 
 def to_strings(architecture: Architecture) -> list[str]:
@@ -49,7 +50,7 @@ def from_strings(texts: Any) -> Architecture:
         raise ValueError(
             f"{texts!r:.60} is not an architecture; expected a list of one choice per block"
         )
-    return tuple(parse_choice(text) for text in texts)
+    return tuple(map(parse_choice, texts))
 
 
 def num_candidates(num_experts: int) -> int:
@@ -57,30 +58,25 @@ def num_candidates(num_experts: int) -> int:
     return 2 * num_experts + 2
 
 
+@functools.cache
+def candidates(num_experts: int) -> tuple[Choice, ...]:
+    """All candidates of a block, in the order of their codes."""
+    experts = range(num_experts)
+    reuse = [Choice("reuse", expert) for expert in experts]
+    adapt = [Choice("adapt", expert) for expert in experts]
+    return (*reuse, *adapt, Choice("new"), Choice("skip"))
+
+
 def decode(codes: Sequence[int] | np.ndarray, num_experts: Sequence[int]) -> Architecture:
-    """Candidate indices, one per block, to choices."""
-    choices = []
-    for code, n in zip(codes, num_experts, strict=True):
-        code = int(code)
-        if not 0 <= code < num_candidates(n):
-            raise ValueError(
-                f"candidate {code} outside 0..{num_candidates(n) - 1} of a block with {n} experts"
-            )
-        if code < 2 * n:
-            choices.append(Choice("reuse" if code < n else "adapt", code % n))
-        else:
-            choices.append(Choice("new" if code == 2 * n else "skip"))
-    return tuple(choices)
+    """The architecture of candidate indices, one per block."""
+    return tuple(candidates(n)[code] for code, n in zip(codes, num_experts, strict=True))
 
 
 def encode(architecture: Architecture, num_experts: Sequence[int]) -> np.ndarray:
-    """Inverse of `decode`, as int32 `[L]`."""
+    """Inverse of `decode`, as int32 `[L]`; ValueError for experts that a pool does not have."""
     codes = []
     for choice, n in zip(architecture, num_experts, strict=True):
-        if choice.kind in ("reuse", "adapt") and (
-            choice.expert is None or not 0 <= choice.expert < n
-        ):
+        if choice not in candidates(n):
             raise ValueError(f"{choice} names no expert of a pool with {n}")
-        first = {"reuse": 0, "adapt": n, "new": 2 * n, "skip": 2 * n + 1}[choice.kind]
-        codes.append(first + (choice.expert or 0))
+        codes.append(candidates(n).index(choice))
     return np.asarray(codes, np.int32)

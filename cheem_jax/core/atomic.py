@@ -1,4 +1,4 @@
-"""Files that are either as they were or wholly new, whatever kills the process or the machine."""
+"""Atomic writes: after a crash a file has its old content or all of the new."""
 
 import contextlib
 import errno
@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REFUSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors of a disk that is full or read-only."""
+"""Errors of a full or read-only disk."""
 
 
 @contextlib.contextmanager
 def room_for(file: Path, num_bytes: int) -> Iterator[None]:
-    """While a file is written: the error of a disk that takes nothing names the file and the room
-    that it needs."""
+    """Errors of a full or read-only disk name the file and the room that it needs."""
     try:
         yield
     except OSError as error:
@@ -28,7 +27,7 @@ def room_for(file: Path, num_bytes: int) -> Iterator[None]:
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """The whole content or, after a crash, what was there before."""
+    """Write the whole content, or leave the file unchanged."""
     sibling = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -41,21 +40,21 @@ def write_atomically(file: Path, content: str | bytes) -> None:
     except OSError as error:
         if str(error.filename) != str(sibling):
             raise
-        # a folder that nobody may write to, or a file that is a mount point; nobody knows the
-        # sibling's name
+        # The folder is not writable, or the file is a mount point: name the file, not the sibling.
         raise OSError(
             error.errno, f"{error.strerror}: choose a file in another folder", str(file)
         ) from error
     finally:
-        with contextlib.suppress(
-            OSError
-        ):  # a read-only disk refuses this too, and the first error says more
+        # a read-only disk refuses this too; the first error says more
+        with contextlib.suppress(OSError):
             sibling.unlink()
 
 
 def to_disk(file: Path) -> None:
-    """Wait until a file or folder is on the disk: a rename may outlive a power loss that what it
-    names did not."""
+    """Wait until a file or folder is on the disk.
+
+    Without this, a rename can survive a power loss although the file's data does not.
+    """
     handle = os.open(file, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,6 +1,6 @@
-"""Settings by kind of device: the one place where an accelerator differs from a CPU.
+"""Settings per kind of device: the one place where an accelerator differs from a CPU.
 
-Nothing here changes what is computed, beyond rounding.
+They change no result beyond rounding.
 """
 
 import dataclasses
@@ -15,39 +15,34 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A kind of device; the defaults are a CPU's."""
+    """Settings of one kind of device; the defaults are a CPU's."""
 
     is_host: bool = True
-    """Its memory is the host's: NumPy gathers there, no argument is copied, and a call costs next
-    to nothing."""
+    """Device memory is host memory: NumPy gathers rows, arguments are not copied, and a call costs
+    almost nothing."""
     forward_sizes: tuple[int, ...] = ()
-    """Images per call of a forward pass, where memory and data set allow; none: as many as in a
-    training step."""
+    """Images per forward pass, if memory and data set allow; empty: those of a training step."""
     is_narrow: bool = False
-    """Products of bfloat16 operands are written, and kept for their gradients, in bfloat16."""
+    """Products of bfloat16 operands are written in bfloat16, and so are their residuals."""
     attention: Literal["ours", "cudnn", "xla"] = "ours"
-    """bfloat16 attention: `kernels.attend` itself, or `jax.nn.dot_product_attention` by this
-    implementation."""
+    """bfloat16 attention: `kernels.attend`, or an implementation of
+    `jax.nn.dot_product_attention`."""
     remark: str = ""
-    """Why bfloat16 attention is not cuDNN's, for the log."""
-    has_cholesky: bool = False
-    """Symmetric systems are solved by one Cholesky factor each: eigenvectors are slow there."""
+    """For the log: why bfloat16 attention is not cuDNN's."""
 
 
 CPU = Device()
-ACCELERATOR = Device(False, forward_sizes=(256, 512), is_narrow=True, has_cholesky=True)
+ACCELERATOR = Device(False, forward_sizes=(256, 512), is_narrow=True)
 
 _traced_for: ContextVar[Device | None] = ContextVar("traced_for", default=None)
 
 
 def here(*, deterministic: bool = False) -> Device:
-    """The kind of device that JAX computes on by default; `deterministic`: for equal bits in every
-    run."""
+    """The default device's kind; `deterministic`: with equal bits in every run."""
     if jax.default_backend() == "cpu":
         return CPU
-    if (
-        deterministic
-    ):  # the gradient of cuDNN's attention adds up in the order in which blocks finish
+    # the gradient of cuDNN's attention sums in the order in which thread blocks finish
+    if deterministic:
         return ACCELERATOR
     problem = flash_problem()
     if problem is None:
@@ -59,8 +54,7 @@ def here(*, deterministic: bool = False) -> Device:
 
 @functools.cache
 def flash_problem() -> str | None:
-    """Why cuDNN's attention and its gradient cannot be compiled for the default device; None if
-    they can."""
+    """Why cuDNN's attention and its gradient do not compile for the default device, else None."""
 
     def loss(x, lengths):
         attended = jax.nn.dot_product_attention(
@@ -73,26 +67,23 @@ def flash_problem() -> str | None:
         )
         return attended.astype(jnp.float32).sum()
 
-    shapes = (
-        jax.ShapeDtypeStruct((2, 8, 1, 64), jnp.bfloat16),
-        jax.ShapeDtypeStruct((2,), jnp.int32),
-    )
-    try:  # whatever the reason is (platform, compute capability, library), XLA's attention is there
-        jax.jit(jax.grad(loss)).lower(*shapes).compile()
-    except Exception as error:
-        return (
-            str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-        )
+    x = jax.ShapeDtypeStruct((2, 8, 1, 64), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    try:
+        jax.jit(jax.grad(loss)).lower(x, lengths).compile()
+    except Exception as error:  # platform, compute capability or library: XLA's attention remains
+        reason = str(error).strip() or type(error).__name__
+        return reason.splitlines()[0][:120]
     return None
 
 
 def current() -> Device:
-    """The kind of device that the function being traced is compiled for."""
+    """The kind of device for which the current function is traced."""
     return _traced_for.get() or here()
 
 
 def traced_for(device: Device, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, in which `current` is `device`."""
+    """Wrap a function so that `current()` is `device` in it."""
 
     @functools.wraps(function)
     def traced(*arguments, **named):

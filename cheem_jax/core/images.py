@@ -1,5 +1,4 @@
-"""Pictures by row number, wherever they are: in memory, in a mapped file, or decoded when they are
-asked for."""
+"""Images by row number: in memory, in a mapped file, or decoded when they are read."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
@@ -9,7 +8,7 @@ import numpy as np
 
 @runtime_checkable
 class Images(Protocol):
-    """uint8 `[N, S, S, 3]`; an array is one, and so is what only behaves like one."""
+    """uint8 `[N, S, S, 3]`: an array, or an object that can be indexed like one."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -21,15 +20,15 @@ class Images(Protocol):
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """Images that come faster when it is known which ones will be wanted."""
+    """Images that are faster to read in an order that is known in advance."""
 
     def follow(self, order: Sequence[np.ndarray], /) -> Iterator[np.ndarray]:
-        """The pictures of each of these rows in turn."""
+        """The images of each element of `order`, row numbers, in turn."""
         ...
 
 
 def in_turn(images: Images, order: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """The pictures of each of these rows in turn, read ahead where that pays."""
+    """The images of each element of `order` in turn, read ahead if `images` can."""
     return (
         images.follow(order) if isinstance(images, ReadsAhead) else (images[rows] for rows in order)
     )

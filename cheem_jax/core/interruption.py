@@ -1,4 +1,4 @@
-"""Requests to stop: Ctrl-C and SIGTERM wait for the running step, so that nothing of it is lost."""
+"""Requests to stop: Ctrl-C and SIGTERM wait for the running step, so that no work is lost."""
 
 import contextlib
 import os
@@ -10,15 +10,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """Work ended because a signal asked for it; the message says what was kept."""
+    """A signal ended the work; the message names the saved state."""
 
-    def __init__(self, kept: str, signal_number: int):
-        super().__init__(kept)
+    def __init__(self, message: str, signal_number: int):
+        super().__init__(message)
         self.signal_number = signal_number
 
 
 class Stop:
-    """Whether a signal has asked to stop, and which."""
+    """The request to stop: true after a signal."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -26,16 +26,16 @@ class Stop:
     def __bool__(self) -> bool:
         return self.signal_number is not None
 
-    def stopped(self, kept: str) -> Stopped:
+    def stopped(self, message: str) -> Stopped:
         """The exception that ends the work."""
-        return Stopped(kept, self.signal_number or signal.SIGINT)
+        return Stopped(message, self.signal_number or signal.SIGINT)
 
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[Stop]:
-    """Signals become requests while this is open; a second signal has its usual effect.
+    """In this context the first signal is a request; the second has its usual effect.
 
-    Only the main thread may say what signals do: elsewhere nothing changes.
+    Python sets signal handlers in the main thread only; other threads get a Stop that stays false.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -45,12 +45,12 @@ def stop_requests() -> Iterator[Stop]:
     def ask(number: int, frame: object) -> None:
         stop.signal_number = number
         restore()
-        # not through `print`, whose buffer the interrupted code may be holding
-        with contextlib.suppress(OSError):  # whoever reads it may be gone
+        # not `print`: the interrupted code can hold the lock of its buffer; stderr can be closed
+        with contextlib.suppress(OSError):
             os.write(2, b"\nstopping after the running step; once more stops at once\n")
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    # a background process ignores Ctrl-C, and still does
+    # a background process ignores Ctrl-C, and continues to
     usual = {
         number: handler
         for number, handler in handlers.items()

@@ -1,10 +1,9 @@
-"""The few functions where a Vision Transformer's time goes, with gradients written by hand.
+"""The most expensive functions of a Vision Transformer, with handwritten gradients.
 
-XLA's own gradients of these keep two to three times as much and read it again; on a CPU that
-traffic costs as much as the arithmetic. Each function below names what it keeps. `Precision` says
-in which type matrix products take their operands; everything else (parameters, sums, LayerNorm,
-softmax, residual stream) is float32 whatever it says. An accelerator also writes products in that
-type (`is_narrow`).
+JAX's own gradients of these functions store and read two to three times as many residuals; on a CPU
+that traffic costs as much as the arithmetic. Each docstring lists the residuals. `Precision` is the
+operand type of matrix products. Parameters, sums, LayerNorm, softmax and the residual stream are
+float32. An accelerator also writes products in that type (`is_narrow`).
 """
 
 import functools
@@ -21,25 +20,24 @@ from cheem_jax.core.device import current
 from cheem_jax.core.settings import Activation, Precision
 
 _SIGMOIDS = {"quick_gelu": 1.702, "silu": 1.0}
-"""What a sigmoid gate takes its argument times."""
+"""Scale applied to the sigmoid's argument."""
 _TANH = 2.0 * (2.0 / math.pi) ** 0.5
 _CUBIC = 0.044715
-"""Of the tanh approximation of GELU (Hendrycks and Gimpel, 2016), written as a sigmoid of twice its
-argument."""
+"""Constants of the tanh approximation of GELU (Hendrycks and Gimpel, 2016), written as a sigmoid of
+twice its argument."""
 IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
-"""Whether the program that is traced now will be divided over several devices."""
+"""Whether the function that is traced now will be divided over several devices."""
 
 
-def _own_gradient(static: int) -> Any:
-    """Decorator of a function whose gradient is written below it; argument number `static` is not
-    an array."""
-    # typed as anything: the type of a `custom_vjp` hides that it returns an array
+def _custom_gradient(static: int) -> Any:
+    """Decorate a function whose gradient follows; argument number `static` is not an array."""
+    # Any: the type of a `custom_vjp` hides that the function returns an array
     return functools.partial(jax.custom_vjp, nondiff_argnums=(static,))
 
 
 def is_narrow(precision: Precision) -> bool:
-    """Whether activations are written in bfloat16, too: an accelerator's small products wait for
-    memory."""
+    """Whether products are also written in bfloat16: small ones are memory-bound on an
+    accelerator."""
     return precision == "bfloat16" and current().is_narrow
 
 
@@ -50,14 +48,13 @@ def dot(
     *,
     narrow: bool = False,
 ) -> Float[Array, "*B M N"]:
-    """`a @ b` with operands rounded to `precision`; the result is float32, or bfloat16 if
-    `narrow`."""
+    """`a @ b` with operands in `precision`; the result is float32, or bfloat16 if `narrow`."""
     dtype = jnp.dtype(precision)
     a = a.astype(dtype)
     b = b.astype(dtype)
     if precision == "bfloat16" and current().is_host:
-        # written out first: the CPU's bfloat16 kernels take no transposed operand, so XLA would
-        # compute in float32
+        # The CPU's bfloat16 kernels do not support transposed operands; without this, XLA would
+        # compute in float32.
         a, b = _in_order(a), _in_order(b)
     return jnp.matmul(a, b, preferred_element_type=jnp.bfloat16 if narrow else jnp.float32)
 
@@ -65,17 +62,16 @@ def dot(
 def product(
     x: Float[Array, "*B K"], weight: Float[Array, "K N"], precision: Precision = "float32"
 ) -> Float[Array, "*B N"]:
-    """`x @ weight`; keeps only the operand that the other one's gradient needs, and that in
-    `precision`.
+    """`x @ weight`. Residuals: the operands that a gradient needs, in `precision`.
 
-    The result is float32; on an accelerator it and the gradient of x are in `precision`, that of
-    the weight is not.
+    The result and the gradient of x are float32, on an accelerator in `precision`. The gradient of
+    the weight is float32.
     """
-    # rounded out here, so that JAX widens the gradient of x again
+    # rounded outside of the custom gradient, so that JAX casts the gradient of x back
     return _product(x.astype(jnp.bfloat16) if is_narrow(precision) else x, weight, precision)
 
 
-@_own_gradient(2)
+@_custom_gradient(2)
 def _product(x, weight, precision):
     flat = x.reshape(-1, x.shape[-1])
     return dot(flat, weight, precision, narrow=is_narrow(precision)).reshape(*x.shape[:-1], -1)
@@ -83,13 +79,13 @@ def _product(x, weight, precision):
 
 def _product_forward(x, weight, precision):
     dtype = jnp.dtype(precision)
-    kept_x = x.value.astype(dtype) if weight.perturbed else None
-    kept_weight = weight.value.astype(dtype) if x.perturbed else None
-    return _product(x.value, weight.value, precision), (kept_x, kept_weight)
+    residual_x = x.value.astype(dtype) if weight.perturbed else None
+    residual_weight = weight.value.astype(dtype) if x.perturbed else None
+    return _product(x.value, weight.value, precision), (residual_x, residual_weight)
 
 
-def _product_backward(precision, kept, grad):
-    x, weight = kept
+def _product_backward(precision, residuals, grad):
+    x, weight = residuals
     flat = grad.reshape(-1, grad.shape[-1])
     grad_x = grad_weight = None
     if weight is not None:
@@ -104,11 +100,11 @@ def _product_backward(precision, kept, grad):
 _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 
 
-@_own_gradient(3)
+@_custom_gradient(3)
 def layer_norm(
     x: Float[Array, "*B D"], scale: Float[Array, "D"], bias: Float[Array, "D"], epsilon: float
 ) -> Float[Array, "*B D"]:
-    """LayerNorm over the last axis with the two-pass variance; keeps x and two numbers per row."""
+    """LayerNorm over the last axis with the two-pass variance. Residuals: x, 2 numbers per row."""
     return _layer_norm_forward(x, scale, bias, epsilon)[0]
 
 
@@ -119,8 +115,8 @@ def _layer_norm_forward(x, scale, bias, epsilon):
     return centred * inverse * scale + bias, (x, mean, inverse, scale)
 
 
-def _layer_norm_backward(epsilon, kept, grad):
-    x, mean, inverse, scale = kept
+def _layer_norm_backward(epsilon, residuals, grad):
+    x, mean, inverse, scale = residuals
     normal = (x - mean) * inverse
     grad_normal = grad * scale
     grad_x = inverse * (
@@ -134,19 +130,19 @@ layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
-    # as a product: XLA's CPU backend adds a row up in order, one lane at a time
+    # a matrix product, because XLA's CPU backend does not vectorise the sum of a row
     width = x.shape[-1]
     return jnp.matmul(x, jnp.full((width, 1), 1.0 / width, x.dtype), precision="highest")
 
 
-@_own_gradient(2)
+@_custom_gradient(2)
 def activate(
     x: Float[Array, "*B F"], bias: Float[Array, "F"], activation: Activation
 ) -> Float[Array, "*B F"]:
-    """Exact GELU, an approximation of it or SiLU of `x + bias`; keeps x, a product's result, which
-    is in memory anyway.
+    """Exact GELU, an approximation of it or SiLU of `x + bias`. Residuals: x, the result of a
+    product and so in memory anyway.
 
-    The gradient computes the gate again: cheaper than to write the derivative and to read it back.
+    The gradient computes the gate again, which is cheaper than to store the derivative.
     """
     a = x + bias
     return a * _gate(a, activation)
@@ -171,15 +167,14 @@ def _gate(a, activation):
 
 
 def _activate_forward(x, bias, activation):
-    # the barrier keeps XLA from computing the product before this twice, for the value and to be
-    # kept
+    # without the barrier, XLA computes the preceding product twice: for the value and as residual
     x = jax.lax.optimization_barrier(x)
     a = x + bias
     return a * _gate(a, activation), (x, bias)
 
 
-def _activate_backward(activation, kept, grad):
-    x, bias = kept
+def _activate_backward(activation, residuals, grad):
+    x, bias = residuals
     grad = grad * _slope(x + bias, activation)
     return grad.astype(x.dtype), grad.reshape(-1, grad.shape[-1]).sum(0)
 
@@ -193,10 +188,10 @@ def attend(
     value: Float[Array, "B H N d"],
     precision: Precision = "float32",
 ) -> Float[Array, "B H M d"]:
-    """Softmax attention; keeps the exponentials, which the gradient reads twice.
+    """Softmax attention. Residuals: the exponentials, which the gradient reads twice.
 
-    On a GPU in bfloat16 cuDNN's flash attention takes its place where it can: it keeps one number
-    per row instead.
+    On a GPU in bfloat16, cuDNN's flash attention is used if it supports the shapes; its residuals
+    are one number per row.
     """
     num, width = query.shape[-2:]
     implementation = current().attention
@@ -210,7 +205,7 @@ def attend(
         return _attend(query, key, value, precision)
 
     def tokens_first(x):
-        # cuDNN's gradient takes even lengths alone: one more token, which nothing attends
+        # cuDNN's gradient supports even lengths only: pad by one token, which is masked
         return jnp.pad(
             x.astype(jnp.bfloat16).transpose(0, 2, 1, 3), ((0, 0), (0, num % 2), (0, 0), (0, 0))
         )
@@ -226,17 +221,17 @@ def attend(
 
 
 def has_flash_head(width: int) -> bool:
-    """Whether cuDNN's attention takes heads of this width."""
+    """Whether cuDNN's attention supports heads of this width."""
     return width % 8 == 0 and width <= 128
 
 
-@_own_gradient(3)
+@_custom_gradient(3)
 def _attend(query, key, value, precision):
     return _attended(query * query.shape[-1] ** -0.5, key, value, precision)[0]
 
 
 def _attend_forward(query, key, value, precision):
-    # else XLA lays each of the three out twice, for the products and to be kept
+    # without this, XLA creates two layouts of each: for the products and as residual
     query, key, value = map(_in_order, (query * query.shape[-1] ** -0.5, key, value))
     mixed, weights, inverse = _attended(query, key, value, precision)
     return mixed, (query, key, value, weights, inverse, mixed)
@@ -246,12 +241,12 @@ def _attended(query, key, value, precision):
     scores = dot(query, key.mT, precision)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     inverse = 1.0 / weights.sum(axis=-1, keepdims=True)
-    # divided after the product, which has fewer columns than the weights
+    # normalised after the product, which has fewer columns than the weights
     return dot(weights, value, precision) * inverse, weights, inverse
 
 
-def _attend_backward(precision, kept, grad):
-    query, key, value, weights, inverse, mixed = kept
+def _attend_backward(precision, residuals, grad):
+    query, key, value, weights, inverse, mixed = residuals
     grad = grad * inverse
     pull = (grad * mixed).sum(axis=-1, keepdims=True)
     grad_scores = weights * (dot(grad, value.mT, precision) - pull)
@@ -260,13 +255,11 @@ def _attend_backward(precision, kept, grad):
         dot(grad_scores.mT, query, precision),
         dot(weights.mT, grad, precision),
     )
-    return tuple(
-        own.astype(given.dtype) for own, given in zip(grads, (query, key, value), strict=True)
-    )
+    return tuple(grad.astype(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
 
 
 def _in_order(values):
-    # such a constraint cannot be: each device would gather the whole batch, and attend all of it
+    # A layout constraint on divided arrays would gather the whole batch on each device.
     if IS_DIVIDED.get():
         return values
     return with_layout_constraint(values, Layout(tuple(range(values.ndim))))

@@ -1,5 +1,5 @@
-"""PRNG keys by position: a key is a function of where it is used, so a resumed run draws what an
-unbroken one would."""
+"""PRNG keys by position: a key depends only on its use, so a resumed run samples like an
+uninterrupted one."""
 
 import enum
 import functools
@@ -13,7 +13,7 @@ from cheem_jax.core.settings import SeedsConfig
 
 
 class Phase(enum.IntEnum):
-    """What a key is for; the number is part of the key, so members are only ever appended."""
+    """The use of a key. The number is part of the key: append members, never renumber them."""
 
     SUPERNET_INIT = 0
     SUPERNET_ORDER = 1
@@ -38,56 +38,53 @@ class Phase(enum.IntEnum):
 
 
 ONE_SEED = SeedsConfig()
-_SEEDED_BY = {
+_SEED_FIELDS = {
     "INIT": "initialisation",
     "ORDER": "order",
     "MODE": "sampling",
     "DRAW": "sampling",
     "SEARCH": "search",
 }
-"""Which of these seeds a phase takes, by the last word of its name; others take the run's."""
+"""The field of `SeedsConfig` for the last word of a phase's name; other phases have the run's
+seed."""
 
 
 class Keys:
-    """Every key of a run, by task and purpose."""
+    """All keys of a run, by task and phase."""
 
     def __init__(self, seed: int, seeds: SeedsConfig = ONE_SEED):
-        named = {phase: _SEEDED_BY.get(phase.name.rpartition("_")[2], "") for phase in Phase}
-        own = {phase: getattr(seeds, name, None) for phase, name in named.items()}
-        self._roots = {
-            phase: jax.random.key(seed if other is None else other) for phase, other in own.items()
-        }
+        self._roots = {}
+        for phase in Phase:
+            field = _SEED_FIELDS.get(phase.name.rpartition("_")[2], "")
+            root = getattr(seeds, field, None)
+            self._roots[phase] = jax.random.key(seed if root is None else root)
 
     def at(self, task: int, phase: Phase, *position: int) -> jax.Array:
-        """The key of a place in a task's phase."""
+        """The key of a position in a task's phase."""
         return key_at(self._roots[phase], task, phase, *position)
 
     def seed_at(self, task: int, phase: Phase) -> int:
-        """The same as a seed in [0, 2**32), for libraries that take numbers instead of keys."""
+        """The same as a seed in [0, 2**32), for libraries without JAX's keys."""
         return int(_bits(self.at(task, phase), 1)[0])
 
 
 def task_number(name: str) -> int:
-    """A task's number among the keys of a method whose tasks are independent: by name, whatever the
-    order."""
+    """A number of a task by its name, for methods whose tasks do not depend on their order."""
     return zlib.crc32(name.encode())
 
 
 def key_at(key: jax.Array, *position: int) -> jax.Array:
-    """`key` folded with each number in turn, as in `key_at(root, task, Phase.SEARCH,
-    generation)`."""
+    """Fold each number into `key` in turn, as in `key_at(root, task, Phase.SEARCH, generation)`."""
     return _fold(key, np.asarray(position, np.uint32))
 
 
 def order_at(key: jax.Array, num: int) -> np.ndarray:
-    """A random order of `num` items; the length is padded to a power of two, so few programs serve
-    all data sets."""
+    """A random order of `num` items; lengths are padded so that few functions are compiled."""
     return np.argsort(np.asarray(_bits(key, next_power_of_two(num)))[:num], kind="stable")
 
 
 def next_power_of_two(num: int) -> int:
-    """The smallest power of two that is at least `num` (padding buckets keep compiled programs
-    few)."""
+    """The smallest power of two that is at least `num`."""
     return 1 << max(num - 1, 0).bit_length()
 
 

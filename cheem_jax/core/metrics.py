@@ -1,8 +1,7 @@
-"""Arithmetic on results, in numpy.
+"""Metrics, in numpy.
 
-Everywhere an accuracy matrix is `accuracy[learned, task]`: row i was measured after learning task
-i, column j on the test images of task j, values in [0, 1] (or all in percent), NaN where task j was
-not learned yet.
+An accuracy matrix is `accuracy[learned, task]`: row i after learning task i, column j on the test
+images of task j; values in [0, 1] (or all in percent), NaN for tasks that are not learned yet.
 """
 
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from scipy.special import log_softmax
 
 Number = int | float
 MOST_TEMPERATURE = 5.0
-"""Bound of a fitted temperature, and its inverse: where every validation image is right, any
-sharper one is better."""
+"""Bound of a fitted temperature and of its inverse; without it, images that are all classified
+correctly would have the temperature 0."""
 
 
 def average_accuracy(accuracy: Float[np.ndarray, "T T"]) -> float:
@@ -32,10 +31,9 @@ def average_accuracy(accuracy: Float[np.ndarray, "T T"]) -> float:
 
 def average_forgetting(accuracy: Float[np.ndarray, "T T"]) -> float | None:
     """Mean over all tasks but the last of the best accuracy since learning minus the accuracy at
-    the end.
+    the end (paper eq. 'avg_forgetting').
 
-    The best includes the end, so no task counts below 0 (paper eq. 'avg_forgetting'). None for a
-    single task.
+    The best includes the end, so no task counts below 0. None for a single task.
     """
     num_tasks = len(accuracy)
     learned = np.tri(num_tasks, dtype=bool)
@@ -52,95 +50,82 @@ def average_forgetting(accuracy: Float[np.ndarray, "T T"]) -> float | None:
 
 
 def just_trained(accuracy: Float[np.ndarray, "T T"]) -> Float[np.ndarray, " T"]:
-    """Each task's accuracy right after it was learned: the diagonal."""
+    """Each task's accuracy right after learning it: the diagonal."""
     return np.diagonal(accuracy).copy()
 
 
 def figure_of_merit(
     upper: Number, acc_m: Number, flops_m: Number, acc_n: Number, flops_n: Number
 ) -> float | None:
-    """How many times m is better than n: (upper - acc_n) / (upper - acc_m) * flops_n / flops_m (eq.
-    'fom').
+    """How many times method m is better than n (paper eq. 'fom').
 
-    `upper` is the upper bound's average accuracy. None where either method reaches it.
+    (upper - acc_n) / (upper - acc_m) * flops_n / flops_m, with the upper bound's average accuracy
+    `upper`. None if either method reaches it.
     """
-    gap_m, gap_n = upper - acc_m, upper - acc_n
+    gap_m = upper - acc_m
+    gap_n = upper - acc_n
     if gap_m <= 0 or gap_n <= 0:
         return None
     return gap_n / gap_m * flops_n / flops_m
 
 
 def routing_confusion(
-    true: Integer[np.ndarray, " B"], chosen: Integer[np.ndarray, " B"], num_tasks: int
+    true: Integer[np.ndarray, " B"], inferred: Integer[np.ndarray, " B"], num_tasks: int
 ) -> Float[np.ndarray, "T T"]:
-    """Fraction of each true task's images (row) that went to each task (column); NaN where it has
-    none."""
-    for name, tasks in (("true", true), ("chosen", chosen)):
-        if len(tasks) and not (0 <= tasks.min() and tasks.max() < num_tasks):
-            raise ValueError(
-                f"{name} tasks span {tasks.min()}..{tasks.max()}, expected 0..{num_tasks - 1}"
-            )
+    """Share of each true task's images (row) that the router assigns to each task (column); NaN in
+    rows without images. All tasks are in 0..num_tasks-1."""
     counts = np.zeros((num_tasks, num_tasks))
-    np.add.at(counts, (true, chosen), 1)
+    np.add.at(counts, (true, inferred), 1)
     totals = counts.sum(axis=1, keepdims=True)
     return np.divide(counts, totals, out=np.full_like(counts, np.nan), where=totals > 0)
 
 
 def fit_temperature(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -> float:
-    """The temperature by which softmax(logits / temperature) gives the labels the highest mean
-    log-probability.
-
-    Between 1/5 and 5; 1 where a logit is non-finite.
-    """
+    """The temperature in [1/5, 5] with the highest `log_probability` of the labels; 1 if a logit is
+    non-finite."""
     if not np.isfinite(logits).all():
         return 1.0
 
-    # here, because it is slow to import and every command imports this module
+    # imported here: it is slow to import, and every command imports this module
     from scipy.optimize import minimize_scalar
 
     def loss(log_temperature):
         return -log_probability(logits / np.exp(log_temperature), labels)
 
-    found: Any = minimize_scalar(
-        loss, bounds=(-np.log(MOST_TEMPERATURE), np.log(MOST_TEMPERATURE)), method="bounded"
-    )
-    return float(np.exp(found.x))
+    bound = np.log(MOST_TEMPERATURE)
+    result: Any = minimize_scalar(loss, bounds=(-bound, bound), method="bounded")
+    return float(np.exp(result.x))
 
 
 def log_probability(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -> float:
-    """Mean log-probability that softmax(logits) gives the labels."""
-    return float(
-        log_softmax(logits.astype(np.float64), axis=1)[np.arange(len(labels)), labels].mean()
-    )
+    """Mean log-probability of the labels under softmax(logits)."""
+    log_probabilities = log_softmax(logits.astype(np.float64), axis=1)
+    return float(log_probabilities[np.arange(len(labels)), labels].mean())
 
 
 def fitted(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -> tuple[int, float]:
-    """Correct answers, and the mean log-probability with the temperature fitted to these images.
-
-    Nothing is correct where a logit is non-finite.
-    """
+    """Correct predictions, and the mean log-probability at the temperature that fits these images;
+    (0, -inf) if a logit is non-finite."""
     if not np.isfinite(logits).all():
         return 0, -np.inf
-    right = int((logits.argmax(axis=1) == labels).sum())
-    return right, log_probability(logits / fit_temperature(logits, labels), labels)
+    correct = int((logits.argmax(axis=1) == labels).sum())
+    return correct, log_probability(logits / fit_temperature(logits, labels), labels)
 
 
 def calibration_error(
-    confidence: Float[np.ndarray, "N"], right: Bool[np.ndarray, "N"], num_bins: int = 15
+    confidence: Float[np.ndarray, "N"], correct: Bool[np.ndarray, "N"], num_bins: int = 15
 ) -> float:
     """Expected calibration error: |accuracy - mean confidence| in bins of equal width, weighted by
-    their images."""
+    their number of images."""
     bins = np.minimum((confidence * num_bins).astype(int), num_bins - 1)
-    return float(np.abs(np.bincount(bins, right - confidence)).sum() / len(confidence))
+    return float(np.abs(np.bincount(bins, correct - confidence)).sum() / len(confidence))
 
 
 def matrix_to_json(matrix: Float[np.ndarray, "R C"]) -> list[list[float | None]]:
-    """Nested lists with None (JSON null) for NaN."""
+    """Nested lists, with None (JSON null) for NaN."""
     return [[None if np.isnan(value) else float(value) for value in row] for row in matrix]
 
 
 def matrix_from_json(rows: Sequence[Sequence[Number | None]]) -> Float[np.ndarray, "R C"]:
     """Inverse of `matrix_to_json`."""
-    return np.array(
-        [[np.nan if value is None else value for value in row] for row in rows], dtype=np.float64
-    )
+    return np.array(rows, dtype=np.float64)

@@ -1,5 +1,4 @@
-"""Arrays from npz and safetensors files that anybody may have written: headers are held against
-what is there."""
+"""Arrays from npz and safetensors files of unknown origin: headers are checked against the data."""
 
 import math
 import zipfile
@@ -9,12 +8,14 @@ import numpy as np
 
 SMALL_BYTES = 2**30
 MAX_RATIO = 100
-"""What unpacks to more than both is a bomb: numbers hardly pack."""
+"""An archive that unpacks to more than both is refused: arrays of numbers hardly compress."""
 
 
 def read_npz(file: Path) -> dict[str, np.ndarray]:
-    """All arrays of an npz file, nothing unpickled; ValueError names a file that is damaged or
-    promises too much."""
+    """All arrays of an npz file, without unpickling.
+
+    Raises ValueError for a corrupted file, and for one that unpacks to too many bytes.
+    """
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
@@ -27,7 +28,7 @@ def read_npz(file: Path) -> dict[str, np.ndarray]:
             return {
                 member.filename.removesuffix(".npy"): _read(archive, member) for member in members
             }
-    # zipfile, zlib and NumPy's parser of headers raise almost anything on a broken file
+    # zipfile, zlib and NumPy's header parser raise almost any error for a corrupted file
     except Exception as error:
         reason = f"{error or type(error).__name__}"[:200]
         raise ValueError(
@@ -36,34 +37,15 @@ def read_npz(file: Path) -> dict[str, np.ndarray]:
 
 
 def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """All tensors and the header's metadata (empty for npz); ValueError names a file that cannot be
-    read."""
-    from safetensors import SafetensorError, safe_open
+    """All tensors of a safetensors or npz file, and the header's metadata (empty for npz).
 
+    Raises ValueError for an unreadable file, unsupported types and non-finite values.
+    """
     metadata: dict[str, str] = {}
     if file.suffix == ".npz":
         tensors = read_npz(file)
     elif file.suffix == ".safetensors":
-        try:
-            with safe_open(file, framework="numpy") as opened:
-                names = opened.keys()
-                metadata = dict(opened.metadata() or {})
-                tensors = {}
-            for name in (
-                names
-            ):  # opened anew: what was read of a mapped file stays in memory until it is closed
-                with safe_open(file, framework="numpy") as opened:
-                    tensors[name] = opened.get_tensor(name)
-        except (
-            SafetensorError,
-            TypeError,
-            AttributeError,
-            KeyError,
-            OSError,
-        ) as error:  # types NumPy does not have
-            raise ValueError(
-                f"{file} is not a readable safetensors file ({error}); is it complete?"
-            ) from error
+        tensors, metadata = _read_safetensors(file)
     else:
         raise ValueError(
             f"{file}: expected a .safetensors or .npz file (pickled .bin and .pth files are not"
@@ -71,7 +53,7 @@ def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         )
     for name, value in tensors.items():
         if value.dtype.name == "bfloat16":
-            tensors[name] = value.astype(np.float32)  # exact, and NumPy computes with it
+            tensors[name] = value.astype(np.float32)  # exact; NumPy does not compute in bfloat16
     if wrong := sorted(name for name, value in tensors.items() if value.dtype.kind not in "fiub"):
         raise ValueError(
             f"{file}: {wrong[:5]} are {tensors[wrong[0]].dtype}, expected float32, float16,"
@@ -87,27 +69,45 @@ def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     return tensors, metadata
 
 
+def _read_safetensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    tensors = {}
+    try:
+        with safe_open(file, framework="numpy") as header:
+            names = header.keys()
+            metadata = dict(header.metadata() or {})
+        # One mapping per tensor: pages of a mapped file stay in memory until it is closed.
+        for name in names:
+            with safe_open(file, framework="numpy") as data:
+                tensors[name] = data.get_tensor(name)
+    # TypeError, AttributeError, KeyError: types that NumPy does not have
+    except (SafetensorError, TypeError, AttributeError, KeyError, OSError) as error:
+        raise ValueError(
+            f"{file} is not a readable safetensors file ({error}); is it complete?"
+        ) from error
+    return tensors, metadata
+
+
 def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
     name = f"{member.filename:.80}"
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        # zipfile unpacks the others to any size in one go, whatever the directory tells
+        # zipfile unpacks other methods at once, without the size that the directory states
         raise ValueError(
             f"{name} is packed by method {member.compress_type}, which NumPy does not write"
         )
     with archive.open(member) as stream:
         version = np.lib.format.read_magic(stream)
-        if version not in ((1, 0), (2, 0)):
+        if version == (1, 0):
+            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+        elif version == (2, 0):
+            shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
+        else:
             raise ValueError(f"{name} has the format version {version}, expected 1.0 or 2.0")
-        read_header = (
-            np.lib.format.read_array_header_1_0
-            if version == (1, 0)
-            else np.lib.format.read_array_header_2_0
-        )
-        shape, _, dtype = read_header(stream)
-        there = member.file_size - stream.tell()
-        if dtype.hasobject or not dtype.itemsize or min(shape, default=0) < 0:
-            raise ValueError(f"{name} must contain plain numbers or text, but is {dtype} {shape}")
-        if math.prod(shape) * dtype.itemsize != there:
-            raise ValueError(f"{name} is {dtype} {shape} by its header, but has {there} bytes")
+        num_bytes = member.file_size - stream.tell()
+    if dtype.hasobject or not dtype.itemsize or min(shape, default=0) < 0:
+        raise ValueError(f"{name} must contain plain numbers or text, but is {dtype} {shape}")
+    if math.prod(shape) * dtype.itemsize != num_bytes:
+        raise ValueError(f"{name} is {dtype} {shape} by its header, but has {num_bytes} bytes")
     with archive.open(member) as stream:
         return np.lib.format.read_array(stream, allow_pickle=False)

@@ -1,7 +1,7 @@
-"""The four ops a task may choose at a block, as pytrees (paper section 'Supernet Construction').
+"""The four ops of a block, as pytrees (paper section 'Supernet Construction').
 
-Each op is a NamedTuple whose type is part of jit's cache key: two architectures with the same kinds
-share one compiled program, whichever experts they hold.
+Each op is a NamedTuple, whose type is part of jit's cache key: two architectures with the same op
+kinds share one compiled function, for any experts.
 """
 
 from collections.abc import Sequence
@@ -43,25 +43,24 @@ class Adapt(NamedTuple):
 
 
 class New(NamedTuple):
-    """An expert of its own, learned from scratch."""
+    """A new expert, learned from scratch."""
 
     expert: Expert
 
 
 class Skip(NamedTuple):
-    """The residual branch that holds the plastic layer is left out whole."""
+    """No residual branch: the branch with the plastic layer is omitted."""
 
 
 Op = Reuse | Adapt | New | Skip
 Ops = Sequence[Op]
-"""One op per block: a static pytree, since the types of the ops are part of its structure."""
+"""One op per block; the types of the ops are part of the pytree's structure."""
 Learned = Expert | LowRank
-"""Parameters that gradient steps change."""
+"""Parameters of an op that are trained."""
 
 
 def learned_of(op: Op) -> Learned | None:
-    """What gradient steps change in an op: Adapt's pair, New's expert, nothing in Reuse and
-    Skip."""
+    """The trained parameters of an op: Adapt's pair or New's expert; None for Reuse and Skip."""
     match op:
         case Adapt(_, pair):
             return pair
@@ -71,7 +70,7 @@ def learned_of(op: Op) -> Learned | None:
 
 
 def with_learned(op: Op, learned: Any) -> Op:
-    """The same op with other learned parameters."""
+    """The op with other trained parameters."""
     match op:
         case Adapt(expert, _):
             return Adapt(expert, learned)
@@ -83,7 +82,7 @@ def with_learned(op: Op, learned: Any) -> Op:
 def apply_op(
     op: Reuse | Adapt | New, u: Float[Array, "B N F"], precision: Precision = "float32"
 ) -> Float[Array, "B N D"]:
-    """The plastic layer's output before the residual sum."""
+    """The output of the plastic layer, before the residual sum."""
     y = product(u, op.expert.weight, precision) + op.expert.bias
     if isinstance(op, Adapt):
         y = y + product(product(u, op.pair.down, precision), op.pair.up, precision)
@@ -91,28 +90,22 @@ def apply_op(
 
 
 def merge(expert: Expert, pair: LowRank) -> Expert:
-    """The dense expert that computes what `Adapt(expert, pair)` does (law: equal to 1e-5 of the
-    largest entry)."""
+    """The dense expert that is equivalent to `Adapt(expert, pair)`, up to 1e-5 of the largest
+    output."""
     return Expert(expert.weight + pair.down @ pair.up, expert.bias)
 
 
 def init_low_rank(key: jax.Array, *, num_inputs: int, width: int, rank: int) -> LowRank:
-    """LoRA's own start: `down` Kaiming-uniform with a = sqrt(5), `up` zero, so Adapt begins as
+    """LoRA's initialisation: `down` Kaiming-uniform with a = sqrt(5), `up` zero; Adapt starts as
     Reuse."""
     bound = num_inputs**-0.5
     down = jax.random.uniform(key, (num_inputs, rank), minval=-bound, maxval=bound)
     return LowRank(down, jnp.zeros((rank, width)))
 
 
-def init_new(
-    key: jax.Array, base: Expert, *, how: Literal["random", "copy", "zero"] = "random"
-) -> Expert:
-    """A New expert: truncated normal 0.02 and zero bias (default), a copy of the base, or zeros."""
-    match how:
-        case "random":
-            weight = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, base.weight.shape)
-            return Expert(weight, jnp.zeros_like(base.bias))
-        case "copy":
-            return base
-        case "zero":
-            return Expert(jnp.zeros_like(base.weight), jnp.zeros_like(base.bias))
+def init_new(key: jax.Array, base: Expert, *, how: Literal["random", "copy"] = "random") -> Expert:
+    """Initialise New: truncated normal of deviation 0.02 and zero bias, or a copy of the base."""
+    if how == "copy":
+        return base
+    weight = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, base.weight.shape)
+    return Expert(weight, jnp.zeros_like(base.bias))

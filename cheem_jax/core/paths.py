@@ -1,5 +1,4 @@
-"""Paths as people give them. Each is made absolute where it enters, so that nothing below sees a
-relative one."""
+"""Paths of users: made absolute where they enter, so that all other code sees absolute paths."""
 
 import dataclasses
 import os
@@ -7,34 +6,31 @@ import re
 from pathlib import Path
 from typing import Any, TypeVar
 
-Settings = TypeVar("Settings")
-
+_Settings = TypeVar("_Settings")
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
-"""Also with the single slash that `Path` leaves of two; one letter before the colon is a drive of
-Windows."""
+"""Also with one slash, because `Path` merges two; a single letter is a drive of Windows."""
 
 
 def absolute(path: str | os.PathLike[str], start: Path | None = None) -> Path:
-    """The same place from the root on: `~` is expanded; `.`, `..` and trailing slashes are
-    resolved.
+    """The absolute path: `~` is expanded; `.`, `..` and trailing slashes are resolved.
 
-    A symbolic link keeps its name unless `..` follows somewhere: only the file system knows what
-    that means behind a link. Nothing has to exist there. Relative paths are relative to `start`
+    A symbolic link keeps its name unless the path contains `..`, whose meaning after a link only
+    the file system knows. The path does not have to exist. Relative paths are relative to `start`
     (default: the working directory). Raises ValueError for a URL, and for `~` without a home
     folder.
     """
-    given = os.fspath(path)
-    if url := _URL.fullmatch(given):
+    text = os.fspath(path)
+    if url := _URL.fullmatch(text):
         raise ValueError(_refusal(url[1].lower(), url[2]))
-    text = os.path.expanduser(given)
-    if text.split(os.sep)[0] == "~":  # the name of a folder that nobody wants
+    expanded = os.path.expanduser(text)
+    if expanded.split(os.sep)[0] == "~":
         raise ValueError(
-            f"{given!r}: the home folder is unknown (HOME is not set, and this user has no entry in"
+            f"{text!r}: the home folder is unknown (HOME is not set, and this user has no entry in"
             " the system's list); set HOME, or give the full path"
         )
-    text = os.path.join(start or "", text)
-    return Path(os.path.realpath(text) if ".." in Path(text).parts else os.path.abspath(text))
+    full = os.path.join(start or "", expanded)
+    return Path(os.path.realpath(full) if ".." in Path(full).parts else os.path.abspath(full))
 
 
 def _refusal(scheme: str, rest: str) -> str:
@@ -66,13 +62,12 @@ SYSTEM_FOLDERS = frozenset(
         "temporary items",
     )
 )
-"""Of network storage, file systems and archivers: copies, thumbnails and rubbish."""
+"""Folders of network storage, file systems and archivers: copies, thumbnails, deleted files."""
 _SYSTEM_FILES = frozenset(("desktop.ini", "thumbs.db", "ehthumbs.db", "icon\r"))
 
 
 def is_of_system(name: str) -> bool:
-    """Whether a file or folder is hidden, or one that systems and editors put beside what people
-    keep."""
+    """Whether a file or folder is hidden, or created by an operating system or an editor."""
     return (
         name.startswith(".")
         or name.endswith("~")
@@ -81,13 +76,12 @@ def is_of_system(name: str) -> bool:
 
 
 def user_cache() -> Path:
-    """The folder for this library's caches. Raises ValueError without a home folder."""
+    """The folder of this library's caches. Raises ValueError without a home folder."""
     return absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cheem_jax"
 
 
-def with_absolute_paths(settings: Settings) -> Settings:
-    """A settings dataclass whose `Path` fields are absolute, those in tuples and in nested
-    dataclasses included."""
+def with_absolute_paths(settings: _Settings) -> _Settings:
+    """A settings dataclass with all its paths absolute, also in tuples and nested dataclasses."""
     changes = {}
     for field in dataclasses.fields(settings):  # pyright: ignore[reportArgumentType]
         value = getattr(settings, field.name)
@@ -107,7 +101,6 @@ def _absolute_paths_in(value: Any) -> Any:
 
 
 def shown(path: Path) -> str:
-    """An absolute path as a person would type it here: relative where it lies below the working
-    directory."""
+    """A path for messages: relative if it is inside the working directory."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)

@@ -1,8 +1,8 @@
-"""Internal memory: per block a growing pool of experts, and what each task keeps (paper section
+"""Internal memory: a growing pool of experts per block, and the state of each task (paper section
 'Mixture-of-Experts').
 
-Everything is immutable: learning a task returns a new memory that shares the old one's arrays, so
-nothing that an earlier task needs can change.
+Memories are immutable. Learning a task returns a new memory that shares the arrays of the old one,
+so the parameters of earlier tasks cannot change.
 """
 
 import dataclasses
@@ -23,17 +23,16 @@ from cheem_jax.core.routing import TaskStatistics
 
 
 class StoredExpert(NamedTuple):
-    """A full expert (weight and bias), or a low-rank pair on top of its parent in the same
-    block."""
+    """A full expert, or a low-rank pair on top of `parent`, an expert of the same block."""
 
     params: Expert | LowRank
     parent: int | None
     origin: int | None
-    """The task that learned it; None is the pretrained backbone."""
+    """Number of the task that learned it; None: the pretrained backbone."""
 
     @property
     def is_gone(self) -> bool:
-        """Whether it only keeps its place, so that the experts behind it keep theirs."""
+        """Whether the expert was deleted and is a placeholder that keeps the indices of others."""
         return not self.params[0].size
 
 
@@ -46,14 +45,14 @@ FAR = -1e30
 
 
 class Head(NamedTuple):
-    """A task's linear classifier on the class token."""
+    """A task's linear classifier on the features."""
 
     weight: Float[Array, "D C"]
     bias: Float[Array, "C"]
 
 
 def logits_of(features: Float[np.ndarray, "N D"], head: Head) -> Float[np.ndarray, "N C"]:
-    """A head's logits, on the host."""
+    """Logits of a head, in NumPy."""
     return features @ np.asarray(head.weight) + np.asarray(head.bias)
 
 
@@ -67,28 +66,28 @@ def padded(head: Head) -> Head:
 
 @dataclasses.dataclass(frozen=True)
 class TaskMemory:
-    """What one learned task keeps beside its experts; `experts` holds a pool index per block, None
-    where skipped."""
+    """The state of one learned task, except for its experts."""
 
     name: str
     classes: tuple[str, ...]
     architecture: Architecture
     experts: tuple[int | None, ...]
+    """Pool index of each block's expert; None for Skip."""
     head: Head
     means: Float[np.ndarray, "L D"]
-    """mu of this task per block; rows of skipped blocks are zero and never read."""
+    """Mean CLS token mu of this task per block; rows of skipped blocks are zero and not used."""
     centroids: Float[np.ndarray, "K E"]
+    """See `TaskStatistics`."""
     distances: Float[np.ndarray, "Q"] | None = None
-    """Quantiles of the distance from this task's validation images to its nearest centroid, in
-    equal steps from 0 to 1; None where nobody asked for them."""
+    """Quantiles of the distance from the validation images to their nearest centroid, in equal
+    steps from 0 to 1; only in memories that people keep."""
     moments: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """What else names the task, where the router is not one by centroids."""
+    """See `TaskStatistics`."""
     temperature: float = 1.0
-    """Of its probabilities, softmax(logits / temperature), fitted on its validation images; 1 where
-    nobody asked."""
+    """Probabilities are softmax(logits / temperature); fitted on validation images, 1 if not."""
     statistics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Of its classes in its own network's features, where more images may follow; empty where
-    nobody asked for them."""
+    """Moments of the classes in the features of the task's network, for extending the task; empty
+    if it cannot be extended."""
 
     @property
     def router_statistics(self) -> TaskStatistics:
@@ -98,11 +97,10 @@ class TaskMemory:
 
 @dataclasses.dataclass(frozen=True)
 class InternalMemory:
-    """The whole state of a continual learner: pool and tasks in the order in which they were
-    learned.
+    """The state of a continual learner: the pool, and the tasks in the order of learning.
 
-    Every task that was ever learned has a number, which decides its PRNG keys and is the `origin`
-    of its experts. Numbers of `forgotten` tasks are never used again.
+    Each task has a number, which determines its PRNG keys and is the `origin` of its experts.
+    Numbers of `forgotten` tasks are not used again.
     """
 
     pool: Pool
@@ -111,7 +109,7 @@ class InternalMemory:
 
     @property
     def next_number(self) -> int:
-        """The number of the task that is learned next."""
+        """The number of the next task."""
         return len(self.tasks) + len(self.forgotten)
 
     @functools.cached_property
@@ -120,38 +118,32 @@ class InternalMemory:
         return tuple(sorted(set(range(self.next_number)) - set(self.forgotten)))
 
     def added(self, index: int) -> dict[int, StoredExpert]:
-        """What the task at `index` added to the pool, by block."""
+        """The experts, by block, that the task at `index` added to the pool."""
         number = self.numbers[index]
-        experts = self.tasks[index].experts
-        used = {
-            block: self.pool[block][expert]
-            for block, expert in enumerate(experts)
-            if expert is not None
+        used = zip(self.pool, self.tasks[index].experts, strict=True)
+        return {
+            block: stored[expert]
+            for block, (stored, expert) in enumerate(used)
+            if expert is not None and stored[expert].origin == number
         }
-        return {block: stored for block, stored in used.items() if stored.origin == number}
 
     def candidates(self) -> tuple[tuple[int, ...], ...]:
-        """Per block the experts that a new task may choose: the base's and those that a task uses.
+        """Per block the experts that a new task can select: the base's and those in use.
 
-        Without forgotten tasks these are all; what only others descend from has no similarity to be
-        chosen by.
+        Experts that only have descendants in use belong to forgotten tasks, whose similarity is
+        unknown.
         """
-        used = [
-            {0, *(task.experts[block] for task in self.tasks)} - {None}
-            for block in range(len(self.pool))
-        ]
-        return tuple(tuple(sorted(block)) for block in used)  # pyright: ignore[reportReturnType]
+        used = zip((0,) * len(self.pool), *(task.experts for task in self.tasks), strict=True)
+        return tuple(tuple(sorted({*experts} - {None})) for experts in used)  # pyright: ignore[reportReturnType]
 
     def history(self) -> list[list[dict[str, Any]]]:
-        """Where every expert comes from, as JSON values; origins are places among `tasks`."""
-        place: dict[int | None, int | str] = {
-            number: index for index, number in enumerate(self.numbers)
-        }
-        place[None] = "base"
+        """Origin, kind and parent of every expert, as JSON; origins are indices of `tasks`."""
+        origins: dict[int | None, int | str] = {None: "base"}
+        origins |= {number: index for index, number in enumerate(self.numbers)}
         return [
             [
                 {
-                    "origin": place.get(stored.origin, "forgotten"),
+                    "origin": origins.get(stored.origin, "forgotten"),
                     "kind": (
                         "gone" if stored.is_gone else "full" if stored.parent is None else "adapted"
                     ),
@@ -164,13 +156,12 @@ class InternalMemory:
 
 
 def base_pool(experts: Sequence[Expert]) -> Pool:
-    """A pool with one expert per block: the pretrained layers, such as
-    `vit.experts("mlp_down")`."""
+    """A pool of the pretrained layers, one per block, such as `vit.experts("mlp_down")`."""
     return tuple((StoredExpert(expert, None, None),) for expert in experts)
 
 
 def gone(origin: int | None = None) -> StoredExpert:
-    """Stands where an expert is lost or forgotten; of a shape that nothing can be computed with."""
+    """The placeholder of a deleted expert; its empty weight cannot be used."""
     return StoredExpert(Expert(jnp.zeros((0, 0)), jnp.zeros(0)), None, origin)
 
 
@@ -180,7 +171,7 @@ def pool_sizes(pool: Pool) -> tuple[int, ...]:
 
 
 def dense_expert(block: BlockPool, index: int) -> Expert:
-    """The dense weight of an expert, its chain of low-rank pairs merged from the root upwards."""
+    """The dense weights of an expert: its chain of low-rank pairs merged, the root first."""
     stored = block[index]
     if stored.parent is None:
         assert isinstance(stored.params, Expert)
@@ -195,63 +186,82 @@ def dense_experts(pool: Pool) -> list[list[Expert]]:
 
 
 class DenseExperts:
-    """The dense experts of a pool, each merged when it is first asked for and kept while `limit`
-    bytes allow.
+    """The dense experts of a pool, merged when they are first used, at most `limit` bytes cached.
 
-    Whichever are kept, an expert is the same bits: its chain is merged from the root upwards. What
-    was asked for longest ago goes first; full experts are the pool's own and take nothing here.
-    Threads may share it.
+    Least recently used experts are evicted; an expert has the same bits after it is merged again.
+    Full experts belong to the pool and are not counted. Threads can share an instance.
+
+    Args:
+        pool: the experts.
+        limit: bytes of merged experts to cache.
+        earlier: the same for an earlier pool; its cached experts are reused if they are unchanged.
     """
 
-    def __init__(self, pool: Pool, limit: int):
-        self.pool, self.limit = pool, limit
-        self.merged = self.evicted = self.bytes = 0
-        """Experts merged and dropped so far, and the bytes of those that are kept."""
-        self._kept: dict[tuple[int, int], Expert] = {}  # that of the latest use last
+    def __init__(self, pool: Pool, limit: int, earlier: "DenseExperts | None" = None):
+        self.pool = pool
+        self.limit = limit
+        self.merged = 0
+        self.evicted = 0
+        self.bytes = 0
+        self.cached: dict[tuple[int, int], Expert] = {}
+        """By block and index, the least recently used first."""
         self._lock = threading.Lock()
+        if earlier is None:
+            return
+        self.merged = earlier.merged
+        for (block, index), expert in earlier.cached.items():
+            if index < len(pool[block]) and pool[block][index] is earlier.pool[block][index]:
+                self._cache((block, index), expert)
+        self.evicted += earlier.evicted
 
     def __call__(self, block: int, index: int) -> Expert:
         """The expert at `index` of a block."""
         with self._lock:
             chain: list[tuple[int, LowRank]] = []
-            place = index
-            while (found := self._there(block, place)) is None:
-                stored = self.pool[block][place]
+            while (expert := self._full_or_cached(block, index)) is None:
+                stored = self.pool[block][index]
                 assert isinstance(stored.params, LowRank) and stored.parent is not None
-                chain.append((place, stored.params))
-                place = stored.parent
-            for place, pair in reversed(chain):
-                found = merge_dense(found, pair)
-                self._keep((block, place), found)
+                chain.append((index, stored.params))
+                index = stored.parent
+            for child, pair in reversed(chain):
+                expert = merge_dense(expert, pair)
+                self._cache((block, child), expert)
                 self.merged += 1
-            return found
+            return expert
 
-    def _there(self, block: int, index: int) -> Expert | None:
-        """A full expert, or one that is kept, which is the latest used from now on."""
+    def _full_or_cached(self, block: int, index: int) -> Expert | None:
         stored = self.pool[block][index].params
         if isinstance(stored, Expert):
             return stored
-        if (kept := self._kept.pop((block, index), None)) is not None:
-            self._kept[block, index] = kept
-        return kept
+        if (expert := self.cached.pop((block, index), None)) is not None:
+            self.cached[block, index] = expert
+        return expert
+
+    def _cache(self, key: tuple[int, int], expert: Expert) -> None:
+        self.bytes += sum(leaf.nbytes for leaf in expert)
+        self.cached[key] = expert
+        while self.bytes > self.limit:
+            evicted = self.cached.pop(next(iter(self.cached)))
+            self.bytes -= sum(leaf.nbytes for leaf in evicted)
+            self.evicted += 1
 
     def prepare(self) -> None:
-        """Compile what merging calls, once for each shape of a pair."""
+        """Compile the merge of every shape of pairs."""
         params = [stored.params for block in self.pool for stored in block]
         pairs = {pair.down.shape: pair for pair in params if isinstance(pair, LowRank)}
         for pair in pairs.values():
             merge_dense(params[0], pair)
 
-    def chosen(self, experts: Sequence[Sequence[int]]) -> "list[Sequence[Expert]]":
-        """These experts of each block as sequences that merge what is taken out of them."""
-        return [_Chosen(self, block, kept) for block, kept in enumerate(experts)]
+    def chosen(self, experts: Sequence[Sequence[int]]) -> list[Sequence[Expert]]:
+        """The experts at these indices of each block, merged when an element is read."""
+        return [_Lazy(self, block, indices) for block, indices in enumerate(experts)]
 
     def __getitem__(self, block: int) -> Sequence[Expert]:
-        """All experts of a block, merged as they are taken out."""
-        return _Chosen(self, block, range(len(self.pool[block])))
+        """All experts of a block, merged when an element is read."""
+        return _Lazy(self, block, range(len(self.pool[block])))
 
     def counters(self) -> dict[str, int]:
-        """Experts merged and dropped so far, and the bytes of those that are kept."""
+        """Experts merged and evicted so far, and the bytes that are cached."""
         return {
             "merged": self.merged,
             "evictions": self.evicted,
@@ -259,87 +269,69 @@ class DenseExperts:
             "limit_bytes": self.limit,
         }
 
-    def grown(self, pool: Pool, limit: int) -> "DenseExperts":
-        """Those of a pool that other tasks have made of this one, with what is kept of experts that
-        did not change."""
-        found = DenseExperts(pool, limit)
-        for (block, index), expert in self._kept.items():
-            if index < len(pool[block]) and pool[block][index] is self.pool[block][index]:
-                found._keep((block, index), expert)
-        found.merged = self.merged
-        found.evicted = found.evicted + self.evicted
-        return found
 
-    def _keep(self, place: tuple[int, int], expert: Expert) -> None:
-        self.bytes += sum(leaf.nbytes for leaf in expert)
-        self._kept[place] = expert
-        while self.bytes > self.limit:
-            oldest = next(iter(self._kept))
-            self.bytes -= sum(leaf.nbytes for leaf in self._kept.pop(oldest))
-            self.evicted += 1
-
-
-class _Chosen(Sequence[Expert]):
-    def __init__(self, experts: DenseExperts, block: int, places: Sequence[int]):
-        self._experts, self._block, self._places = experts, block, places
+class _Lazy(Sequence[Expert]):
+    def __init__(self, experts: DenseExperts, block: int, indices: Sequence[int]):
+        self._experts = experts
+        self._block = block
+        self._indices = indices
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._experts(self._block, self._places[index])
+        return self._experts(self._block, self._indices[index])
 
 
 class Candidates(NamedTuple):
-    """What a new task may choose at each block, numbered anew without the gaps that forgotten tasks
-    leave."""
+    """The experts that a new task can select, numbered without the gaps of forgotten tasks."""
 
-    kept: tuple[tuple[int, ...], ...]
-    """The candidates as experts of the memory's pool; the base's is always the first."""
+    indices: tuple[tuple[int, ...], ...]
+    """Pool indices of the candidates per block; the first is the base's."""
     experts: Sequence[Sequence[Expert]]
     """Their dense weights."""
     earlier: list[tuple[int | None, ...]]
-    """The candidate that each earlier network uses: the base network first, then the tasks'."""
+    """The candidate of each block in the base network and in each task's network; None: Skip."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Experts per block."""
-        return tuple(map(len, self.kept))
+        return tuple(map(len, self.indices))
 
     def in_pool(self, architecture: Architecture) -> Architecture:
-        """An architecture over candidates as one over the pool."""
+        """Translate an architecture over candidates to one over the pool."""
         return tuple(
-            Choice(choice.kind, None if choice.expert is None else experts[choice.expert])
-            for choice, experts in zip(architecture, self.kept, strict=True)
+            Choice(choice.kind, None if choice.expert is None else indices[choice.expert])
+            for choice, indices in zip(architecture, self.indices, strict=True)
         )
 
 
 def candidates_of(memory: InternalMemory, dense: DenseExperts) -> Candidates:
     """The candidates of the task that a memory learns next."""
-    kept = memory.candidates()
-    places = [{expert: place for place, expert in enumerate(block)} for block in kept]
-    used_by_tasks = [
-        tuple(
-            None if expert is None else place[expert]
-            for expert, place in zip(task.experts, places, strict=True)
-        )
-        for task in memory.tasks
+    indices = memory.candidates()
+    numbers = [
+        {None: None, **{index: number for number, index in enumerate(block)}} for block in indices
     ]
-    return Candidates(kept, dense.chosen(kept), [tuple(0 for _ in kept), *used_by_tasks])
+    networks = [(0,) * len(indices), *(task.experts for task in memory.tasks)]
+    earlier = [
+        tuple(block[expert] for expert, block in zip(experts, numbers, strict=True))
+        for experts in networks
+    ]
+    return Candidates(indices, dense.chosen(indices), earlier)
 
 
 def grow(
     pool: Pool, architecture: Architecture, learned: Mapping[int, Expert | LowRank], origin: int
 ) -> tuple[Pool, tuple[int | None, ...]]:
-    """The pool with a task's New and Adapt as experts, and the expert each block of the task
-    uses."""
-    blocks, experts = [], []
+    """Add a task's New and Adapt to the pool; also return the pool index of each block's expert."""
+    blocks = []
+    experts = []
     for index, (block, choice) in enumerate(zip(pool, architecture, strict=True)):
         if choice.kind in ("reuse", "skip"):
             experts.append(choice.expert)
         else:
             experts.append(len(block))
-            # an adapted expert whose parent was erased has become a full one
+            # Adapt of a deleted parent is stored merged, as a full expert
             parent = choice.expert if isinstance(learned[index], LowRank) else None
             block = (*block, StoredExpert(learned[index], parent, origin))
         blocks.append(block)

@@ -17,8 +17,6 @@ from jaxtyping import Float, Int
 Reads = Literal["last", "early", "levels"]
 BLOCK_BYTES = 4 * 2**20
 """Bytes of the distances that are computed at once."""
-PART = 1024
-"""Centroids that are compared at once."""
 NUM_QUANTILES = 201
 """Quantiles of a task's distances, in steps of half a percent."""
 SMALLEST = 1e-6
@@ -183,8 +181,8 @@ class Router:
 
     @functools.cached_property
     def rows(self) -> Float[np.ndarray, "M E"]:
-        """The centroids or whitened class means of all tasks."""
-        rows = np.concatenate([task.centroids for task in self.tasks])
+        """The centroids or whitened class means of all tasks, in float64 as SciPy needs them."""
+        rows = np.concatenate([task.centroids for task in self.tasks]).astype(np.float64)
         return rows if self.whitening is None else rows @ self.whitening
 
     @functools.cached_property
@@ -221,20 +219,15 @@ def centroid_distances(
 def _nearest_in_l1(
     points: Float[np.ndarray, "N E"], rows: Float[np.ndarray, "M E"], first: Int[np.ndarray, "T"]
 ) -> Float[np.ndarray, "N T"]:
-    # SciPy's float64 loop takes 0.3 ms per image and core for 5,000 rows of 96 numbers, and 3 ms
-    # for 768. A compiled float32 loop takes a third of that, but its rounding needs a correction
-    # and each number of rows compiles.
+    # SciPy's float64 loop needs 0.3 ms per image and core for 5,000 rows of 96 numbers, and 3 ms
+    # for rows of 768. A compiled float32 loop needs a third of that, but its rounding requires a
+    # correction and each number of rows compiles.
     from scipy.spatial.distance import cdist  # slow to import, and settings do not need it
 
     size = max(BLOCK_BYTES // (8 * len(rows)), 1)
-    # in parts, because SciPy copies its arguments
-    parts = [rows[begin : begin + PART] for begin in range(0, len(rows), PART)]
-    nearest = np.empty((len(points), len(first)))
-    for begin in range(0, len(points), size):
-        block = points[begin : begin + size]
-        distances = np.concatenate([cdist(block, part, "cityblock") for part in parts], axis=1)
-        nearest[begin : begin + size] = np.minimum.reduceat(distances, first, axis=1)
-    return nearest
+    blocks = [points[begin : begin + size] for begin in range(0, max(len(points), 1), size)]
+    distances = (cdist(block, rows, "cityblock") for block in blocks)
+    return np.concatenate([np.minimum.reduceat(block, first, axis=1) for block in distances])
 
 
 def whitening_of(scatter: Float[np.ndarray, "E E"], shrinkage: float) -> Float[np.ndarray, "E E"]:

@@ -1,4 +1,4 @@
-"""Names and settings that are needed before anything is computed: importing them imports no JAX."""
+"""Names and settings that do not need JAX."""
 
 import dataclasses
 from typing import Literal, Protocol, runtime_checkable
@@ -7,29 +7,28 @@ Kind = Literal["reuse", "adapt", "new", "skip"]
 Placement = Literal["mlp_down", "attn_proj"]
 KINDS: tuple[Kind, ...] = ("reuse", "adapt", "new", "skip")
 COLOURS = {"reuse": "#9CCEA7", "adapt": "#FEB24C", "new": "#9EC9E2", "skip": "#F2ACCA"}
-"""One colour per op kind, in the terminal, figures and the report alike."""
+"""Colour of each op kind in the terminal, figures and the report."""
 Precision = Literal["float32", "bfloat16"]
-"""Operand type of matrix products; their sums are float32 in both."""
+"""Operand type of matrix products; they are accumulated in float32."""
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 Token = Literal["component", "block"]
-"""Where mean class tokens are read: the plastic layer's output before the residual sum, or the
+"""Source of mean CLS tokens: the plastic layer's output before the residual sum, or the
 block's output."""
 
 
 @runtime_checkable
 class Advance(Protocol):
-    """Called after work on so many images, with a note for people."""
+    """A callback after each step: the number of its images, and a note to show."""
 
     def __call__(self, num_images: int, note: str = "", /) -> object: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class SeedsConfig:
-    """Seeds of their own for parts of a run, to vary one part and keep the others; default: the
-    run's seed."""
+    """Separate seeds, to vary one part of a run and keep the others; default: the run's seed."""
 
     initialisation: int | None = None
-    """What New, Adapt and heads begin with."""
+    """Initial parameters of New, Adapt and heads."""
     order: int | None = None
     """The order of the training images."""
     sampling: int | None = None

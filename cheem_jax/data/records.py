@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.core.hub import TIMEOUT, told_in_a_line
+from cheem_jax.core.hub import TIMEOUT, hub_errors
 from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.decode import OnProgress, opened, to_rgb
@@ -500,7 +500,7 @@ def _ask_hub(repository: str) -> None:
 
     try:
         with (
-            told_in_a_line(f"{HUB}{repository}", "read"),
+            hub_errors(f"{HUB}{repository}", "read"),
             contextlib.suppress(OfflineModeIsEnabled),
         ):
             HfApi().dataset_info(repository, timeout=TIMEOUT)

@@ -10,7 +10,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cheem_jax.core.hub import TIMEOUT, told_in_a_line
+from cheem_jax.core.hub import TIMEOUT, hub_errors
 from cheem_jax.core.paths import absolute
 from cheem_jax.memory.contents import BASE, WEIGHTS
 from cheem_jax.memory.directory import made_whole
@@ -62,7 +62,7 @@ def push(
         api = HfApi()
         card = card_of(memory, repository, license)
         get_session().timeout = COMMIT_TIMEOUT  # by itself it would wait for ever
-        with told_in_a_line(repository, "push to"):
+        with hub_errors(repository, "push to"):
             try:
                 there = [
                     file.rfilename
@@ -91,7 +91,7 @@ def pull(repository: str, directory: str | Path) -> OpenMemory:
     from huggingface_hub import HfApi, hf_hub_download
 
     with made_whole(absolute(directory)) as partial:
-        with told_in_a_line(repository, "pull"):
+        with hub_errors(repository, "pull"):
             info = HfApi().model_info(repository, timeout=TIMEOUT)
             names = [
                 file.rfilename for file in info.siblings or () if _OURS.fullmatch(file.rfilename)
