@@ -1,11 +1,12 @@
-"""Pretrain a bundled backbone on formula images: `python experiments/pretrain_micro.py --backbone
-vit_micro`.
+"""Pretrain a bundled backbone on formula images.
 
-Telling 480 classes of images made by formulas apart (`formula_images.py`) teaches a small ViT
-features that carry over to digits, letters, shapes and textures, without one photograph and so
-without anybody's licence. The classifier is dropped; weights (float16) and mean CLS tokens
-(float32) go into one converted file. Stopped and started again with the same `--work-dir`, it
-continues and ends with the same weights.
+    python experiments/pretrain_micro.py --backbone vit_micro
+
+Classifying 480 classes of images made by formulas (`formula_images.py`) teaches a small ViT
+features that transfer to digits, letters, shapes and textures, without photographs and their
+licences. The classifier is dropped; weights (float16) and mean CLS tokens (float32) are written
+into one converted file. An interrupted run resumes from its `--work-dir` and ends with the same
+weights.
 """
 
 import dataclasses
@@ -51,28 +52,28 @@ class Pretrain:
     backbone: Literal["vit_micro", "vit_nano"] = "vit_micro"
     """Network to train."""
     output: Path | None = None
-    """Converted file to write; by default the one inside the package."""
+    """Converted file to write; default: the one inside the package."""
     work_dir: Path = Path("runs/pretrain")
-    """Where the state for resuming is kept, one file per backbone."""
+    """Folder of the state for resuming, one file per backbone."""
     seed: int = 0
-    """Root of every random choice: images, first weights, order, augmentation."""
+    """Root of all random numbers: images, initial weights, order, augmentation."""
     steps: int = 2500
     """Optimiser steps."""
     batch_size: int = 128
     """Images per step."""
     per_class: int = 125
-    """Images made of each of the 480 classes."""
+    """Images per class."""
     learning_rate: float = 0.02
-    """Peak of Muon's cosine schedule: the matrices inside the blocks."""
+    """Peak learning rate of Muon's cosine schedule, for the matrices inside the blocks."""
     adam_learning_rate: float = 3e-3
-    """Peak of AdamW's: embedding, norms, biases and classifier."""
+    """Peak learning rate of AdamW, for embedding, norms, biases and classifier."""
     weight_decay: float = 0.01
-    """Decoupled decay of both."""
+    """Decoupled weight decay of both optimisers."""
     save_seconds: float = 120.0
-    """Time between two states on disk."""
+    """Seconds between two saved states."""
 
     def check(self) -> None:
-        """Raise ValueError for numbers that make no run."""
+        """Raise ValueError for invalid numbers."""
         for name in ("steps", "batch_size", "per_class"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
@@ -82,8 +83,7 @@ class Pretrain:
 
 
 class Learned(NamedTuple):
-    """What the optimiser moves: the backbone's state and the classifier that is dropped in the
-    end."""
+    """Learned parameters: the backbone's state and the classifier, which is dropped at the end."""
 
     vit: nnx.State
     weight: Float[Array, "D classes"]
@@ -91,7 +91,7 @@ class Learned(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """The compiled step with the state it begins from."""
+    """The compiled step and the initial state."""
 
     step: "jax.stages.Wrapped"
     graphdef: nnx.GraphDef
@@ -106,8 +106,7 @@ def make_trainer(config: Pretrain, num_classes: int = NUM_CLASSES) -> Trainer:
     init_key, augment_key = jax.random.split(jax.random.key(config.seed))
     graphdef, state = nnx.split(build(vit_config, wide_init(vit_config, init_key)))
     learned = Learned(state, jnp.zeros((vit_config.width, num_classes)), jnp.zeros(num_classes))
-    # Orthogonalised updates need about half the steps of AdamW here, and steps are what a CPU
-    # lacks.
+    # orthogonalised updates need about half of the steps of AdamW here
     names = jax.tree_util.tree_map_with_path(
         lambda place, leaf: (
             "muon" if "blocks" in jax.tree_util.keystr(place) and leaf.ndim == 2 else "adam"
@@ -152,8 +151,8 @@ def make_trainer(config: Pretrain, num_classes: int = NUM_CLASSES) -> Trainer:
 
 
 def wide_init(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
-    """`init_params` with kernels of deviation 1/sqrt(inputs), half at a branch's end: 0.02 starts
-    slowly."""
+    """`init_params` with kernels of deviation 1/sqrt(inputs), half of it at the end of a branch,
+    because 0.02 starts slowly."""
     params = init_params(config, key)
     for name, value in params.items():
         if name.endswith("kernel"):
@@ -165,7 +164,7 @@ def wide_init(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
 
 
 def augment(key: jax.Array, images: UInt8[Array, "B H W 3"]) -> Float[Array, "B H W 3"]:
-    """Images in [-1, 1], moved by up to 3 pixels, with other contrast, lightness and tint."""
+    """Images in [-1, 1], shifted by at most 3 pixels, with random contrast, lightness and tint."""
     count, size = images.shape[:2]
     move_key, contrast_key, light_key = jax.random.split(key, 3)
     x = images.astype(jnp.float32) / 127.5 - 1.0
@@ -179,15 +178,14 @@ def augment(key: jax.Array, images: UInt8[Array, "B H W 3"]) -> Float[Array, "B 
 
 
 def batch_at(step: int, num_images: int, *, seed: int, batch_size: int) -> np.ndarray:
-    """Indices of one batch: a fresh order per epoch, derived from the position alone."""
+    """Indices of one batch: a new order per epoch, derived from the position alone."""
     epoch, place = divmod(step, num_images // batch_size)
     order = np.random.default_rng([seed, epoch]).permutation(num_images)
     return order[place * batch_size : (place + 1) * batch_size]
 
 
 def save_state(file: Path, config: Pretrain, state, step: int) -> None:
-    """The arrays of `state` in tree order, the step and the settings, written whole or not at
-    all."""
+    """Write the arrays of `state` in tree order, the step and the settings atomically."""
     leaves = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(
@@ -196,8 +194,7 @@ def save_state(file: Path, config: Pretrain, state, step: int) -> None:
 
 
 def load_state(file: Path, config: Pretrain, state):
-    """The state and step saved under the same settings; ValueError names every setting that
-    differs."""
+    """Read state and step; ValueError names every setting that differs."""
     with safe_open(file, framework="numpy") as saved:
         metadata = saved.metadata()
         if found := find_differences(json.loads(metadata["settings"]), _settings(config)):
@@ -210,7 +207,7 @@ def load_state(file: Path, config: Pretrain, state):
 
 
 def _settings(config: Pretrain) -> dict:
-    """What decides the result, as JSON values."""
+    """The settings that determine the weights, as JSON values."""
     settings = dataclasses.asdict(config)
     return {
         name: settings[name]
@@ -228,7 +225,7 @@ def train(
     until: int | None = None,
     on_save=lambda vit, step: None,
 ) -> nnx.Module:
-    """The backbone after `config.steps` steps or `until`; begins at the state in `work_dir`, if
+    """The backbone after `config.steps` or `until` steps; resumes from the state in `work_dir`, if
     any."""
     file = config.work_dir / f"{config.backbone}.state.safetensors"
     state = (trainer.learned, trainer.moments)
@@ -237,7 +234,7 @@ def train(
         state, first = load_state(file, config, state)
         print(f"continuing {file} at step {first}")
     last = config.steps if until is None else min(until, config.steps)
-    began = saved = time.monotonic()
+    start = saved = time.monotonic()
     loss, accuracy = jnp.nan, jnp.nan
     for step in range(first, last):
         rows = batch_at(step, len(images), seed=config.seed, batch_size=config.batch_size)
@@ -248,7 +245,7 @@ def train(
         done = step + 1
         if done % 25 == 0 or done == last:
             loss.block_until_ready()
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - start
             speed = (done - first) / seconds
             print(
                 f"step {done}/{config.steps} loss {loss:.3f} accuracy {accuracy:.3f} "
@@ -263,37 +260,38 @@ def train(
 
 
 def digits_probe(params: Params, backbone: str) -> dict[str, float]:
-    """Test accuracy of ridge on real digits, the best of four strengths, 600 to learn from: on
-    features and pixels."""
+    """Test accuracy of ridge classifiers on real digits, trained on 600 features or pixels; the
+    best of four strengths."""
     scans, labels = load_digits(return_X_y=True)
     scans = (scans.reshape(-1, 8, 8) * 255 / 16).astype(np.uint8)
-    pictures = np.stack(
+    digits = np.stack(
         [np.asarray(Image.fromarray(scan).resize((32, 32), _BICUBIC)) for scan in scans]
     )
     graphdef, state = nnx.split(build(config_of(backbone), params))
-    images = np.repeat(pictures[..., None], 3, axis=-1)
+    images = np.repeat(digits[..., None], 3, axis=-1)
     features = jax.jit(lambda state, images: nnx.merge(graphdef, state)(images))(state, images)
-    order = np.random.default_rng(0).permutation(len(pictures))
+    order = np.random.default_rng(0).permutation(len(digits))
     fit, test = order[:600], order[600:1600]
-    found = {}
+    accuracies = {}
     for name, x in (
         ("features", np.asarray(features)),
-        ("pixels", pictures.reshape(len(pictures), -1) / 255.0),
+        ("pixels", digits.reshape(len(digits), -1) / 255.0),
     ):
         ridges = (
             make_pipeline(StandardScaler(), RidgeClassifier(strength))
             for strength in (1, 10, 100, 1000)
         )
-        found[name] = max(
+        accuracies[name] = max(
             ridge.fit(x[fit], labels[fit]).score(x[test], labels[test]) for ridge in ridges
         )
-    return found
+    return accuracies
 
 
 def export(
     file: Path, config: Pretrain, vit, images: UInt8[np.ndarray, "N H W 3"], step: int
 ) -> None:
-    """The converted file: float16 weights and the mean CLS tokens of the network that has them."""
+    """Write the converted file: float16 weights and mean CLS tokens of the network with these
+    weights."""
     params = {name: value.astype(np.float16) for name, value in params_of(vit).items()}
     means = base_means(
         build(config_of(config.backbone), params), images[:: max(1, len(images) // 4800)]
@@ -309,10 +307,10 @@ def export(
 
 def main(config: Pretrain) -> None:
     config.check()
-    began = time.monotonic()
+    start = time.monotonic()
     images, labels = formula_images(config.seed, config.per_class)
     print(
-        f"{len(images)} images of {NUM_CLASSES} classes in {time.monotonic() - began:.0f} s",
+        f"{len(images)} images of {NUM_CLASSES} classes in {time.monotonic() - start:.0f} s",
         flush=True,
     )
     file = config.output or BUNDLED / f"{config.backbone}.safetensors"
@@ -326,7 +324,7 @@ def main(config: Pretrain) -> None:
 
     train(config, make_trainer(config), images, labels, on_save=on_save)
     print(
-        f"wrote {file} ({file.stat().st_size / 1e6:.2f} MB) after {time.monotonic() - began:.0f} s"
+        f"wrote {file} ({file.stat().st_size / 1e6:.2f} MB) after {time.monotonic() - start:.0f} s"
     )
 
 

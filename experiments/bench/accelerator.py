@@ -1,14 +1,12 @@
-"""How fast one accelerator is, alone: steps, scored candidates, whole tasks, and PyTorch on the
-same samples.
+"""Speed of one accelerator: steps, scored candidates, whole tasks, and PyTorch on the same samples.
 
-    python -m experiments.bench.accelerator --out runs/speed            # ends within 570 s
+    python -m experiments.bench.accelerator --out runs/speed  # ends within 570 s
     python -m experiments.bench.accelerator --out runs/speed --miniature
 
-Weights and images are random, so nothing is read but this package. All groups of cells first
-compile side by side, then each measures in a process of its own, in the order of its worth.
-`speed.json` is written after every cell, so whatever ends the run leaves what was measured.
-Autotuning is off unless XLA_FLAGS is set. The miniature takes minutes on a CPU, and its numbers
-mean nothing.
+Weights and images are random, so no data is read. All groups of cells first compile in parallel,
+then each group measures in a separate process, most important first. `speed.json` is written after
+every cell, so an interrupted run keeps its measurements. Autotuning is off unless XLA_FLAGS is set.
+The miniature takes minutes on a CPU; its numbers mean nothing.
 """
 
 import contextlib
@@ -57,27 +55,27 @@ from experiments.bench import measure
 
 FILE = "speed.json"
 AUTOTUNING_OFF = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-"""Products are cuBLAS's: without autotuning XLA's own reached 86 (TF32) and 11 TFLOP/s (bfloat16)
-on an H100."""
+"""Products by cuBLAS: without autotuning XLA's reached 86 (TF32) and 11 TFLOP/s (bfloat16) on an
+H100."""
 NUM_CLASSES = 100
 GRACE = 10
-"""Seconds between asking a process to end and ending it."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What is measured, and the time for it."""
+    """The cells and the time for them."""
 
     out: Path = Path("runs/speed")
-    """Folder of speed.json; cells that it has already are not measured again."""
+    """Folder of speed.json; its cells are not measured again."""
     seconds: float = 570
-    """After which everything has ended."""
+    """Time limit of everything."""
     compiling: float = 120
-    """Seconds at most for compiling side by side; 0: each group compiles for itself."""
+    """Maximum seconds of compiling in parallel; 0: each group compiles for itself."""
     only: str | None = None
     """Groups of cells, separated by commas; default: all."""
     miniature: bool = False
-    """Everything but the hardware: the bundled backbones and a few small batches."""
+    """A test without the hardware: the bundled backbones and a few small batches."""
 
     def __post_init__(self) -> None:
         if not self.seconds > 2 * GRACE:
@@ -86,7 +84,7 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much a cell measures."""
+    """Sizes of the cells."""
 
     tiny: str = "deit_tiny"
     base: str = "vit_base"
@@ -135,8 +133,8 @@ MINIATURE = Sizes(
 
 
 class Cell(NamedTuple):
-    """One measurement: its name, the seconds that it is given, and the function that returns its
-    JSON values."""
+    """One measurement: its name, its time in seconds, and the function that returns its JSON
+    values."""
 
     name: str
     seconds: float
@@ -144,7 +142,7 @@ class Cell(NamedTuple):
 
 
 def groups(sizes: Sizes) -> dict[str, list[Cell]]:
-    """The cells by process, in order of worth."""
+    """The cells by process, most important first."""
     tiny, base = sizes.tiny, sizes.base
 
     def steps(name: str, executor: Name, batch: int, precision: Precision) -> Cell:
@@ -191,8 +189,7 @@ def groups(sizes: Sizes) -> dict[str, list[Cell]]:
 
 
 def main(settings: Speed) -> None:
-    """Run the groups one after the other, each for as long as its cells were given and earlier ones
-    left."""
+    """Run the groups one after another, each with its share of the remaining time."""
     end = time.monotonic() + settings.seconds - GRACE
     named = groups(MINIATURE if settings.miniature else Sizes())
     wanted = (
@@ -218,18 +215,17 @@ def main(settings: Speed) -> None:
         if name == "torch" and importlib.util.find_spec("timm") is None:
             note(settings.out, name, {"left_out": "timm is not installed"}, {})
         elif now < end:
-            # what later groups were given is theirs, as far as it is there; what earlier ones left
-            # is shared by all
+            # later groups keep their time; unused time of earlier groups is shared by all
             seconds = max(left[name] / sum(left.values()) * (end - now), min(left[name], end - now))
             print(f"{name}: {ended(started(settings, name, seconds), now + seconds)}", flush=True)
         del left[name]
-    found = read(settings.out)
-    print(f"{len(found['cells'])} cells in {settings.out / FILE}")
+    numbers = read(settings.out)
+    print(f"{len(numbers['cells'])} cells in {settings.out / FILE}")
 
 
 def started(settings: Speed, name: str, seconds: float, how: str = "") -> subprocess.Popen[bytes]:
-    """One group in a process of its own; `warm`: all that it calls is compiled and kept, and
-    nothing is measured."""
+    """Start one group in a separate process; `warm`: compile and cache its functions without
+    measuring."""
     command = [
         sys.executable,
         "-m",
@@ -246,7 +242,7 @@ def started(settings: Speed, name: str, seconds: float, how: str = "") -> subpro
 
 
 def ended(process: subprocess.Popen[bytes], until: float) -> str:
-    """Wait for a process, at most until a moment, and then end it; how it ended."""
+    """Wait for a process until a moment, then end it; return how it ended."""
     start = time.monotonic()
     try:
         status = process.wait(max(until - start, 0))
@@ -262,7 +258,7 @@ def ended(process: subprocess.Popen[bytes], until: float) -> str:
 
 
 def brief(sizes: Sizes) -> Sizes:
-    """As much as compiles all that the cells call."""
+    """Sizes that only compile the functions of the cells."""
     config = sizes.config
     config = dataclasses.replace(
         config,
@@ -276,53 +272,53 @@ def brief(sizes: Sizes) -> Sizes:
 
 
 def run_cells(name: str, seconds: float, out: Path, *, miniature: bool, warm: bool = False) -> None:
-    """In a group's process: its cells in turn; a cell that fails is noted and does not stop the
+    """Measure a group's cells in its process; a failed cell is recorded and does not stop the
     others."""
     end = time.monotonic() + seconds
     sizes = MINIATURE if miniature else Sizes()
     keep_programs()
     if warm:
         for cell in groups(brief(sizes))[name]:
-            with contextlib.suppress(Exception):  # which the measurement notes
+            with contextlib.suppress(Exception):  # the measurement records it
                 cell.measure()
         return
-    known = read(out)["cells"]
+    cached = read(out)["cells"]
     machine = measure.machine() | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
     for cell in groups(sizes)[name]:
         left = end - time.monotonic()
-        if cell.name in known and "error" not in known[cell.name]:
+        if cell.name in cached and "error" not in cached[cell.name]:
             continue
         if left < cell.seconds / 3:
             note(out, cell.name, {"left_out": f"{left:.0f} s were left"}, machine)
             continue
         start = time.monotonic()
         try:
-            found = cell.measure()
+            numbers = cell.measure()
         except Exception as error:  # one cell of many
-            found = {"error": f"{type(error).__name__}: {error}"[:500]}
-        note(out, cell.name, {**found, "took_seconds": time.monotonic() - start}, machine)
+            numbers = {"error": f"{type(error).__name__}: {error}"[:500]}
+        note(out, cell.name, {**numbers, "took_seconds": time.monotonic() - start}, machine)
 
 
 def read(out: Path) -> dict[str, Any]:
-    """What was measured so far."""
+    """The recorded measurements."""
     file = out / FILE
     return json.loads(file.read_text()) if file.is_file() else {"cells": {}}
 
 
-def note(out: Path, name: str, found: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
-    """Add a cell to the file and print it."""
-    print(f"{name}: {json.dumps(to_json(_short(found)))}", flush=True)
+def note(out: Path, name: str, numbers: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
+    """Record a cell and print it."""
+    print(f"{name}: {json.dumps(to_json(_short(numbers)))}", flush=True)
     whole = read(out)
     whole["machine"] = whole.get("machine", {}) | machine
-    whole["cells"][name] = to_json(found)
+    whole["cells"][name] = to_json(numbers)
     write_atomically(out / FILE, json.dumps(whole, indent=1) + "\n")
 
 
-def _short(found: Mapping[str, Any]) -> dict[str, Any]:
+def _short(numbers: Mapping[str, Any]) -> dict[str, Any]:
     def value(one: Any) -> Any:
         return float(f"{one:.4g}") if isinstance(one, float) else one
 
-    return {name: value(one) for name, one in found.items() if not isinstance(one, list)}
+    return {name: value(one) for name, one in numbers.items() if not isinstance(one, list)}
 
 
 # ---- cells
@@ -333,15 +329,15 @@ def peak_cell(sizes: Sizes) -> dict[str, Any]:
     size = 2**28 if sizes.product > 1024 else 2**20
     values = jnp.zeros(size, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "copy_bytes_per_second": 2 * values.nbytes / _best(lambda: copy(values))
     }
     for precision in ("float32", "bfloat16"):
         operand = jax.random.normal(jax.random.key(0), (sizes.product, sizes.product), precision)
         product = jax.jit(lambda x: jnp.matmul(x, x))
         seconds = _best(lambda product=product, operand=operand: product(operand))
-        found[f"{precision}_flops_per_second"] = 2 * sizes.product**3 / seconds
-    return found
+        numbers[f"{precision}_flops_per_second"] = 2 * sizes.product**3 / seconds
+    return numbers
 
 
 def _best(work: Callable[[], jax.Array], repeats: int = 5) -> float:
@@ -349,9 +345,8 @@ def _best(work: Callable[[], jax.Array], repeats: int = 5) -> float:
 
 
 def dispatch_cell() -> dict[str, Any]:
-    """Seconds of host time per call of a compiled function that does next to nothing, by its number
-    of arguments."""
-    found = {}
+    """Host seconds per call of a trivial compiled function, by its number of arguments."""
+    numbers = {}
     for num in (1, 15, 158):
         arguments = [jnp.zeros(8) + i for i in range(num)]
         first = jax.jit(lambda *a: a[0] + 1)
@@ -359,14 +354,13 @@ def dispatch_cell() -> dict[str, Any]:
         start = time.perf_counter()
         for _ in range(500):
             last = first(*arguments)
-        found[f"{num} arguments"] = (time.perf_counter() - start) / 500
+        numbers[f"{num} arguments"] = (time.perf_counter() - start) / 500
         last.block_until_ready()
-    return found
+    return numbers
 
 
 class Subject:
-    """An executor with a fresh task: a supernet, and tokens of random images kept where training
-    keeps them."""
+    """An executor with a new supernet, and tokens of random images, cached as in training."""
 
     def __init__(
         self, sizes: Sizes, name: str, executor: Name, batch: int, precision: Precision, num: int
@@ -387,7 +381,7 @@ class Subject:
         )
 
     def train(self, architectures: Sequence[Architecture]) -> list[jax.Array]:
-        """One step each, not waited for; the losses."""
+        """Run one step per architecture without waiting; return the losses."""
         executor, fitting = self.executor, self.fitting
         order = np.resize(np.arange(len(self.labels)), len(architectures) * self.batch)
         pieces = list(batches(order, self.batch))
@@ -396,16 +390,15 @@ class Subject:
         for first in range(0, len(architectures), executor.steps_per_call):
             some = architectures[first : first + executor.steps_per_call]
             data = [next(steps) for _ in some]
-            fitting.state, found = train_steps(
+            fitting.state, some_losses = train_steps(
                 executor, fitting.supernet, fitting.state, some, data, rates=[1e-3] * len(some)
             )
-            losses += found
+            losses += some_losses
         return losses
 
 
 def samples(config: ViTConfig, num: int) -> list[Architecture]:
-    """Architectures sampled uniformly over the candidates of a first task; the same for every
-    side."""
+    """Architectures sampled uniformly over the candidates of a first task, equal for all sides."""
     table = uniform_table([1] * config.depth).astype(np.float32)
     return [
         decode(codes, [1] * config.depth)
@@ -416,32 +409,30 @@ def samples(config: ViTConfig, num: int) -> list[Architecture]:
 def step_cell(
     sizes: Sizes, name: str, executor: Name, batch: int, precision: Precision
 ) -> dict[str, Any]:
-    """Seconds per supernet step without waiting: of the host, until the device is done, and the
-    device's busy share."""
+    """Seconds per supernet step: of the host, until the device is ready, and the device's busy
+    share."""
     mark = Mark.now()
     subject = Subject(sizes, name, executor, batch, precision, 8 * batch)
-    drawn = samples(subject.config, sizes.num_steps)
-    if executor == "whole":  # a function per architecture: one is enough to time it
-        drawn = [drawn[0]] * len(drawn)
+    architectures = samples(subject.config, sizes.num_steps)
+    if executor == "whole":  # it compiles a function per architecture, so one is timed
+        architectures = [architectures[0]] * len(architectures)
     else:
         prepare(subject.executor, subject.fitting.supernet, batch)
-    first = [
-        float(loss) for loss in subject.train(drawn)
-    ]  # everything that a repetition calls is compiled now
+    first = [float(loss) for loss in subject.train(architectures)]  # compiles everything
     warm = mark.since()
     returned = []
     done = []
     for _ in range(sizes.repeats):
         start = time.perf_counter()
-        losses = subject.train(drawn)
-        returned.append((time.perf_counter() - start) / len(drawn))
+        losses = subject.train(architectures)
+        returned.append((time.perf_counter() - start) / len(architectures))
         jax.block_until_ready((losses, subject.fitting.state))
-        done.append((time.perf_counter() - start) / len(drawn))
+        done.append((time.perf_counter() - start) / len(architectures))
     seconds = statistics.median(done)
     flops = batch * statistics.mean(
-        measure.step_flops(subject.config, one, sizes.rank, begin=0) for one in drawn
+        measure.step_flops(subject.config, one, sizes.rank, begin=0) for one in architectures
     )
-    found = {
+    numbers = {
         "step_seconds": seconds,
         "host_seconds": statistics.median(returned),
         "all_step_seconds": done,
@@ -451,21 +442,21 @@ def step_cell(
         "first_losses": first[:16],
         "memory": _memory(),
     }
-    return found | traced(
-        lambda: jax.block_until_ready(subject.train(drawn[: sizes.num_traced])), sizes.num_traced
+    return numbers | traced(
+        lambda: jax.block_until_ready(subject.train(architectures[: sizes.num_traced])),
+        sizes.num_traced,
     )
 
 
 def candidate_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
-    """Seconds per candidate of one generation on a validation set, by the rows of a forward
-    pass."""
-    found: dict[str, Any] = {}
+    """Seconds per candidate of one generation on a validation set, by rows per forward pass."""
+    numbers: dict[str, Any] = {}
     subject = Subject(sizes, name, "stages", sizes.batch, precision, sizes.num_scored)
     executor, fitting = subject.executor, subject.fitting
     table = uniform_table([1] * subject.config.depth).astype(np.float32)
     codes = np.asarray(sample(jax.random.key(1), table, num=sizes.num_candidates))
     for rows in sizes.rows:
-        # an accelerator's forward passes have sizes of their own
+        # forward passes of an accelerator have separate sizes
         executor.device = dataclasses.replace(
             executor.device, forward_sizes=(rows,) if rows > sizes.batch else ()
         )
@@ -479,17 +470,17 @@ def candidate_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, A
             advance=unwatched,
         )
         times = measure.alternate({"": functools.partial(score, codes)}, sizes.repeats)[""]
-        found[f"{rows} rows"] = statistics.median(times) / len(codes)
-        found[f"{rows} rows, traced"] = traced(functools.partial(score, codes), len(codes))
+        numbers[f"{rows} rows"] = statistics.median(times) / len(codes)
+        numbers[f"{rows} rows, traced"] = traced(functools.partial(score, codes), len(codes))
     return {
-        "seconds_per_candidate": found,
+        "seconds_per_candidate": numbers,
         "num_images": sizes.num_scored,
         "num_candidates": sizes.num_candidates,
     }
 
 
 def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
-    """The same steps and candidates in PyTorch, images on the device and no step waited for."""
+    """The same steps and candidates in PyTorch, with images on the device and without waiting."""
     import torch
 
     from experiments.bench.peer import CheemPeer
@@ -504,8 +495,8 @@ def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
         compiled=is_fixed,
         precision="bfloat16" if "bfloat16" in way else "float32",
     )
-    drawn = samples(pretrained.config, sizes.num_steps)
-    drawn = [drawn[0]] * len(drawn) if is_fixed else drawn
+    architectures = samples(pretrained.config, sizes.num_steps)
+    architectures = [architectures[0]] * len(architectures) if is_fixed else architectures
     images = torch.as_tensor(measure.random_images(sizes.batch, pretrained.config)).to(peer.device)
     labels = peer.labels(np.arange(sizes.batch, dtype=np.int32) % NUM_CLASSES)
     wait = torch.cuda.synchronize if peer.device.type == "cuda" else lambda: None
@@ -516,14 +507,14 @@ def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
         wait()
 
     start = time.perf_counter()
-    train(drawn[: sizes.num_traced])
+    train(architectures[: sizes.num_traced])
     warm = time.perf_counter() - start
     times = []
     for _ in range(sizes.repeats):
         start = time.perf_counter()
-        train(drawn)
-        times.append((time.perf_counter() - start) / len(drawn))
-    found: dict[str, Any] = {
+        train(architectures)
+        times.append((time.perf_counter() - start) / len(architectures))
+    numbers: dict[str, Any] = {
         "step_seconds": statistics.median(times),
         "all_step_seconds": times,
         "warm_up_seconds": warm,
@@ -534,12 +525,12 @@ def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
             peer.device
         )
         wanted = np.arange(sizes.num_scored, dtype=np.int32) % NUM_CLASSES
-        candidates = drawn[: sizes.num_candidates]
+        candidates = architectures[: sizes.num_candidates]
         score = functools.partial(peer.count_right, candidates, scored, wanted, NUM_CLASSES)
-        found["seconds_per_candidate"] = min(measure.alternate({"": score}, 3)[""]) / len(
+        numbers["seconds_per_candidate"] = min(measure.alternate({"": score}, 3)[""]) / len(
             candidates
         )
-    return found
+    return numbers
 
 
 def task_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
@@ -564,7 +555,7 @@ def task_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
         split(sizes.num_val, 1),
         split(sizes.num_val, 2),
     )
-    with watched_device() as seen:
+    with watched_device() as utilisation:
         start = time.perf_counter()
         running = Phases()
         report = learner.learn(task, running)
@@ -572,7 +563,7 @@ def task_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
     busy = {
         phase: statistics.mean(shares)
         for phase, begin, end in running.spans
-        if (shares := [share for moment, share in seen if begin <= moment <= end])
+        if (shares := [share for moment, share in utilisation if begin <= moment <= end])
     }
     return {
         "executor": executor.name,
@@ -580,7 +571,9 @@ def task_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
         "seconds": seconds,
         "seconds_by_phase": report["seconds"],
         "utilisation_by_phase": busy,
-        "utilisation": statistics.mean([share for _, share in seen]) if seen else None,
+        "utilisation": statistics.mean([share for _, share in utilisation])
+        if utilisation
+        else None,
         "compiled": mark.since(),
         "num_train": sizes.num_train,
         "num_val": sizes.num_val,
@@ -590,7 +583,7 @@ def task_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
 
 
 class Phases(Session):
-    """A session without display or checkpoints that notes when each phase began and ended."""
+    """A session without display or checkpoints that records the start and end of each phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -609,8 +602,7 @@ class Phases(Session):
 
 @contextlib.contextmanager
 def watched_device() -> Iterator[list[tuple[float, float]]]:
-    """Moments and the share of time that the accelerator was busy, twice a second; empty without
-    NVIDIA's tool."""
+    """Times and the accelerator's utilisation, twice a second; empty without nvidia-smi."""
     command = [
         "nvidia-smi",
         "--query-gpu=utilization.gpu",
@@ -618,13 +610,13 @@ def watched_device() -> Iterator[list[tuple[float, float]]]:
         "-lms",
         "500",
     ]
-    seen: list[tuple[float, float]] = []
+    utilisation: list[tuple[float, float]] = []
     try:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
     except OSError:
-        yield seen
+        yield utilisation
         return
     assert process.stdout is not None
     lines = process.stdout
@@ -632,12 +624,12 @@ def watched_device() -> Iterator[list[tuple[float, float]]]:
     def follow() -> None:
         for line in lines:
             if line.strip().isdigit():
-                seen.append((time.perf_counter(), int(line) / 100))
+                utilisation.append((time.perf_counter(), int(line) / 100))
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
     try:
-        yield seen
+        yield utilisation
     finally:
         process.terminate()
         process.wait()
@@ -645,8 +637,7 @@ def watched_device() -> Iterator[list[tuple[float, float]]]:
 
 
 def traced(work: Callable[[], object], num: int) -> dict[str, Any]:
-    """Kernels per unit of work, their seconds, and the share of the time in which one runs; from
-    the profiler's trace.
+    """Kernels per unit of work, their seconds and the busy share, from a profiler trace.
 
     Empty on a CPU, whose kernels the profiler does not name.
     """
@@ -687,8 +678,10 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _memory() -> dict[str, int]:
-    found = jax.local_devices()[0].memory_stats() or {}
-    return {name: found[name] for name in ("bytes_in_use", "peak_bytes_in_use") if name in found}
+    numbers = jax.local_devices()[0].memory_stats() or {}
+    return {
+        name: numbers[name] for name in ("bytes_in_use", "peak_bytes_in_use") if name in numbers
+    }
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     python -m experiments.bench.data
 
-Images are generated and files lie in the system's page cache, so that nothing here waits for a
-disk. What memory a task of many images takes is measured in processes of their own. It needs the
-extra `datasets`.
+Images are generated, and files are in the system's page cache, so nothing waits for a disk. The
+memory of a task with many images is measured in separate processes. Needs the extra `datasets`.
 """
 
 import contextlib
@@ -39,29 +38,27 @@ from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import HostImages, ahead
 from experiments.bench import measure
-from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
+from experiments.bench.measure import Bench, Row, alternate, compare, medians, say
 
 WIDTH = 500
 HEIGHT = 375
 QUALITY = 90
 FINE = 0.3
-"""Amplitudes of the fields go with this power of their cells' size: at 0.3 a JPEG takes about 60
-kB."""
+"""Exponent of the amplitude of a field in its cell size: at 0.3 a JPEG file has about 60 kB."""
 IMAGE_SIZE = 224
 SMALL = 64
 TINY = 32
-"""Pixels: of training, of the cache of many images, and of their files."""
+"""Pixels of training images, of the cache of many images, and of their files."""
 NUM_CLASSES = 20
 RANK = 16
 BATCH = 32
 GATHERED = 64
 STREAMED = 100
-"""Batches of each split that are streamed of the many images: their memory is soon what it will
-be."""
+"""Batches per split that are streamed from many images; memory is constant by then."""
 GOAL_DECODE = 1.5
 GOAL_WAITING = 0.03
 GOAL_GIGABYTES = 1.5
-"""Times as fast as one thread; largest share of an epoch spent waiting; most memory of a
+"""Required speed relative to one thread; maximum share of waiting in an epoch; maximum memory of a
 process."""
 THREADS, PILLOW = "threads", "Pillow in one thread"
 Child = Literal["prepare", "verify", "read", "stream"]
@@ -71,7 +68,7 @@ CHILDREN: dict[Child, str] = {
     "read": "reading {num:,} images from the cache in random order",
     "stream": "streaming from {num:,} tiny images in random order",
 }
-"""What is done with many images, each in a process of its own."""
+"""Work on many images, each in a separate process."""
 
 
 def main(settings: Bench) -> None:
@@ -87,12 +84,12 @@ def main(settings: Bench) -> None:
     measure.save(settings.out, "data", rows, quick=settings.quick, details=details)
 
 
-# ---- pictures
+# ---- images
 
 
 def photographs(num: int, seed: int = 0) -> Iterator[bytes]:
-    """JPEG files, all different: windows of a random field that is rough at all scales, as
-    photographs are."""
+    """Different JPEG files: windows of a random field with structure at all scales, like
+    photographs."""
     rng = np.random.default_rng(seed)
     size = (3 * WIDTH, 3 * HEIGHT)
     field = np.zeros((size[1], size[0], 3), np.float32)
@@ -112,8 +109,7 @@ def photographs(num: int, seed: int = 0) -> Iterator[bytes]:
 
 
 def write_task(folder: Path, num_train: int) -> Plan:
-    """A folder of photographs as a task; a few for validation and test, which nobody looks at
-    here."""
+    """A folder of photographs as a task, with a few unused images for validation and test."""
     places = [("train", row) for row in range(num_train)]
     places += [(split, row) for split in ("val", "test") for row in range(NUM_CLASSES)]
     for (split, row), data in zip(places, photographs(len(places), 1), strict=True):
@@ -124,7 +120,7 @@ def write_task(folder: Path, num_train: int) -> Plan:
 
 
 def write_many(file: Path, num: int) -> None:
-    """A zip of tiny images: few of them under many names, told apart by bytes behind the end of the
+    """Write a zip of tiny images: 50 different ones under many names, distinct by bytes after the
     JPEG."""
     tiny = []
     for data in photographs(50):
@@ -146,8 +142,7 @@ def write_many(file: Path, num: int) -> None:
 
 
 def decoding(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """Files to pixels of the size of training, by the library and by the loop that one would
-    write."""
+    """Decode files to the size of training, by the library and by a plain loop."""
     names, num_bytes = [], []
     for row, data in enumerate(photographs(16 if quick else 400)):
         names.append(f"{row:05d}.jpg")
@@ -170,12 +165,12 @@ def decoding(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
         f"{len(names) / seconds[THREADS]:,.0f} and {len(names) / seconds[PILLOW]:,.0f} images/s;"
         " equal pixels"
     )
-    row = Row(what, seconds, ratio(seconds, PILLOW, THREADS), GOAL_DECODE, note=note)
+    row = compare(what, times, PILLOW, THREADS, GOAL_DECODE, note=note)
     return [row], {"samples": times, "mean_file_bytes": float(np.mean(num_bytes))}
 
 
 def pillow(file: Path) -> np.ndarray:
-    """One image as anybody would read it."""
+    """Read one image by Pillow."""
     with Image.open(file) as image:
         return np.asarray(
             image.convert("RGB").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC)
@@ -186,7 +181,7 @@ def pillow(file: Path) -> np.ndarray:
 
 
 class Epoch(NamedTuple):
-    """Seconds of each step, waiting included, the seconds of its wait, and its loss."""
+    """Seconds of each step with its wait, seconds of the wait, and losses."""
 
     steps: list[float]
     waits: list[float]
@@ -194,13 +189,13 @@ class Epoch(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the epoch, spent waiting."""
+        """Share of the epoch spent waiting."""
         return sum(self.waits) / sum(self.steps)
 
 
 def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """An epoch of supernet training from images, kept in all the ways there are; no tokens are
-    kept."""
+    """Train the supernet for an epoch from images in memory, from the cache and from the stream,
+    without cached tokens."""
     vit = measure.backbone("vit_nano" if quick else "deit_tiny")
     size = vit.config.image_size
     num_steps = 3 if quick else 7
@@ -213,12 +208,12 @@ def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
         (task,) = load_tasks([plan], size, ImagesConfig(keep, folder / "cache"))
         splits[keep] = task.train
     prepare(executor, measure.new_task(executor.base_pool, NUM_CLASSES, RANK).supernet, BATCH)
-    # what the first steps of a process make is made here
+    # the first steps of a process compile
     epoch(
         executor, Split(splits["memory"].images[: 2 * BATCH], splits["memory"].labels[: 2 * BATCH])
     )
     rounds: dict[str, list[Epoch]] = {keep: [] for keep in ways}
-    for _ in range(num_rounds):  # in turns, so that a slow minute of the machine meets all of them
+    for _ in range(num_rounds):  # in turns, so that other load affects all of them
         for keep, split in splits.items():
             one = epoch(executor, split)
             if one.losses != (first := rounds["memory"] or [one])[0].losses:
@@ -230,7 +225,7 @@ def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
         keep: Epoch(*(sum(lists, []) for lists in zip(*epochs, strict=True)))
         for keep, epochs in rounds.items()
     }
-    what = f"waiting for pictures, {num_rounds} epochs of {num_steps} steps of {BATCH} images"
+    what = f"waiting for images, {num_rounds} epochs of {num_steps} steps of {BATCH} images"
     rows = []
     steps = medians({keep: one.steps for keep, one in found.items()})
     for keep, one in found.items():
@@ -251,21 +246,14 @@ def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
             )
         )
     for keep in ways[1:]:
-        sides = ("memory", keep)
-        seconds = medians({name: [sum(epoch.steps) for epoch in rounds[name]] for name in sides})
+        times = {name: [sum(one.steps) for one in rounds[name]] for name in ("memory", keep)}
         note = (
             "the same losses; decoding takes its share of the cores"
             if keep == "stream"
             else "the same losses"
         )
-        rows.append(
-            Row(
-                f"the whole epoch, {keep} over memory",
-                seconds,
-                ratio(seconds, keep, "memory"),
-                note=note,
-            )
-        )
+        what = f"the whole epoch, {keep} over memory"
+        rows.append(compare(what, times, keep, "memory", note=note))
     row, samples = gathering(splits["cache"], splits["memory"], 5 if quick else 50)
     return [*rows, row], {
         "epochs": {keep: one._asdict() for keep, one in found.items()},
@@ -275,8 +263,7 @@ def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 
 
 def epoch(executor: Executor, split: Split) -> Epoch:
-    """The loop of `fit`, its waits timed; each step is waited for, so that no wait hides work of
-    the device."""
+    """The training loop with timed waits for input; each step runs to its end before the next."""
     order_key, mode_key, draw_key = jax.random.split(jax.random.key(3), 3)
     fitting = measure.new_task(executor.base_pool, NUM_CLASSES, RANK)
     num = len(split.labels)
@@ -300,7 +287,7 @@ def epoch(executor: Executor, split: Split) -> Epoch:
 
 
 def gathering(cache: Split, kept: Split, repeats: int) -> tuple[Row, dict[str, list[float]]]:
-    """Batches of random rows from a mapped file and from memory."""
+    """Time batches of random rows from a mapped file and from memory."""
     rng = np.random.default_rng(0)
     num = len(cache.labels)
     sides: dict[str, Callable[[], object]] = {
@@ -308,17 +295,18 @@ def gathering(cache: Split, kept: Split, repeats: int) -> tuple[Row, dict[str, l
         for name, split in (("cache", cache), ("memory", kept))
     }
     times = alternate(sides, repeats)
-    seconds = medians(times)
     what = f"{GATHERED} images in random order, cache over memory"
-    note = f"{GATHERED / seconds['cache']:,.0f} images/s from the mapped file, warm"
-    return Row(what, seconds, ratio(seconds, "cache", "memory"), note=note), times
+    note = (
+        f"{GATHERED / statistics.median(times['cache']):,.0f} images/s from the mapped file, warm"
+    )
+    return compare(what, times, "cache", "memory", note=note), times
 
 
 # ---- memory
 
 
 def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """What many images take, in processes of their own."""
+    """Memory of many images, in separate processes."""
     num = 1_000 if quick else 100_000
     write_many(folder / "many.zip", num)
     rows = []
@@ -327,20 +315,20 @@ def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
         what = f"memory of {words.format(num=num, size=SMALL)}"
         if quick and child in ("verify", "stream"):
             continue
-        found[child] = told = measure.in_child(with_many, child, str(folder))
-        say(f"data: {child}: {told['seconds']:.0f} s")
+        found[child] = result = measure.in_child(with_many, child, str(folder))
+        say(f"data: {child}: {result['seconds']:.0f} s")
         note = (
-            f"{told['num'] / told['seconds']:,.0f} images/s; {told['before'] / 1e9:.2f} GB before"
-            f" it began; with mapped files {told['resident'] / 1e9:.2f} GB were resident at most"
+            f"{result['num'] / result['seconds']:,.0f} images/s; {result['before'] / 1e9:.2f} GB"
+            f" before; with mapped files {result['resident'] / 1e9:.2f} GB were resident at most"
         )
-        seconds = {"pass": told["seconds"]}
-        peak = told["peak"] / 1e9
+        seconds = {"pass": result["seconds"]}
+        peak = result["peak"] / 1e9
         rows.append(Row(what, seconds, peak, GOAL_GIGABYTES, "at most", "GB", note=note))
     return rows, found
 
 
 def with_many(child: Child, place: str) -> dict[str, float]:
-    """One pass over the many images, and the most memory that this process took meanwhile."""
+    """One pass over many images, with this process's peak memory."""
     folder = Path(place)
     before = measure.process_memory("RssAnon")
     num = 0
@@ -380,33 +368,32 @@ def with_many(child: Child, place: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def watching() -> Iterator[list[int]]:
-    """Looks every few milliseconds at the memory of this process that no file backs.
+    """Record this process's memory without mapped files every few milliseconds.
 
-    Pages of a mapped file count as resident too, but the system takes them back whenever it needs
-    them.
+    Pages of mapped files are resident, too, but the system can reclaim them.
     """
-    seen = [measure.process_memory("RssAnon")]
+    sizes = [measure.process_memory("RssAnon")]
     ended = threading.Event()
 
     def look() -> None:
         while not ended.wait(0.01):
-            seen.append(measure.process_memory("RssAnon"))
+            sizes.append(measure.process_memory("RssAnon"))
 
     thread = threading.Thread(target=look)
     thread.start()
     try:
-        yield seen
+        yield sizes
     finally:
         ended.set()
         thread.join()
-        seen.append(measure.process_memory("RssAnon"))
+        sizes.append(measure.process_memory("RssAnon"))
 
 
 # ---- prepared data sets
 
 
 def prepared(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """Images a second from a data set that TFDS has prepared: by Grain's threads and processes, and
+    """Images per second from a data set prepared by TFDS: by Grain's threads and processes, and
     without Grain."""
     num = 2 * GATHERED if quick else 32 * GATHERED
     ways = {"Grain, threads": 0, **({} if quick else {"Grain, 2 processes": 2})}
@@ -445,7 +432,7 @@ def prepared(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 
 
 def write_records(folder: Path, num: int) -> None:
-    """Photographs as TFDS prepares them."""
+    """Prepare photographs by TFDS."""
     import tensorflow_datasets as tfds
 
     features = tfds.features.FeaturesDict(

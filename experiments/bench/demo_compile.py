@@ -1,7 +1,7 @@
-"""What a real run pays for compiling and for losing nothing: the demo with an empty cache, and
-again with a filled one.
+"""Shares of compilation and of checkpoints in a run: the demo with an empty and with a filled
+cache.
 
-python -m experiments.bench.demo_compile
+    python -m experiments.bench.demo_compile
 """
 
 import os
@@ -20,9 +20,10 @@ from experiments.bench.measure import Bench, Row
 GOAL_COLD = 0.15
 GOAL_WARM = 0.03
 GOAL_PROGRAMS = 100.0
-"""Largest share of the wall time that compiling may take, without and with a filled cache."""
+"""Limits of the share of compilation in the time, with an empty and with a filled cache, and of the
+number of compiled functions."""
 GOAL_SAVING = 0.02
-"""The same of checkpoints."""
+"""Limit of the share of checkpoints."""
 
 
 def main(settings: Bench) -> None:
@@ -79,7 +80,7 @@ def main(settings: Bench) -> None:
 
 
 def run_demo(directory: Path, cache: Path, quick: bool) -> dict[str, Any]:
-    """One run in a process of its own; wall seconds include starting Python."""
+    """One run in a process; wall-clock seconds include the start of Python."""
     environment = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_ENABLE_COMPILATION_CACHE": "true"}
     command = [sys.executable, "-m", "cheem_jax", "demo", "--run-dir", str(directory)]
     command += ["--method", "frozen_linear"] if quick else []

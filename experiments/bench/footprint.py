@@ -1,14 +1,14 @@
-"""What a long-lived process keeps: memory maps and resident memory while architectures, supernets
-and memories pass.
+"""Memory maps and resident memory of a long process with many architectures, supernets and
+memories.
 
     python -m experiments.bench.footprint
 
-A function compiled for a CPU takes about a hundred memory maps per block. Linux allows a process
-`vm.max_map_count` of them (65,530); a process that asks for more ends with a segmentation fault, so
-what is dropped must be freed. One process repeats three things with a backbone of two tiny blocks:
-a training step of a sampled architecture by the executor `whole`, whose cache holds 4 of the 16
-signatures; a supernet trained by an executor of its own; a memory of two tasks opened, asked and
-dropped. What is needed again is read from a compile cache on disk, as in a second run.
+A function compiled for a CPU needs about a hundred memory maps per block. Linux allows a process
+`vm.max_map_count` of them (65,530) and ends it with a segmentation fault above, so dropped
+functions must be freed. One process repeats three things with a backbone of two tiny blocks: a
+training step of a sampled architecture by the executor `whole`, whose cache has 4 of the 16
+signatures; a supernet with a separate executor; a memory of two tasks that is opened, used and
+dropped. A compile cache on disk serves repeated compilations, as in a second run.
 """
 
 import gc
@@ -44,7 +44,7 @@ CAPACITY = 4
 BATCH = 8
 NUM_CLASSES = 3
 GOAL = 1.1
-"""At most so many times the maximum of the first half in the second half."""
+"""Limit of the maximum of the second half relative to that of the first."""
 
 
 def main(settings: Bench) -> None:
@@ -91,14 +91,14 @@ def main(settings: Bench) -> None:
 
 
 def repeat(times: int, work: Callable[[], object]) -> dict[str, Any]:
-    """The maximum of both halves, in memory maps and in resident megabytes; the first quarter of
-    the calls warms up."""
+    """Maxima of both halves of the calls after the first quarter: memory maps and resident
+    megabytes."""
     gc.collect()
-    seen = []
+    sizes = []
     for _ in range(times):
         work()
-        seen.append((memory_maps(), measure.process_memory("VmRSS") / 1e6))
-    warm = np.array(seen[times // 4 :])
+        sizes.append((memory_maps(), measure.process_memory("VmRSS") / 1e6))
+    warm = np.array(sizes[times // 4 :])
     first, second = (half.max(axis=0) for half in (warm[: len(warm) // 2], warm[len(warm) // 2 :]))
     return {
         "times": times,
@@ -108,7 +108,7 @@ def repeat(times: int, work: Callable[[], object]) -> dict[str, Any]:
 
 
 def train(executor: Executor, fitting: Training, rng: np.random.Generator) -> None:
-    """One step of a sampled architecture, from the start of what it learns."""
+    """One training step of a sampled architecture with new learners."""
     supernet = fitting.supernet
     architecture = decode(
         [int(rng.integers(0, 2 * size + 2)) for size in supernet.sizes], supernet.sizes
@@ -124,7 +124,7 @@ def train(executor: Executor, fitting: Training, rng: np.random.Generator) -> No
 
 
 def ask(vit: ViT, memory: InternalMemory) -> None:
-    """A predictor with an executor of its own, asked once and dropped."""
+    """Make a predictor with a separate executor, predict once, and drop it."""
     networks = TaskNetworks(DenseExperts(memory.pool, 2**30), memory.tasks)
     predictor = Predictor(Stages(vit, "mlp_down"), memory.tasks, networks, RouterConfig())
     predictor.answer(measure.random_images(BATCH, CONFIG))

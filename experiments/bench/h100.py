@@ -1,11 +1,10 @@
-"""What a supernet step asks of an H100: programs compiled for one that need not be there, and not
-run.
+"""Kernels and bytes of a supernet step on an H100, from functions that are compiled and not run.
 
     python -m experiments.bench.h100
 
-It takes JAX with its CUDA plugin and no GPU. A step's calls are followed on shapes alone, and the
-text of each program tells its kernels and the bytes that they read and write. Exits with status 1
-where a goal is missed.
+Needs JAX with its CUDA plugin and no GPU. A step's calls are traced with shapes alone, and the HLO
+of each function contains its kernels and the bytes that they read and write. Exits with status 1 if
+a goal is missed.
 """
 
 import collections
@@ -54,12 +53,12 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 12 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """  # noqa: E501
-"""The hardware: its limits as NVIDIA states them."""
+"""The limits of the hardware by NVIDIA's data sheet."""
 NUM_STEPS = 24
 BATCH = 32
 NUM_CLASSES = 20
 NUM_IMAGES = 1024
-TAKES = ("dynamic-slice", "gather", "slice")
+SLICES = ("dynamic-slice", "gather", "slice")
 NO_KERNEL = {
     "parameter",
     "constant",
@@ -72,11 +71,11 @@ NO_KERNEL = {
     "async-done",
     "fusion-done",
 }
-"""Opcodes for which nothing is launched."""
+"""Opcodes without a kernel."""
 
 
 class Goal(NamedTuple):
-    """What a step may ask for at most."""
+    """Upper limits of a step."""
 
     executor: Name
     precision: Precision
@@ -92,15 +91,15 @@ GOALS = (
     Goal("stages", "bfloat16", 34, 550, 5.7, 12),
     Goal("scan", "bfloat16", 0.25, 600, 6.5, 0.25),
 )
-"""DeiT-Tiny, uniform samples of a first task, 32 images: a little above what was counted, to notice
-when it grows."""
+"""Limits for DeiT-Tiny, uniform samples of a first task and 32 images: slightly above the counted
+numbers, to detect growth."""
 
 
-# ---- kernels of a compiled program
+# ---- kernels of a compiled function
 
 
 class Kernels(NamedTuple):
-    """What one call of a program launches."""
+    """Kernels of one call of a function."""
 
     num: float
     bytes: float
@@ -109,8 +108,8 @@ class Kernels(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One instruction of a computation: how it is done, the bytes of its result, its operands, and
-    what follows."""
+    """One instruction of a computation: opcode, bytes of the result, operands, and the rest of the
+    line."""
 
     opcode: str
     bytes: int
@@ -142,16 +141,16 @@ _LINE = re.compile(
 
 def _named(attribute: str, rest: str) -> list[str]:
     """The computations that an instruction names in one of its attributes."""
-    found = re.findall(rf"\b(?:{attribute})=(\{{[^}}]*\}}|%?[\w.\-]+)", rest)
-    return [name.strip(" %") for names in found for name in names.strip("{}").split(",")]
+    numbers = re.findall(rf"\b(?:{attribute})=(\{{[^}}]*\}}|%?[\w.\-]+)", rest)
+    return [name.strip(" %") for names in numbers for name in names.strip("{}").split(",")]
 
 
 def kernels(text: str) -> Kernels:
-    """What an optimised HLO module launches; loops count as often as they run, of a conditional its
-    largest branch.
+    """Kernels of an optimised HLO module, with all iterations of loops and the largest branch of
+    conditionals.
 
-    A kernel's bytes are its operands and results. What it only slices or gathers counts as what it
-    takes, and what it updates in place as the update.
+    A kernel's bytes are its operands and results. Of a sliced or gathered operand only the slice
+    counts, and of one that is updated in place only the update.
     """
     computations: dict[str, dict[str, Line]] = {}
     entry = None
@@ -160,23 +159,23 @@ def kernels(text: str) -> Kernels:
         if head := _HEAD.match(text_line):
             lines = computations[head["name"]] = {}
             entry = head["name"] if head["entry"] else entry
-        elif found := _LINE.match(text_line):
-            arguments, rest = _closed(text_line[found.end() :])
+        elif match := _LINE.match(text_line):
+            arguments, rest = _closed(text_line[match.end() :])
             operands = re.findall(r"%([\w.\-]+)", arguments)
-            # bytes of a product's result are its scratch memory
+            # int8 results of a product are its scratch memory
             shape = (
-                re.sub(r"s8\[[\d,]*\]", "", found["shape"])
-                if found["opcode"] == "custom-call"
-                else found["shape"]
+                re.sub(r"s8\[[\d,]*\]", "", match["shape"])
+                if match["opcode"] == "custom-call"
+                else match["shape"]
             )
-            lines[found["name"]] = Line(found["opcode"], _size(shape), operands, rest)
+            lines[match["name"]] = Line(match["opcode"], _size(shape), operands, rest)
     if entry is None:
         raise ValueError("the text has no ENTRY computation; expected an optimised HLO module")
     return _launched(entry, computations)
 
 
 def _closed(text: str) -> tuple[str, str]:
-    """The text up to the parenthesis that closes one opened before it, and what follows."""
+    """Split a text at the closing parenthesis of one that was opened before it."""
     depth = 1
     for place, letter in enumerate(text):
         depth += {"(": 1, ")": -1}.get(letter, 0)
@@ -187,35 +186,36 @@ def _closed(text: str) -> tuple[str, str]:
 
 def _size(shape: str) -> int:
     """Bytes of an array or a tuple of arrays."""
-    found = re.findall(r"(\w+)\[([\d,]*)\]", shape)
+    numbers = re.findall(r"(\w+)\[([\d,]*)\]", shape)
     return sum(
-        BYTES[kind] * int(np.prod([int(n) for n in sizes.split(",") if n])) for kind, sizes in found
+        BYTES[kind] * int(np.prod([int(n) for n in sizes.split(",") if n]))
+        for kind, sizes in numbers
     )
 
 
 def _launched(name: str, computations: Mapping[str, Mapping[str, Line]]) -> Kernels:
     total = Kernels(0, 0, 0, 0)
     for line in computations[name].values():
-        found = Kernels(0, 0, 0, 0)
+        launched = Kernels(0, 0, 0, 0)
         if line.opcode == "while":
             trips = re.search(r"known_trip_count[^\d]*(\d+)", line.rest)
             if trips is None:
-                raise ValueError(f"how often a loop of {name} runs is not known")
+                raise ValueError(f"a loop of {name} has no known trip count")
             (body,) = _named("body", line.rest)
             num, size, conditionals, loops = _launched(body, computations)
-            found = Kernels(int(trips[1]) * num, int(trips[1]) * size, conditionals, loops + 1)
+            launched = Kernels(int(trips[1]) * num, int(trips[1]) * size, conditionals, loops + 1)
         elif line.opcode == "conditional":
             branches = _named("branch_computations|true_computation|false_computation", line.rest)
             largest = max(
                 (_launched(branch, computations) for branch in branches), key=lambda own: own.num
             )
-            found = largest._replace(conditionals=largest.conditionals + 1)
+            launched = largest._replace(conditionals=largest.conditionals + 1)
         elif line.opcode == "call":
             (called,) = _named("to_apply", line.rest)
-            found = _launched(called, computations)
+            launched = _launched(called, computations)
         elif line.opcode not in NO_KERNEL:
-            found = Kernels(1, _moved(line, computations[name], computations), 0, 0)
-        total = Kernels(*(a + b for a, b in zip(total, found, strict=True)))
+            launched = Kernels(1, _moved(line, computations[name], computations), 0, 0)
+        total = Kernels(*(a + b for a, b in zip(total, launched, strict=True)))
     return total
 
 
@@ -228,7 +228,7 @@ def _moved(
     if not called:
         if line.opcode == "dynamic-update-slice":
             return 2 * sizes[1]
-        return line.bytes + (line.bytes if line.opcode in TAKES else sum(sizes))
+        return line.bytes + (line.bytes if line.opcode in SLICES else sum(sizes))
     inner = computations[called[0]]
     users: dict[str, list[Line]] = collections.defaultdict(list)
     for own in inner.values():
@@ -239,28 +239,28 @@ def _moved(
     for name, own in inner.items():
         if own.opcode != "parameter":
             continue
-        # indices and updates are other operands of these
-        taken = [
-            user.bytes for user in users[name] if user.operands[0] == name and user.opcode in TAKES
+        # indices and updates are further operands
+        sliced = [
+            user.bytes for user in users[name] if user.operands[0] == name and user.opcode in SLICES
         ]
         updated = [
             user
             for user in users[name]
             if user.operands[0] == name and user.opcode == "dynamic-update-slice"
         ]
-        is_taken = len(taken) + len(updated) == len(users[name])
-        read += min(sum(taken), own.bytes) if is_taken else own.bytes
+        is_partial = len(sliced) + len(updated) == len(users[name])
+        read += min(sum(sliced), own.bytes) if is_partial else own.bytes
     for own in inner.values():
         if own.opcode == "dynamic-update-slice":
             written -= own.bytes - inner[own.operands[1]].bytes
     return read + max(written, 0)
 
 
-# ---- programs compiled, and not run
+# ---- functions that are compiled and not run
 
 
 class Counted(NamedTuple):
-    """One call of a program: what it launches, and the arrays that the host sends with it."""
+    """One call of a function: its kernels, and the number of arrays that the host sends."""
 
     name: str
     kernels: Kernels
@@ -268,8 +268,8 @@ class Counted(NamedTuple):
 
 
 class OnPaper(Layout):
-    """One device that need not be there: its programs take and give shapes. `calls` has what each
-    call asks for."""
+    """The layout of an absent device, whose functions map shapes to shapes; `calls` records each
+    call."""
 
     def __init__(self, device: Any):
         super().__init__()
@@ -290,7 +290,7 @@ class OnPaper(Layout):
 
 
 class Compiled:
-    """A jitted function that compiles for its arguments' shapes, gives shapes back, and notes the
+    """A jitted function that compiles for its arguments' shapes, returns shapes and records the
     call."""
 
     def __init__(self, program: Any, layout: OnPaper):
@@ -308,14 +308,14 @@ class Compiled:
             text = self.program.lower(*placed, **how).compile().as_text()
             shapes = jax.tree.map(self.layout.placed, self.program.eval_shape(*placed, **how))
             self._made[key] = shapes, kernels(text)
-        shapes, found = self._made[key]
+        shapes, numbers = self._made[key]
         self.layout.calls.append(
-            Counted(getattr(self.program, "__name__", "?").strip("_"), found, copies)
+            Counted(getattr(self.program, "__name__", "?").strip("_"), numbers, copies)
         )
         return shapes
 
     def lower(self, *arguments: Any, **named: Any) -> "Compiled":
-        """For what is lowered and compiled before it is called."""
+        """Return itself, for functions that are lowered and compiled before the call."""
         return self
 
     compile = lower
@@ -329,11 +329,8 @@ def count(
     batch: int = BATCH,
     num: int = NUM_STEPS,
 ) -> dict[str, Any]:
-    """What a supernet step of one executor asks of a device (default: this one), from so many of
-    them.
-
-    Their tokens are kept on the device.
-    """
+    """Kernels and bytes of a supernet step on a device (default: this one), mean of `num` steps
+    with tokens on the device."""
     device = device or jax.devices()[0]
     layout = OnPaper(device)
     config = dataclasses.replace(config_of(backbone), precision=precision)
@@ -342,14 +339,14 @@ def count(
         mock.patch.object(owner, what, Compiled(getattr(owner, what), layout))
         for owner, what in programs
     ]
-    # what is traced asks for the platform, to compute as this one does best
+    # traced code depends on the platform
     patches.append(mock.patch.object(jax, "default_backend", lambda: device.platform))
     vit = build(config, init_params(config, jax.random.key(0)))
     experts = dense_experts(base_pool(vit.experts("mlp_down")))
     supernet = Supernet(jax.random.key(1), experts, NUM_CLASSES, OpSettings())
     state = supernet.init()
     setup = supernet.setup
-    if name == "stages":  # the others have the update inside of their step
+    if name == "stages":  # other executors include the update in their step
         object.__setattr__(supernet, "setup", setup._replace(update=Compiled(setup.update, layout)))
     codes = np.asarray(
         sample(jax.random.key(0), uniform_table([1] * config.depth).astype(np.float32), num=num)
@@ -375,21 +372,21 @@ def count(
 
 
 def count_all(quick: bool) -> list[dict[str, Any]]:
-    """Every goal's executor and precision, per step and by program."""
+    """Count every goal's executor and precision."""
     target = topologies.get_topology_desc(
         "1x1x1", platform="cuda", target_config=TARGET, topology="1x1x1"
     )
-    found = []
+    numbers = []
     for goal in GOALS[: 1 if quick else None]:
         backbone, num = ("vit_nano", 8) if quick else ("deit_tiny", NUM_STEPS)
         asked = count(goal.executor, goal.precision, target.devices[0], backbone, num=num)
-        found.append({"executor": goal.executor, "precision": goal.precision, **asked})
-        say(f"h100: {found[-1]}")
-    return found
+        numbers.append({"executor": goal.executor, "precision": goal.precision, **asked})
+        say(f"h100: {numbers[-1]}")
+    return numbers
 
 
 def per_step(calls: Sequence[Counted], num: int) -> dict[str, Any]:
-    """What a step asks for on average, and in how many calls of which programs."""
+    """Mean numbers per step, and calls by function."""
     called = collections.Counter(call.name for call in calls)
     return {
         "dispatches": len(calls) / num,
@@ -402,10 +399,10 @@ def per_step(calls: Sequence[Counted], num: int) -> dict[str, Any]:
     }
 
 
-def rows_of(found: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Each figure beside the most that it may be."""
+def rows_of(numbers: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Each number with its limit."""
     rows = []
-    for entry, goal in zip(found, GOALS, strict=False):
+    for entry, goal in zip(numbers, GOALS, strict=False):
         for what, unit in (
             ("dispatches", ""),
             ("kernels", ""),
@@ -420,10 +417,10 @@ def rows_of(found: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def main(settings: Bench) -> None:
-    """Count in a process of its own; write `h100.json`."""
-    found = in_child(count_all, settings.quick, environment={"JAX_PLATFORMS": "cpu"})
-    rows = rows_of(found)
-    save(settings.out, "h100", rows, quick=settings.quick, counted=found)
+    """Count in a separate process; write `h100.json`."""
+    numbers = in_child(count_all, settings.quick, environment={"JAX_PLATFORMS": "cpu"})
+    rows = rows_of(numbers)
+    save(settings.out, "h100", rows, quick=settings.quick, counted=numbers)
     if not settings.quick and (missed := [row.what for row in rows if not row.met]):
         raise SystemExit(f"error: more than its goal: {'; '.join(missed)}")
 

@@ -1,16 +1,14 @@
-"""What the thousandth task costs: opening, task-ID inference, answering and learning after T = 1 to
-1,000 tasks.
+"""Costs after T = 1 to 1,000 tasks: opening, task-ID inference, predictions and learning.
 
     python -m experiments.bench.many_tasks
 
-The memory is filled with sampled architectures without training, and saved as learned tasks are.
-Each T opens the first T of them in a process of its own. Task centroids are features of five
-generated images, so that a task's images come back to it. Then one task more is really learned,
-with the similarity pass on 32 images, and a supernet steps over all experts and, in turns, over the
-backbone's alone.
+The memory has sampled, untrained architectures and is saved like learned tasks. A separate process
+per T opens the first T tasks. Task centroids are features of five generated images, so a task's
+images are routed to it. Then one further task is learned, with the similarity pass on 32 images,
+and a supernet steps over all experts and, in turns, over the backbone's alone.
 
-What may grow with T is judged by CPU seconds of all threads, which other work on the machine hardly
-changes. Seconds on the clock are kept as well.
+Costs that can grow with T are measured in CPU seconds of all threads, which other load hardly
+changes. Wall-clock seconds are recorded, too.
 """
 
 import contextlib
@@ -64,15 +62,15 @@ NUM_ASKED = 64
 NUM_CENTROIDS = 5
 BATCH, NUM_KINDS = 32, 12
 LIMIT = 8 * 2**20
-"""Bytes of merged experts that may stay where memory is limited."""
+"""Limit of merged experts in bytes."""
 GOAL_LINEAR = 1.25
-"""Per task at the largest T over that at T = 100: 1 is linear."""
+"""Cost per task at the largest T relative to T = 100; 1 is linear."""
 GOAL_SAME = 1.5
-"""What must not depend on T, over a few short steps."""
+"""Limit of costs that must not depend on T, with noise of a few short steps."""
 GOAL_STEP = 1.1
-"""A step runs one network, whatever the pool contains."""
+"""Limit of a step, which runs one network independent of the pool."""
 GOAL_BYTES = 1.25
-"""Bytes on disk per byte of what tasks added."""
+"""Bytes on disk per byte of the arrays that tasks added."""
 PANELS = {
     "learning a task (CPU s)": {
         "all": "learn_cpu_seconds",
@@ -98,7 +96,7 @@ PANELS = {
 
 
 class Seconds:
-    """Seconds on the clock and of all threads' computing, by name."""
+    """Wall-clock and CPU seconds by name."""
 
     def __init__(self) -> None:
         self.found: dict[str, float] = {}
@@ -112,7 +110,7 @@ class Seconds:
         self.found[f"{name}_cpu_seconds"] = time.process_time() - cpu
 
     def median(self, name: str, work: Callable[[], object], repeats: int = 5) -> None:
-        """Those of calls after one to warm up."""
+        """Median seconds of calls after one call to warm up."""
         work()
         each = []
         for _ in range(repeats):
@@ -124,7 +122,7 @@ class Seconds:
 
 
 class Watched(Session):
-    """Learning whose phases are timed."""
+    """A session that times its phases."""
 
     def __init__(self, measured: Seconds):
         super().__init__()
@@ -144,8 +142,8 @@ class Watched(Session):
             yield unwatched
 
 
-def pictures(task: int, num: int, size: int) -> np.ndarray:
-    """Soft patches of colour, drawn from the task's number: uint8 `[num, S, S, 3]`."""
+def patches(task: int, num: int, size: int) -> np.ndarray:
+    """Random patches of colour, with the task's number as seed: uint8 `[num, S, S, 3]`."""
     coarse = np.random.default_rng(task).integers(0, 256, (num, 4, 4, 3))
     return np.repeat(np.repeat(coarse, -(-size // 4), axis=1), -(-size // 4), axis=2)[
         :, :size, :size
@@ -153,12 +151,12 @@ def pictures(task: int, num: int, size: int) -> np.ndarray:
 
 
 def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
-    """Write a memory of sampled tasks; returns the bytes of the arrays that each of them added."""
+    """Write a memory of sampled tasks; return the bytes of the arrays that each task added."""
     executor = measure.stages(vit)
     memory = sampled_memory(executor, num_tasks)
     features = FrozenFeatures(executor, 64)
     size = vit.config.image_size
-    seen = np.concatenate([pictures(task, NUM_CENTROIDS, size) for task in range(num_tasks)])
+    seen = np.concatenate([patches(task, NUM_CENTROIDS, size) for task in range(num_tasks)])
     centroids = np.split(normalise(features(seen)), num_tasks)
     pairs = zip(memory.tasks, centroids, strict=True)
     memory = InternalMemory(
@@ -179,7 +177,7 @@ def added_bytes(memory: InternalMemory, index: int) -> int:
 
 
 def small() -> CheemConfig:
-    """The demo's settings for a moment's work."""
+    """The demo's settings with minimal epochs and candidates."""
     preset = PRESETS["demo"]
     return dataclasses.replace(
         preset,
@@ -191,15 +189,15 @@ def small() -> CheemConfig:
 
 
 def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
-    """Everything about the first tasks of a saved memory, in a process of its own."""
+    """All measurements of the first tasks of a saved memory, in a separate process."""
     root = Path(folder)
-    # compiled functions of the processes before: what compiles is counted, and takes its time once
+    # reuse compiled functions of earlier processes; compilations are counted
     measure.keep_compiled(root.parent / "programs")
     vit = measure.backbone("vit_nano" if quick else "vit_micro")
     executor = measure.stages(vit)
     config = small()
     cheem = Cheem(executor, config, Keys(0), None, FrozenFeatures(executor, config.batch_size))
-    FrozenFeatures(executor, config.batch_size)(pictures(0, 1, vit.config.image_size))
+    FrozenFeatures(executor, config.batch_size)(patches(0, 1, vit.config.image_size))
     begun = compilations()
     seconds = Seconds()
     with seconds("open"):
@@ -221,8 +219,7 @@ def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
 
 
 def routing(memory: InternalMemory, width: int) -> dict[str, float]:
-    """Seconds to infer the task of 1,000 images by the index, and by comparing task by task as a
-    check."""
+    """Seconds to infer the task of 1,000 images by the index, checked against all centroids."""
     features = np.random.default_rng(1).normal(size=(NUM_ROUTED, width)).astype(np.float32)
     centroids = [task.centroids for task in memory.tasks]
     points = normalise(features)
@@ -237,12 +234,11 @@ def routing(memory: InternalMemory, width: int) -> dict[str, float]:
 
 
 def answering(executor: Stages, memory: InternalMemory, size: int) -> dict[str, Any]:
-    """Seconds and memory with few bytes of merged experts kept, and with all of them; the answers
-    are compared."""
+    """Seconds and memory with a limit on merged experts and without; both must predict the same."""
     num = len(memory.tasks)
     chosen = np.linspace(0, num - 1, NUM_ASKED).astype(int)
-    asked = np.concatenate([pictures(task, 1, size) for task in chosen.tolist()])
-    each = np.concatenate([pictures(task, 1, size) for task in range(num)])
+    asked = np.concatenate([patches(task, 1, size) for task in chosen.tolist()])
+    each = np.concatenate([patches(task, 1, size) for task in range(num)])
     found = {}
     answers = {}
     seconds = Seconds()
@@ -257,7 +253,7 @@ def answering(executor: Stages, memory: InternalMemory, size: int) -> dict[str, 
         before = compilations()
         answers[name] = predictor.answer(each)
         assert np.array_equal(answers[name].targets, np.arange(num)), (
-            "pictures come back to other tasks"
+            "images are routed to other tasks"
         )
         seconds.median(f"ask_{name}", functools.partial(predictor.answer, asked))
         found |= {
@@ -270,7 +266,8 @@ def answering(executor: Stages, memory: InternalMemory, size: int) -> dict[str, 
 
 
 def learning(cheem: Cheem) -> dict[str, Any]:
-    """Seconds by phase of one task more, all programs being there, and its bytes in the record."""
+    """Seconds by phase of one further task with everything compiled, and its bytes in the
+    record."""
     task = demo_stream(num_train=64, num_val=32, num_test=32).tasks[0]
     memory = cheem.memory
     cheem.learn(task, Session())  # compiles
@@ -287,7 +284,7 @@ def learning(cheem: Cheem) -> dict[str, Any]:
 
 
 def stepping(executor: Stages, memory: InternalMemory) -> dict[str, Any]:
-    """Seconds of a step in supernets over the memory's experts and over the backbone's alone, in
+    """Seconds of a step in supernets over the memory's experts and over the backbone's, in
     turns."""
     images = measure.random_images(BATCH, executor.config)
     labels = np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
@@ -315,8 +312,8 @@ def stepping(executor: Stages, memory: InternalMemory) -> dict[str, Any]:
 
 
 def main(settings: Bench) -> None:
-    """Write the memory once, measure every number of tasks in a process of its own;
-    `many_tasks.json` and a figure."""
+    """Write the memory once, measure every T in a separate process; write `many_tasks.json` and a
+    figure."""
     numbers = (1, 10) if settings.quick else TASKS
     found = []
     with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
@@ -344,7 +341,7 @@ def main(settings: Bench) -> None:
 
 
 def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[Row]:
-    """The goals: at the largest T, beside T = 100 where something may grow with it, else beside the
+    """The rows: the largest T relative to T = 100 for costs that can grow, else relative to the
     smallest."""
     first, last = found[0], found[-1]
     middle = next((entry for entry in found if entry["tasks"] == 100), first)
@@ -389,10 +386,7 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             other(last) / other(first),
             GOAL_SAME,
             "at most",
-            note=(
-                "tables, draws, supernet, search and fine-tuning: a moment's work of each; merging"
-                " all experts"
-            ),
+            note="all other phases at minimal size; merging all experts",
         ),
         Row(
             f"a supernet step, T = {many} over the backbone's experts alone",
@@ -403,7 +397,7 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             note="seconds on the clock, in turns; one network runs, whatever the pool contains",
         ),
         Row(
-            f"naming the task of 1,000 images in l1, T = {some} to {many}",
+            f"task-ID inference on 1,000 images, T = {some} to {many}",
             sides("route_l1", middle),
             per_task("route_l1"),
             GOAL_LINEAR,
@@ -411,17 +405,17 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             note=f"exact; {last['index_megabytes']:.3g} MB of centroids",
         ),
         Row(
-            f"64 pictures of 64 tasks, T = {many}",
+            f"64 images of 64 tasks, T = {many}",
             {
                 "all kept": last["ask_free_cpu_seconds"],
                 "8 MB kept": last["ask_limited_cpu_seconds"],
             },
             last["ask_limited_cpu_seconds"] / last["ask_free_cpu_seconds"],
-            note="experts that are not kept are merged again; "
+            note="experts that are evicted are merged again; "
             + ("equal bits" if all(entry["same_bits"] for entry in found) else "**other bits**"),
         ),
         Row(
-            f"merged experts that stay after a picture of each task, 8 MB allowed, T = {many}",
+            f"merged experts after an image of each task, at most 8 MB, T = {many}",
             {},
             last["limited_counters"]["bytes"] / 1e6,
             LIMIT / 1e6,
@@ -430,7 +424,7 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             note=f"without a limit {last['free_counters']['bytes'] / 1e6:.0f} MB",
         ),
         Row(
-            f"programs, T = {few} to {many}",
+            f"compiled functions, T = {few} to {many}",
             {},
             float(last["programs"]),
             float(first["programs"] + math.ceil(math.log2(many / few))),
@@ -439,7 +433,7 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             note=f"{first['programs']} at T = {few}, and one for every doubling",
         ),
         Row(
-            "programs compiled while answering and in steps",
+            "functions compiled during predictions and steps",
             {},
             float(
                 max(
@@ -451,7 +445,7 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             0.0,
             "at most",
             "programs",
-            note="networks that were dropped and come back included",
+            note="evicted networks included",
         ),
         Row(
             f"bytes on disk per byte that tasks added, {many} tasks",

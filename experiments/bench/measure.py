@@ -1,8 +1,7 @@
-"""How benchmarks measure and count: sides in turns, medians, FLOPs that must be run, and the file
-they end in.
+"""Timing, counting of FLOPs and output files of the benchmarks.
 
-Call `alternate`, `medians` and `ratio` to time, `in_child` for what needs a process of its own,
-`save` to write.
+`alternate` times several sides in turns, `in_child` calls a function in a new process, `save`
+writes the rows.
 """
 
 import dataclasses
@@ -58,31 +57,29 @@ class Bench:
     """Settings of every part."""
 
     out: Path = ROOT / "docs" / "benchmarks"
-    """Folder of the JSON files and the tables; figures are written next to it."""
+    """Folder of the JSON files; figures are written next to it."""
     quick: bool = False
-    """Settings so small that the numbers mean nothing: to see whether everything runs."""
+    """Tiny sizes, to test that everything runs; the numbers mean nothing."""
     loaded: bool = False
-    """Measure while other programs use the processors; without it that is refused, as it distorts
-    even ratios."""
+    """Measure although other programs use the processors, which distorts even ratios."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of a table: what was timed, and its goal."""
+    """One line of a table: a measurement and its goal."""
 
     what: str
     seconds: dict[str, float]
     """Median seconds per side."""
     reached: float | None = None
-    """The figure that the goal is about; None where one of its sides could not be measured."""
+    """The number that is compared with the goal; None if a side could not be measured."""
     goal: float | None = None
     sense: Literal["at least", "at most"] = "at least"
     unit: str = "x"
     ceiling: float | None = None
-    """What counting FLOPs alone would allow."""
+    """The ratio that the FLOPs alone would allow."""
     share: float | None = None
-    """FLOPs that our side must run per second, over those of the machine's fastest large matrix
-    product."""
+    """FLOPs per second of our side, relative to the machine's fastest large matrix product."""
     note: str = ""
 
     @property
@@ -93,10 +90,16 @@ class Row:
         return self.reached >= self.goal if self.sense == "at least" else self.reached <= self.goal
 
 
-def alternate(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every call: each side once to warm up, then one after the other in every repeat.
+Times = Mapping[str, Sequence[float]]
+"""Seconds of every call by side."""
+Sides = Mapping[str, Callable[[], object]]
+"""Work that is timed in turns, by name."""
 
-    Taking turns spreads whatever else slows the machine down over all sides.
+
+def alternate(sides: Sides, repeats: int) -> dict[str, list[float]]:
+    """Seconds of every call: each side once to warm up, then all sides in turns in every repeat.
+
+    Turns spread other load on the machine over all sides.
     """
     for side in sides.values():
         side()
@@ -109,23 +112,40 @@ def alternate(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[s
     return times
 
 
-def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def medians(times: Times) -> dict[str, float]:
     """The median of every side."""
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(calls) for name, calls in times.items()}
 
 
 def ratio(seconds: Mapping[str, float], slow: str, fast: str) -> float | None:
-    """How many times as long `slow` takes; None where a side is missing."""
+    """Speed of `fast` relative to `slow`; None without one of them."""
     return seconds[slow] / seconds[fast] if slow in seconds and fast in seconds else None
+
+
+def compare(
+    what: str,
+    times: Times,
+    slow: str,
+    fast: str,
+    goal: float | None = None,
+    *,
+    flops: float | None = None,
+    precision: Precision = "float32",
+    **more: Any,
+) -> Row:
+    """The row of one side against another; `flops` are those of a call of `fast`."""
+    seconds = medians(times)
+    share = None if flops is None else flops / seconds[fast] / matrix_peak(precision)
+    return Row(what, seconds, ratio(seconds, slow, fast), goal, share=share, **more)
 
 
 def in_child(
     function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
 ) -> Any:
-    """Call a benchmark's function in a process of its own; returns JSON values.
+    """Call a function in a new process, with `environment` added; return JSON values.
 
-    A fresh process has compiled nothing, and its resident memory is the function's alone.
-    `environment` is added to this process's. Raises ValueError where the child dies.
+    The process has compiled nothing, and its resident memory is that of the function. Raises
+    ValueError if it dies.
     """
     before = dict(os.environ)
     spawn = multiprocessing.get_context("spawn")
@@ -143,29 +163,29 @@ def in_child(
 
 
 def keep_compiled(folder: Path) -> None:
-    """Read compiled functions from a folder and write them there; before anything is compiled, as
-    JAX looks once."""
+    """Keep compiled functions in a folder; must be called before the first compilation."""
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def compile_everything() -> None:
-    """Leave out the persistent compilation cache, so that compiling is counted at its full cost."""
+    """Disable the persistent compilation cache, so that compilation is measured at its full
+    cost."""
     jax.config.update("jax_enable_compilation_cache", False)
 
 
-def difference(found: Any, wanted: np.ndarray) -> float:
+def difference(actual: Any, wanted: np.ndarray) -> float:
     """Largest difference of two arrays, relative to the largest entry of `wanted`."""
-    return float(np.abs(np.asarray(found) - wanted).max() / max(float(np.abs(wanted).max()), 1e-12))
+    return float(
+        np.abs(np.asarray(actual) - wanted).max() / max(float(np.abs(wanted).max()), 1e-12)
+    )
 
 
 def process_memory(field: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
-    """Bytes that Linux reports of this process: resident now, at most so far, or now without what
-    files back.
+    """Memory of this process in bytes on Linux: resident, peak, or resident without mapped files.
 
-    Elsewhere the most that it ever held. `ru_maxrss` begins with what the parent held when it
-    started this process, so it is only the last resort.
+    On other systems it is the peak by `ru_maxrss`, which includes the parent's memory at the start.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -176,8 +196,8 @@ def process_memory(field: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
 
 
 def other_work(seconds: float = 2.0) -> float | None:
-    """Share of the processors' time that programs use while this one waits; None where Linux does
-    not report it."""
+    """Share of the processors' time that other programs use; None if the system does not
+    report it."""
 
     def times() -> tuple[int, int]:
         fields = [
@@ -194,14 +214,13 @@ def other_work(seconds: float = 2.0) -> float | None:
 
 
 MOST_OTHER_WORK = 0.1
-_found: dict[str, Any] = {}
-"""What `command` found of other work, for the record."""
+_load: dict[str, float] = {}
+"""The share of other work, for the record."""
 
 
 @functools.cache
 def matrix_peak(precision: Precision) -> float:
-    """FLOPs per second of the fastest of a few products of large matrices, by JAX or where it is
-    there by PyTorch."""
+    """FLOPs per second of the fastest large matrix product, by JAX or, if installed, by PyTorch."""
     size = 2048 if jax.default_backend() == "cpu" else 8192
     best = math.inf
     values = np.random.default_rng(0).normal(size=(size, size)).astype(np.float32)
@@ -225,18 +244,13 @@ def matrix_peak(precision: Precision) -> float:
     return 2 * size**3 / best
 
 
-def share_of_peak(flops: float, seconds: float, precision: Precision = "float32") -> float:
-    """Part of the machine's matrix peak that work of so many FLOPs in so many seconds reaches."""
-    return flops / seconds / matrix_peak(precision)
-
-
 def machine() -> dict[str, Any]:
-    """Where and with what was measured."""
+    """Machine, versions and date."""
     conditions = fingerprint.take({"data_sha256": {}, "weights_sha256": ""})
     device = conditions["device"]
     installed = {one.name: one.version for one in importlib.metadata.distributions()}
     return {
-        **_found,
+        **_load,
         "cpu": device["processor"],
         "cores": device["threads"],
         "platform": device["platform"],
@@ -250,37 +264,36 @@ def machine() -> dict[str, Any]:
 def save(
     out: Path | None, part: str, rows: Sequence[Row], *, quick: bool = False, **more: Any
 ) -> None:
-    """Print a line per row and write what a part found as one file; those of an accelerator end in
-    `-gpu`."""
+    """Print a line per row and write a part's file; the name ends in `-gpu` on an accelerator."""
     for row in rows:
-        told = [f"{name} {value:.4g} s" for name, value in row.seconds.items()]
+        texts = [f"{name} {value:.4g} s" for name, value in row.seconds.items()]
         if row.reached is not None:
-            told.append(f"{row.reached:.3g} {row.unit}")
+            texts.append(f"{row.reached:.3g} {row.unit}")
         if row.share is not None:
-            told.append(f"{100 * row.share:.0f} % of the matrix peak")
+            texts.append(f"{100 * row.share:.0f} % of the matrix peak")
         if row.met is not None:
-            told.append(f"goal: {row.sense} {row.goal:.3g}: {'yes' if row.met else 'no'}")
-        print(f"{row.what}: {', '.join(told) or 'not measured'}", flush=True)
+            texts.append(f"goal: {row.sense} {row.goal:.3g}: {'yes' if row.met else 'no'}")
+        print(f"{row.what}: {', '.join(texts) or 'not measured'}", flush=True)
     if out is None:
         return
     name = part if jax.default_backend() == "cpu" else f"{part}-gpu"
     out.mkdir(parents=True, exist_ok=True)
     lines = [{**dataclasses.asdict(row), "met": row.met} for row in rows]
-    found = {"part": part, "quick": quick, "machine": machine(), "rows": lines, **more}
-    write_atomically(out / f"{name}.json", json.dumps(to_json(found), indent=1) + "\n")
+    numbers = {"part": part, "quick": quick, "machine": machine(), "rows": lines, **more}
+    write_atomically(out / f"{name}.json", json.dumps(to_json(numbers), indent=1) + "\n")
 
 
 def command(main: Callable[[Bench], None], settings: Bench) -> None:
-    """Run a part, compiling counted. Refuses where other programs use the processors."""
+    """Run a part with compilation at its full cost; refuse if other programs use the processors."""
     compile_everything()
     run_command(lambda settings: main(alone(settings)), settings)
 
 
 def alone(settings: Bench) -> Bench:
-    """The same settings; ValueError where other work would distort what is measured."""
+    """The same settings; ValueError if other work would distort the measurement."""
     share = None if settings.quick else other_work()
     if share is not None:
-        _found["other_work"] = round(share, 3)
+        _load["other_work"] = round(share, 3)
         if share > MOST_OTHER_WORK and not settings.loaded:
             raise ValueError(
                 f"other programs use {100 * share:.0f} % of the processors, which distorts even"
@@ -291,13 +304,12 @@ def alone(settings: Bench) -> Bench:
 
 
 def say(message: str) -> None:
-    """Print a line to the terminal at once."""
+    """Print a line to the terminal without buffering."""
     print(message, file=sys.stderr, flush=True)
 
 
 def backbone(name: str, image_size: int | None = None) -> Pretrained:
-    """A backbone's weights: bundled ones, DeiT-Tiny's in the folder CHEEM_SHARED, else random:
-    speed is the same."""
+    """A backbone's weights: bundled, from the folder CHEEM_SHARED, or random, which are as fast."""
     if name in ("vit_micro", "vit_nano"):
         return load_pretrained(name, image_size=image_size)
     file = (
@@ -318,7 +330,7 @@ def stages(vit: Pretrained) -> Stages:
 
 
 def kept(executor: Executor, images: Images, prefix: Network = (), *, batch_size: int) -> Feed:
-    """Tokens behind frozen blocks, as training keeps them, whatever memory they take."""
+    """Tokens after frozen blocks, cached as in training, without a limit on memory."""
     feed = HostImages(executor, images)
     budget = Budget(2**34)
     return keep_tokens(
@@ -335,7 +347,7 @@ class Training:
 
 
 def step(executor: Executor, fitting: Training, architecture: Architecture, data: Step) -> float:
-    """One step of training, waited for; returns its loss and replaces the state of `fitting`."""
+    """Run one training step to its end; replace the state of `fitting` and return the loss."""
     fitting.state, loss = train_step(
         executor, fitting.supernet, fitting.state, architecture, data, rate=1e-3
     )
@@ -356,17 +368,18 @@ def random_images(num: int, config: ViTConfig, seed: int = 0) -> np.ndarray:
 
 
 def draw_over_tasks(
-    found: Sequence[Mapping[str, Any]], panels: Mapping[str, Mapping[str, str]], file: Path
+    entries: Sequence[Mapping[str, Any]], panels: Mapping[str, Mapping[str, str]], file: Path
 ) -> None:
-    """A panel per title over the number of learned tasks; a panel has keys of `found` by their
-    labels."""
+    """Draw a panel per title over the number of learned tasks, with a line per label and key."""
     num_rows = -(-len(panels) // 3)
     figure = Figure(figsize=(12, 3 * num_rows), dpi=120, layout="constrained")
-    tasks = [entry["tasks"] for entry in found]
+    tasks = [entry["tasks"] for entry in entries]
     for place, (title, lines) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(num_rows, 3, place)
         for label, key in lines.items():
-            axes.plot(tasks, [entry[key] for entry in found], marker="o", markersize=4, label=label)
+            axes.plot(
+                tasks, [entry[key] for entry in entries], marker="o", markersize=4, label=label
+            )
         axes.set(xlabel="tasks learned", xticks=tasks[-3:], ylim=(0, None))
         axes.set_title(title, fontsize=10)
         if len(lines) > 1:
@@ -376,24 +389,22 @@ def draw_over_tasks(
     figure.savefig(file)
 
 
-# ---- FLOPs per image as the executors run them: attention products counted, the last block for the
-# class token alone
+# ---- FLOPs per image as executed: with attention products, the last block for the CLS token alone
 
 
 class BlockFlops(NamedTuple):
-    """One block forward: what its choices share, what all but Skip share, and the plastic layer
-    (`mlp_down`)."""
+    """FLOPs of one block's forward pass: the part of all ops, that of all ops except Skip, and the
+    plastic layer (`mlp_down`)."""
 
     enter: int
     widen: int
     leave: int
     attention: int
-    """The part of `enter` that is products of activations: their gradient costs twice as much as
-    they do."""
+    """Products of activations in `enter`, whose gradient costs twice as much."""
 
 
 def block_flops(config: ViTConfig, block: int) -> BlockFlops:
-    """Counted from shapes, two per multiply-add."""
+    """Count FLOPs from shapes, two per multiply-add."""
     last = block == config.depth - 1
     enter, branch = executed_halves(config, last=last)
     outputs = 1 if last else config.num_tokens
@@ -403,10 +414,10 @@ def block_flops(config: ViTConfig, block: int) -> BlockFlops:
 
 
 def tree_flops(config: ViTConfig, networks: Sequence[Network], *, from_images: bool = False) -> int:
-    """Networks as one prefix tree, from the tokens of block 0 or from images.
+    """FLOPs of networks as one prefix tree, from the tokens of block 0 or from images.
 
-    Attention once per distinct parent, up-projection once per parent with a child that is not Skip,
-    down-projection once per distinct child.
+    Attention runs once per distinct parent, the up-projection once per parent with a child that is
+    not Skip, the down-projection once per distinct child.
     """
     total = embed_flops(config) + block_flops(config, 0).enter if from_images else 0
     codes = [
@@ -425,16 +436,17 @@ def tree_flops(config: ViTConfig, networks: Sequence[Network], *, from_images: b
 def separate_flops(
     config: ViTConfig, networks: Sequence[Network], *, from_images: bool = False
 ) -> int:
-    """The same networks one by one."""
+    """FLOPs of the same networks one by one."""
     return sum(tree_flops(config, [network], from_images=from_images) for network in networks)
 
 
 def step_flops(
     config: ViTConfig, architecture: Architecture, rank: int, begin: int | None = None
 ) -> int:
-    """Forward and backward of one image, from the tokens of block `begin` or from the image (None).
+    """FLOPs of a training step on one image, from the tokens of block `begin` or from the image
+    (None).
 
-    Before the first op that learns nothing runs backward; that op's own input needs no gradient.
+    Blocks before the first op that learns have no backward pass, and that op's input no gradient.
     """
     costs = [block_flops(config, block) for block in range(config.depth)]
     kinds = [choice.kind for choice in architecture]

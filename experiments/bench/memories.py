@@ -1,6 +1,6 @@
-"""Memories as some tasks would have left them, with sampled architectures instead of learned ones.
+"""Memories with sampled instead of learned architectures.
 
-What a step and the compiler cost depends on how many experts there are, not on how well they do.
+The costs of a step and of compilation depend on the number of experts, not on their accuracy.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,9 @@ def sampled_memory(
     rank: int = RANK,
     architecture: Architecture | None = None,
 ) -> InternalMemory:
-    """A memory of tasks whose architectures are sampled as the exploiting sampler would, and not
-    trained.
+    """A memory of untrained tasks with architectures from the exploiting sampler.
 
-    With `architecture` all tasks have that one, each with parameters of its own.
+    With `architecture` all tasks have that architecture with separate parameters.
     """
     rng = np.random.default_rng(0)
     width = executor.config.width
@@ -73,19 +72,19 @@ def sampled_memory(
 
 
 def experts_used(memory: InternalMemory) -> list[tuple[int | None, ...]]:
-    """By the base network and by every task's, block by block."""
+    """Experts of the base network and of every task's network, by block."""
     return [(0,) * len(memory.pool), *(task.experts for task in memory.tasks)]
 
 
 def networks_of(memory: InternalMemory) -> list[list[Dense]]:
-    """The base network and every task's."""
+    """The base network and every task's network."""
     experts = dense_experts(memory.pool)
     return [task_network(experts, used) for used in experts_used(memory)]
 
 
 def sampled_table(rng: np.random.Generator, memory: InternalMemory) -> np.ndarray:
-    """The exploiting table of sampled similarities: an earlier network is near or far in all blocks
-    alike."""
+    """The exploiting table of sampled similarities, which are about equal in all blocks of an
+    earlier network."""
     earlier = experts_used(memory)
     sizes = pool_sizes(memory.pool)
     near = rng.uniform(-1, 1, (len(earlier), 1)) + 0.3 * rng.normal(size=(len(earlier), len(sizes)))
@@ -94,15 +93,14 @@ def sampled_table(rng: np.random.Generator, memory: InternalMemory) -> np.ndarra
 
 
 def sampled_kinds(sizes: Sequence[int], num: int) -> list[tuple[Choice, ...]]:
-    """Architectures with the same op kinds whatever the pool contains, of experts sampled from
-    it."""
+    """Architectures with sampled experts whose op kinds do not depend on the pool."""
     kinds = np.random.default_rng(0).integers(0, 4, (num, len(sizes)))
     rng = np.random.default_rng(1)
-    found = []
+    architectures = []
     for row in kinds:
         experts = [int(rng.integers(0, size)) for size in sizes]
         options = [
             (Choice("reuse", e), Choice("adapt", e), Choice("new"), Choice("skip")) for e in experts
         ]
-        found.append(tuple(option[kind] for option, kind in zip(options, row, strict=True)))
-    return found
+        architectures.append(tuple(option[kind] for option, kind in zip(options, row, strict=True)))
+    return architectures

@@ -1,10 +1,9 @@
-"""CHEEM's steps and candidate evaluation, and L2P's steps, in plain PyTorch with timm, to measure
-ours against.
+"""CHEEM's steps and scoring, and L2P's steps, in plain PyTorch with timm, as references of speed.
 
-Written as one would without this library: timm's blocks as they are, the plastic layer (`mlp.fc2`)
-replaced by an op or prompts in front of the first block's own keys and values, autograd to decide
-what a backward pass needs, one Adam for everything that can be learned. Weights cross its border as
-NumPy arrays in our row-vector layout (`[in, out]`); inside they are PyTorch's `[out, in]`.
+The code is what a user would write without this library: timm's blocks with an op instead of
+`mlp.fc2` or with prompts before the first block's keys and values, autograd, and one Adam for all
+parameters. Arguments and results are NumPy arrays in our layout (`[in, out]`); PyTorch's is `[out,
+in]`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,21 +25,19 @@ from cheem_jax.core.architecture import Architecture, Choice
 Arrays = tuple[np.ndarray, np.ndarray]
 """Two arrays in our layout: an `Expert` or a `Head` (weight, bias), or a `LowRank` (down, up)."""
 Pair = tuple[nn.Parameter, nn.Parameter]
-"""The same two in PyTorch's layout."""
+"""Two parameters in PyTorch's layout."""
 Block = Any
-"""timm's own `Block`, which declares no types for its layers."""
+"""timm's `Block`, whose layers have no declared types."""
 
 LEARNING_RATE = 1e-3
 RECOMPILE_LIMIT = 64
-"""Variants of one compiled function: gradients wanted or not, training or evaluation, batch sizes,
-precisions."""
+"""Limit of the variants of one compiled function: gradients, training, batch sizes, precisions."""
 
 
 class Peer:
-    """timm's frozen model in float32 with the weights of ours, on the same kind of device;
-    `optimizer` is a subclass's.
+    """timm's frozen model in float32 with our weights, on the same kind of device.
 
-    Images are [B, H, W, 3] uint8, labels [B] everywhere.
+    Images are uint8 [B, H, W, 3], labels [B]. Subclasses set `optimizer`.
     """
 
     optimizer: torch.optim.Adam
@@ -61,22 +58,21 @@ class Peer:
         )
 
     def pixels(self, images: np.ndarray | Tensor) -> Tensor:
-        """Images as the backbone was trained to see them: float32 [B, 3, H, W]; they may be on the
-        device already."""
+        """Normalised images, float32 [B, 3, H, W]; the argument can be on the device."""
         scaled = torch.as_tensor(images).to(self.device).permute(0, 3, 1, 2).float() / 255.0
         return (scaled - self.mean) / self.std
 
     def tokens(self, pixels: Tensor) -> Tensor:
-        """What the first block receives: [B, N, D]."""
+        """Input of the first block: [B, N, D]."""
         return self.model.norm_pre(self.model._pos_embed(self.model.patch_embed(pixels)))
 
     def labels(self, labels: np.ndarray | Tensor) -> Tensor:
-        """On the device."""
+        """Labels on the device."""
         return torch.as_tensor(labels).to(self.device, torch.int64)
 
     def descend(self, loss: Tensor) -> Tensor:
-        """One step of Adam; returns the loss before it, which an accelerator still computes."""
-        # None and not zero: what is not sampled keeps parameters, moments and step count
+        """Run one step of Adam; return the loss before it without waiting."""
+        # with None, parameters that are not sampled keep their moments and step count
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
@@ -84,11 +80,11 @@ class Peer:
 
 
 class CheemPeer(Peer):
-    """Blocks that run reuse, adapt, new or skip at `mlp.fc2`, with all that a task learns.
+    """Blocks with Reuse, Adapt, New or Skip at `mlp.fc2`, and a task's learned parameters.
 
-    `experts[block]` are frozen, the backbone's own; `pairs[block]`, `new[block]` and `head` are
-    learned. Every block computes all its tokens, the last one too, as timm does. `precision` is
-    autocast's type in the forward pass.
+    `experts[block]` are the backbone's, frozen; `pairs[block]`, `new[block]` and `head` are
+    learned. Every block computes all tokens, as in timm. `precision` is autocast's type in the
+    forward pass.
     """
 
     def __init__(
@@ -115,7 +111,7 @@ class CheemPeer(Peer):
         self.optimizer = torch.optim.Adam(learned, lr=LEARNING_RATE)
         self._dense, self._adapted, self._skipped = run_dense, run_adapted, run_skipped
         if compiled:
-            # beyond its limit a function would run eagerly and say so only in a warning
+            # above the limit a function would run eagerly with only a warning
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             torch._dynamo.config.fail_on_recompile_limit_hit = True
             self._dense, self._adapted, self._skipped = (
@@ -141,8 +137,8 @@ class CheemPeer(Peer):
     def gradients(
         self, architecture: Architecture, images: np.ndarray, labels: np.ndarray, num_classes: int
     ) -> tuple[float, dict[int, Arrays], Arrays]:
-        """Mean loss and its gradients in our layout, by block that learns and of the head; nothing
-        is updated."""
+        """Mean loss and its gradients in our layout, by block and of the head, without an
+        update."""
         learned = {"adapt": self.pairs, "new": self.new}
         sampled = {
             i: learned[choice.kind][i]
@@ -162,7 +158,8 @@ class CheemPeer(Peer):
         labels: np.ndarray | Tensor,
         num_classes: int,
     ) -> Tensor:
-        """One step of Adam on what the architecture learns and on the head; the loss before it."""
+        """Run one step of Adam on the architecture's parameters and the head; return the loss
+        before it."""
         return self.descend(self._loss(architecture, images, labels, num_classes))
 
     @torch.inference_mode()
@@ -173,7 +170,7 @@ class CheemPeer(Peer):
         labels: np.ndarray,
         num_classes: int,
     ) -> np.ndarray:
-        """Per architecture the number of images whose class is the label: int64 [C]."""
+        """Number of correct predictions per architecture: int64 [C]."""
         pixels = self.pixels(images)
         wanted = self.labels(labels)
         counts = [
@@ -236,8 +233,8 @@ class CheemPeer(Peer):
 
 
 class Walked(NamedTuple):
-    """What one network makes of a data set: features [N, D], mean class tokens [L, D], mean patches
-    by block read."""
+    """Outputs of one network for a data set: features [N, D], mean CLS tokens [L, D], mean patch
+    tokens of some blocks."""
 
     features: np.ndarray
     means: np.ndarray

@@ -1,7 +1,6 @@
-"""A folder of images answered, against decoded arrays through the same router and networks; and the
-first answer.
+"""Predictions for a folder of images, next to decoded arrays, and the time to the first prediction.
 
-python experiments/bench/predicting.py runs/demo photos [--rounds 5] [--out docs/benchmarks]
+python experiments/bench/predicting.py runs/demo photos --out docs/benchmarks
 """
 
 import dataclasses
@@ -24,19 +23,18 @@ from experiments.bench.measure import Row, alternate, medians, ratio, save
 
 @dataclasses.dataclass(frozen=True)
 class Predicting:
-    """Which memory answers which images."""
+    """A memory and images."""
 
     memory: Annotated[Path, tyro.conf.Positional]
-    """A memory, or a run's directory."""
+    """A memory, or a run directory."""
     pictures: Annotated[Path, tyro.conf.Positional]
     """A folder of images."""
     num: int = 600
-    """The first images of the folder that are answered, at most."""
+    """Maximum number of images."""
     rounds: int = 5
-    """Rounds of both sides, alternating; medians are reported."""
+    """Number of rounds of both sides in turns."""
     out: Path | None = None
-    """Folder of predicting.json, for the tables of `bench/run.py`; default: the numbers are only
-    printed."""
+    """Folder of predicting.json; default: the numbers are only printed."""
 
 
 def main(settings: Predicting) -> None:
@@ -53,7 +51,7 @@ def main(settings: Predicting) -> None:
         },
         settings.rounds,
     )
-    found = medians(times)
+    seconds = medians(times)
     single = itertools.cycle(images)
     command = [
         sys.executable,
@@ -69,23 +67,23 @@ def main(settings: Predicting) -> None:
         {"process": lambda: subprocess.run(command, check=True, capture_output=True)}, 3
     )
     what = f"{memory.config.backbone} at {predictor.image_size} pixels, {len(memory.tasks)} tasks"
-    rate = len(files) / found["folder"]
+    rate = len(files) / seconds["folder"]
     rows = [
         Row(
             f"{what}: {len(files)} files of a folder, against decoded arrays",
-            found,
-            ratio(found, "arrays", "folder"),
+            seconds,
+            ratio(seconds, "arrays", "folder"),
             0.9,
-            note=f"{rate:.0f} pictures/s from files",
+            note=f"{rate:.0f} images/s from files",
         ),
         Row(
-            f"{what}: one picture, decoded",
+            f"{what}: one image, decoded",
             {},
             1000 * medians(one)["one picture"],
             unit="ms in the median",
         ),
         Row(
-            f"{what}: a process from nothing to its first answer, programs kept",
+            f"{what}: a process from nothing to its first answer, compiled functions cached",
             {},
             medians(first)["process"],
             5.0,

@@ -1,7 +1,6 @@
-"""All benchmarks of a machine without an accelerator, each in a process of its own and with a JSON
-file of its own.
+"""All benchmarks of a machine without an accelerator, each in a separate process.
 
-python experiments/bench/run.py [--only steps,data] [--out docs/benchmarks] [--quick]
+python experiments/bench/run.py --only steps,data --out docs/benchmarks
 """
 
 import dataclasses
@@ -28,21 +27,20 @@ PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class All:
-    """What is run and where its numbers go."""
+    """Parts and their output."""
 
     only: str = ",".join(PARTS)
     """Parts, separated by commas."""
     out: Path = ROOT / "docs" / "benchmarks"
     """Folder of the JSON files; figures are written next to it."""
     quick: bool = False
-    """Settings so small that the numbers mean nothing: to see whether everything runs."""
+    """Tiny sizes, to test that everything runs; the numbers mean nothing."""
     loaded: bool = False
-    """Measure while other programs use the processors; without it that is refused, as it distorts
-    even ratios."""
+    """Measure although other programs use the processors, which distorts even ratios."""
 
 
 def main(settings: All) -> None:
-    """Run the parts one after the other; one that fails does not stop the others."""
+    """Run the parts one after another; a failed part does not stop the others."""
     parts = [part.strip() for part in settings.only.split(",")]
     if unknown := [part for part in parts if part not in PARTS]:
         raise ValueError(f"unknown parts {unknown}; expected some of: {', '.join(PARTS)}")

@@ -1,7 +1,6 @@
-"""A server under load: latencies, what was compiled, and memory, with many clients at a time.
+"""A server under load: latencies, compilations and memory with many concurrent clients.
 
-python experiments/bench/serving.py runs/demo [--requests 20000] [--clients 32] [--out
-docs/benchmarks]
+python experiments/bench/serving.py runs/demo --requests 20000 --clients 32
 """
 
 import contextlib
@@ -31,32 +30,31 @@ from cheem_jax.cli.running import run_command
 from experiments.bench.measure import Row, save
 
 NUM_PICTURES = 64
-"""Different images, so that answers can be compared with those that each gets alone."""
+"""Number of different images, whose responses are compared with those without load."""
 QUEUE = 16
-"""Places of the server that is asked too much."""
+"""Length of the queue of the overloaded server."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """What is served, and how it is asked."""
+    """The memory and the load."""
 
     memory: Annotated[Path, tyro.conf.Positional]
-    """A run's directory, or a memory."""
+    """A run directory, or a memory."""
     requests: int = 20_000
-    """Requests in all."""
+    """Total number of requests."""
     clients: int = 32
-    """Clients that ask at the same time, each on a separate connection."""
+    """Number of concurrent clients, each with a separate connection."""
     picture_size: int = 64
-    """Pixels of the images' sides; they are sent as PNG."""
+    """Pixels of the square PNG images."""
     every: int = 2000
-    """Requests between two looks at the server's memory."""
+    """Number of requests between two measurements of the server's memory."""
     out: Path | None = None
-    """Folder of serving.json, for the tables of `experiments/bench/run.py`; default: the numbers
-    are only printed."""
+    """Folder of serving.json; default: the numbers are only printed."""
 
 
 def main(settings: Serving) -> None:
-    """Starts a server, asks it, and prints what was seen."""
+    """Start a server, send requests, and print the measurements."""
     if settings.requests < 1 or settings.clients < 1 or settings.every < 1:
         raise ValueError("requests, clients and every must be at least 1")
     pictures = make_pictures(NUM_PICTURES, settings.picture_size)
@@ -90,7 +88,7 @@ def main(settings: Serving) -> None:
 
 
 def rows(found: dict[str, Any]) -> list[Row]:
-    """The lines of the table."""
+    """The rows of the table."""
     latency = found["latency"]
     resident = list(found["resident_bytes"].values())
     seconds = {name: latency[name] / 1000 for name in ("p50", "p90", "p99")}
@@ -146,14 +144,14 @@ def rows(found: dict[str, Any]) -> list[Row]:
 
 
 def in_the_median(what: str, milliseconds: dict[str, float]) -> Row:
-    """A line for what has no goal."""
+    """A row without a goal."""
     return Row(
         what, {"p99": milliseconds["p99"] / 1000}, milliseconds["p50"], unit="ms in the median"
     )
 
 
 def make_pictures(num: int, size: int) -> list[bytes]:
-    """PNG files of coloured waves, each of its own."""
+    """Different PNG files of coloured waves."""
     rng = np.random.default_rng(0)
     files = []
     across = np.linspace(0, 2 * np.pi, size)
@@ -169,7 +167,7 @@ def make_pictures(num: int, size: int) -> list[bytes]:
 
 @contextlib.contextmanager
 def server(memory: Path, *options: str) -> Iterator[int]:
-    """`cheem serve` in a process of its own, warm; gives its port and ends it."""
+    """Run `cheem serve` in a process; yield its port when it is warm."""
     command = [sys.executable, "-m", "cheem_jax", "serve", str(memory), "--port", "0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -186,15 +184,15 @@ def server(memory: Path, *options: str) -> Iterator[int]:
 
 
 def connect(port: int) -> contextlib.closing[http.client.HTTPConnection]:
-    """A connection of its own, closed at the end of a `with`."""
+    """A new connection, closed at the end of a `with`."""
     return contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60))
 
 
 def ask(
     port: int, picture: bytes, connection: http.client.HTTPConnection | None = None
 ) -> tuple[int, dict[str, Any], float]:
-    """Status, answer (without its time) and seconds of one request, on a new connection unless one
-    is given."""
+    """Status, response without its time, and seconds of one request, on a new connection by
+    default."""
     if connection is None:
         with connect(port) as connection:
             return ask(port, picture, connection)
@@ -208,7 +206,7 @@ def ask(
 
 
 def announce(port: int, num_bytes: int) -> tuple[int, float]:
-    """Status and seconds of a request that sends no more than its head until it is answered."""
+    """Status and seconds of a request that sends only its headers."""
     with connect(port) as connection:
         start = time.perf_counter()
         connection.putrequest("POST", "/predict")
@@ -218,7 +216,7 @@ def announce(port: int, num_bytes: int) -> tuple[int, float]:
 
 
 def metrics(port: int) -> dict[str, float]:
-    """The server's numbers that have no label."""
+    """The server's metrics without labels."""
     with connect(port) as connection:
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode().splitlines()
@@ -231,7 +229,7 @@ def metrics(port: int) -> dict[str, float]:
 def under_load(
     port: int, pictures: Sequence[bytes], expected: Sequence[dict], settings: Serving
 ) -> dict[str, Any]:
-    """All clients at once, each with one request at a time; memory is looked at in between."""
+    """Send requests by all clients, each one at a time, and measure memory in between."""
     numbers = itertools.count()
     lock = threading.Lock()
     seconds = []
@@ -247,7 +245,7 @@ def under_load(
                 with lock:
                     seconds.append(took)
                     statuses[status] += 1
-                    # probabilities may differ in the last digits where the batch is another
+                    # probabilities can differ in the last digits in another batch
                     alone = expected[number % len(pictures)]
                     wrong += any(
                         answer.get(name) != alone[name] for name in ("task", "class", "blocks")
@@ -271,8 +269,7 @@ def under_load(
 
 
 def over_limits(port: int, pictures: Sequence[bytes], clients: int) -> dict[str, Any]:
-    """Seconds until requests beyond a limit are answered, while as many clients as `clients` keep
-    the server busy."""
+    """Seconds until requests above a limit are refused, while `clients` keep the server busy."""
     stop = threading.Event()
     answers = list[tuple[int, float]]()
 
@@ -287,7 +284,7 @@ def over_limits(port: int, pictures: Sequence[bytes], clients: int) -> dict[str,
         for _ in range(clients):
             threads.submit(busy)
         try:
-            told = {
+            refused = {
                 "announced body of 11 MB": [announce(port, 11 * 2**20) for _ in range(50)],
                 "sent body of 11 MB": [ask(port, bytes(11 * 2**20))[::2] for _ in range(50)],
                 "picture of 100 megapixels": [ask(port, buffer.getvalue())[::2] for _ in range(50)],
@@ -300,14 +297,14 @@ def over_limits(port: int, pictures: Sequence[bytes], clients: int) -> dict[str,
         "429": quantiles([seconds for status, seconds in answers if status == 429]),
         "413": {
             what: quantiles([took for status, took in tries if status == 413])
-            for what, tries in told.items()
+            for what, tries in refused.items()
         },
         "resident_bytes_after": metrics(port)["process_resident_memory_bytes"],
     }
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Milliseconds; None where there was nothing to measure."""
+    """Quantiles in milliseconds; None without measurements."""
     if not seconds:
         return None
     found = np.quantile(seconds, [0.5, 0.9, 0.99, 1]) * 1000

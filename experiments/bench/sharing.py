@@ -1,11 +1,9 @@
-"""Work that need not be done: every way of sharing or keeping it against the same executor without
-it.
+"""Every way of sharing or caching work, next to the same executor without it.
 
     python -m experiments.bench.sharing
 
-Both sides compute the same numbers, which is checked exactly. Beside each ratio stands its ceiling:
-what counting FLOPs alone would allow (attention products included, the last block for the CLS token
-alone).
+Both sides must compute the same bits. The ceiling of a ratio is the ratio of FLOPs (with attention
+products, the last block for the CLS token alone).
 """
 
 import itertools
@@ -63,9 +61,9 @@ WHOLE_SEARCH = 1.3
 SIMILARITY = 1.5
 FINETUNE = 1.35
 INFERENCE = 1.25
-"""Goals: how many times as fast as without sharing."""
+"""Required speeds relative to separate work."""
 NUM_SAME = 6
-"""Blocks that the networks of the planted cases have in common with the base."""
+"""Number of blocks that the networks of the planted cases share with the base network."""
 
 
 def main(settings: Bench) -> None:
@@ -99,7 +97,7 @@ def shared_row(
     goal: float | None,
     note: str = "",
 ) -> Row:
-    """`counted`: FLOPs apart and shared."""
+    """A row with its ceiling from the FLOPs of separate and of shared work."""
     ceiling = counted[0] / counted[1]
     return Row(what, seconds, seconds[APART] / seconds[SHARED], goal, ceiling=ceiling, note=note)
 
@@ -110,7 +108,7 @@ def shared_row(
 def searches(
     name: str, image_size: int | None, batch_size: int, repeats: int, quick: bool
 ) -> tuple[list[Row], dict[str, Any]]:
-    """A real search, then its generations scored again as prefix trees and one network per call."""
+    """Run a search, then score its generations again as prefix trees and one network per call."""
     vit = measure.backbone(name, image_size)
     executor = measure.stages(vit)
     sizes = {"num_train": 64 if quick else 256, "num_val": batch_size, "num_test": 26}
@@ -141,8 +139,7 @@ def searches(
         return np.concatenate([score([network]) for network in found])
 
     last = medians(compare(lambda: score(networks[-1]), lambda: apart(networks[-1]), repeats))
-    # each call scores the next generation, so the sum over as many calls as generations is a whole
-    # search
+    # each call scores the next generation, so the sum over all calls is a whole search
     turns = [itertools.cycle(networks) for _ in range(2)]
     times = compare(lambda: score(next(turns[0])), lambda: apart(next(turns[1])), len(networks))
     total = {name: sum(found) for name, found in times.items()}
@@ -168,7 +165,8 @@ def searches(
 def real_search(
     executor: Executor, memory: InternalMemory, task: Task, batch_size: int, config: SearchConfig
 ) -> tuple[tuple[Supernet, SupernetState], list[np.ndarray]]:
-    """A supernet trained for two epochs, and the genomes of every generation of a search in it."""
+    """Train a supernet for two epochs; return it and the genomes of every generation of a
+    search."""
     rng = np.random.default_rng(2)
     num = len(task.train.labels)
     exploit = sampled_table(rng, memory)
@@ -209,7 +207,7 @@ def real_search(
 
 
 def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
-    """Ten networks over the same images: planted ones that leave the base at one block, and drawn
+    """Ten networks over the same images: planted ones that share blocks with the base, and sampled
     ones."""
     vit = measure.backbone(name, image_size)
     executor = measure.stages(vit)
@@ -221,7 +219,7 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
     rows = []
     for what, memory, goal in (
         (f"all Reuse of the base in blocks 1-{same}", planted, SIMILARITY),
-        ("drawn and consolidated", drawn, None),
+        ("sampled", drawn, None),
     ):
         networks = networks_of(memory)
 
@@ -244,8 +242,8 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
 
 
 def leaving_memory(executor: Executor, num: int, same: int) -> InternalMemory:
-    """Tasks that reuse the base in the first `same` blocks and have experts of their own behind
-    them."""
+    """A memory whose tasks reuse the base in the first `same` blocks and have separate experts
+    after them."""
     architecture = (Choice("reuse", 0),) * same + (Choice("new"),) * (executor.num_blocks - same)
     return sampled_memory(executor, num, architecture=architecture)
 
@@ -254,7 +252,7 @@ def leaving_memory(executor: Executor, num: int, same: int) -> InternalMemory:
 
 
 def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dict[str, Any]]:
-    """Reuse in blocks 1-6, Adapt in block 7, Reuse behind it: from kept tokens and from images."""
+    """Fine-tuning with Adapt in block 7 and Reuse elsewhere: from cached tokens and from images."""
     vit = measure.backbone(name, image_size)
     config = vit.config
     num = 16
@@ -288,7 +286,7 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
     times = measure.alternate({SHARED: lambda: step(SHARED), APART: lambda: step(APART)}, repeats)
     if losses[SHARED] != losses[APART]:
         raise ValueError(
-            f"losses from kept tokens {losses[SHARED]} are not those from images {losses[APART]}"
+            f"losses from cached tokens {losses[SHARED]} are not those from images {losses[APART]}"
         )
     counted = (
         step_flops(config, architecture, RANK),
@@ -309,8 +307,8 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
 
 
 def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
-    """A batch of several tasks' images: resumed where a task's network leaves the base, and both
-    run from images."""
+    """Inference on images of several tasks: each network continues the base network's pass, or runs
+    from the images."""
     vit = measure.backbone(name, image_size)
     config = vit.config
     executor = measure.stages(vit)
@@ -321,8 +319,8 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
     drawn = sampled_memory(executor, 9)
     rows = []
     for what, memory, goal in (
-        (f"3 tasks that leave the base at block {same + 1}", planted, INFERENCE),
-        ("9 drawn tasks", drawn, None),
+        (f"3 tasks that leave the base network at block {same + 1}", planted, INFERENCE),
+        ("9 sampled tasks", drawn, None),
     ):
         rng = np.random.default_rng(6)
         tasks = rng.integers(0, len(memory.tasks), num)
@@ -344,7 +342,7 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
         )
         rows.append(
             shared_row(
-                f"inference with the task unknown, {what}, {name}",
+                f"task-agnostic inference, {what}, {name}",
                 medians(times),
                 counted,
                 goal,
@@ -386,7 +384,7 @@ def twice(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.nda
 def compare(
     shared: Callable[[], np.ndarray], apart: Callable[[], np.ndarray], repeats: int
 ) -> dict[str, list[float]]:
-    """Both sides in turns; ValueError unless every pair of results is equal to the last bit."""
+    """Time both sides in turns; ValueError unless every pair of results has equal bits."""
     results: dict[str, list[np.ndarray]] = {SHARED: [], APART: []}
     sides: dict[str, Callable[[], object]] = {
         SHARED: lambda: results[SHARED].append(shared()),

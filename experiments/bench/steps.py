@@ -1,10 +1,10 @@
-"""Supernet steps, fine-tuning steps and candidate evaluation of DeiT-Tiny, beside plain PyTorch
-with timm.
+"""Supernet steps, fine-tuning steps and scoring of candidates with DeiT-Tiny, next to PyTorch with
+timm.
 
     python -m experiments.bench.steps
 
 Both sides have the same weights, images and architectures, and must agree on losses and gradients
-before anything is timed.
+before they are timed.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from cheem_jax.engine.feed import Feed, HostImages
 from cheem_jax.engine.passes import network_features, unwatched
 from cheem_jax.engine.stages import Stages
 from experiments.bench import measure
-from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
+from experiments.bench.measure import Bench, Row, Times, alternate, compare, say
 from experiments.bench.peer import CheemPeer
 
 NUM_DRAWS = 12
@@ -44,11 +44,12 @@ EAGER = "PyTorch eager"
 COMPILED = "torch.compile"
 SINGLE, AUTOCAST = "ours float32", "PyTorch autocast"
 LARGEST_DIFFERENCE = 1e-3
-"""Of losses and gradients between the sides, relative to the largest entry of an array."""
+"""Largest difference of losses and gradients between the sides, relative to the largest entry of an
+array."""
 
 
 class Ours:
-    """The library's side: a fresh task whose blocks hold one expert each."""
+    """Our side: a new task over a pool with one expert per block."""
 
     def __init__(self, executor: Stages, images: np.ndarray, labels: np.ndarray):
         self.executor, self.labels = executor, labels
@@ -60,12 +61,12 @@ class Ours:
         self.fill_pairs()
 
     def keep(self, prefix) -> Feed:
-        """Tokens behind frozen blocks, as training keeps them."""
+        """Tokens after frozen blocks, cached as in training."""
         return measure.kept(self.executor, self.pixels, prefix, batch_size=len(self.labels))
 
     def fill_pairs(self) -> None:
-        """Make all learners, with pairs that are not zero: else half of their gradients would
-        be."""
+        """Make all learners, with nonzero pairs, because half of the gradients of a zero pair are
+        zero."""
         num = self.executor.num_blocks
         both = [(Choice("adapt", 0),) * num, (Choice("new"),) * num]
         state = self.supernet.with_learners(self.fitting.state, both)
@@ -77,7 +78,7 @@ class Ours:
         self.fitting.state = state._replace(learners=learners)
 
     def step(self, architecture: Architecture, feed: Feed) -> None:
-        """One step of training, waited for."""
+        """Run one training step to its end."""
         num = len(self.labels)
         (batch,) = batches(np.arange(num), num)
         measure.step(
@@ -88,7 +89,7 @@ class Ours:
         )
 
     def hand_over(self, peer: CheemPeer) -> None:
-        """Give a peer all that is learned."""
+        """Copy all learned parameters to a peer."""
         learned = {
             (block, choice.kind): own.params
             for (block, choice), own in self.fitting.state.learners.items()
@@ -97,7 +98,7 @@ class Ours:
 
 
 def goal() -> float:
-    """How many times as fast as PyTorch, eager and compiled; PyTorch's kernels are better on
+    """Required speed relative to PyTorch, eager and compiled; PyTorch's kernels are faster on
     Intel's processors."""
     return 1.5 if "Intel" in measure.machine()["cpu"] else 1.8
 
@@ -115,12 +116,12 @@ def main(settings: Bench) -> None:
     checks = {}
     samples = {}
     for num in sizes:
+        is_first = num == sizes[0]
         images, labels = data(num, pretrained.config)
         ours = Ours(executor, images, labels)
-        if num == sizes[0]:
-            checks = agree(
-                ours, peers[EAGER], architectures[: 2 if settings.quick else 4], images, labels
-            )
+        if is_first:
+            some = architectures[: 2 if settings.quick else 4]
+            checks = agree(ours, peers[EAGER], some, images, labels)
         prepare(ours.executor, ours.supernet, num)
         warm = warm_compiled(peers, architectures, images, labels)
         sides: dict[str, Callable[[Architecture], object]] = {
@@ -129,46 +130,25 @@ def main(settings: Bench) -> None:
         }
         for name, peer in peers.items():
             sides[name] = lambda a, peer=peer, x=images, y=labels: peer.step(a, x, y, NUM_CLASSES)
-        times = over_draws(sides, architectures, rounds if num == sizes[0] else 1)
-        samples[f"supernet step, {num}"] = times
-        what = f"supernet step, {num} images, float32"
+        what = f"supernet step, {num} images"
         flops = num * mean_flops(pretrained.config, architectures)
-        share = measure.share_of_peak(flops, statistics.mean(times[OURS]))
-        rows += compare(
-            what, medians(times), goal(), share, f"torch.compile's programs took {warm:.0f} s"
-        )
-        if num == sizes[0]:
-            found = finetuning(ours, peers, images, labels)
+        times = over_draws(sides, architectures, rounds if is_first else 1)
+        samples[f"supernet step, {num}"] = times
+        note = f"compiling by torch.compile took {warm:.0f} s"
+        rows += against_torch(f"{what}, float32", times, flops, note)
+        if is_first:
             fine = f"fine-tuning step, {num} images, float32"
-            samples[fine] = found
-            architecture = finetuned(depth)
-            flops = num * measure.step_flops(pretrained.config, architecture, RANK, begin=2)
-            share = measure.share_of_peak(flops, medians(found)[OURS])
-            rows += compare(fine, medians(found), goal(), share)
-            found = bfloat16(pretrained, ours, architectures, images, labels, rounds)
-            samples["bfloat16"] = found
-            seconds = medians(found)
-            what = f"supernet step, {num} images"
-            share = measure.share_of_peak(
-                num * mean_flops(pretrained.config, architectures),
-                statistics.mean(found[OURS]),
-                "bfloat16",
-            )
-            rows.append(
-                Row(
-                    f"{what}, bfloat16, against {AUTOCAST}",
-                    seconds,
-                    ratio(seconds, AUTOCAST, OURS),
-                    share=share,
-                )
-            )
-            rows.append(
-                Row(
-                    f"{what}, our float32 against {AUTOCAST}",
-                    seconds,
-                    ratio(seconds, AUTOCAST, SINGLE),
-                )
-            )
+            samples[fine] = times = finetuning(ours, peers, images, labels)
+            tuned = measure.step_flops(pretrained.config, finetuned(depth), RANK, begin=2)
+            rows += against_torch(fine, times, num * tuned)
+            times = bfloat16(pretrained, ours, architectures, images, labels, rounds)
+            samples["bfloat16"] = times
+            half = f"{what}, bfloat16, against {AUTOCAST}"
+            single = f"{what}, our float32 against {AUTOCAST}"
+            rows += [
+                compare(half, times, AUTOCAST, OURS, flops=flops, precision="bfloat16"),
+                compare(single, times, AUTOCAST, SINGLE),
+            ]
     row, samples["candidates"] = evaluation(executor, peers[EAGER], settings.quick)
     forward, samples["forward passes"] = forward_passes(pretrained, peers, settings.quick)
     measure.save(
@@ -192,7 +172,7 @@ def over_draws(
     architectures: Sequence[Architecture],
     rounds: int,
 ) -> dict[str, list[float]]:
-    """Every side steps through the same architectures, in turns."""
+    """Time all sides in turns over the same architectures."""
 
     def in_order(side: Callable[[Architecture], object]) -> Callable[[], object]:
         following = itertools.cycle(architectures)
@@ -203,25 +183,21 @@ def over_draws(
     )
 
 
-def compare(
-    what: str, seconds: dict[str, float], goal: float, share: float, note: str = ""
-) -> list[Row]:
-    """Ours against each of PyTorch's ways."""
+def against_torch(what: str, times: Times, flops: float, note: str = "") -> list[Row]:
+    """Ours against eager and compiled PyTorch."""
     return [
-        Row(f"{what}, against {EAGER}", seconds, ratio(seconds, EAGER, OURS), goal, share=share),
-        Row(
-            f"{what}, against {COMPILED}", seconds, ratio(seconds, COMPILED, OURS), goal, note=note
-        ),
+        compare(f"{what}, against {EAGER}", times, EAGER, OURS, goal(), flops=flops),
+        compare(f"{what}, against {COMPILED}", times, COMPILED, OURS, goal(), note=note),
     ]
 
 
 def mean_flops(config: ViTConfig, architectures: Sequence[Architecture]) -> float:
-    """FLOPs of one image's training step from kept tokens, on average."""
+    """Mean FLOPs of a training step on one image from cached tokens."""
     return statistics.mean(measure.step_flops(config, one, RANK, begin=0) for one in architectures)
 
 
 def finetuned(depth: int) -> Architecture:
-    """A network that learns from its third block on."""
+    """A network whose first op that learns is in its third block."""
     reuse, adapt = Choice("reuse", 0), Choice("adapt", 0)
     pattern = [reuse, reuse, adapt, Choice("skip"), Choice("new"), reuse]
     return tuple(pattern[block % len(pattern)] for block in range(depth))
@@ -230,7 +206,7 @@ def finetuned(depth: int) -> Architecture:
 def finetuning(
     ours: Ours, peers: dict[str, CheemPeer], images: np.ndarray, labels: np.ndarray
 ) -> dict[str, list[float]]:
-    """One architecture throughout, from the tokens that it leaves unchanged."""
+    """Time fine-tuning of one architecture from the tokens after its frozen prefix."""
     architecture = finetuned(ours.executor.num_blocks)
     unchanged = ours.keep(frozen_prefix(ours.supernet, architecture))
     sides: dict[str, Callable[[], object]] = {
@@ -245,7 +221,7 @@ def finetuning(
 def bfloat16(
     pretrained: Pretrained, ours: Ours, architectures, images, labels, rounds: int
 ) -> dict[str, list[float]]:
-    """The same steps with bfloat16 operands."""
+    """Time the supernet steps with bfloat16 operands."""
     half = Ours(make_executor(pretrained, "bfloat16"), images, labels)
     prepare(half.executor, half.supernet, len(labels))
     peer = make_peer(pretrained, precision="bfloat16")
@@ -260,7 +236,7 @@ def bfloat16(
 def evaluation(
     executor: Stages, peer: CheemPeer, quick: bool
 ) -> tuple[Row, dict[str, list[float]]]:
-    """Right answers of candidates, as a generation of the search scores them."""
+    """Time counting correct predictions of candidates, as for a generation of the search."""
     num_candidates, num_images = (4, 8) if quick else (20, 64)
     images, labels = data(num_images, executor.config)
     ours = Ours(executor, images, labels)
@@ -283,26 +259,23 @@ def evaluation(
     }
     times = alternate(sides, 1 if quick else 2)
     differing = int(np.abs(found["ours"] - found["peer"]).sum())
-    # images whose two best classes lie within rounding may go either way
+    # rounding can change the prediction if two logits are nearly equal
     if differing > max(1, num_candidates * num_images // 100):
         raise ValueError(f"right answers differ by {differing} of {num_candidates * num_images}")
     note = (
-        f"ours shares prefixes and begins at kept tokens; {differing} of"
+        f"ours shares prefixes and begins at cached tokens; {differing} of"
         f" {num_candidates * num_images} answers differ"
     )
-    seconds = medians(times)
     what = f"{num_candidates} candidates on {num_images} images, float32, against {EAGER}"
     networks = [dense_network(ours.supernet, ours.fitting.state, row, {}) for row in codes]
-    share = measure.share_of_peak(
-        num_images * measure.tree_flops(executor.config, networks), seconds[OURS]
-    )
-    return Row(what, seconds, ratio(seconds, EAGER, OURS), goal(), share=share, note=note), times
+    flops = num_images * measure.tree_flops(executor.config, networks)
+    return compare(what, times, EAGER, OURS, goal(), flops=flops, note=note), times
 
 
 def forward_passes(
     pretrained: Pretrained, peers: dict[str, CheemPeer], quick: bool
 ) -> tuple[list[Row], dict[str, list[float]]]:
-    """The plain backbone over a data set in batches, in both precisions; bfloat16 on both sides."""
+    """Time the backbone over a data set in batches, in both precisions."""
     num, batch = (8, 4) if quick else (128, 32)
     images, _ = data(num, pretrained.config)
     base = (Choice("reuse", 0),) * pretrained.config.depth
@@ -318,27 +291,14 @@ def forward_passes(
     for name, peer in ((AUTOCAST, half), (EAGER, peers[EAGER])):
         sides[name] = lambda peer=peer: peer.forward(base, images, batch)
     times = alternate(sides, 1 if quick else 7)
-    seconds = medians(times)
     what = f"forward passes, {num} images"
     flops = num * measure.separate_flops(pretrained.config, [network], from_images=True)
-    shares = {
-        name: measure.share_of_peak(flops, seconds[name], own) for name, own in halves.items()
-    }
+    single = f"{what}, float32, against {EAGER}"
+    half = f"{what}, bfloat16, against our float32"
     rows = [
-        Row(
-            f"{what}, float32, against {EAGER}",
-            seconds,
-            ratio(seconds, EAGER, SINGLE),
-            share=shares[SINGLE],
-        ),
-        Row(
-            f"{what}, bfloat16, against our float32",
-            seconds,
-            ratio(seconds, SINGLE, OURS),
-            1.6,
-            share=shares[OURS],
-        ),
-        Row(f"{what}, bfloat16, against {AUTOCAST}", seconds, ratio(seconds, AUTOCAST, OURS), 1.0),
+        compare(single, times, EAGER, SINGLE, flops=flops),
+        compare(half, times, SINGLE, OURS, 1.6, flops=flops, precision="bfloat16"),
+        compare(f"{what}, bfloat16, against {AUTOCAST}", times, AUTOCAST, OURS, 1.0),
     ]
     return rows, times
 
@@ -346,7 +306,7 @@ def forward_passes(
 def agree(
     ours: Ours, peer: CheemPeer, architectures: Sequence[Architecture], images, labels
 ) -> dict[str, float]:
-    """Losses and gradients of both sides; ValueError where they differ."""
+    """Compare losses and gradients of both sides; ValueError if they differ."""
     ours.hand_over(peer)
     largest = {"loss": 0.0, "gradient": 0.0}
     weights = np.full(len(labels), 1 / len(labels), np.float32)
@@ -374,8 +334,7 @@ def agree(
 
 
 def checked(part: str, largest: dict[str, float]) -> dict[str, float]:
-    """Largest relative differences from PyTorch; ValueError where the sides compute something
-    else."""
+    """Check the largest relative differences from PyTorch; ValueError if one is too large."""
     if max(largest.values()) > LARGEST_DIFFERENCE:
         raise ValueError(
             f"loss and gradients differ from PyTorch's by {largest}; at most {LARGEST_DIFFERENCE}"
@@ -387,14 +346,14 @@ def checked(part: str, largest: dict[str, float]) -> dict[str, float]:
 def warm_compiled(
     peers: dict[str, CheemPeer], architectures: Sequence[Architecture], images, labels
 ) -> float:
-    """Let torch.compile see every architecture once; returns the seconds that took."""
+    """Compile every architecture by torch.compile; return the seconds."""
     if COMPILED not in peers:
         return 0.0
     start = time.perf_counter()
     try:
         for architecture in architectures:
             peers[COMPILED].step(architecture, images, labels, NUM_CLASSES)
-    # the compiler calls others, which fail in many ways; all mean that it cannot be used
+    # the compiler depends on other tools, which fail in many ways
     except Exception as error:
         say(
             f"steps: torch.compile does not work here ({str(error).splitlines()[0]}), so its side"
@@ -405,7 +364,7 @@ def warm_compiled(
 
 
 def make_executor(pretrained: Pretrained, precision: Precision) -> Stages:
-    """The library's executor for training on a CPU."""
+    """Our executor for training on a CPU."""
     config = dataclasses.replace(pretrained.config, precision=precision)
     return measure.stages(dataclasses.replace(pretrained, config=config))
 

@@ -1,12 +1,12 @@
-"""Learning a whole task of DeiT-Tiny at 224 pixels, beside the same procedure written plainly with
-PyTorch and timm.
+"""Learning a whole task with DeiT-Tiny at 224 pixels, next to the same procedure in PyTorch with
+timm.
 
     python -m experiments.bench.tasks
 
-Ours learns a task as the first one of a memory and notes what it sampled: an architecture per step,
-the candidates of every generation, the target network. The peer then does the same work with the
-same draws: similarity, supernet, search, fine-tuning, mean tokens and router. Budgets are a quarter
-of the presets', so that shares stay about as they are. Images come from the folder CHEEM_SHARED.
+Ours learns a task as the first one of a memory and records its samples: an architecture per step,
+the candidates of every generation, the target network. The peer then does the same work with these
+samples: similarity, supernet, search, fine-tuning, mean tokens and router. Budgets are a quarter of
+the presets', which keeps the shares of the phases. Images are read from the folder CHEEM_SHARED.
 """
 
 import dataclasses
@@ -46,11 +46,11 @@ from experiments.bench.peer import TaskPeer
 OURS, PEER = "ours", "PyTorch eager"
 TASKS = ("flowers12", "gtsrb")
 EXPERT = Expert(jnp.zeros((1, 1)), jnp.zeros(1))
-"""Stands for any expert where only FLOPs are counted."""
+"""Placeholder of an expert for counting FLOPs."""
 
 
 def fewer(config: CheemConfig, supernet: int, finetune: int, **search: int) -> CheemConfig:
-    """The same with fewer epochs and candidates."""
+    """The same settings with fewer epochs and candidates."""
     return dataclasses.replace(
         config,
         supernet=dataclasses.replace(config.supernet, epochs=supernet),
@@ -63,24 +63,24 @@ BUDGETS = {
     "the paper's search": (fewer(QUICK, 2, 2, generations=2), 2.0),
     "the search of quick_plus": (fewer(QUICK_PLUS, 1, 3, population=8, num_parents=4), 3.0),
 }
-"""Settings and goal: how many times as fast as PyTorch."""
+"""Settings, and the required speed relative to PyTorch."""
 
 
 @dataclasses.dataclass
 class Plan:
-    """What one task's learning sampled."""
+    """The samples of learning one task."""
 
     supernet: list[Architecture] = dataclasses.field(default_factory=list)
     """One architecture per step."""
     generations: list[list[Architecture]] = dataclasses.field(default_factory=list)
     scored: np.ndarray = dataclasses.field(default_factory=lambda: np.arange(0))
-    """Rows of training images that the score looks at."""
+    """Rows of the training images that the score uses."""
     target: Architecture = ()
-    """The network that is fine-tuned."""
+    """The target network."""
 
 
 class Noting(Cheem):
-    """The learner, noting what it samples."""
+    """A learner that records its samples."""
 
     plan: Plan
 
@@ -135,8 +135,7 @@ def main(settings: Bench) -> None:
     checks = {}
     for task, (what, (config, goal)) in itertools.product(tasks, BUDGETS.items()):
         learner = functools.partial(new_learner, executor, config)
-        # compiles what the task calls; what compiling costs is a row of its own benchmark
-        # (`demo_compile`)
+        # compile first, because `demo_compile` measures compilation
         learner().learn(shortened(task, 2 * config.batch_size), Session())
         start = time.perf_counter()
         ours = learner()
@@ -145,12 +144,14 @@ def main(settings: Bench) -> None:
         start = time.perf_counter()
         spent, features = replay(pretrained, ours.plan, config, task, ours.keys)
         theirs = time.perf_counter() - start
-        known = ours.features.encoder.features(task.train.images[:32], batch_size=config.batch_size)
-        checks[f"{task.name}, {what}"] = difference = measure.difference(features[:32], known)
+        expected = ours.features.encoder.features(
+            task.train.images[:32], batch_size=config.batch_size
+        )
+        checks[f"{task.name}, {what}"] = difference = measure.difference(features[:32], expected)
         if difference > 1e-3:
             raise ValueError(f"features differ from PyTorch's by {difference}; at most 1e-3")
         phases.append({"task": task.name, "search": what, OURS: report["seconds"], PEER: spent})
-        share = measure.share_of_peak(flops_of(pretrained, ours.plan, config, task), own)
+        share = flops_of(pretrained, ours.plan, config, task) / own / measure.matrix_peak("float32")
         title = f"learning {task.name}, {len(task.train.labels):,} images, {what}, against {PEER}"
         rows.append(Row(title, {OURS: own, PEER: theirs}, theirs / own, goal, share=share))
         if config.score == "closed_form":
@@ -167,7 +168,7 @@ def main(settings: Bench) -> None:
                 )
             )
         measure.say(f"tasks: {title}: {theirs / own:.2f} ({own:.1f} and {theirs:.1f} s)")
-        # after each, as a task takes minutes
+        # after each task, because it takes minutes
         measure.save(
             settings.out,
             "tasks",
@@ -180,7 +181,7 @@ def main(settings: Bench) -> None:
 
 
 def flops_of(pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task) -> float:
-    """FLOPs of all forward and backward passes as ours runs them, shared prefixes once."""
+    """FLOPs of all forward and backward passes of our side, with shared prefixes once."""
     vit = pretrained.config
     num = len(task.train.labels)
     num_val = len(task.val.labels)
@@ -214,7 +215,7 @@ def flops_of(pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task
 
 
 def head_seconds(pretrained: Pretrained, plan: Plan, task: Task) -> float:
-    """Seconds of fitting one candidate's head in closed form; random features take as long."""
+    """Seconds to fit one candidate's head in closed form, with random features."""
     num = len(plan.scored) + len(task.val.labels)
     num_outputs = next_power_of_two(len(task.classes))
     rows = np.arange(next_power_of_two(num))
@@ -246,18 +247,18 @@ def real_tasks() -> Sequence[Task]:
 
 
 def small_tasks() -> Sequence[Task]:
-    """Generated ones, to see whether everything runs."""
+    """A generated task, to test that everything runs."""
     return demo_stream(num_train=64, num_val=32, num_test=32).tasks[:1]
 
 
 def shortened(task: Task, num: int | None) -> Task:
-    """The task with its images in memory; of training and validation images as many as hold every
-    class and `num`."""
+    """The task with its images in memory, and with the first `num` training and validation images
+    and one of every class."""
 
     def cut(split: Split) -> Split:
         firsts = np.unique(split.labels, return_index=True)[1]
-        kept = np.unique(np.concatenate([firsts, np.arange(len(split.labels))[:num]]))
-        return Split(np.asarray(split.images[kept]), split.labels[kept])
+        rows = np.unique(np.concatenate([firsts, np.arange(len(split.labels))[:num]]))
+        return Split(np.asarray(split.images[rows]), split.labels[rows])
 
     return dataclasses.replace(task, train=cut(task.train), val=cut(task.val))
 
@@ -271,14 +272,14 @@ def new_learner(executor: Any, config: CheemConfig) -> Noting:
 def replay(
     pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task, keys: Keys
 ) -> tuple[dict[str, float], np.ndarray]:
-    """The same work in PyTorch; seconds by phase, and the router's features `[N, D]`."""
+    """Repeat the work in PyTorch; return seconds by phase and the router's features `[N, D]`."""
     spent: dict[str, float] = {}
 
     def timed(phase: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
-        found = work()
+        result = work()
         spent[phase] = spent.get(phase, 0.0) + time.perf_counter() - start
-        return found
+        return result
 
     num_classes = len(task.classes)
     batch = config.batch_size

@@ -127,7 +127,7 @@ def test_generated_photographs_are_all_different_and_about_as_large_as_real_ones
 
 def test_other_work_is_refused_unless_it_is_allowed(monkeypatch):
     monkeypatch.setattr(measure, "other_work", lambda: 0.35)
-    monkeypatch.setattr(measure, "_found", {})
+    monkeypatch.setattr(measure, "_load", {})
     with pytest.raises(ValueError, match="other programs use 35 % of the processors.*--loaded"):
         measure.alone(measure.Bench())
     measure.alone(measure.Bench(loaded=True))

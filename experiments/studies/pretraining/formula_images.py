@@ -1,9 +1,8 @@
-"""Images made from formulas alone, for pretraining without photographs: 480 classes in six
-families.
+"""Images made from formulas, for pretraining without photographs: 480 classes in six families.
 
-A class is a set of formula parameters; its images differ by jittered parameters, pose, colours,
-background and noise. The idea is that of formula-driven supervised learning (databases of fractals,
-radial contours and tilings); the families here are small ones of our own, chosen for 32x32 pixels.
+A class is a set of formula parameters; its images differ in jittered parameters, pose, colours,
+background and noise. The idea is formula-driven supervised learning (databases of fractals, radial
+contours and tilings); these families are small and designed for 32x32 pixels.
 """
 
 import os
@@ -17,13 +16,13 @@ from jaxtyping import Float, Int32, UInt8
 SIZE = 32
 """Pixels of a side."""
 Fields = Float[np.ndarray, "N S S"]
-"""In [0, 1] unless said otherwise; pixel positions lie in [-1, 1]^2."""
+"""Values in [0, 1]; pixel positions are in [-1, 1]^2."""
 Colours = Float[np.ndarray, "N S S 3"]
 
 
 def grid(rng: np.random.Generator, count: int, *, turn: float, zoom: float, shift: float):
-    """x, y of every pixel [N S S] in a frame turned (radians), zoomed (log) and shifted at
-    random."""
+    """x and y of every pixel [N S S] in a randomly rotated (radians), zoomed (log) and shifted
+    frame."""
     line = (np.arange(SIZE, dtype=np.float32) + 0.5) * (2 / SIZE) - 1
     angle = rng.uniform(-turn, turn, (count, 1, 1)).astype(np.float32)
     scale = np.exp(rng.uniform(-zoom, zoom, (2, count, 1, 1))).astype(np.float32)
@@ -35,7 +34,7 @@ def grid(rng: np.random.Generator, count: int, *, turn: float, zoom: float, shif
 
 
 def two_colours(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two colours [N 1 1 3] apart in lightness; a quarter grey, a tenth white on black."""
+    """Two colours [N 1 1 3] of different lightness; a quarter are grey, a tenth white on black."""
     back, front = rng.uniform(0, 1, (2, count, 1, 1, 3)).astype(np.float32)
     grey = rng.uniform(0, 1, (count, 1, 1, 1)) < 0.25
     back = np.where(grey, back.mean(-1, keepdims=True), back)
@@ -64,7 +63,7 @@ def filtered(rng: np.random.Generator, gain: np.ndarray) -> Fields:
 
 
 def figure(rng: np.random.Generator, mask: Fields) -> Colours:
-    """A coloured figure before a flat, shaded or rough background."""
+    """A coloured figure on a flat, shaded or rough background."""
     count = len(mask)
     back, front = two_colours(rng, count)
     x, y = grid(rng, count, turn=np.pi, zoom=0.0, shift=0.0)
@@ -76,7 +75,7 @@ def figure(rng: np.random.Generator, mask: Fields) -> Colours:
 
 
 def ramp(rng: np.random.Generator, field: Fields) -> Colours:
-    """A texture coloured between two colours, with a third in the middle for a third of the
+    """A texture between two colours, with a third colour in the middle for a third of the
     images."""
     back, front = two_colours(rng, len(field))
     middle = rng.uniform(0, 1, (len(field), 1, 1, 3)).astype(np.float32)
@@ -99,11 +98,11 @@ class Family(NamedTuple):
     render: Callable[[np.random.Generator, Params], Colours]
 
 
-# Iterated function systems: the points that random affine maps bring forth
+# Iterated function systems: points of random affine maps
 
 
 def draw_fractals(rng: np.random.Generator, count: int) -> Params:
-    """Systems of 2 to 5 contracting maps whose picture fills 12 to 60 % of the pixels."""
+    """Systems of 2 to 5 contracting maps whose image fills 12 to 60 % of the pixels."""
     tried = 8 * count
     turns, flips = rng.uniform(-np.pi, np.pi, (2, tried, 5))
     first, second = rng.uniform(0.25, 0.85, (2, tried, 5))
@@ -124,7 +123,8 @@ def draw_fractals(rng: np.random.Generator, count: int) -> Params:
 
 
 def fractal_masks(rng: np.random.Generator, params: Params, *, jitter: float) -> Fields:
-    """The chaos game: 48 points per image take 60 random maps each; the first 10 are not drawn."""
+    """The chaos game: 60 random maps for each of 48 points per image; the first 10 points are not
+    shown."""
     count = len(params["maps"])
     chains = 48
     maps = params["maps"] + jitter * rng.normal(0, 1, params["maps"].shape)
@@ -202,7 +202,9 @@ def render_contours(rng: np.random.Generator, params: Params) -> Colours:
 
 def draw_strokes(rng: np.random.Generator, count: int) -> Params:
     points = rng.uniform(-0.8, 0.8, (count, 3, 4, 2))
-    joined = rng.uniform(0, 1, (count, 2)) < 0.5  # a stroke may start where the one before ends
+    joined = (
+        rng.uniform(0, 1, (count, 2)) < 0.5
+    )  # a stroke can start at the end of the previous one
     for k in (1, 2):
         points[:, k, 0] = np.where(joined[:, k - 1, None], points[:, k - 1, 3], points[:, k, 0])
     straight = rng.uniform(0, 1, (count, 3, 1)) < 0.4
@@ -210,9 +212,7 @@ def draw_strokes(rng: np.random.Generator, count: int) -> Params:
         line = points[:, :, 0] + (points[:, :, 3] - points[:, :, 0]) * k / 3
         points[:, :, k] = np.where(straight, line, 1.3 * points[:, :, k])
     used = np.arange(3) < rng.choice([1, 2, 2, 3], (count, 1))
-    points = np.where(
-        used[..., None, None], points, points[:, :1]
-    )  # an unused stroke repeats the first
+    points = np.where(used[..., None, None], points, points[:, :1])  # unused: repeat the first
     low = points.min((1, 2), keepdims=True)
     high = points.max((1, 2), keepdims=True)
     points = (points - (low + high) / 2) * 0.72 / (np.max(high - low, -1, keepdims=True) / 2 + 1e-6)
@@ -224,7 +224,7 @@ def render_strokes(rng: np.random.Generator, params: Params) -> Colours:
     count = len(points)
     segments = 7
     jittered = points + rng.normal(0, 0.06, points.shape)
-    same = (points == points[:, :1]).all((2, 3))[..., None, None]  # repeats stay repeats
+    same = (points == points[:, :1]).all((2, 3))[..., None, None]  # repeated strokes stay equal
     jittered = np.where(same, jittered[:, :1], jittered)
     t = np.linspace(0, 1, segments + 1)[:, None]
     basis = np.concatenate([(1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3], -1)
@@ -312,8 +312,7 @@ def render_noises(rng: np.random.Generator, params: Params) -> Colours:
     return ramp(rng, np.clip(field, 0, 1).astype(np.float32))
 
 
-# Mosaics: Voronoi cells in the class's own colours, the family that only colour and cell size tell
-# apart
+# Mosaics: Voronoi cells in colours of the class
 
 
 def draw_mosaics(rng: np.random.Generator, count: int) -> Params:
@@ -365,8 +364,7 @@ NUM_CLASSES = sum(family.num_classes for family in FAMILIES)
 def formula_images(
     seed: int, per_class: int, *, chunk: int = 512
 ) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, "N"]]:
-    """`per_class` images of every class, class by class; the same arguments give the same
-    images."""
+    """`per_class` images of every class, class by class, a function of its arguments alone."""
     jobs = []
     first = 0
     for index, family in enumerate(FAMILIES):
@@ -385,8 +383,6 @@ def formula_images(
         images += rng.normal(0, 1, images.shape) * rng.uniform(0, 0.06, (len(rows), 1, 1, 1))
         return np.round(np.clip(images, 0, 1) * 255).astype(np.uint8)
 
-    with ThreadPoolExecutor(
-        os.cpu_count()
-    ) as threads:  # NumPy lets go of the lock inside its loops
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # NumPy releases the lock in its loops
         images = np.concatenate(list(threads.map(make, jobs)))
     return images, np.concatenate([labels for _, _, _, labels, _ in jobs]).astype(np.int32)
