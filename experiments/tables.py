@@ -276,9 +276,8 @@ def grids_of(name: str, ours: Ours) -> list[Grid]:
 def _grid(name: str, place: tuple[str, str], theirs: Mapping[Cell, Printed], ours: Ours) -> Grid:
     layout = LAYOUTS[name]
     if name == "training_time":  # phases are rows, like methods
-        theirs, ours = (
-            {_phase_as_row(cell): v for cell, v in side.items()} for side in (theirs, ours)
-        )
+        theirs = {_phase_as_row(cell): number for cell, number in theirs.items()}
+        ours = {_phase_as_row(cell): numbers for cell, numbers in ours.items()}
     methods = list(METHODS)
     by_method = sorted(ours, key=lambda cell: methods.index(cell.method))
     cells = [cell for cell in (*theirs, *by_method) if (cell.stream, cell.backbone) == place]

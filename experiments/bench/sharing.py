@@ -2,8 +2,8 @@
 
     python -m experiments.bench.sharing
 
-Both sides must compute the same bits. The ceiling of a ratio is the ratio of FLOPs (with attention
-products, the last block for the CLS token alone).
+Both sides must compute the same bits, inference the same features up to rounding. The ceiling of a
+ratio is the ratio of FLOPs (with attention products, the last block for the CLS token alone).
 """
 
 import itertools
@@ -331,6 +331,7 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
             lambda inference=inference, tasks=tasks: resumed(inference, images, tasks),
             lambda inference=inference, tasks=tasks: twice(inference, images, tasks),
             repeats,
+            1e-3,  # batches and groups have different sizes, so the last bits differ
         )
         routed = [[inference.base, networks.network(task)] for task in tasks]
         counted = (
@@ -353,16 +354,16 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
 
 
 def resumed(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.ndarray:
-    """The library's features behind a router that returns the true tasks."""
+    """The library's features with a router that returns `tasks`."""
     feed = HostImages(inference.executor, images)
     return inference.features(feed, len(images), lambda features: tasks[: len(features)])
 
 
 def twice(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.ndarray:
-    """The same features from two full forward passes: the base's for the router, then each group's
-    from its images."""
+    """The same features from two full forward passes: the base network's, then each task's from its
+    images."""
     executor = inference.executor
-    found = np.zeros((len(images), executor.config.width), np.float32)
+    result = np.zeros((len(images), executor.config.width), np.float32)
     features = []
     for batch in batches(np.arange(len(images)), inference.rows):
         last = executor.advance(
@@ -376,15 +377,19 @@ def twice(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.nda
         done = 0
         for padded, size in pieces(rows, inference.sizes):
             last = executor.advance(network, executor.begin(images[padded]), executor.num_blocks)
-            found[rows[done : done + size]] = np.asarray(executor.features(last.values))[:size]
+            result[rows[done : done + size]] = np.asarray(executor.features(last.values))[:size]
             done += size
-    return found
+    return result
 
 
 def compare(
-    shared: Callable[[], np.ndarray], apart: Callable[[], np.ndarray], repeats: int
+    shared: Callable[[], np.ndarray],
+    apart: Callable[[], np.ndarray],
+    repeats: int,
+    tolerance: float = 0.0,
 ) -> dict[str, list[float]]:
-    """Time both sides in turns; ValueError unless every pair of results has equal bits."""
+    """Time both sides in turns; ValueError if a pair of results differs by more than
+    `tolerance`."""
     results: dict[str, list[np.ndarray]] = {SHARED: [], APART: []}
     sides: dict[str, Callable[[], object]] = {
         SHARED: lambda: results[SHARED].append(shared()),
@@ -392,7 +397,7 @@ def compare(
     }
     times = measure.alternate(sides, repeats)
     for ours, theirs in zip(results[SHARED], results[APART], strict=True):
-        if not np.array_equal(ours, theirs):
+        if not np.allclose(ours, theirs, rtol=0, atol=tolerance):
             raise ValueError(f"shared and separate work differ: {ours} and {theirs}")
     return times
 

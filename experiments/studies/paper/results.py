@@ -56,7 +56,7 @@ def tables_of(results: Path) -> dict[str, str]:
     cells = load(results)
     rows = rows_of(cells)
     routers, chosen = (
-        json.loads(file.read_text()) if (file := results.with_name(name)).is_file() else []
+        json.loads(file.read_text()) if (file := results.with_name(name)).is_file() else None
         for name in ("routers.json", "chosen.json")
     )
     grids = {"methods": method_grid(rows, cells), "tasks": task_grid(rows)}
@@ -65,7 +65,7 @@ def tables_of(results: Path) -> dict[str, str]:
         grids["claims"] = claims
     if routers:
         grids["routers"] = shown_grid(routers)
-    grids["settings"] = setting_grid(cells, chosen)
+    grids["settings"] = setting_grid(cells, chosen or [])
     return {name: grid.to_markdown() for name, grid in grids.items()}
 
 
