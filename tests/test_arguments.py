@@ -77,7 +77,6 @@ METHODS = st.builds(
     finetune=FITS,
     router=st.builds(RouterConfig, num_centroids=COUNTS),
     batch_size=COUNTS,
-    similarity_images=st.integers(0, 10**6),
     remove=st.sampled_from([(), ("skip",), ("new", "reuse")]),
     weights=st.sampled_from(["initial", "inherited"]),
 )

@@ -22,7 +22,7 @@ from cheem_jax.cheem import learner as learner_module
 from cheem_jax.cheem.config import PAPER, PLUS, PRESETS, QUICK
 from cheem_jax.cheem.evolution import Scored, Searched
 from cheem_jax.cheem.expert_memory import Underway, task_network
-from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cheem.learner import Cheem, expected_seconds
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import dense_expert
 from cheem_jax.data.demo import demo_stream
@@ -106,32 +106,35 @@ def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_sco
     monkeypatch.setattr(learner_module, "time", SimpleNamespace(perf_counter=clock))
     config = dataclasses.replace(small.QUICK, batch_size=8)
     task = small.task("colours", 0)
-    cheem = learner(config)
+    executor = learner(config).executor
     trained = 3 * len(task.train.labels) * (config.supernet.epochs + config.finetune.epochs)
     searched = len(task.val.labels) * config.search.population * config.search.generations
-    assert cheem.expected_seconds(task) == (trained + searched) / 8
+    assert expected_seconds(executor, config, task) == (trained + searched) / 8
 
     # after two epochs of the supernet, and after a generation of the search
     steps = -(-len(task.train.labels) // 8)
     underway = Underway(fits={"supernet": FitState(2 * steps)})
     done = 3 * 2 * len(task.train.labels)
-    assert cheem.expected_seconds(task, underway.saved()) == (trained + searched - done) / 8
+    assert (
+        expected_seconds(executor, config, task, underway.saved())
+        == (trained + searched - done) / 8
+    )
     underway.fits = {"supernet": FitState(config.supernet.epochs * steps)}
     underway.searched = Searched(1, Scored(*[np.zeros(1)] * len(Scored._fields)))
     left = 3 * len(task.train.labels) * config.finetune.epochs
     left += searched - searched // config.search.generations
-    assert cheem.expected_seconds(task, underway.saved()) == left / 8
+    assert expected_seconds(executor, config, task, underway.saved()) == left / 8
 
     # changing eight images takes a second as well
     augmented = trained // 3
     assert (
-        learner(dataclasses.replace(config, augment=True)).expected_seconds(task)
+        expected_seconds(executor, dataclasses.replace(config, augment=True), task)
         == (trained + searched + augmented) / 8
     )
 
     beyond = dataclasses.replace(config, score="closed_form", score_images=5)
     more = 5 * config.search.population * config.search.generations
-    assert learner(beyond).expected_seconds(task) == (trained + searched + more) / 8
+    assert expected_seconds(executor, beyond, task) == (trained + searched + more) / 8
 
 
 @pytest.mark.full

@@ -82,7 +82,7 @@ def test_a_search_that_goes_on_ends_as_one_that_was_not_stopped(generations):
         calls.append(len(genomes))
         return toy_score(genomes)
 
-    again, all_scored = search(key, counted, no_cost, config=config, begun=kept[-1], **SPACE)
+    again, all_scored = search(key, counted, no_cost, config=config, earlier=kept[-1], **SPACE)
     np.testing.assert_array_equal(again, winner)
     chex.assert_trees_all_equal(all_scored, scored)
     assert sum(calls) == 12 * (5 - generations)

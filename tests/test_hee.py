@@ -59,12 +59,9 @@ def test_equal_cosines_give_no_preference():
     np.testing.assert_array_equal(hee.norm_cosine(np.array([[0.5, 0.5]])), [[0, 0]])
 
 
-def test_uniform_covers_all_candidates_or_leaves_adapt_out():
+def test_uniform_covers_all_candidates():
     np.testing.assert_allclose(
         hee.uniform_table([1, 2])[:, :6], [[1 / 4] * 4 + [0] * 2, [1 / 6] * 6]
-    )
-    np.testing.assert_allclose(
-        hee.uniform_table([2], with_adapt=False)[0, :6], [1 / 4, 1 / 4, 0, 0, 1 / 4, 1 / 4]
     )
 
 

@@ -21,8 +21,8 @@ import cheem_jax
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
+from cheem_jax.cheem.closed_form import HeadComparison
 from cheem_jax.cheem.config import DEMO, PRESETS, QUICK, auto
-from cheem_jax.cheem.learner import Compared
 from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.metrics import log_probability
@@ -1299,9 +1299,9 @@ def test_the_network_stays_where_it_is_better_or_the_preset_is_the_papers(tmp_pa
     head = kept.pools.tasks[0].head
     right = (9, 9)
     for found, better in (((9, 8), False), ((8, 9), True)):
-        assert Compared(head, 1.0, 10, found, (-2.0, -1.0)).is_frozen_better == better
-    assert Compared(head, 1.0, 10, right, (-2.0, -1.0)).is_frozen_better
-    assert not Compared(head, 1.0, 10, right, (-1.0, -1.0)).is_frozen_better
+        assert HeadComparison(head, 1.0, 10, found, (-2.0, -1.0)).is_frozen_better == better
+    assert HeadComparison(head, 1.0, 10, right, (-2.0, -1.0)).is_frozen_better
+    assert not HeadComparison(head, 1.0, 10, right, (-1.0, -1.0)).is_frozen_better
     presets = {
         preset: with_fallback(PRESETS.get(preset, QUICK), preset).fallback
         for preset in ("auto", "quick", "paper")

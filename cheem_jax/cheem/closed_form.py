@@ -19,10 +19,11 @@ from cheem_jax.cheem.evolution import Score
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import dense_network
 from cheem_jax.core.keys import next_power_of_two
-from cheem_jax.core.metrics import fit_temperature
+from cheem_jax.core.metrics import fit_temperature, fitted
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Head
+from cheem_jax.core.pool import Head, logits_of
 from cheem_jax.core.settings import Advance
+from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Place
 from cheem_jax.engine.feed import Feed
 from cheem_jax.engine.passes import unwatched
@@ -139,6 +140,58 @@ def ridge_head(
 RIDGE_SCALE = 20.0
 """Logits per unit of a one-hot target, before their temperature is fitted: answers of ridge
 regression are close."""
+
+
+class HeadComparison(NamedTuple):
+    """A learned network next to the frozen backbone with a ridge head; pairs are in this order."""
+
+    head: Head
+    """The ridge head."""
+    penalty: float
+    """Penalty of the ridge head, per training image."""
+    num_images: int
+    """Validation images."""
+    correct: Sequence[float]
+    """Correct predictions on them."""
+    log_probability: Sequence[float]
+    """Mean log-probability of the true class, each with the temperature fitted to the images."""
+
+    @property
+    def is_frozen_better(self) -> bool:
+        """Compare correct predictions; equal numbers are common with few images, and then the
+        log-probability decides."""
+        learned, frozen = zip(self.correct, self.log_probability, strict=True)
+        return frozen > learned
+
+    def report(self, fallback: bool) -> dict[str, Any]:
+        """Return JSON values; accuracies are in [0, 1]."""
+        learned, frozen = (correct / self.num_images for correct in self.correct)
+        return {
+            "validation_images": self.num_images,
+            "network": learned,
+            "frozen": frozen,
+            "penalty": self.penalty,
+            "kept": "frozen" if fallback and self.is_frozen_better else "network",
+        }
+
+
+def compare_heads(
+    features: Float[np.ndarray, "M D"],
+    head: Head,
+    task: Task,
+    frozen_train: Float[np.ndarray, "N D"],
+    frozen_val: Float[np.ndarray, "M D"],
+) -> HeadComparison:
+    """Compare a learned network, by its features of the validation images and its head, with a
+    ridge head on the frozen backbone's features."""
+    labels = task.val.labels
+    frozen, penalty = ridge_head(frozen_train, task.train.labels, len(task.classes))
+    correct, log_probability = zip(
+        fitted(logits_of(features, head), labels),
+        fitted(logits_of(frozen_val, frozen), labels),
+        strict=True,
+    )
+    return HeadComparison(frozen, penalty, len(labels), correct, log_probability)
 
 
 def closed_form_score(

@@ -65,8 +65,6 @@ class ExplorationConfig:
 
     epsilon: float = 0.3
     """eps1: probability that a whole epoch samples uniformly (paper: 0.3)."""
-    over: Literal["uniform", "uniform_without_adapt"] = "uniform"
-    """Uniform over the 2n + 2 candidates, or over Reuse(e), New and Skip only."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon <= 1:
@@ -112,17 +110,10 @@ class CheemConfig:
     than that on the validation images; the paper does not."""
     batch_size: int = 64
     """Images per step; the last, partial batch is padded and masked."""
-    similarity_images: int = 0
-    """Training images that the similarity of tasks looks at, a seeded subsample; 0: all, as in the
-    paper."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}; expected at least 1")
-        if self.similarity_images < 0:
-            raise ValueError(
-                f"similarity_images is {self.similarity_images}; expected 0 (all) or more"
-            )
         if not len(set(self.remove)) == len(self.remove) < len(KINDS):
             raise ValueError(
                 f"remove names {', '.join(self.remove)}; expected some of {', '.join(KINDS)}, each"

@@ -84,18 +84,22 @@ def search(
     num_images: int,
     config: SearchConfig,
     on_generation: Callable[[Searched], object] = lambda searched: None,
-    begun: Searched | None = None,
+    earlier: Searched | None = None,
 ) -> tuple[np.ndarray, Scored]:
-    """The first in rank of all that was evaluated, and everything that was, in order.
+    """Search the architecture with the highest rank; returns its genome and everything scored.
 
-    `score` maps genomes to right answers out of `num_images`, `flops` to their cost. No
-    architecture is scored twice; where the space contains no unseen ones the search stops. A search
-    that resumes from where another stopped (`begun`) ends as one that never did. Raises ValueError
-    where nothing has a finite score.
+    No architecture is scored twice, and the search ends early if none is left. Raises ValueError if
+    no score is finite.
+
+    Args:
+        score: returns the correct predictions of genomes `[P, L]`, out of `num_images`.
+        flops: returns their FLOPs.
+        on_generation: receives the progress after each generation.
+        earlier: the progress of an interrupted search; the result is that of an uninterrupted one.
     """
     num = config.population
     none = np.zeros((0, len(uniform)), np.int32)
-    begin, scored = begun or Searched(0, Scored(none, np.zeros(0), np.zeros(0)))
+    begin, scored = earlier or Searched(0, Scored(none, np.zeros(0), np.zeros(0)))
     seen: set[tuple[int, ...]] = {tuple(genome.tolist()) for genome in scored.genomes}
     for generation in range(begin, config.generations):
         generation_key = key_at(key, generation)

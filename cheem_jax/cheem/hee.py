@@ -87,13 +87,11 @@ def exploit_table(
     return table
 
 
-def uniform_table(sizes: Sequence[int], *, with_adapt: bool = True) -> Float[np.ndarray, "L C"]:
-    """Exploration: uniform over the 2n + 2 candidates, or over Reuse(e), New and Skip only."""
+def uniform_table(sizes: Sequence[int]) -> Float[np.ndarray, "L C"]:
+    """Probabilities under exploration: uniform over the 2n + 2 candidates of each block."""
     table = _empty(sizes)
     for block, n in enumerate(sizes):
         table[block, : num_candidates(n)] = 1.0
-        if not with_adapt:
-            table[block, n : 2 * n] = 0.0
     return table / table.sum(axis=1, keepdims=True)
 
 

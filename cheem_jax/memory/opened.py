@@ -20,6 +20,7 @@ from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.config import auto
 from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cheem.learner import expected_seconds
 from cheem_jax.cheem.saved_memory import open_memory as open_saved
 from cheem_jax.cheem.saved_memory import open_usable
 from cheem_jax.continual import evaluate, learn_task
@@ -581,7 +582,7 @@ class OpenMemory:
         number = self._begin(task, data_sha256, session)
         method = self.config.method
         saved = Rolling(session.root(self._learner.name)).open(number, session.say)
-        seconds = self._learner.expected_seconds(task, saved)
+        seconds = expected_seconds(self.executor, self._learner.config, task, saved)
         session.expect(seconds)
         # in tens of seconds, which claim no more than such an estimate can
         takes = duration(10 * max(math.ceil(seconds / 10), 1))

@@ -184,7 +184,6 @@ def small() -> CheemConfig:
         supernet=dataclasses.replace(preset.supernet, epochs=1),
         search=dataclasses.replace(preset.search, population=6, generations=2, num_parents=2),
         finetune=dataclasses.replace(preset.finetune, epochs=1),
-        similarity_images=32,
     )
 
 
