@@ -142,7 +142,6 @@ PENDING = (
     "export",
     "memory",
     "report",
-    "run",
     "serve",
     "__init__.py",
     "__main__.py",

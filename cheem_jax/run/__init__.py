@@ -1,1 +1,1 @@
-"""What a run keeps: checkpoints, its record, and where it resumes."""
+"""A run: its session, checkpoints, record, results and training loop."""

@@ -1,14 +1,13 @@
-"""What stays on disk: one immutable directory per learned task, holding only what that task added.
+"""Checkpoints: one immutable directory per learned task, which contains the additions of that task.
 
     checkpoints/cheem/003-textures/arrays/        Orbax: new experts, head, centroids, means
     checkpoints/cheem/003-textures/task.json      names, classes, architecture, experts
-    checkpoints/cheem/003-textures/manifest.json  a hash per file, against damage, and the content
-    hash
+    checkpoints/cheem/003-textures/manifest.json  a hash per file and the content hash
 
-A directory appears under its final name only when it is complete and on the disk, so an interrupted
-write is never read. Opening it compares every file with the manifest, and what was read with the
-content hash. That one says what a checkpoint *is*: equal for equal arrays and metadata, whatever
-Orbax calls its files.
+A directory gets its final name when it is complete and synced to the disk, so a partial write is
+never read. Loading compares every file with the manifest and the arrays with the content hash. The
+content hash identifies a checkpoint: it is equal for equal arrays and metadata, and independent of
+Orbax's file names.
 """
 
 import contextlib
@@ -38,29 +37,29 @@ Arrays = Mapping[str, Any]
 
 
 def task_directory(root: Path, index: int, name: str) -> Path:
-    """Where task `index` of a method's checkpoints lives."""
+    """Return the directory of task `index` of a method."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "task"
     return root / f"{index:03d}-{slug}"
 
 
 class CorruptedCheckpoint(ValueError):
-    """A checkpoint with a missing or changed file, or bytes that do not parse; only a copy brings
-    it back."""
+    """A checkpoint with a missing or changed file, or with bytes that do not parse; it can only be
+    restored from a copy."""
 
 
 def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
-    """Write one task's arrays and metadata; refuses to touch a directory that exists.
+    """Write one task's arrays and metadata into a directory that does not exist yet.
 
-    In a job of several processes, which all hold them, the first one writes and the others wait.
-    Raises OSError where it cannot be written, and then leaves nothing.
+    In a job of several processes, the first one writes and the others wait. Raises OSError if the
+    checkpoint cannot be written, and leaves no file in that case.
     """
-    # late, here and below: JAX and Orbax take long to import, and whoever only reads hashes and
-    # names needs neither
+    # imported late, here and below: JAX and Orbax are slow to import, and reading hashes and names
+    # needs neither
     from cheem_jax.engine import hosts
 
     directory = absolute(directory)
-    found = hosts.fetch(dict(arrays))
-    hosts.first_does(lambda: _write(directory, found, meta))
+    fetched = hosts.fetch(dict(arrays))
+    hosts.first_does(lambda: _write(directory, fetched, meta))
 
 
 def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
@@ -70,14 +69,15 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
 
     if directory.exists():
         raise FileExistsError(f"{directory} exists already; a learned task is never overwritten")
-    for left in directory.parent.glob(f".{directory.name}.*partial"):
-        shutil.rmtree(left, ignore_errors=True)
-    # of this attempt alone, whatever one that failed still writes
+    for remainder in directory.parent.glob(f".{directory.name}.*partial"):
+        shutil.rmtree(remainder, ignore_errors=True)
+    # a name of this attempt alone: threads of a failed attempt can still write into its own
+    # directory
     partial = directory.with_name(f".{directory.name}.{os.getpid()}-{next(_ATTEMPTS)}.partial")
     meta = {"format": FORMAT, **meta}
     try:
         partial.mkdir(parents=True)
-        # Orbax logs a failing disk as pages of tracebacks; the exception that follows says it once
+        # Orbax logs a failing disk as pages of tracebacks; the exception below says it once
         logger = logging.getLogger("absl")
         was_disabled = logger.disabled
         logger.disabled = True
@@ -96,15 +96,13 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
             to_disk(file)
         os.replace(partial, directory)
         to_disk(directory.parent)
-        to_disk(directory.parent.parent)  # which may be new as well
-    except (
-        Exception
-    ) as error:  # Orbax writes in C++ and raises many kinds; all mean the same to a reader
+        to_disk(directory.parent.parent)  # it can be new, too
+    # Orbax writes in C++ and raises many types; all mean that the disk failed
+    except Exception as error:
         _remove_for_good(partial)
         reason = _first_line(error)
-        reason = (
-            reason if len(reason) < 160 else f"... {reason[-120:]}"
-        )  # what came first in a chain comes last
+        # the cause is at the end of a long message
+        reason = reason if len(reason) < 160 else f"... {reason[-120:]}"
         megabytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(arrays)) / 2**20
         raise OSError(
             f"checkpoint {directory} of {megabytes:,.1f} MB could not be written ({reason});"
@@ -114,7 +112,7 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
 
 
 def _remove_for_good(partial: Path) -> None:
-    """Remove what threads of a save that failed may go on writing for a moment."""
+    """Remove the files of a failed save, whose threads can still write for a moment."""
     until = time.monotonic() + 0.3
     times_gone = 0
     while times_gone < 3 and time.monotonic() < until:
@@ -125,10 +123,10 @@ def _remove_for_good(partial: Path) -> None:
 
 @functools.cache
 def _checkpointer(num_processes: int, process: int) -> Any:
-    """Orbax for this process alone: each contains all that is saved, so none waits for the others'
-    parts.
+    """Make an Orbax checkpointer for this process alone, which never waits for other processes:
+    each has all arrays.
 
-    One serves every task, since making one takes longer than reading a small task.
+    One serves every task, since making one is slower than reading a small task.
     """
     import orbax.checkpoint as ocp
 
@@ -145,11 +143,11 @@ def _checkpointer(num_processes: int, process: int) -> Any:
 
 
 def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays (NumPy) and metadata of one task.
+    """Load arrays (NumPy) and metadata of one task.
 
-    Raises CorruptedCheckpoint where files are missing, changed or do not parse; ValueError for
-    another format; OSError or MemoryError where it cannot be read now. Each names the directory and
-    the reason.
+    Raises CorruptedCheckpoint if files are missing, changed or do not parse; ValueError for another
+    format; OSError or MemoryError if the checkpoint cannot be read now. Each error names the
+    directory and the reason.
     """
     directory = absolute(directory)
     meta = load_meta(directory)
@@ -163,7 +161,8 @@ def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_task(directory: Path) -> dict[str, Any]:
-    """Metadata of one task whose files have the hashes of its manifest; raises as `load_task`.
+    """Load the metadata of one task, and compare its files with the hashes in the manifest; raises
+    as `load_task`.
 
     Arrays are not read, so the content hash is not compared.
     """
@@ -175,25 +174,24 @@ def check_task(directory: Path) -> dict[str, Any]:
 
 
 def _check_files(directory: Path, files: Mapping[str, str]) -> None:
-    found = _hash_files(
-        directory, files
-    )  # others, such as those of a system that shows folders, change nothing
-    if wrong := sorted(name for name, sha in files.items() if found.get(name) != sha):
+    # other files, such as those of a system's file browser, are ignored
+    hashes = _hash_files(directory, files)
+    if wrong := sorted(name for name, sha in files.items() if hashes.get(name) != sha):
         raise CorruptedCheckpoint(f"missing or changed files: {wrong[:5]}")
 
 
 def each_task(directories: Sequence[Path]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Several tasks one after the other, up to the first corrupted one; then one ValueError names
-    all of these."""
+    """Load several tasks in turn, up to the first corrupted one; then raise one ValueError that
+    names all corrupted ones."""
     wrong = []
     for directory in directories:
         try:
-            found = load_task(directory)
+            loaded = load_task(directory)
         except ValueError as error:
             wrong.append(error)
         else:
             if not wrong:
-                yield found
+                yield loaded
     if wrong:
         kind = (
             CorruptedCheckpoint
@@ -205,12 +203,12 @@ def each_task(directories: Sequence[Path]) -> Iterator[tuple[dict[str, Any], dic
 
 
 def load_meta(directory: Path) -> dict[str, Any]:
-    """Metadata of one task alone; raises as `load_task`."""
+    """Load the metadata of one task; raises as `load_task`."""
     return _load_json(directory, "task.json")
 
 
 def load_manifest(directory: Path) -> dict[str, Any]:
-    """Hashes of one task's files and of its content; raises as `load_task`."""
+    """Load the hashes of one task's files and of its content; raises as `load_task`."""
     return _load_json(directory, MANIFEST)
 
 
@@ -218,17 +216,17 @@ def _load_json(directory: Path, name: str) -> dict[str, Any]:
     with named(directory):
         text = (directory / name).read_text()
         value = json.loads(text)
-        found = value.get("format") if isinstance(value, dict) else None
-        if isinstance(found, str) and found.startswith("cheem_jax-") and found != FORMAT:
-            raise ValueError(f"the format in its {name} is {found!r}, expected {FORMAT!r}")
-        if found != FORMAT or text != _text(value):
+        version = value.get("format") if isinstance(value, dict) else None
+        if str(version).startswith("cheem_jax-") and version != FORMAT:
+            raise ValueError(f"the format in its {name} is {version!r}, expected {FORMAT!r}")
+        if version != FORMAT or text != _text(value):
             raise CorruptedCheckpoint(f"its {name} was changed")
         return value
 
 
 def _restore(arrays: Path) -> dict[str, Any]:
-    """What Orbax kept, unless it is far more than its files can hold: constants are stored in
-    almost nothing."""
+    """Read arrays with Orbax, unless they are far larger than their files: a file of constants can
+    promise any size."""
     import jax
 
     from cheem_jax.engine import hosts
@@ -243,7 +241,7 @@ def _restore(arrays: Path) -> dict[str, Any]:
             return checkpointer.restore(arrays)
     except MemoryError:
         raise
-    # Orbax and TensorStore raise many kinds, and the hashes said that the files are right
+    # Orbax and TensorStore raise many types, and the hashes have shown that the files are intact
     except Exception as error:
         raise OSError(
             "its files have the hashes of its manifest, but Orbax could not read them:"
@@ -258,18 +256,17 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def named(directory: Path) -> Iterator[None]:
-    """Whatever goes wrong while a checkpoint is read names it, and says `corrupted` only of what
-    is.
+    """Name the checkpoint in every error that is raised while it is read.
 
-    A missing file and bytes that do not parse become CorruptedCheckpoint; another failure of the
-    system stays an OSError; content that does not fit becomes a ValueError.
+    A missing file and bytes that do not parse become CorruptedCheckpoint, other failures of the
+    system OSError, and content that does not fit ValueError.
     """
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
-        if str(error).startswith(f"checkpoint {directory} "):  # an inner block has named it already
+        if str(error).startswith(f"checkpoint {directory} "):  # named by an inner block
             raise
         reason = f"it lacks {error}" if isinstance(error, KeyError) else _first_line(error)[:500]
         if isinstance(error, CORRUPTED):
@@ -290,11 +287,12 @@ CORRUPTED = (
     UnicodeDecodeError,
     RecursionError,
 )
-"""What reading raises where a file is missing, is none, or does not parse."""
+"""Errors of reading a file that is missing, is a directory, or does not parse."""
 
 
 def content_hash(arrays: Arrays, meta: Mapping[str, Any]) -> str:
-    """SHA-256 over sorted leaf paths, dtypes, shapes and raw bytes, and over the metadata."""
+    """Compute SHA-256 over sorted leaf paths, dtypes, shapes and raw bytes, and over the
+    metadata."""
     import jax
 
     digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
@@ -314,29 +312,29 @@ def _text(value: Mapping[str, Any]) -> str:
 
 
 def files_of(directory: Path) -> list[str]:
-    """Names of the files that belong to one task's checkpoint, which may lie beside foreign ones;
-    as `load_task`."""
+    """List the files of one task's checkpoint, whose directory can contain other files; raises as
+    `load_task`."""
     return [*sorted(load_manifest(directory)["files"]), MANIFEST]
 
 
 def copy_task(
     source: Path, target: Path, copy: Callable[[str, str], object] = shutil.copy2
 ) -> None:
-    """Copy what belongs to one task's checkpoint; `copy` has the arguments of `shutil.copy2`."""
+    """Copy the files of one task's checkpoint; `copy` has the arguments of `shutil.copy2`."""
     for name in files_of(source):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         copy(str(source / name), str(target / name))
 
 
 def _hash_files(directory: Path, names: Collection[str] | None = None) -> dict[str, str]:
-    """Hashes by name of the files below a directory, of those in `names` alone if it is given."""
+    """Hash the files below a directory by name, or only those in `names`."""
     files = (
         file for file in sorted(directory.rglob("*")) if file.is_symlink() or not file.is_dir()
     )
-    found = {file.relative_to(directory).as_posix(): file for file in files}
-    found.pop(MANIFEST, None)
+    by_name = {file.relative_to(directory).as_posix(): file for file in files}
+    by_name.pop(MANIFEST, None)
     return {
-        name: _hash_file(file) for name, file in found.items() if names is None or name in names
+        name: _hash_file(file) for name, file in by_name.items() if names is None or name in names
     }
 
 
@@ -348,18 +346,16 @@ def _hash_file(file: Path) -> str:
 
 
 def saved_tasks(root: Path) -> list[Path]:
-    """The directories of tasks 0, 1, ... without a gap; `003.forgotten` keeps the place of one that
-    is forgotten."""
+    """List the directories of tasks 0, 1, ... without a gap; `003.forgotten` is that of a forgotten
+    task."""
     names: dict[str, str] = {}
     if root.is_dir():
-        for name in sorted(
-            os.listdir(root), reverse=True
-        ):  # the first of several comes last and stays
-            if match := re.fullmatch(
-                r"(\d{3,})(-[a-z0-9-]+|\.forgotten)", name
-            ):  # no copy of one beside it
+        # of several with one number, the first by name counts
+        for name in sorted(os.listdir(root), reverse=True):
+            # a copy made by a file browser has another name
+            if match := re.fullmatch(r"(\d{3,})(-[a-z0-9-]+|\.forgotten)", name):
                 names[match[1]] = name
-    found: list[Path] = []
-    while (number := f"{len(found):03d}") in names:
-        found.append(root / names[number])
-    return found
+    directories: list[Path] = []
+    while (number := f"{len(directories):03d}") in names:
+        directories.append(root / names[number])
+    return directories

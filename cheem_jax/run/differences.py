@@ -41,9 +41,10 @@ def find_differences(first: Any, second: Any, place: tuple[str | int, ...] = ())
     ]
 
 
-def summary(found: Sequence[Leaf], what: str) -> str:
+def summary(differences: Sequence[Leaf], what: str) -> str:
     """Describe the first difference and count the others; `what` is their noun in the plural."""
-    return f"{found[0]}" + (f" ({len(found) - 1} more {what} differ)" if len(found) > 1 else "")
+    more = len(differences) - 1
+    return f"{differences[0]}" + (f" ({more} more {what} differ)" if more else "")
 
 
 def dotted(place: Sequence[str | int]) -> str:

@@ -50,10 +50,11 @@ def check_held(directory: Path, config: Mapping[str, Any], *, is_whole: bool = F
     there = read_object(directory / NAME)
     if not is_whole:
         there = {key: value for key, value in there.items() if key in config}
-    if found := find_differences(there, to_json(config)):
+    if differences := find_differences(there, to_json(config)):
         raise ValueError(
-            f"run directory {str(directory)!r} contains another run: {summary(found, 'settings')}."
-            " Choose another --run-dir, or give the settings that it was begun with"
+            f"run directory {str(directory)!r} contains another run:"
+            f" {summary(differences, 'settings')}. Choose another --run-dir, or give the"
+            " settings that it was begun with"
         )
 
 

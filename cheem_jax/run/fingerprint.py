@@ -1,5 +1,5 @@
-"""A run's fingerprint: all that decides its numbers besides chance. Equal ones promise equal
-numbers."""
+"""The fingerprint of a run: everything besides chance that determines its numbers. Runs with equal
+fingerprints have equal numbers."""
 
 import functools
 import hashlib
@@ -32,13 +32,14 @@ PACKAGES = (
 )
 PACKAGE = Path(__file__).parents[1]
 VARIABLES = re.compile(r"XLA_FLAGS|JAX_\w+|(OMP|OPENBLAS|MKL)_NUM_THREADS")
-"""Environment variables that reach the numbers ..."""
+"""Environment variables that can change numbers ..."""
 HARMLESS = re.compile(r"CACHE|DUMP|PROFIL|TRACEBACK|JAX_LOG|JAX_PLATFORMS")
-"""... but for these: where files are kept and shown, and what the device says already."""
+"""... except these, which choose files and output, or repeat the device."""
 
 
 def take(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The fingerprint of a run of this identity (the content of `config.json`) in this process."""
+    """Take the fingerprint of a run of this identity (the content of `config.json`) in this
+    process."""
     return {
         "config_sha256": _hash(identity),
         "data_sha256": _hash(identity["data_sha256"]),
@@ -57,37 +58,36 @@ def take(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest(fingerprint: Mapping[str, Any]) -> str:
-    """A name for the fingerprint: 16 hex digits."""
+    """Shorten a fingerprint to 16 hex digits."""
     return _hash(fingerprint)[:16]
 
 
 def apart(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Where two fingerprints differ, in words; empty where they are equal."""
+    """Describe the differences between two fingerprints; empty if they are equal."""
     return "; ".join(map(str, find_differences(there, here)))
 
 
 @functools.cache
 def code_hash(package: Path) -> str:
-    """SHA-256 over names and contents of a package's code and tables; weights count by their own
-    hash."""
+    """Compute SHA-256 over names and contents of a package's code and tables, without weights."""
     files = {
         file.relative_to(package).as_posix(): file
         for file in package.rglob("*")
         if file.suffix in (".py", ".json") and file.is_file()
     }
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, file in sorted(files.items()):
         content = file.read_bytes()
-        found.update(f"{name} {len(content)}\n".encode() + content)
-    return found.hexdigest()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 @functools.cache
 def commit_of(package: Path) -> str | None:
-    """The commit of the git checkout that a package belongs to, with + where tracked files changed;
-    None without one.
+    """Return the commit of the git checkout that a package belongs to, with + if tracked files
+    changed; None without a checkout.
 
-    A package that is merely installed below a checkout does not belong to it.
+    A package that is only installed below a checkout does not belong to it.
     """
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
@@ -95,7 +95,7 @@ def commit_of(package: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # a hook's GIT_DIR would name another checkout, and a look should not wait for locks
+    # a hook's GIT_DIR can name another checkout, and reading does not need locks
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
@@ -133,8 +133,8 @@ def _device() -> dict[str, Any]:
 @functools.cache
 def _processor() -> str:
     try:
-        if found := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
-            return found[1]
+        if match := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
+            return match[1]
     except OSError:
         pass
     return platform.processor() or platform.machine()

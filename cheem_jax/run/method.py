@@ -1,5 +1,4 @@
-"""The interface of a continual learner, and what several methods share: frozen features, seconds,
-checks."""
+"""The interface of a continual learner, and the frozen features that learners share."""
 
 import weakref
 from collections.abc import Sequence
@@ -41,18 +40,18 @@ class Method(Protocol):
         ...
 
     def bytes_needed(self, task: Task) -> int:
-        """Upper bound of the disk space in bytes that learning this task takes, rolling checkpoints
-        included."""
+        """Return an upper bound of the disk space in bytes for learning this task, rolling
+        checkpoints included."""
         ...
 
     def save(self, root: Path) -> None:
-        """Save what the last task added below `root`, and continue with what is read back from
-        disk."""
+        """Save the additions of the last task below `root`, and continue with the bytes read back
+        from disk."""
         ...
 
     def open(self, root: Path) -> None:
-        """Before the first task: take over the checkpoints below `root`; raises ValueError if one
-        is corrupted."""
+        """Load all checkpoints below `root`, before the first task; raises ValueError if one is
+        corrupted."""
         ...
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
@@ -74,23 +73,23 @@ class Encoder(Protocol):
     @property
     def width(self) -> int: ...
     def flops(self, *, count_attention: bool = False) -> int:
-        """FLOPs per image by the paper's convention."""
+        """Return FLOPs per image by the paper's convention."""
         ...
 
     def executed_flops(self) -> int:
-        """FLOPs per image as executed."""
+        """Return FLOPs per image as executed."""
         ...
 
     def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
-        """Features of images uint8 `[N, S, S, 3]`."""
+        """Compute the features of images uint8 `[N, S, S, 3]`."""
         ...
 
 
 class Backbone:
-    """The plain backbone of an executor as an encoder: its CLS token after the last LayerNorm, or
-    what `reads` names.
+    """The plain backbone of an executor as an encoder: the CLS token after the last LayerNorm, or
+    the features that `reads` selects.
 
-    Raises ValueError if the backbone has too few blocks for that.
+    Raises ValueError if the backbone has too few blocks for them.
     """
 
     def __init__(self, executor: Executor, reads: RouterConfig = PAPER):
@@ -193,5 +192,5 @@ class FrozenNetworks(NamedTuple):
 
 
 def base_network(executor: Executor) -> list[Dense]:
-    """The plain backbone as a network for forward passes."""
+    """Return the plain backbone as a network for forward passes."""
     return [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]

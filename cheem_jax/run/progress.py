@@ -1,4 +1,5 @@
-"""What one sees while a run works: bars on a terminal, a line now and then anywhere else."""
+"""Display of a run: bars on a terminal, a line at intervals elsewhere, and a status file for other
+processes."""
 
 import contextlib
 import json
@@ -20,18 +21,18 @@ from cheem_jax.core.settings import COLOURS, Advance
 
 SECONDS_BETWEEN_LINES = 15.0
 SHORTEST_MEASURED = 0.1
-"""Seconds that a phase takes at least where its speed is told."""
+"""Seconds of the shortest phase whose speed is displayed."""
 NAME_WIDTH = 20
 STATUS_FILE = ".status.json"
 SECONDS_BETWEEN_WRITES = 2.0
-"""At least so many between two writes in a phase; its beginning is written at once, as it may
-compile for minutes."""
+"""Seconds between two writes of the status file in a phase, at least; the start of a phase is
+written at once, since it can compile for minutes."""
 LARGEST_SHARE = 0.01
-"""Share of the time that writing may take; a slow disk makes it rarer."""
+"""Largest share of the time for writing the status file; a slow disk makes it rarer."""
 
 
 class Progress:
-    """Phases with images/s and time left, messages, and architectures as they are found."""
+    """Display of phases with images/s and remaining time, of messages, and of architectures."""
 
     def __init__(
         self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -54,15 +55,15 @@ class Progress:
         )
 
     def say(self, message: str) -> None:
-        """A line above the bars."""
+        """Display a line above the bars."""
         self.console.print(Text(message), soft_wrap=True)
 
     @contextlib.contextmanager
     def phase(
         self, phase: str, *, task: str, total: int, unit: str = "images"
     ) -> Iterator[Advance]:
-        """Shows one phase of one task, `total` in images or another unit; an exception, Ctrl-C
-        included, passes."""
+        """Display one phase of one task, `total` in images or another unit; exceptions, Ctrl-C
+        included, pass through."""
         start = said = self.clock()
         done = 0
         bar = None
@@ -82,9 +83,9 @@ class Progress:
                 self._bars.update(bar, advance=num_images, speed=f"{rate:,.0f} {unit}/s", note=note)
             elif now - said >= SECONDS_BETWEEN_LINES:
                 said = now
-                left = max(total - done, 0) / max(rate, 1e-9)
+                rest = max(total - done, 0) / max(rate, 1e-9)
                 line = f"[{phase}] {task}: {done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s"
-                self.say(f"{line}, {duration(left)} left" + (f", {note}" if note else ""))
+                self.say(f"{line}, {duration(rest)} left" + (f", {note}" if note else ""))
 
         try:
             yield advance
@@ -92,15 +93,15 @@ class Progress:
             if bar is not None:
                 self._bars.remove_task(bar)
                 if not self._bars.tasks:
-                    self._bars.stop()  # gives the cursor back, after Ctrl-C as well
+                    self._bars.stop()  # restores the cursor, after Ctrl-C, too
         seconds = self.clock() - start
-        # what is over at once came from a cache, and is no measure of speed
+        # a phase that ends at once used a cache, so it has no speed
         rate = f", {done / seconds:,.0f} {unit}/s" if done and seconds >= SHORTEST_MEASURED else ""
         self.say(f"[{phase}] {task}: done in {duration(seconds)}, {done:,} {unit}{rate}")
 
     def architecture(self, task: str, choices: Sequence[str]) -> None:
-        """A row of R, A, N and S, one per block; a number names the expert where it is not the
-        base's (0)."""
+        """Display a row of R, A, N and S, one per block, with the number of each expert other than
+        the base expert (0)."""
         if not self._explained:
             legend = Text("blocks in order: ")
             for kind in COLOURS:
@@ -121,7 +122,7 @@ class Progress:
 
 
 class Doing(NamedTuple):
-    """A phase at work: `done` of `total` images in `seconds`, written by process `pid` at `time`
+    """The running phase: `done` of `total` images in `seconds`, written by process `pid` at `time`
     (since 1970)."""
 
     phase: str
@@ -133,13 +134,13 @@ class Doing(NamedTuple):
     pid: int
     time: float
     ends: float | None = None
-    """When the task is learned, as estimated before it began."""
+    """Estimated end of the task, in seconds since 1970."""
 
 
 class Status:
     """The status file of one run; as a context manager it removes the file at the end.
 
-    One that does not write belongs to a process that another one writes for.
+    With `writes=False` nothing is written: another process of the job writes.
     """
 
     def __init__(
@@ -151,8 +152,7 @@ class Status:
         self._last = -math.inf
         self._took = 0.0
         self.ends: float | None = None
-        """Seconds since 1970 at which the task is expected to be learned; None where nobody
-        estimated it."""
+        """Estimated end of the task in seconds since 1970; None: no estimate."""
 
     def __enter__(self) -> "Status":
         return self
@@ -166,7 +166,8 @@ class Status:
     def phase(
         self, name: str, task: str, total: int, shown: AbstractContextManager[Advance]
     ) -> Iterator[Advance]:
-        """`shown`, a phase on the screen, written for watchers too; `total` in images."""
+        """Write the phase `shown`, a phase on the screen, into the status file; `total` in
+        images."""
         start = self.clock()
         done = 0
         noted = ""
@@ -215,13 +216,14 @@ class Status:
 
 
 def on_screen() -> bool:
-    """Whether standard output is a terminal; a program without a console has no output at all."""
+    """Return whether standard output is a terminal; there is no standard output without a
+    console."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 def _console() -> Console:
-    """Plain lines in notebooks and logs, where FORCE_COLOR may be set and a bar would be hundreds
-    of them."""
+    """Make a console with plain lines in notebooks and logs, where FORCE_COLOR can be set and bars
+    would be hundreds of lines."""
     is_screen = on_screen()
     return Console(
         width=None if is_screen else 100,
@@ -231,7 +233,7 @@ def _console() -> Console:
 
 
 def duration(seconds: float) -> str:
-    """`4.5 s`, `2 min 07 s`, `3 h 05 min`, `2 d 4 h`."""
+    """Format seconds as `4.5 s`, `2 min 07 s`, `3 h 05 min` or `2 d 4 h`."""
     seconds = max(seconds, 0.0)
     if round(seconds) < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one JSON line per measurement, the only record of a run.
 
-Lines are appended; resuming after a stop drops those of a task that was not saved. Each ends with a
-hash of itself, so a number that changed on the disk is noticed.
+Lines are appended; a resumed run drops those of a task that was not saved. Each line ends with its
+own hash, which detects changes on the disk.
 """
 
 import datetime
@@ -21,7 +21,7 @@ NAME = "metrics.jsonl"
 
 
 def to_json(value: Any) -> Any:
-    """Plain JSON values: arrays become lists, numbers that are not finite null, tuples lists, paths
+    """Convert to plain JSON values: arrays and tuples become lists, non-finite numbers null, paths
     text."""
     match value:
         case None | bool() | int() | str():
@@ -43,8 +43,8 @@ def to_json(value: Any) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises FileNotFoundError, or ValueError where there is something
-    else."""
+    """Read the JSON object in a file. Raises FileNotFoundError, or ValueError if the file contains
+    anything else."""
     try:
         value = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
@@ -55,12 +55,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 class Record:
-    """The record of one run directory, opened for appending; a last line torn by a crash is
-    dropped.
+    """The record of one run directory, open for appending; an incomplete last line is dropped.
 
-    Every line that is then written carries the fingerprint, which says under what conditions. One
-    that does not write belongs to a process that another one writes for, and leaves everything as
-    it is.
+    Every new line contains the fingerprint of the conditions. With `writes=False` the object
+    changes nothing: another process of the job writes.
     """
 
     def __init__(self, directory: Path, fingerprint: str | None = None, *, writes: bool = True):
@@ -77,8 +75,8 @@ class Record:
                 self.replace(read(directory))
 
     def write(self, event: str, **values: Any) -> None:
-        """Appends one line with the event, the time (UTC, ISO 8601) and the values, on the disk at
-        once."""
+        """Append one line with the event, the time (UTC, ISO 8601) and the values, and sync it to
+        the disk."""
         if "time" in values:
             raise ValueError(
                 "the record writes `time` itself; give the value another name, such as `seconds`"
@@ -95,20 +93,19 @@ class Record:
         to_disk(self.file.parent)
 
     def keep(self, predicate: Callable[[dict[str, Any]], bool]) -> None:
-        """Drops every line for which the predicate is false, such as those of an unfinished
-        task."""
+        """Keep only the entries for which the predicate is true."""
         self.replace([entry for entry in read(self.file.parent) if predicate(entry)])
 
     def replace(self, entries: list[dict[str, Any]]) -> None:
-        """Writes these entries in place of all."""
+        """Replace all entries by these."""
         if self.writes:
             write_atomically(self.file, "".join(map(_line, entries)))
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """All entries in order, [] without a record; a torn last line is ignored.
+    """Read all entries in order, [] without a record; an incomplete last line is ignored.
 
-    Raises ValueError naming the first line that is not as it was written.
+    Raises ValueError naming the first line that was changed.
     """
     file = directory / NAME
     if not file.exists():

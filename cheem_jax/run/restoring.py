@@ -57,9 +57,13 @@ def restore(session: Session, tasks: Sequence[str], methods: Sequence[Method]) -
         method: [load_meta(directory)["name"] for directory in directories]
         for method, directories in saved.items()
     }
-    is_whole = learned == {(name, i) for name, own in names.items() for i in range(len(own))}
+    is_whole = learned == {
+        (name, i) for name, learned_names in names.items() for i in range(len(learned_names))
+    }
     if not is_whole or any(
-        own != list(tasks[: len(own)]) or not num <= len(own) <= num + 1 for own in names.values()
+        learned_names != list(tasks[: len(learned_names)])
+        or not num <= len(learned_names) <= num + 1
+        for learned_names in names.values()
     ):
         raise ValueError(
             f"record and checkpoints of {str(session.directory)!r} differ: the record has {num}"

@@ -1,5 +1,4 @@
-"""`results.json` from the record of a run: everything a table or figure shows, and nothing that was
-not measured."""
+"""`results.json` from the record of a run: the measured numbers of all tables and figures."""
 
 import io
 import json
@@ -54,7 +53,7 @@ def write_answers(directory: Path, predictions: Mapping[int, Inferred]) -> None:
 
 
 def write_results(directory: Path) -> None:
-    """`results.json` from the record, as far as there is something to tell."""
+    """Write `results.json` from the record, once a task is evaluated."""
     entries = read(directory)
     file = directory / "results.json"
     if any(entry["event"] == "evaluated" for entry in entries):
@@ -64,10 +63,10 @@ def write_results(directory: Path) -> None:
 
 
 def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
-    """The results after the last evaluated task; its baselines and upper bounds are under
+    """Compute the results after the last evaluated task; references and upper bounds are under
     `yardsticks`.
 
-    Raises ValueError for a record that lacks what they need.
+    Raises ValueError for an incomplete record.
     """
     try:
         return _results_of(entries)
@@ -93,14 +92,14 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     learned = {method: _learned(entries, method)[:num_tasks] for method in methods}
     name = setting["method"]
     main = learned[name]
-    found = {method: _method(evaluated, learned[method], method) for method in methods}
-    yardsticks = {method: found[method] for method in methods if method != name}
+    measured = {method: _method(evaluated, learned[method], method) for method in methods}
+    yardsticks = {method: measured[method] for method in methods if method != name}
     bound = _upper_bound([e for e in entries if e["event"] == "upper_bound"], num_tasks)
     if bound:
         yardsticks["full_finetune"] = bound
     result = {
         **{key: setting[key] for key in SETTING},
-        **found[name],
+        **measured[name],
         "split_sha256": setting["split_sha256"],
         "checkpoints": evaluated[-1]["checkpoints"],
         "fingerprint": list(
@@ -169,11 +168,8 @@ def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -
 
 
 def matrices(evaluated: Sequence[Entry], method: str) -> tuple[np.ndarray, np.ndarray]:
-    """Accuracy `[T, T]` after each task (row) on each task (column), task-agnostic and with the
-    task ID given.
-
-    NaN where nothing was measured.
-    """
+    """Return accuracies `[T, T]` after each task (row) on each task (column), task-agnostic and
+    with the task ID given; NaN: not measured."""
     accuracy, local = np.full((2, len(evaluated), len(evaluated)), np.nan)
     for i, entry in enumerate(evaluated):
         measured = entry["methods"][method]
@@ -182,21 +178,21 @@ def matrices(evaluated: Sequence[Entry], method: str) -> tuple[np.ndarray, np.nd
 
 
 def averages(accuracy: np.ndarray, local: np.ndarray) -> dict[str, float | None]:
-    """None where a memory was measured without the images of earlier tasks."""
+    """Average the accuracies; None if a memory was evaluated without images of earlier tasks."""
     names = (
         "average_accuracy",
         "average_forgetting",
         "local_average_accuracy",
         "local_average_forgetting",
     )
-    found: dict[str, float | None] = dict.fromkeys(names)
+    means: dict[str, float | None] = dict.fromkeys(names)
     if not np.isnan(accuracy[-1]).any():
-        found["average_accuracy"] = metrics.average_accuracy(accuracy)
-        found["local_average_accuracy"] = metrics.average_accuracy(local)
+        means["average_accuracy"] = metrics.average_accuracy(accuracy)
+        means["local_average_accuracy"] = metrics.average_accuracy(local)
     if not np.isnan(accuracy[np.tri(len(accuracy), dtype=bool)]).any():
-        found["average_forgetting"] = metrics.average_forgetting(accuracy)
-        found["local_average_forgetting"] = metrics.average_forgetting(local)
-    return found
+        means["average_forgetting"] = metrics.average_forgetting(accuracy)
+        means["local_average_forgetting"] = metrics.average_forgetting(local)
+    return means
 
 
 def _task(report: Entry, seconds_evaluation: float) -> dict[str, Any]:
@@ -214,7 +210,7 @@ def _task(report: Entry, seconds_evaluation: float) -> dict[str, Any]:
 
 
 def _upper_bound(entries: Sequence[Entry], num_tasks: int) -> dict[str, Any] | None:
-    """Only complete: an average over some of the tasks is no bound for all."""
+    """Average the upper bounds of all tasks; None until all are measured."""
     if len(entries) < num_tasks:
         return None
     entries = sorted(entries, key=lambda entry: entry["index"])[:num_tasks]

@@ -1,9 +1,9 @@
-"""The rolling checkpoint: the state of a task while it is learned, saved now and then.
+"""The rolling checkpoint: the state of a running task, saved at intervals.
 
-    checkpoints/cheem/running-000007/    as a learned task's directory; the newest intact one counts
+    checkpoints/cheem/running-000007/    in the form of a learned task; the newest one counts
 
-Its place in the work (task, phase, step) is part of it, and keys follow from places, so a run that
-resumes from it ends as one that was never stopped.
+The state includes the position in the work (task, phase, step), and PRNG keys are functions of the
+position. A run that resumes therefore ends as an uninterrupted one.
 """
 
 import re
@@ -17,11 +17,11 @@ from cheem_jax.engine import hosts
 from cheem_jax.run.checkpoint import load_task, save_task
 
 ROLLING_FORMAT = "cheem_jax-running/5"
-"""Nothing resumes from that of another version: its task begins again."""
+"""Format of the rolling checkpoint; a task whose checkpoint has another format starts again."""
 SECONDS_BETWEEN = 30.0
-"""At least so many seconds between two rolling checkpoints, by default."""
+"""Default seconds between two rolling checkpoints, at least."""
 LARGEST_SHARE = 0.02
-"""Share of the time that rolling checkpoints may take: a slow disk or a large supernet makes them
+"""Largest share of the time for rolling checkpoints: a slow disk or a large supernet makes them
 rarer."""
 
 
@@ -33,7 +33,8 @@ class Saved(NamedTuple):
 
 
 class Rolling:
-    """The rolling checkpoint of one method in one run, and when the next one is due."""
+    """The rolling checkpoint of one method in one run, and the time at which the next one is
+    due."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Rolling:
         self._took = 0.0
 
     def due(self) -> bool:
-        """Whether it is time to save again."""
+        """Return whether the next rolling checkpoint is due."""
         wait = (
             self.every
             if self.every is not None
@@ -60,7 +61,8 @@ class Rolling:
         return self.clock() - self._last >= wait
 
     def save(self, task: int, state: Callable[[], Saved]) -> float:
-        """Write a new one, then remove the one before; returns the seconds that this took."""
+        """Write a rolling checkpoint, then remove the earlier ones; returns the seconds that this
+        took."""
         start = self.clock()
         before = self._directories()
         arrays, meta = state()
@@ -77,10 +79,10 @@ class Rolling:
         return self._took
 
     def open(self, task: int, say: Callable[[str], object]) -> Saved | None:
-        """The newest intact one of this task, if there is any; what is corrupted or of another task
-        is removed.
+        """Read the newest intact rolling checkpoint of this task, or None; corrupted ones and those
+        of other tasks are removed.
 
-        Raises OSError or MemoryError where one cannot be read now, which may be intact.
+        Raises OSError or MemoryError if one cannot be read now: it might be intact.
         """
         saved = hosts.together(lambda: self._newest(task, say))
         hosts.check_equal(
@@ -104,12 +106,12 @@ class Rolling:
         return None
 
     def clear(self) -> None:
-        """Remove it: the task is saved for good. Also removes what a killed process left
-        unfinished."""
+        """Remove the rolling checkpoint of a learned task, and unfinished files of a killed
+        process."""
         if hosts.is_first():
             _remove(self._directories())
-            for left in self.root.glob(".running-*"):
-                shutil.rmtree(left, ignore_errors=True)
+            for remainder in self.root.glob(".running-*"):
+                shutil.rmtree(remainder, ignore_errors=True)
         self._last = self.clock()
 
     def _directories(self) -> list[Path]:
@@ -120,7 +122,8 @@ class Rolling:
 
 def _remove(directories: list[Path]) -> None:
     for directory in directories:
-        # first out of sight, so that a half removed one is never taken for a corrupted one
+        # rename it first, so that a partly removed directory is never read as a corrupted
+        # checkpoint
         hidden = directory.with_name(f".{directory.name}.old")
         shutil.rmtree(hidden, ignore_errors=True)
         directory.rename(hidden)

@@ -131,7 +131,7 @@ class Session:
             def advance(num_images: int, note: str = "", /) -> None:
                 if hosts.count() == 1 or next(calls) % CALLS_BETWEEN == 0:
                     self._save_or_stop(name, state)
-                # last, because displaying can fail: the reader of a pipe may have ended
+                # last, because displaying can fail: the reader of a pipe might have ended
                 display(num_images, note)
 
             yield advance
@@ -151,7 +151,8 @@ class Session:
             self.progress.say(text)
 
     def expect(self, seconds: float | None) -> None:
-        """Tell the readers of the status file how long the task takes from now; None: unknown."""
+        """Write the expected seconds from now to the end of the task into the status file; None:
+        unknown."""
         if self._status is not None:
             self._status.ends = None if seconds is None else time.time() + seconds
 
@@ -207,8 +208,8 @@ def open_session(
 ) -> Iterator[Session]:
     """Lock and claim a run directory for this process or its job, and handle signals.
 
-    `config` is the content of `config.json`; `conditions` come from `fingerprint.take`. Raises
-    ValueError as `claim` and `hold`.
+    `config` is the content of `config.json`, and `conditions` are those of `fingerprint.take`.
+    Raises ValueError as `claim` and `hold`.
     """
     with contextlib.ExitStack() as stack, stop_requests() as stop:
 

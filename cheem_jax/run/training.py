@@ -75,7 +75,7 @@ def fit(
 ) -> tuple[S, FitState]:
     """Train from `progress` to the last epoch; returns the final state and progress.
 
-    `read(epoch, pieces, begin)` gives the batches of the epoch's `pieces` from number `begin` to
+    `read(epoch, pieces, begin)` returns the batches of the epoch's `pieces` from number `begin` to
     the last. A call of `step` processes up to `steps_per_call` batches. `on_step` receives state
     and progress before each call of `advance`, so that a rolling checkpoint can store them.
     `on_epoch` can change the state after each epoch. `describe(epoch, step)` is added to the error
