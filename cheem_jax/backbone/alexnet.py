@@ -1,7 +1,7 @@
-"""AlexNet in torchvision's layout, frozen: a light network whose features choose the task.
+"""AlexNet in torchvision's layout, frozen: a light network whose features infer the task ID.
 
-Its weights are read under torchvision's names and in PyTorch's layout, `[out, in, height, width]`
-and `[out, in]`; ours are `conv1.kernel` `[height, width, in, out]` and so on. The classifier is not
+Weights are read under torchvision's names and in PyTorch's layout, `[out, in, height, width]` and
+`[out, in]`; ours are `conv1.kernel` `[height, width, in, out]` and so on. The classifier is not
 used.
 """
 
@@ -22,11 +22,11 @@ from cheem_jax.core.paths import absolute
 
 Feature = Literal["pooled_conv", "conv5"]
 FORMAT = "cheem_jax.alexnet.1"
-"""In the header of a converted file, beside the source of the numbers and its hash."""
+"""The format in the header of a converted file, next to the source of the weights and its hash."""
 SMALLEST_IMAGE = 63
-"""Below it the last pooling has nothing to pool."""
+"""Smallest image side in pixels; below it the last pooling has no input."""
 GRID = 6
-"""Side of the pooled map, whatever the image size."""
+"""Side of the pooled map for every image size."""
 HOW_TO_GET = (
     "make it with `python convert/torchvision_alexnet.py --output alexnet.safetensors`"
     " (--checkpoint a .pth)"
@@ -40,20 +40,21 @@ CONVOLUTIONS = (
     (384, 256, 3, 1, 1),
     (256, 256, 3, 1, 1),
 )
-"""Of each: channels in and out, side of the kernel, stride, padding."""
+"""Input and output channels, kernel side, stride and padding of each layer."""
 CHANNELS = 256
 _TORCHVISION = {"conv1": 0, "conv2": 3, "conv3": 6, "conv4": 8, "conv5": 10}
-"""Places in torchvision's `features`."""
+"""Indices in torchvision's `features`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AlexNetConfig:
-    """What is taken of AlexNet, at which image size."""
+    """The feature that AlexNet computes, and its image size."""
 
     image_size: int = 224
     """Side in pixels, at least 63."""
     feature: Feature = "pooled_conv"
-    """6 x 6 averages of the last maps; `conv5` before its ReLU and pooling."""
+    """`pooled_conv`: 6 x 6 averages of the last maps; `conv5`: the last maps before ReLU and
+    pooling."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     name: str = "alexnet"
@@ -72,7 +73,7 @@ class AlexNetConfig:
 
 
 class AlexNet(nnx.Module):
-    """Images to the chosen feature."""
+    """Images to the configured feature."""
 
     def __init__(self, config: AlexNetConfig, rngs: nnx.Rngs):
         self.config = config
@@ -83,7 +84,8 @@ class AlexNet(nnx.Module):
     def __call__(
         self, images: UInt8[Array, "B S S 3"] | Float[Array, "B S S 3"]
     ) -> Float[Array, "B D"]:
-        """The feature vector, channels first as in torchvision; floats are taken as normalised."""
+        """The feature vector, channels first as in torchvision; float images are normalised
+        already."""
         size = self.config.image_size
         if images.shape[1:3] != (size, size):
             raise ValueError(
@@ -105,8 +107,7 @@ class AlexNet(nnx.Module):
 def _conv(
     num_inputs: int, num_outputs: int, kernel: int, stride: int, padding: int, rngs: nnx.Rngs
 ) -> nnx.Conv:
-    # float32 products on every device: a GPU's shorter ones would move the distances that choose
-    # the task
+    # float32 products on every device: a GPU's lower precision would change the router's distances
     return nnx.Conv(
         num_inputs,
         num_outputs,
@@ -127,8 +128,8 @@ def _flatten(x: Float[Array, "B H H C"]) -> Float[Array, "B D"]:
 
 
 def adaptive_average_pool(x: Float[Array, "B H W C"], side: int) -> Float[Array, "B side side C"]:
-    """Means over side x side bins; bin i of an axis of n covers floor(i n / side) to ceil((i + 1) n
-    / side)."""
+    """Means over side x side bins; bin i of an axis of length n is floor(i n / side) to ceil((i +
+    1) n / side)."""
     rows, columns = _bins(x.shape[1], side), _bins(x.shape[2], side)
     return jnp.einsum("ih,bhwc,jw->bijc", rows, x, columns, precision="highest")
 
@@ -136,8 +137,7 @@ def adaptive_average_pool(x: Float[Array, "B H W C"], side: int) -> Float[Array,
 def _bins(length: int, side: int) -> np.ndarray:
     weights = np.zeros((side, length), np.float32)
     for i in range(side):
-        # bins overlap where `side` does not divide the length, and repeat where it is the larger
-        # one
+        # bins overlap if `side` does not divide the length, and repeat if it is larger
         begin = i * length // side
         end = -(-(i + 1) * length // side)
         weights[i, begin:end] = 1 / (end - begin)
@@ -145,7 +145,7 @@ def _bins(length: int, side: int) -> np.ndarray:
 
 
 def map_sides(config: AlexNetConfig) -> tuple[int, ...]:
-    """Side of the map that each of the five convolutions gives."""
+    """Side of the output map of each of the five convolutions."""
     side = config.image_size
     sides = []
     for index, (_, _, kernel, stride, padding) in enumerate(CONVOLUTIONS):
@@ -157,7 +157,7 @@ def map_sides(config: AlexNetConfig) -> tuple[int, ...]:
 
 
 def flops(config: AlexNetConfig) -> int:
-    """The five convolutions for one image (2 x multiply-adds)."""
+    """FLOPs of the five convolutions for one image (2 x multiply-adds)."""
     layers = zip(CONVOLUTIONS, map_sides(config), strict=True)
     return 2 * sum(
         side**2 * kernel**2 * inputs * outputs for (inputs, outputs, kernel, *_), side in layers
@@ -166,25 +166,24 @@ def flops(config: AlexNetConfig) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class PretrainedAlexNet:
-    """AlexNet's weights, and what is known of their origin."""
+    """AlexNet's weights and their origin."""
 
     config: AlexNetConfig
     params: dict[str, np.ndarray]
     """Names and shapes of `shapes_of`, float32."""
     source: str
-    """The file the numbers were read from; a converted file passes on its own source."""
+    """The file that was read; for a converted file, its source."""
     sha256: str
-    """Of the source file; a converted file passes on the hash of the file it was made from."""
+    """SHA-256 of the source file."""
 
 
 def load_alexnet(
     weights: str | Path | None, *, image_size: int = 224, feature: Feature = "pooled_conv"
 ) -> PretrainedAlexNet:
-    """Weights from a safetensors or npz file under torchvision's names, with or without the
-    classifier.
+    """Read weights from a safetensors or npz file under torchvision's names; a classifier is
+    ignored.
 
-    Raises ValueError for settings, a file or weights that do not fit, FileNotFoundError where there
-    is no such file.
+    Raises ValueError for invalid settings or weights, FileNotFoundError for a missing file.
     """
     config = AlexNetConfig(image_size, feature)
     if weights is None:
@@ -194,12 +193,12 @@ def load_alexnet(
         raise FileNotFoundError(f"no weights file {str(file)!r}; {HOW_TO_GET}")
     try:
         tensors, metadata = read_tensors(file)
-        found = from_torchvision(tensors, config)
+        params = from_torchvision(tensors, config)
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}; {HOW_TO_GET}") from error
     if metadata.get("format") == FORMAT and {"source", "sha256"} <= metadata.keys():
-        return PretrainedAlexNet(config, found, metadata["source"], metadata["sha256"])
-    return PretrainedAlexNet(config, found, file.name, sha256_of(file))
+        return PretrainedAlexNet(config, params, metadata["source"], metadata["sha256"])
+    return PretrainedAlexNet(config, params, file.name, sha256_of(file))
 
 
 def torchvision_name_of(name: str) -> str:
@@ -233,8 +232,7 @@ def shapes_of(config: AlexNetConfig) -> dict[str, tuple[int, ...]]:
 
 
 def build_alexnet(config: AlexNetConfig, weights: Params) -> AlexNet:
-    """The module with these weights in float32; raises one ValueError that lists what does not
-    fit."""
+    """The module with these weights in float32; one ValueError lists every mismatch."""
     if complaint := mismatches(shapes_of(config), weights):
         raise ValueError(f"weights do not fit AlexNet: {complaint}")
     return params.filled(lambda: AlexNet(config, nnx.Rngs(0)), weights)

@@ -1,4 +1,4 @@
-"""Shapes and constants of the Vision Transformers this library knows by name."""
+"""Shapes and constants of the named Vision Transformers."""
 
 import dataclasses
 import difflib
@@ -7,14 +7,14 @@ from typing import Any, Literal, get_args
 
 from cheem_jax.core.settings import Activation, Precision
 
-Pool = Literal["class", "attention", "mean"]
-"""What the features are made of: the class token, or all patches, attended by a learned query or
+Pooling = Literal["class", "attention", "mean"]
+"""Source of the features: the CLS token, or all patches, attended to by a learned query or
 averaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """A plain pre-norm ViT: class token and registers if any, then patches; learned or rotary
+    """A plain pre-norm ViT: optional CLS token and registers, then patches; learned or rotary
     positions."""
 
     name: str
@@ -27,26 +27,24 @@ class ViTConfig:
     layer_norm_eps: float = 1e-6
     activation: Activation = "gelu"
     norm_before_blocks: bool = False
-    """CLIP: a LayerNorm between embedding and first block."""
+    """CLIP: a LayerNorm between the embedding and the first block."""
     patch_bias: bool = True
     num_classes: int = 1000
-    """Width of the pretrained head; 0 if the weights carry none that is used."""
+    """Classes of the pretrained head; 0 if it is missing or not used."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     precision: Precision = "float32"
     """Operand type of matrix products; parameters stay float32."""
     timm_name: str | None = None
-    """Name under which timm and the hub's `timm/` repositories hold the weights."""
+    """The model's name in timm and in the hub's `timm/` repositories."""
     num_registers: int = 0
-    """Further learned tokens behind the class token: DINOv2's registers, DeiT's distillation
-    token."""
+    """Learned tokens after the CLS token: DINOv2's registers, DeiT's distillation token."""
     rotary: float | None = None
     """DINOv3: the base period of rotary positions; None: a learned embedding."""
     gated: bool = False
-    """SwiGLU: the activation of a further linear layer of the MLP, `gate`, multiplies what goes
-    into `down`."""
-    pool: Pool = "class"
-    """`attention` and `mean` (SigLIP): there is no class token."""
+    """SwiGLU: the activation of a further linear layer `gate` multiplies the input of `down`."""
+    pool: Pooling = "class"
+    """`attention` and `mean` (SigLIP) have no CLS token."""
 
     @property
     def mlp_width(self) -> int:
@@ -54,7 +52,7 @@ class ViTConfig:
 
     @property
     def mlp_weights(self) -> int:
-        """Numbers in the matrices of one MLP."""
+        """Number of weights in one MLP."""
         return (3 if self.gated else 2) * self.width * self.mlp_width
 
     @property
@@ -63,17 +61,17 @@ class ViTConfig:
 
     @property
     def num_prefix(self) -> int:
-        """Class token, where there is one, and registers: the tokens before the patches."""
+        """Number of tokens before the patches: the CLS token, if any, and the registers."""
         return (self.pool == "class") + self.num_registers
 
     @property
     def num_tokens(self) -> int:
-        """All tokens of an image."""
+        """Number of tokens of an image."""
         return self.num_prefix + self.num_patches
 
     @property
     def num_outputs(self) -> int:
-        """Tokens of the last block that the features are made of."""
+        """Tokens of the last block that the features need."""
         return 1 if self.pool == "class" else self.num_tokens
 
 
@@ -110,7 +108,7 @@ CONFIGS: dict[str, ViTConfig] = {
             activation="quick_gelu",
             norm_before_blocks=True,
             patch_bias=False,
-            num_classes=0,  # its 768 -> 512 projection is no classifier and stays unused
+            num_classes=0,  # its 768 -> 512 projection is not a classifier and is not used
             mean=(0.48145466, 0.4578275, 0.40821073),
             std=(0.26862954, 0.26130258, 0.27577711),
             timm_name="vit_base_patch16_clip_quickgelu_224.openai",
@@ -176,25 +174,27 @@ CONFIGS: dict[str, ViTConfig] = {
 }
 
 BUNDLED = ("vit_micro", "vit_nano")
-"""Backbones whose weights ship inside the package."""
+"""Backbones whose weights are part of the package."""
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """ValueError for values that no ViT has, in a config read from a file; what is not there has
-    its default."""
+    """Check a config that was read from a file; missing fields have their defaults.
+
+    Raises one ValueError that lists every invalid value.
+    """
     defaults: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(ViTConfig)
     }
-    told = defaults | dict(fields)
+    values = defaults | dict(fields)
     bounds = dict.fromkeys(("width", "depth", "num_heads", "image_size", "patch_size"), (1, 2**16))
     bounds |= {"depth": (1, 1000), "num_classes": (0, 2**24), "num_registers": (0, 1000)}
     faults = [
-        f"{name} is {told[name]!r:.40}, expected a whole number in {least}..{most}"
+        f"{name} is {values[name]!r:.40}, expected a whole number in {least}..{most}"
         for name, (least, most) in bounds.items()
-        if type(told[name]) is not int or not least <= told[name] <= most
+        if type(values[name]) is not int or not least <= values[name] <= most
     ]
     for name in ("mean", "std"):
-        rgb = told[name]
+        rgb = values[name]
         finite = isinstance(rgb, list | tuple) and len(rgb) == 3 and all(map(_is_finite, rgb))
         if not finite or (name == "std" and min(rgb) <= 0):
             faults.append(
@@ -202,44 +202,44 @@ def check_fields(fields: Mapping[str, Any]) -> None:
                 f" numbers{', all positive' * (name == 'std')}"
             )
     positive = {"mlp_ratio": 100, "layer_norm_eps": 1} | (
-        {} if told["rotary"] is None else {"rotary": 1e9}
+        {} if values["rotary"] is None else {"rotary": 1e9}
     )
     for name, most in positive.items():
-        if not _is_finite(told[name]) or not 0 < told[name] <= most:
-            faults.append(f"{name} is {told[name]!r:.40}, expected a number in 0..{most}")
-    for name, kind in {"activation": Activation, "precision": Precision, "pool": Pool}.items():
-        if told[name] not in get_args(kind):
+        if not _is_finite(values[name]) or not 0 < values[name] <= most:
+            faults.append(f"{name} is {values[name]!r:.40}, expected a number in 0..{most}")
+    for name, kind in {"activation": Activation, "precision": Precision, "pool": Pooling}.items():
+        if values[name] not in get_args(kind):
             faults.append(
-                f"{name} is {told[name]!r:.40}, expected one of {', '.join(get_args(kind))}"
+                f"{name} is {values[name]!r:.40}, expected one of {', '.join(get_args(kind))}"
             )
-    if not isinstance(told["name"], str) or not isinstance(told["timm_name"], str | None):
+    if not isinstance(values["name"], str) or not isinstance(values["timm_name"], str | None):
         faults.append("name and timm_name must be text")
     switches = ("norm_before_blocks", "patch_bias", "gated")
-    if not all(isinstance(told[name], bool) for name in switches):
+    if not all(isinstance(values[name], bool) for name in switches):
         faults.append("norm_before_blocks, patch_bias and gated must be true or false")
     if not faults and (
-        told["width"] % told["num_heads"] or told["image_size"] % told["patch_size"]
+        values["width"] % values["num_heads"] or values["image_size"] % values["patch_size"]
     ):
         faults.append("its heads do not divide the width, or its patches the image size")
     if (
         not faults
-        and told["rotary"] is not None
-        and (width := told["width"] // told["num_heads"]) % 4
+        and values["rotary"] is not None
+        and (width := values["width"] // values["num_heads"]) % 4
     ):
         faults.append(
-            f"rotary is {told['rotary']}, expected heads of a width that 4 divides, got {width}"
+            f"rotary is {values['rotary']}, expected heads of a width that 4 divides, got {width}"
         )
     if faults:
         raise ValueError("; ".join(faults))
 
 
 def _is_finite(value: object) -> bool:
-    # whole numbers may be too large for a float, which math.isfinite does not forgive
+    # integers can be too large for a float, which `math.isfinite` does not accept
     return type(value) in (int, float) and -1e30 < value < 1e30  # type: ignore[operator]
 
 
 def config_of(name: str) -> ViTConfig:
-    """The named backbone's config; an unknown name is answered with the nearest valid ones."""
+    """The config of a named backbone; ValueError lists the nearest names."""
     if name not in CONFIGS:
         near = difflib.get_close_matches(name, CONFIGS, n=3) or sorted(CONFIGS)
         raise ValueError(f"unknown backbone {name!r}; nearest: {', '.join(near)}")
@@ -247,11 +247,12 @@ def config_of(name: str) -> ViTConfig:
 
 
 def at_image_size(config: ViTConfig, image_size: int) -> ViTConfig:
-    """The same network for square images of another size in pixels."""
+    """The same network for square images of `image_size` pixels; ValueError if patches do not
+    divide it."""
     if image_size < config.patch_size or image_size % config.patch_size:
         lower = max(image_size // config.patch_size, 1) * config.patch_size
         raise ValueError(
-            f"image size {image_size} is no multiple of {config.name}'s patch size"
+            f"image size {image_size} is not a multiple of {config.name}'s patch size"
             f" {config.patch_size}; try {lower} or {lower + config.patch_size}"
         )
     return dataclasses.replace(config, image_size=image_size)

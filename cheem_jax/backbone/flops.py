@@ -1,8 +1,8 @@
 """Floating-point operations per image, counted from shapes (2 x multiply-adds).
 
-The paper's convention counts patch embedding and linear layers of the backbone, not the attention
-products and no head (33.695 G for ViT-B/16 and 2.149 G for DeiT-Tiny at 224). `executed` counts
-every matrix product that ran.
+The paper counts the patch embedding and the linear layers of the backbone, without attention
+products and head (33.695 G for ViT-B/16 and 2.149 G for DeiT-Tiny at 224 pixels). Functions named
+`executed` count every matrix product that runs.
 """
 
 from cheem_jax.backbone.config import ViTConfig
@@ -18,8 +18,8 @@ def backbone_flops(config: ViTConfig, *, count_attention: bool = False) -> int:
 def pass_flops(
     config: ViTConfig, placement: Placement, until: int, *, count_attention: bool = False
 ) -> int:
-    """The plain backbone up to the tokens that every choice at block `until` shares; whole where
-    that is L."""
+    """The plain backbone up to the tokens shared by every choice at block `until`; L: the whole
+    backbone."""
     attention = branch_flops(config, "attn_proj", count_attention=count_attention)
     block = attention + branch_flops(config, "mlp_down")
     shared = attention if placement == "mlp_down" and until < config.depth else 0
@@ -33,7 +33,7 @@ def embed_flops(config: ViTConfig) -> int:
 
 
 def branch_flops(config: ViTConfig, placement: Placement, *, count_attention: bool = False) -> int:
-    """What one Skip saves: an FFN (`mlp_down`) or an attention branch (`attn_proj`)."""
+    """One branch, which Skip saves: an FFN (`mlp_down`) or an attention branch (`attn_proj`)."""
     tokens, width = config.num_tokens, config.width
     if placement == "mlp_down":
         return 2 * tokens * config.mlp_weights
@@ -54,21 +54,24 @@ def token_flops(config: ViTConfig, num_tokens: int) -> int:
 
 
 def prefix_flops(config: ViTConfig, num_pairs: int, num_layers: int) -> int:
-    """Prefix keys and values that all tokens attend to, in so many layers; attention products,
-    which the paper's counter sees where attention is explicit."""
+    """Prefix keys and values in so many layers, to which all tokens attend.
+
+    These are attention products, which the paper counts only in methods that compute attention
+    explicitly.
+    """
     return 4 * config.num_tokens * num_pairs * config.width * num_layers
 
 
 def adapter_flops(config: ViTConfig, bottleneck: int) -> int:
-    """Bottleneck adapters beside every FFN (TUNA, MoAL, MoE-Adapters)."""
+    """Bottleneck adapters parallel to every FFN (TUNA, MoAL, MoE-Adapters)."""
     return 2 * config.num_tokens * config.depth * 2 * config.width * bottleneck
 
 
 def network_flops(
     config: ViTConfig, placement: Placement, architecture: Architecture, rank: int
 ) -> int:
-    """A task network by the paper's convention: skipped branches saved, this task's own Adapt pairs
-    added."""
+    """A task network by the paper's convention: minus skipped branches, plus the Adapt pairs of
+    this task."""
     kinds = [choice.kind for choice in architecture]
     saved = kinds.count("skip") * branch_flops(config, placement)
     return (
@@ -84,11 +87,11 @@ def executed_flops(
     *,
     begin: int | None = None,
 ) -> int:
-    """What runs of a task network at inference: pairs merged, attention products and head counted.
+    """Operations of a task network at inference: pairs merged, attention products and head counted.
 
-    The last block works for the class token alone where there is one. A network resumed at block
-    `begin` takes from the base network what the block's choices share; `begin` = L leaves the head,
-    None begins with the image.
+    The last block computes only the CLS token, if there is one. A network resumed at block `begin`
+    reuses the tokens of the base network that the block's choices share; `begin` = L leaves only
+    the head, None begins with the image.
     """
     head = 2 * config.width * num_classes
     if begin == config.depth:
@@ -108,7 +111,7 @@ def executed_flops(
 
 
 def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> int:
-    """`pass_flops` as it runs."""
+    """Operations that `pass_flops` executes."""
     if until == config.depth:
         return executed_backbone_flops(config)
     *before, (attention, _) = (
@@ -120,7 +123,8 @@ def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> 
 
 
 def executed_backbone_flops(config: ViTConfig, num_extra: int = 0) -> int:
-    """The plain backbone as it runs, without head, with so many extra tokens in all blocks."""
+    """Operations that the plain backbone executes, without head, with so many extra tokens per
+    block."""
     blocks = range(config.depth)
     halves = (
         executed_halves(config, last=block == config.depth - 1, num_extra=num_extra)
@@ -130,8 +134,7 @@ def executed_backbone_flops(config: ViTConfig, num_extra: int = 0) -> int:
 
 
 def pool_flops(config: ViTConfig, *, count_attention: bool = True) -> int:
-    """Attention pooling: keys and values of all tokens, which one query attends; its two matrices
-    and its MLP."""
+    """Attention pooling: keys and values of all tokens, one query, two projections and the MLP."""
     if config.pool != "attention":
         return 0
     tokens, width = config.num_tokens, config.width
@@ -140,8 +143,8 @@ def pool_flops(config: ViTConfig, *, count_attention: bool = True) -> int:
 
 
 def executed_halves(config: ViTConfig, *, last: bool, num_extra: int = 0) -> tuple[int, int]:
-    """Attention half and FFN half of a block as they run; of the last one only what the features
-    are made of."""
+    """Executed operations of a block's attention half and FFN half; the last block computes only
+    the tokens that the features need."""
     tokens = config.num_tokens + num_extra
     width = config.width
     outputs = 1 if last and config.pool == "class" else tokens
@@ -150,7 +153,7 @@ def executed_halves(config: ViTConfig, *, last: bool, num_extra: int = 0) -> tup
 
 
 def backbone_params(config: ViTConfig) -> int:
-    """Parameters of the backbone without head, the base of the paper's %Param."""
+    """Parameters of the backbone without head: the base of the paper's %Param."""
     width = config.width
     mlp = config.mlp_weights + config.mlp_width * (2 if config.gated else 1) + width
     per_block = 4 * width * width + 4 * width + mlp + 4 * width
@@ -159,5 +162,5 @@ def backbone_params(config: ViTConfig) -> int:
     positions = config.num_tokens if config.rotary is None else 0
     pool = (
         per_block - width if config.pool == "attention" else 0
-    )  # a block with a query and one LayerNorm
+    )  # like a block, with a query and one LayerNorm less
     return embed + (config.num_prefix + positions) * width + config.depth * per_block + norms + pool

@@ -1,4 +1,4 @@
-"""Mean class tokens of the backbone's own task: the mu of task 1 in the similarity of tasks."""
+"""Mean CLS tokens of the pretraining data: the mu of the base task in the similarity of tasks."""
 
 import functools
 from collections.abc import Iterable
@@ -18,12 +18,11 @@ KEYS = ("mlp_down/component", "attn_proj/component", "mlp_down/block", "attn_pro
 def base_means(
     vit: ViT, images: Images, *, batch_size: int = 64
 ) -> dict[str, Float[np.ndarray, "L D"]]:
-    """Mean class tokens over `images` on the plain backbone, keyed
-    `{image_size}/{placement}/{token}`.
+    """Mean CLS tokens of `images` on the plain backbone, keyed `{image_size}/{placement}/{token}`.
 
     `component` is the plastic layer's output before the residual sum, `block` the block's output
-    (the same for both placements, as the plain backbone skips nothing). Sums run in float64; one
-    program serves all batches.
+    (equal for both placements, because the plain backbone has no Skip). Sums are float64; one
+    compiled function serves all batches. Raises ValueError for no images or another size.
     """
     size = vit.config.image_size
     if len(images) == 0 or images.shape[1:3] != (size, size):
@@ -49,7 +48,7 @@ def base_means(
 
 
 def pooled_means(vit: ViT, chunks: Iterable[Images]) -> dict[str, Float[np.ndarray, "L D"]]:
-    """`base_means` over all chunks, each weighted by its number of images."""
+    """`base_means` of all chunks, weighted by their number of images."""
     totals: dict[str, np.ndarray] = {}
     count = 0
     for images in chunks:
@@ -63,13 +62,13 @@ def pooled_means(vit: ViT, chunks: Iterable[Images]) -> dict[str, Float[np.ndarr
 def _class_tokens(
     graphdef: nnx.GraphDef, state: PyTree, images: UInt8[Array, "B H W 3"]
 ) -> Float[Array, "B 3 L D"]:
-    """Class tokens after down-projection, attention projection and block, for each image and
+    """CLS tokens after down-projection, attention projection and block, for each image and
     block."""
     vit = nnx.merge(graphdef, state)
     x = vit.embed(images)
     tokens = []
     for block in vit.blocks:
-        # XLA merges what the two runs share and drops the second half of this one.
+        # XLA merges the common operations of the two runs and removes the second half of this one.
         _, proj = block.run(Reuse(block.expert("attn_proj")), x, placement="attn_proj")
         x, down = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
         tokens.append([summary(kind, vit.config) for kind in (down, proj, x)])

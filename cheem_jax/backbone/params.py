@@ -1,6 +1,6 @@
-"""Parameters as a flat dict of names, and how a network is built from one.
+"""Parameters as a flat dict of names, and networks built from one.
 
-Names follow the module's attributes, joined by dots: `patch.kernel`, `class_token`,
+Names are the attributes of the module, joined by dots: `patch.kernel`, `class_token`,
 `blocks.3.qkv.bias`, `norm.scale`. Kernels are `[in, out]`; the patch kernel is `[patch * patch * 3,
 D]` in height, width, channel order.
 """
@@ -22,21 +22,19 @@ Params = Mapping[str, np.ndarray]
 Module = TypeVar("Module", bound=nnx.Module)
 _BLOCK = re.compile(r"blocks\.\d+\.")
 _SHOWN = 4
-"""Tensors of each kind that an error names: files of another architecture have hundreds."""
+"""At most so many tensors of each kind in an error; files of another architecture have hundreds."""
 _ALIGNMENT = 64
-"""In bytes; on a CPU, JAX takes an array that begins at a multiple of it as it is."""
+"""Bytes; on a CPU, JAX shares the memory of an array that begins at a multiple of it."""
 
 
 @functools.cache
 def shapes_of(config: ViTConfig) -> Mapping[str, tuple[int, ...]]:
-    """Every parameter's name and shape; looked up once, since tracing a large network takes a
-    second."""
+    """Name and shape of every parameter; cached, because tracing a large network costs a second."""
     return shapes(lambda: ViT(config, nnx.Rngs(0)))
 
 
 def shapes(make: Callable[[], nnx.Module]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters of the network that `make` makes; no number is
-    computed."""
+    """Names and shapes of the parameters of a network, without computing any."""
     _, state = nnx.split(nnx.eval_shape(make))
     return {_dotted(name): tuple(leaf.shape) for name, leaf in nnx.to_flat_state(state)}
 
@@ -52,10 +50,11 @@ def check_params(config: ViTConfig, params: Params) -> None:
 
 
 def mismatches(wanted: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
-    """Missing, unexpected and misshapen tensors in one line, some of each and how many more; empty
-    where all fit.
+    """Missing, unexpected and misshapen tensors in one line, a few of each and the number of
+    others.
 
-    What several blocks have in common comes once, such as `blocks.*.up.kernel (of 12 blocks)`.
+    Empty if all tensors fit. Tensors of several blocks are one entry, such as `blocks.*.up.kernel
+    (of 12 blocks)`.
     """
     kinds = {
         "missing": list(wanted.keys() - tensors.keys()),
@@ -79,20 +78,19 @@ def mismatches(wanted: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
             more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
             shown.sort(
                 key=lambda line: (line.startswith("blocks."), line)
-            )  # a token's shape says most
+            )  # tensors outside of the blocks say more
             complaints.append(f"{kind}: {', '.join(shown[:_SHOWN])}{more}")
     return "; ".join(complaints)
 
 
 def build(config: ViTConfig, params: Params) -> ViT:
-    """The module with these weights in float32; raises as `check_params` does."""
+    """The module with these weights in float32. Raises as `check_params`."""
     check_params(config, params)
     return filled(lambda: ViT(config, nnx.Rngs(0)), params)
 
 
 def float32(values: np.ndarray) -> np.ndarray:
-    """A read-only copy in float32, which a network on a CPU shares instead of copying it once
-    more."""
+    """A read-only copy in float32, whose memory a network on a CPU shares."""
     room = np.empty(4 * values.size + _ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % _ALIGNMENT
     copied = room[begin : begin + 4 * values.size].view(np.float32).reshape(values.shape)
@@ -102,11 +100,11 @@ def float32(values: np.ndarray) -> np.ndarray:
 
 
 def filled(make: Callable[[], Module], params: Params) -> Module:
-    """The network that `make` makes, with these weights in float32, which must fit."""
+    """The network of `make` with these weights in float32, which must fit."""
 
     def placed(values: np.ndarray) -> jax.Array:
         values = np.asarray(values, np.float32)
-        # only what nobody can change may be shared
+        # only read-only arrays can be shared
         return jnp.asarray(values) if values.flags.writeable else jax.device_put(values)
 
     graphdef, state = nnx.split(nnx.eval_shape(make))
@@ -126,14 +124,14 @@ def from_torch(
 ) -> dict[str, np.ndarray]:
     """Our parameters in float32 from PyTorch's layout, `[out, in]` or `[out, in, height, width]`.
 
-    `theirs` has the name and shape of each of our parameters there. One ValueError, which begins
-    with `what`, lists every missing, unexpected and misshapen tensor; those named in `unused` are
-    left out.
+    `theirs` has the PyTorch name and shape of each of our parameters. One ValueError, which begins
+    with `what`, lists every missing, unexpected and misshapen tensor; tensors in `unused` are
+    ignored.
     """
-    found = {name: value for name, value in tensors.items() if name not in unused}
-    if complaint := mismatches(dict(theirs.values()), found):
+    used = {name: value for name, value in tensors.items() if name not in unused}
+    if complaint := mismatches(dict(theirs.values()), used):
         raise ValueError(f"{what}: {complaint}")
-    axes = {2: (1, 0), 4: (2, 3, 1, 0)}  # of a linear layer and of a convolution
+    axes = {2: (1, 0), 4: (2, 3, 1, 0)}  # of linear layers and convolutions
     params = {}
     for name, shape in shapes.items():
         tensor = tensors[theirs[name][0]]
@@ -144,8 +142,8 @@ def from_torch(
 
 
 def init_params(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
-    """Random weights as timm starts a ViT: truncated normal 0.02, zero biases, unit LayerNorm
-    scales."""
+    """timm's random initialisation of a ViT: truncated normal of deviation 0.02, zero biases, unit
+    LayerNorm scales."""
     params = {}
     for index, (name, shape) in enumerate(sorted(shapes_of(config).items())):
         if name.endswith("scale"):

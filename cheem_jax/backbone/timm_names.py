@@ -1,8 +1,8 @@
-"""timm's names and PyTorch's layout on one side, ours on the other; and configs read off timm's
+"""Conversion between timm's names and PyTorch's layout and ours; configs inferred from timm's
 tensors.
 
-timm keeps linear weights as `[out, in]` and the patch kernel as `[D, 3, height, width]`; for ours
-see `params.py`.
+timm stores linear weights as `[out, in]` and the patch kernel as `[D, 3, height, width]`; see
+`params.py` for ours.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cheem_jax.backbone.config import CONFIGS, Pool, ViTConfig, check_fields
+from cheem_jax.backbone.config import CONFIGS, Pooling, ViTConfig, check_fields
 from cheem_jax.backbone.params import from_torch, mismatches, shapes_of
 from cheem_jax.core.settings import Activation
 
@@ -43,16 +43,16 @@ _PLAIN = re.compile(
     r"|attn_pool\.(q|kv|proj|norm|mlp\.fc1|mlp\.fc2))\.(weight|bias)"
 )
 _ROTARY = re.compile(r"blocks\.\d+\.(gamma_[12]|attn\.[qv]_bias|mlp\.fc1_[gx]\.(weight|bias))")
-"""Further tensors of DINOv3, whose file contains nothing of its rotary positions."""
+"""Further tensors of DINOv3; its file contains no rotary positions."""
 SUPPORTED = "plain ViTs: ViT, DeiT, DeiT-III, CLIP, DINO, DINOv2, DINOv3 up to H+, SigLIP, SigLIP 2"
 _HEADS = dict.fromkeys(
     ("vit_huge_", "deit3_huge_", "vit_giant_", "vit_gigantic_", "vit_so400m_", "vit_giantopt_"), 16
 )
-"""Families whose heads are not 64 wide."""
+"""Number of heads in families whose heads are not 64 wide."""
 _GELU_TANH = re.compile(
     r"patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt_patch16_siglip"
 )
-"""SigLIP 2 of these sizes approximates GELU in timm; all others compute it exactly."""
+"""SigLIP 2 models with timm's approximation of GELU; all others use the exact function."""
 
 
 def timm_name_of(name: str) -> str:
@@ -65,25 +65,25 @@ def timm_name_of(name: str) -> str:
 
 
 def without_wrapper(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors that answers depend on, without a prefix that all names share, such as `module.`
-    or `backbone.`.
+    """The tensors of the network, without a common prefix of their names, such as `module.` or
+    `backbone.`.
 
-    Left out is what was used for pretraining alone: the token of masked patches.
+    The token of masked patches, which only pretraining uses, is omitted.
     """
-    found = dict(tensors)
+    result = dict(tensors)
     patch = "patch_embed.proj.weight"
-    prefix = os.path.commonprefix(list(found)).rpartition(".")[0] + "."
-    if patch not in found and prefix + patch in found:
-        found = {name.removeprefix(prefix): value for name, value in found.items()}
-    found.pop("mask_token", None)
-    return found
+    prefix = os.path.commonprefix(list(result)).rpartition(".")[0] + "."
+    if patch not in result and prefix + patch in result:
+        result = {name.removeprefix(prefix): value for name, value in result.items()}
+    result.pop("mask_token", None)
+    return result
 
 
 def with_head_of(config: ViTConfig, tensors: Mapping[str, np.ndarray]) -> ViTConfig:
-    """The config with as many classes as the tensors' own head has; without a classifier if none
-    fits.
+    """The config with the number of classes of the tensors' head; 0 if the head does not fit.
 
-    Tasks get heads of their own, so weights fine-tuned for other classes are the same backbone.
+    Tasks have separate heads, so weights that are fine-tuned for other classes are the same
+    backbone.
     """
     weight, bias = (tensors.get(f"head.{leaf}") for leaf in ("weight", "bias"))
     fits = weight is not None and bias is not None and weight.shape == (*bias.shape, config.width)
@@ -95,9 +95,8 @@ def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str,
     """Our parameters in float32; one ValueError lists every missing, unexpected and misshapen
     tensor.
 
-    A config without classes knows no use for a head (CLIP's is its 768 -> 512 projection): `head.*`
-    is left out. LayerScale, a factor per output of a residual branch, becomes part of the branch's
-    last layer.
+    `head.*` is ignored if the config has no classes (CLIP's head is its 768 -> 512 projection).
+    LayerScale, a factor per output of a residual branch, is merged into the branch's last layer.
     """
     shapes = shapes_of(config)
     theirs = {
@@ -115,13 +114,13 @@ def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str,
 def _without_scales(
     tensors: Mapping[str, np.ndarray], config: ViTConfig, what: str
 ) -> dict[str, np.ndarray]:
-    """timm's tensors with LayerScale folded, a position for every token, and one name for further
-    tokens."""
+    """timm's tensors with LayerScale merged, a position for every token, and one name for
+    registers."""
     renamed = {"dist_token": "reg_token"} if config.num_registers else {}
     if config.rotary is not None or config.gated:
         tensors = _as_plain_vits(tensors, config)
-    found = {renamed.get(name, name): value for name, value in tensors.items()}
-    scales = {name: found.pop(name) for name in tensors if name.endswith(".gamma")}
+    result = {renamed.get(name, name): value for name, value in tensors.items()}
+    scales = {name: result.pop(name) for name in tensors if name.endswith(".gamma")}
     layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
     wanted = {
         f"blocks.{block}.{scale}": (config.width,)
@@ -135,37 +134,39 @@ def _without_scales(
         for leaf in ("weight", "bias"):
             layer = f"blocks.{block}.{layers[scaled]}.{leaf}"
             if (
-                layer in found and found[layer].shape[:1] == scale.shape
+                layer in result and result[layer].shape[:1] == scale.shape
             ):  # `from_torch` reports others
-                found[layer] = (found[layer].T.astype(np.float32) * scale.astype(np.float32)).T
-    position = found.get("pos_embed")
+                result[layer] = (result[layer].T.astype(np.float32) * scale.astype(np.float32)).T
+    position = result.get("pos_embed")
     if position is not None and position.shape == (
         1,
         config.num_patches,
         config.width,
-    ):  # of patches alone
-        found["pos_embed"] = np.pad(position, ((0, 0), (config.num_prefix, 0), (0, 0)))
-    return found
+    ):  # patches only
+        result["pos_embed"] = np.pad(position, ((0, 0), (config.num_prefix, 0), (0, 0)))
+    return result
 
 
 def _as_plain_vits(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
-    """Names of timm's plain ViT for DINOv3's tensors, zeros for biases it does without, and an
-    MLP's gate by itself."""
-    found = {
+    """DINOv3's tensors under the names of timm's plain ViT, with zeros for missing biases, and the
+    gate of an MLP separate from `fc1`."""
+    result = {
         re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name).replace(".fc1_x.", ".fc1."): value
         for name, value in tensors.items()
     }
     for block in (f"blocks.{index}" for index in range(config.depth)):
-        if config.rotary is not None and f"{block}.attn.qkv.bias" not in found:
+        if config.rotary is not None and f"{block}.attn.qkv.bias" not in result:
             zeros = np.zeros(config.width, np.float32)
-            query, value = (found.pop(f"{block}.attn.{name}_bias", zeros) for name in "qv")
-            found[f"{block}.attn.qkv.bias"] = np.concatenate([query, zeros, value])
+            query, value = (result.pop(f"{block}.attn.{name}_bias", zeros) for name in "qv")
+            result[f"{block}.attn.qkv.bias"] = np.concatenate([query, zeros, value])
         for name in (f"{block}.mlp.fc1.weight", f"{block}.mlp.fc1.bias"):
             if (
-                config.gated and name in found and found[name].shape[:1] == (2 * config.mlp_width,)
+                config.gated
+                and name in result
+                and result[name].shape[:1] == (2 * config.mlp_width,)
             ):  # DINOv2 giant
-                found[name.replace("fc1", "fc1_g")], found[name] = np.split(found[name], 2)
-    return found
+                result[name.replace("fc1", "fc1_g")], result[name] = np.split(result[name], 2)
+    return result
 
 
 def _timm_shape(name: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[int, ...]:
@@ -181,11 +182,11 @@ def _timm_shape(name: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[i
 def infer_config(
     name: str, tensors: Mapping[str, np.ndarray], hub_config: dict | None
 ) -> ViTConfig:
-    """The config of any supported timm ViT from its tensors, its name and the hub's `config.json`.
+    """The config of a supported timm ViT from its tensors, its name and the hub's `config.json`.
 
-    Sizes come from shapes, heads from the usual width of 64, the preprocessing from
-    `pretrained_cfg`. What is not a plain ViT (other gated MLPs, other pools, ...) is refused by the
-    names of its tensors.
+    Sizes are read from shapes, heads are 64 wide unless the family differs, and the preprocessing
+    is that of `pretrained_cfg`. Raises ValueError with the names of the tensors for other
+    architectures.
     """
     hub_config = hub_config or {}
     pool = pool_of(name)
@@ -199,14 +200,15 @@ def infer_config(
     image_size = 256 if rotary else patch_size * _grid(tensors["pos_embed"].shape[1], prefix)
     depth = len(
         {key.split(".")[1] for key in tensors if key.startswith("blocks.")}
-    )  # gaps are told by `from_timm`
+    )  # `from_timm` reports gaps
     families = () if "_dinov" in name else _HEADS.items()
     num_heads = next((heads for family, heads in families if name.startswith(family)), width // 64)
     if channels != 3 or width == 0 or num_heads == 0 or width % num_heads:
         raise ValueError(f"{name!r}: no plain ViT has {channels} channels and a width of {width}")
     clip = "norm_pre.weight" in tensors
-    projection = clip and "_ft_" not in name  # CLIP's image-text projection, no classifier
-    projection = projection or "dist_token" in tensors  # whose two heads answer together
+    # CLIP's image-text projection, which is not a classifier
+    projection = clip and "_ft_" not in name
+    projection = projection or "dist_token" in tensors  # its two heads are averaged
     classes = 0 if projection or "head.weight" not in tensors else tensors["head.weight"].shape[0]
     mean, std = _preprocessing(name, hub_config)
     config = ViTConfig(
@@ -247,8 +249,8 @@ def _refuse_unless_plain(
     prefix: int,
 ) -> None:
     reasons = []
-    known = {key for key in tensors if _PLAIN.fullmatch(key) or (rotary and _ROTARY.fullmatch(key))}
-    foreign = sorted({re.sub(r"\.\d+\.", ".*.", key) for key in tensors if key not in known})
+    plain = {key for key in tensors if _PLAIN.fullmatch(key) or (rotary and _ROTARY.fullmatch(key))}
+    foreign = sorted({re.sub(r"\.\d+\.", ".*.", key) for key in tensors if key not in plain})
     if foreign:
         more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
         reasons.append(f"unknown tensors {foreign[:5]}{more}")
@@ -283,18 +285,18 @@ def _refuse_unless_plain(
         )
 
 
-def pool_of(name: str) -> Pool:
-    """What the features of a timm model of this name are made of."""
+def pool_of(name: str) -> Pooling:
+    """The source of the features of a timm model, by its name."""
     return "class" if "_siglip_" not in name else "mean" if "_gap_" in name else "attention"
 
 
 def other_pool(name: str, hub_config: Mapping) -> list[str]:
-    """What is wrong with the pool that the hub's `config.json` names, if anything."""
-    if "_dinov3" in name:  # timm averages the patches, its authors read the class token
+    """Complaints about the pool in the hub's `config.json`."""
+    if "_dinov3" in name:  # timm averages the patches; the authors use the CLS token
         return []
     wanted = {"class": "token", "attention": "map", "mean": "avg"}[pool_of(name)]
-    found = hub_config.get("global_pool", wanted)
-    return [] if found == wanted else [f"config.json pools with {found!r:.40}, expected {wanted!r}"]
+    pool = hub_config.get("global_pool", wanted)
+    return [] if pool == wanted else [f"config.json pools with {pool!r:.40}, expected {wanted!r}"]
 
 
 def _activation(name: str, gated: bool) -> Activation:
@@ -306,8 +308,8 @@ def _activation(name: str, gated: bool) -> Activation:
 
 
 def _is_gated(name: str, tensors: Mapping[str, np.ndarray]) -> bool:
-    """Whether the MLP is DINOv3's, with two layers before `fc2`, or DINOv2 giant's, with both in
-    one."""
+    """Whether the MLP is gated: two layers before `fc2` in DINOv3, one fused layer in DINOv2
+    giant."""
     up, down = (tensors.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
     if up is None or down is None or up.ndim != 2 or down.ndim != 2:
         return "blocks.0.mlp.fc1_g.weight" in tensors
@@ -315,8 +317,7 @@ def _is_gated(name: str, tensors: Mapping[str, np.ndarray]) -> bool:
 
 
 def _grid(num_positions: int, num_prefix: int) -> int:
-    """Patches along a side; 0 where positions are neither those of a square grid nor those of all
-    tokens."""
+    """Patches along a side of the grid; 0 if the positions do not belong to a square grid."""
     for num_patches in (num_positions, num_positions - num_prefix):
         if num_patches > 0 and math.isqrt(num_patches) ** 2 == num_patches:
             return math.isqrt(num_patches)

@@ -1,4 +1,4 @@
-"""The frozen backbone: a Flax NNX Vision Transformer equal to timm's, whose blocks take an op as an
+"""The frozen backbone: a Flax NNX Vision Transformer equal to timm's, whose blocks have an op as
 argument.
 
 A block (paper, appendix 'Identifying the Task-Synergy Internal Memory') is `z = x + Proj(MHSA(LN1
@@ -22,15 +22,15 @@ from cheem_jax.core.settings import Activation, Placement, Precision
 
 
 class Prefix(NamedTuple):
-    """Learned keys and values in front of a block's own: they pass no projection, and the sequence
-    stays as long."""
+    """Learned keys and values before those of a block; they pass no projection and add no output
+    tokens."""
 
     keys: Float[Array, "B P D"]
     values: Float[Array, "B P D"]
 
 
 class SidePrefix(NamedTuple):
-    """Learned keys and values in a softmax of their own, whose result is added with a weight per
+    """Learned keys and values with a separate softmax; its result is added with one weight per
     image."""
 
     keys: Float[Array, "B P D"]
@@ -39,7 +39,7 @@ class SidePrefix(NamedTuple):
 
 
 Adapter = Callable[[Float[Array, "B N D"]], Float[Array, "B N D"]]
-"""What is added to a block's FFN: a function of the tokens after its attention half, before
+"""A term added to a block's FFN: a function of the tokens after the attention half, before
 LayerNorm."""
 
 
@@ -47,12 +47,11 @@ LayerNorm."""
 def rotations(
     base: float, grid: int, num_tokens: int, head_width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine for each token and channel of a head; the last `grid`^2 tokens are patches,
-    others do not turn.
+    """Cosine and sine of the rotary angle of each token and channel of a head.
 
-    A patch's centre is (y, x) in -1..1 whatever the image size. A quarter of the channels turns by
-    2 pi y / period, the next by 2 pi x / period, with periods from 1 up towards `base`; channel i
-    turns together with i + half of them.
+    The last `grid`^2 tokens are patches; the others have angle 0. Patch centres (y, x) are in -1..1
+    for every image size. A quarter of the channels rotates by 2 pi y / period, the next by 2 pi x /
+    period, with periods from 1 up to `base`. Channel i is paired with channel i + half of the head.
     """
     centres = (2.0 * np.arange(grid) + 1.0) / grid - 1.0
     periods = base ** (4.0 * np.arange(head_width // 4) / head_width)
@@ -66,8 +65,7 @@ def rotations(
 def rotate(
     x: Float[Array, "B H N d"], cos: Float[np.ndarray, "N d"], sin: Float[np.ndarray, "N d"]
 ) -> Float[Array, "B H N d"]:
-    """Rotary positions (Su et al., "RoFormer", 2021) with the pairs of channels half a head
-    apart."""
+    """Rotary positions (Su et al., "RoFormer", 2021); paired channels are half a head apart."""
     first, second = jnp.split(x, 2, axis=-1)
     return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
 
@@ -75,25 +73,24 @@ def rotate(
 def linear(
     layer: nnx.Linear, x: Float[Array, "*B I"], precision: Precision
 ) -> Float[Array, "*B O"]:
-    """`layer` of x, with the bias that every layer here has."""
+    """Apply a linear layer with bias."""
     assert layer.bias is not None
     return product(x, layer.kernel[...], precision) + layer.bias[...]
 
 
 def summary(tokens: Float[Array, "B N D"], config: ViTConfig) -> Float[Array, "B D"]:
-    """The token that stands for an image within the network: the class token, or the mean patch
-    where there is none."""
+    """The token that summarises an image within the network: the CLS token, or else the mean
+    patch."""
     return tokens[:, 0] if config.pool == "class" else mean_patch(tokens, config)
 
 
 def mean_patch(tokens: Float[Array, "B N D"], config: ViTConfig) -> Float[Array, "B D"]:
-    """Mean of the tokens behind the class token."""
+    """Mean of the tokens after the CLS token."""
     return tokens[:, int(config.pool == "class") :].mean(axis=1)
 
 
 class Block(nnx.Module):
-    """One transformer block; its own `proj` and `down` are expert 0 of the two possible
-    memories."""
+    """One transformer block; its `proj` and `down` are expert 0 of the two placements."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         width = config.width
@@ -113,7 +110,7 @@ class Block(nnx.Module):
     def expert(self, placement: Placement) -> Expert:
         """Expert 0: the pretrained plastic layer."""
         layer = self.down if placement == "mlp_down" else self.proj
-        assert layer.bias is not None  # every Linear here is built with a bias
+        assert layer.bias is not None  # every Linear of a block has a bias
         return Expert(layer.kernel[...], layer.bias[...])
 
     def mix_tokens(
@@ -123,8 +120,8 @@ class Block(nnx.Module):
         outputs: int | None = None,
         prefix: Prefix | SidePrefix | None = None,
     ) -> Float[Array, "B M D"]:
-        """The attention branch up to its projection, the input of `proj`, for the first `outputs`
-        tokens."""
+        """The attention branch up to the input of `proj`, for the first `outputs` tokens (default:
+        all)."""
         b, n, d = x.shape
         h = self.norm1(x)
         if outputs is None:
@@ -148,7 +145,7 @@ class Block(nnx.Module):
         if isinstance(prefix, Prefix):
             key = jnp.concatenate([heads(prefix.keys), key], axis=2)
             value = jnp.concatenate([heads(prefix.values), value], axis=2)
-        # products would round them anyway; heads are laid out in half the bytes
+        # products round their operands anyway; bfloat16 halves the bytes of the transposed heads
         query, key, value = (part.astype(self.precision) for part in (query, key, value))
         mixed = attend(query, key, value, self.precision)
         if isinstance(prefix, SidePrefix):
@@ -157,7 +154,7 @@ class Block(nnx.Module):
         return mixed.transpose(0, 2, 1, 3).reshape(b, -1, d)
 
     def mix_channels(self, z: Float[Array, "B N D"]) -> Float[Array, "B N F"]:
-        """The FFN branch up to its down-projection: the input of `down`."""
+        """The FFN branch up to the input of `down`."""
         assert self.up.bias is not None
         h = self.norm2(z)
         if self.gate is not None:
@@ -172,8 +169,8 @@ class Block(nnx.Module):
     def enter(
         self, x: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
     ) -> Float[Array, "B M D"]:
-        """The tokens that every choice at this block begins with: after the attention half for
-        `mlp_down`."""
+        """The tokens shared by every choice at this block: for `mlp_down`, those after the
+        attention half."""
         if placement == "attn_proj":
             return x
         return x[:, :outputs] + linear(
@@ -183,7 +180,7 @@ class Block(nnx.Module):
     def widen(
         self, z: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
     ) -> Float[Array, "B M F"]:
-        """The input of the plastic layer, the same for every choice but Skip."""
+        """The input of the plastic layer, shared by every choice except Skip."""
         return (
             self.mix_channels(z) if placement == "mlp_down" else self.mix_tokens(z, outputs=outputs)
         )
@@ -197,12 +194,12 @@ class Block(nnx.Module):
         placement: Placement,
         outputs: int | None = None,
     ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"] | None]:
-        """The block's output, and the plastic layer's before the residual sum (None where it is
-        skipped)."""
+        """The block's output, and the plastic layer's output before the residual sum (None for
+        Skip)."""
         component = None
         z = z[:, :outputs]
         if not isinstance(op, Skip):
-            assert u is not None, "only Skip does without the plastic layer's input"
+            assert u is not None, "every op except Skip needs the input of the plastic layer"
             component = apply_op(op, u, self.precision)
             z = z + component
         if placement == "mlp_down":
@@ -214,8 +211,8 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"] | None]:
         """The whole block: `enter`, `widen` unless skipped, `leave`.
 
-        `outputs` keeps only the first tokens of what comes out; the network's features need the
-        last block's class token alone, and most of that block's work is then saved.
+        Only the first `outputs` tokens are computed. The features need only the CLS token of the
+        last block, which saves most of its work.
         """
         z = self.enter(x, placement=placement, outputs=outputs)
         u = None if isinstance(op, Skip) else self.widen(z, placement=placement, outputs=outputs)
@@ -229,8 +226,8 @@ class Block(nnx.Module):
         adapter: Adapter | None = None,
         outputs: int | None = None,
     ) -> Float[Array, "B M D"]:
-        """The block with its own weights, learned keys and values in its attention, an adapter
-        beside its FFN."""
+        """The pretrained block with learned keys and values in its attention and an adapter
+        parallel to its FFN."""
         mixed = self.mix_tokens(x, outputs=outputs, prefix=prefix)
         z = x[:, :outputs] + linear(self.proj, mixed, self.precision)
         y = z + linear(self.down, self.mix_channels(z), self.precision)
@@ -238,10 +235,10 @@ class Block(nnx.Module):
 
 
 class AttentionPool(nnx.Module):
-    """SigLIP's features: a learned query attends all normalised tokens, then an MLP beside a
-    residual connection.
+    """SigLIP's features: a learned query attends to all normalised tokens, followed by a residual
+    MLP.
 
-    Source: Zhai et al., "Scaling Vision Transformers", 2022, its multihead attention pooling.
+    Source: Zhai et al., "Scaling Vision Transformers", 2022: multihead attention pooling.
     """
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
@@ -281,8 +278,7 @@ class AttentionPool(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """Images to features: the class token after the final LayerNorm, or what pools the tokens where
-    there is none."""
+    """Images to features: the CLS token after the final LayerNorm, or the pooled tokens."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         self.config = config
@@ -314,8 +310,8 @@ class ViT(nnx.Module):
     def embed(
         self, images: UInt8[Array, "B H W 3"] | Float[Array, "B H W 3"]
     ) -> Float[Array, "B N D"]:
-        """Tokens of the first block; uint8 images are normalised here, floats are taken as
-        normalised."""
+        """Input tokens of the first block; uint8 images are normalised here, floats are normalised
+        already."""
         if images.dtype == jnp.uint8:
             mean, std = jnp.asarray(self.config.mean), jnp.asarray(self.config.std)
             images = (images.astype(jnp.float32) / 255.0 - mean) / std
@@ -335,13 +331,12 @@ class ViT(nnx.Module):
         return tokens if self.norm_before is None else self.norm_before(tokens)
 
     def outputs(self, block: int) -> int | None:
-        """Tokens that are wanted of a block: all (None), of the last one only the class token where
-        there is one."""
+        """How many tokens a block has to output: 1 for the last block if there is a CLS token, else
+        all (None)."""
         return 1 if block == self.config.depth - 1 and self.config.pool == "class" else None
 
     def features(self, x: Float[Array, "B N D"]) -> Float[Array, "B D"]:
-        """The class token of the last block's output, normalised; without one, the pool of all
-        tokens, normalised."""
+        """The normalised CLS token of the last block, or the pool of all normalised tokens."""
         if self.config.pool == "class":
             return self.norm(x[:, 0])
         return self.norm(x).mean(axis=1) if self.pool is None else self.pool(self.norm(x))
@@ -353,8 +348,8 @@ class ViT(nnx.Module):
         *,
         placement: Placement = "mlp_down",
     ) -> Float[Array, "B D"]:
-        """Features of the network that runs `ops`, one per block; without them the plain
-        backbone's."""
+        """Features of the network with `ops`, one per block; by default those of the plain
+        backbone."""
         if ops is None:
             ops = [Reuse(block.expert(placement)) for block in self.blocks]
         x = self.embed(images)
@@ -372,10 +367,10 @@ class ViT(nnx.Module):
         adapters: Mapping[int, Adapter] = {},
         all_tokens: bool = False,
     ) -> Float[Array, "B M D"]:
-        """The tokens behind blocks `begin` to `until` with what methods put beside them, by block.
+        """The tokens after blocks `begin` to `until` (default: all), with prefixes and adapters by
+        block.
 
-        Behind the last block only the tokens that the features are made of come out, unless
-        `all_tokens`.
+        The last block computes only the tokens that the features need, unless `all_tokens`.
         """
         for index in range(begin, self.config.depth if until is None else until):
             x = self.blocks[index].run_adapted(
@@ -387,9 +382,9 @@ class ViT(nnx.Module):
         return x
 
     def logits(self, features: Float[Array, "B D"]) -> Float[Array, "B classes"]:
-        """The pretrained head, where the weights carry one."""
+        """The logits of the pretrained head; ValueError if the weights have none."""
         if self.head is None:
-            raise ValueError(f"{self.config.name} carries no pretrained head")
+            raise ValueError(f"{self.config.name} has no pretrained head")
         return self.head(features)
 
 

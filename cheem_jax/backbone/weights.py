@@ -1,9 +1,9 @@
-"""Pretrained weights: where they come from (package, file, hub), their image size, and the
-converted file format.
+"""Pretrained weights from the package, a file or the hub, their image size, and the converted file
+format.
 
-A converted file is one safetensors file: parameters under our names, mean class tokens of the
-backbone's own task under `base_means/<image size>/<placement>/<token>`, and in its header the
-format, config, source and hash of that source.
+A converted file is one safetensors file: parameters under our names, mean CLS tokens of the
+pretraining data under `base_means/<image size>/<placement>/<token>`, and a header with the format,
+the config, the source and its hash.
 """
 
 import dataclasses
@@ -37,38 +37,42 @@ FORMAT = "cheem_jax.vit.1"
 _MEANS = "base_means/"
 _TIMM_NAME = re.compile(r"(vit|deit3?)(_[a-z0-9]+)*_patch\d+(_[a-z0-9]+)*(\.[a-z0-9_]+)?")
 _OTHERS = re.compile("relpos|rope|(?<!_siglip)_gap_|vit_7b_")
-"""In names of ViTs whose tokens, positions or heads this library does not know."""
+"""Parts of the names of ViTs with unsupported tokens, positions or heads."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A backbone's weights at one image size, and what is known of their origin."""
+    """A backbone's weights at one image size, and their origin."""
 
     config: ViTConfig
     params: dict[str, np.ndarray]
-    """Names and shapes of `params.py`; float32 once loaded (`save_converted` keeps the dtype it is
-    given)."""
+    """Names and shapes of `params.py`; float32 after loading (`save_converted` keeps the dtype)."""
     source: str
-    """The file the numbers were read from, `hub:timm/<name>`, or `bundled`."""
+    """The file that was read (for a converted file, its source), `hub:timm/<name>`, or
+    `bundled`."""
     sha256: str
-    """Of the source file; a converted file passes on the hash of the file it was made from."""
+    """SHA-256 of the source file."""
     base_means: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """`{image_size}/{placement}/{token}` -> float32 [L, D], for the sizes measured; may be
+    """`{image_size}/{placement}/{token}` -> float32 `[L, D]`, for the measured sizes; can be
     empty."""
 
 
 def load_pretrained(
     backbone: str, *, weights: str | Path | None = None, image_size: int | None = None
 ) -> Pretrained:
-    """Weights of a named backbone or of another plain timm ViT, at `image_size` pixels.
+    """Weights of a named backbone or of another plain timm ViT.
 
-    `image_size` is the weights' own by default. `weights` is a safetensors or npz file under timm's
-    names, or a converted file. Without it, bundled backbones come from the package and others from
-    the hub's `timm/` repositories. Raises ValueError for an unknown name, an unreadable file or
-    weights of another architecture, FileNotFoundError where there is no such file or no network.
+    Args:
+        backbone: one of our names, or a timm name.
+        weights: a safetensors or npz file under timm's names, or a converted file. By
+            default, bundled backbones are read from the package, and others from the hub.
+        image_size: pixels; by default that of the weights.
+
+    Raises ValueError for an unknown name, an unreadable file or weights of another architecture,
+    FileNotFoundError for a missing file or without a network.
     """
-    backbone = backbone.removeprefix("timm/")  # as the hub writes it
-    known = named_config(backbone)
+    backbone = backbone.removeprefix("timm/")  # the hub's spelling
+    named = named_config(backbone)
     hub_config = None
     if weights is not None:
         file = absolute(weights)
@@ -77,26 +81,26 @@ def load_pretrained(
             raise FileNotFoundError(
                 f"no weights file {str(file)!r}; expected a .safetensors or .npz file"
             )
-        hub_config = None if known else _config_beside(file)
-    elif known is not None and known.name in BUNDLED:
-        file = Path(__file__).parent / "bundled" / f"{known.name}.safetensors"
+        hub_config = None if named else _config_beside(file)
+    elif named is not None and named.name in BUNDLED:
+        file = Path(__file__).parent / "bundled" / f"{named.name}.safetensors"
         source = "bundled"
         if not file.is_file():
             raise FileNotFoundError(
                 f"{file} is missing; make it with `python experiments/pretrain_micro.py`"
             )
     else:
-        file, hub_config, source = _download((known and known.timm_name) or backbone)
+        file, hub_config, source = _download((named and named.timm_name) or backbone)
 
     tensors, metadata = read_tensors(file)
     try:
         if "format" in metadata and metadata["format"].startswith("cheem_jax"):
-            pretrained = _from_converted(known, backbone, tensors, metadata)
+            pretrained = _from_converted(named, backbone, tensors, metadata)
             if source == "bundled":
                 pretrained = dataclasses.replace(pretrained, source=source, sha256=sha256_of(file))
         else:
             tensors = without_wrapper(tensors)
-            config = with_head_of(known or infer_config(backbone, tensors, hub_config), tensors)
+            config = with_head_of(named or infer_config(backbone, tensors, hub_config), tensors)
             pretrained = Pretrained(config, from_timm(tensors, config), source, sha256_of(file))
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from error
@@ -104,8 +108,10 @@ def load_pretrained(
 
 
 def named_config(backbone: str) -> ViTConfig | None:
-    """The config of a backbone known by our name or timm's; None for another timm name; else
-    ValueError."""
+    """The config of a backbone by our name or timm's; None for other timm names.
+
+    Raises ValueError for other names, with the nearest ones.
+    """
     for config in CONFIGS.values():
         if backbone in (config.name, config.timm_name):
             return config
@@ -121,7 +127,7 @@ def named_config(backbone: str) -> ViTConfig | None:
 
 
 def resize(pretrained: Pretrained, image_size: int) -> Pretrained:
-    """The same weights for square images of another size: only a learned position embedding
+    """The same weights for square images of another size; only a learned position embedding
     changes."""
     config = at_image_size(pretrained.config, image_size)
     if config.rotary is not None:
@@ -135,7 +141,7 @@ def resize(pretrained: Pretrained, image_size: int) -> Pretrained:
 
 
 def save_converted(file: str | Path, pretrained: Pretrained) -> None:
-    """Write one converted file; an existing one is replaced only when the new one is complete."""
+    """Write a converted file atomically."""
     from safetensors.numpy import save
 
     file = absolute(file)
@@ -152,7 +158,7 @@ def save_converted(file: str | Path, pretrained: Pretrained) -> None:
     }
     write_atomically(
         file, save(tensors, metadata)
-    )  # unlike `save_file` with the user's own file mode
+    )  # unlike `save_file`, this respects the user's umask
 
 
 def sha256_of(file: Path) -> str:
@@ -162,7 +168,7 @@ def sha256_of(file: Path) -> str:
 
 
 def _from_converted(
-    known: ViTConfig | None, backbone: str, tensors: dict[str, np.ndarray], metadata: dict[str, str]
+    named: ViTConfig | None, backbone: str, tensors: dict[str, np.ndarray], metadata: dict[str, str]
 ) -> Pretrained:
     lacking = sorted({"config", "source", "sha256"} - metadata.keys())
     if metadata["format"] != FORMAT or lacking:
@@ -178,16 +184,17 @@ def _from_converted(
         raise ValueError(
             f"the converted file's config is broken ({error}); convert the weights again"
         ) from error
-    # taken out one by one, so that there are never two copies of all
+    # removed one by one, so that all weights are never in memory twice
     params = {
         name: float32(tensors.pop(name)) for name in sorted(tensors) if not name.startswith(_MEANS)
     }
     wanted = stored
-    if known is not None:
-        classes = stored.num_classes if known.num_classes else 0  # of the file's own head, if any
-        wanted = dataclasses.replace(known, image_size=stored.image_size, num_classes=classes)
+    if named is not None:
+        # classes of the file's head, if any
+        classes = stored.num_classes if named.num_classes else 0
+        wanted = dataclasses.replace(named, image_size=stored.image_size, num_classes=classes)
     check_params(wanted, params)
-    if wanted != stored or (known is None and stored.name != backbone):
+    if wanted != stored or (named is None and stored.name != backbone):
         raise ValueError(
             f"converted for backbone {stored.name!r} (as {stored}), not for {backbone!r}"
         )
@@ -218,11 +225,11 @@ def _config_beside(file: Path) -> dict | None:
 
 
 def _download(timm_name: str) -> tuple[Path, dict, str]:
-    """The model's safetensors file in the local cache, its `config.json`, and what to call the
+    """The model's safetensors file in the local cache, its `config.json`, and the name of the
     source.
 
-    Files that the cache holds are used without asking the network. Raises FileNotFoundError where
-    the hub cannot be reached or has no such model.
+    Cached files need no network. Raises FileNotFoundError if the hub cannot be reached or has no
+    such model.
     """
     repository = repository_of(timm_name)
     way_out = (
@@ -231,7 +238,7 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
     )
     from huggingface_hub.errors import (
         RepositoryNotFoundError,
-    )  # slow to import, and mostly not needed
+    )  # slow to import, and rarely needed
 
     check_cache()
     try:
@@ -255,7 +262,7 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
 
 
 def repository_of(timm_name: str) -> str:
-    """Where the hub keeps a model; the QuickGELU variants share the weights of their plain
+    """The hub's repository of a model; QuickGELU variants share the weights of their plain
     names."""
     return f"timm/{timm_name.replace('_clip_quickgelu_', '_clip_')}"
 
@@ -271,7 +278,7 @@ def _cached_or_fetched(repository: str, filename: str) -> Path:
     cached = try_to_load_from_cache(repository, filename)
     if isinstance(cached, str):
         return Path(cached)
-    # Asked once and without retries: the download itself would try a missing network for half a
+    # One request without retries: without a network, the download itself would retry for half a
     # minute.
     get_hf_file_metadata(hf_hub_url(repository, filename))
     return Path(hf_hub_download(repository, filename))
@@ -280,8 +287,8 @@ def _cached_or_fetched(repository: str, filename: str) -> Path:
 def resample_position(
     position: Float[np.ndarray, "N D"], num_patches: int, num_prefix: int = 1
 ) -> Float[np.ndarray, "M D"]:
-    """The embedding for a square grid of `num_patches`, as timm resamples it; rows before the
-    patches stay."""
+    """Resample the embedding to a square grid of `num_patches`, as timm does; other rows are
+    unchanged."""
     prefix, grid = position[:num_prefix], position[num_prefix:]
     before, after = math.isqrt(len(grid)), math.isqrt(num_patches)
     if before**2 != len(grid) or after**2 != num_patches:
@@ -298,12 +305,12 @@ def resample_position(
 
 
 def bicubic_matrix(before: int, after: int) -> Float[np.ndarray, "after before"]:
-    """Antialiased bicubic resampling along one axis: Keys' kernel with a = -1/2, widened when it
-    shrinks.
+    """Antialiased bicubic resampling along one axis: Keys' kernel with a = -1/2, widened for
+    shrinking.
 
-    Pixel centres lie at halves. Samples beyond the edge are left out and the rows rescaled to sum
-    to 1, as in torch's `interpolate(mode="bicubic", antialias=True)`, which uses this kernel for
-    enlarging too.
+    Pixel centres are at halves. Samples outside are omitted and rows are rescaled to sum to 1, as
+    in torch's `interpolate(mode="bicubic", antialias=True)`, which uses this kernel for enlarging
+    too.
     """
     scale = before / after
     centre = scale * (np.arange(after) + 0.5)
