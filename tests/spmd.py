@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 STEPS = 50
 BATCH = 10
 NUM = 50
-"""BATCH is no multiple of 4 or 8 devices, so every batch is filled up."""
+"""BATCH is not a multiple of 4 or 8 devices, so every batch is filled up."""
 
 
 @functools.cache

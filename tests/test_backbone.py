@@ -155,11 +155,11 @@ def test_an_unknown_backbone_is_answered_with_the_nearest_names():
 
 def test_an_image_size_off_the_patch_grid_is_answered_with_its_neighbours():
     with pytest.raises(
-        ValueError, match="100 is no multiple of deit_tiny's patch size 16; try 96 or 112"
+        ValueError, match="100 is not a multiple of deit_tiny's patch size 16; try 96 or 112"
     ):
         at_image_size(CONFIGS["deit_tiny"], 100)
 
 
 def test_a_backbone_without_a_head_says_so(nano):
-    with pytest.raises(ValueError, match="vit_nano carries no pretrained head"):
+    with pytest.raises(ValueError, match="vit_nano has no pretrained head"):
         nano.logits(jnp.zeros((1, 48)))

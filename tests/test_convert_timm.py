@@ -168,7 +168,7 @@ def test_an_existing_output_stays_unless_overwriting_is_asked_for(tmp_path, nano
         ([*FROM_NANO, "--base-data", "none"], "none: no such"),
         (
             [*FROM_NANO, "--base-data", "none", "--image-size", "33"],
-            "33 is no multiple of vit_nano's patch size 8",
+            "33 is not a multiple of vit_nano's patch size 8",
         ),
     ],
 )
