@@ -204,7 +204,7 @@ def times_grid(
     for name, own in phases.items():
         compiling = float(np.mean([run["compile"]["seconds"] for run in found[name]]))
         largest = sorted(own.items(), key=lambda item: -item[1]["mean"])[:4]
-        told = [
+        phrases = [
             f"{phase} {spread(each)}"
             for phase, each in largest
             if each["mean"] >= 0.005 * totals[name]
@@ -218,7 +218,7 @@ def times_grid(
                 f"{totals[name]:,.1f}",
                 beside,
                 f"{compiling:.1f}",
-                ", ".join(told),
+                ", ".join(phrases),
             )
         )
     first = next(iter(found.values()))[0]

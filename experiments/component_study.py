@@ -167,7 +167,7 @@ Numbers = Mapping[str, Any]
 Row = dict[str, Any]
 PAPER = "ViT-Base on VDD"
 MEASURES = {"average_accuracy": -1, "average_forgetting": 1}
-"""In %, with the sign of the ranks: 1 is the most accurate and the least forgetful."""
+"""In %, with the sign of the ranks: 1 has the highest accuracy and the lowest forgetting."""
 
 
 def rows_of(

@@ -193,7 +193,7 @@ def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[Part]:
     """All processes in order."""
     small = settings.miniature
     out = settings.out
-    known = methods_of(settings.chosen)
+    chosen_earlier = methods_of(settings.chosen)
     if "smoke" in parts:
         yield Part("smoke", [f"{HERE}/gpu.py", "--only", "check", "--out", f"{out}"])
     if "speed" in parts:
@@ -207,17 +207,17 @@ def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[Part]:
     if "runs" in parts:
         tasks = "shapes,colours" if small else None
         for method, preset, seed, order in QUEUE[:2] if small else QUEUE:
-            own = tasks
+            names = tasks
             like = LIKE if order or method == "cheem:uniform" else method
             chosen = settings.choose
             choice = f"{place_of(out, like, preset)}" if settings.choose else ""
-            if like.replace(":", "-") in known:
+            if like.replace(":", "-") in chosen_earlier:
                 chosen = settings.chosen
                 choice = ""
             elif (like != method or order) and chosen is not None:
                 chosen = f"{choice}/chosen.json"
             if order:
-                own = ",".join(reversed(task_names(settings.stream, tasks)))
+                names = ",".join(reversed(task_names(settings.stream, tasks)))
             given = {
                 "--stream": settings.stream,
                 "--methods": method,
@@ -227,7 +227,7 @@ def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[Part]:
                 "--base-data": settings.base_data,
                 "--choose": chosen,
                 "--backbone": "vit_nano" if small else "deit_tiny",
-                "--tasks": own,
+                "--tasks": names,
                 "--run-dir": place_of(out, method, preset, order),
             }
             options = [
@@ -277,7 +277,7 @@ def limited(command: list[str], seconds: float, log: Path | None = None, sharing
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # a run saves what it has learned
+        process.send_signal(signal.SIGINT)  # a run saves its state
         try:
             process.wait(GRACE / 2)
         except subprocess.TimeoutExpired:
@@ -334,12 +334,12 @@ def training(name: choice.Name, precision: Precision, deterministic: bool) -> di
     )
     supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), 4, OpSettings(rank=4))
     ops = ["reuse:0", "adapt:0", "skip", "new", "adapt:0", "reuse:0"]
-    drawn = [from_strings(ops[turn:] + ops[:turn]) for turn in (0, 1, 2, 3)] * 2
+    architectures = [from_strings(ops[turn:] + ops[:turn]) for turn in (0, 1, 2, 3)] * 2
     images = measure.random_images(16, pretrained.config)
     labels = np.arange(16, dtype=np.int32) % 4
-    steps = [make_step(executor, images, labels) for _ in drawn]
+    steps = [make_step(executor, images, labels) for _ in architectures]
     _, losses = train_steps(
-        executor, supernet, supernet.init(), drawn, steps, rates=[1e-3] * len(drawn)
+        executor, supernet, supernet.init(), architectures, steps, rates=[1e-3] * len(architectures)
     )
     device = jax.devices()[0]
     memory = (device.memory_stats() or {}).get("peak_bytes_in_use")
@@ -362,7 +362,7 @@ def pack(out: Path) -> Path:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:3] == ["--only", "check"]:  # the part `smoke`, in a process of its own
+    if sys.argv[1:3] == ["--only", "check"]:  # the part `smoke`, in a separate process
         check(Path(sys.argv[4]))
     else:
         parsed = parse(Gpu, description=__doc__)

@@ -65,7 +65,7 @@ class HeadAnalysis:
     """Folder of tables and figures."""
 
     def settings(self, config: Mapping[str, Any]) -> cheem_run.Run:
-        """What `cheem_run.load` needs to load the images and weights of a run, from its
+        """Settings that load the images and weights of a run, from its
         `config.json`."""
         return cheem_run.Run(
             cheem=PRESETS["quick"],

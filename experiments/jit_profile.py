@@ -139,13 +139,13 @@ class Subject:
         waiting = 0
         run = 0
         for first in range(0, len(self.architectures), executor.steps_per_call):
-            drawn = self.architectures[first : first + executor.steps_per_call]
-            steps = [step_of(executor, self.feed, self.labels, self.batch) for _ in drawn]
-            rates = [1e-3] * len(drawn)
+            samples = self.architectures[first : first + executor.steps_per_call]
+            steps = [step_of(executor, self.feed, self.labels, self.batch) for _ in samples]
+            rates = [1e-3] * len(samples)
             fitting.state, losses = train_steps(
-                executor, fitting.supernet, fitting.state, drawn, steps, rates=rates
+                executor, fitting.supernet, fitting.state, samples, steps, rates=rates
             )
-            waiting, run = waiting + len(drawn), run + executor.steps_per_call
+            waiting, run = waiting + len(samples), run + executor.steps_per_call
             if waiting >= NOTE_EVERY or len(seconds) + waiting == len(self.architectures):
                 jax.block_until_ready((losses, fitting.state))
                 now = time.perf_counter()
@@ -316,11 +316,11 @@ def merge_measurements(results: dict[str, Any], file: Path) -> None:
             "flops": case["backbone_flops"],
             "seconds": seconds,
         }
-    known = json.loads(file.read_text())["measurements"] if file.exists() else []
-    kept = [
-        entry for entry in known if (entry["platform"], entry["device"], entry["name"]) not in new
+    earlier = json.loads(file.read_text())["measurements"] if file.exists() else []
+    others = [
+        entry for entry in earlier if (entry["platform"], entry["device"], entry["name"]) not in new
     ]
-    write_atomically(file, json.dumps({"measurements": [*kept, *new.values()]}, indent=2) + "\n")
+    write_atomically(file, json.dumps({"measurements": [*others, *new.values()]}, indent=2) + "\n")
 
 
 def cases_of(settings: Profile) -> tuple[list[Case], list[str]]:

@@ -41,7 +41,7 @@ SECONDS_BETWEEN_LOOKS = {"local": 0.5, "slurm": 15.0}
 
 @dataclasses.dataclass(frozen=True)
 class LauncherConfig:
-    """Where the runs of a study are executed."""
+    """Execution of the runs of a study."""
 
     kind: Annotated[
         Literal["none", "local", "slurm"], tyro.conf.arg(name="launcher", prefix_name=False)

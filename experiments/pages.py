@@ -1,7 +1,7 @@
-"""Tables that programs write into pages that people write.
+"""Generated tables inside of hand-written pages.
 
-A table is the text between `<!-- table NAME -->` and `<!-- end -->`. The rest of the page is prose,
-which nothing here changes.
+A table is the text between `<!-- table NAME -->` and `<!-- end -->`. The rest of the page
+is prose and does not change.
 """
 
 from collections.abc import Mapping

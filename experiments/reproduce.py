@@ -72,7 +72,7 @@ def main(settings: Reproduce) -> None:
         for directory in (first, second):
             config_of(directory)
         tell_fingerprints(progress, fingerprints_of(first), fingerprints_of(second))
-    # what a run was stopped before cannot be reproduced; of its reproduction nothing may be missing
+    # the reproduction must have every task of the run and can have more
     if not compare(first, second, progress, may_go_on=settings.against is None):
         raise SystemExit(1)
 
@@ -108,14 +108,14 @@ def compare(first: Path, second: Path, progress: Progress, *, may_go_on: bool = 
     The second run `may_go_on` after the task at which the first one stopped.
     """
     progress.console.print(task_grid(first, second).to_rich())
-    found = list(differences(first, second))
-    if not found:
+    changes = list(differences(first, second))
+    if not changes:
         progress.say(f"identical: {first} and {second}")
         return True
     # a setting that one of them does not know yet need not change a number
-    for difference in found[: 2 if found[0].place.startswith("config.json") else 1]:
+    for difference in changes[: 2 if changes[0].place.startswith("config.json") else 1]:
         progress.say(str(difference) if difference.stopped else f"first difference: {difference}")
-    return may_go_on and [difference.stopped for difference in found] == ["first"]
+    return may_go_on and [difference.stopped for difference in changes] == ["first"]
 
 
 def task_grid(first: Path, second: Path) -> Grid:
@@ -172,9 +172,8 @@ def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
     read_arguments, run = COMMANDS[name]
     settings = read_arguments(command[len(name.split()) :])
     if any(entry["event"] == "upper_bound" for entry in read(directory)):
-        settings = dataclasses.replace(
-            settings, upper_bound=True
-        )  # it may have been added to a finished run
+        # the bound can be added to a finished run
+        settings = dataclasses.replace(settings, upper_bound=True)
     return command, lambda into: run(dataclasses.replace(settings, run_dir=into))
 
 

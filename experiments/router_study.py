@@ -37,7 +37,7 @@ from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.run.progress import Progress
 
 NEAR_BEST = 0.01
-"""Loss in the share of validation images with the correct task that fewer bytes may cost."""
+"""Accepted loss in the share of validation images with the correct task for fewer bytes."""
 METHODS = ("cheem", "lora_cl", "s_prompts", "frozen_linear")
 """Methods with a network or a head per task behind a router."""
 BATCH_SIZE = 32

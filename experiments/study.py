@@ -44,7 +44,7 @@ class Study(cheem_run.Common):
     seeds: str | None = None
     """Seeds separated by commas; default: 0,1,2 for the preset `paper`, else 0."""
     launcher: LauncherConfig = LauncherConfig()
-    """Where the runs are executed."""
+    """Execution of the runs."""
     run_dir: Path = Path("runs/study")
     """Folder of runs and tables; unfinished runs resume."""
 

@@ -1,6 +1,6 @@
 """CHEEM's steps and scoring, and L2P's steps, in plain PyTorch with timm, as references of speed.
 
-The code is what a user would write without this library: timm's blocks with an op instead of
+The code is a user's without this library: timm's blocks with an op instead of
 `mlp.fc2` or with prompts before the first block's keys and values, autograd, and one Adam for all
 parameters. Arguments and results are NumPy arrays in our layout (`[in, out]`); PyTorch's is `[out,
 in]`.
@@ -198,7 +198,7 @@ class CheemPeer(Peer):
         return F.cross_entropy(logits.float(), self.labels(labels))
 
     def _logits(self, architecture: Architecture, pixels: Tensor, num_classes: int) -> Tensor:
-        """Logits [B, C] of normalised pixels [B, 3, H, W]; columns from `num_classes` on are
+        """Logits [B, C] of normalised pixels [B, 3, H, W]; columns after `num_classes` are
         -1e30."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
             x = self.tokens(pixels)
@@ -253,8 +253,8 @@ class TaskPeer(CheemPeer):
     def walk(
         self, architecture: Architecture, images: np.ndarray, blocks: Sequence[int] = ()
     ) -> Walked:
-        """A forward pass over images [N, H, W, 3]; the means are of what the plastic layers put
-        out."""
+        """A forward pass over images [N, H, W, 3]; the means are those of the plastic layers'
+        outputs."""
         features = []
         read = list[list[Tensor]]([] for _ in blocks)
         sums = torch.zeros(len(self.blocks), self.model.num_features)
@@ -360,7 +360,7 @@ def run_skipped(block: Block, x: Tensor) -> Tensor:
 class L2pPeer(Peer):
     """A pool of prompts at the first block, and one linear head.
 
-    The query is computed in every step, as the public codes do, or handed in by whoever caches it.
+    A step computes the query, like the public codes, or has a cached one as argument.
     """
 
     def __init__(

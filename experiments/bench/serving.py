@@ -68,7 +68,7 @@ def main(settings: Serving) -> None:
         end = metrics(port)
     with server(settings.memory, "--max-queue", str(QUEUE)) as port:
         refused = over_limits(port, pictures, settings.clients)
-    found = {
+    results = {
         "clients": settings.clients,
         "requests": settings.requests,
         "one_client": quantiles(before),
@@ -84,17 +84,17 @@ def main(settings: Serving) -> None:
         f"statuses {load['statuses']}, lost {load['lost']}, other answers than alone"
         f" {load['other_answers']}"
     )
-    save(settings.out, "serving", rows(found), numbers=found)
+    save(settings.out, "serving", rows(results), numbers=results)
 
 
-def rows(found: dict[str, Any]) -> list[Row]:
+def rows(results: dict[str, Any]) -> list[Row]:
     """The rows of the table."""
-    latency = found["latency"]
-    resident = list(found["resident_bytes"].values())
+    latency = results["latency"]
+    resident = list(results["resident_bytes"].values())
     seconds = {name: latency[name] / 1000 for name in ("p50", "p90", "p99")}
-    load = f"{found['requests']:,} requests of {found['clients']} clients"
-    fine = found["statuses"].get("200", 0)
-    refused = {"429": found["over_limits"]["429"], **found["over_limits"]["413"]}
+    load = f"{results['requests']:,} requests of {results['clients']} clients"
+    fine = results["statuses"].get("200", 0)
+    refused = {"429": results["over_limits"]["429"], **results["over_limits"]["413"]}
     return [
         Row(
             f"{load}, p99 over p50",
@@ -103,14 +103,14 @@ def rows(found: dict[str, Any]) -> list[Row]:
             10,
             "at most",
             note=(
-                f"{found['images_per_second']:.0f} images/s in batches of {found['mean_batch']:.1f}"
-                " on average"
+                f"{results['images_per_second']:.0f} images/s in batches of"
+                f" {results['mean_batch']:.1f} on average"
             ),
         ),
         Row(
             f"{load}, without an answer or with another one than alone",
             {},
-            found["requests"] - fine + found["other_answers"],
+            results["requests"] - fine + results["other_answers"],
             0,
             "at most",
             unit="requests",
@@ -118,7 +118,7 @@ def rows(found: dict[str, Any]) -> list[Row]:
         Row(
             "programs compiled after warm-up",
             {},
-            found["programs_after_warm_up"],
+            results["programs_after_warm_up"],
             0,
             "at most",
             unit="programs",
@@ -134,7 +134,7 @@ def rows(found: dict[str, Any]) -> list[Row]:
                 " the end"
             ),
         ),
-        in_the_median("one client", found["one_client"]),
+        in_the_median("one client", results["one_client"]),
         *(
             in_the_median(f"refused while the server is busy: {what}", times)
             for what, times in refused.items()
@@ -173,8 +173,8 @@ def server(memory: Path, *options: str) -> Iterator[int]:
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            if found := re.search(r"ready on http://127\.0\.0\.1:(\d+)", line):
-                yield int(found[1])
+            if match := re.search(r"ready on http://127\.0\.0\.1:(\d+)", line):
+                yield int(match[1])
                 break
         else:
             raise ValueError(f"the server did not start: {' '.join(command)}")
@@ -307,8 +307,8 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
     """Quantiles in milliseconds; None without measurements."""
     if not seconds:
         return None
-    found = np.quantile(seconds, [0.5, 0.9, 0.99, 1]) * 1000
-    return dict(zip(("p50", "p90", "p99", "max"), map(float, found), strict=True))
+    results = np.quantile(seconds, [0.5, 0.9, 0.99, 1]) * 1000
+    return dict(zip(("p50", "p90", "p99", "max"), map(float, results), strict=True))
 
 
 if __name__ == "__main__":

@@ -215,11 +215,11 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
     feed = kept(executor, measure.random_images(num, vit.config), batch_size=num)
     same = min(NUM_SAME, executor.num_blocks - 1)
     planted = leaving_memory(executor, 9, same)
-    drawn = sampled_memory(executor, 9)
+    sampled = sampled_memory(executor, 9)
     rows = []
     for what, memory, goal in (
         (f"all Reuse of the base in blocks 1-{same}", planted, SIMILARITY),
-        ("sampled", drawn, None),
+        ("sampled", sampled, None),
     ):
         networks = networks_of(memory)
 
@@ -316,11 +316,11 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
     images = measure.random_images(num, config)
     same = min(NUM_SAME, executor.num_blocks - 1)
     planted = leaving_memory(executor, 3, same)
-    drawn = sampled_memory(executor, 9)
+    sampled = sampled_memory(executor, 9)
     rows = []
     for what, memory, goal in (
         (f"3 tasks that leave the base network at block {same + 1}", planted, INFERENCE),
-        ("9 sampled tasks", drawn, None),
+        ("9 sampled tasks", sampled, None),
     ):
         rng = np.random.default_rng(6)
         tasks = rng.integers(0, len(memory.tasks), num)

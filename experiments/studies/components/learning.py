@@ -203,8 +203,7 @@ class Learner:
     def begun(
         self, keys: Keys, index: int, num_classes: int, parts: Any, saved: Saved | None = None
     ) -> Fitting:
-        """A task at its start from these parts on with a fresh head, or as far as an earlier
-        process brought it."""
+        """The initial state of a task with these parts and a new head, or its saved state."""
         key = keys.at(index, Phase.UPPER_BOUND_INIT)
         head = init_head_learner(
             key, self.executor.config.width, next_power_of_two(num_classes)

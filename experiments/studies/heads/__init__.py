@@ -1,1 +1,1 @@
-"""Designs of the head: margins of the logits beside what theory says of them."""
+"""Designs of the head: margins of the logits, measured and predicted."""

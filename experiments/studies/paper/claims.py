@@ -240,7 +240,7 @@ NUMBERS = ("measured", "95 % interval", "over tasks", "p", "by seed")
 
 
 def claim_grid(cells: Cells) -> Grid:
-    """A row per comparison, for the claims of which at least one was run."""
+    """A row per comparison, without claims that were not run."""
     rows = []
     for claim, check in CLAIMS.items():
         verdicts = check(cells)

@@ -140,8 +140,7 @@ def check_correct(run: RunRecord, correct: Correct, given: Correct) -> None:
 
 
 def pack(correct: Correct, given: Correct) -> bytes:
-    """An uncompressed npz with one bit per image: equal predictions give equal bytes on every
-    machine."""
+    """An uncompressed npz with one bit per image: its bytes depend on the predictions alone."""
     stream = io.BytesIO()
     arrays = {
         "num_images": np.array([len(task) for task in correct], np.int32),

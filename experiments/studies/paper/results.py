@@ -70,7 +70,7 @@ def tables_of(results: Path) -> dict[str, str]:
 
 
 def rows_of(cells: Cells) -> list[Row]:
-    """All cells; ablations and other orders come last."""
+    """All cells; ablations and other orders are last."""
     if not any(is_usual(cells, cell) for cell in cells):
         raise ValueError("no collected run has a method's own settings and order; collect one")
     rows = [

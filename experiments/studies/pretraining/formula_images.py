@@ -90,7 +90,7 @@ Params = dict[str, np.ndarray]
 
 
 class Family(NamedTuple):
-    """`draw(rng, count)` gives the classes' parameters, `render(rng, rows)` one image per row."""
+    """`draw(rng, count)` returns the classes' parameters, `render(rng, rows)` one image per row."""
 
     name: str
     num_classes: int

@@ -1,1 +1,1 @@
-"""What the supernet of a finished run ranks, and what its searches find, unit by unit."""
+"""Scores and searches for target networks, unit by unit."""
