@@ -97,11 +97,11 @@ def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(
     phase = Counted.phase
     seen = [0]
 
-    def stopping(self, name, total, state=None):
+    def stopping(self, name, total=0, state=None, **more):
         seen[0] += 1
         if seen[0] in (2, 9, 30):
             self.stop.signal_number = signal.SIGINT
-        return phase(self, name, total, state)
+        return phase(self, name, total, state, **more)
 
     monkeypatch.setattr(Counted, "phase", stopping)
     for _ in range(3):
