@@ -1,35 +1,23 @@
 """Auto-encoders name the task whose features they rebuild best."""
 
-import copy
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import expit
 
+from cheem_jax.baselines import moe_adapters as moe_module
 from cheem_jax.baselines.adapters import Bottleneck
-from cheem_jax.baselines.moe_adapters import (
-    AutoEncoderConfig,
-    AutoEncoders,
-    errors,
-    init_autoencoder,
-)
-
-CONFIG = AutoEncoderConfig(hidden=5, iterations=60, batch_size=8)
+from cheem_jax.baselines.moe_adapters import AutoEncoders, errors, init_autoencoder
 
 
 @pytest.fixture(scope="module")
-def programs() -> AutoEncoders:
-    return AutoEncoders(12, CONFIG)
-
-
-def changed(programs: AutoEncoders, **changes: int) -> AutoEncoders:
-    """The same compiled programs under other settings."""
-    copied = copy.copy(programs)
-    copied.config = dataclasses.replace(CONFIG, **changes)
-    return copied
+def programs():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(moe_module, "HIDDEN", 5)
+        patched.setattr(moe_module, "ITERATIONS", 60)
+        patched.setattr(moe_module, "AUTOENCODER_BATCH", 8)
+        yield AutoEncoders(12)
 
 
 def clusters(num: int = 30, width: int = 12) -> list[np.ndarray]:
@@ -46,8 +34,8 @@ def fitted(programs: AutoEncoders, features: np.ndarray, advance=lambda num, not
 
 
 @pytest.mark.full
-def test_the_error_of_an_image_is_the_mean_square_that_numpy_computes():
-    made = init_autoencoder(jax.random.key(3), 6, 4)
+def test_the_error_of_an_image_is_the_mean_square_that_numpy_computes(programs):
+    made = init_autoencoder(jax.random.key(3), 6)
     made = made._replace(down_bias=made.down_bias + 0.3, up_bias=made.up_bias - 0.2)
     features = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
     down, down_bias, up, up_bias = (np.asarray(leaf, np.float64) for leaf in made)
@@ -78,8 +66,8 @@ def test_equal_errors_go_to_the_first_task(programs):
 @pytest.mark.parametrize(
     ("num", "iterations", "images"), [(20, 7, 20 + 20 + 8), (20, 6, 40), (5, 3, 15), (64, 3, 24)]
 )
-def test_a_fit_takes_as_many_steps_as_it_was_told(programs, num, iterations, images):
-    programs = changed(programs, iterations=iterations)
+def test_a_fit_takes_all_its_steps(programs, num, iterations, images, monkeypatch):
+    monkeypatch.setattr(moe_module, "ITERATIONS", iterations)
     reported = []
     _, losses = fitted(
         programs, np.zeros((num, 12), np.float32), lambda num, note="": reported.append(num)
@@ -88,10 +76,15 @@ def test_a_fit_takes_as_many_steps_as_it_was_told(programs, num, iterations, ima
     assert len(losses) == -(-iterations // -(-num // 8))
 
 
-def test_the_rate_falls_to_a_tenth_and_the_error_with_it(programs):
+def test_the_rate_falls_to_a_tenth_and_the_error_with_it(programs, monkeypatch):
     # one step per epoch; Adam's first steps move every weight that has a gradient by the rate
     features = clusters()[0][:8]
-    ends = [fitted(changed(programs, iterations=n, decay_every=2), features)[0] for n in (1, 2, 3)]
+    ends = []
+    monkeypatch.setattr(moe_module, "DECAY_EVERY", 2)
+    for iterations in (1, 2, 3):
+        monkeypatch.setattr(moe_module, "ITERATIONS", iterations)
+        ends.append(fitted(programs, features)[0])
+    monkeypatch.undo()
     moves = [
         np.abs(np.asarray(b.up_bias) - np.asarray(a.up_bias)).max()
         for a, b in zip(ends, ends[1:], strict=False)
@@ -114,14 +107,7 @@ def test_features_that_are_no_numbers_are_not_learned_from(programs):
         fitted(programs, np.full((9, 12), np.nan, np.float32))
 
 
-def test_conv5_at_224_has_8_7_million_parameters():
-    leaves = jax.eval_shape(lambda: init_autoencoder(jax.random.key(0), 43_264, 100))
+def test_conv5_at_224_has_8_7_million_parameters(monkeypatch):
+    monkeypatch.setattr(moe_module, "HIDDEN", 100)
+    leaves = jax.eval_shape(lambda: init_autoencoder(jax.random.key(0), 43_264))
     assert sum(leaf.size for leaf in leaves) == 8_696_164
-
-
-@pytest.mark.parametrize("name", ["hidden", "iterations", "decay_every", "batch_size"])
-def test_impossible_settings_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
-        AutoEncoderConfig(**{name: 0})
-    with pytest.raises(ValueError, match=r"learning_rate is -1.0; expected a positive number"):
-        AutoEncoderConfig(learning_rate=-1.0)

@@ -21,9 +21,8 @@ def loss(weight, fixed, batch: FitBatch):
 
 
 def fitted(fitter, x=X, config=CONFIG, *, batch_size=8, **more):
-    fitting = fitter.begun(jnp.zeros(3))
-    fitter.run(
-        fitting,
+    return fitter.run(
+        fitter.begin(jnp.zeros(3)),
         np.float32(0.5),
         Y,
         Inputs(x=x),
@@ -34,7 +33,6 @@ def fitted(fitter, x=X, config=CONFIG, *, batch_size=8, **more):
         advance=lambda num, note="", /: None,
         **more,
     )
-    return fitting
 
 
 def test_a_batch_computed_in_parts_learns_what_it_learns_as_a_whole():
@@ -43,8 +41,8 @@ def test_a_batch_computed_in_parts_learns_what_it_learns_as_a_whole():
         fitted(Fitter(loss, rows=lambda batch_size, working_set: 2)),
     )
     np.testing.assert_allclose(parts.learned, whole.learned, rtol=1e-5)
-    np.testing.assert_allclose(parts.state.losses, whole.state.losses, rtol=1e-5)
-    assert images_left(whole.state, CONFIG, 21, 8) == 0
+    np.testing.assert_allclose(parts.progress.losses, whole.progress.losses, rtol=1e-5)
+    assert images_left(whole.progress, CONFIG, 21, 8) == 0
 
 
 def test_a_fit_of_least_squares_ends_where_the_closed_form_is():
@@ -63,7 +61,7 @@ def test_a_step_that_is_no_number_stops_the_fit_or_is_left_out_and_reaches_no_pa
     with pytest.raises(FloatingPointError, match="non-finite loss or gradient at step"):
         fitted(fitter, x)
     fitting = fitted(fitter, x, FitConfig(epochs=3, learning_rate=0.1, non_finite="skip"))
-    assert np.isfinite(fitting.learned).all() and fitting.state.skipped == 3
+    assert np.isfinite(fitting.learned).all() and fitting.progress.skipped == 3
 
 
 def test_a_rate_can_be_scaled_and_a_rate_of_zero_changes_nothing():

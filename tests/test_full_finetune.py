@@ -7,12 +7,11 @@ import pytest
 import small
 from baselines import check_method, learner
 
+from cheem_jax.baselines import full_finetune
 from cheem_jax.baselines.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.run.session import Session
 
-CONFIG = FullFinetuneConfig(
-    epochs=2, learning_rates=(1e-3, 1e-2), head_learning_rate=1e-2, batch_size=16
-)
+CONFIG = FullFinetuneConfig(epochs=2, learning_rates=(1e-3, 1e-2), batch_size=16)
 
 
 @pytest.mark.full
@@ -20,11 +19,12 @@ def test_full_finetuning_learns_saves_opens_and_answers_per_image(tmp_path):
     check_method(learner(FullFinetune, CONFIG), tmp_path, needs_task_id=True)
 
 
-def test_the_rate_is_picked_on_validation_and_every_task_starts_from_the_pretrained_weights():
+def test_the_rate_is_selected_on_validation_and_every_task_starts_from_the_pretrained_weights(
+    monkeypatch,
+):
+    monkeypatch.setattr(full_finetune, "HEAD_RATE", 1e-9)
     task = small.task("colours", 0)
-    config = FullFinetuneConfig(
-        epochs=6, learning_rates=(1e-9, 1e-2), head_learning_rate=1e-9, batch_size=16
-    )
+    config = FullFinetuneConfig(epochs=6, learning_rates=(1e-9, 1e-2), batch_size=16)
     method = learner(FullFinetune, config)
     found = method.bound(0, task, Session())
     assert found.learning_rate == 1e-2 and found.test_accuracy > 0.6
@@ -32,9 +32,7 @@ def test_the_rate_is_picked_on_validation_and_every_task_starts_from_the_pretrai
 
 
 def test_a_rate_that_ends_in_nan_loses_to_one_that_does_not():
-    config = FullFinetuneConfig(
-        epochs=2, learning_rates=(1e30, 1e-2), head_learning_rate=1e-2, batch_size=16
-    )
+    config = FullFinetuneConfig(epochs=2, learning_rates=(1e30, 1e-2), batch_size=16)
     assert (
         learner(FullFinetune, config).bound(0, small.task("colours", 0), Session()).learning_rate
         == 1e-2

@@ -10,7 +10,7 @@ import small
 from baselines import check_method, learner
 
 from cheem_jax.backbone.config import CONFIGS
-from cheem_jax.backbone.flops import backbone_flops, prefix_flops, token_flops
+from cheem_jax.backbone.flops import backbone_flops, prefix_flops
 from cheem_jax.baselines.l2p import L2p, L2pConfig
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.run.session import Session
@@ -20,16 +20,9 @@ CONFIG = L2pConfig(
 )
 
 
-SLOW = [
-    pytest.param(changed, marks=pytest.mark.slow)
-    for changed in ({"layers": (0, 2)}, {"key_loss": "batch"})
-]
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("changed", [{}, {"inject": "tokens"}, *SLOW], ids=str)
-def test_l2p_learns_saves_opens_and_answers_per_image(changed, tmp_path):
-    check_method(learner(L2p, dataclasses.replace(CONFIG, **changed)), tmp_path)
+def test_l2p_learns_saves_opens_and_answers_per_image(tmp_path):
+    check_method(learner(L2p, dataclasses.replace(CONFIG, layers=(0, 2))), tmp_path)
 
 
 @pytest.mark.full
@@ -55,7 +48,7 @@ def test_the_prefix_of_an_image_is_that_of_its_nearest_keys_in_numpy():
     l2p = learner(L2p, CONFIG)
     prompts = l2p.begin_task(jax.random.key(0), {}, 0)
     query = jax.random.normal(jax.random.key(1), (3, 16))
-    attached = l2p.attach(prompts, query, jnp.int32(0), jnp.full(len(query), 1 / len(query)))
+    attached = l2p.attach(prompts, query, jnp.int32(0), True)
     pool, keys = np.asarray(prompts["pool"][0]), np.asarray(prompts["keys"][0])
     for image in range(3):
         cosines = (
@@ -74,24 +67,12 @@ def test_the_prefix_of_an_image_is_that_of_its_nearest_keys_in_numpy():
         np.testing.assert_allclose(attached.key_loss[image], (1 - cosines[best]).sum(), rtol=1e-5)
 
 
-@pytest.mark.full
-def test_a_key_loss_over_the_batch_leaves_out_its_padding():
-    l2p = learner(L2p, dataclasses.replace(CONFIG, key_loss="batch"))
-    prompts = l2p.begin_task(jax.random.key(0), {}, 0)
-    query = jax.random.normal(jax.random.key(1), (5, 16))
-    whole = l2p.attach(prompts, query[:3], jnp.int32(0), jnp.full(3, 1 / 3))
-    padded = l2p.attach(prompts, query, jnp.int32(0), jnp.asarray([1 / 3, 1 / 3, 1 / 3, 0, 0]))
-    np.testing.assert_allclose(padded.key_loss[:3], whole.key_loss, rtol=1e-6)
-
-
 def test_impossible_settings_are_refused():
     with pytest.raises(ValueError, match=r"top_k is 6; expected 1\.\.5, the pool"):
         dataclasses.replace(CONFIG, top_k=6)
-    for length, expected in ((3, "an even number"), (0, "at least 1"), (-2, "at least 1")):
-        with pytest.raises(ValueError, match=f"length is {length}; expected {expected}"):
+    for length in (3, 0, -2):
+        with pytest.raises(ValueError, match=f"length is {length}; expected an even number"):
             dataclasses.replace(CONFIG, length=length)
-    with pytest.raises(ValueError, match="length is 0; expected at least 1"):
-        dataclasses.replace(CONFIG, inject="tokens", length=0)
     with pytest.raises(
         ValueError, match=r"layers \(7,\) are invalid for this backbone; expected some of 0\.\.3"
     ):
@@ -99,7 +80,7 @@ def test_impossible_settings_are_refused():
 
 
 @pytest.mark.full
-def test_flops_of_the_papers_row_come_from_one_layer_and_tokens_pass_all_layers():
+def test_one_layer_gives_the_papers_flops_of_vit_base_and_five_those_of_deit_tiny():
     """70.3 / 5.1 in the paper: the first fits one layer, the second five; no setting gives both."""
     for name, expected in (("vit_base", (70.28, 70.40)), ("deit_tiny", (5.02, 5.05))):
         config = CONFIGS[name]
@@ -109,9 +90,5 @@ def test_flops_of_the_papers_row_come_from_one_layer_and_tokens_pass_all_layers(
             found.append((plain + prefix_flops(config, 50, layers)) / 1e9)
         np.testing.assert_allclose(found, expected, atol=0.005)
     task = small.task("colours", 0)
-    plain = backbone_flops(small.CONFIG)
-    prefix = learner(L2p, CONFIG).learn(task, Session())
-    tokens = learner(L2p, dataclasses.replace(CONFIG, inject="tokens")).learn(task, Session())
-    assert prefix["flops_method"] == 2 * plain
-    assert tokens["flops_method"] == 2 * plain + token_flops(small.CONFIG, 8)
-    assert tokens["flops_executed"] > prefix["flops_executed"]
+    report = learner(L2p, CONFIG).learn(task, Session())
+    assert report["flops_method"] == 2 * backbone_flops(small.CONFIG)

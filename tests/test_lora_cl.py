@@ -85,24 +85,6 @@ def test_every_task_adapts_the_pretrained_layer_and_not_the_task_before(begun):
     )
 
 
-def test_a_task_may_begin_with_the_experts_of_the_most_similar_earlier_one():
-    method = learner(LoraCl, LoraClConfig(**SETTINGS, begin="nearest"))
-    first, second, _ = small.stream(3).tasks
-    for task in (first, second):
-        method.learn(task, Session())
-    before = method.predict(first.test.images, np.zeros(20, np.int32))
-    method.learn(
-        dataclasses.replace(second, name="again"), Session()
-    )  # the router names the second for its images
-    assert [stored.parent for stored in method.memory.pool[0]] == [None, 0, 1, 2]
-    chex.assert_trees_all_equal(method.predict(first.test.images, np.zeros(20, np.int32)), before)
-
-
-@pytest.mark.full
-def test_lora_cl_from_the_nearest_task_keeps_every_law(tmp_path):
-    check_method(learner(LoraCl, LoraClConfig(**SETTINGS, begin="nearest")), tmp_path)
-
-
 def test_the_papers_flops_need_a_rank_of_42_to_47_and_ours_of_40_is_a_tenth_below():
     def printed(name: str, rank: int) -> float:
         config = CONFIGS[name]

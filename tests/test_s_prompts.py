@@ -76,12 +76,10 @@ def test_the_prompt_tokens_stand_between_class_token_and_patches(begun):
     )
     for block in vit.blocks:
         x, _ = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
-    found = begun.prompted(vit, begun.enter(vit, images), {"tokens": prompts}, jnp.ones(2))
+    found = begun.prompted(vit, begun.enter(vit, images), {"tokens": prompts})
     np.testing.assert_allclose(found, vit.norm(x[:, 0]), atol=1e-5)
     # without a position of their own their order says nothing
-    swapped = begun.prompted(
-        vit, begun.enter(vit, images), {"tokens": prompts[:, ::-1]}, jnp.ones(2)
-    )
+    swapped = begun.prompted(vit, begun.enter(vit, images), {"tokens": prompts[:, ::-1]})
     np.testing.assert_allclose(found, swapped, atol=1e-5)
     start = begun.begin_prompts(jax.random.key(1))["tokens"]
     assert 0.2 < float(jnp.abs(start).max()) <= 0.25

@@ -30,12 +30,10 @@ class Prefix(NamedTuple):
 
 
 class SidePrefix(NamedTuple):
-    """Learned keys and values with a separate softmax; its result is added with one weight per
-    image."""
+    """Learned keys and values with a separate softmax, whose result is added to the attention's."""
 
     keys: Float[Array, "B P D"]
     values: Float[Array, "B P D"]
-    weight: Float[Array, "B"]
 
 
 Adapter = Callable[[Float[Array, "B N D"]], Float[Array, "B N D"]]
@@ -150,7 +148,7 @@ class Block(nnx.Module):
         mixed = attend(query, key, value, self.precision)
         if isinstance(prefix, SidePrefix):
             beside = attend(query, heads(prefix.keys), heads(prefix.values), self.precision)
-            mixed = mixed + prefix.weight[:, None, None, None] * beside
+            mixed = mixed + beside
         return mixed.transpose(0, 2, 1, 3).reshape(b, -1, d)
 
     def mix_channels(self, z: Float[Array, "B N D"]) -> Float[Array, "B N F"]:

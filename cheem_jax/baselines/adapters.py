@@ -1,5 +1,5 @@
-"""Bottleneck adapters parallel to every FFN, and cosine heads on the adapted features: what TUNA
-and MoAL share.
+"""Bottleneck adapters parallel to every FFN, and cosine heads on the adapted features, for TUNA and
+MoAL.
 
 An adapter reads the tokens after a block's attention half, before LayerNorm, and adds to the FFN's
 output. Its up half starts at 0, so a network with new adapters is the plain backbone. (AdaptFormer:
@@ -8,18 +8,17 @@ Chen et al., NeurIPS 2022.)
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Float
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.baselines.baseline import OneHead, at_least_one, pass_costs, positive, shares
+from cheem_jax.baselines.baseline import OneHead, at_least_one, pass_costs
 from cheem_jax.baselines.fitting import Init, Inputs
 from cheem_jax.baselines.heads import grow_head
 from cheem_jax.core.images import Images
@@ -29,12 +28,15 @@ from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.data.task import Task
 from cheem_jax.engine.passes import unwatched
 
-Optimizer = Literal["adam", "sgd"]
+SCALE = 0.1
+"""Factor of the adapters' output."""
+DROPOUT = 0.1
+"""Share of an adapter's hidden values that a training step drops."""
 
 
 class Bottleneck(NamedTuple):
-    """Two layers D -> r -> D, with axes in front such as L blocks; MoE-Adapters has `down` of
-    experts as `[r, D]`."""
+    """Two layers D -> r -> D, with leading axes such as L blocks; in MoE-Adapters `down` is
+    `[r, D]`."""
 
     down: Float[Array, "*L D r"]
     down_bias: Float[Array, "*L r"]
@@ -44,35 +46,26 @@ class Bottleneck(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """Settings of adapters and their training, with the optimizer of the paper's comparison."""
+    """Settings of adapters and their training with Adam, as in the paper's comparison."""
 
     bottleneck: int = 64
     """Rank of an adapter."""
-    scale: float = 0.1
-    """Factor of the adapters' output."""
-    dropout: float = 0.1
-    """Share of an adapter's hidden values that a training step leaves out."""
-    optimizer: Optimizer = "adam"
-    """Adam, or the official codes' SGD with momentum 0.9 and weight decay 5e-4 (at a rate of 0.01
-    to 0.05)."""
     fit: FitConfig = FitConfig(epochs=20)
     batch_size: int = 64
 
     def __post_init__(self) -> None:
         at_least_one(self, "batch_size", "bottleneck")
-        positive(self, "scale")
-        shares(self, "dropout")
 
 
 class AdapterBaseline(OneHead):
     """A frozen backbone with adapters, and heads on its features."""
 
     def build(self) -> None:
-        executor, config = self.executor, self.config
+        executor = self.executor
 
         @executor.jit
         def features(adapters, leaves, inputs):
-            return adapted_features(executor.vit_of(leaves), adapters, inputs["images"], config)
+            return adapted_features(executor.vit_of(leaves), adapters, inputs["images"])
 
         self._features = features
 
@@ -85,16 +78,14 @@ class AdapterBaseline(OneHead):
         )
 
     def new_adapters(self, task: Task) -> Bottleneck:
-        """The initial adapters, were this the first task: the down half uniform in +-1/sqrt(D), all
-        else 0."""
+        """The initial adapters: the down half uniform within 1/sqrt(D), the rest 0."""
         depth = self.executor.config.depth
         width = self.executor.config.width
         rank = self.config.bottleneck
         key = self.key(task, Phase.METHOD_INIT, Init.LEARNED)
         bound = width**-0.5
-        down = jax.random.uniform(key, (depth, width, rank), minval=-bound, maxval=bound)
         return Bottleneck(
-            down,
+            jax.random.uniform(key, (depth, width, rank), minval=-bound, maxval=bound),
             jnp.zeros((depth, rank)),
             jnp.zeros((depth, rank, width)),
             jnp.zeros((depth, width)),
@@ -107,8 +98,8 @@ class AdapterBaseline(OneHead):
         return np.asarray(grow_head(key, None, self.executor.config.width, 0, num).weight)[:, :num]
 
     def adapted_costs(self, num_classes: int, head: int = 0) -> dict[str, int]:
-        """FLOPs of a pass with adapters and with a `head` of its own; the paper's count contains
-        neither."""
+        """FLOPs of a pass with adapters and `head` FLOPs of another head; the paper counts neither
+        of both."""
         vit = self.executor.config
         rank = self.config.bottleneck
         executed = executed_adapter_flops(vit, rank) + head
@@ -126,22 +117,14 @@ def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
     """FLOPs per image of all adapters as executed: the last block has fewer tokens
     (`ViTConfig.num_outputs`)."""
     tokens = config.depth * config.num_tokens
-    return (
-        adapter_flops(config, bottleneck)
-        * (tokens - config.num_tokens + config.num_outputs)
-        // tokens
-    )
+    executed = tokens - config.num_tokens + config.num_outputs
+    return adapter_flops(config, bottleneck) * executed // tokens
 
 
 def adapted_features(
-    vit: ViT,
-    adapters: Bottleneck,
-    images: Array,
-    config: AdapterConfig,
-    key: jax.Array | None = None,
+    vit: ViT, adapters: Bottleneck, images: Array, key: jax.Array | None = None
 ) -> Float[Array, "B D"]:
-    """Features of the network with these adapters; with a `key`, a training step's dropout of
-    hidden values."""
+    """Features of the network with these adapters; a `key` enables a training step's dropout."""
     depth, precision = vit.config.depth, vit.config.precision
     keys = None if key is None else jax.random.split(key, depth)
 
@@ -149,37 +132,27 @@ def adapted_features(
         hidden = jax.nn.relu(
             product(z, adapters.down[block], precision) + adapters.down_bias[block]
         )
-        if keys is not None and config.dropout:
-            kept = jax.random.bernoulli(keys[block], 1 - config.dropout, hidden.shape)
-            hidden = jnp.where(kept, hidden / (1 - config.dropout), 0.0)
-        return config.scale * (
-            product(hidden, adapters.up[block], precision) + adapters.up_bias[block]
-        )
+        if keys is not None:
+            is_kept = jax.random.bernoulli(keys[block], 1 - DROPOUT, hidden.shape)
+            hidden = jnp.where(is_kept, hidden / (1 - DROPOUT), 0.0)
+        return SCALE * (product(hidden, adapters.up[block], precision) + adapters.up_bias[block])
 
-    beside = {block: functools.partial(adapter, block) for block in range(depth)}
-    return vit.features(vit.run_blocks(vit.embed(images), adapters=beside))
+    parallel = {block: functools.partial(adapter, block) for block in range(depth)}
+    return vit.features(vit.run_blocks(vit.embed(images), adapters=parallel))
 
 
 def unit(x: Array, axis: int = -1) -> Array:
-    """Scaled to unit length; a zero vector stays zero, with a finite gradient."""
+    """Scale to unit length; a zero vector stays zero, with a finite gradient."""
     return x * jax.lax.rsqrt((x * x).sum(axis, keepdims=True) + 1e-24)
 
 
 def cosines(features: Float[Array, "B D"], weight: Float[Array, "D P"]) -> Float[Array, "B P"]:
-    """Cosine of every feature with every class's weight."""
+    """Cosine of every feature with the weight of every class."""
     return unit(features) @ unit(weight, axis=0)
 
 
 def padded_columns(weight: Float[np.ndarray, "D C"]) -> Float[jax.Array, "D P"]:
-    """A cosine head's weight, padded to a power of two, so that few compiled functions serve all
-    numbers of classes."""
+    """Pad a cosine head's weight to a power of two classes, so that few compiled functions serve
+    all tasks."""
     num = weight.shape[1]
     return jnp.asarray(np.pad(weight, ((0, 0), (0, next_power_of_two(num) - num))))
-
-
-def directions(optimizer: Optimizer) -> optax.GradientTransformation:
-    """Adam without weight decay, as in the paper's comparison, or the official codes' SGD with
-    momentum 0.9."""
-    if optimizer == "adam":
-        return optax.scale_by_adam()
-    return optax.chain(optax.add_decayed_weights(5e-4), optax.trace(decay=0.9))

@@ -133,76 +133,92 @@ def rebuilt(kind: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 class TrainedBaseline(Baseline):
-    """A baseline that trains by gradients on a backbone, with the `fitter` of its own loss."""
+    """A baseline that trains by gradients on a backbone; `fitter` has the step of its loss."""
 
     fitter: Fitter
 
     @abc.abstractmethod
     def start(self, task: Task) -> Any:
-        """What the next task trains, before its first step."""
+        """The initial arrays that the next task trains."""
 
-    def learn(self, task: Task, session: Session) -> dict[str, Any]:
-        """See `Method.learn`."""
-        fitting = self.fitter.begun(self.start(task), session.saved)
-        fitting.session = session
-        report = self.learn_task(task, fitting)
-        self.classes.add(task.name, task.classes)
-        state = fitting.state
-        losses = {
-            "losses": state.losses,
-            "skipped_steps": state.skipped,
-            "seconds": session.seconds,
-        }
-        return {**self.costs(), **report, **losses}
+    def fixed(self, task: Task) -> Any:
+        """The fixed arrays that the loss of the next task reads."""
+        raise NotImplementedError
 
-    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
-        """Train to the end and take over what is learned; returns the method's own part of the
+    def inputs(self, task: Task, session: Session) -> Inputs:
+        """The training inputs, which every epoch reads; by default the images."""
+        return Inputs(task.train.images)
+
+    def after_epoch(self, fitting: Fitting) -> Fitting:
+        """Change the state after an epoch; by default not at all."""
+        return fitting
+
+    def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
+        """Store the learned arrays of a trained task; returns the method's own part of the
         report."""
         raise NotImplementedError
 
+    def learn(self, task: Task, session: Session) -> dict[str, Any]:
+        """See `Method.learn`."""
+        fitting = self.fitter.begin(self.start(task), session.saved)
+        fitting = self.train(task, fitting, session)
+        report = self.finish(task, fitting, session)
+        self.classes.add(task.name, task.classes)
+        return {
+            **self.costs(),
+            **report,
+            "losses": fitting.progress.losses,
+            "skipped_steps": fitting.progress.skipped,
+            "seconds": session.seconds,
+        }
+
     @abc.abstractmethod
     def costs(self) -> dict[str, int]:
-        """FLOPs per image by each convention, as `pass_costs`, after the last task."""
+        """FLOPs per image by each convention after the last task; see `pass_costs`."""
 
     def number(self, task: Task) -> int:
-        """The number of the next task among the keys."""
+        """The number of the next task in the keys."""
         return len(self.classes)
 
     def key(self, task: Task, phase: Phase, *position: int) -> jax.Array:
-        """The key of a place in a phase of the next task."""
+        """The key of a position in a phase of the next task."""
         return self.keys.at(self.number(task), phase, *position)
 
     def bytes_needed(self, task: Task) -> int:
         """See `Method.bytes_needed`: two rolling checkpoints with Adam's moments, and the task's
-        own."""
+        checkpoint."""
         trained = sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
         return 4 * (2 * 3 + 1) * trained + self.bytes_beside(task)
 
     def bytes_beside(self, task: Task) -> int:
-        """Bytes of a task's checkpoint, or of its rolling ones, besides what is trained and its
-        moments."""
+        """Bytes of a task's checkpoints besides the trained arrays and their moments."""
         return 0
 
-    def train(
-        self, fitting: Fitting, task: Task, fixed: Any, inputs: Inputs | None = None, **more: Any
-    ) -> None:
-        """Train in place to the last epoch, as the phase `train`; by default on the images. As
-        `Fitter.run`."""
+    def train(self, task: Task, fitting: Fitting, session: Session) -> Fitting:
+        """Train to the last epoch."""
         config = self.config
         labels = task.train.labels
-        left = images_left(fitting.state, config.fit, len(labels), config.batch_size)
-        with fitting.phase("train", left) as advance:
-            self.fitter.run(
+        inputs = self.inputs(task, session)
+        left = images_left(fitting.progress, config.fit, len(labels), config.batch_size)
+        current = fitting
+
+        def keep(stepped: Fitting) -> None:
+            nonlocal current
+            current = stepped
+
+        with session.phase("train", left, lambda: current.saved()) as advance:
+            return self.fitter.run(
                 fitting,
-                self.placed(fixed),
+                self.placed(self.fixed(task)),
                 labels,
-                inputs or Inputs(task.train.images),
+                inputs,
                 config.fit,
                 batch_size=config.batch_size,
                 order_key=self.key(task, Phase.METHOD_ORDER),
                 noise_key=self.key(task, Phase.METHOD_NOISE),
                 advance=advance,
-                **more,
+                on_step=keep,
+                on_epoch=self.after_epoch,
             )
 
     def over(
@@ -351,18 +367,6 @@ def at_least_one(settings: Any, *names: str) -> None:
     """Each of these settings has to be 1 or more."""
     for name in names:
         expect(settings, name, getattr(settings, name) >= 1, "at least 1")
-
-
-def positive(settings: Any, *names: str) -> None:
-    """Each of these settings has to be above 0."""
-    for name in names:
-        expect(settings, name, getattr(settings, name) > 0, "a positive number")
-
-
-def shares(settings: Any, *names: str) -> None:
-    """Each of these settings has to be at least 0 and below 1."""
-    for name in names:
-        expect(settings, name, 0 <= getattr(settings, name) < 1, "a share in [0, 1)")
 
 
 def halved(settings: Any, *names: str) -> None:

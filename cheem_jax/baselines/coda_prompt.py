@@ -1,11 +1,11 @@
 """CODA-Prompt: prompts are sums of components, weighted per image by attention to its frozen
 feature.
 
-Each of the first five blocks has 100 components, keys and attention vectors. Weight of component m:
-the cosine of q * A_m and K_m, no softmax. The pool is divided among the tasks beforehand: a task
-initialises its rows orthogonal to all earlier ones (Gram-Schmidt), trains them, and freezes them.
-Smith et al., "CODA-Prompt: COntinual Decomposed Attention-based Prompting for Rehearsal-Free
-Continual Learning", CVPR 2023.
+Each of the first five blocks has 100 components, keys and attention vectors. The weight of
+component m is the cosine of q * A_m and K_m, without softmax. The pool is divided among the tasks
+beforehand: a task initialises its rows orthogonal to all earlier ones (Gram-Schmidt), trains them,
+and freezes them. Smith et al., "CODA-Prompt: COntinual Decomposed Attention-based Prompting for
+Rehearsal-Free Continual Learning", CVPR 2023.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import prefix_flops
-from cheem_jax.baselines.baseline import at_least_one, expect, halved
+from cheem_jax.baselines.baseline import at_least_one, halved
 from cheem_jax.baselines.fitting import learning_only
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, halves
 from cheem_jax.core.settings import FitConfig
@@ -27,26 +27,22 @@ from cheem_jax.data.task import Task
 
 @dataclasses.dataclass(frozen=True)
 class CodaPromptConfig:
-    """CODA-Prompt as its released scripts ran it, with the 50 epochs that the paper's comparison
-    implies."""
+    """CODA-Prompt with the settings of its released scripts and the 50 epochs that the paper's
+    comparison implies."""
 
     name: ClassVar[str] = "coda_prompt"
     pool: int = 100
-    """Components per block, divided equally among the tasks; the remainder stays unused."""
+    """Components per block, divided equally among the tasks; the remainder is unused."""
     length: int = 8
     """Rows of a component: half become keys, half values."""
     layers: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Blocks with components."""
-    orthogonality: float = 0.0
-    """Weight of the orthogonality loss of components, keys and attention vectors (first release:
-    0.1)."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
     batch_size: int = 128
 
     def __post_init__(self) -> None:
         at_least_one(self, "batch_size", "pool")
         halved(self, "length")
-        expect(self, "orthogonality", self.orthogonality >= 0, "0 (none) or a positive weight")
 
 
 class CodaPrompt(Prompting):
@@ -84,13 +80,12 @@ class CodaPrompt(Prompting):
             )
         if index >= self.num_tasks:
             raise ValueError(
-                f"the pool was divided among {self.num_tasks} tasks and has none left for task"
+                f"the pool was divided among {self.num_tasks} tasks and has no rows for task"
                 f" {index + 1}; the number of tasks must be known before the first is learned"
             )
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """See `Baseline.restore`; ValueError where the pool was divided among another number of
-        tasks."""
+        """See `Baseline.restore`; raises ValueError for a pool of another number of tasks."""
         if meta["num_tasks"] != self.num_tasks:
             raise ValueError(
                 f"its prompts are divided among {meta['num_tasks']} tasks, not {self.num_tasks};"
@@ -99,59 +94,51 @@ class CodaPrompt(Prompting):
         super().restore(index, arrays, meta)
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """See `Prompting.begin_task`: the task's rows, sampled orthogonal to those of all earlier
-        tasks."""
+        """See `Prompting.begin_task`: the task's rows, orthogonal to those of all earlier tasks."""
         self._check_share(index)
         config = self.config
         width = self.executor.config.width
-        layers = len(self.config.layers)
+        layers = len(config.layers)
         shapes = {"components": (config.length, width), "keys": (width,), "attention": (width,)}
-        begun = {}
+        result = {}
         for name, name_key in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
             before = prompts.get(name, jnp.zeros((layers, config.pool, *shapes[name])))
             flat = before.reshape(layers, config.pool, -1)
-            begun[name] = _with_rows(name_key, flat, np.int32(index), np.int32(self.rows)).reshape(
-                before.shape
-            )
-        return begun
+            rows = _with_rows(name_key, flat, np.int32(index), np.int32(self.rows))
+            result[name] = rows.reshape(before.shape)
+        return result
 
     def attach(
         self,
         prompts: Prompts,
         query: Float[Array, "B D"],
         task: Int[Array, ""],
-        weights: Float[Array, "B"] | None,
+        is_training: bool,
     ) -> Attached:
         """See `Prompting.attach`: sums over the rows of all tasks so far; only the current task's
         rows learn."""
         row = jnp.arange(self.config.pool)
-        used, own = row < (task + 1) * self.rows, row >= task * self.rows
-        found = {}
-        penalty = jnp.zeros(())
+        is_used = row < (task + 1) * self.rows
+        is_current = row >= task * self.rows
+        prefixes = {}
         for place, layer in enumerate(self.config.layers):
-            here = learning_only(own, {name: values[place] for name, values in prompts.items()})
-            shares = component_weights(query, here["attention"], here["keys"]) * used
-            found[layer] = halves(
-                jnp.einsum("bm,mld->bld", shares, here["components"], precision="highest")
+            here = learning_only(
+                is_current, {name: values[place] for name, values in prompts.items()}
             )
-            if self.config.orthogonality:
-                penalty += sum(
-                    departure(values.reshape(len(row), -1), used) for values in here.values()
-                )
-        return Attached(found, jnp.broadcast_to(self.config.orthogonality * penalty, len(query)))
+            weights = component_weights(query, here["attention"], here["keys"]) * is_used
+            prefixes[layer] = halves(
+                jnp.einsum("bm,mld->bld", weights, here["components"], precision="highest")
+            )
+        return Attached(prefixes, jnp.zeros(len(query)))
 
     def num_params(self, index: int) -> tuple[int, int]:
         """See `Prompting.num_params`: the task's rows."""
-        own = (
-            len(self.config.layers)
-            * self.rows
-            * (self.config.length + 2)
-            * self.executor.config.width
-        )
-        return own, own
+        config = self.config
+        num = len(config.layers) * self.rows * (config.length + 2) * self.executor.config.width
+        return num, num
 
     def added_flops(self) -> dict[str, int]:
-        """See `Prompting.added_flops`: prefixes; cosines to all keys, and the weighted sum."""
+        """See `Prompting.added_flops`: prefixes, cosines to all keys, and the weighted sums."""
         config = self.config
         vit = self.executor.config
         attention = prefix_flops(vit, config.length // 2, len(config.layers))
@@ -162,25 +149,18 @@ class CodaPrompt(Prompting):
 def component_weights(
     query: Float[Array, "B D"], attention: Float[Array, "M D"], keys: Float[Array, "M D"]
 ) -> Float[Array, "B M"]:
-    """cos(q * A_m, K_m) for every image and component, written as two products without an array
+    """cos(q * A_m, K_m) for every image and component, as two products without an array
     `[B, M, D]`."""
     # <q * A, K> = <q, A * K> and |q * A|^2 = <q^2, A^2>
     inner = jnp.matmul(query, (attention * keys).T, precision="highest")
     squares = jnp.matmul(query**2, (attention**2).T, precision="highest")
-    # rows of future tasks are zero, where the root needs a finite gradient too
+    # rows of future tasks are zero; the root needs a finite gradient there too
     return inner / jnp.sqrt(squares + 1e-24) / jnp.sqrt((keys**2).sum(-1) + 1e-24)
-
-
-def departure(rows: Float[Array, "M F"], used: Array) -> Float[Array, ""]:
-    """Mean squared difference between the used rows' products and the identity."""
-    rows = rows * used[:, None]
-    products = jnp.matmul(rows, rows.T, precision="highest")
-    return ((products - jnp.diag(used)) ** 2).sum() / used.sum() ** 2
 
 
 @jax.jit
 def _with_rows(key, before, index, num):
-    """`before` `[layers, M, F]` with new rows for task `index`: N(0, 1) minus its projections on
+    """Add the rows of task `index` to `before` `[layers, M, F]`: N(0, 1) minus the projections on
     each earlier row."""
     begin = index * num
     pool = before.shape[1]
@@ -196,8 +176,7 @@ def _with_rows(key, before, index, num):
                 squares > 0, squares, 1.0
             )
             rest = new - jnp.matmul(along, earlier, precision="highest")
-            # if the earlier rows span the space, only rounding errors are left: keep the sampled
-            # row
+            # if the earlier rows span the space, the rest is rounding error: use the sampled row
             rest = jnp.where(jnp.linalg.norm(rest) > 1e-3 * jnp.linalg.norm(new), rest, new)
             return rest / jnp.linalg.norm(rest)
 

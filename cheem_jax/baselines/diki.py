@@ -1,10 +1,10 @@
-"""DIKI: learned keys and values with a separate softmax next to a block's attention; a Gaussian per
-task as router.
+"""DIKI: learned keys and values with a separate softmax beside a block's attention; the router has
+a Gaussian per task.
 
-Values start at zero, so a task starts exactly at the pretrained network. The learned prefix is
-added to attention instead of taking part in its softmax. The inferred task of an image is the one
-whose full Gaussian of frozen, normalised features gives it the largest density. Tang et al., "Mind
-the Interference: Retaining Pre-trained Knowledge in Parameter Efficient Continual Learning of
+Values start at zero, so a task starts exactly at the pretrained network. The result of the learned
+prefix is added to that of the attention. The inferred task of an image is the task whose full
+Gaussian of frozen, normalised features has the largest density. Tang et al., "Mind the
+Interference: Retaining Pre-trained Knowledge in Parameter Efficient Continual Learning of
 Vision-Language Models", ECCV 2024, without its text tower.
 """
 
@@ -18,18 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int
 from scipy.linalg import solve_triangular
-from scipy.special import expit
 
 from cheem_jax.backbone.flops import executed_halves, prefix_flops
 from cheem_jax.backbone.vit import SidePrefix, ViT
-from cheem_jax.baselines.baseline import at_least_one, expect, pass_costs, positive
-from cheem_jax.baselines.fitting import Fitting, Inputs
+from cheem_jax.baselines.baseline import at_least_one, expect, pass_costs
+from cheem_jax.baselines.fitting import Inputs
 from cheem_jax.baselines.prompting import OwnPrompts, PromptedTask, Prompts, check_layers
 from cheem_jax.core.images import Images
 from cheem_jax.core.routing import normalise
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Task
 from cheem_jax.engine import hosts
+from cheem_jax.run.session import Session
+
+JITTER = 1e-7
+"""Added to the diagonal of every covariance, as in the official code."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,26 +43,18 @@ class DikiConfig:
     length: int = 8
     """Pairs of a key and a value per block."""
     layers: Literal["last3", "first8"] | tuple[int, ...] = "last3"
-    """Blocks with prefixes: the last three reproduce the paper's FLOPs, the first eight are the
-    official code's; or any, by number. The blocks before the first of them run once for router and
-    prediction."""
-    mix: Literal["one", "confidence"] = "one"
-    """Weight of the prefixes in prediction: 1 as in training, or a sigmoid of the image's
-    log-density; then images far from every task fall back to the pretrained network."""
-    cov_shrinkage: float | Literal["ledoit_wolf"] = 0.0
+    """Blocks with prefixes: the last three reproduce the paper's FLOPs, the first eight are those
+    of the official code; or any, by number. Router and prediction share the blocks before them."""
+    cov_shrinkage: float = 0.0
     """Share in each covariance of the identity, scaled to the same mean variance. With fewer images
     than dimensions and a share of 0, the official value, a Gaussian recognises hardly any unseen
     image of its task."""
-    jitter: float = 1e-7
-    """Added to the diagonal of every covariance."""
     fit: FitConfig = FitConfig(epochs=20)
     batch_size: int = 64
 
     def __post_init__(self) -> None:
         at_least_one(self, "batch_size", "length")
-        is_share = self.cov_shrinkage == "ledoit_wolf" or 0 <= self.cov_shrinkage <= 1
-        expect(self, "cov_shrinkage", is_share, "a share in [0, 1], or ledoit_wolf")
-        positive(self, "jitter")
+        expect(self, "cov_shrinkage", 0 <= self.cov_shrinkage <= 1, "a share in [0, 1]")
 
 
 class Diki(OwnPrompts):
@@ -95,8 +90,8 @@ class Diki(OwnPrompts):
             return []
         return [
             f"at most as many training images as the {width} dimensions of a Gaussian, so some"
-            f" directions have no variance but the jitter {self.config.jitter:g} and the router may"
-            f" fail; set cov_shrinkage: {', '.join(few)}"
+            f" directions have the variance {JITTER:g} alone and the router can fail; set"
+            f" cov_shrinkage: {', '.join(few)}"
         ]
 
     def begin_prompts(self, key: jax.Array) -> Prompts:
@@ -116,34 +111,27 @@ class Diki(OwnPrompts):
         vit: ViT,
         tokens: Float[Array, "B N D"],
         prompts: Mapping[str, Float[Array, "B ..."]],
-        weight: Array,
     ) -> Float[Array, "B D"]:
+        """See `OwnPrompts.prompted`."""
         prefixes = {
-            layer: SidePrefix(prompts["keys"][:, place], prompts["values"][:, place], weight)
+            layer: SidePrefix(prompts["keys"][:, place], prompts["values"][:, place])
             for place, layer in enumerate(self.layers)
         }
         return vit.features(vit.run_blocks(tokens, begin=self.layers[0], prefixes=prefixes))
 
-    def inputs(self, task: Task, fitting: Fitting) -> Inputs:
-        """See `OwnPrompts.inputs`: the tokens before the first prefix if they fit into the budget,
-        else the images."""
-        images = task.train.images
-        num = len(task.train.labels)
+    def inputs(self, task: Task, session: Session) -> Inputs:
+        """The tokens before the first prefix if they fit into the budget, else the images."""
+        images = Inputs(task.train.images)
         vit = self.executor.config
-        if 4 * num * vit.num_tokens * vit.width > self.executor.budget:
-            return Inputs(images)
-        with fitting.session.phase("keep", num) as advance:
-            return Inputs(
-                tokens=self.over(
-                    self._tokens, Inputs(images), self.executor.leaves, advance=advance
-                )
-            )
+        if 4 * len(images) * vit.num_tokens * vit.width > self.executor.budget:
+            return images
+        with session.phase("keep", len(images)) as advance:
+            leaves = self.executor.leaves
+            return Inputs(tokens=self.over(self._tokens, images, leaves, advance=advance))
 
     def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
         """See `OwnPrompts.fit_router`: a mean, and the triangle of a Cholesky factor."""
-        gaussian = fit_gaussian(
-            features, shrinkage=self.config.cov_shrinkage, jitter=self.config.jitter
-        )
+        gaussian = fit_gaussian(features, self.config.cov_shrinkage)
         rows, columns = np.tril_indices(len(gaussian.mean))
         return {"mean": gaussian.mean, "factor": gaussian.factor[rows, columns]}
 
@@ -153,44 +141,31 @@ class Diki(OwnPrompts):
         given: Int[np.ndarray, "N"] | None,
         query: Callable[[], np.ndarray] | None,
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-        """See `OwnHeads.run`: one pass to the first prefix; from there on one without and one with
-        prefixes."""
+        """See `OwnHeads.run`: router and prediction share the pass up to the first prefix."""
         gaussians = [gaussian_of(task) for task in self.tasks]
-        confident = self.config.mix == "confidence"
 
-        def answer(leaves, stack, read: dict[str, Any]) -> tuple[Any, Any]:
-            size = len(read["images"])
-            chosen = read.get("task")
-            weight = np.ones(size, np.float32)
-            # the pass up to the first prefix is shared by the router and the prediction
-            if query or confident:
-                tokens, features = self._tokens_and_features(leaves, read)
+        def answer(leaves, stack, inputs: dict[str, Any]) -> tuple[Any, Any]:
+            chosen = inputs.get("task")
+            if query:
+                tokens, features = self._tokens_and_features(leaves, inputs)
                 features = hosts.fetch(features)
-                densities = np.stack(
-                    [log_density(features, gaussian) for gaussian in gaussians], axis=1
-                )
-                chosen = densities.argmax(axis=1).astype(np.int32)
-                used = hosts.fetch(read["task"]) if "task" in read else chosen
-                if confident:
-                    weight = mixing_weight(densities[np.arange(size), used], features.shape[1])
+                densities = [log_density(features, gaussian) for gaussian in gaussians]
+                chosen = np.argmax(densities, axis=0).astype(np.int32)
             else:
-                tokens = self._tokens(leaves, read)
-                used = chosen
-            return chosen, self._answer(
-                leaves, stack, {"tokens": tokens, "task": used, "weight": weight}
-            )
+                tokens = self._tokens(leaves, inputs)
+            used = inputs.get("task", chosen)
+            return chosen, self._answer(leaves, stack, {"tokens": tokens, "task": used})
 
         inputs = Inputs(images) if given is None else Inputs(images, task=given)
         return self.over(answer, inputs, self.executor.leaves, self.stack())
 
     def bytes_beside(self, task: Task) -> int:
-        """See `TrainedBaseline.bytes_beside`: a mean and the triangle of a covariance, in
-        float64."""
+        """See `TrainedBaseline.bytes_beside`: a mean and a triangle in float64."""
         width = self.executor.config.width
         return 8 * (width + width * (width + 1) // 2)
 
     def costs(self) -> dict[str, int]:
-        """FLOPs per image: one pass, and the blocks from the first prefix on a second time.
+        """FLOPs per image: one pass, and a second one through the blocks since the first prefix.
 
         `flops_as_printed` counts attention products in those blocks alone, which gives the paper's
         row for `last3`.
@@ -203,52 +178,41 @@ class Diki(OwnPrompts):
         executed = sum(sum(executed_halves(vit, last=block == vit.depth - 1)) for block in again)
         executed += prefixes + len(self.tasks) * vit.width**2  # with a triangular system per task
         num_classes = len(self.classes.classes[-1])
-        found = pass_costs(vit, num_classes, linear=linear, attention=attention, executed=executed)
-        return {**found, "flops_as_printed": found["flops_method"] + attention}
+        costs = pass_costs(vit, num_classes, linear=linear, attention=attention, executed=executed)
+        return {**costs, "flops_as_printed": costs["flops_method"] + attention}
 
 
 class Gaussian(NamedTuple):
-    """A full Gaussian, by the lower Cholesky factor of its covariance."""
+    """A full Gaussian: mean, and lower Cholesky factor of the covariance."""
 
     mean: Float64[np.ndarray, "D"]
     factor: Float64[np.ndarray, "D D"]
 
 
-def fit_gaussian(
-    features: Float[np.ndarray, "N D"],
-    *,
-    shrinkage: float | Literal["ledoit_wolf"] = 0.0,
-    jitter: float = 1e-7,
-) -> Gaussian:
+def fit_gaussian(features: Float[np.ndarray, "N D"], shrinkage: float = 0.0) -> Gaussian:
     """Mean and sample covariance of normalised features in float64, shrunk towards a multiple of
-    the identity.
+    the identity, whose share is `shrinkage`.
 
-    `shrinkage` is that multiple's share, `jitter` is added to the diagonal. Raises ValueError if it
-    is singular.
+    Raises ValueError if the covariance is singular.
     """
     points = normalise(features.astype(np.float64))
     mean = points.mean(axis=0)
     width = points.shape[1]
     covariance = (points - mean).T @ (points - mean) / max(len(points) - 1, 1)
-    if shrinkage == "ledoit_wolf":
-        # here, because scikit-learn takes a second to import and every command imports this module
-        from sklearn.covariance import ledoit_wolf_shrinkage
-
-        shrinkage = float(ledoit_wolf_shrinkage(points)) if len(points) > 1 else 0.0
     level = float(np.trace(covariance)) / width
-    # (1 - s) C + (s tr(C) / D + jitter) I, invertible with fewer images than dimensions too
-    covariance = (1 - shrinkage) * covariance + (shrinkage * level + jitter) * np.eye(width)
+    # (1 - s) C + (s tr(C) / D + jitter) I, invertible even with fewer images than dimensions
+    covariance = (1 - shrinkage) * covariance + (shrinkage * level + JITTER) * np.eye(width)
     try:
         return Gaussian(mean, np.linalg.cholesky(covariance))
     except np.linalg.LinAlgError as error:
         raise ValueError(
-            f"the covariance of {len(points)} images in {width} dimensions is singular with the"
-            f" jitter {jitter:g}; set a larger jitter, or cov_shrinkage"
+            f"the covariance of {len(points)} images in {width} dimensions is singular; set"
+            " cov_shrinkage"
         ) from error
 
 
 def gaussian_of(task: PromptedTask) -> Gaussian:
-    """A learned task's Gaussian, its factor unpacked."""
+    """Unpack a learned task's Gaussian."""
     mean = task.router["mean"]
     factor = np.zeros((len(mean), len(mean)))
     factor[np.tril_indices(len(mean))] = task.router["factor"]
@@ -263,13 +227,8 @@ def log_density(features: Float[np.ndarray, "N D"], gaussian: Gaussian) -> Float
     return -0.5 * ((whitened**2).sum(axis=0) + log_det + len(gaussian.mean) * math.log(2 * math.pi))
 
 
-def mixing_weight(log_densities: Float64[np.ndarray, "N"], width: int) -> Float[np.ndarray, "N"]:
-    """sigmoid(log-density / D - 1); the official code divides by 512, the width of its features."""
-    return expit(log_densities / width - 1).astype(np.float32)
-
-
 def layers_of(layers: Literal["last3", "first8"] | tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """The blocks with prefixes, in order; ValueError for blocks that the backbone does not have."""
+    """The blocks with prefixes, in order; raises ValueError for blocks that the backbone lacks."""
     named = {"last3": tuple(range(depth - 3, depth)), "first8": tuple(range(8))}
     blocks = named[layers] if isinstance(layers, str) else layers
     check_layers(blocks, depth)

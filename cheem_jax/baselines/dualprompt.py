@@ -1,16 +1,16 @@
 """DualPrompt: a general prompt that all tasks share, and an expert prompt per task, selected by the
 nearest task key.
 
-Blocks 0 and 1 get the general prompt, blocks 2 to 4 the expert one, each as keys and values of the
-attention. Training uses the current task's slot and pulls its key to the images' features;
-prediction takes, per image and block, the slot with the nearest key. Expert slots stay as learned,
-the general prompt does not. Wang et al., "DualPrompt: Complementary Prompting for Rehearsal-Free
-Continual Learning", ECCV 2022, in the form of the CODA-Prompt code.
+Blocks 0 and 1 have the general prompt, blocks 2 to 4 the expert prompt, each as keys and values of
+the attention. Training uses the slot of the current task and pulls its key to the queries.
+Prediction selects the slot with the nearest key per image and block. Expert slots do not change
+after their task, the general prompt does. Wang et al., "DualPrompt: Complementary Prompting for
+Rehearsal-Free Continual Learning", ECCV 2022, in the form of the CODA-Prompt code.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,15 @@ from cheem_jax.backbone.flops import prefix_flops
 from cheem_jax.baselines.baseline import at_least_one, expect, halved
 from cheem_jax.baselines.fitting import Fitting
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine, halves
+from cheem_jax.core.routing import normalise
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Task
+from cheem_jax.run.session import Session
 
 
 @dataclasses.dataclass(frozen=True)
 class DualPromptConfig:
-    """DualPrompt as the paper's comparison implies it; options name what the original code does."""
+    """DualPrompt as the paper's comparison implies it."""
 
     name: ClassVar[str] = "dualprompt"
     pool: int | None = None
@@ -40,21 +42,13 @@ class DualPromptConfig:
     """Blocks with a general prompt each."""
     expert_layers: tuple[int, ...] = (2, 3, 4)
     """Blocks with expert prompts."""
-    init: Literal["uniform", "small"] = "uniform"
-    """Start of prompts and keys: U(0, 1), or the original's U(0, 0.01)."""
-    shared_keys: bool = False
-    """One key per task, as originally, instead of one per task and block."""
-    copy_previous: bool = False
-    """A task begins with the expert prompt of the task before, as originally."""
-    key_weight: float = 1.0
-    """Weight of the key loss; Adam cancels its scale, as keys have no other gradient."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
     batch_size: int = 128
 
     def __post_init__(self) -> None:
         at_least_one(self, "batch_size")
-        none = "one slot per task, or none to follow the number of tasks"
-        expect(self, "pool", self.pool is None or self.pool >= 1, none)
+        is_pool = self.pool is None or self.pool >= 1
+        expect(self, "pool", is_pool, "one slot per task, or none to follow the number of tasks")
         halved(self, "general_length", "expert_length")
         if both := set(self.general_layers) & set(self.expert_layers):
             raise ValueError(
@@ -73,7 +67,7 @@ class DualPrompt(Prompting):
 
     @property
     def pool(self) -> int:
-        """Expert slots: those of training, whatever the number of tasks is now."""
+        """Expert slots; training fixes their number."""
         if prompts := self.known.prompts:
             return prompts["expert"].shape[1]
         return self.config.pool or max(10, self.num_tasks)
@@ -95,27 +89,22 @@ class DualPrompt(Prompting):
             )
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """See `Prompting.begin_task`: prompts sampled once; optionally a slot starts as a copy of
-        the one before."""
+        """See `Prompting.begin_task`: all prompts and keys in U(0, 1) before the first task."""
         self._check_slot(index)
         if prompts:
-            if not self.config.copy_previous:
-                return prompts
-            expert = jnp.asarray(prompts["expert"])
-            return {**prompts, "expert": expert.at[:, index].set(expert[:, index - 1])}
+            return prompts
         config = self.config
         width = self.executor.config.width
-        experts = len(self.config.expert_layers)
-        high = {"uniform": 1.0, "small": 0.01}[config.init]
+        experts = len(config.expert_layers)
         shapes = {
             "expert": (experts, self.pool, config.expert_length, width),
-            "keys": (1 if config.shared_keys else experts, self.pool, width),
+            "keys": (experts, self.pool, width),
         }
         if config.general_layers:
             shapes["general"] = (len(config.general_layers), config.general_length, width)
         keys = jax.random.split(key, len(shapes))
         return {
-            name: jax.random.uniform(own, shape, maxval=high)
+            name: jax.random.uniform(own, shape)
             for (name, shape), own in zip(shapes.items(), keys, strict=True)
         }
 
@@ -124,30 +113,28 @@ class DualPrompt(Prompting):
         prompts: Prompts,
         query: Float[Array, "B D"],
         task: Int[Array, ""],
-        weights: Float[Array, "B"] | None,
+        is_training: bool,
     ) -> Attached:
-        """See `Prompting.attach`: the general prompt, and the task's slot (training) or the nearest
-        one."""
+        """See `Prompting.attach`: the general prompt, and the slot of the task or of the nearest
+        key."""
         config = self.config
         key_loss = jnp.zeros(len(query))
-        found = {}
+        prefixes = {}
         for place, layer in enumerate(config.general_layers):
             general = prompts["general"][place]
-            found[layer] = halves(jnp.broadcast_to(general, (len(query), *general.shape)))
+            prefixes[layer] = halves(jnp.broadcast_to(general, (len(query), *general.shape)))
         for place, layer in enumerate(config.expert_layers):
-            keys = prompts["keys"][0 if config.shared_keys else place]
-            if weights is not None:
+            keys = prompts["keys"][place]
+            if is_training:
                 slot = jnp.broadcast_to(task, len(query))
-                if place < len(prompts["keys"]):
-                    key_loss += 1.0 - cosine(query, keys[task])
+                key_loss += 1.0 - cosine(query, keys[task])
             else:
-                # later slots are still random
-                near = jnp.where(
-                    jnp.arange(len(keys)) <= task, cosine(query[:, None], keys), -jnp.inf
-                )
+                # slots of future tasks are random
+                is_learned = jnp.arange(len(keys)) <= task
+                near = jnp.where(is_learned, cosine(query[:, None], keys), -jnp.inf)
                 slot = near.argmax(axis=1)
-            found[layer] = halves(prompts["expert"][place][slot])
-        return Attached(found, config.key_weight * key_loss)
+            prefixes[layer] = halves(prompts["expert"][place][slot])
+        return Attached(prefixes, key_loss)
 
     def num_params(self, index: int) -> tuple[int, int]:
         """See `Prompting.num_params`: the general prompt, which the first task adds, and a slot
@@ -161,21 +148,18 @@ class DualPrompt(Prompting):
         """See `Prompting.added_flops`: both prompts, and cosines to all keys."""
         config = self.config
         vit = self.executor.config
+        experts = len(config.expert_layers)
         attention = prefix_flops(vit, config.general_length // 2, len(config.general_layers))
-        attention += prefix_flops(vit, config.expert_length // 2, len(config.expert_layers))
-        tables = 1 if config.shared_keys else len(config.expert_layers)
-        return {"attention": attention, "executed": attention + 2 * tables * self.pool * vit.width}
+        attention += prefix_flops(vit, config.expert_length // 2, experts)
+        return {"attention": attention, "executed": attention + 2 * experts * self.pool * vit.width}
 
-    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
-        """See `Prompting.learn_task`; reports shares of the training images by inferred slot, per
-        block."""
-        report = super().learn_task(task, fitting)
+    def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
+        """See `Prompting.finish`; reports per block the shares of the training images by slot."""
+        report = super().finish(task, fitting, session)
         query = self.features(task.train.images)
-        index = len(self.classes)
-        spread = []
-        for keys in np.asarray(self.known.prompts["keys"])[:, : index + 1]:
-            near = query @ (keys / np.linalg.norm(keys, axis=1, keepdims=True)).T
-            spread.append(
-                (np.bincount(near.argmax(axis=1), minlength=index + 1) / len(query)).tolist()
-            )
-        return {**report, "slots_chosen": spread}
+        num = len(self.classes) + 1
+        shares = []
+        for keys in np.asarray(self.known.prompts["keys"])[:, :num]:
+            slots = (query @ normalise(keys).T).argmax(axis=1)
+            shares.append((np.bincount(slots, minlength=num) / len(query)).tolist())
+        return {**report, "slots_chosen": shares}

@@ -1,11 +1,11 @@
 """EWC: the whole backbone trains on every task, under a quadratic penalty on weights that earlier
 tasks need.
 
-The diagonal Fisher information of a finished task says how much each weight matters to it; the loss
-of the next task penalises moving such weights. One network and one head predict for all classes,
-without task-ID inference. Kirkpatrick et al., "Overcoming catastrophic forgetting in neural
-networks", PNAS 2017, with the one running Fisher of online EWC: Schwarz et al., "Progress &
-Compress: A scalable framework for continual learning", ICML 2018.
+The diagonal Fisher information of a finished task measures the importance of each weight for it;
+the loss of the next task penalises changes of such weights. One network and one head predict for
+all classes, without task-ID inference. Kirkpatrick et al., "Overcoming catastrophic forgetting in
+neural networks", PNAS 2017, with the one running Fisher information of online EWC (gamma = 1):
+Schwarz et al., "Progress & Compress: A scalable framework for continual learning", ICML 2018.
 """
 
 import copy
@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,14 @@ from cheem_jax.backbone.flops import backbone_params
 from cheem_jax.baselines.baseline import (
     OneHead,
     at_least_one,
-    expect,
     no_classes,
     params_report,
     pass_costs,
-    positive,
 )
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs
 from cheem_jax.baselines.heads import Classes, cut, grow_head, head_logits, local_cross_entropy
 from cheem_jax.core.images import Images
-from cheem_jax.core.keys import Phase, order_at
+from cheem_jax.core.keys import Phase
 from cheem_jax.core.pool import FAR, Head, padded
 from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.data.task import Task
@@ -43,20 +41,17 @@ from cheem_jax.run.session import Session
 
 TUNED_ON = 3
 """Tasks of the stream on which the penalty's strength is selected."""
+HEAD_RATE = 1e-3
+"""Initial learning rate of the head."""
 GRADIENT_BYTES = 2**30
-"""Budget for the gradients of a chunk of images, each of which has the backbone's size."""
+"""Budget for the gradients of a chunk of images; each has the size of the backbone."""
 
 
 class Noise(enum.IntEnum):
-    """What `Phase.METHOD_NOISE` samples; the number is part of the key, so members are only ever
-    appended."""
+    """Samples of `Phase.METHOD_NOISE`; the number is part of the key."""
 
     LABELS = 1
     """Labels of the Fisher information, from the network's softmax."""
-    IMAGES = 2
-    """The images that the Fisher information is estimated on."""
-    BATCHES = 3
-    """Their order, where gradients are averaged over batches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,41 +61,22 @@ class EwcConfig:
     name: ClassVar[str] = "ewc"
     penalties: tuple[float, ...] = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
     """Strengths of the penalty. Of several, the one with the best average validation accuracy over
-    the stream's first three tasks is selected, where a prediction is the argmax over the classes of
-    all three."""
-    gamma: float = 1.0
-    """Factor of the running Fisher information when a task's is added to it."""
-    fisher: Literal["sampled", "empirical", "batch"] = "sampled"
-    """Squared gradients per image, of labels sampled from the network's softmax or of the true
-    ones; `batch` squares the mean gradient of a batch, a frequent mistake that makes them smaller
-    by up to the batch size."""
-    fisher_images: int = 0
-    """Training images, sampled once per task, that the Fisher information is estimated on; 0:
-    all."""
-    head_learning_rate: float = 1e-3
-    """Rate of the head at the start; `fit.learning_rate` is the backbone's."""
+    the stream's first three tasks is selected; a prediction is the argmax over their classes."""
     fit: FitConfig = FitConfig(epochs=20, learning_rate=5e-5)
+    """`fit.learning_rate` is the backbone's."""
     batch_size: int = 64
 
     def __post_init__(self) -> None:
         at_least_one(self, "batch_size")
-        positive(self, "head_learning_rate")
         if not self.penalties or not all(0 <= penalty < float("inf") for penalty in self.penalties):
             raise ValueError(
                 f"penalties are {self.penalties}; expected at least one, all finite and at least 0"
             )
-        expect(
-            self,
-            "gamma",
-            0 <= self.gamma <= 1,
-            "0 (only the last task's Fisher) to 1 (all tasks' sum)",
-        )
-        expect(self, "fisher_images", self.fisher_images >= 0, "a number of images, or 0 for all")
 
 
 class EwcState(NamedTuple):
-    """What EWC stores between tasks: the backbone's weights, their Fisher information (0 at the
-    start), the head."""
+    """State between tasks: the backbone's weights, their Fisher information (0 before the first
+    task), and the head."""
 
     backbone: list[Any]
     fisher: list[Any]
@@ -120,67 +96,51 @@ class Ewc(OneHead):
         """The strength in use; None before it is selected."""
         self._first: list[Task] = []
         num_params = sum(leaf.size for leaf in executor.leaves)
-        per_image = max(1, min(32, GRADIENT_BYTES // (4 * num_params)))
-        self.chunk = config.batch_size if config.fisher == "batch" else per_image
+        self.chunk = max(1, min(32, GRADIENT_BYTES // (4 * num_params)))
         """Images whose gradients are computed at once."""
 
         def logits(leaves, head, inputs):
             return head_logits(head, executor.vit_of(leaves)(inputs["images"]))
 
         def loss(learned, fixed, batch: FitBatch):
-            (leaves, head), (known, fisher, strength, num) = learned, fixed
-            found = logits(leaves, head, batch.inputs)
-            local = local_cross_entropy(found, batch.labels, batch.weights, 0, num)
+            (leaves, head), (old_leaves, fisher, strength, num) = learned, fixed
+            values = logits(leaves, head, batch.inputs)
+            local = local_cross_entropy(values, batch.labels, batch.weights, 0, num)
             moved = sum(
-                (f * (leaf - star) ** 2).sum()
-                for leaf, star, f in zip(leaves, known, fisher, strict=True)
+                (f * (leaf - old) ** 2).sum()
+                for leaf, old, f in zip(leaves, old_leaves, fisher, strict=True)
             )
             # CE + lambda / 2 * sum F (theta - theta*)^2 (Kirkpatrick et al., eq. 3), F and theta*
             # of online EWC
             return local + 0.5 * strength * moved
 
         @functools.partial(executor.jit, donate_argnums=0)
-        def add_fisher(sums, leaves, head, inputs, labels, weights, rows, key, num):
-            def of_batch(leaves):
-                return local_cross_entropy(
-                    logits(leaves, head, inputs), labels, weights / weights.sum(), 0, num
-                )
+        def add_fisher(sums, leaves, head, inputs, weights, rows, key, num):
+            def log_likelihood(leaves, image, row):
+                values = logits(leaves, head, {"images": image[None]})
+                is_class = jnp.arange(values.shape[-1]) < num
+                own = jnp.where(is_class, jax.lax.stop_gradient(values[0]), FAR)
+                label = jax.random.categorical(jax.random.fold_in(key, row), own)
+                return -local_cross_entropy(values, label[None], jnp.ones(1), 0, num)
 
-            def of_image(leaves, image, label, row):
-                found = logits(leaves, head, {"images": image[None]})
-                if config.fisher == "sampled":
-                    own = jnp.where(
-                        jnp.arange(found.shape[-1]) < num, jax.lax.stop_gradient(found[0]), FAR
-                    )
-                    label = jax.random.categorical(jax.random.fold_in(key, row), own)
-                return -local_cross_entropy(found, label[None], jnp.ones(1), 0, num)
-
-            # the Fisher information is a mean of squares, not the square of a mean, which is far
-            # smaller
-            if config.fisher == "batch":
-                new = jax.tree.map(lambda g: weights.sum() * g * g, jax.grad(of_batch)(leaves))
-            else:
-                new = squared_gradients(of_image, leaves, weights, inputs["images"], labels, rows)
+            # a mean of squares; the square of the mean gradient is far smaller
+            new = squared_gradients(log_likelihood, leaves, weights, inputs["images"], rows)
             return jax.tree.map(jnp.add, sums, new)
 
-        @executor.jit
-        def scaled(fisher, factor):
-            return jax.tree.map(lambda leaf: factor * leaf, fisher)
-
         # Adam, with a separate rate for the head
-        ratio = config.head_learning_rate / config.fit.learning_rate
+        ratio = HEAD_RATE / config.fit.learning_rate
         adam = optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(ratio), (False, True)))
         self.fitter = Fitter(loss, adam, jit=executor.jit, layout=executor.layout)
         self._add_fisher = add_fisher
-        self._scaled = scaled
+        self._copy = executor.jit(lambda leaves: jax.tree.map(jnp.copy, leaves))
         self._answer = executor.jit(logits)
         leaves = list(executor.leaves)
-        self.known = EwcState(
-            leaves, scaled(leaves, np.float32(0)), no_classes(executor.config.width)
-        )
+        zeros = executor.jit(lambda leaves: jax.tree.map(jnp.zeros_like, leaves))(leaves)
+        self.known = EwcState(leaves, zeros, no_classes(executor.config.width))
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        self._first, num = list(tasks[:TUNED_ON]), len(self.config.penalties)
+        self._first = list(tasks[:TUNED_ON])
+        num = len(self.config.penalties)
         if num == 1:
             return []
         if len(tasks) == 1:
@@ -191,27 +151,34 @@ class Ewc(OneHead):
             " validation split"
         ]
 
-    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
-        """Train backbone and head under the penalty, then add the task's Fisher information.
+    def start(self, task: Task) -> tuple[list[Any], Head]:
+        """The backbone's weights, and the head's columns of the task."""
+        key = self.key(task, Phase.METHOD_INIT)
+        width = self.executor.config.width
+        return list(self.known.backbone), grow_head(key, None, width, 0, len(task.classes))
 
-        Raises ValueError where the penalty cannot be selected.
+    def fixed(self, task: Task) -> Any:
+        """Old weights, their Fisher information, the penalty, and the number of classes.
+
+        Raises ValueError if the penalty cannot be selected.
         """
-        penalties = self.config.penalties
-        vit = self.executor.config
-        num = len(task.classes)
-        if self.penalty is None and [shown.name for shown in self._first[:1]] != [task.name]:
+        if self.penalty is None and [first.name for first in self._first[:1]] != [task.name]:
             raise ValueError(
-                f"ewc selects one of {len(penalties)} penalties on a stream's first tasks, but"
-                f" knows no stream that starts with {task.name!r}: call check(tasks) first, or give"
-                " one penalty"
+                f"ewc selects one of {len(self.config.penalties)} penalties on a stream's first"
+                f" tasks, but knows no stream that starts with {task.name!r}: call check(tasks)"
+                " first, or give one penalty"
             )
+        strength = np.float32(self.penalty if self.classes.num else 0)
+        return self.known.backbone, self.known.fisher, strength, np.int32(len(task.classes))
+
+    def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
+        """Add the task's Fisher information; after the first task, select the penalty."""
+        penalties = self.config.penalties
         before = self.known
-        begins = not self.classes.num
+        num = len(task.classes)
         report = {}
-        strength = np.float32(0 if begins else self.penalty)
-        self.train(fitting, task, (before.backbone, before.fisher, strength, np.int32(num)))
-        with fitting.phase("fisher", self._num_fisher(task)) as advance:
-            fisher = self.add_fisher(before.fisher, fitting, task, advance)
+        with session.phase("fisher", len(task.train.labels), fitting.saved) as advance:
+            fisher = self.add_fisher(before.fisher, fitting.learned, task, advance)
         leaves, own = fitting.learned
         head = jax.tree.map(
             lambda *parts: np.concatenate(parts, axis=-1), before.head, cut(own, num)
@@ -220,19 +187,19 @@ class Ewc(OneHead):
         if self.penalty is None and len(self._first) == 1:
             self.penalty = penalties[0]
         elif self.penalty is None:
-            tried = self._tune(fitting)
-            self.penalty = penalties[int(tried.argmax())]
+            accuracies = self._tune(fitting, session)
+            self.penalty = penalties[int(accuracies.argmax())]
             report["penalty_accuracies"] = dict(
-                zip(map(str, penalties), tried.tolist(), strict=True)
+                zip(map(str, penalties), accuracies.tolist(), strict=True)
             )
+        vit = self.executor.config
         backbone = backbone_params(vit)
         head_params = (vit.width + 1) * num
-        # the weights replace the pretrained ones; their Fisher information is stored with the first
-        # task
-        stored = (backbone if begins else 0) + head_params
-        report["penalty"] = self.penalty
+        # the weights replace the pretrained ones; the first task adds their Fisher information
+        stored = head_params if self.classes.num else backbone + head_params
         return {
             **report,
+            "penalty": self.penalty,
             **params_report(vit, added=0, learned=backbone + head_params, stored=stored),
         }
 
@@ -240,92 +207,63 @@ class Ewc(OneHead):
         """FLOPs per image of one plain pass."""
         return pass_costs(self.executor.config, self.classes.num)
 
-    def start(self, task: Task) -> tuple[list[Any], Head]:
-        """The backbone's weights, and columns of the task's classes alone: its loss sees no
-        others."""
-        key = self.key(task, Phase.METHOD_INIT)
-        width = self.executor.config.width
-        return list(self.known.backbone), grow_head(key, None, width, 0, len(task.classes))
-
     def add_fisher(
-        self, fisher: list[Any], fitting: Fitting, task: Task, advance: Advance
+        self, fisher: list[Any], learned: tuple[list[Any], Head], task: Task, advance: Advance
     ) -> list[jax.Array]:
-        """The running Fisher information plus that of the next task, whose training has
-        finished."""
-        labels, (leaves, head), num = task.train.labels, fitting.learned, self._num_fisher(task)
-        rows = np.arange(len(labels))
-        if num < len(labels):
-            rows = np.sort(
-                order_at(self.key(task, Phase.METHOD_NOISE, Noise.IMAGES), len(labels))[:num]
-            )
-        if self.config.fisher == "batch":
-            # shuffled as in training, because neighbours may be of one class
-            rows = rows[order_at(self.key(task, Phase.METHOD_NOISE, Noise.BATCHES), len(rows))]
+        """The running Fisher information plus that of a trained task."""
+        num = len(task.train.labels)
         key = self.key(task, Phase.METHOD_NOISE, Noise.LABELS)
-        pieces = list(batches(rows, self.chunk))
+        pieces = list(batches(np.arange(num), self.chunk))
         read = Inputs(task.train.images).follow([piece.rows for piece in pieces])
-        sums = self._scaled(fisher, np.float32(self.config.gamma))
+        sums = self._copy(fisher)
         for piece, inputs in zip(pieces, read, strict=True):
-            # each image has the same weight, and a batch as a whole the number of its images
-            weights = piece.mask / np.float32(len(rows))
+            weights = piece.mask / np.float32(num)
+            rows = piece.rows.astype(np.int32)
             sums = self._add_fisher(
-                sums,
-                leaves,
-                head,
-                inputs,
-                labels[piece.rows],
-                weights,
-                piece.rows.astype(np.int32),
-                key,
-                np.int32(len(task.classes)),
+                sums, *learned, inputs, weights, rows, key, np.int32(len(task.classes))
             )
             advance(piece.size)
         return jax.block_until_ready(sums)
 
-    def _num_fisher(self, task: Task) -> int:
-        return min(len(task.train.labels), self.config.fisher_images or len(task.train.labels))
+    def _tune(self, fitting: Fitting, session: Session) -> Float[np.ndarray, "penalties"]:
+        """The mean validation accuracy with each penalty, -1 for non-finite losses.
 
-    def _tune(self, fitting: Fitting) -> Float[np.ndarray, "penalties"]:
-        """The mean validation accuracy with each penalty, of which `fitting` keeps those that were
-        tried already.
-
-        The first task has no penalty, so all start from its state, with the keys that the stream
-        itself will use.
+        The first task has no penalty, so all trials start from its state, with the keys of the
+        stream. Rolling checkpoints store the accuracies of finished trials.
         """
-        tasks = self._first
+        first, *others = self._first
         untried = np.full(len(self.config.penalties), np.nan)
-        tried = fitting.more["tried"] = np.array(fitting.more.get("tried", untried), np.float64)
-        todo, (first, *others) = np.flatnonzero(np.isnan(tried)), tasks
-        total = sum(
-            self.config.fit.epochs * len(task.train.labels) + self._num_fisher(task)
-            for task in others
-        )
-        with fitting.phase("penalty", len(todo) * total) as advance:
-            session = Session(advance=advance)
-            for place in todo:
+        accuracies = np.array(fitting.more.get("tried", untried), np.float64)
+        fitting = fitting._replace(more={**fitting.more, "tried": accuracies})
+        rest = np.flatnonzero(np.isnan(accuracies))
+        total = sum((self.config.fit.epochs + 1) * len(task.train.labels) for task in others)
+        with session.phase("penalty", len(rest) * total, fitting.saved) as advance:
+            for place in rest:
                 trial = copy.copy(self)
-                accuracies = []
                 trial.penalty = self.config.penalties[place]
                 trial.classes = Classes([first.name], [first.classes])
                 try:
                     for task in others:
-                        trial.learn(task, session)
+                        trial.learn(task, Session(advance=advance))
                 except FloatingPointError:
-                    tried[place] = -1.0
+                    accuracies[place] = -1.0
                     continue
-                for index, task in enumerate(tasks):
-                    found = trial.classes.inferred(trial.logits(task.val.images))
-                    accuracies.append(
-                        ((found.tasks == index) & (found.classes == task.val.labels)).mean()
-                    )
-                tried[place] = np.mean(accuracies)
-        if tried.max() < 0:
+                accuracies[place] = np.mean(
+                    [trial.accuracy(index, task) for index, task in enumerate(self._first)]
+                )
+        if accuracies.max() < 0:
             raise FloatingPointError(
-                f"ewc: non-finite losses on the first {len(tasks)} tasks with each of the penalties"
-                f" {self.config.penalties}; set a learning rate below"
+                f"ewc: non-finite losses on the first {len(self._first)} tasks with each of the"
+                f" penalties {self.config.penalties}; set a learning rate below"
                 f" {self.config.fit.learning_rate}"
             )
-        return tried
+        return accuracies
+
+    def accuracy(self, index: int, task: Task) -> float:
+        """Task-agnostic accuracy in [0, 1] on the validation images of task `index`."""
+        inferred = self.classes.inferred(self.logits(task.val.images))
+        right = (inferred.tasks == index) & (inferred.classes == task.val.labels)
+        return float(right.mean())
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
         return self.over(self._answer, Inputs(images), self.known.backbone, padded(self.known.head))
@@ -348,8 +286,8 @@ def squared_gradients(
     """Weighted sum over images of the squared gradient of `log_likelihood(params, *example)`, one
     gradient per image.
 
-    The mean over images estimates the Fisher information's diagonal if the labels are sampled from
-    the model.
+    With labels sampled from the model, the mean over images estimates the diagonal of the Fisher
+    information.
     """
     grads = jax.vmap(jax.grad(log_likelihood), (None, *[0] * len(examples)))(params, *examples)
     return jax.tree.map(

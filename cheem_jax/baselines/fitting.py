@@ -1,17 +1,14 @@
-"""Gradient training of any pytree: what prompts, adapters and whole backbones have in common.
+"""Gradient training of any pytree: prompts, adapters, or a whole backbone.
 
-A method gives the loss of a batch as a pure function of what is learned, what is frozen and the
-batch; one compiled step serves every task. Keys and data order follow from the step, so a resumed
-fit ends as an uninterrupted one.
+A method defines the loss of a batch as a pure function of the learned arrays, fixed arrays and the
+batch. One compiled step serves all tasks.
 """
 
-import dataclasses
 import enum
 import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -29,18 +26,17 @@ from cheem_jax.engine.executor import add, guard
 from cheem_jax.engine.layout import ONE, Layout
 from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.rolling import Saved
-from cheem_jax.run.session import Session
 from cheem_jax.run.training import FitState, fit, restored
 
 T = TypeVar("T")
 WORKING_SET = 5 * 2**19
-"""Bytes per part of a batch: half of an executor's, as a whole network keeps more than its widest
-activations."""
+"""Bytes per part of a batch: half of an executor's, because the backward pass stores the
+activations of the whole network."""
 
 
 class Init(enum.IntEnum):
-    """What `Phase.METHOD_INIT` initialises; the number is part of the key, so members are only ever
-    appended."""
+    """Arrays that `Phase.METHOD_INIT` initialises; the number is part of the key, so new members
+    are appended."""
 
     LEARNED = 0
     """Prompts, adapters or experts."""
@@ -50,69 +46,62 @@ class Init(enum.IntEnum):
 
 
 class FitBatch(NamedTuple):
-    """What one step learns from; `weights` sum to 1 and are 0 for padding, `inputs` are arrays `[B,
-    ...]` by name."""
+    """One training batch: arrays `[B, ...]` by name, labels, and weights that sum to 1 and are 0
+    for padding."""
 
     inputs: dict[str, Any]
     labels: Int[Any, "B"]
     weights: Float[Any, "B"]
     key: Any = np.zeros(())
-    """Of the noise, for a loss that has any."""
+    """PRNG key of the step, for a loss with noise."""
 
 
 class Inputs:
-    """Images of a data set, and other arrays with one row per image, such as the features that
-    query prompts."""
+    """Images of a data set, and other arrays with one row per image, such as the queries of
+    prompts."""
 
     def __init__(self, images: Images | None = None, **others: np.ndarray):
         self.images, self.others = images, others
 
     def __len__(self) -> int:
-        """Images."""
+        """Number of images."""
         return len(next(iter(self.others.values())) if self.images is None else self.images)
 
     def follow(self, order: Sequence[np.ndarray], layout: Layout = ONE) -> Iterator[dict[str, Any]]:
-        """The inputs of each array of rows in turn; images are read ahead."""
+        """Yield the inputs of each array of rows; images are read ahead."""
         read = itertools.repeat(None) if self.images is None else layout.read(self.images, order)
         for rows, images in zip(order, read, strict=False):
-            found = {name: layout.rows(values[rows]) for name, values in self.others.items()}
-            yield found if images is None else {"images": images, **found}
+            others = {name: layout.rows(values[rows]) for name, values in self.others.items()}
+            yield others if images is None else {"images": images, **others}
 
 
-@dataclasses.dataclass
-class Fitting:
-    """What is learned, the optimizer's state, the progress of both, and the task that they belong
-    to."""
+class Fitting(NamedTuple):
+    """Learned arrays, the optimizer's state, and the progress of the training."""
 
     learned: Any
     moments: Any
-    state: FitState = FitState()
-    more: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further arrays of the method, which its rolling checkpoints keep."""
-    session: Session = dataclasses.field(default_factory=Session)
+    progress: FitState = FitState()
+    more: Mapping[str, Any] = {}
+    """Further arrays that a rolling checkpoint stores."""
 
     def saved(self) -> Saved:
-        """A rolling checkpoint of this fit."""
-        state = self.state
+        """A rolling checkpoint of this state."""
         arrays = {"fitting": numbered((self.learned, self.moments)), **self.more}
-        if state.running:
-            arrays["running"] = state.running_losses()
-        return Saved(arrays, state.meta())
-
-    def phase(self, name: str, total: int = 0) -> AbstractContextManager[Advance]:
-        """A phase of the session, `total` in images, from which this fit can resume."""
-        return self.session.phase(name, total, self.saved)
+        if self.progress.running:
+            arrays["running"] = self.progress.running_losses()
+        return Saved(arrays, self.progress.meta())
 
 
 class Fitter:
-    """The compiled step of one loss, a pure function of what is learned, what is fixed, and the
-    batch.
+    """Compiled training step of a loss `loss(learned, fixed, batch)`.
 
-    `optimizer` gives updates for the learning rate 1 (default: `optax.scale_by_adam()`); `jit`
-    compiles; `layout` divides each batch over devices. `rows` gives the rows of a part, as
-    `Executor.rows`: a CPU computes the parts of a batch in parallel. It is only for a loss without
-    noise that is a weighted sum over images, so that parts add up; without it a batch is computed
-    as a whole.
+    Args:
+        loss: a pure function; for `rows`, a weighted sum over images without noise.
+        optimizer: computes updates for the learning rate 1; default Adam.
+        jit: compiles a function.
+        rows: `Executor.rows`, which divides a batch into parts that a CPU computes in parallel;
+            None: a batch is computed as a whole.
+        layout: divides a batch over devices.
     """
 
     def __init__(
@@ -132,7 +121,7 @@ class Fitter:
             updates, next_moments = adam.update(grads, moments, learned)
             rates = jax.tree.broadcast(rate, learned)
             stepped = jax.tree.map(lambda p, u, r: p - r * u, learned, updates, rates)
-            # a non-finite loss or gradient must not reach any parameter
+            # a non-finite loss or gradient changes nothing
             learned, moments = jax.tree.map(
                 lambda new, old: jnp.where(jnp.isfinite(value), new, old),
                 (stepped, next_moments),
@@ -157,17 +146,16 @@ class Fitter:
         self._begin = begin
         self._gradient, self._update = jit(gradient), jit(update, donate_argnums=(0, 1))
 
-    def begun(self, learned: Any, saved: Saved | None = None) -> Fitting:
-        """A fit that starts from `learned`, or that resumes from a rolling checkpoint."""
+    def begin(self, learned: Any, saved: Saved | None = None) -> Fitting:
+        """Start training from `learned`, or resume it from a rolling checkpoint."""
         learned = self.layout.everywhere(jax.tree.map(jnp.asarray, learned))
         fitting = Fitting(*self._begin(learned))
-        if saved is not None:
-            arrays = dict(saved.arrays)
-            found = unnumbered((fitting.learned, fitting.moments), arrays.pop("fitting"))
-            fitting.learned, fitting.moments = self.layout.everywhere(found)
-            fitting.state = restored(saved.meta, arrays.pop("running", ()))
-            fitting.more = arrays
-        return fitting
+        if saved is None:
+            return fitting
+        arrays = dict(saved.arrays)
+        stored = unnumbered((fitting.learned, fitting.moments), arrays.pop("fitting"))
+        progress = restored(saved.meta, arrays.pop("running", ()))
+        return Fitting(*self.layout.everywhere(stored), progress, arrays)
 
     def run(
         self,
@@ -182,14 +170,14 @@ class Fitter:
         noise_key: jax.Array,
         advance: Advance,
         scale: Any = 1.0,
-        after_epoch: Callable[[Fitting], None] = lambda fitting: None,
-    ) -> None:
-        """Train in place to the last epoch; `fitting` is up to date whenever `advance` is called.
+        on_step: Callable[[Fitting], object] = lambda fitting: None,
+        on_epoch: Callable[[Fitting], Fitting] = lambda fitting: fitting,
+    ) -> Fitting:
+        """Train to the last epoch; see `run.training.fit`.
 
-        `fixed` is passed to the loss; `labels` and `inputs` have one row per image. `scale`
-        multiplies the learning rate, as one number or as a pytree over what is learned. Raises
-        FloatingPointError for a non-finite loss or gradient, unless `config` skips such steps; they
-        reach no parameter.
+        The buffers of `fitting` are donated. `labels` and `inputs` have one row per image. `scale`
+        multiplies the learning rate: a number, or a pytree prefix of the learned arrays. Raises
+        FloatingPointError for a non-finite loss or gradient, unless `config` skips such steps.
         """
         layout = self.layout
         steps = num_batches(len(labels), batch_size)
@@ -202,20 +190,15 @@ class Fitter:
                 weights = layout.weights(piece.mask / piece.mask.sum())
                 yield FitBatch(arrays, layout.rows(labels[piece.rows]), weights, key)
 
-        def step(state: None, batch: Sequence[FitBatch], rates: Sequence[float]):
+        def step(current: Fitting, batch: Sequence[FitBatch], rates: Sequence[float]):
             rate = jax.tree.map(lambda factor: np.float32(factor * rates[0]), scale)
-            return None, [self.step(fitting, rate, fixed, batch[0])]
+            stepped, loss = self.step(current, rate, fixed, batch[0])
+            return stepped, [loss]
 
-        def on_step(state: None, progress: FitState) -> None:
-            fitting.state = progress
-
-        def on_epoch(state: None) -> None:
-            after_epoch(fitting)
-
-        fit(
+        current, progress = fit(
             step,
-            None,
-            fitting.state,
+            fitting,
+            fitting.progress,
             read,
             num_images=len(labels),
             batch_size=batch_size,
@@ -223,27 +206,34 @@ class Fitter:
             order_key=order_key,
             advance=advance,
             layout=layout,
-            on_step=on_step,
+            on_step=lambda current, progress: on_step(current._replace(progress=progress)),
             on_epoch=on_epoch,
         )
+        return current._replace(progress=progress)
 
-    def step(self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch) -> jax.Array:
-        """One step of the optimizer, in place; the loss before it, NaN where that or a gradient is
-        non-finite."""
+    def step(
+        self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch
+    ) -> tuple[Fitting, jax.Array]:
+        """Take one step of the optimizer.
+
+        Returns the next state and the loss before the step; that loss is NaN, and the state
+        unchanged, if it or a gradient is non-finite.
+        """
+        learned, moments = fitting[:2]
         size = len(batch.labels)
         rows = self.rows(size, WORKING_SET) if self.rows else size
         if rows == size:
-            found = self._step(fitting.learned, fitting.moments, rate, fixed, batch)
+            *state, loss = self._step(learned, moments, rate, fixed, batch)
         else:
             cuts = [
                 operator.itemgetter(slice(start, start + rows)) for start in range(0, size, rows)
             ]
             parts = [FitBatch(*jax.tree.map(cut, batch[:3]), key=batch.key) for cut in cuts]
-            gradient = functools.partial(self._gradient, fitting.learned, fixed)
+            gradient = functools.partial(self._gradient, learned, fixed)
             grads = functools.reduce(add, side_by_side(gradient, parts))
-            found = self._update(fitting.learned, fitting.moments, rate, *grads)
-        fitting.learned, fitting.moments, loss = found
-        return loss
+            *state, loss = self._update(learned, moments, rate, *grads)
+        learned, moments = state
+        return fitting._replace(learned=learned, moments=moments), loss
 
 
 def over_batches(
@@ -254,33 +244,33 @@ def over_batches(
     advance: Advance = unwatched,
     layout: Layout = ONE,
 ) -> Any:
-    """What a compiled function gives for all inputs, computed in batches of one shape: a pytree of
-    arrays `[N, ...]`.
+    """Apply a compiled function to all inputs in batches of one shape.
 
-    Raises ValueError if there are no images.
+    Returns a pytree of arrays `[N, ...]` on the host. Raises ValueError if there are no images.
     """
     if not len(inputs):
         raise ValueError("there are no images to predict; expected at least 1")
     pieces = list(batches(np.arange(len(inputs)), batch_size))
-    found = None
-    for piece, read in zip(
+    results = None
+    for piece, arrays in zip(
         pieces, inputs.follow([piece.rows for piece in pieces], layout), strict=True
     ):
-        part = hosts.fetch(function(read))
-        if found is None:
-            found = jax.tree.map(
+        part = hosts.fetch(function(arrays))
+        if results is None:
+            results = jax.tree.map(
                 lambda values: np.empty((len(inputs), *values.shape[1:]), values.dtype), part
             )
-        for all_values, values in zip(jax.tree.leaves(found), jax.tree.leaves(part), strict=True):
-            all_values[piece.rows[: piece.size]] = values[: piece.size]
+        for result, values in zip(jax.tree.leaves(results), jax.tree.leaves(part), strict=True):
+            result[piece.rows[: piece.size]] = values[: piece.size]
         advance(piece.size)
-    return found
+    return results
 
 
 def learning_only(mask: Bool[Array, "..."], tree: T) -> T:
-    """The same arrays; where the mask over their first axes is False, the gradient is exactly 0.
+    """Return the same arrays with a gradient of exactly 0 where `mask` over their first axes is
+    False.
 
-    Adam, whose moments start at 0 with each task, then does not change their bytes.
+    Adam then leaves them unchanged, because its moments start at 0 for each task.
     """
 
     def only(leaf: Array) -> Array:
@@ -291,11 +281,11 @@ def learning_only(mask: Bool[Array, "..."], tree: T) -> T:
 
 
 def numbered(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by number, as checkpoints store them."""
+    """Name the leaves of a pytree by number, as checkpoints store them."""
     return {f"{number:04d}": leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
 
 
 def unnumbered(like: T, arrays: Mapping[str, Any]) -> T:
-    """The inverse of `numbered`, in the structure of `like`."""
+    """Invert `numbered`, with the structure of `like`."""
     leaves = [jnp.asarray(leaf) for _, leaf in sorted(arrays.items())]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -1,8 +1,8 @@
-"""The upper bound: the whole backbone fine-tuned for each task separately, task ID given.
+"""Full fine-tuning, the upper bound: the whole backbone is fine-tuned per task, task ID given.
 
-Tasks share nothing, so this is no continual learner. Adam, no weight decay; the backbone's learning
-rate is swept on the validation split (1e-3 with Adam destroys a pretrained ViT), the head has a
-separate rate.
+Tasks share nothing, so this is no continual learner. Adam without weight decay; the backbone's
+learning rate is selected on the validation split (1e-3 with Adam destroys a pretrained ViT), the
+head has a separate rate.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from cheem_jax.backbone.flops import backbone_params
 from cheem_jax.baselines.baseline import OwnHeads, at_least_one, params_report, pass_costs
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, numbered, unnumbered
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, numbered, unnumbered
 from cheem_jax.baselines.heads import classes_by_task, cut, head_logits, local_cross_entropy
 from cheem_jax.cheem.supernet import init_head_learner
 from cheem_jax.core.images import Images
@@ -27,30 +27,27 @@ from cheem_jax.run.rolling import Saved
 from cheem_jax.run.session import Session
 from cheem_jax.run.training import images_left
 
+HEAD_RATE = 1e-3
+"""Initial learning rate of the head, whose weights are random at first."""
+
 
 @dataclasses.dataclass(frozen=True)
 class FullFinetuneConfig:
-    """How the upper bound is trained."""
+    """Training of the upper bound."""
 
     name: ClassVar[str] = "full_finetune"
     epochs: int = 20
     """Passes over the training images."""
     learning_rates: tuple[float, ...] = (1e-5, 3e-5, 5e-5, 1e-4)
-    """Rates of the backbone tried per task; the most accurate on the validation split is kept."""
+    """Rates of the backbone tried per task; the most accurate on the validation split is
+    selected."""
     batch_size: int = 64
-    head_learning_rate: float = 1e-3
-    """Rate of the head, which starts at random."""
 
     def __post_init__(self) -> None:
         if not self.learning_rates:
             raise ValueError("learning_rates is empty; the upper bound needs at least one rate")
-        if not all(
-            0 < rate < float("inf") for rate in (*self.learning_rates, self.head_learning_rate)
-        ):
-            raise ValueError(
-                f"learning rates are {self.learning_rates}, {self.head_learning_rate}; expected"
-                " positive numbers"
-            )
+        if not all(0 < rate < float("inf") for rate in self.learning_rates):
+            raise ValueError(f"learning_rates are {self.learning_rates}; expected positive numbers")
         at_least_one(self, "batch_size", "epochs")
 
 
@@ -95,7 +92,7 @@ class FullFinetune(OwnHeads):
         self._features = executor.jit(features)
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
-        """Fine-tune the next task and keep its network."""
+        """Fine-tune the next task and store its network."""
         vit = self.executor.config
         with session.phase("train"):
             bound, (leaves, head) = self._sweep(len(self.tasks), task, session)
@@ -113,10 +110,10 @@ class FullFinetune(OwnHeads):
         }
 
     def bound(self, index: int, task: Task, session: Session) -> UpperBound:
-        """The bound of one task, whose network is dropped; only the selected rate is measured on
+        """The bound of one task, without storing its network; only the selected rate is measured on
         the test split."""
-        found, learned = self._sweep(index, task, session)
-        return found._replace(test_accuracy=self._accuracy(learned, len(task.classes), task.test))
+        bound, learned = self._sweep(index, task, session)
+        return bound._replace(test_accuracy=self._accuracy(learned, len(task.classes), task.test))
 
     def _sweep(self, index: int, task: Task, session: Session) -> tuple[UpperBound, Any]:
         """The bound of a task, without test accuracy, and the parameters at the selected rate."""
@@ -130,7 +127,7 @@ class FullFinetune(OwnHeads):
         if saved is not None and saved.meta["config"] != settings:
             saved = None
         begin = self.start(task, index)
-        fitting = self.fitter.begun(begin, saved)
+        fitting = self.fitter.begin(begin, saved)
         first = 0
         best = UpperBound(0.0, 0.0, 0.0)
         best_learned = None
@@ -145,13 +142,19 @@ class FullFinetune(OwnHeads):
             arrays, meta = fitting.saved()
             return Saved(arrays, {**meta, "rate": number, "best": list(best), "config": settings})
 
-        left = images_left(fitting.state, FitConfig(config.epochs), len(labels), config.batch_size)
+        def keep(stepped: Fitting) -> None:
+            nonlocal fitting
+            fitting = stepped
+
+        left = images_left(
+            fitting.progress, FitConfig(config.epochs), len(labels), config.batch_size
+        )
         left += (len(rates) - first - 1) * config.epochs * len(labels)
         with session.phase("upper bound", left, state) as advance:
             for number in range(first, len(rates)):
                 rate = rates[number]
                 try:
-                    self.fitter.run(
+                    fitting = self.fitter.run(
                         fitting,
                         np.int32(num),
                         labels,
@@ -163,16 +166,17 @@ class FullFinetune(OwnHeads):
                         advance=lambda num_images, note="", /, rate=rate: advance(
                             num_images, f"rate {rate:g}, {note}"
                         ),
-                        scale=(1.0, config.head_learning_rate / rate),
+                        scale=(1.0, HEAD_RATE / rate),
+                        on_step=keep,
                     )
                     accuracy = self._accuracy(fitting.learned, num, task.val)
                 except FloatingPointError:
-                    accuracy = 0.0  # too large a rate, which is what the sweep is to find out
+                    accuracy = 0.0  # the rate is too large
                 if accuracy > best.val_accuracy:
                     best = UpperBound(0.0, accuracy, rate)
                     best_learned = fitting.learned
-                fitting = self.fitter.begun(begin)
-                fitting.more = {"best": numbered(best_learned)} if best_learned else {}
+                more = {"best": numbered(best_learned)} if best_learned else {}
+                fitting = self.fitter.begin(begin)._replace(more=more)
         if best_learned is None:
             raise FloatingPointError(
                 f"full fine-tuning of task {task.name!r} predicts no validation image right at any"
@@ -198,13 +202,13 @@ class FullFinetune(OwnHeads):
         return 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
-        found = np.zeros((len(images), self.executor.config.width), np.float32)
+        features = np.zeros((len(images), self.executor.config.width), np.float32)
         for index in np.unique(tasks):
             rows = np.flatnonzero(tasks == index)
-            # images of one task alone are read batch by batch
+            # streamed images of one task are read batch by batch
             own = images if len(rows) == len(images) else images[rows]
-            found[rows] = self.over(self._features, Inputs(own), self.tasks[index].backbone)
-        return found
+            features[rows] = self.over(self._features, Inputs(own), self.tasks[index].backbone)
+        return features
 
     def _accuracy(
         self, learned: tuple[list[jax.Array], Head], num_classes: int, split: Split

@@ -1,20 +1,19 @@
-"""LoRA-CL: every task adapts every plastic layer by a low-rank pair of its own; the task is named
-by its centroids.
+"""LoRA-CL: every task adapts every plastic layer by its own low-rank pair; centroids infer the task
+ID.
 
-It is CHEEM with Adapt everywhere and no search: y = W h + b + B A h per block, from the pretrained
-weights and not from the task before, so tasks are independent and their order changes nothing. With
-`begin` = `nearest`, which is not in the paper, W and b are those of the most similar earlier task:
-what Reuse would be without a search. Low-rank pairs after Hu et al., "LoRA: Low-Rank Adaptation of
-Large Language Models", ICLR 2022; the continual learner is a baseline of the CHEEM paper.
+It is CHEEM with Adapt in every block and without search: y = W h + b + B A h per block, added to
+the pretrained weights. Tasks are independent: their order changes nothing. Low-rank pairs after Hu
+et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual learner is a
+baseline of the CHEEM paper.
 
-LoRA fine-tuning, which the paper's table of upper bounds lists next to full fine-tuning, has the
-same networks with the same seed, bit for bit, and the task ID given; adapters are merged into the
-backbone, so an image costs one plain pass.
+LoRA fine-tuning, an upper bound in the paper's tables, has the same networks with the same seed,
+bit for bit, and is given the task ID; adapters are merged into the backbone, so an image costs one
+plain pass.
 """
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,9 +45,6 @@ class LoraClConfig:
     """Layer that every block adapts."""
     rank: int = 40
     """Rank of the pairs; for ViT-B, 42 to 47 give the paper's FLOPs as printed."""
-    begin: Literal["base", "nearest"] = "base"
-    """What pairs are added to: the pretrained layers, or those of the earlier task that the router
-    names for most training images."""
     fit: FitConfig = FitConfig(epochs=20)
     router: RouterConfig = RouterConfig()
     batch_size: int = 64
@@ -74,19 +70,15 @@ class LoraCl(ExpertMemory):
         config = self.config
         executor = self.executor
         keys = self.keys
-        index = len(self.memory.tasks)
         number = task_number(task.name)
         num = len(task.train.labels)
         batch_size = self.batch_size
         underway = Underway.begun(session.saved)
         budget = Budget(executor.budget)
-        num_classes = len(task.classes)
-        begun = self.begun_from(task)
-        experts = [[self.dense(block, parent)] for block, parent in enumerate(begun)]
+        experts = [[self.dense(block, 0)] for block in range(executor.num_blocks)]
         key = keys.at(number, Phase.METHOD_INIT)
-        settings = OpSettings(rank=config.rank)
-        fitting = underway.fitting("finetune", Supernet(key, experts, num_classes, settings))
-        network = fitting.supernet
+        network = Supernet(key, experts, len(task.classes), OpSettings(rank=config.rank))
+        fitting = underway.fitting("finetune", network)
         architecture = (Choice("adapt", 0),) * len(experts)
         train = feed_images(executor, task.train.images, budget)
         with session.phase("keep"):
@@ -107,40 +99,28 @@ class LoraCl(ExpertMemory):
                 advance=advance,
                 on_step=functools.partial(underway.keep, "finetune"),
             )
-        state = fitting.state
-        progress = fitting.progress
-        parents = tuple(Choice("adapt", parent) for parent in begun)
-        pool, used = grow(self.memory.pool, parents, network.learned(state, architecture), index)
-        means = np.zeros(
-            (1, executor.config.width), np.float32
-        )  # nobody asks for mean class tokens
+        index = len(self.memory.tasks)
+        learned = network.learned(fitting.state, architecture)
+        pool, used = grow(self.memory.pool, architecture, learned, index)
         self.remember(
             task,
             pool=pool,
             architecture=architecture,
             experts=used,
-            head=network.trained_head(state),
-            means=means,
+            head=network.trained_head(fitting.state),
+            means=np.zeros((1, executor.config.width), np.float32),  # no later task reads them
             seed=keys.seed_at(number, Phase.CENTROIDS),
             session=session,
         )
         return {
             **self.costs(index),
             "pool": self.memory.history(),
-            "losses": progress.losses,
-            "skipped_steps": progress.skipped,
+            "losses": fitting.progress.losses,
+            "skipped_steps": fitting.progress.skipped,
             "not_kept": budget.refused,
             "engine": executor.counters(),
             "seconds": session.seconds,
         }
-
-    def begun_from(self, task: Task) -> list[int]:
-        """The expert of each block that the task adapts."""
-        if self.config.begin == "base" or not self.memory.tasks:
-            return [0] * self.executor.num_blocks
-        named = np.bincount(self.index.route(self.features(task.train.images)))
-        # every block of an earlier task has an expert: nothing is skipped here
-        return [int(expert or 0) for expert in self.memory.tasks[int(named.argmax())].experts]
 
     def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
         return [] if self.needs_task_id else kept_by_router(task)

@@ -1,11 +1,11 @@
-"""MoE-Adapters: experts parallel to every FFN, shared by all tasks; a router per task gives each
-image two of them.
+"""MoE-Adapters: experts parallel to every FFN, shared by all tasks; a router per task selects two
+of them per image.
 
 An expert is a small adapter, D -> r (ReLU) -> D, on the tokens after a block's attention half. A
-task's router reads the CLS token there; the softmax of its two largest logits weighs two experts
+task's router reads the CLS token there; the softmax of its two largest logits weights two experts
 for all tokens of the image. After a task, the two experts that its images used most are frozen in
 every block: later tasks use them, and train others. The inferred task is the one whose auto-encoder
-reconstructs a light network's features best. Yu et al., "Boosting Continual Learning of
+reconstructs the features of a light network best. Yu et al., "Boosting Continual Learning of
 Vision-Language Models via Mixture-of-Experts Adapters", CVPR 2024; here, as in the paper's
 comparison, with linear heads instead of texts. Task-ID inference by auto-encoders after Aljundi,
 Chakravarty, Tuytelaars, "Expert Gate: Lifelong Learning with a Network of Experts", CVPR 2017.
@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.backbone.vit import summary
-from cheem_jax.baselines.adapters import Bottleneck, executed_adapter_flops
+from cheem_jax.baselines.adapters import DROPOUT, SCALE, Bottleneck, executed_adapter_flops
 from cheem_jax.baselines.baseline import (
     MUCH_MEMORY,
     OwnHeads,
@@ -35,8 +35,6 @@ from cheem_jax.baselines.baseline import (
     expect,
     params_report,
     pass_costs,
-    positive,
-    shares,
 )
 from cheem_jax.baselines.fitting import (
     FitBatch,
@@ -51,60 +49,37 @@ from cheem_jax.baselines.heads import cut, grow_head, head_logits, local_cross_e
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import dot
 from cheem_jax.core.keys import Phase, key_at, next_power_of_two, order_at
-from cheem_jax.core.pool import FAR, Head
+from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import Advance, FitConfig, Precision
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches, num_batches
 from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.method import Encoder
+from cheem_jax.run.session import Session
 
 ACTIVE = 2
-"""Experts per image and block."""
+"""Experts per image and block, and most used experts of a block that are frozen after a task."""
 NOISE_FLOOR = 0.01
 """Smallest standard deviation of the noise on a router's logits."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AutoEncoderConfig:
-    """How one auto-encoder is trained; defaults as in MoE-Adapters."""
-
-    hidden: int = 100
-    """Width of the hidden layer."""
-    iterations: int = 300
-    """Steps of Adam per task."""
-    learning_rate: float = 0.01
-    """Adam's rate at the start; divided by ten after every `decay_every` epochs."""
-    decay_every: int = 10
-    """Epochs at one rate."""
-    batch_size: int = 64
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "hidden", "iterations", "decay_every", "batch_size")
-        positive(self, "learning_rate")
+HIDDEN = 100
+"""Width of an auto-encoder's hidden layer."""
+ITERATIONS = 300
+"""Steps of Adam per auto-encoder."""
+AUTOENCODER_RATE = 0.01
+"""Adam's initial rate for an auto-encoder, divided by ten after every `DECAY_EVERY` epochs."""
+DECAY_EVERY = 10
+AUTOENCODER_BATCH = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class MoeAdaptersConfig:
-    """MoE-Adapters as the paper's FLOPs imply it; options name what the official code does."""
+    """MoE-Adapters as the paper's FLOPs imply it."""
 
     name: ClassVar[str] = "moe_adapters"
     experts: int = 22
-    """Experts in each block, for all tasks together; with `freeze` 2 they are enough for eleven
-    tasks."""
+    """Experts in each block, for all tasks together; they are enough for eleven tasks."""
     bottleneck: int = 8
-    """Rank of an expert: two of 8 cost what the paper's FLOPs leave room for (official: 64)."""
-    freeze: int = 2
-    """Most used experts of each block that are frozen after a task, some of which may be frozen
-    already; 0: none, as in the official class-incremental variant."""
-    scale: float = 0.1
-    """Factor of the experts' output."""
-    dropout: float = 0.1
-    """Share of an expert's hidden values that a training step leaves out."""
-    label_smoothing: float = 0.0
-    """Share of the target that is spread over the task's classes; 0: plain cross-entropy, as all
-    methods of the paper (official, with texts: 0.2)."""
-    autoencoder: AutoEncoderConfig = AutoEncoderConfig()
-    """The auto-encoders that infer the task ID."""
+    """Rank of an expert: two experts of rank 8 give the paper's FLOPs (official: 64)."""
     fit: FitConfig = FitConfig(epochs=20)
     batch_size: int = 64
 
@@ -113,14 +88,6 @@ class MoeAdaptersConfig:
         expect(
             self, "experts", self.experts >= ACTIVE, f"at least {ACTIVE}, as an image gets {ACTIVE}"
         )
-        expect(
-            self,
-            "freeze",
-            0 <= self.freeze <= self.experts,
-            f"0 (never)..{self.experts}, the experts",
-        )
-        positive(self, "scale")
-        shares(self, "dropout", "label_smoothing")
 
 
 class Gates(NamedTuple):
@@ -131,12 +98,12 @@ class Gates(NamedTuple):
 
 
 class Training(NamedTuple):
-    """The noise of training, of all blocks or of one: on the router's logits, and the hidden values
-    that are kept."""
+    """Noise of a training step, of all blocks or of one: weights and normal samples of the noise on
+    the router's logits, and the mask of dropout."""
 
     noise: Float[Array, "*L D E"]
     normal: Float[Array, "*L B E"]
-    kept: Bool[Array, "*L B N H"] | None
+    is_kept: Bool[Array, "*L B N H"]
 
 
 class MoeTask(NamedTuple):
@@ -148,7 +115,7 @@ class MoeTask(NamedTuple):
 
 
 class MoeState(NamedTuple):
-    """The experts of all tasks, and which of them later tasks use but do not train."""
+    """The experts of all tasks; later tasks do not train the frozen ones."""
 
     experts: Bottleneck
     frozen: Bool[np.ndarray, "L E"]
@@ -163,13 +130,12 @@ class MoeAdapters(OwnHeads):
 
     def build(self) -> None:
         executor = self.executor
-        depth = self.executor.config.depth
-        config = self.config
+        vit_config = executor.config
         self.encoder = self.router_features.encoder
-        self.autoencoders = AutoEncoders(self.encoder.width, config.autoencoder, jit=executor.jit)
+        self.autoencoders = AutoEncoders(self.encoder.width, jit=executor.jit)
 
         def adapted(experts, routers, leaves, inputs, training: Training | None = None):
-            """Features `[B, D]` and the experts chosen `[B, L, k]`; `routers` are those of all
+            """Features `[B, D]` and chosen experts `[B, L, k]`; `routers` are those of all
             tasks."""
             vit = executor.vit_of(leaves)
             chosen = []
@@ -178,55 +144,47 @@ class MoeAdapters(OwnHeads):
                 own, noise = (
                     jax.tree.map(operator.itemgetter(block), part) for part in (experts, training)
                 )
-                gates = gate(routers[:, block], summary(z, executor.config), inputs["tasks"], noise)
+                gates = gate(routers[:, block], summary(z, vit_config), inputs["tasks"], noise)
                 chosen.append(gates.chosen)
-                kept = None if noise is None or noise.kept is None else noise.kept[:, : z.shape[1]]
-                precision = executor.config.precision
-                return config.scale * mixture(
-                    own, gates, z, kept, dropout=config.dropout, precision=precision
-                )
+                is_kept = None if noise is None else noise.is_kept[:, : z.shape[1]]
+                return SCALE * mixture(own, gates, z, is_kept, precision=vit_config.precision)
 
-            adapters = {block: functools.partial(adapter, block) for block in range(depth)}
+            adapters = {
+                block: functools.partial(adapter, block) for block in range(vit_config.depth)
+            }
             features = vit.features(vit.run_blocks(vit.embed(inputs["images"]), adapters=adapters))
             return features, jnp.stack(chosen, axis=1)
 
         def loss(learned, fixed, batch: FitBatch):
             (experts, router, noise, head), (leaves, frozen, num) = learned, fixed
             images = batch.inputs["images"]
-            training = sample(batch.key, noise, len(images), executor.config.num_tokens, config)
+            training = sample(batch.key, noise, len(images), vit_config.num_tokens, self.config)
             inputs = {"images": images, "tasks": jnp.zeros(len(images), jnp.int32)}
-            features, _ = adapted(
-                learning_only(~frozen, experts), router[None], leaves, inputs, training
-            )
-            return smoothed_cross_entropy(
-                head_logits(head, features),
-                batch.labels,
-                batch.weights,
-                num,
-                config.label_smoothing,
-            )
+            experts = learning_only(~frozen, experts)
+            features, _ = adapted(experts, router[None], leaves, inputs, training)
+            logits = head_logits(head, features)
+            return local_cross_entropy(logits, batch.labels, batch.weights, 0, num)
 
         self.fitter = Fitter(loss, jit=executor.jit, layout=executor.layout)
         self._adapted = executor.jit(adapted)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        said = []
-        config = self.config
-        enough = (config.experts - ACTIVE) // config.freeze + 1 if config.freeze else len(tasks)
+        notes = []
+        experts = self.config.experts
+        enough = (experts - ACTIVE) // ACTIVE + 1
         if len(tasks) > enough:
-            said.append(
-                f"{config.freeze} of {config.experts} experts per block may be frozen after each"
-                f" task, so from task {enough + 1} of {len(tasks)} on fewer than {ACTIVE} may be"
-                " left to train"
+            notes.append(
+                f"{ACTIVE} of {experts} experts per block can be frozen after each task, so since"
+                f" task {enough + 1} of {len(tasks)} fewer than {ACTIVE} can be left to train"
             )
         most = max((len(task.train.labels) + len(task.val.labels) for task in tasks), default=0)
-        kept = 4 * self.encoder.width * (most + sum(len(task.test.labels) for task in tasks))
-        if kept > MUCH_MEMORY:
-            said.append(
-                f"features of {self.encoder.name}, {self.encoder.width} per image, may take "
-                f"{kept / 2**30:.1f} GiB of memory"
+        num_bytes = 4 * self.encoder.width * (most + sum(len(task.test.labels) for task in tasks))
+        if num_bytes > MUCH_MEMORY:
+            notes.append(
+                f"features of {self.encoder.name}, {self.encoder.width} per image, can take "
+                f"{num_bytes / 2**30:.1f} GiB of memory"
             )
-        return said
+        return notes
 
     def start(self, task: Task) -> tuple[Bottleneck, np.ndarray, np.ndarray, Head]:
         """All experts, a router, weights for its noise, and a head."""
@@ -237,34 +195,42 @@ class MoeAdapters(OwnHeads):
         key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
         return experts, router, noise, grow_head(key, None, vit.width, 0, len(task.classes))
 
-    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
-        """Train the experts that are not frozen, a router and a head; freeze the most used; fit an
-        auto-encoder."""
-        config = self.config
+    @property
+    def frozen(self) -> Bool[np.ndarray, "L E"]:
+        """The experts that the next task does not train."""
+        if self.known:
+            return self.known.frozen
+        return np.zeros((self.executor.config.depth, self.config.experts), bool)
+
+    def fixed(self, task: Task) -> Any:
+        """The backbone, the frozen experts, and the number of classes."""
+        return self.executor.leaves, self.frozen, np.int32(len(task.classes))
+
+    def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
+        """Freeze the most used experts, store router and head, and fit an auto-encoder."""
         vit = self.executor.config
         num = len(task.classes)
-        num_images = len(task.train.labels)
-        before = self.known.frozen if self.known else np.zeros((vit.depth, config.experts), bool)
-        self.train(fitting, task, (self.executor.leaves, before, np.int32(num)))
+        images = task.train.images
+        before = self.frozen
         experts, router, _, head = fitting.learned
-        with fitting.phase("experts", num_images) as advance:
-            tasks = np.zeros(num_images, np.int32)
-            _, chosen = self._over(
-                experts, np.asarray(router)[None], task.train.images, tasks, advance
-            )
-            # how many images got each expert of each block
-            uses = (chosen[..., None] == np.arange(config.experts)).sum(axis=(0, 2))
-        with fitting.session.phase("features"):
+        with session.phase("experts", len(images), fitting.saved) as advance:
+            tasks = np.zeros(len(images), np.int32)
+            _, chosen = self._over(experts, np.asarray(router)[None], images, tasks, advance)
+            # images per expert and block
+            uses = (chosen[..., None] == np.arange(self.config.experts)).sum(axis=(0, 2))
+        with session.phase("features"):
             features = self.router_features(task.train.images)
-        with fitting.phase("router", self.autoencoders.images(num_images)) as advance:
-            init_key, order_key = (
+        total = self.autoencoders.images(len(images))
+        with session.phase("router", total, fitting.saved) as advance:
+            autoencoder, errors = self.autoencoders.fit(
                 self.key(task, Phase.METHOD_INIT, Init.EXTRA),
                 self.key(task, Phase.ALIGNMENT_ORDER),
+                features,
+                advance,
             )
-            autoencoder, errors = self.autoencoders.fit(init_key, order_key, features, advance)
         all_experts = sum(leaf.size for leaf in experts)
         added = router.size + (0 if self.known else all_experts)
-        self.known = MoeState(experts, freeze(before, uses, config.freeze))
+        self.known = MoeState(experts, freeze(before, uses))
         self.tasks.append(MoeTask(np.asarray(router), cut(head, num), autoencoder))
         own = (vit.width + 1) * num + sum(leaf.size for leaf in autoencoder)
         # the router is trained with weights for its noise, which are dropped after training
@@ -280,21 +246,18 @@ class MoeAdapters(OwnHeads):
     def costs(self) -> dict[str, int]:
         """FLOPs per image after the whole stream: F0, the encoder, all tasks' auto-encoders, two
         experts per block."""
-        vit = self.executor.config
         num = max(self.num_tasks, len(self.tasks))
-        return moe_costs(vit, self.encoder, self.config, num, len(self.classes.classes[-1]))
+        num_classes = len(self.classes.classes[-1])
+        return moe_costs(self.executor.config, self.encoder, self.config, num, num_classes)
 
     def bytes_beside(self, task: Task) -> int:
-        """See `TrainedBaseline.bytes_beside`: an auto-encoder, whose biases are fewer than its
-        weights."""
-        return 4 * 4 * self.encoder.width * self.config.autoencoder.hidden
+        """See `TrainedBaseline.bytes_beside`: an auto-encoder; it has fewer biases than weights."""
+        return 4 * 4 * self.encoder.width * HIDDEN
 
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
         """See `OwnHeads.route`: the task of the auto-encoder with the lowest error."""
-        known = [task.autoencoder for task in self.tasks]
-        return self.autoencoders.route(
-            features, self.placed(known), batch_size=self.config.batch_size
-        )
+        learned = self.placed([task.autoencoder for task in self.tasks])
+        return self.autoencoders.route(features, learned, batch_size=self.config.batch_size)
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
         routers = np.zeros(
@@ -315,7 +278,7 @@ class MoeAdapters(OwnHeads):
 
 
 def init_experts(key: jax.Array, vit: ViTConfig, config: MoeAdaptersConfig) -> Bottleneck:
-    """Experts whose output is 0: down uniform within 1 / sqrt(D), all else 0."""
+    """Experts whose output is 0: down uniform within 1 / sqrt(D), the rest 0."""
     shape = (vit.depth, config.experts, config.bottleneck, vit.width)
     down = jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) / math.sqrt(vit.width)
     return Bottleneck(
@@ -334,8 +297,7 @@ def sample(
     normal_key, kept_key = jax.random.split(key)
     normal = jax.random.normal(normal_key, (len(noise), num, config.experts))
     hidden = (len(noise), num, num_tokens, ACTIVE * config.bottleneck)
-    kept = jax.random.bernoulli(kept_key, 1 - config.dropout, hidden) if config.dropout else None
-    return Training(noise, normal, kept)
+    return Training(noise, normal, jax.random.bernoulli(kept_key, 1 - DROPOUT, hidden))
 
 
 def gate(
@@ -344,11 +306,11 @@ def gate(
     tasks: Int[Array, "B"],
     training: Training | None = None,
 ) -> Gates:
-    """The experts of the two largest logits (ties: the first), weighted by the softmax of these
-    two.
+    """Select the experts of the two largest logits (ties: the first), weighted by the softmax of
+    these two.
 
-    `token` is the CLS token, `tasks` selects each image's router; training adds noise of a learned
-    deviation.
+    `token` is the CLS token, and `tasks` selects each image's router; training adds noise of a
+    learned deviation.
     """
     # float32 products on every device, because a rounded logit may select another expert
     logits = jnp.einsum("bd,tde->bte", token, routers, precision="highest")
@@ -366,63 +328,37 @@ def mixture(
     experts: Bottleneck,
     gates: Gates,
     z: Float[Array, "B N D"],
-    kept: Bool[Array, "B N H"] | None = None,
+    is_kept: Bool[Array, "B N H"] | None = None,
     *,
-    dropout: float = 0.0,
     precision: Precision = "float32",
 ) -> Float[Array, "B N D"]:
-    """The weighted sum of each image's experts; no other expert runs. Hidden values that are not
-    `kept` are dropped."""
+    """The weighted sum of each image's experts; no other expert runs. `is_kept` is the mask of
+    dropout."""
     down, down_bias, up, up_bias = (leaf[gates.chosen] for leaf in experts)  # [B, k, ...]
     num, k, rank, width = down.shape
-    hidden = dot(z, down.reshape(num, k * rank, width).mT, precision) + down_bias.reshape(
-        num, 1, k * rank
-    )
-    hidden = jax.nn.relu(hidden)
-    if kept is not None:
-        hidden = jnp.where(kept, hidden / (1 - dropout), 0.0)
+    hidden = dot(z, down.reshape(num, k * rank, width).mT, precision)
+    hidden = jax.nn.relu(hidden + down_bias.reshape(num, 1, k * rank))
+    if is_kept is not None:
+        hidden = jnp.where(is_kept, hidden / (1 - DROPOUT), 0.0)
     hidden = hidden * jnp.repeat(gates.weights, rank, axis=1)[:, None]
     bias = (gates.weights[..., None] * up_bias).sum(axis=1)
     return dot(hidden, up.reshape(num, k * rank, width), precision) + bias[:, None]
 
 
-def smoothed_cross_entropy(
-    logits: Float[Array, "B P"],
-    labels: Int[Array, "B"],
-    weights: Float[Array, "B"],
-    num,
-    smoothing: float,
-) -> Float[Array, ""]:
-    """Cross-entropy over the first `num` columns, with a share of the target spread over all of
-    them."""
-    sharp = local_cross_entropy(logits, labels, weights, 0, num)
-    if not smoothing:
-        return sharp
-    taken = jnp.arange(logits.shape[-1]) < num
-    logs = jax.nn.log_softmax(jnp.where(taken, logits, FAR))
-    spread = -jnp.where(taken, logs, 0.0).sum(axis=-1) / num
-    return (1 - smoothing) * sharp + smoothing * (spread * weights).sum()
-
-
 def freeze(
-    frozen: Bool[np.ndarray, "L E"], uses: Int[np.ndarray, "L E"], num: int
+    frozen: Bool[np.ndarray, "L E"], uses: Int[np.ndarray, "L E"]
 ) -> Bool[np.ndarray, "L E"]:
-    """The frozen experts, with the `num` most used ones of each block (ties: the first) that any
-    image used."""
+    """Freeze the two most used experts of each block (ties: the first) that any image used."""
     places = np.argsort(-uses, axis=1, kind="stable").argsort(axis=1)
-    return frozen | ((places < num) & (uses > 0))
+    return frozen | ((places < ACTIVE) & (uses > 0))
 
 
 class AutoEncoders:
-    """The compiled functions that fit and compare auto-encoders of one width; the caller keeps what
-    is learned."""
+    """Compiled functions that fit and compare auto-encoders of one width."""
 
-    def __init__(self, width: int, config: AutoEncoderConfig, *, jit: Callable[..., Any] = jax.jit):
-        self.width, self.config = width, config
-        self._init, self._errors = (
-            jit(lambda key: init_autoencoder(key, width, config.hidden)),
-            jit(errors),
-        )
+    def __init__(self, width: int, *, jit: Callable[..., Any] = jax.jit):
+        self._init = jit(lambda key: init_autoencoder(key, width))
+        self._errors = jit(errors)
 
         def loss(learned, fixed, batch: FitBatch):
             return (errors(learned, batch.inputs["features"]) * batch.weights).sum()
@@ -436,62 +372,59 @@ class AutoEncoders:
         features: Float[np.ndarray, "N E"],
         advance: Advance,
     ) -> tuple[Bottleneck, list[float]]:
-        """A task's auto-encoder, and its mean error per epoch, of which the last may be partial.
+        """Fit a task's auto-encoder; returns it and its mean error per epoch, the last of which can
+        be partial.
 
         Raises FloatingPointError for a non-finite error.
         """
-        config = self.config
         num = len(features)
-        steps = num_batches(num, config.batch_size)
-        no_labels = np.zeros(config.batch_size, np.int32)
-        fitting = self.fitter.begun(self._init(init_key))
+        steps = num_batches(num, AUTOENCODER_BATCH)
+        no_labels = np.zeros(AUTOENCODER_BATCH, np.int32)
+        fitting = self.fitter.begin(self._init(init_key))
         losses = list[float]()
-        for epoch in range(-(-config.iterations // steps)):
-            # MoE-Adapters' step schedule; the fit ends after `iterations` steps, also within an
-            # epoch
-            rate = np.float32(config.learning_rate * 0.1 ** (epoch // config.decay_every))
+        for epoch in range(-(-ITERATIONS // steps)):
+            rate = np.float32(AUTOENCODER_RATE * 0.1 ** (epoch // DECAY_EVERY))
             order = order_at(key_at(order_key, epoch), num)
-            left = config.iterations - epoch * steps
+            rest = ITERATIONS - epoch * steps
             running = []
-            for piece in itertools.islice(batches(order, config.batch_size), left):
-                batch = FitBatch(
-                    {"features": features[piece.rows]}, no_labels, piece.mask / piece.mask.sum()
-                )
-                running.append(self.fitter.step(fitting, rate, None, batch))
+            for piece in itertools.islice(batches(order, AUTOENCODER_BATCH), rest):
+                weights = piece.mask / piece.mask.sum()
+                batch = FitBatch({"features": features[piece.rows]}, no_labels, weights)
+                fitting, loss = self.fitter.step(fitting, rate, None, batch)
+                running.append(loss)
                 advance(piece.size)
             losses.append(float(np.mean(jax.device_get(running))))
             if not math.isfinite(losses[-1]):
                 raise FloatingPointError(
                     f"non-finite error of an auto-encoder in epoch {epoch + 1}; check that the"
-                    " router's features are finite, or set a learning rate below"
-                    f" {config.learning_rate}"
+                    " router's features are finite"
                 )
         return fitting.learned, losses
 
     def images(self, num: int) -> int:
-        """Images that a fit on `num` of them reads in all its iterations."""
-        epochs, rest = divmod(self.config.iterations, num_batches(num, self.config.batch_size))
-        return epochs * num + min(rest * self.config.batch_size, num)
+        """Images that a fit on `num` images reads in all its iterations."""
+        epochs, rest = divmod(ITERATIONS, num_batches(num, AUTOENCODER_BATCH))
+        return epochs * num + min(rest * AUTOENCODER_BATCH, num)
 
     def route(
         self, features: Float[np.ndarray, "N E"], learned: Sequence[Bottleneck], *, batch_size: int
     ) -> Int[np.ndarray, "N"]:
         """The task of each image: that of the lowest error (ties: the lowest task)."""
 
-        def of_all(read: dict[str, Any]) -> Float[np.ndarray, "B T"]:
-            values = jnp.asarray(read["features"])
+        def of_all(inputs: dict[str, Any]) -> Float[np.ndarray, "B T"]:
+            values = jnp.asarray(inputs["features"])
             return np.stack([np.asarray(self._errors(one, values)) for one in learned], axis=1)
 
-        found = over_batches(of_all, Inputs(features=features), batch_size=batch_size)
-        return found.argmin(axis=1).astype(np.int32)
+        all_errors = over_batches(of_all, Inputs(features=features), batch_size=batch_size)
+        return all_errors.argmin(axis=1).astype(np.int32)
 
 
-def init_autoencoder(key: jax.Array, width: int, hidden: int) -> Bottleneck:
+def init_autoencoder(key: jax.Array, width: int) -> Bottleneck:
     """Weights uniform within 1 / sqrt(inputs), biases 0."""
     down_key, up_key = jax.random.split(key)
-    down = jax.random.uniform(down_key, (width, hidden), minval=-1.0, maxval=1.0) / math.sqrt(width)
-    up = jax.random.uniform(up_key, (hidden, width), minval=-1.0, maxval=1.0) / math.sqrt(hidden)
-    return Bottleneck(down, jnp.zeros(hidden), up, jnp.zeros(width))
+    down = jax.random.uniform(down_key, (width, HIDDEN), minval=-1.0, maxval=1.0) / math.sqrt(width)
+    up = jax.random.uniform(up_key, (HIDDEN, width), minval=-1.0, maxval=1.0) / math.sqrt(HIDDEN)
+    return Bottleneck(down, jnp.zeros(HIDDEN), up, jnp.zeros(width))
 
 
 def errors(learned: Bottleneck, features: Float[Array, "B E"]) -> Float[Array, "B"]:
@@ -511,9 +444,8 @@ def moe_costs(
     num_tasks: int,
     num_classes: int = 0,
 ) -> dict[str, int]:
-    """FLOPs per image: F0, the encoder, an auto-encoder per task, and two experts in every
-    block."""
-    identify = num_tasks * 2 * 2 * encoder.width * config.autoencoder.hidden
+    """FLOPs per image: F0, the encoder, an auto-encoder per task, and two experts per block."""
+    identify = num_tasks * 2 * 2 * encoder.width * HIDDEN
     rank = ACTIVE * config.bottleneck
     # all tasks' routers compute logits, of which an image uses its own
     routers = vit.depth * 2 * vit.width * config.experts * next_power_of_two(num_tasks)

@@ -1,10 +1,10 @@
 """S-Prompts: ten prompt tokens and a linear head per task; the nearest centroid of frozen features
 infers the task ID.
 
-The tokens enter the first block between CLS token and patches, without a position embedding. Tasks
-share nothing, so nothing is forgotten: only the router loses accuracy as tasks accumulate. Wang,
-Huang and Hong, "S-Prompts Learning with Pre-trained Transformers: An Occam's Razor for Domain
-Incremental Learning", NeurIPS 2022 (its image-only variant).
+The tokens enter the first block between the CLS token and the patches, without position embedding.
+Tasks share nothing, so only the router loses accuracy as tasks accumulate. Wang, Huang and Hong,
+"S-Prompts Learning with Pre-trained Transformers: An Occam's Razor for Domain Incremental
+Learning", NeurIPS 2022 (its image-only variant).
 """
 
 import dataclasses
@@ -57,12 +57,9 @@ class SPrompts(OwnPrompts):
     def begin_prompts(self, key: jax.Array) -> Prompts:
         """U(-1/sqrt(D), 1/sqrt(D)), as in the official code."""
         width = self.executor.config.width
-        high = 1 / math.sqrt(width)
-        return {
-            "tokens": jax.random.uniform(
-                key, (self.config.length, width), minval=-high, maxval=high
-            )
-        }
+        bound = 1 / math.sqrt(width)
+        shape = (self.config.length, width)
+        return {"tokens": jax.random.uniform(key, shape, minval=-bound, maxval=bound)}
 
     def enter(self, vit: ViT, images: Array) -> Float[Array, "B N D"]:
         """See `OwnPrompts.enter`: the tokens with their position embedding."""
@@ -73,11 +70,10 @@ class SPrompts(OwnPrompts):
         vit: ViT,
         tokens: Float[Array, "B N D"],
         prompts: Mapping[str, Float[Array, "B ..."]],
-        weight: Array,
     ) -> Float[Array, "B D"]:
-        """See `OwnPrompts.prompted`; S-Prompts has no use for the weight."""
-        behind = int(vit.config.pool == "class")
-        parts = [tokens[:, :behind], prompts["tokens"], tokens[:, behind:]]
+        """See `OwnPrompts.prompted`."""
+        first = int(vit.config.pool == "class")
+        parts = [tokens[:, :first], prompts["tokens"], tokens[:, first:]]
         return vit.features(vit.run_blocks(jnp.concatenate(parts, axis=1)))
 
     def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
@@ -90,8 +86,9 @@ class SPrompts(OwnPrompts):
         return centroid_distances(features, centroids).argmin(axis=1).astype(np.int32)
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
-        inputs = Inputs(images, task=tasks, weight=np.ones(len(images), np.float32))
-        return self.over(self._answer, inputs, self.executor.leaves, self.stack())
+        return self.over(
+            self._answer, Inputs(images, task=tasks), self.executor.leaves, self.stack()
+        )
 
     def bytes_beside(self, task: Task) -> int:
         """See `TrainedBaseline.bytes_beside`: the centroids."""

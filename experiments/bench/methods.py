@@ -75,9 +75,8 @@ def l2p(
     fixed = (executor.leaves, np.int32(0), np.int32(0), np.int32(NUM_CLASSES))
 
     def ours() -> None:
-        fitting = method.fitter.begun((prompts, head))
-        method.fitter.run(
-            fitting,
+        fitting = method.fitter.run(
+            method.fitter.begin((prompts, head)),
             fixed,
             labels,
             Inputs(images, query=query),

@@ -411,7 +411,7 @@ class L2pPeer(Peer):
         for block in others:
             x = block(x)
         logits = F.linear(self.model.norm(x)[:, 0], self.weight, self.bias)
-        pull = self.config.key_weight * (1 - best).sum(dim=1).mean()
+        pull = (1 - best).sum(dim=1).mean()
         return F.cross_entropy(logits, self.labels(labels)) + pull
 
 

@@ -14,8 +14,7 @@ sequence also contains the heads of its earlier tasks.
 """
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -208,7 +207,7 @@ class Learner:
         head = init_head_learner(
             key, self.executor.config.width, next_power_of_two(num_classes)
         ).params
-        return self._fitter.begun(Learned(parts, head), saved)
+        return self._fitter.begin(Learned(parts, head), saved)
 
     def fit(
         self,
@@ -220,11 +219,12 @@ class Learner:
         training: Training,
         rate: float,
         advance: Advance,
-    ) -> None:
-        """Train in place to the last epoch."""
+        on_step: Callable[[Fitting], object] = lambda fitting: None,
+    ) -> Fitting:
+        """Train to the last epoch."""
         images, labels = images_of(keys, index, split, training.max_train)
         head_scale = Head(*[training.head_rate / rate] * 2)  # pyright: ignore[reportArgumentType]
-        self._fitter.run(
+        return self._fitter.run(
             fitting,
             (self.executor.leaves, np.int32(num_classes)),
             labels,
@@ -234,6 +234,7 @@ class Learner:
             order_key=keys.at(index, Phase.UPPER_BOUND_ORDER),
             noise_key=keys.at(index, Phase.METHOD_NOISE),
             advance=advance,
+            on_step=on_step,
             scale=Learned((1.0,) * len(self.pieces), head_scale),  # pyright: ignore[reportArgumentType]
         )
 
@@ -387,10 +388,15 @@ class Units:
         session = self._session(f"transfer {place} {task.name}", f"{place}, {task.name}", shown)
         fitting = learner.begun(keys, index, num, learner.pretrained, session.saved)
         found = {"val_accuracy": 0.0, "test_accuracy": 0.0, "diverged": True}
-        with session.phase("transfer", self.images(index), fitting.saved) as advance:
+
+        def keep(current: Fitting) -> None:
+            nonlocal fitting
+            fitting = current
+
+        with session.phase("transfer", self.images(index), lambda: fitting.saved()) as advance:
             try:
-                learner.fit(
-                    fitting, keys, index, num, task.train, self.training, place.rate, advance
+                fitting = learner.fit(
+                    fitting, keys, index, num, task.train, self.training, place.rate, advance, keep
                 )
                 leaves = learner.leaves(fitting.learned.parts)
                 head = fitting.learned.head
@@ -425,14 +431,23 @@ class Units:
         fitting = learner.begun(
             keys, begin, len(tasks[begin].classes), learner.pretrained, session.saved
         )
+
+        def keep(current: Fitting) -> None:
+            nonlocal fitting
+            fitting = current
+
+        def state() -> Saved:
+            return _sequence_state(index, fitting, heads)
+
+        index = begin
         for index in range(begin, len(tasks)):
             task = tasks[index]
             num = len(tasks[index].classes)
             row = list[float]()
-            state = functools.partial(_sequence_state, index, fitting, tuple(heads))
+
             with session.phase("sequential", self.images(index), state) as advance:
-                learner.fit(
-                    fitting, keys, index, num, task.train, self.training, place.rate, advance
+                fitting = learner.fit(
+                    fitting, keys, index, num, task.train, self.training, place.rate, advance, keep
                 )
                 leaves = learner.leaves(fitting.learned.parts)
                 # each learned task with its own head

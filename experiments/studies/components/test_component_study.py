@@ -137,7 +137,7 @@ def fit(learner, index, rate):
     task = STREAM.tasks[index]
     num = len(task.classes)
     fitting = learner.begun(Keys(index), index, num, learner.pretrained)
-    learner.fit(
+    fitting = learner.fit(
         fitting, Keys(index), index, num, task.train, TRAINING, rate, lambda num, note="", /: None
     )
     leaves = learner.leaves(fitting.learned.parts)
