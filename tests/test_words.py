@@ -135,7 +135,6 @@ functions."""
 
 PENDING = (
     "baselines",
-    "cheem",
     "cli",
     "engine",
     "export",

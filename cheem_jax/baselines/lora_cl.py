@@ -20,7 +20,7 @@ import numpy as np
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.baseline import at_least_one
 from cheem_jax.cheem.config import OpSettings
-from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, kept_by_router
+from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, router_arrays
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import constant_draws, fit
 from cheem_jax.core.architecture import Choice, encode
@@ -73,7 +73,7 @@ class LoraCl(ExpertMemory):
         number = task_number(task.name)
         num = len(task.train.labels)
         batch_size = self.batch_size
-        underway = Underway.begun(session.saved)
+        underway = Underway.resume(session.saved)
         budget = Budget(executor.budget)
         experts = [[self.dense(block, 0)] for block in range(executor.num_blocks)]
         key = keys.at(number, Phase.METHOD_INIT)
@@ -122,8 +122,8 @@ class LoraCl(ExpertMemory):
             "seconds": session.seconds,
         }
 
-    def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
-        return [] if self.needs_task_id else kept_by_router(task)
+    def stored_arrays(self, task: TaskMemory) -> list[np.ndarray]:
+        return [] if self.needs_task_id else router_arrays(task)
 
     def bytes_needed(self, task: Task) -> int:
         """All pairs and the head with Adam's moments, twice (a rolling checkpoint and its

@@ -1,9 +1,9 @@
-"""How well a linear head can do on given features: ridge regression with exact leave-one-out, in
+"""The accuracy of a linear head on given features: ridge regression with exact leave-one-out, in
 closed form.
 
-A head that all sampled architectures share is a compromise between them, and its accuracy hardly
-ranks them. Here every architecture is scored by the best ridge head on its own features, without a
-gradient step.
+The supernet's head is a compromise between all sampled architectures, and its accuracy hardly ranks
+them. Here every architecture is scored by the best ridge head on its features, without a gradient
+step.
 """
 
 import functools
@@ -30,20 +30,19 @@ from cheem_jax.engine.passes import unwatched
 from cheem_jax.engine.spread import features_spread
 
 PENALTIES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
-"""Ridge penalties to select from, per image: features are standardised, so each has as much
-variance as images."""
+"""Ridge penalties to select from, per image; features are standardised."""
 
 FEATURE_BYTES = 2**28
-"""Features that are held at a time, whatever the number of candidates."""
+"""Bytes of features in memory at a time, for any number of candidates."""
 
 
 class HeadFit(NamedTuple):
-    """Right answers of a closed-form head, and the penalty that it was fitted with."""
+    """Correct predictions of a closed-form head, and its penalty."""
 
     left_out: Int[Array, ""]
-    """Fitted images that are classified correctly by the head fitted to all others."""
+    """Fitted images that the head fitted to all others classifies correctly."""
     held_out: Int[Array, ""]
-    """Images with a label that were not fitted and are classified correctly."""
+    """Labelled images outside of the fit that are classified correctly."""
     penalty: Float[Array, ""]
 
 
@@ -56,15 +55,19 @@ def fit_head(
     *,
     num_outputs: int,
 ) -> HeadFit:
-    """Ridge regression of one-hot labels on standardised features, with the penalty of the best
-    leave-one-out accuracy.
+    """Fit a ridge regression of one-hot labels on standardised features, with the penalty of the
+    best leave-one-out accuracy.
 
-    `fitted` marks the images that the head is fitted to, at least two. The others, where their
-    label is not -1, are counted in `held_out`. Labels lie in [0, num_classes); `num_outputs` >=
-    num_classes pads the classes, so that few compiled functions serve all tasks. Ties between
-    penalties go to the larger. The leave-one-out answers follow from one fit: with the leverage h
-    of an image, its residual without it is the residual divided by 1 - h. Mean and scale of the
-    features come from all fitted images; the intercept is left out with its image.
+    Args:
+        fitted: images that the head is fitted to, at least two; the others count in `held_out`
+            unless their label is -1.
+        labels: in [0, num_classes).
+        num_outputs: number of classes with padding, so that few compiled functions serve all tasks.
+
+    Of equally good penalties the larger one is selected. Leave-one-out predictions follow from one
+    fit: with the leverage h of an image, its residual without the image is the residual divided by
+    1 - h. Mean and scale of the features are those of all fitted images; the intercept is left out
+    with its image.
     """
     with jax.default_matmul_precision("highest"):
         mask = fitted[:, None].astype(jnp.float32)
@@ -72,12 +75,12 @@ def fit_head(
         x = features.astype(jnp.float32)
         x = x - (x * mask).sum(0) / num
         deviation = jnp.sqrt((x * x * mask).sum(0) / num)
-        # a feature that never changes says nothing; dividing by its deviation would make rounding
-        # errors a feature
+        # a constant feature has no information; divided by its deviation, its rounding errors would
+        # be a feature
         x = x * jnp.where(deviation > 1e-6, 1 / jnp.maximum(deviation, 1e-6), 0.0)
         y = jax.nn.one_hot(labels, num_outputs)
         share = (y * mask).sum(0) / num
-        # in the eigenvectors of the Gram matrix every penalty is a division
+        # in the eigenvectors of the Gram matrix, every penalty is a division
         eigenvalues, vectors = jnp.linalg.eigh((x * mask).T @ x)
         z = x @ vectors
         moments = (z * mask).T @ (y - share)
@@ -86,15 +89,14 @@ def fit_head(
             shrunk = jnp.maximum(eigenvalues, 0.0) + penalty * num
             answers = z @ (moments / shrunk[:, None]) + share
             leverage = 1 / num + (z * z / shrunk).sum(1)
-            # y - r / (1 - h) without the image; images that were not fitted are answered as they
-            # are
+            # y - r / (1 - h) without the image; other images are predicted by the whole fit
             alone = y - (y - answers) / jnp.maximum(1 - leverage, 1e-6)[:, None]
             logits = jnp.where(fitted[:, None], alone, answers)
             logits = jnp.where(jnp.arange(num_outputs) < num_classes, logits, -jnp.inf)
             is_right = (logits.argmax(1) == labels) & jnp.isfinite(features).all()
             return (is_right & fitted).sum(), (is_right & ~fitted).sum()
 
-        # from the largest on: `argmax` takes the first of equals
+        # largest first: `argmax` returns the first of equal values
         penalties = jnp.asarray(sorted(PENALTIES, reverse=True), jnp.float32)
         left_out, held_out = jax.lax.map(right, penalties)
         best = left_out.argmax()
@@ -102,22 +104,22 @@ def fit_head(
 
 
 HEAD_PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Ridge penalties of `ridge_head`, per image: a few images per class need larger ones than scores
-do."""
+"""Ridge penalties of `ridge_head`, per image; few images per class need larger ones than scores."""
 
 
 def ridge_head(
     features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num_classes: int
 ) -> tuple[Head, float]:
-    """A ridge head for raw features, and its penalty per image: the one of the least leave-one-out
-    squared error.
+    """Fit a ridge head for raw features by the least leave-one-out squared error; returns the head
+    and its penalty per image.
 
-    The features' standardisation is part of the head. Its logits are scaled so that softmax gives
-    the leave-one-out answers their best mean log-probability, as far as `fit_temperature` allows.
+    The standardisation of the features is part of the head. Logits are scaled so that the softmax
+    of the leave-one-out predictions has the best mean log-probability, within the limits of
+    `fit_temperature`.
     """
     from sklearn.linear_model import (
         RidgeCV,
-    )  # takes half a second, and commands that only answer never call this
+    )  # slow to import, and commands that only predict never call this
     from sklearn.preprocessing import StandardScaler
 
     num = len(labels)
@@ -128,7 +130,7 @@ def ridge_head(
     gram = points.T @ points + ridge.alpha_ * np.eye(points.shape[1])
     leverage = 1 / num + (points.T * np.linalg.solve(gram, points.T)).sum(axis=0)
     alone = targets - (targets - ridge.predict(points)) / np.maximum(1 - leverage, 1e-6)[:, None]
-    # targets are 0 and 1, so the answers are closer together than logits are
+    # targets are 0 and 1, so the predictions are closer together than logits
     scale = RIDGE_SCALE / fit_temperature(RIDGE_SCALE * alone, labels)
     weight = scale * (ridge.coef_ / scaler.scale_).T
     bias = scale * ridge.intercept_ - scaler.mean_ @ weight
@@ -138,8 +140,7 @@ def ridge_head(
 
 
 RIDGE_SCALE = 20.0
-"""Logits per unit of a one-hot target, before their temperature is fitted: answers of ridge
-regression are close."""
+"""Logits per unit of a one-hot target, before their temperature is fitted."""
 
 
 class HeadComparison(NamedTuple):
@@ -206,18 +207,18 @@ def closed_form_score(
     batch_size: int,
     advance: Advance = unwatched,
 ) -> Score:
-    """The search's fitness with a closed-form head per candidate: genomes `[P, L]` to right answers
-    `[P]` of N + M.
+    """Make the search's fitness with a closed-form head per candidate: it maps genomes `[P, L]` to
+    correct predictions `[P]` of N + M.
 
-    Training images count as answered by the head fitted to all others of them, validation images by
-    the head fitted to the training images. Features come from the supernet's weights; its own head
-    is not used.
+    Each training image is predicted by the head fitted to all others, validation images by the head
+    fitted to the training images. Features are computed with the supernet's weights; its head is
+    not used.
     """
     merged: dict[Place, Expert] = {}
     num_train = len(train_labels)
     num_outputs = next_power_of_two(supernet.num_classes)
     labels = np.concatenate([train_labels, val_labels])
-    # padded, so that few compiled functions serve all tasks; a label of -1 is never right
+    # padded, so that few compiled functions serve all tasks; a label of -1 is never correct
     padding = next_power_of_two(len(labels)) - len(labels)
     padded = np.pad(labels, (0, padding), constant_values=-1)
     fitted = np.arange(len(padded)) < num_train
@@ -235,10 +236,10 @@ def closed_form_score(
                 ],
                 axis=1,
             )
-            for index, own in zip(part, features, strict=True):
-                own = np.pad(own, ((0, padding), (0, 0)))
+            for index, rows in zip(part, features, strict=True):
+                rows = np.pad(rows, ((0, padding), (0, 0)))
                 fit = fit_head(
-                    own, padded, fitted, np.int32(supernet.num_classes), num_outputs=num_outputs
+                    rows, padded, fitted, np.int32(supernet.num_classes), num_outputs=num_outputs
                 )
                 correct[index] = int(fit.left_out) + int(fit.held_out)
         return correct
@@ -247,8 +248,8 @@ def closed_form_score(
 
 
 def _parts(genomes: Int[np.ndarray, "P L"], bytes_each: int) -> Iterator[Sequence[int]]:
-    """Indices of genomes whose features fit into `FEATURE_BYTES`, those with a common beginning
-    side by side."""
+    """Divide genomes into parts whose features fit into `FEATURE_BYTES`; those with a common
+    beginning are in the same part."""
     order = sorted(range(len(genomes)), key=lambda index: genomes[index].tolist())
     size = max(FEATURE_BYTES // bytes_each, 1)
     for start in range(0, len(order), size):

@@ -1,4 +1,4 @@
-"""Settings of CHEEM: what the paper says, what we decided where it is silent, and smaller ones for
+"""Settings of CHEEM: those of the paper, our choices if the paper states none, and smaller ones for
 a CPU."""
 
 import dataclasses
@@ -10,16 +10,16 @@ from cheem_jax.core.settings import KINDS, FitConfig, Kind, Placement, Token
 
 @dataclasses.dataclass(frozen=True)
 class OpSettings:
-    """How the learnable ops of a block begin."""
+    """Initialisation of the learnable ops of a block."""
 
     rank: int = 16
-    """Rank of Adapt's low-rank pair; the paper states none, and 40 gives 68.1 GFLOPs for ViT-B
-    where it prints 68.2."""
+    """Rank of Adapt's low-rank pair. The paper states none; with 40, ViT-B has 68.1 GFLOPs, where
+    the paper prints 68.2."""
     new_init: Literal["random", "copy"] = "random"
     """Initial New: truncated normal of deviation 0.02, or a copy of the base expert."""
     new_rate: float = 1.0
-    """Adam's rate of New as a multiple of that of Adapt and head: a full matrix wants smaller steps
-    than they do."""
+    """Learning rate of New as a multiple of the rate of Adapt and head: a full matrix needs smaller
+    steps."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -39,14 +39,14 @@ class SearchConfig:
     generations: int = 20
     """Generations, the first included."""
     num_parents: int = 10
-    """Best architectures of everything scored so far that have children (the paper's k)."""
+    """Best architectures so far that have children (the paper's k)."""
     mutation_rate: float = 0.1
-    """Probability that a mutation redraws a gene (paper: 'e.g., 0.1')."""
+    """Probability that a mutation resamples a gene (paper: 'e.g., 0.1')."""
     epsilon: float = 0.5
-    """eps2: probability that an individual, or a redrawn gene, is uniform instead of HEE (paper:
+    """eps2: probability that an individual, or a resampled gene, is uniform instead of HEE (paper:
     0.5)."""
     tolerance: float = 0.02
-    """tau: accuracy that may be given up for fewer FLOPs (paper: 2 %, absolute)."""
+    """tau: accuracy that can be exchanged for fewer FLOPs (paper: 2 %, absolute)."""
 
     def __post_init__(self) -> None:
         for name in ("population", "generations", "num_parents"):
@@ -73,38 +73,37 @@ class ExplorationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheemConfig:
-    """Everything that decides what CHEEM learns."""
+    """All settings of CHEEM's learning."""
 
     name: ClassVar[str] = "cheem"
     placement: Placement = "mlp_down"
-    """Component that holds the experts."""
+    """Component with the experts."""
     token: Token = "component"
-    """Where mean class tokens are read: the component's output before the residual sum, or the
+    """Position of the mean CLS tokens: the component's output before the residual sum, or the
     block's output."""
     ops: OpSettings = OpSettings()
     remove: tuple[Kind, ...] = ()
-    """Ops that no task may choose, such as skip; the paper has all four."""
+    """Ops that no task can choose, such as skip; the paper has all four."""
     base_means: Literal["known", "neutral"] = "known"
-    """`neutral` takes the similarity to the backbone's own task as 0 even where its mean class
-    tokens are known."""
+    """`neutral` sets the similarity to the base task to 0, even if its mean CLS tokens are
+    known."""
     supernet: FitConfig = FitConfig(epochs=50)
     sampling: Literal["hee", "uniform"] = "hee"
     """`uniform` is the paper's pure exploration: eps1 = eps2 = 1, mutation included."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     score: Literal["shared_head", "closed_form"] = "shared_head"
-    """What ranks candidates: the supernet's head on validation images, as in the paper, or a ridge
-    head per candidate, leave-one-out on training images and with validation images added."""
+    """Score of candidates: the supernet's head on validation images, as in the paper, or a ridge
+    head per candidate, leave-one-out on training images plus validation images."""
     score_images: int = 0
-    """Training images that the score `closed_form` looks at, a seeded subsample; 0: all."""
+    """Training images of the score `closed_form`, a seeded subsample; 0: all."""
     finetune: FitConfig = FitConfig(epochs=20)
     weights: Literal["initial", "inherited"] = "initial"
-    """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has
-    learned."""
+    """Initial weights of fine-tuning: new ones, as in the paper, or those of the supernet."""
     router: RouterConfig = RouterConfig()
     augment: bool = False
-    """Crop, flip and change training images at random, new in every epoch; the paper does not.
-    Frozen blocks are then computed again in every step."""
+    """Crop, flip and change training images at random in every epoch; the paper does not. Frozen
+    blocks are then computed in every step."""
     fallback: bool = False
     """Use the frozen backbone with a ridge head for a task whose learned network is less accurate
     than that on the validation images; the paper does not."""
@@ -123,19 +122,17 @@ class CheemConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheemLiteConfig(CheemConfig):
-    """CHEEM whose tasks are named by a lighter network than the one that answers; the run has to
-    name it as its router.
+    """CHEEM whose task IDs are inferred by a lighter network, the run's router.
 
-    The paper routes with DeiT-Tiny or AlexNet in front of ViT-B, which nearly halves its FLOPs
-    (table on CHEEM-lite). All that is learned is CHEEM's; the centroids are those of the lighter
-    network's features.
+    The paper routes with DeiT-Tiny or AlexNet in front of ViT-B, which nearly halves the FLOPs
+    (table on CHEEM-lite). Only the router's features and centroids differ from CHEEM.
     """
 
     name: ClassVar[str] = "cheem_lite"
 
 
 PAPER = CheemConfig(ops=OpSettings(rank=40))
-"""The paper's settings, and ours where it is silent."""
+"""The paper's settings, and our choices if it states none."""
 
 QUICK = CheemConfig(
     supernet=FitConfig(epochs=8),
@@ -143,7 +140,7 @@ QUICK = CheemConfig(
     finetune=FitConfig(epochs=8),
     batch_size=32,
 )
-"""Every part switched on, sized for a CPU: 160 architectures scored per task."""
+"""All parts, in a size for a CPU: 160 architectures scored per task."""
 
 DEMO = dataclasses.replace(
     QUICK,
@@ -153,7 +150,8 @@ DEMO = dataclasses.replace(
 """`quick` with more and larger steps, for tasks of a few hundred small images."""
 
 PLUS = {"router": RouterConfig("lda", "early")}
-"""The router that paid on small real sets (docs/results_96.md), as a change of any settings."""
+"""The router that is more accurate on small real data sets (docs/results_96.md), as a change of any
+settings."""
 
 QUICK_PLUS = dataclasses.replace(
     QUICK,
@@ -165,9 +163,9 @@ QUICK_PLUS = dataclasses.replace(
     finetune=FitConfig(epochs=12, learning_rate=3e-3),
     **PLUS,
 )
-"""That router, and a search that did better where tasks are far from the pretraining data
+"""That router, and a search that is better for tasks far from the pretraining data
 (docs/search.md): fewer epochs for the supernet and more for the target network, fewer candidates,
-ranked by heads in closed form; New begins as a copy and takes smaller steps. Measured at this
+ranked by closed-form heads; New is initialised as a copy and has a lower rate. Measured with this
 budget only, so `cheem_plus` has the router alone."""
 
 Preset = Literal["paper", "quick", "demo", "cheem_plus", "quick_plus"]
@@ -184,12 +182,12 @@ AUTO_STEPS, MOST_AUTO_EPOCHS = 256, 64
 
 
 def auto(config: CheemConfig, num_images: int) -> CheemConfig:
-    """Settings with the epochs that the preset `auto` chooses for a task of so many training
-    images.
+    """Return the settings with the epochs of the preset `auto` for a task with `num_images`
+    training images.
 
-    Supernet training and fine-tuning take as many epochs as 256 steps need (what `quick` takes for
-    1,000 images), at least `quick`'s 8 and at most 64; with more than 8, the learning rate is
-    `demo`'s. The rest does not depend on the task.
+    Supernet training and fine-tuning have the epochs of 256 steps (as `quick` for 1,000 images), at
+    least 8 and at most 64; with more than 8, the learning rate is `demo`'s. Other settings do not
+    depend on the task.
     """
     steps = -(-num_images // config.batch_size)
     epochs = min(max(-(-AUTO_STEPS // steps), QUICK.finetune.epochs), MOST_AUTO_EPOCHS)

@@ -1,7 +1,7 @@
 """Compute-aware evolutionary search (paper section 'Compute-Aware Target Network Selection').
 
-Pure over keys and integer arrays; the score is an argument, so the search runs as well on a toy
-landscape.
+The search is a pure function of keys and integer arrays. The score is an argument, so tests search
+a toy landscape.
 """
 
 import enum
@@ -21,11 +21,11 @@ from cheem_jax.cheem.hee import sample_mixed
 from cheem_jax.core.keys import key_at
 
 TRIES = 10
-"""Children drawn per wanted child before random ones fill up."""
+"""Sampled children per wanted child, before random ones complete the population."""
 
 
-class Purpose(enum.IntEnum):
-    """What a generation's keys are for; the number is part of the key, so members are only ever
+class KeyPurpose(enum.IntEnum):
+    """Uses of a generation's keys. The number is part of the key, so members are only ever
     appended."""
 
     FIRST = 0
@@ -35,8 +35,8 @@ class Purpose(enum.IntEnum):
 
 
 class Scored(NamedTuple):
-    """Everything a search has evaluated: genomes `[P, L]`, right answers `[P]` (not finite: failed)
-    and FLOPs `[P]`."""
+    """Everything that a search scored: genomes `[P, L]`, correct predictions `[P]` (non-finite:
+    failed) and FLOPs `[P]`."""
 
     genomes: np.ndarray
     correct: np.ndarray
@@ -44,7 +44,7 @@ class Scored(NamedTuple):
 
 
 class Searched(NamedTuple):
-    """How far a search has come: generations done, and everything that they scored."""
+    """Progress of a search: finished generations, and everything that they scored."""
 
     generations: int
     scored: Scored
@@ -54,11 +54,11 @@ Score = Callable[[Int[np.ndarray, "P L"]], np.ndarray]
 
 
 def rank(scored: Scored, num_images: int, tolerance: float) -> np.ndarray:
-    """Indices from best to worst: tolerance groups below the best, then FLOPs, then right answers,
-    then genome.
+    """Rank architectures; returns indices from best to worst.
 
-    In integers, so that a drop of exactly the tolerance is group 1. An architecture without a score
-    comes last.
+    The order is by tolerance group below the best accuracy, then FLOPs, then correct predictions,
+    then genome. Groups are computed in integers, so that a drop of exactly the tolerance is group
+    1. Architectures without a score are last.
     """
     valid = np.isfinite(scored.correct)
     best = int(scored.correct[valid].max()) if valid.any() else 0
@@ -100,26 +100,31 @@ def search(
     num = config.population
     none = np.zeros((0, len(uniform)), np.int32)
     begin, scored = earlier or Searched(0, Scored(none, np.zeros(0), np.zeros(0)))
-    seen: set[tuple[int, ...]] = {tuple(genome.tolist()) for genome in scored.genomes}
+    history: set[tuple[int, ...]] = {tuple(genome.tolist()) for genome in scored.genomes}
     for generation in range(begin, config.generations):
         generation_key = key_at(key, generation)
         fresh: list[tuple[int, ...]] = []
         if generation == 0:
-            _take(fresh, seen, _draw(generation_key, Purpose.FIRST, exploit, uniform, config), num)
+            _take(
+                fresh,
+                history,
+                _draw(generation_key, KeyPurpose.FIRST, exploit, uniform, config),
+                num,
+            )
         else:
             order = rank(scored, num_images, config.tolerance)[: config.num_parents]
             parents = scored.genomes[np.resize(order, config.num_parents)]
             crossed, mutated = _children(generation_key, parents, exploit, uniform, config)
-            _take(fresh, seen, crossed, num // 2)
-            _take(fresh, seen, mutated, len(fresh) + num - num // 2)
-        _fill(fresh, seen, generation_key, exploit, uniform, config)
+            _take(fresh, history, crossed, num // 2)
+            _take(fresh, history, mutated, len(fresh) + num - num // 2)
+        _fill(fresh, history, generation_key, exploit, uniform, config)
         if not fresh:
             break
         genomes = np.array(fresh, np.int32)
-        found = Scored(
+        latest = Scored(
             genomes, np.asarray(score(genomes), np.float64), np.asarray(flops(genomes), np.float64)
         )
-        scored = Scored(*(np.concatenate(pair) for pair in zip(scored, found, strict=True)))
+        scored = Scored(*(np.concatenate(pair) for pair in zip(scored, latest, strict=True)))
         on_generation(Searched(generation + 1, scored))
     if not np.isfinite(scored.correct).any():
         raise ValueError(
@@ -130,16 +135,17 @@ def search(
 
 
 def prepare_search(exploit: Float[np.ndarray, "L C"], config: SearchConfig) -> None:
-    """Compile what the search draws with, for this bucket of candidates, by drawing once."""
+    """Compile the sampling functions of the search for this number of candidates, by sampling
+    once."""
     key = jax.random.key(0)
     parents = np.zeros((config.num_parents, len(exploit)), np.int32)
-    _draw(key, Purpose.FIRST, exploit, exploit, config)
+    _draw(key, KeyPurpose.FIRST, exploit, exploit, config)
     _children(key, parents, exploit, exploit, config)
 
 
 @functools.partial(jax.jit, static_argnames="num")
 def crossover(key: jax.Array, parents: Int[Array, "k L"], *, num: int) -> Int[Array, "num L"]:
-    """Children whose every gene comes from either of two random parents."""
+    """Make children of two random parents each; every gene is that of one of the two."""
     parent_key, gene_key = jax.random.split(key)
     pair = jax.random.randint(parent_key, (2, num), 0, parents.shape[0])
     from_first = jax.random.bernoulli(gene_key, 0.5, (num, parents.shape[1]))
@@ -157,8 +163,8 @@ def mutate(
     rate: float | Float[Array, ""],
     num: int,
 ) -> Int[Array, "num L"]:
-    """Children of one random parent each; genes are redrawn with probability `rate`: uniform by
-    `epsilon`, else HEE."""
+    """Make children of one random parent each. A gene is resampled with probability `rate`: from
+    `uniform` with probability `epsilon`, else from `exploit`."""
     parent_key, gene_key, draw_key = jax.random.split(key, 3)
     chosen = parents[jax.random.randint(parent_key, (num,), 0, parents.shape[0])]
     redraw = jax.random.bernoulli(gene_key, rate, chosen.shape)
@@ -166,7 +172,7 @@ def mutate(
     return jnp.where(redraw, jax.random.categorical(draw_key, mixture, shape=chosen.shape), chosen)
 
 
-def _draw(key, purpose: Purpose, exploit, uniform, config: SearchConfig) -> np.ndarray:
+def _draw(key, purpose: KeyPurpose, exploit, uniform, config: SearchConfig) -> np.ndarray:
     num = TRIES * config.population
     return np.asarray(sample_mixed(key_at(key, purpose), exploit, uniform, config.epsilon, num=num))
 
@@ -175,9 +181,9 @@ def _children(
     key, parents, exploit, uniform, config: SearchConfig
 ) -> tuple[np.ndarray, np.ndarray]:
     half = config.population // 2
-    crossed = crossover(key_at(key, Purpose.CROSSOVER), parents, num=TRIES * max(half, 1))
+    crossed = crossover(key_at(key, KeyPurpose.CROSSOVER), parents, num=TRIES * max(half, 1))
     mutated = mutate(
-        key_at(key, Purpose.MUTATION),
+        key_at(key, KeyPurpose.MUTATION),
         parents,
         exploit=exploit,
         uniform=uniform,
@@ -188,24 +194,27 @@ def _children(
     return np.asarray(crossed), np.asarray(mutated)
 
 
-def _take(fresh: list, seen: set, candidates, total: int) -> None:
-    """Append unseen candidates until `fresh` holds `total`."""
+def _take(fresh: list, history: set, candidates, total: int) -> None:
+    """Append new candidates until `fresh` has `total` members."""
     for genome in candidates:
         if len(fresh) >= total:
             return
         genome = tuple(int(gene) for gene in genome)
-        if genome not in seen:
-            seen.add(genome)
+        if genome not in history:
+            history.add(genome)
             fresh.append(genome)
 
 
-def _fill(fresh: list, seen: set, key, exploit, uniform, config: SearchConfig) -> None:
-    """Append uniform draws, and the rest of a small space in order, where a population is not
-    complete."""
+def _fill(fresh: list, history: set, key, exploit, uniform, config: SearchConfig) -> None:
+    """Complete a population with uniform samples, and in a small space with the remaining
+    architectures in order."""
     num = config.population
     if len(fresh) < num:
-        _take(fresh, seen, _draw(key, Purpose.FILL, uniform, uniform, config), num)
+        _take(fresh, history, _draw(key, KeyPurpose.FILL, uniform, uniform, config), num)
     candidates = [np.flatnonzero(row).tolist() for row in exploit + uniform]
-    # in a larger space random draws are as good as sure to find unseen ones
-    if len(fresh) < num and len(seen) < np.prod([float(len(genes)) for genes in candidates]) <= 1e5:
-        _take(fresh, seen, itertools.product(*candidates), num)
+    # in a larger space, random samples almost certainly include new ones
+    if (
+        len(fresh) < num
+        and len(history) < np.prod([float(len(genes)) for genes in candidates]) <= 1e5
+    ):
+        _take(fresh, history, itertools.product(*candidates), num)

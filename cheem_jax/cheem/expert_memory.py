@@ -1,5 +1,5 @@
-"""What methods share that grow a pool of experts (CHEEM, and LoRA-CL as its simplest case):
-progress, answers, cost."""
+"""Base of the methods with a growing pool of experts (CHEEM, and LoRA-CL as its simplest case):
+progress, predictions, costs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -56,25 +56,23 @@ from cheem_jax.run.training import FitState, restored
 
 @dataclasses.dataclass
 class Underway:
-    """How far a method has come with a task: what a rolling checkpoint holds, and what resuming
-    begins with.
+    """Progress of a method with a task: the content of its rolling checkpoint.
 
-    Each phase resumes from what it finds here; at the end of one the next has not begun.
+    Each phase resumes from its part. When a phase ends, the next one has not started yet.
     """
 
     similarity: np.ndarray | None = None
     searched: Searched | None = None
     fits: dict[str, FitState] = dataclasses.field(default_factory=dict)
-    """How far each training is: `supernet` and `finetune`."""
+    """Progress of each training: `supernet` and `finetune`."""
     learned: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arrays of networks that were being trained and have not gone on yet, by the name of the
-    training."""
+    """Arrays of networks whose training has not resumed yet, by the name of the training."""
     training: tuple[str, SupernetFit] | None = None
     """Name and current state of the latest training; its arrays are part of a checkpoint."""
 
     @classmethod
-    def begun(cls, saved: Saved | None) -> "Underway":
-        """What an earlier process left, or nothing."""
+    def resume(cls, saved: Saved | None) -> "Underway":
+        """Read the state that an earlier process saved, or start without any."""
         if saved is None:
             return cls()
         arrays, meta = saved
@@ -89,11 +87,11 @@ class Underway:
 
     @property
     def skipped(self) -> int:
-        """Steps that reached no parameter because their loss or gradient was non-finite."""
+        """Steps that were skipped because their loss or gradient was non-finite."""
         return sum(fit.skipped for fit in self.fits.values())
 
     def fitting(self, name: str, supernet: Supernet) -> SupernetFit:
-        """The training of this name, from where it was saved or from its start."""
+        """Return the training of this name, resumed or at its start."""
         arrays = self.learned.pop(name, None)
         state = supernet.init() if arrays is None else supernet.from_arrays(arrays)
         fitting = SupernetFit(supernet, state, self.fits.get(name, FitState()))
@@ -106,7 +104,7 @@ class Underway:
         self.training = name, fitting
 
     def saved(self) -> Saved:
-        """A rolling checkpoint of the task."""
+        """Make a rolling checkpoint of the task."""
         arrays: dict[str, Any] = dict(self.learned)
         if self.training is not None:
             name, current = self.training
@@ -126,8 +124,7 @@ class Underway:
 
 
 class ExpertMemory:
-    """A memory of experts behind a router by task centroids; a method that needs the task ID has no
-    router."""
+    """A memory of experts with a router; a method that needs the task ID has no router."""
 
     name = "expert_memory"
     needs_task_id = False
@@ -163,8 +160,8 @@ class ExpertMemory:
         seed: int,
         session: Session,
     ) -> None:
-        """Go on with a pool that has grown, and one task more, which the router learns too, where
-        there is one."""
+        """Add a task with its grown pool to the memory, and fit the router's statistics if there is
+        a router."""
         before = self.memory
         place = TaskStatistics(np.zeros((1, 1), np.float32))
         if not self.needs_task_id:
@@ -187,28 +184,27 @@ class ExpertMemory:
 
     @property
     def dense(self) -> DenseExperts:
-        """The dense experts of the memory as it is now, of which the executor's budget of bytes is
-        kept."""
+        """The dense experts of the current memory, cached within the executor's budget of bytes."""
         if self._dense.pool is not self.memory.pool:
             self._dense = DenseExperts(self.memory.pool, self.executor.budget, self._dense)
         return self._dense
 
     @property
     def index(self) -> Router:
-        """What names a task, of all tasks."""
+        """The router over all tasks."""
         self._index = self._index.follow([task.router_statistics for task in self.memory.tasks])
         return self._index
 
     def costs(self, index: int) -> dict[str, Any]:
-        """What a learned task costs: FLOPs by both conventions and parameters."""
+        """Compute the costs of a learned task: FLOPs by both conventions, and parameters."""
         task = self.memory.tasks[index]
         vit = self.executor.config
         placement = self.executor.placement
-        own = [stored.params for stored in self.memory.added(index).values()]
-        added = sum(leaf.size for leaf in jax.tree.leaves(own))
+        experts = [stored.params for stored in self.memory.added(index).values()]
+        added = sum(leaf.size for leaf in jax.tree.leaves(experts))
         head = sum(leaf.size for leaf in task.head)
         flops = network_flops(vit, placement, task.architecture, self.rank)
-        # what its attention products cost, and a skipped attention branch saves
+        # FLOPs of the attention products, without those of skipped attention branches
         skipped = [choice.kind for choice in task.architecture].count("skip")
         saved = [branch_flops(vit, placement, count_attention=count) for count in (True, False)]
         attention = (
@@ -233,26 +229,26 @@ class ExpertMemory:
             "params_added": added,
             "params_added_percent": 100 * added / backbone_params(vit),
             "params_learned": added + head,
-            "params_stored": added + head + sum(kept.size for kept in self.kept_beside(task)),
+            "params_stored": added + head + sum(array.size for array in self.stored_arrays(task)),
             "head_params": head,
-            "centroid_params": sum(values.size for values in kept_by_router(task)),
+            "centroid_params": sum(values.size for values in router_arrays(task)),
         }
 
     def router_numbers(self, task: Task) -> int:
-        """Numbers that naming a task keeps of it, at most."""
+        """Return the largest number of values that the router stores for a task."""
         return (
             0
             if self.needs_task_id
             else num_stored(self.router, self.features.encoder.width, len(task.classes))
         )
 
-    def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
-        """What a task keeps beside experts and head, and needs."""
-        return [*kept_by_router(task), task.means, *task.statistics.values()]
+    def stored_arrays(self, task: TaskMemory) -> list[np.ndarray]:
+        """Return the stored arrays of a task other than experts and head."""
+        return [*router_arrays(task), task.means, *task.statistics.values()]
 
     def _executed(self, index: int) -> int:
-        """Task identification and the task's network: resumed where it leaves the backbone, if that
-        names the task."""
+        """Compute the executed FLOPs of task-ID inference and of the task's network, which resumes
+        from the backbone's tokens if the backbone infers the task ID."""
         task = self.memory.tasks[index]
         vit = self.executor.config
         begin = None
@@ -260,10 +256,10 @@ class ExpertMemory:
         if not self.needs_task_id and self.features.of(self.executor):
             begin = next((i for i, expert in enumerate(task.experts) if expert != 0), vit.depth)
             begin = min(begin, self.router.until(vit.depth))
-        own = executed_flops(
+        network = executed_flops(
             vit, self.executor.placement, task.architecture, len(task.classes), begin=begin
         )
-        return identify + own
+        return identify + network
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
@@ -301,16 +297,16 @@ class ExpertMemory:
         return classes
 
     def save(self, root: Path) -> None:
-        """Save what the last task added, and go on with what is read back."""
+        """Save the additions of the last task, and continue with the bytes read back."""
         directory = save_memory_task(root, self.memory, len(self.memory.tasks) - 1, self.rank)
         self.memory = self._placed(with_task(self._before, directory))
 
     def open(self, root: Path) -> None:
-        """Replace the memory by the saved one."""
+        """See `Method.open`."""
         self.memory = self._placed(open_memory(root, self.executor.base_pool))
 
     def _placed(self, memory: InternalMemory) -> InternalMemory:
-        """The same with its experts on all devices, so that no step has to send them there."""
+        """Copy the experts to all devices, so that no step has to send them."""
         layout = self.executor.layout
         if not layout.is_many:
             return memory
@@ -324,22 +320,22 @@ class ExpertMemory:
         )
 
 
-def kept_by_router(task: TaskMemory) -> list[np.ndarray]:
-    """All arrays that name a task."""
+def router_arrays(task: TaskMemory) -> list[np.ndarray]:
+    """Return all arrays of the router for a task."""
     return [task.centroids, *task.moments.values()]
 
 
 class TaskNetworks:
-    """The finished networks of tasks, each put together when it is asked for.
+    """Networks of learned tasks, built on request.
 
-    What is merged for one stays for the others that share it, while the limit of `experts` allows.
+    Merged experts are cached for all networks that share them, within the limit of `experts`.
     """
 
     def __init__(self, experts: DenseExperts, tasks: Sequence[TaskMemory]):
         self.experts = experts
         self.tasks = tuple(tasks)
         self.hits = self.misses = 0
-        """How often a network was there, and how often something had to be merged for it."""
+        """Numbers of networks that were cached completely, and of those that needed a merge."""
         self.codes = [
             tuple(SKIP if expert is None else expert for expert in task.experts)
             for task in self.tasks
@@ -356,20 +352,20 @@ class TaskNetworks:
         return network
 
     def prepare(self) -> None:
-        """Compile what putting a network together calls, so that none that comes back compiles."""
+        """Compile the functions that build a network, so that no rebuilt one compiles."""
         self.experts.prepare()
 
     def counters(self) -> dict[str, int]:
-        """Networks that were there and that were not, experts merged and dropped, and the bytes
-        that are kept."""
+        """Return the counts of cached and other networks, of merged and evicted experts, and of
+        cached bytes."""
         return {"hits": self.hits, "misses": self.misses, **self.experts.counters()}
 
 
 def task_network(
     experts: DenseExperts | Sequence[Sequence[Expert]], used: Sequence[int | None]
 ) -> list[Dense]:
-    """A finished network over dense experts; its codes are pool indices, so networks that share
-    experts share work."""
+    """Make the network of a learned task over dense experts. Its codes are pool indices, so that
+    networks with common experts share computation."""
     return [
         Dense(SKIP, None) if expert is None else Dense(expert, experts[block][expert])
         for block, expert in enumerate(used)

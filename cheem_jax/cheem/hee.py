@@ -1,8 +1,8 @@
 """Hierarchical exploration-exploitation sampling in closed form (paper section 'Supernet Training
 via HEE-NAS').
 
-Rows of all tables over earlier networks: the base network first, then tasks 0..t-1. NaN marks an
-absent entry: a task that skipped the block.
+The rows of all tables over earlier networks are the base network, then tasks 0..t-1. NaN marks an
+absent entry: a task that skips the block.
 """
 
 import functools
@@ -19,13 +19,17 @@ from cheem_jax.core.settings import Kind
 
 
 def cosines(
-    known: Float[np.ndarray, "E L D"],
-    seen: Float[np.ndarray, "E L D"],
+    own_means: Float[np.ndarray, "E L D"],
+    new_means: Float[np.ndarray, "E L D"],
     present: Bool[np.ndarray, "E L"],
 ) -> Float[np.ndarray, "E L"]:
-    """cos(mu_l^i, mu_l^{i->t}) per earlier network and block; NaN where absent."""
-    a = known.astype(np.float64)
-    b = seen.astype(np.float64)
+    """Compute cos(mu_l^i, mu_l^{i->t}) per earlier network and block; NaN if absent.
+
+    `own_means` are mu of each network on its own task's images, `new_means` those on the new
+    task's.
+    """
+    a = own_means.astype(np.float64)
+    b = new_means.astype(np.float64)
     norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     return np.where(present, (a * b).sum(axis=-1) / np.maximum(norms, 1e-12), np.nan)
 
@@ -33,9 +37,10 @@ def cosines(
 def norm_cosine(
     cosine: Float[np.ndarray, "E L"], neutral: Bool[np.ndarray, "E"] | None = None
 ) -> Float[np.ndarray, "E L"]:
-    """S = 2 (c - c_min) / (c_max - c_min) - 1, the extremes over all blocks and earlier networks.
+    """Compute S = 2 (c - c_min) / (c_max - c_min) - 1, with the extremes over all blocks and
+    earlier networks.
 
-    Rows marked `neutral` have no known means: S is 0 there and they stay out of the extremes.
+    Rows marked `neutral` have unknown means: their S is 0, and the extremes ignore them.
     """
     counted = cosine if neutral is None else cosine[~neutral]
     counted = counted[~np.isnan(counted)]
@@ -50,8 +55,8 @@ def norm_cosine(
 
 
 def first_level(similarity: Float[np.ndarray, "E"]) -> tuple[Float[np.ndarray, "E"], float]:
-    """One block's psi: probabilities of the earlier networks (0 where absent) and of Aux, S_aux =
-    -max S."""
+    """Compute one block's psi: the probabilities of the earlier networks (0 if absent) and of Aux,
+    with S_aux = -max S."""
     present = ~np.isnan(similarity)
     if not present.any():
         return np.zeros_like(similarity), 1.0
@@ -68,11 +73,11 @@ def exploit_table(
     experts: Sequence[Sequence[int | None]],
     sizes: Sequence[int],
 ) -> Float[np.ndarray, "L C"]:
-    """Exact probability of every candidate of every block under exploitation.
+    """Compute the exact probability of every candidate of every block under exploitation.
 
-    `experts[i][l]` is the expert that network i uses at block l (None where it skips). Tasks that
-    share an expert keep separate entries of the first level but share its candidates. C is padded
-    to a power of two with zeros.
+    `experts[i][l]` is the expert that network i uses in block l (None: it skips). Tasks that share
+    an expert have separate entries in the first level and common candidates. C is padded to a power
+    of two with zeros.
     """
     table = _empty(sizes)
     for block, n in enumerate(sizes):
@@ -98,22 +103,22 @@ def uniform_table(sizes: Sequence[int]) -> Float[np.ndarray, "L C"]:
 def without(
     table: Float[np.ndarray, "L C"], removed: Sequence[Kind], sizes: Sequence[int]
 ) -> Float[np.ndarray, "L C"]:
-    """The table with some ops left out; where nothing else had a probability, uniform over the
-    others."""
+    """Remove some ops from a table, and normalise it; a block without another probability becomes
+    uniform over the other ops."""
     if not removed:
         return table
-    kept = np.zeros_like(table)
+    allowed = np.zeros_like(table)
     for block, n in enumerate(sizes):
         kinds = ["reuse"] * n + ["adapt"] * n + ["new", "skip"]
-        kept[block, : len(kinds)] = ~np.isin(kinds, removed)
-    left = table * kept
-    left = np.where(left.any(axis=1, keepdims=True), left, kept)
-    return left / left.sum(axis=1, keepdims=True)
+        allowed[block, : len(kinds)] = ~np.isin(kinds, removed)
+    rest = table * allowed
+    rest = np.where(rest.any(axis=1, keepdims=True), rest, allowed)
+    return rest / rest.sum(axis=1, keepdims=True)
 
 
 @functools.partial(jax.jit, static_argnames="num")
 def sample(key: jax.Array, table: Float[Array, "L C"], *, num: int) -> Int[Array, "num L"]:
-    """`num` architectures as candidate indices; the i-th depends on the key and i alone."""
+    """Sample `num` architectures as candidate indices; the i-th depends only on the key and i."""
     draw = jax.vmap(lambda i: jax.random.categorical(jax.random.fold_in(key, i), jnp.log(table)))
     return draw(jnp.arange(num))
 
@@ -127,7 +132,8 @@ def sample_mixed(
     *,
     num: int,
 ) -> Int[Array, "num L"]:
-    """`num` architectures, each from `uniform` with probability `epsilon`, else from `exploit`."""
+    """Sample `num` architectures, each from `uniform` with probability `epsilon`, else from
+    `exploit`."""
 
     def draw(i):
         mode_key, draw_key = jax.random.split(jax.random.fold_in(key, i))

@@ -54,7 +54,7 @@ from cheem_jax.run.session import Session
 from cheem_jax.run.training import FitState, images_left
 
 
-class Tables(NamedTuple):
+class SamplingTables(NamedTuple):
     """Probabilities of the candidates of every block."""
 
     exploit: Float[np.ndarray, "L C"]
@@ -181,7 +181,7 @@ class Cheem(ExpertMemory):
             feed_of("training images", task.train),
             feed_of("validation images", task.val),
             budget,
-            Underway.begun(session.saved),
+            Underway.resume(session.saved),
             session,
         )
 
@@ -193,24 +193,24 @@ class Cheem(ExpertMemory):
             with learning.session.phase("similarity"):
                 means = self._earlier_means(learning)
                 base = np.zeros_like(means[0]) if self.base_means is None else self.base_means
-                own = np.stack([base, *(task.means for task in self.memory.tasks)])
+                stored = np.stack([base, *(task.means for task in self.memory.tasks)])
                 present = np.array(
                     [[e is not None for e in experts] for experts in learning.candidates.earlier]
                 )
-                neutral = (np.arange(len(own)) == 0) & (self.base_means is None)
-                underway.similarity = norm_cosine(cosines(own, means, present), neutral)
+                neutral = (np.arange(len(stored)) == 0) & (self.base_means is None)
+                underway.similarity = norm_cosine(cosines(stored, means, present), neutral)
         return underway.similarity
 
-    def tables(self, learning: Learning, similarity: np.ndarray) -> Tables:
+    def tables(self, learning: Learning, similarity: np.ndarray) -> SamplingTables:
         """Compute the probabilities that supernet training and search sample from."""
         candidates = learning.candidates
         exploit = exploit_table(similarity, candidates.earlier, candidates.sizes)
         uniform = uniform_table(candidates.sizes)
-        return Tables(
+        return SamplingTables(
             *(without(table, self.config.remove, candidates.sizes) for table in (exploit, uniform))
         )
 
-    def train_supernet(self, learning: Learning, tables: Tables) -> SupernetFit:
+    def train_supernet(self, learning: Learning, tables: SamplingTables) -> SupernetFit:
         """Train the supernet (section 'Supernet Training')."""
         config = self.config
         supernet = self._supernet(learning, Phase.SUPERNET_INIT)
@@ -228,7 +228,7 @@ class Cheem(ExpertMemory):
         return self._train(learning, "supernet", fitting, images, draws, Phase.SUPERNET_ORDER)
 
     def search(
-        self, learning: Learning, tables: Tables, trained: SupernetFit
+        self, learning: Learning, tables: SamplingTables, trained: SupernetFit
     ) -> Int[np.ndarray, "L"]:
         """Search the target network; returns its candidate indices. `underway.searched` contains
         everything that was scored."""
@@ -311,8 +311,8 @@ class Cheem(ExpertMemory):
                 val = features_of(base, "val", learning.val)
             if not (np.isfinite(train).all() and np.isfinite(val).all()):
                 return None
-            own = features_of(network, "val", learning.val)
-            return compare_heads(own, head, task, train, val)
+            learned = features_of(network, "val", learning.val)
+            return compare_heads(learned, head, task, train, val)
 
     def finished_means(
         self, learning: Learning, finished: SupernetFit, network: Network
@@ -487,7 +487,7 @@ class Cheem(ExpertMemory):
 def expected_seconds(
     executor: Executor, config: CheemConfig, task: Task, saved: Saved | None = None
 ) -> float:
-    """Estimate the seconds that learning a task takes on this machine, after the state `saved`.
+    """Estimate the seconds for learning a task on this machine, after the state `saved`.
 
     The estimate is the number of passes over images times the measured seconds of one. A training
     step counts as three passes, and augmentation is measured separately. Compilation and the
@@ -512,7 +512,7 @@ def expected_seconds(
         for tokens in AugmentedImages(executor, images, 0).follow(order):
             tokens.values.block_until_ready()
 
-    underway = Underway.begun(saved)
+    underway = Underway.resume(saved)
     trained = sum(
         images_left(underway.fits.get(name, FitState()), fit, num, config.batch_size)
         for name, fit in (("supernet", config.supernet), ("finetune", config.finetune))
@@ -561,11 +561,13 @@ def together(
         range(1, len(earlier)), key=lambda i: [-1 if e is None else e for e in earlier[i]]
     )
     for index in order:
-        own = {(block, expert) for block, expert in enumerate(earlier[index]) if expert is not None}
-        if len(members | own) * size > limit:
+        used = {
+            (block, expert) for block, expert in enumerate(earlier[index]) if expert is not None
+        }
+        if len(members | used) * size > limit:
             yield part
             part = []
             members = set()
         part.append(index)
-        members |= own
+        members |= used
     yield part

@@ -1,5 +1,4 @@
-"""The memory on the disk: a directory per task, and what can be had of it where some are
-corrupted."""
+"""The memory on disk, a directory per task, and the usable part of a corrupted one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from cheem_jax.run.checkpoint import (
 
 
 def save_memory_task(root: Path, memory: InternalMemory, index: int, rank: int) -> Path:
-    """Save what the task at `index` added to the memory; `rank` is that of its Adapt pairs."""
+    """Save the additions of the task at `index`; `rank` is the rank of its Adapt pairs."""
     task = memory.tasks[index]
     number = memory.numbers[index]
     arrays = {
@@ -55,20 +54,20 @@ def save_memory_task(root: Path, memory: InternalMemory, index: int, rank: int) 
 
 
 def save_forgotten(root: Path, memory: InternalMemory, number: int) -> Path:
-    """Save what is left of a forgotten task: the places of its experts, and those that others need;
-    no name, no class.
+    """Save the remainder of a forgotten task: the places of its experts, and the experts that other
+    tasks need, without name and classes.
 
-    Opening the memory then gives every other expert the place that it has always had.
+    All other experts then keep their places when the memory is opened.
     """
     places: list[int | None] = []
     experts, parents = {}, {}
     for index, block in enumerate(memory.pool):
-        own = [place for place, stored in enumerate(block) if stored.origin == number]
-        places.append(own[0] if own else None)
-        if own and not (stored := block[own[0]]).is_gone:
+        added = [place for place, stored in enumerate(block) if stored.origin == number]
+        places.append(added[0] if added else None)
+        if added and not (stored := block[added[0]]).is_gone:
             experts[str(index)], parents[str(index)] = stored.params._asdict(), stored.parent
     directory = root / f"{number:03d}{FORGOTTEN}"
-    # Orbax keeps no empty tree
+    # Orbax cannot store an empty tree
     save_task(
         directory,
         {"experts": experts, "nothing": np.zeros(1)},
@@ -81,10 +80,10 @@ FORGOTTEN = ".forgotten"
 
 
 def open_memory(root: Path, pool: Pool) -> InternalMemory:
-    """The memory of all saved tasks, grown from the backbone's own pool by reading one small
-    directory per task.
+    """Open the memory of all saved tasks: add them to the backbone's own pool, one directory per
+    task.
 
-    Raises ValueError that names every corrupted task, not the first alone.
+    Raises ValueError that names every corrupted task, not only the first.
     """
     memory = InternalMemory(pool)
     directories = saved_tasks(root)
@@ -94,15 +93,15 @@ def open_memory(root: Path, pool: Pool) -> InternalMemory:
 
 
 def with_task(memory: InternalMemory, directory: Path) -> InternalMemory:
-    """A memory and the next task, as it is saved."""
+    """Add the saved next task to a memory."""
     return _with_saved(memory, directory, *load_task(directory))
 
 
 def _with_saved(
     memory: InternalMemory, directory: Path, arrays: Arrays, meta: Mapping[str, Any]
 ) -> InternalMemory:
-    """The memory and the next task; raises ValueError naming its directory where it does not fit
-    those before."""
+    """Add the next task to a memory; raises ValueError naming its directory if it does not fit the
+    earlier tasks."""
     with named(directory):
         if directory.name.endswith(FORGOTTEN):
             return _with_forgotten(memory, arrays, meta)
@@ -119,7 +118,7 @@ def _with_saved(
 def _with_forgotten(
     memory: InternalMemory, arrays: Arrays, meta: Mapping[str, Any]
 ) -> InternalMemory:
-    left = _experts_of(arrays)
+    experts = _experts_of(arrays)
     pool = list(memory.pool)
     number = memory.next_number
     for index, (block, place) in enumerate(zip(memory.pool, meta["forgotten"], strict=True)):
@@ -129,21 +128,21 @@ def _with_forgotten(
             raise ValueError(
                 f"its expert in block {index} was number {place}, but {len(block)} are before it"
             )
-        kept = (
-            StoredExpert(left[index], meta["parents"][str(index)], number)
-            if index in left
+        stored = (
+            StoredExpert(experts[index], meta["parents"][str(index)], number)
+            if index in experts
             else gone(number)
         )
-        pool[index] = (*block, kept)
+        pool[index] = (*block, stored)
     return InternalMemory(tuple(pool), memory.tasks, (*memory.forgotten, number))
 
 
 def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]:
-    """What of a corrupted memory still answers exactly as before, and why each other task does not,
-    by directory.
+    """Open the tasks of a corrupted memory whose predictions are unchanged; returns them and the
+    error of each other task, by directory.
 
-    What builds on a corrupted task's experts is lost with it. The memory is for answering: its pool
-    has gaps.
+    Tasks that use experts of a corrupted task are lost with it. The memory is only for prediction:
+    its pool has gaps.
     """
     blocks = [list(block) for block in pool]
     tasks = list[TaskMemory]()
@@ -162,8 +161,7 @@ def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]
                 else:
                     task, learned = _task_of(arrays, meta)
                     places = task.experts
-                    # a full expert stands on nothing, one that was adapted from an erased one
-                    # neither
+                    # a full expert has no parent, and neither has one whose parent was erased
                     parents = {
                         block: (
                             task.architecture[block].expert if isinstance(params, LowRank) else None

@@ -1,9 +1,9 @@
-"""The supernet of a new task: what can be sampled at each block, and what is learned behind it
-(paper section 'Supernet Construction').
+"""The supernet of a new task: the candidates of each block and their learned parameters (paper
+section 'Supernet Construction').
 
-`Supernet` is what stays as it is while a task learns; `SupernetState` is what changes, an immutable
-pytree that every step replaces. A candidate's parameters begin where it is first sampled, from a
-key that depends only on its place, so memory grows with what was explored and not with the pool.
+`Supernet` is constant during a task. `SupernetState` is an immutable pytree that every step
+replaces. A candidate's parameters are initialised when it is first sampled, from a key that depends
+only on its place, so memory grows with the explored candidates and not with the pool.
 """
 
 import dataclasses
@@ -28,15 +28,15 @@ _adam = optax.scale_by_adam()
 
 
 class OpLearner(NamedTuple):
-    """A learnable op with Adam's moments and step count of its own: where it is not sampled, it
-    keeps all three."""
+    """A learnable op with its Adam moments and step count; steps that do not sample the op leave
+    all three unchanged."""
 
     params: Expert | LowRank
     adam: optax.OptState
 
 
 class HeadLearner(NamedTuple):
-    """The task's head, which every step updates."""
+    """The task's head, updated by every step."""
 
     params: Head
     adam: optax.OptState
@@ -46,8 +46,8 @@ Learner = TypeVar("Learner", OpLearner, HeadLearner)
 
 
 class SupernetState(NamedTuple):
-    """All that a task learns: a learner for each candidate that was sampled, and the head that all
-    of them share."""
+    """The learned part of a task: a learner for each sampled candidate, and the head that all
+    share."""
 
     learners: Mapping[Place, OpLearner]
     """By block and choice, such as `(3, Choice("adapt", 0))`."""
@@ -56,13 +56,13 @@ class SupernetState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Supernet:
-    """What a task may choose at each block, and how what it learns begins. All methods are pure
+    """The candidates of each block, and the initialisation of their learners. All methods are pure
     functions."""
 
     key: jax.Array
-    """Root of the keys of all parameters; a candidate's key follows from its place."""
+    """Root of all parameters' keys; a candidate's key depends on its place."""
     experts: Sequence[Sequence[Expert]]
-    """The frozen dense experts of each block (`pool.dense_experts`); the base's is the first."""
+    """Frozen dense experts of each block (`pool.dense_experts`), the base expert first."""
     num_classes: int
     settings: OpSettings = OpSettings()
 
@@ -73,10 +73,10 @@ class Supernet:
 
     @functools.cached_property
     def setup(self) -> Setup:
-        """What an executor has to know of it to train it."""
-        begun = functools.partial(init_learner, settings=self.settings)
+        """The inputs that an executor needs to train the supernet."""
+        init = functools.partial(init_learner, settings=self.settings)
         shapes = [
-            jax.eval_shape(functools.partial(begun, kind=kind), self.key, self.experts[0][0])
+            jax.eval_shape(functools.partial(init, kind=kind), self.key, self.experts[0][0])
             for kind in ("adapt", "new")
         ]
         adapt, new = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -85,14 +85,14 @@ class Supernet:
         )
 
     def init(self) -> SupernetState:
-        """The state before the first step: a head, and no candidate sampled."""
+        """Initialise the state before the first step: a head, and no learner."""
         width = self.experts[0][0].bias.shape[0]
-        # block index L is the head's place among the keys
+        # among the keys, the head has block index L
         key = key_at(self.key, len(self.experts), 0)
         return SupernetState({}, init_head_learner(key, width, next_power_of_two(self.num_classes)))
 
     def begun_with(self, learned: Mapping[Place, Expert | LowRank], head: Head) -> SupernetState:
-        """A state that begins with a network's own parameters and a padded head."""
+        """Make a state from a network's parameters and a padded head, with fresh moments."""
         learners = {
             place: OpLearner(params, _adam.init(params)) for place, params in learned.items()
         }
@@ -101,8 +101,7 @@ class Supernet:
     def with_learners(
         self, state: SupernetState, architectures: Iterable[Architecture]
     ) -> SupernetState:
-        """The state with a learner for each Adapt and New of these architectures; those it has stay
-        as they are."""
+        """Add the missing learners of these architectures' Adapt and New to a state."""
         places = {
             place for architecture in set(architectures) for place in learned_places(architecture)
         }
@@ -114,12 +113,12 @@ class Supernet:
         )
 
     def learner(self, state: SupernetState, place: Place) -> OpLearner:
-        """The learner of an Adapt or New, at its start where it was never sampled; the state does
-        not change."""
+        """Return the learner of an Adapt or New, initialised if it was never sampled; the state
+        does not change."""
         return state.learners[place] if place in state.learners else self._begin(*place)
 
     def ops(self, state: SupernetState, architecture: Architecture) -> list[Op]:
-        """The ops of an architecture with the parameters behind them."""
+        """Return the ops of an architecture with their parameters."""
         return ops_of(
             architecture, self.experts, self.with_learners(state, [architecture]).learners
         )
@@ -127,35 +126,34 @@ class Supernet:
     def learned(
         self, state: SupernetState, architecture: Architecture
     ) -> dict[int, Expert | LowRank]:
-        """Per block the learned parameters of an architecture's Adapt and New."""
+        """Return the learned parameters of an architecture's Adapt and New, by block."""
         return {
             place[0]: self.learner(state, place).params for place in learned_places(architecture)
         }
 
     def trained_head(self, state: SupernetState) -> Head:
-        """The head without its padding."""
+        """Return the head without its padding."""
         weight, bias = (np.asarray(leaf) for leaf in state.head.params)
         return Head(
             jnp.asarray(weight[:, : self.num_classes]), jnp.asarray(bias[: self.num_classes])
         )
 
     def inherit(self, state: SupernetState, architecture: Architecture) -> SupernetState:
-        """What `state` has learned for one architecture, with fresh moments; nothing of the other
-        candidates."""
+        """Make a state with the learners of one architecture and the head, with fresh moments."""
         places = learned_places(architecture)
         learners = {place: _begun_again(self.learner(state, place)) for place in places}
         return SupernetState(learners, _begun_again(state.head))
 
     def frozen(self, block: int, choice: Choice) -> Expert | None:
-        """The frozen expert behind a choice; None for New and Skip."""
+        """Return the frozen expert of a choice; None for New and Skip."""
         return None if choice.expert is None else self.experts[block][choice.expert]
 
     def code(self, block: int, choice: Choice) -> int:
-        """Candidate index of a choice at a block."""
+        """Return the candidate index of a choice in a block."""
         return int(encode((choice,), self.sizes[block : block + 1])[0])
 
     def arrays(self, state: SupernetState) -> dict[str, Any]:
-        """A state as arrays by name, learners by "block:candidate index"."""
+        """Convert a state to arrays by name; learners are named "block:candidate index"."""
         learners = {
             f"{place[0]}:{self.code(*place)}": _named(learner)
             for place, learner in state.learners.items()
@@ -163,7 +161,7 @@ class Supernet:
         return {"head": _named(state.head)} | ({"learners": learners} if learners else {})
 
     def from_arrays(self, arrays: Mapping[str, Any]) -> SupernetState:
-        """Inverse of `arrays`."""
+        """Invert `arrays`."""
         learners = {}
         for name, leaves in arrays.get("learners", {}).items():
             block, code = map(int, name.split(":"))
@@ -178,7 +176,7 @@ class Supernet:
 
 
 def learned_places(architecture: Architecture) -> list[Place]:
-    """The places of an architecture's Adapt and New, in the order of the blocks."""
+    """List the places of an architecture's Adapt and New, in the order of the blocks."""
     return [
         (block, choice)
         for block, choice in enumerate(architecture)
@@ -207,7 +205,7 @@ def _unnamed(
 
 @functools.partial(jax.jit, static_argnames=("kind", "settings"))
 def init_learner(key: jax.Array, base: Expert, *, kind: Kind, settings: OpSettings) -> OpLearner:
-    """The learner of an Adapt or a New at its start; `base` is the block's expert 0."""
+    """Initialise the learner of an Adapt or a New; `base` is the block's expert 0."""
     if kind == "adapt":
         params = init_low_rank(
             key, num_inputs=base.weight.shape[0], width=base.weight.shape[1], rank=settings.rank
@@ -219,14 +217,13 @@ def init_learner(key: jax.Array, base: Expert, *, kind: Kind, settings: OpSettin
 
 @jax.jit
 def _begun_again(learner: Learner) -> Learner:
-    """The same parameters with fresh moments."""
+    """Replace the moments by fresh ones."""
     return learner._replace(adam=_adam.init(learner.params))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def init_head_learner(key, width: int, num_outputs: int) -> HeadLearner:
-    """A head (truncated normal 0.02, zero bias) padded to a power of two outputs, with fresh
-    moments."""
+    """Initialise a head (truncated normal 0.02, zero bias) padded to a power of two outputs."""
     weight = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, (width, num_outputs))
     head = Head(weight, jnp.zeros(num_outputs))
     return HeadLearner(head, _adam.init(head))
@@ -234,10 +231,12 @@ def init_head_learner(key, width: int, num_outputs: int) -> HeadLearner:
 
 @functools.cache
 def adam_update(new_rate: float = 1.0) -> Callable[..., Any]:
-    """One Adam step (no weight decay) of a learner, where New's rate is a multiple of the others'.
+    """Make a function for one Adam step (no weight decay) of a learner; New's rate is `new_rate`
+    times the others'.
 
-    The bias correction counts this learner's own steps. Where the step's loss is non-finite (see
-    `executor.guard`) the learner stays as it was. The same multiple gives the same function.
+    The bias correction counts the steps of this learner. If the step's loss is non-finite (see
+    `executor.guard`), the learner does not change. Calls with the same `new_rate` return the same
+    function.
     """
 
     @jax.jit

@@ -32,11 +32,12 @@ from cheem_jax.run import training
 from cheem_jax.run.training import FitState
 
 Draws = Callable[[int, int], Int[np.ndarray, "steps L"]]
-"""Epoch and number of steps to candidate indices, one architecture per step."""
+"""Function of the epoch and its number of steps; returns candidate indices, one architecture per
+step."""
 
 
 class SupernetFit(NamedTuple):
-    """A supernet, the state of what it learns, and the progress of that training."""
+    """A supernet, its learned state, and the progress of the training."""
 
     supernet: Supernet
     state: SupernetState
@@ -52,12 +53,12 @@ def train_step(
     *,
     rate: float,
 ) -> tuple[SupernetState, jax.Array]:
-    """One Adam step of one architecture on one batch: the next state, and the mean loss before the
-    step.
+    """Take one Adam step of one architecture on one batch; returns the next state, and the mean
+    loss before the step.
 
-    `step` comes from `make_step` and `rate` is Adam's. What the architecture does not hold keeps
-    parameters, moments and step count; its own Adapt and New begin here where they were never
-    sampled. Where the loss or a gradient is non-finite the loss is NaN and nothing learned changes.
+    `step` is from `make_step`, and `rate` is Adam's. Ops that the architecture does not contain
+    keep parameters, moments and step count; its Adapt and New are initialised if they were never
+    sampled. If the loss or a gradient is non-finite, the loss is NaN and nothing learned changes.
     """
     state, (loss,) = train_steps(executor, supernet, state, [architecture], [step], rates=[rate])
     return state, loss
@@ -72,7 +73,7 @@ def train_steps(
     *,
     rates: Sequence[float],
 ) -> tuple[SupernetState, list[jax.Array]]:
-    """`train_step` for each architecture in turn; `executor.steps_per_call` of them share one
+    """Take a step for each architecture in turn; `executor.steps_per_call` of them share one
     dispatch."""
     state = supernet.with_learners(state, architectures)
     learners, head, losses = executor.train(
@@ -147,7 +148,7 @@ def steps_of(
     order: Sequence[Rows],
     batch_size: int,
 ) -> Iterator[Step]:
-    """Each step's data, in parts as the executor takes them."""
+    """Iterate over the data of each step, divided into the executor's parts."""
     layout = executor.layout
     rows = executor.rows(batch_size)
     parts = [
@@ -165,21 +166,21 @@ def steps_of(
 
 
 def make_step(executor: Executor, images: np.ndarray, labels: Int[np.ndarray, "B"]) -> Step:
-    """A batch of uint8 images `[B, S, S, 3]` and their labels in [0, num_classes), for one training
-    step."""
+    """Make the data of one training step from uint8 images `[B, S, S, 3]` and their labels in [0,
+    num_classes)."""
     (batch,) = batches(np.arange(len(labels)), len(labels))
     return step_of(executor, HostImages(executor, images), labels, batch)
 
 
 def step_of(executor: Executor, feed: Feed, labels: Int[np.ndarray, "N"], batch: Rows) -> Step:
-    """One step's data, in parts as the executor takes them."""
+    """Make the data of one step, divided into the executor's parts."""
     (step,) = steps_of(executor, feed, labels, [batch], len(batch.rows))
     return step
 
 
 def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]:
-    """The blocks before the first that learns, as a forward-only network: what fine-tuning never
-    changes."""
+    """Return the blocks before the first learnable one as a forward-only network; fine-tuning does
+    not change them."""
     prefix = itertools.takewhile(lambda choice: choice.kind in ("reuse", "skip"), architecture)
     return [
         Dense(supernet.code(block, choice), supernet.frozen(block, choice))
@@ -188,13 +189,13 @@ def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]
 
 
 def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
-    """Compile every program that training, scoring and evaluation of this task can call, by running
-    each once.
+    """Compile every function that training, scoring and evaluation of this task can call, by
+    running each once.
 
-    Only shapes matter: a state of its own trains on blank images and is thrown away. After this,
-    sampling an architecture compiles nothing, unless the executor compiles one program per
-    signature. Over several devices the search's first generation compiles its forward programs for
-    each of them.
+    Only shapes matter, so a separate state is trained on blank images and dropped. Afterwards,
+    sampling an architecture compiles nothing, unless the executor compiles a function per
+    signature. With several devices, the search's first generation compiles its forward functions
+    for each of them.
     """
     scratch = supernet.init()
     size = executor.config.image_size
@@ -209,14 +210,14 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     new = Choice("new")
     reuse = Choice("reuse", 0)
     skip = Choice("skip")
-    # (first op, those behind it, the last): each kind behind a learnable one, and each learnable
-    # one as the first
+    # (first op, the following ones, the last): each kind after a learnable one, and each learnable
+    # one first
     patterns = [(adapt, kind, kind) for kind in (reuse, adapt, new, skip)]
     patterns += [(new, skip, reuse), (reuse, reuse, adapt), (skip, reuse, new)]
     if not executor.composes:
         patterns = patterns[
             :1
-        ]  # one program serves them all, or each would be a program of its own
+        ]  # one compiled function serves all patterns, or each pattern would need its own
     for first, behind, end in patterns:
         architecture = (first, *[behind] * (last - 1), end)[-executor.num_blocks :]
         scratch, _ = train_step(executor, supernet, scratch, architecture, step, rate=0.0)
@@ -235,8 +236,8 @@ def supernet_draws(
     uniform: Float[np.ndarray, "L C"],
     epsilon: float,
 ) -> Draws:
-    """Exploration or exploitation for a whole epoch, a fresh architecture per batch (section
-    'Balancing')."""
+    """Sample a new architecture per batch, by exploration or exploitation for a whole epoch
+    (section 'Balancing')."""
 
     def draws(epoch: int, steps: int) -> np.ndarray:
         explore = float(_unit(key_at(mode_key, epoch))) < epsilon
@@ -250,7 +251,7 @@ def supernet_draws(
 
 
 def constant_draws(codes: Int[np.ndarray, "L"]) -> Draws:
-    """The same architecture at every step (fine-tuning)."""
+    """Return the same architecture for every step (fine-tuning)."""
     return lambda epoch, steps: np.broadcast_to(codes, (steps, len(codes)))
 
 
@@ -260,9 +261,9 @@ def dense_network(
     codes: Int[np.ndarray, "L"],
     merged: dict[Place, Expert],
 ) -> list[Dense]:
-    """A sampled architecture as a forward-only network.
+    """Make a forward-only network of a sampled architecture.
 
-    `merged` remembers the dense weights of Adapt and New between calls with the same state.
+    `merged` caches the dense weights of Adapt and New between calls with the same state.
     """
     network = []
     for block, choice in enumerate(decode(codes, supernet.sizes)):
@@ -291,11 +292,10 @@ def supernet_score(
     batch_size: int,
     advance: Advance = unwatched,
 ) -> Score:
-    """The search's fitness: genomes `[P, L]` to right answers `[P]` on held-out images, by the
-    supernet's weights.
+    """Make the search's fitness: it maps genomes `[P, L]` to correct predictions `[P]` on held-out
+    images, by the supernet's weights.
 
-    `feed` gives the images (`HostImages(executor, images)`) and `labels` their classes within the
-    task.
+    `feed` are the images, and `labels` their classes within the task.
     """
     merged: dict[Place, Expert] = {}
 
@@ -316,7 +316,7 @@ def supernet_score(
 
 
 def architecture_flops(executor: Executor, supernet: Supernet) -> Score:
-    """FLOPs of genomes by the paper's convention, without head."""
+    """Make a function for the FLOPs of genomes by the paper's convention, without head."""
     rank = supernet.settings.rank
     return lambda genomes: np.array(
         [

@@ -16,7 +16,7 @@ from cheem_jax.cheem.closed_form import closed_form_score
 from cheem_jax.cheem.config import PRESETS, CheemConfig
 from cheem_jax.cheem.evolution import Score
 from cheem_jax.cheem.hee import sample
-from cheem_jax.cheem.learner import Cheem, Learning, Tables
+from cheem_jax.cheem.learner import Cheem, Learning, SamplingTables
 from cheem_jax.cheem.training import SupernetFit, architecture_flops, dense_network, supernet_score
 from cheem_jax.core.architecture import decode, to_strings
 from cheem_jax.core.interruption import Stop
@@ -262,7 +262,7 @@ def settings_of(config: CheemConfig) -> str:
     return fingerprint.digest(to_json(dataclasses.asdict(config)))
 
 
-def sample_both(keys: Keys, index: int, tables: Tables, num: int) -> Int[np.ndarray, "P L"]:
+def sample_both(keys: Keys, index: int, tables: SamplingTables, num: int) -> Int[np.ndarray, "P L"]:
     """Sample half of `num` different architectures by HEE and half uniformly; fewer in a small
     space."""
     genomes: dict[tuple[int, ...], None] = {}
