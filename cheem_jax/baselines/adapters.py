@@ -98,8 +98,7 @@ class AdapterBaseline(OneHead):
         return np.asarray(grow_head(key, None, self.executor.config.width, 0, num).weight)[:, :num]
 
     def adapted_costs(self, num_classes: int, head: int = 0) -> dict[str, int]:
-        """FLOPs of a pass with adapters and `head` FLOPs of another head; the paper counts neither
-        of both."""
+        """FLOPs of a pass with adapters and a head of `head` FLOPs; the paper counts neither."""
         vit = self.executor.config
         rank = self.config.bottleneck
         executed = executed_adapter_flops(vit, rank) + head

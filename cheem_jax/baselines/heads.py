@@ -1,7 +1,6 @@
-"""Heads of the baselines, one over all classes seen or one per task, and the predictions that their
-logits give.
+"""Heads of the baselines, one for all classes or one per task, and predictions from their logits.
 
-All are padded to a power of two, so that few compiled functions serve every number of classes.
+Heads are padded to a power of two, so that few compiled functions serve all numbers of classes.
 """
 
 import functools
@@ -43,7 +42,7 @@ class Classes:
 
     @property
     def first(self) -> np.ndarray:
-        """First column of each task, and behind them the number of all classes."""
+        """First column of each task, then the number of all classes."""
         return np.cumsum([0, *map(len, self.classes)])
 
     @property
@@ -116,12 +115,12 @@ def local_cross_entropy(
 
 
 def head_logits(head: Head, features: Float[Array, "B D"]) -> Float[Array, "B P"]:
-    """Logits of a linear head."""
+    """Compute the logits of a linear head."""
     return features @ head.weight + head.bias
 
 
 def cut(head: Head, num: int) -> Head:
-    """A head without its padding, on the host."""
+    """Remove the padding of a head, on the host."""
     return Head(np.asarray(head.weight)[:, :num], np.asarray(head.bias)[:num])  # pyright: ignore[reportArgumentType]
 
 
