@@ -30,10 +30,10 @@ from cheem_jax.run.results import accuracies, results_of, write_answers, write_r
 from cheem_jax.run.rolling import Rolling
 from cheem_jax.run.session import Session, open_session
 from cheem_jax.run_config import (
-    Inputs,
+    PreparedRun,
     RouterWeights,
-    Run,
     RunConfig,
+    RunInputs,
     prepare_run,
 )
 
@@ -75,7 +75,7 @@ def run_stream(
     directory = absolute(directory)
     if tensorboard:
         check_installed()
-    inputs = Inputs(stream, pretrained, router, config)
+    inputs = RunInputs(stream, pretrained, router, config)
     run = prepare_run(inputs, progress, base_images=base_images, workshop=workshop)
     with open_session(directory, run.identity, run.conditions, progress, save_every) as session:
         num_finished = _restore_run(session, run)
@@ -93,7 +93,7 @@ def run_stream(
         return results
 
 
-def _restore_run(session: Session, run: Run) -> int:
+def _restore_run(session: Session, run: PreparedRun) -> int:
     """Return the number of finished tasks."""
     names = [task.name for task in run.inputs.stream.tasks]
     if not session.is_resumed:
@@ -102,7 +102,7 @@ def _restore_run(session: Session, run: Run) -> int:
 
 
 def _record_start(
-    session: Session, run: Run, num_finished: int, start: Mark, **origin: Any
+    session: Session, run: PreparedRun, num_finished: int, start: Mark, **origin: Any
 ) -> None:
     """Record and say that the run begins, resumes or is complete; `origin` are the command and the
     source of the data."""

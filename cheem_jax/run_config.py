@@ -69,7 +69,7 @@ class BaseMeans(NamedTuple):
     between machines."""
 
 
-class Inputs(NamedTuple):
+class RunInputs(NamedTuple):
     """Data, weights and settings of a run."""
 
     stream: Stream
@@ -255,10 +255,10 @@ def make_methods(
     return methods, FullFinetune(networks, config.upper_bound, keys, num_tasks)
 
 
-class Run(NamedTuple):
+class PreparedRun(NamedTuple):
     """A run that is ready to start."""
 
-    inputs: Inputs
+    inputs: RunInputs
     networks: FrozenNetworks
     methods: Sequence[Method]
     bound: FullFinetune | None
@@ -271,12 +271,12 @@ class Run(NamedTuple):
 
 
 def prepare_run(
-    inputs: Inputs,
+    inputs: RunInputs,
     progress: Progress,
     *,
     base_images: Images | None = None,
     workshop: dict[Any, FrozenNetworks] | None = None,
-) -> Run:
+) -> PreparedRun:
     """Check the settings and build the networks and methods of a run.
 
     Raises ValueError if the settings do not fit each other, the stream or the weights, or if the
@@ -312,4 +312,4 @@ def prepare_run(
     methods, bound = make_methods(config, networks, len(stream.tasks), base)
     notes = [f"{config.method.name}: {note}" for note in methods[0].check(stream.tasks)]
     remarks = [*inputs.remarks(networks.executor), *notes]
-    return Run(inputs, networks, methods, bound, identity, conditions, remarks)
+    return PreparedRun(inputs, networks, methods, bound, identity, conditions, remarks)

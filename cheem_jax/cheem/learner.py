@@ -132,7 +132,9 @@ class Cheem(ExpertMemory):
         head = supernet.trained_head(state)
         compared = None
         if self.config.fallback or self.always_compares:
-            compared = self.compare(learning, network, head)
+            compared = compare_with_frozen(
+                self.executor, self.features, learning, network, head, self.batch_size
+            )
         if compared is not None and self.config.fallback and compared.is_frozen_better:
             architecture = (Choice("reuse", 0),) * len(pool)
             network = base_network(self.executor)
@@ -157,7 +159,7 @@ class Cheem(ExpertMemory):
             "supernet_losses": trained.progress.losses,
             "finetune_losses": finished.progress.losses,
             "skipped_steps": learning.underway.skipped,
-            **self._search_report(learning, codes),
+            **search_report(learning, codes, len(self._scored_rows(learning)), self.config),
             "not_kept": list(dict.fromkeys(learning.budget.refused)),
             "engine": self.executor.counters(),
             "seconds": session.seconds,
@@ -291,29 +293,6 @@ class Cheem(ExpertMemory):
         draws = constant_draws(codes)
         return self._train(learning, "finetune", fitting, images, draws, Phase.FINETUNE_ORDER)
 
-    def compare(self, learning: Learning, network: Network, head: Head) -> HeadComparison | None:
-        """Compare the learned network with the frozen backbone and a ridge head, on the validation
-        images; None if the backbone's features are non-finite."""
-        task = learning.task
-
-        def features_of(network: Network, name: str, feed: Feed) -> Float[np.ndarray, "N D"]:
-            num = len(task.splits[name].labels)
-            return network_features(
-                self.executor, [network], feed, num, batch_size=self.batch_size
-            )[0]
-
-        with learning.session.phase("finetune"):
-            if self.features.ends(self.executor):
-                train, val = self.features(task.train.images), self.features(task.val.images)
-            else:
-                base = base_network(self.executor)
-                train = features_of(base, "train", learning.train)
-                val = features_of(base, "val", learning.val)
-            if not (np.isfinite(train).all() and np.isfinite(val).all()):
-                return None
-            learned = features_of(network, "val", learning.val)
-            return compare_heads(learned, head, task, train, val)
-
     def finished_means(
         self, learning: Learning, finished: SupernetFit, network: Network
     ) -> TokenMeans:
@@ -435,30 +414,6 @@ class Cheem(ExpertMemory):
             **common,
         )
 
-    def _search_report(self, learning: Learning, codes: Int[np.ndarray, "L"]) -> dict[str, Any]:
-        searched = learning.underway.searched
-        assert searched is not None, "the search has ended"
-        genomes, correct, flops = searched.scored
-        num_images = len(self._scored_rows(learning)) + len(learning.task.val.labels)
-        chosen = int(np.flatnonzero((genomes == codes).all(axis=1))[0])
-        search = {
-            "correct": correct.tolist(),
-            "flops": flops.astype(int).tolist(),
-            "population": self.config.search.population,
-            "num_images": num_images,
-            "chosen": chosen,
-        }
-        name = "validation_accuracy"
-        if self.config.score != "shared_head":  # training images count too
-            name = "score"
-            search["score"] = self.config.score
-        return {
-            "searched": len(genomes),
-            "search": search,
-            name: float(correct[chosen]) / num_images,
-            f"best_{name}": float(np.nanmax(correct)) / num_images,
-        }
-
     def _earlier_means(self, learning: Learning) -> Float[np.ndarray, "E L D"]:
         """Compute mu of the task's images by the base network and every earlier task's; 0 in
         skipped blocks."""
@@ -482,6 +437,64 @@ class Cheem(ExpertMemory):
                 if part[0] == 0 and self.features.ends(self.executor):
                     self.features.store(task.train.images, tokens.features)
         return means
+
+
+def search_report(
+    learning: Learning, codes: Int[np.ndarray, "L"], num_train: int, config: CheemConfig
+) -> dict[str, Any]:
+    """Report a finished search that selected `codes` and scored `num_train` training images besides
+    the validation images."""
+    searched = learning.underway.searched
+    assert searched is not None, "the search has ended"
+    genomes, correct, flops = searched.scored
+    num_images = num_train + len(learning.task.val.labels)
+    chosen = int(np.flatnonzero((genomes == codes).all(axis=1))[0])
+    search = {
+        "correct": correct.tolist(),
+        "flops": flops.astype(int).tolist(),
+        "population": config.search.population,
+        "num_images": num_images,
+        "chosen": chosen,
+    }
+    name = "validation_accuracy"
+    if config.score != "shared_head":  # training images count too
+        name = "score"
+        search["score"] = config.score
+    return {
+        "searched": len(genomes),
+        "search": search,
+        name: float(correct[chosen]) / num_images,
+        f"best_{name}": float(np.nanmax(correct)) / num_images,
+    }
+
+
+def compare_with_frozen(
+    executor: Executor,
+    frozen: FrozenFeatures,
+    learning: Learning,
+    network: Network,
+    head: Head,
+    batch_size: int,
+) -> HeadComparison | None:
+    """Compare the learned network with the frozen backbone and a ridge head, on the validation
+    images; None if the backbone's features are non-finite."""
+    task = learning.task
+
+    def features_of(network: Network, name: str, feed: Feed) -> Float[np.ndarray, "N D"]:
+        num = len(task.splits[name].labels)
+        return network_features(executor, [network], feed, num, batch_size=batch_size)[0]
+
+    with learning.session.phase("finetune"):
+        if frozen.ends(executor):
+            train, val = frozen(task.train.images), frozen(task.val.images)
+        else:
+            base = base_network(executor)
+            train = features_of(base, "train", learning.train)
+            val = features_of(base, "val", learning.val)
+        if not (np.isfinite(train).all() and np.isfinite(val).all()):
+            return None
+        learned = features_of(network, "val", learning.val)
+        return compare_heads(learned, head, task, train, val)
 
 
 def expected_seconds(
