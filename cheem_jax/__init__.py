@@ -1,8 +1,8 @@
-"""Continual learning with Vision Transformers: earlier tasks keep their parameters, no old image is
-stored.
+"""Continual learning with Vision Transformers: earlier tasks keep their parameters, and no image of
+them is stored.
 
-`create`, `open` and `begin_with` give an `OpenMemory`: see `cheem_jax.memory`. The rest are CHEEM's
-parts for research: docs/guides/research.md goes through them.
+`create`, `open` and `begin_with` return an `OpenMemory`; see `cheem_jax.memory`. The other names
+are CHEEM's parts for research, which docs/guides/research.md explains.
 """
 
 import importlib
@@ -61,7 +61,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    # late, because processes that only decode pictures import this package and need no JAX
+    # imported on access: processes that decode images import this package and need no JAX
     if name not in _PLACES:
         raise AttributeError(f"module 'cheem_jax' has no attribute {name!r}")
     module, _, attribute = _PLACES[name].rpartition(".")

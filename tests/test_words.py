@@ -137,12 +137,9 @@ PENDING = (
     "baselines",
     "cli",
     "engine",
-    "export",
     "memory",
     "report",
     "serve",
-    "__init__.py",
-    "__main__.py",
     "continual.py",
     "run_config.py",
 )

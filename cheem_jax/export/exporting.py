@@ -1,4 +1,4 @@
-"""A memory, or one task's network, written as a file that other programs run; checked before it is
+"""Export a memory, or one task's network, to a file for other software; checked before it is
 written."""
 
 import dataclasses
@@ -48,58 +48,56 @@ PACKAGES: dict[Format, tuple[str, ...]] = {
     "timm": ("safetensors",),
 }
 LIMIT = 2**31 - 2**20
-"""Bytes that a file of weights may hold: neither flatbuffers nor protobuf can write two
-gigabytes."""
+"""Largest weights in bytes: flatbuffers and protobuf cannot write 2 GiB."""
 TOLERANCE = 1e-4
-"""Largest difference that a file may show, where logits are larger than 1 relative to the
-largest."""
+"""Largest accepted difference; relative to the largest logit if that exceeds 1."""
 NUM_IMAGES = 6
-"""Compared at a time, so that few functions are compiled."""
+"""Images per call of the check, so that few functions are compiled."""
 NUM_CANDIDATES = 4 * NUM_IMAGES
 NUM_STEPS = 100
-"""At most so many changes of an image until it leads to a task."""
+"""Steps that change an image until the router infers its task, at most."""
 LARGEST_STEP = 8
-"""Of a pixel in one of these; from the first to the last step it falls to 1."""
+"""Change of a pixel in the first step; it falls to 1 in the last."""
 NUM_TIMED = 5
 
 
 class Exported(NamedTuple):
-    """What was written, and how it was checked."""
+    """The file that was written, and the result of its check."""
 
     file: Path
     num_bytes: int
     largest_difference: float
-    """Over logits and distances of images that lead to every task, against the plain network."""
+    """Largest difference of logits and distances from the plain network, over images of every
+    task."""
     seconds_per_image: float | None
-    """Of the file itself with one image on this machine; None where the file does not compute by
-    itself."""
+    """Time of the file with one image on this machine; None if the file contains weights only."""
     notes: tuple[str, ...]
 
 
 def kind_of(file: Path) -> Format:
-    """The format that the file's ending names. Raises ValueError for another ending."""
+    """The format of a file's suffix; ValueError for others."""
     for kind, suffix in SUFFIXES.items():
         if suffix == file.suffix.lower():
             return kind
-    known = ", ".join(f"{suffix} ({kind})" for kind, suffix in SUFFIXES.items())
+    suffixes = ", ".join(f"{suffix} ({kind})" for kind, suffix in SUFFIXES.items())
     raise ValueError(
-        f"{str(file)!r} has an unknown ending; expected one of {known}, or name the format"
+        f"{str(file)!r} has an unknown ending; expected one of {suffixes}, or name the format"
     )
 
 
 def export(
     subject: Subject, file: Path, kind: Format, *, task: str | None = None, overwrite: bool = False
 ) -> Exported:
-    """Write the network of the named task, or without a name the whole routed memory.
+    """Write the network of one task, or without `task` the whole memory with its router.
 
-    A task's network: `images` to `logits`. The memory: `images` to `task`, `logits` and `distance`;
-    the pass that infers the task is shared with the task's network as far as they are equal, and
-    only that task's network runs. A description (classes, architectures, inputs and outputs) goes
-    into the file, or lies next to a StableHLO one as `<file>.json`. timm's weights are those of one
-    task, whose name is needed where there are several.
+    A task's network: `images` to `logits`. A memory: `images` to `task`, `logits` and `distance`;
+    the router's pass is shared with the equal first blocks of each task network, and only the
+    inferred task's network runs. The file contains a description (classes, architectures, inputs
+    and outputs); for StableHLO it is `<file>.json`. timm weights contain one task, which `task`
+    selects unless it is the only one.
 
-    Raises ValueError for what cannot be exported or written so, and RuntimeError where the file's
-    answers differ from the network's by more than 1e-4; then nothing is written.
+    Raises ValueError for a subject or file that cannot be exported, and RuntimeError if the file's
+    results differ from the network's by more than 1e-4; then no file is written.
     """
     description_file = file.with_name(f"{file.name}.json") if kind == "stablehlo" else None
     if file.suffix != SUFFIXES[kind]:
@@ -113,7 +111,7 @@ def export(
             raise ValueError(
                 f"{place} exists already; choose another file, or add --overwrite (overwrite=True)"
             )
-    names = [known.name for known in subject.tasks]
+    names = [task.name for task in subject.tasks]
     if task is None and kind == "timm":
         if len(names) > 1:
             raise ValueError(
@@ -145,7 +143,7 @@ def export(
         case "stablehlo":
             made = stablehlo(_program(subject, index), size)
     difference, compared = check(subject, index, made.run)
-    # timm's weights do not compute by themselves
+    # timm weights cannot be run
     seconds = None if kind == "timm" else seconds_per_image(made.run, size)
     notes = list(made.notes)
     if index is None:
@@ -163,7 +161,7 @@ def export(
         try:
             write_atomically(description_file, json.dumps(description, indent=1))
         except BaseException:
-            file.unlink()  # nobody could tell its classes
+            file.unlink()  # without its description the file has no class names
             raise
     return Exported(file, len(made.content), difference, seconds, tuple(notes))
 
@@ -173,8 +171,7 @@ def _program(subject: Subject, index: int | None) -> Program:
 
 
 def _description(subject: Subject, index: int | None, kind: Format) -> dict[str, Any]:
-    """What a reader of the file has to know, as JSON values: one task's network, or the memory
-    (None)."""
+    """The description of one task's network, or of the memory (None), as JSON values."""
     config = subject.vit.config
     tasks = subject.tasks if index is None else (subject.tasks[index],)
     images = (
@@ -230,12 +227,12 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
 
 
 def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int]]:
-    """The largest difference between a file's answers and ours, and the tasks that were compared.
+    """The largest difference of a file's results from ours, and the tasks that were compared.
 
-    A memory's file is given images that lead to each of its tasks. Images are given together and
-    one alone; RuntimeError where the difference is too large. Our answers are those of the plain
-    network with ops and of the router with SciPy, which no file is made of. A task's file has
-    merged experts, so low-rank pairs run here, and the other way round for the memory's.
+    A memory's file is checked with images of each of its tasks, in batches and one alone. Our
+    results are those of the plain network and of the router in NumPy, from which no file is made. A
+    task's file has merged experts, so they are compared with low-rank pairs, and vice versa for a
+    memory. Raises RuntimeError if the difference is too large.
     """
     graphdef, state = nnx.split(subject.vit)
     features = jax.jit(
@@ -256,10 +253,10 @@ def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int
         np.arange(len(images))[begin : begin + NUM_IMAGES]
         for begin in range(0, len(images), NUM_IMAGES)
     ] + [np.arange(1)]:
-        found = run(images[rows])
-        tasks = np.full(len(rows), index) if routing is None else found["task"]
+        results = run(images[rows])
+        tasks = np.full(len(rows), index) if routing is None else results["task"]
         differences += (
-            [] if routing is None else [routing.difference(rows, tasks, found["distance"])]
+            [] if routing is None else [routing.difference(rows, tasks, results["distance"])]
         )
         logits = {-1: np.zeros((len(rows), 0))}
         for row, task in enumerate(tasks.tolist()):
@@ -267,20 +264,20 @@ def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int
                 head = subject.tasks[task].head
                 ops = stored_ops(subject)[task] if routing is None else dense_ops(subject, task)
                 with jax.default_matmul_precision("highest"):
-                    # of all images of a part, so that few functions are compiled
-                    seen = np.asarray(
+                    # of whole batches, so that few functions are compiled
+                    features_of_images = np.asarray(
                         features(
                             state, ops, images[:NUM_IMAGES] if len(rows) == 1 else images[rows]
                         )
                     )
-                logits[task] = seen @ np.asarray(head.weight) + np.asarray(head.bias)
+                logits[task] = features_of_images @ np.asarray(head.weight) + np.asarray(head.bias)
                 compared.add(task)
                 scale = max(scale, _largest(logits[task]))
             wanted = logits[task][row]
-            own = found["logits"][row]
+            row_logits = results["logits"][row]
             differences += [
-                _largest(own[: len(wanted)] - wanted),
-                _largest(own[len(wanted) :] / FAR - 1),
+                _largest(row_logits[: len(wanted)] - wanted),
+                _largest(row_logits[len(wanted) :] / FAR - 1),
             ]
     largest = max(differences)
     if not largest <= TOLERANCE * max(1.0, scale):
@@ -292,15 +289,14 @@ def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int
 
 
 def seconds_per_image(run: Run, image_size: int) -> float:
-    """The median of a few calls with one image, after one that is not counted."""
+    """Median time of one image in seconds; the first call is not counted."""
     image = random_images(image_size, 1)
     run(image)
     return statistics.median(timeit.repeat(lambda: run(image), number=1, repeat=NUM_TIMED))
 
 
 def random_images(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
-    """Coloured squares, from one over the whole image to one per pixel: features differ more than
-    those of noise."""
+    """Images of coloured squares of any size; their features differ more than those of noise."""
     rng = np.random.default_rng(0)
     images = []
     for _ in range(num):
@@ -313,10 +309,10 @@ def random_images(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
 def leading(
     subject: Subject, images: UInt8[np.ndarray, "N S S 3"], tasks: Int[np.ndarray, "N"]
 ) -> UInt8[np.ndarray, "N S S 3"]:
-    """The images, each changed step by step towards its task until the router infers it.
+    """Change each image step by step until the router infers its task.
 
-    Pixels move by the sign of the slope of the task's lead over the others, then of the distance
-    beyond its threshold.
+    Each step follows the sign of the gradient: of the lead of other tasks, then of the distance
+    beyond the task's threshold.
     """
     distances = distances_of(subject)
     to_own = to_centroids(subject)
@@ -332,13 +328,13 @@ def leading(
         )
         lag = distance[rows, tasks] - others
         beyond = to_own(features)[rows, tasks] - thresholds[tasks]
-        # more than rounding changes
+        # a margin against rounding
         lags, is_beyond = lag > -1e-4 * jnp.abs(others), beyond > -1e-4 * thresholds[tasks]
-        left = jnp.where(lags, lag, jnp.where(is_beyond, beyond, 0.0))
-        return left.sum(), lags | is_beyond
+        remaining = jnp.where(lags, lag, jnp.where(is_beyond, beyond, 0.0))
+        return remaining.sum(), lags | is_beyond
 
     slopes = jax.jit(jax.grad(behind, has_aux=True))
-    found = []
+    changed = []
     for begin in range(0, len(tasks), NUM_IMAGES):
         wanted = np.resize(tasks[begin : begin + NUM_IMAGES], NUM_IMAGES)
         pixels = np.resize(
@@ -346,28 +342,30 @@ def leading(
         ).astype(np.float32)
         for step in range(NUM_STEPS):
             with jax.default_matmul_precision("highest"):
-                slope, is_left = map(np.asarray, slopes(pixels, wanted))
-            if not is_left.any():
+                slope, is_remaining = map(np.asarray, slopes(pixels, wanted))
+            if not is_remaining.any():
                 break
             size = max(1, round(LARGEST_STEP * (1 - step / NUM_STEPS)))
-            pixels = np.clip(pixels - size * np.sign(slope) * is_left[:, None, None, None], 0, 255)
-        found.append(pixels.astype(np.uint8)[: len(tasks[begin : begin + NUM_IMAGES])])
-    return np.concatenate(found)
+            pixels = np.clip(
+                pixels - size * np.sign(slope) * is_remaining[:, None, None, None], 0, 255
+            )
+        changed.append(pixels.astype(np.uint8)[: len(tasks[begin : begin + NUM_IMAGES])])
+    return np.concatenate(changed)
 
 
 class _Routing:
-    """Images that lead to each task, and how far the router itself finds each task from them."""
+    """Images of each task, and the router's distances for them."""
 
     def __init__(self, subject: Subject):
         candidates = random_images(subject.vit.config.image_size, NUM_CANDIDATES)
         distance, nearest, beyond = self._routed(subject, candidates)
         if unseen := sorted(set(range(len(subject.tasks))) - set(nearest[beyond <= 0].tolist())):
-            # the random image that is nearest, compared with how near other tasks are
+            # the random image with the smallest lead of other tasks
             begin = (distance - distance.min(axis=1, keepdims=True)).argmin(axis=0)
             led = leading(subject, candidates[begin[unseen]], np.asarray(unseen, np.int32))
             candidates = np.concatenate([candidates, led])
             distance, nearest, beyond = self._routed(subject, candidates)
-        # one for each task that they lead to, then any others
+        # one image per inferred task first, then others
         _, first = np.unique(np.where(beyond <= 0, nearest, -1), return_index=True)
         others = [row for row in range(len(candidates)) if row not in first]
         rows = [*first, *others[: -len(first) % NUM_IMAGES]]
@@ -375,32 +373,30 @@ class _Routing:
         self.distance = distance[rows]
         self.nearest = nearest[rows]
         self.beyond = beyond[rows]
-        """How much farther the nearest task is than its threshold."""
-        # a Mahalanobis distance may be thousands: errors are relative to a task's largest
+        """Distance of the nearest task minus its threshold."""
+        # Mahalanobis distances can be thousands: errors are relative to a task's largest distance
         self.far = np.maximum(np.abs(distance).max(axis=0), 1)
 
     def _routed(
         self, subject: Subject, images: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Distances to all tasks, the nearest one, and how much farther that is than its
-        threshold."""
+        """Distances to all tasks, the nearest task, and its distance minus its threshold."""
         engine = EngineConfig(executor="stages")
         executor = make_executor(subject.vit, subject.placement, engine, batch_size=NUM_IMAGES)
         with jax.default_matmul_precision("highest"):
-            seen = Backbone(executor, subject.router).features(images, batch_size=NUM_IMAGES)
+            read = Backbone(executor, subject.router).features(images, batch_size=NUM_IMAGES)
         tasks = subject.tasks
         router = Router(subject.router, tuple(task.router_statistics for task in tasks))
-        distance = router.distances(seen)
+        distance = router.distances(read)
         nearest = distance.argmin(axis=1)
-        to_centroids = centroid_distances(seen, [task.centroids for task in tasks])
+        to_centroids = centroid_distances(read, [task.centroids for task in tasks])
         thresholds = np.asarray(subject.thresholds or [np.inf] * len(tasks))
-        return distance, nearest, to_centroids[np.arange(len(seen)), nearest] - thresholds[nearest]
+        return distance, nearest, to_centroids[np.arange(len(read)), nearest] - thresholds[nearest]
 
-    def difference(self, images: np.ndarray, tasks: np.ndarray, found: np.ndarray) -> float:
-        """The largest one in the distances to these images, and how much too far the chosen tasks
-        are.
+    def difference(self, images: np.ndarray, tasks: np.ndarray, distances: np.ndarray) -> float:
+        """The largest error of the file's distances, and of the distances of its tasks.
 
-        A tie or a threshold that rounding decides costs next to nothing.
+        A tie or threshold that rounding decides is a small error.
         """
         distance = self.distance[images]
         nearest = self.nearest[images]
@@ -408,9 +404,9 @@ class _Routing:
         rows = np.arange(len(images))
         farther = (distance[rows, tasks] - distance[rows, nearest]) / self.far[tasks]
         regret = np.where(tasks < 0, np.maximum(-beyond, 0), farther + np.maximum(beyond, 0))
-        return max(_largest((found - distance) / self.far), _largest(regret))
+        return max(_largest((distances - distance) / self.far), _largest(regret))
 
 
 def _largest(values: np.ndarray) -> float:
-    """The largest absolute value; inf where one is NaN or infinite."""
+    """The largest absolute value; inf if a value is non-finite."""
     return float(np.abs(values).max(initial=0)) if np.isfinite(values).all() else float("inf")

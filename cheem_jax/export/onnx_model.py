@@ -1,9 +1,7 @@
-"""ONNX through jax2onnx, checked in onnxruntime. A file contains each weight once, whichever tasks
-use it.
+"""ONNX files by jax2onnx, checked in onnxruntime; each weight is in the file once.
 
-Two passes over the graph do what jax2onnx leaves to be desired in programs with branches and loops:
-a graph inside another one, a branch or a loop's body, may read whatever the graph around it
-contains.
+Two passes over the graph improve jax2onnx's branches and loops: an inner graph, a branch or the
+body of a loop, can read values of the graph around it.
 """
 
 import importlib.metadata
@@ -21,20 +19,20 @@ import numpy as np
 from cheem_jax.export.programs import Artefact, Program
 
 OPSET = 18
-"""The oldest one that has all operators, so that older runtimes read the file as well."""
+"""The oldest version with all operators, for older runtimes."""
 
 
 def make(
     program: Program, image_size: int, outputs: Sequence[str], description: dict[str, Any]
 ) -> Artefact:
-    """The program for any number of images, its description as the metadata `cheem_jax`."""
+    """An ONNX file for any number of images, with the description as its metadata `cheem_jax`."""
     with _quiet():
         import jax2onnx  # pyright: ignore[reportMissingImports]
         import onnxruntime  # pyright: ignore[reportMissingImports]
 
     def in_order(images):
-        found = program(images)
-        return tuple(found[name] for name in outputs)
+        outputs_by_name = program(images)
+        return tuple(outputs_by_name[name] for name in outputs)
 
     try:
         with _quiet():
@@ -49,14 +47,14 @@ def make(
             )
         _share_weights(model.graph)
         _keep_outside_loops(model.graph)
-        for output in model.graph.output:  # named by the converter after a sentinel of its own
+        for output in model.graph.output:  # the converter uses another name
             output.type.tensor_type.shape.dim[0].dim_param = "batch"
         entry = model.metadata_props.add()
         entry.key = "cheem_jax"
         entry.value = json.dumps(description)
         content = model.SerializeToString()
         session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    except Exception as error:  # the converter follows JAX at a distance, and fails in any way
+    except Exception as error:  # the converter lags behind JAX and raises any error
         raise ValueError(
             f"jax2onnx {importlib.metadata.version('jax2onnx')} makes no ONNX of this with JAX"
             f" {jax.__version__} ({type(error).__name__}: {str(error):.200}); export task by task,"
@@ -64,16 +62,17 @@ def make(
         ) from error
 
     def run(images: np.ndarray) -> dict[str, np.ndarray]:
-        found = session.run(list(outputs), {"images": images})
-        return {name: np.asarray(value) for name, value in zip(outputs, found, strict=True)}
+        outputs_by_name = session.run(list(outputs), {"images": images})
+        return {
+            name: np.asarray(value) for name, value in zip(outputs, outputs_by_name, strict=True)
+        }
 
     return Artefact(content, run, notes=(f"opset {OPSET}",))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without remarks that users can do nothing about: jax2onnx lists every library it knows and
-    does not find."""
+    """Silence jax2onnx, which lists every optional library that is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable()
@@ -84,32 +83,30 @@ def _quiet() -> Iterator[None]:
 
 
 def _share_weights(graph: Any) -> None:
-    """Each distinct constant of a graph and of all inside it once, in the outermost graph.
-
-    As converted, every branch has constants of its own.
-    """
+    """Store each distinct constant once, in the outermost graph; jax2onnx repeats it in each
+    branch."""
     names = dict[bytes, str]()
-    kept = []
+    constants = []
     for inner in list(_graphs(graph)):
         renamed = {}
         for constant in inner.initializer:
-            own = constant.name
+            name = constant.name
             constant.name = ""
             content = constant.SerializeToString(deterministic=True)
             if content not in names:
                 names[content] = constant.name = f"weight_{len(names)}"
-                kept.append(type(constant).FromString(constant.SerializeToString()))
-            renamed[own] = names[content]
+                constants.append(type(constant).FromString(constant.SerializeToString()))
+            renamed[name] = names[content]
         del inner.initializer[:]
         _rename(inner, renamed)
     used = _read(graph)
-    graph.initializer.extend(constant for constant in kept if constant.name in used)
+    graph.initializer.extend(constant for constant in constants if constant.name in used)
 
 
 def _keep_outside_loops(graph: Any) -> None:
-    """Loops read what no turn changes from the graph around them.
+    """Let loops read constant values from the graph around them.
 
-    As converted, all of it is handed from turn to turn, and a runtime copies all weights for each
+    jax2onnx passes them from iteration to iteration, and the runtime copies all weights for each
     image.
     """
     for loop in [node for node in graph.node if node.op_type == "Loop"]:
@@ -117,13 +114,12 @@ def _keep_outside_loops(graph: Any) -> None:
         copied = {node.output[0]: node.input[0] for node in body.node if node.op_type == "Identity"}
         inside = {name for inner in _graphs(body) for node in inner.node for name in node.output}
         renamed, after = {}, {}
-        # a body takes the turn's number and a condition before what is carried, and gives a
-        # condition before it
+        # the body's inputs begin with the iteration and a condition, its outputs with a condition
         for carried in reversed(range(len(loop.input) - 2)):
             outer = loop.input[carried + 2]
             given = body.input[carried + 2].name
-            left = body.output[carried + 1].name
-            if copied.get(left) == given and outer not in inside:
+            returned = body.output[carried + 1].name
+            if copied.get(returned) == given and outer not in inside:
                 renamed[given], after[loop.output[carried]] = outer, outer
                 del (
                     loop.input[carried + 2],
@@ -141,7 +137,7 @@ def _keep_outside_loops(graph: Any) -> None:
 
 
 def _graphs(graph: Any) -> Iterator[Any]:
-    """A graph and all inside it, each before those that it holds."""
+    """A graph and its inner graphs, each before its name."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -150,13 +146,13 @@ def _graphs(graph: Any) -> Iterator[Any]:
 
 
 def _read(graph: Any) -> set[str]:
-    """All names that are read in a graph or inside it, or come out."""
+    """Names that a graph and its inner graphs read or return."""
     read = {name for inner in _graphs(graph) for node in inner.node for name in node.input}
     return read | {output.name for inner in _graphs(graph) for output in inner.output}
 
 
 def _rename(graph: Any, renamed: dict[str, str]) -> None:
-    """Reads by new names, also in the graphs inside."""
+    """Rename inputs and outputs, also in inner graphs."""
     for inner in _graphs(graph):
         for node in inner.node:
             for position, name in enumerate(node.input):

@@ -1,4 +1,4 @@
-"""What is exported, and what its file computes: one task's network, or the whole memory with its
+"""The subject of an export, and the function of its file: one task's network, or a memory with its
 router."""
 
 import dataclasses
@@ -19,29 +19,29 @@ from cheem_jax.core.routing import Router, RouterConfig
 from cheem_jax.core.settings import Placement
 
 Program = Callable[[UInt8[Array, "B S S 3"]], dict[str, Array]]
-"""Images to the outputs by name."""
+"""Images to outputs by name."""
 Distances = Callable[[Float[Array, "B E"]], Float[Array, "B T"]]
 Run = Callable[[np.ndarray], dict[str, np.ndarray]]
-"""Uint8 images `[B, S, S, 3]` to the outputs by name, through what is in the file."""
+"""uint8 images `[B, S, S, 3]` to outputs by name, computed from the content of the file."""
 PLATFORMS = ("cpu", "cuda", "tpu")
-"""That a StableHLO file runs on."""
+"""Platforms of a StableHLO file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A memory that answers; ValueError for one that computes in another precision than float32."""
+    """The memory to export; ValueError if its precision is not float32."""
 
     vit: ViT
-    """In float32, at the size of the images that it will be given."""
+    """In float32, at the image size of the file."""
     placement: Placement
     pool: Pool
-    """Expert 0 of each block is the backbone's own."""
+    """Expert 0 of each block is the pretrained one."""
     tasks: tuple[TaskMemory, ...]
-    """In the order of the router's centroids; a head has one column per class."""
+    """In the order of the router's tasks; a head has one column per class."""
     router: RouterConfig
     thresholds: tuple[float, ...] | None = None
-    """Open set: per task the largest distance to its nearest centroid that is still accepted; None
-    is off."""
+    """Open set: the largest distance to the nearest centroid per task that is accepted; None:
+    off."""
 
     def __post_init__(self) -> None:
         if (precision := self.vit.config.precision) != "float32":
@@ -59,7 +59,7 @@ class Artefact(NamedTuple):
 
 
 def dense_ops(subject: Subject, index: int) -> Ops:
-    """A task's network with every chain of low-rank pairs merged: as fast as the backbone."""
+    """A task's network with all low-rank pairs merged: as fast as the backbone."""
     blocks = zip(subject.pool, subject.tasks[index].experts, strict=True)
     return [
         Skip() if expert is None else Reuse(dense_expert(block, expert)) for block, expert in blocks
@@ -67,15 +67,15 @@ def dense_ops(subject: Subject, index: int) -> Ops:
 
 
 def stored_ops(subject: Subject) -> list[Ops]:
-    """All tasks' networks as the memory stores them; what several tasks use is one array.
+    """All tasks' networks as the memory stores them; experts of several tasks are one array.
 
-    An adapted expert is a full one and a low-rank pair, so that a file grows no faster than the
+    An adapted expert is a full expert and one low-rank pair, so a file grows no faster than the
     memory.
     """
 
     @functools.cache
     def stored(block: int, index: int) -> Reuse | Adapt:
-        """A chain of pairs on a full expert is one pair as wide as all of them."""
+        """The op of an expert: a chain of pairs is one pair with the sum of their ranks."""
         pool = subject.pool[block]
         pairs = []
         root = index
@@ -111,11 +111,11 @@ def task_program(subject: Subject, index: int) -> Program:
 
 
 def memory_program(subject: Subject) -> Program:
-    """Images to task, that task's logits and the distances to all tasks.
+    """Images to the inferred task, its logits and the distances to all tasks.
 
-    The backbone's pass that infers the task is the beginning of each task's network up to its first
-    difference. What comes after it runs image by image, and only for the inferred task: the work of
-    an image is the same in every batch, and does not grow with the number of tasks.
+    The router's pass through the backbone is shared with each task's network up to its first
+    different block. The rest runs per image, for the inferred task only: the work per image does
+    not depend on the batch or on the number of tasks.
     """
     vit = subject.vit
     placement = subject.placement
@@ -133,7 +133,7 @@ def memory_program(subject: Subject) -> Program:
     num_classes = max(len(task.classes) for task in subject.tasks)
 
     def rest(index, x):
-        """A task's network from its first difference on."""
+        """The logits of a task's network, from its first different block."""
         for i in range(begins[index], depth):
             x, _ = vit.blocks[i].run(
                 networks[index][i], x, placement=placement, outputs=vit.outputs(i)
@@ -145,8 +145,8 @@ def memory_program(subject: Subject) -> Program:
         distance = distances(features)
         task = jnp.argmin(distance, axis=1).astype(jnp.int32)
         if thresholds is not None:
-            own = task[:, None] == jnp.arange(len(thresholds))
-            task = jnp.where(((to_own(features) <= thresholds) & own).any(axis=1), task, -1)
+            is_nearest = task[:, None] == jnp.arange(len(thresholds))
+            task = jnp.where(((to_own(features) <= thresholds) & is_nearest).any(axis=1), task, -1)
 
         def answer(one):
             named, tokens = one
@@ -161,7 +161,7 @@ def memory_program(subject: Subject) -> Program:
                 )
             return logits
 
-        # only what some network begins with: the loop reads all it is given
+        # only the tokens at which some network begins: the loop copies all of its inputs
         logits = jax.lax.map(answer, (task, {begin: reached[begin] for begin in set(begins)}))
         return {"task": task, "logits": logits, "distance": distance}
 
@@ -171,10 +171,9 @@ def memory_program(subject: Subject) -> Program:
 def router_pass(
     subject: Subject, images: UInt8[Array, "B S S 3"] | Float[Array, "B S S 3"]
 ) -> tuple[Float[Array, "B E"], dict[int, Float[Array, "B N D"]]]:
-    """The backbone's pass that infers the task: what the router reads, and the tokens before each
-    block.
+    """The router's pass through the backbone: its features, and the tokens before each block.
 
-    Floats are taken as normalised.
+    Float images are normalised already.
     """
     vit = subject.vit
     placement = subject.placement
@@ -193,14 +192,14 @@ def router_pass(
         )
     reached[depth] = x
     parts += [vit.features(x)] if until == depth else []
-    # as `routing.join_tokens`
+    # like `routing.join_tokens`
     return (
         parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1)
     ), reached
 
 
 def _widened(subject: Subject, head: Head) -> Head:
-    """A head as wide as the widest; a class that it lacks gets the logit `FAR`."""
+    """Pad a head to the classes of the largest one, with the logit `FAR`."""
     extra = max(len(task.classes) for task in subject.tasks) - head.bias.shape[0]
     weight = np.pad(np.asarray(head.weight), ((0, 0), (0, extra)))
     bias = np.pad(np.asarray(head.bias), (0, extra), constant_values=FAR)
@@ -208,14 +207,14 @@ def _widened(subject: Subject, head: Head) -> Head:
 
 
 def num_bytes(subject: Subject, index: int | None) -> int:
-    """Bytes of all distinct arrays that a file has to hold."""
+    """Bytes of the distinct arrays of a file."""
     networks = stored_ops(subject) if index is None else [dense_ops(subject, index)]
     leaves = jax.tree.leaves((nnx.state(subject.vit), networks))
     return sum({id(leaf): leaf.nbytes for leaf in leaves}.values())
 
 
 def distances_of(subject: Subject) -> Distances:
-    """What the router of a memory compares, in float32: features to how far each task is."""
+    """The router's distances, in float32: features to the distance from each task."""
     router = Router(subject.router, tuple(task.router_statistics for task in subject.tasks))
     if router.whitening is None:
         return to_centroids(subject)
@@ -230,8 +229,10 @@ def distances_of(subject: Subject) -> Distances:
 
 
 def to_centroids(subject: Subject) -> Distances:
-    """L1 distance to the nearest centroid of each task, which the open set's thresholds compare
-    with every router."""
+    """Features to the L1 distance from the nearest centroid of each task.
+
+    Open-set thresholds apply to these distances with every router.
+    """
     most = max(len(task.centroids) for task in subject.tasks)
     # tasks with fewer centroids repeat their first one
     padded = [
@@ -241,14 +242,14 @@ def to_centroids(subject: Subject) -> Distances:
     rows = np.concatenate(padded)
 
     def distances(features):
-        found = jnp.abs(_unit(features)[:, None] - rows).sum(axis=-1)
-        return found.reshape(-1, len(padded), most).min(axis=2)
+        distances = jnp.abs(_unit(features)[:, None] - rows).sum(axis=-1)
+        return distances.reshape(-1, len(padded), most).min(axis=2)
 
     return distances
 
 
 def _nearest(points: Float[Array, "B E"], rows: Float[np.ndarray, "C E"]) -> Float[Array, "B"]:
-    # squares of differences: in float32 the expanded form would cancel
+    # squared differences, because the expanded form cancels in float32
     return ((points[:, None] - rows) ** 2).sum(axis=-1).min(axis=1)
 
 
@@ -258,24 +259,24 @@ def _unit(features: Float[Array, "B E"]) -> Float[Array, "B E"]:
 
 
 def stablehlo(program: Program, image_size: int) -> Artefact:
-    """The program for any number of images, with its weights, which any later JAX runs on CPU, CUDA
+    """A StableHLO file for any number of images, with its weights, for any later JAX on CPU, CUDA
     and TPU.
 
-    outputs = jax.export.deserialize(bytearray(Path("memory.stablehlo").read_bytes())).call(images)
+      content = bytearray(Path("memory.stablehlo").read_bytes())
+      outputs = jax.export.deserialize(content).call(images)
     """
-    from jax import export  # needs flatbuffers as soon as it writes
+    from jax import export  # needs flatbuffers for writing
 
     (batch,) = export.symbolic_shape("batch")
     images = jax.ShapeDtypeStruct((batch, image_size, image_size, 3), jnp.uint8)
-    # JAX makes its settings' attributes at run time, where a type checker sees none
+    # JAX creates attributes of its settings at run time, which type checkers do not see
     before = jax.config.jax_traceback_in_locations_limit  # pyright: ignore[reportAttributeAccessIssue]
-    # the program names no source files: paths of this machine are nobody's business elsewhere
+    # the file must not contain source paths of this machine
     jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
-        # products in full float32: accelerators would round operands, and answer otherwise than a
-        # CPU
+        # float32 products: accelerators would round operands and predict differently from a CPU
         with jax.default_matmul_precision("highest"):
-            # a function of its own: what was traced before may hold another precision
+            # a new function: the cache of the old one can have traces of another precision
             exported = export.export(jax.jit(lambda images: program(images)), platforms=PLATFORMS)(
                 images
             )

@@ -26,8 +26,7 @@ from cheem_jax.export.programs import Artefact, Subject, dense_ops
 
 
 def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
-    """The state dict of one task's network; ValueError for a backbone that timm does not build by
-    its name."""
+    """The state dict of one task's network; ValueError for a backbone that timm cannot build."""
     from safetensors.numpy import load, save
 
     task = subject.tasks[index]
@@ -88,7 +87,7 @@ def _their_layout(name: str, value: np.ndarray, patch_size: int) -> np.ndarray:
 
 
 def _architecture(config: ViTConfig) -> str:
-    # a distillation token is a register to timm's plain ViT, which has one head
+    # timm's plain ViT treats a distillation token as a register, and has one head
     return (
         config.timm_name.split(".")[0].replace("_distilled", "")
         if config.timm_name
@@ -97,19 +96,18 @@ def _architecture(config: ViTConfig) -> str:
 
 
 def _arguments(config: ViTConfig) -> dict[str, Any]:
-    """Of `timm.create_model`; a backbone that timm does not know is its tiny ViT with other
-    sizes."""
+    """Arguments of `timm.create_model`; other backbones are timm's tiny ViT with other sizes."""
     if config.rotary is not None or config.gated or config.pool != "class":
         raise ValueError(
             f"backbone {config.name!r} has rotary positions, a gated MLP or no class token, which"
             " the export to timm does not write; export it as stablehlo or onnx"
         )
-    found = {"num_classes": config.num_classes, "img_size": config.image_size}
+    arguments = {"num_classes": config.num_classes, "img_size": config.image_size}
     if config.timm_name:
         if not config.num_registers and not re.search("deit3_|dinov2", config.timm_name):
-            return found
-        # LayerScale is part of the weights, and every token has a position
-        return found | {
+            return arguments
+        # LayerScale is merged into the weights, and every token has a position
+        return arguments | {
             "reg_tokens": config.num_registers,
             "no_embed_class": False,
             "init_values": 0,
@@ -132,4 +130,4 @@ def _arguments(config: ViTConfig) -> dict[str, Any]:
             f" {', '.join(odd)}; export it as stablehlo or onnx"
         )
     sizes = {"patch_size": config.patch_size, "embed_dim": config.width, "depth": config.depth}
-    return found | sizes | {"num_heads": config.num_heads, "mlp_ratio": config.mlp_ratio}
+    return arguments | sizes | {"num_heads": config.num_heads, "mlp_ratio": config.mlp_ratio}
