@@ -1,5 +1,4 @@
-"""The page from its parts: a run's headline and what each section says of it, and the template that
-lays it out."""
+"""The HTML page: the headline and the sections of each run, and the template around them."""
 
 import json
 import re
@@ -29,26 +28,27 @@ from cheem_jax.report.finished import (
 )
 from cheem_jax.report.memories import Evaluated
 from cheem_jax.report.page import charts
-from cheem_jax.report.page.charts import Chart, EmptySection, Results
-from cheem_jax.report.page.examples import Examples, examples
+from cheem_jax.report.page.charts import EmptySection
+from cheem_jax.report.page.examples import examples
 from cheem_jax.report.status import read_owner
 from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid, number, percent
 from cheem_jax.run.differences import find_differences, summary
 from cheem_jax.run.record import to_json
+from cheem_jax.run.results import Results
 
 PAGE = "report.html"
 HERE = Path(__file__).parent
 ROWS, MOST_ARCHITECTURES = 1000, 400
-"""Rows of a table, and tasks whose architectures are shown."""
+"""Maximum number of rows in a table, and of tasks with an architecture."""
 CORRUPTED = (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError)
-"""What numbers raise that are not as a run writes them."""
+"""Errors that corrupted results raise."""
 
 
 class Architectures(NamedTuple):
-    """The op at each block of each task as rows of a label, cells and the parameters added.
+    """The op at each block of each task, as rows of a label, cells and the parameters added.
 
-    A cell is a kind, a text, and the pool index of what runs there (None: skipped). For tooltips
-    `pool` has per block and expert its origin (-1: base, -2: forgotten) and parent (-1: none).
+    A cell is an op kind, a text, and the pool index of its expert (None: skipped). For tooltips,
+    `pool` has the origin (-1: base, -2: forgotten) and parent (-1: none) of each expert per block.
     """
 
     rows: list[tuple[str, list[tuple[str, str, int | None]], str]]
@@ -57,16 +57,15 @@ class Architectures(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of a run's page: a figure, a table, and what is missing and why."""
+    """A part of a run's page."""
 
     key: str
     title: str
     lead: str
-    chart: Chart | None = None
-    grid: Grid | None = None
-    architectures: Architectures | None = None
-    examples: Examples | None = None
+    parts: dict[str, Any]
+    """Chart, Grid, Architectures or Examples, by the name of the template's macro."""
     missing: str = ""
+    """Why there are no parts."""
 
 
 def write_page(
@@ -95,16 +94,12 @@ def page(
 ) -> tuple[str, list[RunRecord], LeftOut]:
     """The page of all runs below the folders as text, the runs on it, and the others with the
     reason."""
-    (runs, left_out), drawn, views = (
-        read(folders, others=True),
-        list[RunRecord](),
-        list[dict[str, Any]](),
-    )
+    runs, left_out = read(folders, others=True)
     _check_alike([run for run in runs if run.is_finished])
+    views: dict[Path, dict[str, Any]] = {}
     for run in runs:
         try:
-            views.append(_view_of(run, f"run-{len(views) + 1}", images, tests))
-            drawn.append(run)
+            views[run.directory] = _view(run, f"run-{len(views) + 1}", images, tests)
         except CORRUPTED as error:
             left_out.append((run.directory, f"corrupted ({error!r:.200})"))
     if not views:
@@ -114,34 +109,24 @@ def page(
             " name a run directory with an evaluated task, such as runs/demo after `cheem demo`, a"
             " memory with a learned one, or a folder that contains some"
         )
-    keys = {
-        run.directory: view["key"]
-        for run, view in zip(drawn, views, strict=True)
-        if run.is_finished
-    }
-    comparison = None
-    links = {}
-    if len(keys) > 1:
-        order = [*METHODS]
-        found = dict[str, list[Results]]()
-        titles = {}
-        finished = [run for run in drawn if run.is_finished]
-        for run in sorted(
-            finished, key=lambda run: (order.index(run.results["method"]), variant_of(run))
-        ):
-            key, title = (
-                name + _suffix(run)
-                for name in (run.results["method"], METHODS[run.results["method"]])
-            )
-            found.setdefault(key, []).append(run.results)
-            titles[key] = title
-            links.setdefault(title, keys[run.directory])  # to the first run of a method
+    drawn = [run for run in runs if run.directory in views]
+    finished = [run for run in drawn if run.is_finished]
+    first = next(iter(views.values()))
+    comparison, links = None, {}
+    if len(finished) > 1:
+        finished.sort(key=lambda run: ([*METHODS].index(run.results["method"]), variant_of(run)))
+        methods = dict[str, list[Results]]()
+        for run in finished:
+            title = METHODS[run.results["method"]] + _suffix(run)
+            methods.setdefault(title, []).append(run.results)
+            links.setdefault(title, views[run.directory]["key"])  # the first run of the method
+        titles = {title: title for title in methods}
         comparison = _section(
             "comparison",
-            views[0]["title"],
-            f"{views[0]['lead']} Means over seeds, ± standard deviation where there are several.",
-            grid=lambda: comparison_grid(found, titles),
-            chart=lambda: charts.accuracy_against_flops(found, titles),
+            first["title"],
+            f"{first['lead']} Means over seeds, ± standard deviation if there are several.",
+            grid_table=lambda: comparison_grid(methods, titles),
+            chart=lambda: charts.accuracy_against_flops(methods, titles),
         )
     from plotly.offline import get_plotlyjs  # commands that draw no page do not wait for it
 
@@ -153,14 +138,14 @@ def page(
         lstrip_blocks=True,
     )
     text = environment.get_template("template.html").render(
-        views=views,
+        views=list(views.values()),
         left_out=left_out,
-        title=views[0]["title"],
+        title=first["title"],
         version=__version__,
         colours=COLOURS,
         meaning=table.MEANING,
         comparison=comparison,
-        num_compared=len(keys),
+        num_compared=len(finished),
         css=Markup((HERE / "page.css").read_text()),
         js=Markup((HERE / "page.js").read_text()),
         plotly=Markup(get_plotlyjs()),
@@ -172,17 +157,14 @@ def page(
 
 
 def _check_alike(finished: Sequence[RunRecord]) -> None:
-    """Raises ValueError where runs differ in stream, order of tasks, data, weights or pixels."""
+    """Raise ValueError if runs differ in stream, order of tasks, data, weights or image size."""
+
+    def identity(run: RunRecord) -> dict[str, Any]:
+        stream, backbone = run.place
+        return {"stream": stream, "backbone": backbone, "order of tasks": run.order}
+
     for run in finished[1:]:
-        one, other = (
-            {
-                "stream": r.results["stream"],
-                "backbone": r.results["backbone"],
-                "order of tasks": r.order,
-            }
-            for r in (finished[0], run)
-        )
-        if found := find_differences(one, other):
+        if found := find_differences(identity(finished[0]), identity(run)):
             raise ValueError(
                 f"{finished[0].directory} and {run.directory} differ: {summary(found, 'values')};"
                 " give each a separate report"
@@ -191,24 +173,22 @@ def _check_alike(finished: Sequence[RunRecord]) -> None:
 
 
 def text_of(value: Any) -> Markup:
-    """JSON that can stand in a script element: no character of it can end one."""
+    """JSON for a script element: no character of it can end the element."""
     text = json.dumps(to_json(value), separators=(",", ":"), allow_nan=False)
-    return Markup(re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text))
+    return Markup(re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
-def _view_of(
+def _view(
     run: RunRecord, key: str, images: bool, tests: Mapping[str, Split] | None
 ) -> dict[str, Any]:
     """One run's part of the page, by the names in the template."""
-    results = run.results
     recorded = record_of(run)
-    found = memories.evaluated(run.directory, run.config)
-    measured = {name: found[name] for name in run.order if name in found}
+    scores = memories.evaluated(run.directory, run.config)
+    measured = {name: scores[name] for name in run.order if name in scores}
     name, title, lead, warnings = _heading(run)
     if recorded.trouble:
         warnings.append(
-            "What only the record contains is left out, because it cannot be read:"
-            f" {recorded.trouble}."
+            f"The record cannot be read, and its contents are missing: {recorded.trouble}."
         )
     return {
         "key": key,
@@ -217,7 +197,7 @@ def _view_of(
         "lead": lead,
         "warnings": warnings,
         "tiles": _tiles(run, measured),
-        "methods": table.method_grid(results),
+        "methods": table.method_grid(run.results),
         "sections": _sections(run, recorded, measured, images, tests),
         "setting": _setting(run, recorded),
         "config": json.dumps(run.config, indent=1, ensure_ascii=False),
@@ -237,15 +217,15 @@ def _sections(
     phases = {phase for task in results["tasks"] for phase in task["seconds"]}
     tolerance = run.config.get(method, {}).get("search", {}).get("tolerance")
     has_routing = num > 1 and method not in UPPER_BOUNDS and bool(results.get("routing"))
-    # a memory does not know where its images are
+    # the location of a memory's images is not recorded
     has_examples = images and not run.is_memory
     sections: tuple[tuple[bool, str, str, str, str, Callable[[], Any]], ...] = (
         (
             bool(measured),
             "evaluated",
             "Measured by cheem evaluate",
-            "Test images that were given to the command, with the tasks that the memory has now.",
-            "grid",
+            "On the test images of the command, with the tasks that the memory contains now.",
+            "grid_table",
             lambda: _evaluated_grid(measured),
         ),
         (
@@ -260,16 +240,16 @@ def _sections(
             "pool" in results,
             "pool",
             "How the pool grew",
-            "Learning only adds experts: what an earlier task needs cannot change.",
+            "Learning only adds experts: those of earlier tasks never change.",
             "chart",
             lambda: charts.pool_growth(results),
         ),
-        (True, "tasks", "Tasks", "", "grid", lambda: table.task_grid(results)),
+        (True, "tasks", "Tasks", "", "grid_table", lambda: table.task_grid(results)),
         (
             True,
             "accuracy",
             "Accuracy after every task",
-            "Rows are moments, columns are tasks.",
+            "Each row is measured after one more task; columns are tasks.",
             "chart",
             lambda: charts.accuracy_matrix(results),
         ),
@@ -277,7 +257,7 @@ def _sections(
             num > 1,
             "forgetting",
             "Forgetting",
-            "What later tasks cost the earlier ones.",
+            "Accuracy that earlier tasks lose as later ones are learned.",
             "chart",
             lambda: charts.forgetting(results),
         ),
@@ -301,11 +281,18 @@ def _sections(
             "search" in phases,
             "search",
             "The search",
-            "Accuracy is weighed against compute.",
+            "It weighs accuracy against compute.",
             "chart",
             lambda: charts.search_chart(recorded, tolerance),
         ),
-        (True, "time", "Time", "Where the seconds went.", "chart", lambda: charts.time(results)),
+        (
+            True,
+            "time",
+            "Time",
+            "Seconds by phase of learning.",
+            "chart",
+            lambda: charts.time(results),
+        ),
         (
             has_examples,
             "examples",
@@ -320,18 +307,15 @@ def _sections(
     ]
 
 
-def _section(key: str, title: str, lead: str, **parts: Callable[[], Any]) -> Section:
-    """A section from the functions that make its parts; one that fails costs no other section."""
+def _section(key: str, title: str, lead: str, **make: Callable[[], Any]) -> Section:
+    """A section with the parts that functions make; an error becomes its text."""
     try:
-        return Section(key, title, lead, **{name: make() for name, make in parts.items()})
+        return Section(key, title, lead, {name: function() for name, function in make.items()})
     except EmptySection as error:
-        return Section(key, title, lead, missing=str(error))
+        return Section(key, title, lead, {}, str(error))
     except CORRUPTED as error:
         return Section(
-            key,
-            title,
-            lead,
-            missing=f"Corrupted: what this needs is not as a run writes it ({error!r:.200}).",
+            key, title, lead, {}, f"Corrupted: a value here is invalid ({error!r:.200})."
         )
 
 
@@ -375,91 +359,82 @@ def architectures(results: Results) -> Architectures:
 def _setting(run: RunRecord, recorded: Recorded) -> list[tuple[str, str]]:
     results = run.results
     conditions = recorded.begin.get("conditions") or {}
-    rows = table.setting_rows(results)
-    rows += [
-        (key, str(value)) for key, value in results["engine"].items() if isinstance(value, str)
-    ]
-    rows += [
-        (f"cheem_jax {key}", str(value))
-        for key, value in (conditions.get("code") or {}).items()
-        if value
-    ]
-    if versions := conditions.get("versions"):
-        rows.append(
-            ("versions", ", ".join(f"{package} {version}" for package, version in versions.items()))
-        )
-    if processor := (conditions.get("device") or {}).get("processor"):
-        rows.append(("processor", str(processor)))
-    rows.append(("fingerprint", ", ".join(results["fingerprint"])))
-    if command := recorded.begin.get("command"):
-        rows.append(("command", shlex.join(map(str, command))))
-    return [*rows, ("directory", str(run.directory))]
+    versions = (conditions.get("versions") or {}).items()
+    more = {
+        **{key: value for key, value in results["engine"].items() if isinstance(value, str)},
+        **{f"cheem_jax {key}": value for key, value in (conditions.get("code") or {}).items()},
+        "versions": ", ".join(f"{package} {version}" for package, version in versions),
+        "processor": (conditions.get("device") or {}).get("processor"),
+        "fingerprint": ", ".join(results["fingerprint"]),
+        "command": shlex.join(map(str, recorded.begin.get("command") or ())),
+        "directory": run.directory,
+    }
+    return table.setting_rows(results) + [(key, str(value)) for key, value in more.items() if value]
 
 
 def _heading(run: RunRecord) -> tuple[str, str, str, list[str]]:
-    """A run's name among others, its title, a sentence, and what to know before reading a
-    number."""
+    """A run's name, title and lead, and warnings to read before any number."""
     results = run.results
     num = len(run.order)
-    pixels, tasks = (
-        f"{results['image_size']} × {results['image_size']} pixels",
-        f"{num:,} task{'s' if num > 1 else ''}",
-    )
+    pixels = f"{results['image_size']} × {results['image_size']} pixels"
+    tasks = f"{num:,} task{'s' if num > 1 else ''}"
     if run.is_memory:
         name = run.directory.resolve().name
-        lead = f"{tasks} so far, of {pixels}, each learned from its own images alone; "
-        lead += f"preset {results['preset']}, seed {results['seed']}."
+        lead = (
+            f"{tasks} so far, of {pixels}, each learned from its own images alone; preset"
+            f" {results['preset']}, seed {results['seed']}."
+        )
         title = f"Memory {name} on {results['backbone']}"
-        return f"memory {name}{_suffix(run)}, {tasks} so far", title, lead, _about_memory(run)
+        return f"memory {name}{_suffix(run)}, {tasks} so far", title, lead, _memory_warnings(run)
     name = f"{METHODS[results['method']]}{_suffix(run)}, seed {results['seed']}"
     warnings = []
     if not run.is_finished:
-        of = f"{num} of {len(run.config['tasks'])} tasks"
-        name += f", unfinished: {of}"
-        warnings.append(f"Unfinished: {of} so far; every number is about these.")
+        learned = f"{num} of {len(run.config['tasks'])} tasks"
+        name += f", unfinished: {learned}"
+        warnings.append(f"Unfinished: {learned} so far; every number is about these.")
     lead = f"{tasks} of {pixels}, learned one after the other; preset {results['preset']}."
     return name, f"{results['stream']} on {results['backbone']}", lead, warnings
 
 
 def _suffix(run: RunRecord) -> str:
-    """How the run differs from the usual one of its method, to be put behind the name of that."""
+    """The run's unusual settings in parentheses, to follow the name of its method."""
     variant = variant_of(run)
     return f" ({variant})" if variant else ""
 
 
-def _about_memory(run: RunRecord) -> list[str]:
-    """What it has not measured, not finished or forgotten."""
-    results = run.results
+def _memory_warnings(run: RunRecord) -> list[str]:
+    """Sentences on unmeasured, interrupted and forgotten tasks."""
     config = run.config
     warnings = []
     later = [name for name in config["tasks"] if name not in run.order]
     if (owner := read_owner(run.directory)) is not None:
-        said = owner.at_work(config)
-        warnings.append(f"{said[0].upper()}{said[1:]}; every number is about the tasks before.")
-    elif undone := memories.left_undone(config, run.directory):
-        warnings.append(f"{undone[0].upper()}{undone[1:]}.")
+        activity = owner.at_work(config)
+        warnings.append(
+            f"{activity[0].upper()}{activity[1:]}; every number is about the tasks before."
+        )
+    elif rest := memories.left_undone(config, run.directory):
+        warnings.append(f"{rest[0].upper()}{rest[1:]}.")
     elif later:
         warnings.append(
             f"Learned but not measured yet: {', '.join(later)}; the next `cheem learn` measures it."
         )
-    if empty := memories.unmeasured(results):
-        named = ", ".join(f"T{index + 1} {run.order[index]}" for index in empty[:5])
-        named += f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+    if missing := memories.unmeasured(run.results):
+        names = ", ".join(f"T{index + 1} {run.order[index]}" for index in missing[:5])
+        names += f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         warnings.append(
-            f"Not measured after the last task, and shown as {NONE}: {named};"
+            f"Not measured after the last task, and shown as {NONE}: {names};"
             f" {memories.UNAVAILABLE}."
         )
-    if forgotten := memories.num_forgotten(config):
+    if num := memories.num_forgotten(config):
+        were, them = ("was", "it") if num == 1 else ("s were", "them")
         warnings.append(
-            f"{forgotten:,} task{' was' if forgotten == 1 else 's were'} forgotten here: only the"
-            " experts that other tasks need remain, and the other tasks are renumbered. Accuracies"
-            " measured before are unchanged, with images routed to"
-            f" {'it' if forgotten == 1 else 'them'} counted as wrong."
+            f"{num:,} task{' ' if num == 1 else ''}{were} forgotten here: only the experts that"
+            " other tasks need remain, and the other tasks are renumbered. Accuracies measured"
+            f" before are unchanged, with images routed to {them} counted as wrong."
         )
     if config.get("keeps_base"):
         warnings.append(
-            "Predictions may include the pretraining classes; accuracies here were measured without"
-            " them."
+            "Predictions can be pretraining classes; accuracies here were measured without them."
         )
     return warnings
 
@@ -481,98 +456,50 @@ def _evaluated_grid(measured: Mapping[str, Evaluated]) -> Grid:
 
 
 def _tiles(run: RunRecord, measured: Mapping[str, Evaluated]) -> list[tuple[str, str, str, str]]:
-    """The headline numbers: each with its title, value, unit, and a note."""
+    """Headline numbers: title, value, unit and note."""
     results = run.results
     is_bound = results["method"] in UPPER_BOUNDS
-    flops = results["flops"]
-    plain = table.plain_flops(results)
-    tiles = []
     num = len(results["tasks"])
+    notes = "task-agnostic: task ID inferred per image", "class predicted within the given task"
     if len(measured) == num:
-        values = measured.values()
-        images = sum(one.num_images for one in values)
-        date = max(one.date for one in values).split()[0]
-        mean, given = (
-            sum(shares) / num for shares in zip(*(one[1:3] for one in values), strict=True)
-        )
-        tiles.append(
-            (
-                "Average accuracy",
-                percent(mean),
-                "%",
-                f"task-agnostic; cheem evaluate on {images:,} test images, {date}",
-            )
-        )
-        tiles.append(
-            (
-                "Task ID given",
-                percent(given),
-                "%",
-                "class predicted within the given task, same images",
-            )
-        )
-    elif results["local_average_accuracy"] is None:
-        mean, count = memories.after_learning(results)
-        missing = (
-            f"not measured: `cheem evaluate {run.directory.resolve().name} DATA` fills this in,"
-            " with test images "
-        )
-        missing += f"of all {num:,} tasks ({len(measured):,} measured so far)"
-        tiles.append(("Average accuracy", NONE, "", missing))
-        tiles.append(
-            ("Right after learning", percent(mean), "%", f"mean over {count} of {num} tasks")
-        )
+        images = sum(score.num_images for score in measured.values())
+        date = max(score.date for score in measured.values()).split()[0]
+        on = f"cheem evaluate on {images:,} test images, {date}"
+        notes = f"task-agnostic; {on}", f"{notes[1]}, same images"
+    average = percent(results["average_accuracy"])
+    tiles = [] if is_bound else [("Average accuracy", average, "%", notes[0])]
+    if results["local_average_accuracy"] is not None:
+        given = percent(results["local_average_accuracy"])
+        tiles.append(("Task ID given", given, "%", notes[1]))
     else:
-        if not is_bound:
-            tiles.append(
-                (
-                    "Average accuracy",
-                    percent(results["average_accuracy"]),
-                    "%",
-                    "task-agnostic: task ID inferred per image",
-                )
-            )
-        tiles.append(
-            (
-                "Task ID given",
-                percent(results["local_average_accuracy"]),
-                "%",
-                "class predicted within the given task",
-            )
+        command = f"`cheem evaluate {run.directory.resolve().name} DATA`"
+        missing = (
+            f"not measured: {command} fills this in, with test images of all {num:,} tasks"
+            f" ({len(measured):,} measured so far)"
         )
+        mean, count = memories.after_learning(results)
+        tiles = [
+            ("Average accuracy", NONE, "", missing),
+            ("Right after learning", percent(mean), "%", f"mean over {count} of {num} tasks"),
+        ]
     if not is_bound and results["average_forgetting"] is not None:
-        tiles.append(
-            (
-                "Forgetting",
-                percent(results["average_forgetting"]),
-                "points",
-                "from the best so far to the end, mean over tasks",
-            )
-        )
-    value, unit = table.format_flops(flops["paper"]).split()
-    times = (
-        f"{flops['paper'] / plain:.2f} × the plain backbone"
-        if plain
-        else "by the paper's convention"
-    )
+        drop = percent(results["average_forgetting"])
+        note = "from the best accuracy so far to the end, mean over tasks"
+        tiles.append(("Forgetting", drop, "points", note))
+    flops, plain = results["flops"]["paper"], table.plain_flops(results)
+    value, unit = table.format_flops(flops).split()
+    times = f"{flops / plain:.2f} × the plain backbone" if plain else "by the paper's convention"
     tiles.append(("FLOPs per image", value, unit, times))
-    learned = results.get("params_learned")
-    tiles.append(
-        (
-            "Parameters added",
-            number(results["params_added_percent"], 2),
-            "%",
-            "per task, of the backbone"
-            + ("" if learned is None else f"; {learned / 1e3:,.1f} k learned"),
-        )
-    )
-    compiling = 100 * results["compile"]["seconds"] / max(results["seconds_total"], 1e-9)
+    added = number(results["params_added_percent"], 2)
+    learned = f"{results['params_learned'] / 1e3:,.1f} k learned"
+    tiles.append(("Parameters added", added, "%", f"per task, of the backbone; {learned}"))
     seconds = results["seconds_total"]
-    everything = "learning and measuring" if results["stream"] == "memory" else "the whole run"
+    compiling = 100 * results["compile"]["seconds"] / max(seconds, 1e-9)
+    activity = "learning and measuring" if results["stream"] == "memory" else "the whole run"
     unit, length = next(
-        (u, n) for u, n in (("h", 3600), ("min", 60), ("s", 1)) if seconds >= 2 * n or n == 1
+        (unit, length)
+        for unit, length in (("h", 3600), ("min", 60), ("s", 1))
+        if seconds >= 2 * length or length == 1
     )
-    tiles.append(
-        ("Time", number(seconds / length, 1), unit, f"{everything}; {compiling:.0f} % compiling")
-    )
-    return tiles
+    note = f"{activity}; {compiling:.0f} % compiling"
+    return [*tiles, ("Time", number(seconds / length, 1), unit, note)]
