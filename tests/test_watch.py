@@ -316,7 +316,7 @@ def test_what_is_no_run_is_named_with_the_way_out(tmp_path):
     with pytest.raises(ValueError, match="no folder .*/nowhere'; a run makes it when it begins"):
         look(tmp_path / "nowhere", 0.0)
     with pytest.raises(
-        ValueError, match="is not a run directory .it has no config.json.; give what"
+        ValueError, match="is not a run directory .it has no config.json.; give the"
     ):
         look(tmp_path, 0.0)
     (tmp_path / "compare").mkdir()

@@ -1,9 +1,4 @@
-"""What a run or memory is doing, for whoever looks from another process.
-
-`.status.json` contains the phase at work. It is rewritten now and then and removed at the end;
-nothing is resumed from it, so a write that fails is left out, and none waits for the disk. `look`
-reads all that a directory contains.
-"""
+"""A run or memory as another process sees it: its files, the phase at work and the process."""
 
 import functools
 import os
@@ -20,7 +15,7 @@ from cheem_jax.run.progress import STATUS_FILE, Doing
 from cheem_jax.run.results import results_of
 
 CLOCK_ERROR = 5.0
-"""Seconds by which the system's clocks may disagree."""
+"""Maximum difference in seconds between the system's clocks."""
 
 
 class Owner(NamedTuple):
@@ -31,14 +26,14 @@ class Owner(NamedTuple):
     since: float
 
     def at_work(self, config: Mapping[str, Any]) -> str:
-        """What it does with a memory of that configuration, in words."""
+        """A clause on its work on a memory with this configuration."""
         who = f"process {self.pid} on {self.host}"
         learning = (config.get("learning") or {}).get("name")
         return f"{who} is learning {learning!r} now" if learning else f"{who} works on it now"
 
 
 def read_status(directory: Path) -> Doing | None:
-    """The last status of a run; None where there is none that can be read."""
+    """The last status of a run; None if it is missing or cannot be read."""
     try:
         return Doing(**read_object(directory / STATUS_FILE))
     except TypeError:  # of another version
@@ -46,10 +41,10 @@ def read_status(directory: Path) -> Doing | None:
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """The process that works on the run; None where there is none.
+    """The process that works on the run, or None.
 
-    Does not touch the lock: a run that begins at that moment would find it taken. A process on
-    another machine cannot be asked, and counts as alive until it removes its name.
+    The lock stays untouched, because a run that begins at that moment would fail to acquire it. A
+    process of another machine counts as alive until it removes its file.
     """
     read = read_object(directory / OWNER)
     try:
@@ -60,8 +55,7 @@ def read_owner(directory: Path) -> Owner | None:
 
 
 def _lives(pid: int, since: float) -> bool:
-    """Whether it is the process that wrote its name then: process numbers are used again, in
-    containers soon."""
+    """Whether the process that wrote its number then is alive: numbers are reused."""
     try:
         os.kill(pid, 0)
     except PermissionError:  # of another user
@@ -73,15 +67,15 @@ def _lives(pid: int, since: float) -> bool:
         boot = next(
             line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
         )
-        begun = int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        start = int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, ValueError, StopIteration):  # no Linux
         return True
     # Z, X: ended, and its parent has not asked yet
-    return fields[0] not in ("Z", "X") and begun < since + CLOCK_ERROR
+    return fields[0] not in ("Z", "X") and start < since + CLOCK_ERROR
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is none, or it cannot be read."""
+    """The JSON object in a file; {} if it is missing or cannot be read."""
     try:
         return record.read_object(file)
     except (OSError, ValueError):
@@ -95,10 +89,9 @@ class Snapshot(NamedTuple):
     config: dict[str, Any]
     entries: list[dict[str, Any]]
     results: dict[str, Any]
-    """Of the tasks that are learned and measured; {} before the first one, or where the record
-    cannot be read."""
+    """Results of the measured tasks; {} before the first one, or if the record cannot be read."""
     trouble: list[str]
-    """What cannot be read, in words."""
+    """A sentence per file that cannot be read."""
     status: Doing | None
     owner: Owner | None
     time: float
@@ -129,7 +122,7 @@ class Snapshot(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Whether no process works on it and nothing that it was to do is left."""
+        """Whether no process works on it and all tasks and upper bounds are measured."""
         is_bound_missing = any(entry.get("upper_bound") for entry in self.entries) and (
             "full_finetune" not in self.results.get("yardsticks", ())
         )
@@ -137,11 +130,11 @@ class Snapshot(NamedTuple):
 
 
 def look(directory: Path, now: float) -> Snapshot:
-    """Read the directory of a run or memory. Raises ValueError where it is none."""
+    """Read the directory of a run or memory; raises ValueError for another folder."""
     if not directory.is_dir():
         raise ValueError(
-            f"no folder {str(directory)!r}; a run makes it when it begins: give what its --run-dir"
-            " says"
+            f"no folder {str(directory)!r}; a run makes it when it begins: give the folder of its"
+            " --run-dir"
         )
     config = {}
     trouble = []
@@ -154,7 +147,7 @@ def look(directory: Path, now: float) -> Snapshot:
         way_out = (
             f"it contains {len(below)} runs, such as {str(below[0])!r}"
             if below
-            else "give what a run's --run-dir says"
+            else "give the folder of a run's --run-dir"
         )
         raise ValueError(
             f"{str(directory)!r} is not a run directory (it has no {CONFIG}); {way_out}"
@@ -165,9 +158,7 @@ def look(directory: Path, now: float) -> Snapshot:
         stat = (directory / record.NAME).stat()
         entries, results, missing = _numbers_in(directory, stat.st_size, stat.st_mtime_ns)
     except OSError:
-        entries = []
-        results = {}
-        missing = []
+        entries, results, missing = [], {}, []
     if results and is_memory(config):
         results = with_evaluated(results, evaluated(directory, config))
     status = read_status(directory)
@@ -179,8 +170,7 @@ def look(directory: Path, now: float) -> Snapshot:
 def _numbers_in(
     directory: Path, size: int, changed: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
-    """Entries and results of a record, and what cannot be read; read again only where its size or
-    time changes."""
+    """Entries and results of a record, and its errors; cached by its size and time."""
     entries = []
     results = {}
     try:
