@@ -155,7 +155,7 @@ def _turned(image: Image.Image) -> Image.Image:
     return turned
 
 
-class Piece(NamedTuple):
+class Decoded(NamedTuple):
     """Consecutive files: their locations for messages, the intact images, and the errors of the
     others."""
 
@@ -185,7 +185,7 @@ def decode_row(files: Encoded, row: int, image_size: int) -> UInt8[np.ndarray, "
 
 def decode_pieces(
     files: Encoded, image_size: int, size: int, rows: Sequence[int] | np.ndarray | None = None
-) -> Iterator[Piece]:
+) -> Iterator[Decoded]:
     """Decode these rows, or all files, in pieces of at most `size`. Broken files are reported and
     skipped."""
     rows = range(len(files)) if rows is None else [int(row) for row in rows]
@@ -199,7 +199,7 @@ def decode_pieces(
     none = np.zeros((0, image_size, image_size, 3), np.uint8)
     for results in in_threads(decode, rows, size):
         names, images, errors = zip(*results, strict=True)
-        yield Piece(
+        yield Decoded(
             list(names),
             np.concatenate([none, *(image[None] for image in images if image is not None)]),
             list(errors),

@@ -40,8 +40,8 @@ SPLIT_NAMES = ("train", "val", "test")
 OpenPhase = Callable[[str, int], AbstractContextManager[OnProgress]]
 """Opens a phase of work from a task's name and its number of images; yields a function that counts
 finished images."""
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 Keep = Literal["auto", "memory", "cache", "stream"]
 
 IN_MEMORY = 2**30
@@ -104,7 +104,7 @@ def load_tasks(
     return tuple(_each(plans, load))
 
 
-def _each(given: Iterable[Item], load: Callable[[Item], Result]) -> list[Result]:
+def _each(given: Iterable[Given], load: Callable[[Given], Made]) -> list[Made]:
     """Load all items. One error reports the broken images of all."""
     loaded = list[Any]()
     broken = list[str]()
