@@ -136,7 +136,6 @@ functions."""
 PENDING = (
     "baselines",
     "cli",
-    "engine",
     "memory",
     "report",
     "serve",

@@ -12,7 +12,7 @@ pass. The three executors cut the following blocks into compiled functions diffe
 import abc
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,13 @@ from cheem_jax.core.device import Device, here, traced_for
 from cheem_jax.core.ops import Adapt, Expert, New, Op, Reuse, Skip
 from cheem_jax.core.pool import FAR, Head, base_pool
 from cheem_jax.core.settings import Placement, Token
+from cheem_jax.engine.batches import P, R
 from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.layout import ONE, Layout
 
 WORKING_SET = 5 * 2**20
 """Bytes of a block's widest activations (the plastic layer's input) above which a CPU needs more
 time per image."""
-
-Piece = TypeVar("Piece")
-Result = TypeVar("Result")
 
 
 class Dense(NamedTuple):
@@ -315,9 +313,7 @@ class Executor(abc.ABC):
             return self.rows(batch_size)
         return min(sizes, key=lambda size: (-(-num // size) * size, -size))
 
-    def each(
-        self, function: Callable[[Piece], Result], pieces: Iterable[Piece]
-    ) -> Iterator[Result]:
+    def each(self, function: Callable[[P], R], pieces: Iterable[P]) -> Iterator[R]:
         """`function` of each piece of a forward pass, in order; on a CPU, `stages` computes two at
         a time."""
         return map(function, pieces)

@@ -45,7 +45,7 @@ class Feed(Protocol):
         ...
 
     def parts(self, order: Sequence[np.ndarray]) -> Iterator["Feed"]:
-        """Each array of row numbers as a data set of its own."""
+        """Each array of row numbers as a separate data set."""
         return (Subset(self, rows) for rows in order)
 
 

@@ -1,6 +1,6 @@
 """Several processes as one job: how they connect, agree and end together.
 
-Every process runs the same program on its own devices (JAX's multi-controller SPMD) and has the
+Every process runs the same code on its own devices (JAX's multi-controller SPMD) and has the
 same state. Only the first one writes, prints and logs. Clocks, signals and disks differ between
 processes, so decisions that depend on them are made by all processes together: in the main thread,
 and in the same order everywhere. With one process, none of these functions communicates.

@@ -5,8 +5,8 @@ training steps save the most. The steps' architectures are sampled beforehand. T
 stacked in tables with one slot per step, so the function depends on the number of steps per call
 and not on the pool. Every block computes one dense expert: its slot's expert with Adapt's change
 added, New's, or zeros if it is skipped. Nothing branches, so the device never waits for the host.
-In return, only the number of leading blocks without learners is static: all later blocks store what
-their gradients need, even if an architecture learns nothing there.
+In return, only the number of leading blocks without learners is static: all later blocks store the
+values that their gradients need, even if an architecture learns nothing there.
 """
 
 import math
@@ -270,7 +270,7 @@ class Scan(Executor):
 def _pack(calls: Calls) -> tuple[Any, tuple[np.ndarray, list[Any]]]:
     """How to read packed fields, and the inputs: NumPy fields as one array `[K, n]`, and the rest.
 
-    A copy to an accelerator takes as long for a few numbers as for thousands.
+    A copy to an accelerator is as slow for a few numbers as for thousands.
     """
     packed = tuple(
         (field.shape[1:], field.dtype.name) if isinstance(field, np.ndarray) else None

@@ -18,7 +18,7 @@ from cheem_jax.backbone.vit import ViT, summary
 from cheem_jax.core.ops import Expert, Learned, Ops, Reuse, Skip, learned_of, with_learned
 from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import Placement
-from cheem_jax.engine.batches import side_by_side
+from cheem_jax.engine.batches import P, R, side_by_side
 from cheem_jax.engine.executor import (
     WORKING_SET,
     Batch,
@@ -28,9 +28,7 @@ from cheem_jax.engine.executor import (
     Learners,
     Mask,
     Network,
-    Piece,
     Planned,
-    Result,
     Setup,
     Tokens,
     Trained,
@@ -111,9 +109,7 @@ class Stages(Executor):
         largest = max(working_set // per_image, 1)
         return max(num for num in range(1, largest + 1) if batch_size % num == 0)
 
-    def each(
-        self, function: Callable[[Piece], Result], pieces: Iterable[Piece]
-    ) -> Iterator[Result]:
+    def each(self, function: Callable[[P], R], pieces: Iterable[P]) -> Iterator[R]:
         """See `Executor.each`. The first piece runs alone, so that its functions compile once."""
         if not self.device.is_host or self.layout.is_many:
             yield from map(function, pieces)
