@@ -205,7 +205,7 @@ def test_a_list_with_missing_and_broken_files_is_answered_as_far_as_it_goes(
     )
     status, out, err = cheem(capsys, "predict", memory, "-", "--json")
     lines = {line["file"]: line for line in map(json.loads, out.splitlines())}
-    assert status == 1 and "5 of 7 could not be answered" in err and list(lines) == listed
+    assert status == 1 and "5 of 7 images cannot be read" in err and list(lines) == listed
     assert lines[str(good)]["task"] and lines[str(tmp_path / "moving.gif")]["task"]
     for name in wrong:
         assert lines[str(tmp_path / name)]["error"]

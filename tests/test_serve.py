@@ -579,7 +579,7 @@ def test_a_signal_ends_the_command_in_a_line_after_it_has_told_where_it_listens(
     assert (
         f"ready on http://127.0.0.1:{settings.port} for" in said.out and "pets: 2 tasks" in said.out
     )
-    assert "about 5 % of a task's own, too; --open-set off" in said.out
+    assert "about 5 % of a task's images; --open-set off" in said.out
     assert signal.getsignal(signal.SIGTERM) is handler
 
 

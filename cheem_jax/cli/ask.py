@@ -1,4 +1,4 @@
-"""`cheem predict`, `evaluate` and `serve`: what a memory answers, how well, and over HTTP."""
+"""`cheem predict`, `evaluate` and `serve`: predictions of a memory, their accuracy, and HTTP."""
 
 import csv
 import dataclasses
@@ -40,225 +40,216 @@ COLUMNS: list[str] = [
     "error",
 ]
 OPEN_SET = 0.05
-"""Default share of a task's own images that a server rejects."""
+"""Share of a task's images that a server rejects by default."""
 SHOW_PROGRESS_FROM = 500
-"""Images from which on a bar is shown."""
+"""Number of images above which a bar is shown."""
 BATCH_SIZES = (1, 8, 16)
-"""Sizes that are compiled next to the largest one: of 32 clients about ten meet in a batch."""
+"""Sizes that are compiled next to the largest one; of 32 clients, about ten share a batch."""
 SCORES_LEGEND = """\
-accuracy: task and class are right; task ID given: the class is right where the task is known
-task ID right: the task is right
-ECE: how far confidence and accuracy are apart, the task ID given"""
+accuracy: share of images with the right task and class (task-agnostic)
+task ID given: share with the right class, if the task is given
+task ID right: share with the right task
+ECE: expected calibration error, with the task ID given"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Predict(Predicting):
-    """Say which task and class images belong to, and which blocks answered."""
+    """Options of `cheem predict`."""
 
     images: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE [IMAGE ...]")
     ]
-    """Images, folders of images, or - for standard input: one image, or a list of names, one a
-    line."""
+    """Images, folders of images, or - for standard input: one image, or a list of file names, one
+    per line."""
     format: Literal["table", "csv", "json"] = "table"
-    """A table for people, CSV, or one JSON object per line."""
+    """A table, CSV, or one JSON object per line."""
     json: bool = False
     """Short for --format json."""
     task: str | None = None
-    """The task ID of all images, if you know it: only that task's network answers."""
+    """Task ID of all images, if it is known; the router is not used then."""
     open_set: float | None = None
-    """Answer `none of my tasks` for images farther from the nearest task than this share of that
-    task's validation images, such as 0.05; default: every image gets a task, as in the paper."""
+    """Answer `none of my tasks` for images that are farther from the nearest task than this share
+    of the task's validation images, such as 0.05; default: every image gets a task, as in the
+    paper."""
 
 
 def predict_images(settings: Predict) -> int:
-    """Answers as they come; 1 where some images could not be answered."""
+    """Print predictions as they are computed; return 1 if some images cannot be read."""
     if not settings.images:
         raise ValueError(
             "no image given; name images or folders, or - to read an image or a list from standard"
             " input"
         )
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be valid text
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be valid text
         sys.stdout.reconfigure(errors="surrogateescape")
-    files, errors = _files(settings.images)
+    files, unreadable = _find_images(settings.images)
     predictor = settings.predictor(task=settings.task, open_set=settings.open_set)
-    failed = list[Asked]()
+    failures = list[Asked]()
 
-    def answers() -> Iterator[Asked]:
+    def predictions() -> Iterator[Asked]:
         progress = Progress(Console(stderr=True, quiet=len(files) < SHOW_PROGRESS_FROM))
-        with progress.phase("predict", task="images", total=len(errors) + len(files)) as advance:
-            for asked in itertools.chain(errors, predict_files(predictor, files)):
-                if asked.prediction.error:
-                    failed.append(asked)
-                yield asked
+        total = len(unreadable) + len(files)
+        with progress.phase("predict", task="images", total=total) as advance:
+            for answer in itertools.chain(unreadable, predict_files(predictor, files)):
+                if answer.prediction.error:
+                    failures.append(answer)
+                yield answer
                 advance(1)
 
     match "json" if settings.json else settings.format:
         case "json":
-            for asked in answers():
-                print(json.dumps(asked.to_json()))
+            for answer in predictions():
+                print(json.dumps(answer.to_json()))
         case "csv":
             writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
             writer.writeheader()
-            for asked in answers():
-                writer.writerow(_row(asked))
+            for answer in predictions():
+                writer.writerow(_csv_row(answer))
         case "table":
-            _print_table(answers())
-            for asked in failed:
-                print(f"{asked.file}: {asked.prediction.error}", file=sys.stderr)
-    if failed:
-        print(
-            f"error: {len(failed)} of {len(files) + len(errors)} could not be answered",
-            file=sys.stderr,
-        )
-    return 1 if failed else 0
+            rows = [_table_row(answer) for answer in predictions() if not answer.prediction.error]
+            if rows:
+                columns = ("image", "task", "class", "second choice", "blocks")
+                console = Console(width=None if on_screen() else 160)
+                print_grid(Grid("", columns, tuple(rows), 5), console)
+            for answer in failures:
+                print(f"{answer.file}: {answer.prediction.error}", file=sys.stderr)
+    if failures:
+        num = len(files) + len(unreadable)
+        print(f"error: {len(failures)} of {num} images cannot be read", file=sys.stderr)
+    return int(bool(failures))
 
 
-def _files(given: tuple[str, ...]) -> tuple[list[str | bytes], list[Asked]]:
-    """Every image, and what cannot be looked through."""
+def _find_images(sources: tuple[str, ...]) -> tuple[list[str | bytes], list[Asked]]:
+    """Return file names or contents of all images, and sources that are not readable."""
     files = list[str | bytes]()
-    errors = list[Asked]()
-    for place in itertools.chain.from_iterable(
-        _from_standard_input() if one == "-" else [one] for one in given
-    ):
-        if isinstance(place, bytes):
-            files.append(place)
-            continue
-        try:
-            found, notes = files_in(Path(place))
-            files += found
-            for note in notes:
-                print(note, file=sys.stderr)
-        except (ValueError, OSError) as error:
-            errors.append(Asked(place, Prediction(error=str(error).removeprefix(f"{place}: "))))
-    return files, errors
+    unreadable = list[Asked]()
+    for source in sources:
+        for place in _read_standard_input() if source == "-" else [source]:
+            if isinstance(place, bytes):
+                files.append(place)
+                continue
+            try:
+                images, notes = files_in(Path(place))
+            except (ValueError, OSError) as error:
+                reason = str(error).removeprefix(f"{place}: ")
+                unreadable.append(Asked(place, Prediction(error=reason)))
+            else:
+                files += images
+                print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
+    return files, unreadable
 
 
-def _from_standard_input() -> list[str | bytes]:
+def _read_standard_input() -> list[str | bytes]:
     data = sys.stdin.buffer.read()
-    if b"\0" in data:  # which no name of a file contains, and every image
+    if b"\0" in data:  # images contain NUL bytes, names of files do not
         return [data]
     return [line.rstrip("\r") for line in os.fsdecode(data).split("\n") if line.strip()]
 
 
-def _row(asked: Asked) -> dict[str, Any]:
-    found = asked.prediction
-    if found.error:
-        return {"file": asked.file, "error": found.error}
-    row = {"file": asked.file, "task": found.task, "distance": f"{found.near[0].distance:.6f}"}
+def _csv_row(answer: Asked) -> dict[str, Any]:
+    prediction = answer.prediction
+    if prediction.error:
+        return {"file": answer.file, "error": prediction.error}
+    distance = f"{prediction.near[0].distance:.6f}"
+    row = {"file": answer.file, "task": prediction.task, "distance": distance}
     columns = (("class", "probability"), ("second", "second_probability"))
-    for (label, probability), guess in zip(columns, found.guesses, strict=False):
+    for (label, probability), guess in zip(columns, prediction.guesses, strict=False):
         row |= {label: guess.label, probability: f"{guess.probability:.6f}"}
-    return {**row, "blocks": " ".join(found.blocks)}
+    return {**row, "blocks": " ".join(prediction.blocks)}
 
 
-def _print_table(answered: Iterator[Asked]) -> None:
-    rows = []
-    for asked in answered:
-        found = asked.prediction
-        if found.error:
-            continue
-        best = [f"{label} {100 * probability:.0f} %" for label, probability in found.guesses[:2]]
-        letters = "".join(
-            block[0].upper() for block in found.blocks
-        )  # as in the tables: R, A, N, S
-        rows.append((asked.file, found.task or "none of my tasks", *(*best, "", "")[:2], letters))
-    if rows:
-        grid = Grid("", ("image", "task", "class", "second choice", "blocks"), tuple(rows), 5)
-        print_grid(grid, Console(width=None if on_screen() else 160), ())
+def _table_row(answer: Asked) -> tuple[str, ...]:
+    prediction = answer.prediction
+    best = [f"{label} {100 * probability:.0f} %" for label, probability in prediction.guesses[:2]]
+    letters = "".join(block[0].upper() for block in prediction.blocks)  # R, A, N, S
+    return answer.file, prediction.task or "none of my tasks", *(*best, "", "")[:2], letters
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate(OfData, Answering):
-    """Measure a memory on labelled images of tasks that it has learned."""
+    """Options of `cheem evaluate`."""
 
     task: str | None = None
-    """The learned task that the data belong to, where their name differs."""
+    """Name of the learned task, if that of the data differs."""
     split: Literal["test", "val", "train"] = "test"
-    """Which images to measure on; of data without a test split `test` means all images, or those
-    that were held out if the task was learned from these data."""
+    """Split to measure on. For data without a test split, `test` means all images, or the held-out
+    ones if the task was learned from these data."""
     open_set: float | None = None
-    """As for `cheem predict`; an image that is rejected counts as wrong."""
+    """Share of a task's images that may be rejected, as for `cheem predict`; a rejected image
+    counts as wrong."""
     json: bool = False
     """Print JSON instead of a table."""
 
 
 def evaluate_memory(settings: Evaluate) -> None:
-    """One line per task, and the average."""
+    """Print the scores of each task and their average."""
     progress = Progress(Console(stderr=True))
     memory = settings.open()
     tasks = settings.load(settings.plans("measure"), memory, progress, only=settings.split)
     scores = memory.evaluate(
         tasks, split=settings.split, task=settings.task, open_set=settings.open_set
     )
-    if (
-        settings.split == "test"
-        and settings.open_set is None
-        and not memory.is_run
-        and not memory.lost
-    ):
+    is_default = settings.split == "test" and settings.open_set is None
+    if is_default and not memory.is_run and not memory.lost:
         try:
             memory.keep_scores(scores)
             refresh_page(memory.directory)
         except OSError as error:
             progress.say(
-                "note: these numbers will be missing in `cheem report`, they cannot be saved"
-                f" ({error})"
+                f"note: `cheem report` will lack these scores, which cannot be saved ({error})"
             )
     if settings.json:
-        print(
-            json.dumps(
-                {"split": settings.split, "tasks": [score._asdict() for score in scores]}, indent=1
-            )
-        )
+        entries = [score._asdict() for score in scores]
+        print(json.dumps({"split": settings.split, "tasks": entries}, indent=1))
         return
-    rows = []
     shares = np.array(
         [(s.accuracy, s.accuracy_given, s.calibration_error, s.found) for s in scores]
     )
-    for score, row in zip(scores, shares, strict=True):
-        rows.append((score.task, f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in row)))
+    rows = [
+        (score.task, f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in row))
+        for score, row in zip(scores, shares, strict=True)
+    ]
     if len(scores) > 1:
         rows.append(("average", "", *(f"{100 * mean:.1f}" for mean in shares.mean(axis=0))))
     columns = ("task", "images", "accuracy %", "task ID given %", "ECE %", "task ID right %")
-    said = Progress()
-    print_grid(Grid("", columns, tuple(rows), 1), said.console, ("images", "ECE %"))
+    output = Progress()
+    print_grid(Grid("", columns, tuple(rows), 1), output.console, ("images", "ECE %"))
     for score in scores:
-        said.say(f"{score.task}: measured on {score.images}")
-    said.say(SCORES_LEGEND)
+        output.say(f"{score.task}: measured on {score.images}")
+    output.say(SCORES_LEGEND)
 
 
 @dataclasses.dataclass(frozen=True)
 class Serve(Limits, Predicting):
-    """Answer images over HTTP, with a page in the browser that shows which blocks ran (extra
-    `serve`)."""
+    """Options of `cheem serve`."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; the default is reached from this machine only."""
+    """Address to listen on; the default is reachable from this machine only."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0: any free one."""
     public_host: str | None = None
-    """Names by which a proxy passes requests on, such as pets.example.org, separated by commas;
-    others are refused, this machine's excepted."""
+    """Host names of requests that a proxy passes on, such as pets.example.org, separated by commas.
+    Requests for other hosts are refused, except for this machine's names."""
     open_set: Annotated[
         float | Literal["auto", "off"], tyro.conf.arg(metavar="NUMBER|auto|off")
     ] = "auto"
-    """As for `cheem predict`: the share of a task's own images that may be rejected as `none of my
-    tasks`; auto: 0.05 where every task is calibrated; off: every image gets a task."""
+    """Share of a task's images that may be rejected as `none of my tasks`, as for `cheem predict`;
+    auto: 0.05 if every task is calibrated; off: every image gets a task."""
 
-    def predictor(self, **more: Any) -> Predictor:
-        """The memory's predictor, with `more` of its settings."""
+    def predictor(self, **options: Any) -> Predictor:
+        """Return the memory's predictor with further options."""
         memory = self.open()
         open_set = None if isinstance(self.open_set, str) else self.open_set
-        if self.open_set == "auto" and all(
-            target.distances is not None for target in memory.targets
-        ):
+        is_calibrated = all(target.distances is not None for target in memory.targets)
+        if self.open_set == "auto" and is_calibrated:
             open_set = OPEN_SET
-        return memory.predictor(top=self.top, memory_gb=self.memory_gb, open_set=open_set, **more)
+        return memory.predictor(
+            top=self.top, memory_gb=self.memory_gb, open_set=open_set, **options
+        )
 
 
 def serve_memory(settings: Serve) -> None:
-    """Answers until Ctrl-C or SIGTERM; running requests are finished."""
+    """Serve until Ctrl-C or SIGTERM; running requests are finished."""
     try:
         from cheem_jax.serve.app import address_of, hosts_of, listen, make_app, make_server
     except ImportError as error:
@@ -266,53 +257,45 @@ def serve_memory(settings: Serve) -> None:
             f"serving needs more packages ({error}); pip install 'cheem_jax[serve]'"
         ) from error
     progress = Progress()
-    usual = signal.signal(signal.SIGTERM, _stop)
+    handler = signal.signal(signal.SIGTERM, _stop)
     try:
         with listen(settings.host, settings.port) as listening:
-            public = [
-                name for one in (settings.public_host or "").split(",") if (name := one.strip())
-            ]
-            hosts = hosts_of(listening, settings.host, public)
-            sizes = tuple(
-                sorted(
-                    {min(size, settings.max_batch) for size in (*BATCH_SIZES, settings.max_batch)}
-                )
-            )
-            predictor = settings.predictor(batch_sizes=sizes)
+            names = [name.strip() for name in (settings.public_host or "").split(",")]
+            hosts = hosts_of(listening, settings.host, [name for name in names if name])
+            sizes = {min(size, settings.max_batch) for size in (*BATCH_SIZES, settings.max_batch)}
+            predictor = settings.predictor(batch_sizes=tuple(sorted(sizes)))
             app = make_app(predictor, settings, hosts, name=settings.memory.resolve().name)
             server = make_server(app, settings)
             service = app.state.service
 
-            def say() -> None:
+            def on_warm() -> None:
                 if service.failure is not None:
                     server.should_exit = True
-                else:
-                    progress.say(
-                        f"ready on {address_of(listening)} for browsers and POST /predict; Ctrl-C"
-                        " stops it"
-                    )
+                    return
+                progress.say(
+                    f"ready on {address_of(listening)} for browsers and POST /predict; Ctrl-C stops"
+                    " it"
+                )
 
-            service.on_warm = say
-            tasks = f"{len(predictor.classes)} task{'s' if len(predictor.classes) > 1 else ''}"
+            service.on_warm = on_warm
+            num = len(predictor.classes)
             progress.say(
-                f"{shown(settings.memory)}: {tasks}; compiling for batches of"
-                f" {', '.join(map(str, sizes))}"
+                f"{shown(settings.memory)}: {num} task{'s' if num > 1 else ''}; compiling for"
+                f" batches of {', '.join(map(str, sorted(sizes)))}"
             )
             if predictor.open_set is not None:
                 progress.say(
-                    "images far from every task get `none of my tasks`, about"
-                    f" {100 * predictor.open_set:g} % of a task's own, too; --open-set off gives"
+                    "images far from every task get `none of my tasks`, and so do about"
+                    f" {100 * predictor.open_set:g} % of a task's images; --open-set off gives"
                     " every image a task"
                 )
             elif settings.open_set == "auto":
-                progress.say(
-                    "every image gets a task, a foreign one, too: not every task here is calibrated"
-                )
+                progress.say("every image gets a task, since not all tasks are calibrated")
             server.run(sockets=[listening])
             if service.failure is not None:
                 raise service.failure
     finally:
-        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -123,7 +123,7 @@ def show_info(settings: Info) -> None:
     progress.say(f"experts per block: {' '.join(map(str, num_experts))}")
 
 
-def print_grid(grid: Grid, console: Console, spare: Sequence[str]) -> None:
+def print_grid(grid: Grid, console: Console, spare: Sequence[str] = ()) -> None:
     """The table, without as many of the spare columns as a narrow terminal has no room for; long
     names wrap."""
     while grid.width - 2 > console.width and spare:
