@@ -46,7 +46,7 @@ CHANGES: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     ),
     "sharpness": lambda image, strength: ImageEnhance.Sharpness(image).enhance(1 + 0.6 * strength),
 }
-"""Operations by name, with a strength in [-1, 1]."""
+"""Augmentation operations by name. Each accepts a strength in [-1, 1]."""
 
 
 def augment(
@@ -68,14 +68,14 @@ def augment(
 
 
 class AugmentedImages(HostImages):
-    """Training images of one epoch. `seed` belongs to one phase of one task."""
+    """Training images as augmented in one epoch. Each phase of each task has its own `seed`."""
 
     def __init__(self, executor: Executor, images: Images, seed: int, epoch: int = 0):
         super().__init__(executor, images)
         self.seed, self.epoch = seed, epoch
 
     def at(self, epoch: int) -> "AugmentedImages":
-        """Return the images of another epoch."""
+        """Return the same images with the augmentation of another epoch."""
         return AugmentedImages(self.executor, self.images, self.seed, epoch)
 
     def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens]:
@@ -89,7 +89,8 @@ class AugmentedImages(HostImages):
 def augmented(
     images: UInt8[np.ndarray, "B S S 3"], rows: np.ndarray, *place: int
 ) -> UInt8[np.ndarray, "B S S 3"]:
-    """Augment the images of these rows, each by a generator seeded with place and row."""
+    """Augment images, each with a random generator that is seeded by `place` and the image's
+    row."""
     rngs = (np.random.default_rng([*place, row]) for row in rows.tolist())
     return np.stack(list(_threads().map(augment, images, rngs)))
 

@@ -27,11 +27,11 @@ FORMATS = (
     *(["AVIF"] if features.check("avif") else []),
 )
 MAX_PIXELS = 89_478_485  # Pillow warns of a decompression bomb above this
-MAX_SCANS = 100  # of a progressive JPEG, which has about ten; each is a pass over the whole image
+MAX_SCANS = 100  # progressive JPEGs have about ten scans; each scan is a pass over the whole image
 
 DECODER_VERSION = 1
-"""Increased if a change of the decoder changes pixels, so that older decoded copies are not
-used."""
+"""Increase this number if a change of the decoder changes pixels: older decoded copies are then
+ignored."""
 PIECE = 256
 """Number of images between two reports of progress (38 MB at 224 pixels)."""
 
@@ -61,8 +61,8 @@ def decode_image(
 
 @contextlib.contextmanager
 def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
-    """Open an image file. A decompression bomb, or an error during use, becomes a ValueError with
-    its name."""
+    """Open an image file. Errors during use, and decompression bombs, raise ValueError with `name`
+    in the message."""
     try:
         with contextlib.ExitStack() as stack:
             if isinstance(data, Image.Image):
@@ -85,7 +85,7 @@ def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
         raise ValueError(
             f"{name}: not an image file of a known format ({', '.join(FORMATS)})"
         ) from None
-    except Exception as error:  # Pillow's parsers raise nearly any error for a broken file
+    except Exception as error:  # Pillow's parsers can raise almost any exception on a broken file
         raise ValueError(f"{name}: the image cannot be decoded: {error}") from error
 
 
@@ -112,10 +112,9 @@ def _refuse_bombs(image: Image.Image, data: bytes) -> None:
 
 
 def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
-    """Load all pixels as RGB, rotated by EXIF orientation with `upright`. The result outlives the
-    file.
+    """Load all pixels and convert them to RGB. With `upright`, rotate them by the EXIF orientation.
 
-    The argument does not change.
+    The argument does not change, and the result stays valid after the file is closed.
     """
     image.load()
     if upright:
@@ -145,9 +144,11 @@ def _has_16_bits(image: Image.Image) -> bool:
 
 
 def _turned(image: Image.Image) -> Image.Image:
-    """Rotate an image by its EXIF orientation; unchanged if that is 1, absent or unreadable."""
+    """Rotate an image by its EXIF orientation. If that is 1, absent or unreadable, return the image
+    unchanged."""
     turned = image
-    with contextlib.suppress(Exception):  # Pillow raises nearly any error for corrupted metadata
+    # Pillow can raise almost any exception on corrupted metadata
+    with contextlib.suppress(Exception):
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             turned = image.copy()
             # in place, so that pixels are rotated even if the metadata cannot be written
@@ -156,17 +157,17 @@ def _turned(image: Image.Image) -> Image.Image:
 
 
 class Decoded(NamedTuple):
-    """Consecutive files: their locations for messages, the intact images, and the errors of the
-    others."""
+    """The result of decoding consecutive files: locations for messages, the intact images, and
+    errors."""
 
     files: list[str]
     images: UInt8[np.ndarray, "n S S 3"]
     errors: list[str]
-    """One per file, empty for an intact one."""
+    """One message per file; it is empty for an intact file."""
 
 
 class BrokenImages(ValueError):
-    """Some images cannot be used. `broken` has a line for each."""
+    """Raised if images cannot be decoded. `broken` contains one message per image."""
 
     def __init__(self, broken: Sequence[str]):
         self.broken = tuple(broken)
@@ -209,10 +210,11 @@ def decode_pieces(
 def in_threads(
     work: Callable[[int], Found], rows: Sequence[int], size: int
 ) -> Iterator[list[Found]]:
-    """Map `work` over rows with a few threads; yields the results in order, in lists of at most
+    """Map `work` over rows with a few threads, and yield the results in order, in lists of at most
     `size`.
 
-    Pillow releases the interpreter's lock. Two lists are in memory at a time.
+    Threads help because Pillow releases the interpreter's lock. At most two lists are in memory at
+    a time.
     """
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "cheem-decode") as pool:
         pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -223,15 +225,16 @@ def in_threads(
                 coming += [pool.map(work, following) for following in pieces[number : number + 1]]
                 yield list(coming.pop(0))
         finally:
-            pool.shutdown(cancel_futures=True)  # a caller can stop early
+            # if the caller stops early, the remaining work is cancelled
+            pool.shutdown(cancel_futures=True)
 
 
 def decode_in_order(
     files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray
 ) -> Iterator[UInt8[np.ndarray, "n S S 3"]]:
-    """Yield the images of these rows in pieces, without broken ones.
+    """Yield the images of these rows in pieces, without broken images.
 
-    One BrokenImages at the end reports all broken files.
+    After the last piece, one BrokenImages exception reports all broken files.
     """
     broken: list[str] = []
     for piece in decode_pieces(files, image_size, PIECE, rows):

@@ -19,7 +19,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from cheem_jax.data.task import Split, Stream, Task, cut
 
-# Shapes: filled or outlined, slightly rotated, stretched and moved, on a mottled ground
+# The shapes task: filled or outlined, slightly rotated, stretched and moved, on a mottled
+# background
 
 Range = tuple[float, float]
 
@@ -32,8 +33,8 @@ def draw_shapes(
     front: Range = (-0.08, 0.16),
     back: Range = (0.60, 0.76),
 ) -> np.ndarray:
-    """Draw shapes with hues of one range on hues of another; by default pink to yellow on blue and
-    violet."""
+    """Draw shapes with hues from `front` on backgrounds with hues from `back`. By default, the
+    shapes are pink to yellow, and the backgrounds blue to violet."""
     num = len(labels)
     mask = np.stack([_shape_mask(rng, OUTLINES[SHAPES[label]], image_size) for label in labels])
     bright = hsv(
@@ -97,7 +98,7 @@ def _centred(points: np.ndarray | Sequence[tuple[float, float]]) -> np.ndarray:
     return corners / np.linalg.norm(corners, axis=1).max()
 
 
-_W = 0.34  # half width of a bar of the cross, in units of its half length
+_W = 0.34  # half the width of the cross's bars, relative to half their length
 OUTLINES: dict[str, np.ndarray] = {
     "circle": _centred(_regular(48)) * 0.92,
     "triangle": _centred(_regular(3)),
@@ -115,11 +116,12 @@ OUTLINES: dict[str, np.ndarray] = {
         [(-1.0, -0.3), (0.1, -0.3), (0.1, -0.8), (1.0, 0.0), (0.1, 0.8), (0.1, 0.3), (-1.0, 0.3)]
     ),
 }
-"""Corners around the origin, at most at distance 1."""
+"""Corner points around the origin, with a distance of at most 1."""
 
 SHAPES = tuple(OUTLINES)
 
-# Letters: capitals in the fonts of matplotlib, tilted, sheared and moved, as ink on paper
+# The letters task: capital letters in matplotlib's fonts, tilted, sheared and moved, in ink
+# on paper
 
 LETTERS = tuple("ABDEGHKMPRSY")
 FONTS = (
@@ -167,7 +169,8 @@ def _glyph(font: str, letter: str, image_size: int) -> Image.Image:
 
 @functools.cache
 def _face(font: str, size: int) -> ImageFont.FreeTypeFont:
-    import matplotlib  # imported here, because it would slow down every start of the library
+    # imported here, because importing matplotlib slows down every start of the library
+    import matplotlib
 
     file = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
     return ImageFont.truetype(str(file), size, layout_engine=ImageFont.Layout.BASIC)
@@ -188,27 +191,27 @@ def _pose(rng: np.random.Generator, glyph: Image.Image, image_size: int) -> np.n
     return shrink(moved)
 
 
-# Colours: the very easy task, cloudy fields of one colour
+# The colours task, which is very easy: images filled with one mottled colour
 
 COLOURS = ("red", "yellow", "green", "blue")
 HUES = np.array([0.0, 0.15, 0.36, 0.61])
 
 
 def draw_colours(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
-    """Draw a field of one colour. Hues of different classes never overlap."""
+    """Fill images with one mottled colour. The hues of different classes never overlap."""
     num = len(labels)
     hue = (HUES[labels] + rng.uniform(-0.04, 0.04, num)) % 1
     colour = hsv(hue, rng.uniform(0.65, 0.95, num), rng.uniform(0.6, 0.9, num))
     return finish(rng, ground(rng, colour, image_size, unrest=0.16), grain=0.03)
 
 
-# Textures: procedural patterns of two tones, rotated, scaled and shifted
+# The textures task: procedural two-tone patterns, rotated, scaled and shifted
 
 Plane = Float[np.ndarray, "num P P"]
 
 
 def draw_textures(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
-    """Draw a pattern of two muted colours under cloudy light."""
+    """Draw a pattern in two muted colours with uneven lighting."""
     num = len(labels)
     pattern = np.empty((num, image_size, image_size))
     for label, name in enumerate(TEXTURES):
@@ -275,19 +278,20 @@ PATTERNS: dict[str, Callable[[Plane, Plane], Plane]] = {
     "grid": lambda u, v: np.maximum(_lines(u, 0.14), _lines(v, 0.14)),
     "triangles": lambda u, v: _wave(u) + _wave(u / 2 + 0.866 * v) + _wave(u / 2 - 0.866 * v),
 }
-"""Functions of two coordinates in periods; the sign of the value selects one of two colours."""
+"""Functions of two coordinates in units of periods. The sign of the value selects one of two
+colours."""
 
 TEXTURES = tuple(PATTERNS)
 
-# Shared by the families: colours, mottled grounds, grain and antialiased masks
+# Helpers shared by all tasks: colours, mottled backgrounds, grain and antialiased masks
 
 SUPERSAMPLE = 4
-"""Factor by which masks are larger before they are averaged down."""
+"""Masks are drawn larger by this factor, and then averaged down."""
 
 
 def hsv(hue, saturation, value) -> np.ndarray:
-    """Convert HSV to RGB in [0, 1] on a new last axis of 3. Hue is in turns; arguments
-    broadcast."""
+    """Convert HSV to RGB in [0, 1], on a new last axis of size 3. The arguments broadcast, and hue
+    is in turns."""
     hue, saturation, value = np.broadcast_arrays(hue, saturation, value)
     sector = (np.array([5.0, 3.0, 1.0]) + hue[..., None] * 6) % 6
     ramp = np.clip(np.minimum(sector, 4 - sector), 0, 1)
@@ -310,7 +314,7 @@ def mottle(
 def ground(
     rng: np.random.Generator, colour: Float[np.ndarray, "num 3"], image_size: int, unrest: float
 ) -> Float[np.ndarray, "num S S 3"]:
-    """Fill images with one colour each, with cloudy changes of brightness and slightly of hue."""
+    """Fill each image with one colour whose brightness, and slightly its hue, varies smoothly."""
     num = len(colour)
     light = mottle(rng, num, image_size, 3) + 0.6 * mottle(rng, num, image_size, 7)
     tint = np.stack([mottle(rng, num, image_size, 2) for _ in range(3)], axis=-1)
@@ -325,7 +329,7 @@ def blend(mask, front, back) -> np.ndarray:
 def finish(
     rng: np.random.Generator, images: Float[np.ndarray, "num S S 3"], grain: float
 ) -> UInt8[np.ndarray, "num S S 3"]:
-    """Add grain (standard deviation, full range 1) and round to bytes."""
+    """Add Gaussian grain with the standard deviation `grain` (full range 1), and round to bytes."""
     noisy = images + grain * rng.standard_normal(images.shape)
     return np.round(np.clip(noisy, 0, 1) * 255).astype(np.uint8)
 
@@ -357,11 +361,12 @@ def demo_stream(
     num_val: int = 150,
     num_test: int = 250,
 ) -> Stream:
-    """Generate the six tasks with the given numbers of images, with balanced classes (of the digits
-    nearly).
+    """Generate the six tasks with the given numbers of images and balanced classes (the digits are
+    nearly balanced).
 
-    Equal arguments return equal images. A generated split does not depend on the sizes of the
-    others. Raises ValueError for fewer images than classes, or for more than the real digits allow.
+    The result depends on the arguments alone, and the images of a generated split do not depend on
+    the sizes of the other splits. Raises ValueError for fewer images than classes, or for more
+    images than there are real digits.
     """
     if image_size < 8:
         raise ValueError(f"image_size must be at least 8 for the demo stream, got {image_size}")
@@ -386,11 +391,12 @@ def _generated(name: str, sizes: dict[str, int], image_size: int, seed: int) -> 
 
 
 def _digits(sizes: dict[str, int], image_size: int, rng: np.random.Generator) -> Task:
-    """Split the 1,797 real handwritten digits of scikit-learn, white on black.
+    """Split scikit-learn's 1,797 handwritten digits, which are white on black.
 
     The test split is sampled first and from all images, so it does not depend on the other sizes.
     """
-    from sklearn.datasets import load_digits  # imported here, because it takes a second
+    # imported here, because importing scikit-learn takes a second
+    from sklearn.datasets import load_digits
 
     # its stubs include types of pandas
     small, labels = (np.asarray(array) for array in load_digits(return_X_y=True))

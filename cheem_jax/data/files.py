@@ -37,10 +37,10 @@ GET_HEIF = "pip install 'cheem_jax[heic]'"
 ARCHIVES = frozenset(".tar .gz .tgz .bz2 .xz .zst .7z .rar".split())
 MAX_NOTES = 10
 HEAD_BYTES = 16
-MAX_DEPTH = 6  # depth of the folders that are searched, so that a link to a parent folder ends
+MAX_DEPTH = 6  # maximum depth of folders, so that a link to a parent folder ends
 MAX_FILE_BYTES = 256 * 2**20
-MAX_FILES = 5_000_000  # in one folder or archive; ImageNet has 1.4 million
-# a zip that unpacks to more than both limits is a bomb: images are compressed already
+MAX_FILES = 5_000_000  # limit per folder or archive; ImageNet has 1.4 million
+# a zip that unpacks to more than both limits is a bomb, because images are already compressed
 SMALL_BYTES = 2**30
 MAX_RATIO = 100
 
@@ -66,7 +66,7 @@ class Encoded(abc.ABC):
 
     @abc.abstractmethod
     def read(self, row: int) -> bytes:
-        """Read the bytes of a file. Raises ValueError or OSError that names it."""
+        """Read the bytes of a file. Raises ValueError or OSError with the file's location."""
 
     def picture(self, row: int) -> bytes | Image.Image:
         """Return the bytes of a file, or an open image, for decoding. Raises as `read`."""
@@ -75,7 +75,7 @@ class Encoded(abc.ABC):
 
 @dataclasses.dataclass(eq=False)
 class FolderFiles(Encoded):
-    """Files by their names relative to a folder."""
+    """Files in a folder. The keys are names relative to the folder."""
 
     root: Path
     keys: Sequence[str]
@@ -97,7 +97,7 @@ class FolderFiles(Encoded):
             )
             raise FileNotFoundError(f"{self.where(row)}: no such file{link}") from None
         if not stat.S_ISREG(mode):
-            raise ValueError(f"{self.where(row)}: not a regular file")  # reading a pipe would wait
+            raise ValueError(f"{self.where(row)}: not a regular file")  # reading a pipe would block
         return self.file(row).open("rb")
 
     def read(self, row: int) -> bytes:
@@ -129,10 +129,10 @@ class ZipFiles(Encoded):
         try:
             size = _opened(self.path, self.stamp).getinfo(self.root + self.keys[row]).file_size
             with self.open(row) as stream:
-                # at most the number of bytes in the zip's directory, although the packed bytes
-                # could unpack to more
+                # read no more than the size in the zip's directory, although the packed bytes could
+                # unpack to more
                 return stream.read(size + 1)
-        except Exception as error:  # zipfile and zlib raise many types
+        except Exception as error:  # zipfile and zlib raise exceptions of many types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
 
@@ -154,21 +154,25 @@ class Chosen(Encoded):
 
 @functools.lru_cache(maxsize=32)
 def _opened(path: Path, stamp: str) -> zipfile.ZipFile:
-    """Open a zip once per process, since its list of members can be large. Threads share it."""
+    """Open a zip once per process and share it between threads, because its list of members can be
+    large."""
     if stamp_of([path]) != stamp:
         raise ValueError("the zip has changed since its names were read")
     return zipfile.ZipFile(path)
 
 
 def first_of(faults: Sequence[str], num: int = 5) -> str:
-    """Join the first `num` faults and the number of the others."""
+    """Join the first `num` messages, and add the number of the remaining ones."""
     more = f"; and {len(faults) - num} more" if len(faults) > num else ""
     return "; ".join(faults[:num]) + more
 
 
 def import_extra(module: str, extra: str, what: str, instead: str = "") -> Any:
-    """Import a module of an optional extra. The ValueError names the feature that needs it, the
-    `pip` command, and an alternative (`instead`)."""
+    """Import a module of an optional extra.
+
+    If it is missing, raises ValueError with the feature that needs it (`what`), the `pip` command,
+    and an alternative (`instead`).
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -184,13 +188,14 @@ def files_of(path: Path, names: Sequence[str], root: str = "") -> FolderFiles | 
 
 
 def stamp_of(files: Iterable[Path]) -> str:
-    """Hash sizes and times of files. A missing file that appears changes the hash, too."""
+    """Hash the sizes and modification times of files. Missing files are hashed, too, so the hash
+    changes when they appear."""
     digest = hashlib.sha256()
     for file in files:
         try:
             status = os.stat(file)
             digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
-        except OSError:  # reading reports it, with all other unreadable images
+        except OSError:  # an unreadable file is reported later, when images are read
             digest.update(b"absent\n")
     return digest.hexdigest()
 
@@ -205,7 +210,7 @@ def list_files(path: Path) -> list[str]:
 
 
 def _list(path: Path) -> tuple[list[str], collections.Counter[str]]:
-    """List files as `list_files`, and count the skipped folders by name."""
+    """List the files that `list_files` returns, and count the skipped folders by name."""
     hidden = collections.Counter[str]()
     if path.is_dir():
         places = walk(path, hidden)
@@ -233,10 +238,11 @@ class Listing(NamedTuple):
     ignored: collections.Counter[tuple[str, str]]
     """Other files by folder and kind, under "" for companions and for files without a folder."""
     hidden: collections.Counter[str]
-    """Names of the skipped folders."""
+    """Names of the skipped hidden and system folders, with counts."""
 
     def notes(self) -> list[str]:
-        """Describe skipped files, a line per folder and kind, and skipped folders."""
+        """Describe the skipped files and folders: one line per folder and kind of file, and one
+        line for hidden folders."""
         lines = [
             f"{'/'.join(filter(None, (self.path.name, folder)))}: {num:,} file{'s'[: num > 1]}"
             f" ignored ({kind})"
@@ -258,8 +264,10 @@ class Listing(NamedTuple):
 
 
 def look_through(path: Path) -> Listing:
-    """List the files of a folder or zip (`list_files`), reading content only for unknown
-    suffixes."""
+    """List the files of a folder or zip, and determine which are images.
+
+    Content is read only if a suffix is unknown.
+    """
     names, hidden = _list(path)
     listing = Listing(path, names, [], collections.Counter(), hidden)
     files = files_of(path, listing.names)
@@ -273,7 +281,7 @@ def look_through(path: Path) -> Listing:
 
 
 def kind_of(files: FolderFiles | ZipFiles, row: int) -> str | None:
-    """Return None for an image, or the kind of another file, for messages."""
+    """Return None for an image. For another file, return its kind for messages."""
     suffix = PurePosixPath(files.key(row)).suffix
     if (lower := suffix.lower()) in IMAGE_SUFFIXES or (READS_HEIF and lower in HEIF_SUFFIXES):
         return None
@@ -293,7 +301,7 @@ def may_be_image(file: Path) -> bool:
 
 
 def head_of(files: FolderFiles | ZipFiles, row: int) -> bytes:
-    """Read the first bytes of a file; empty if it cannot be read."""
+    """Read the first bytes of a file, or return empty bytes if it cannot be read."""
     try:
         with files.open(row) as stream:
             return stream.read(HEAD_BYTES)
@@ -302,7 +310,7 @@ def head_of(files: FolderFiles | ZipFiles, row: int) -> bytes:
 
 
 def is_dead_link(file: Path) -> bool:
-    """Whether a link has no target, as on a disk that is not mounted."""
+    """Whether `file` is a link without a target, for example to a disk that is not mounted."""
     return file.is_symlink() and not file.exists()
 
 
@@ -322,7 +330,8 @@ def walk(
     num = 0
     for folder, subfolders, names in os.walk(path, followlinks=True, onerror=fail):
         num += len(subfolders) + len(names)
-        if num > MAX_FILES:  # a few links to parent folders are enough, since each multiplies
+        # a few links to parent folders suffice to exceed this, because each multiplies the number
+        if num > MAX_FILES:
             raise ValueError(
                 f"{path}: more than {MAX_FILES} files and folders; are there links to parent"
                 " folders?"
@@ -340,7 +349,7 @@ def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-    except Exception as error:  # also OSError, struct.error, NotImplementedError
+    except Exception as error:  # zipfile also raises OSError, struct.error and NotImplementedError
         way_out = (
             "unpack it first, and give the folder"
             if path.suffix.lower() in ARCHIVES
@@ -383,7 +392,7 @@ def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
 
 
 def _fault(member: zipfile.ZipInfo) -> str | None:
-    """Return the reason to refuse a zip member as unsafe or absurd, if there is one."""
+    """Return the reason why a zip member is unsafe or absurd, or None."""
     name = member.filename
     if "\\" in name:
         return (
@@ -411,7 +420,7 @@ def _fault(member: zipfile.ZipInfo) -> str | None:
 
 
 def too_large(num_bytes: int) -> str | None:
-    """Return the complaint about a member of this size, if it is too large."""
+    """Return an error message if a member of this size is too large, else None."""
     return (
         f"it unpacks to {num_bytes} bytes, expected at most {MAX_FILE_BYTES}"
         if num_bytes > MAX_FILE_BYTES

@@ -56,15 +56,15 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 def plan_task(
     path: Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn"
 ) -> Plan:
-    """Plan the task in a folder or zip with `<split>/<class>/<image>`; one enclosing folder is
-    skipped.
+    """Plan the task in a folder or zip with files `<split>/<class>/<image>`. One enclosing folder
+    is skipped.
 
-    Classes are the sorted folders of train, or `classes` of a `meta.json` next to the splits. In
-    that case the folders have the names or the label numbers. A missing validation part is cut from
-    train: ceil(0.1 n) images, at least one of each class. With train alone or `<class>/<image>`, a
-    test part of ceil(0.3 n) is cut before. `seed` decides the cut. `Plan.of` describes other
-    purposes. A folder of `save_to_disk` is a task, too (`plan_hub`). Raises FileNotFoundError, or
-    ValueError with the file or folder at fault.
+    The classes are the sorted folders of train, or `classes` in a `meta.json` next to the splits;
+    the folders are then called by name or by label number. A missing validation split is cut from
+    train: ceil(0.1 n) images, at least one of each class. If only train exists, or the files are
+    `<class>/<image>`, a test split of ceil(0.3 n) is cut first. `seed` decides which images are
+    cut. `Plan.of` describes purposes other than learning. A folder of `save_to_disk` is a task, too
+    (`plan_hub`). Raises FileNotFoundError, or ValueError with the invalid file or folder.
     """
     if is_saved(path):
         return plan_hub(path, name=name, seed=seed, purpose=purpose)
@@ -74,11 +74,12 @@ def plan_task(
 def plan_stream(
     path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0, purpose: Purpose = "learn"
 ) -> list[Plan]:
-    """Plan the tasks of a folder whose zips and folders are tasks. A single task is a stream of
-    one.
+    """Plan the tasks of a folder: each of its zips and folders is a task. A single task becomes a
+    stream of one.
 
-    `tasks` selects and orders; by default all are used, sorted, except folders without images.
-    Raises as `plan_task`, and, unless `tasks` is set, for folders that look like parts of one task.
+    `tasks` selects and orders the tasks. By default, all are used in sorted order, except folders
+    without images. Raises the errors of `plan_task`. Unless `tasks` is set, raises ValueError for
+    folders that look like parts of one task.
     """
     places = _find_tasks(path, purpose)
     if tasks is not None:
@@ -122,7 +123,8 @@ def _find_tasks(path: Path, purpose: Purpose) -> dict[str, Path]:
     splits = [split_of(entry.name) for entry in folders]
     is_test_alone = purpose == "measure" and splits and all(splits)
     if "train" in splits or is_test_alone or any(map(_has_images, folders)):
-        return {name_of(path): path}  # a single task, whose folders of images are classes
+        # a single task: its folders contain the images of one class each
+        return {name_of(path): path}
     # a link to a missing task must be reported
     places = [
         entry
@@ -144,8 +146,8 @@ def _find_tasks(path: Path, purpose: Purpose) -> dict[str, Path]:
 def _refuse_parts(
     path: Path, tasks: Sequence[str], listings: Mapping[str, Listing], purpose: Purpose
 ) -> None:
-    """Refuse folders or zips that are named like splits, or that have the same classes without
-    splits."""
+    """Raise ValueError for folders or zips that are probably parts of one task: their names are
+    splits, or they have no splits and the same classes."""
     alike: dict[frozenset[str], list[str]] = {}
     for name in tasks:
         if name in listings and (classes := _bare_classes(listings[name])):
@@ -169,8 +171,8 @@ def _refuse_parts(
 
 
 def _bare_classes(listing: Listing) -> frozenset[str]:
-    """Return the names of the class folders of a task without splits; empty for a task with splits
-    or a meta.json."""
+    """Return the class folders of a task without splits. For a task with splits or a meta.json,
+    return an empty set."""
     folders = {tuple(name.split("/")[:-1]) for name in listing.images}
     # train.zip usually contains the folder train
     has_splits = {split_of(parts[-2]) for parts in folders if len(parts) > 1} - {
@@ -268,10 +270,10 @@ def _plan(listing: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
 
 
 def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]]]:
-    """Return the enclosing folder ("" or "name/"), and per split the class folder of each image by
-    its name below it."""
-    # the most common depth counts: a stray file or a folder below a class must not make the others
-    # wrong
+    """Return the enclosing folder ("" or "name/") and, for each split, the class folder of each
+    image. Images are keyed by their names below the enclosing folder."""
+    # use the most common depth, so that one stray file or deeper folder does not invalidate all
+    # others
     depth = _usual(images)
     tops = {file.split("/")[0] for file in images}
     root = ""
@@ -314,8 +316,8 @@ def _usual(files: Sequence[str]) -> int:
 
 
 def _refuse_folders_without_image(listing: Listing, root: str, depth: int) -> None:
-    """Refuse empty class folders and folders without images, since their classes would vanish
-    silently."""
+    """Raise ValueError for empty class folders and for folders without images, because their
+    classes would vanish silently."""
     folders = {
         name.rpartition("/")[0]
         for name in listing.names
@@ -362,8 +364,8 @@ def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | Non
 def _label_folders(
     path: Path, folders: Iterable[str], names: list[str] | None
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return class names in label order, and the label of each class folder by its composed
-    name."""
+    """Return the class names in label order, and the label of each class folder, keyed by its
+    composed name."""
     if names is None:
         way_out = (
             "put one class into one folder, or list them as `classes` of a meta.json next to the"
@@ -385,7 +387,7 @@ def _label_folders(
 
 
 class ManifestRow(NamedTuple):
-    """One row of a manifest, without surrounding blanks."""
+    """One row of a manifest. Its texts have no surrounding blanks."""
 
     where: str
     """Position for messages, such as "line 7"."""
@@ -402,13 +404,13 @@ def plan_manifest(
     seed: int = 0,
     purpose: Purpose = "learn",
 ) -> Plan:
-    """Plan the task of a CSV (comma, semicolon or tab) or Parquet file with one image per row;
-    other columns are ignored.
+    """Plan the task that a CSV file (with commas, semicolons or tabs) or a Parquet file lists, with
+    one image per row. Other columns are ignored.
 
-    `path` is relative to `root`, by default the manifest's folder. `label` is a class name or a
-    number 0..n-1 (some of these numbers, unless the purpose is to learn); names are sorted. Splits
-    that the column `split` lacks are cut from train by `seed`, as for folders. Raises
-    FileNotFoundError, or ValueError with file and lines.
+    Values of `path` are relative to `root`, by default the manifest's folder. A `label` is a class
+    name or a number 0..n-1; only learning needs all of these numbers. Class names are sorted. If
+    `split` lacks a split, it is cut from train by `seed`, as for folders. Raises FileNotFoundError,
+    or ValueError with file and lines.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; expected a CSV or Parquet manifest")
@@ -416,8 +418,8 @@ def plan_manifest(
     if not root.is_dir():
         raise FileNotFoundError(f"{root}: no such folder; the paths in {file} are relative to it")
     rows = _read_rows(file)
+    # raise only if all files are missing: individual missing files are reported as broken images;
     # os.path is faster than pathlib for a million files
-    # single missing files are reported as broken images
     if not any(os.path.isfile(os.path.join(root, row.path)) for row in rows):
         absent = first_of([f"{row.where}: {row.path!r}" for row in rows])
         raise FileNotFoundError(
@@ -443,8 +445,8 @@ def plan_manifest(
 
 
 def _read_rows(file: Path) -> list[ManifestRow]:
-    """Read all rows, with POSIX paths and canonical split names; one ValueError lists all
-    faults."""
+    """Read all rows, with POSIX paths and the split names train, val and test. One ValueError lists
+    all errors."""
     read = _read_parquet if file.suffix.lower() in (".parquet", ".pq") else _read_csv
     first: dict[str, str] = {}
     rows: list[ManifestRow] = []
@@ -478,7 +480,7 @@ def _read_rows(file: Path) -> list[ManifestRow]:
 
 
 def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the position of each row, and its text in the required columns."""
+    """Yield each row's position for messages, and its texts in the columns that are needed."""
     data = file.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -489,7 +491,7 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         ) from error
     header = io.StringIO(text, newline="").readline()
     skipped = 0
-    # a line that Excel writes
+    # Excel writes this line
     if separator := re.fullmatch("sep=([,;\t])", header.strip("\r\n"), re.IGNORECASE):
         text = text[len(header) :]
         skipped = 1
@@ -533,7 +535,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file}: not readable as Parquet: {error}") from error
     for number, values in enumerate(table.rename_columns([*wanted]).to_pylist(), start=1):
-        # the exact type, because True is an int
+        # compare exact types, because True is an int
         if wrong := [
             column for column, value in values.items() if type(value) not in (str, int, type(None))
         ]:
@@ -549,7 +551,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _wanted(file: Path, columns: Sequence[str]) -> dict[str, int]:
-    """Map the columns to read to their positions."""
+    """Map the names of the needed columns to their positions."""
     if missing := [column for column in NEEDED if column not in columns]:
         raise ValueError(
             f"{file}: no column {' and '.join(map(repr, missing))} among {columns[:12]}; the first"
@@ -564,8 +566,8 @@ def _wanted(file: Path, columns: Sequence[str]) -> dict[str, int]:
 def _classes(
     file: Path, rows: Sequence[ManifestRow], purpose: Purpose
 ) -> tuple[tuple[str, ...], Mapping[str, int]]:
-    """Return class names and the label of each text: numbers 0..n-1 (without gaps to learn), or
-    names."""
+    """Return the class names, and the label of each text in `label`. The texts are numbers 0..n-1
+    (without gaps when learning) or class names."""
     first = {row.label: row for row in reversed(rows)}
     if not all(map(_WHOLE.fullmatch, first)):
         way_out = "write one class in one way, and give different ones names that differ in more"

@@ -38,16 +38,16 @@ FORMAT = "cheem_jax-images/1"
 SPLIT_NAMES = ("train", "val", "test")
 
 OpenPhase = Callable[[str, int], AbstractContextManager[OnProgress]]
-"""Opens a phase of work from a task's name and its number of images; yields a function that counts
-finished images."""
+"""Opens a phase of work, given a task's name and its number of images. The context yields a
+function that counts finished images."""
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 Keep = Literal["auto", "memory", "cache", "stream"]
 
 IN_MEMORY = 2**30
-"""Size of a stream in bytes up to which `auto` keeps images in memory."""
+"""Maximum size in bytes of a stream that `auto` keeps in memory."""
 CACHED = 64 * 2**30
-"""Size of a task in bytes up to which `auto` keeps images on the disk."""
+"""Maximum size in bytes of a task that `auto` caches on the disk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +77,10 @@ def load_tasks(
     *,
     only: str | None = None,
 ) -> tuple[Task, ...]:
-    """Load the images of tasks. Raises ValueError with every file that is not an image.
+    """Load the images of tasks. Raises ValueError that lists every file that is not an image.
 
-    `only` is a split to measure on; the others stay empty, except if that split is `test` and the
-    data have no test split.
+    `only` is the split to load; the other splits are empty. If `only` is `test` and the data have
+    no test split, all splits are loaded.
     """
 
     def names_in(plan: Plan) -> Sequence[str]:
@@ -105,7 +105,7 @@ def load_tasks(
 
 
 def _each(given: Iterable[Given], load: Callable[[Given], Made]) -> list[Made]:
-    """Load all items. One error reports the broken images of all."""
+    """Load all items. One exception reports the broken images of all items."""
     loaded = list[Any]()
     broken = list[str]()
     for one in given:
@@ -119,8 +119,8 @@ def _each(given: Iterable[Given], load: Callable[[Given], Made]) -> list[Made]:
 
 
 def load_task(path: str | Path, *, image_size: int, seed: int = 0, upright: bool = True) -> Task:
-    """Load a folder or zip as one task into memory (`plan_task`). `upright` as in
-    `decode_image`."""
+    """Load a folder or zip as one task into memory, as planned by `plan_task`. `upright` is
+    explained in `decode_image`."""
     plan = plan_task(absolute(path), seed=seed).turned(upright)
     (task,) = load_tasks([plan], image_size, ImagesConfig("memory"))
     return task
@@ -134,8 +134,8 @@ def load_stream(
     seed: int = 0,
     upright: bool = True,
 ) -> Stream:
-    """Load a folder of tasks as a stream into memory (`plan_stream`). `upright` as in
-    `decode_image`."""
+    """Load a folder of tasks as a stream into memory, as planned by `plan_stream`. `upright` is
+    explained in `decode_image`."""
     path = absolute(path)
     plans = [plan.turned(upright) for plan in plan_stream(path, tasks, seed=seed)]
     return Stream(path.resolve().stem, load_tasks(plans, image_size, ImagesConfig("memory")))
@@ -160,7 +160,8 @@ def _load(
     total_bytes: int,
     phase: OpenPhase,
 ) -> dict[str, Split]:
-    """Load some splits. `total_bytes` is the size of all tasks together."""
+    """Load some splits of a plan. `total_bytes` is the size of all tasks that are loaded
+    together."""
     parts = {name: plan.splits[name] for name in names}
     num = sum(len(part.labels) for part in parts.values())
     keep = config.keep
@@ -174,7 +175,7 @@ def _load(
     splits = {}
     if keep == "stream":
         for name, part in parts.items():
-            # this identifies the pixels before any is decoded
+            # identifies the pixels before they are decoded
             identity = (
                 f"{plan.split_sha256} {plan.stamp} {image_size} {DECODER_VERSION}"
                 f" {name}{' upright' * plan.upright}"
@@ -203,17 +204,17 @@ def default_directory() -> Path:
 
 
 def bytes_needed(num_images: int, image_size: int) -> int:
-    """Compute the size of decoded images in bytes."""
+    """Return the size of decoded images in bytes."""
     return num_images * image_size * image_size * 3
 
 
 def cache_place(
     plan: Plan, image_size: int, root: Path, names: Sequence[str] = SPLIT_NAMES
 ) -> Path:
-    """Return the folder of a plan's decoded images, which need not exist.
+    """Return the cache folder for a plan's decoded images, which need not exist.
 
-    Its name has a hash of everything that decides the pixels of some splits: files and their order,
-    stamp, image size, decoder, and rotation by EXIF orientation.
+    The folder's name contains a hash of everything that affects the pixels of the splits `names`:
+    files and their order, stamp, image size, decoder version, and EXIF rotation.
     """
     turned = ["upright"] if plan.upright else []
     decides = [FORMAT, DECODER_VERSION, image_size, plan.source, plan.stamp, *turned]
@@ -230,10 +231,10 @@ def cache_place(
 def cached(
     plan: Plan, image_size: int, root: Path, phase: OpenPhase, names: Sequence[str] = SPLIT_NAMES
 ) -> dict[str, Split]:
-    """Return splits with images mapped from files, which are written if they do not exist.
+    """Return splits whose images are mapped from files. The files are written if they do not exist.
 
-    Waits for another process that writes them. Raises ValueError for broken images, and OSError
-    without space or permission; then no file remains.
+    Waits while another process writes them. Raises ValueError for broken images, and OSError
+    without space or permission. After an error no file remains.
     """
     place = cache_place(plan, image_size, root)
     if not place.is_dir():  # a cache of all splits contains these
@@ -254,7 +255,7 @@ def cached(
 
 
 def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> dict[str, Split]:
-    """Open a finished cache of a plan. Raises ValueError with the corrupted part."""
+    """Open the complete cache of a plan. Raises ValueError that names the corrupted part."""
     try:
         meta = json.loads((place / "cache.json").read_text())
         splits = {}
@@ -272,7 +273,7 @@ def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> d
         raise OSError(
             f"the cache {place} cannot be read ({error.strerror}: {error.filename})"
         ) from error
-    # NumPy's parser of headers raises nearly any error for a broken file
+    # NumPy's header parser can raise almost any exception on a corrupt file
     except Exception as error:
         raise ValueError(
             f"the cache {place} is corrupted ({error!r}); remove this folder and it is made again"
@@ -284,7 +285,7 @@ def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase:
     """Decode all images into a folder next to `place`, then rename it. One process does this at a
     time."""
     partial = place.with_name(f"{place.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    shutil.rmtree(partial, ignore_errors=True)  # remove the leftovers of a killed process
     num_images = sum(len(plan.splits[name].labels) for name in names)
     needed = bytes_needed(num_images, image_size)
     free = shutil.disk_usage(place.parent).free
@@ -316,8 +317,8 @@ def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase:
 
 
 def _write(file: Path, part: EncodedSplit, image_size: int, on_progress: OnProgress) -> str:
-    """Write a `.npy` piece by piece, so that a full disk raises an error here and no signal later;
-    returns its hash."""
+    """Write a `.npy` file piece by piece, and return the hash. A full disk then raises an error
+    here, instead of a signal later."""
     digest = hashlib.sha256(part.labels.astype("<i4").tobytes())
     header = {
         "descr": "|u1",
@@ -336,12 +337,13 @@ def _write(file: Path, part: EncodedSplit, image_size: int, on_progress: OnProgr
 
 
 class StreamedImages:
-    """Files that behave like uint8 images `[N, S, S, 3]`, decoded on access and never stored.
+    """Image files that behave like an array of uint8 images `[N, S, S, 3]`. They are decoded on
+    access and never stored.
 
-    Grain decodes ahead with `workers` processes, or with threads of this process (0), which is
-    faster on up to a handful of cores: processes need seconds to start, in every pass. The caller
-    decides the rows of each step, so a stream yields the same images as memory would, and a resumed
-    pass continues with the next step.
+    Grain decodes ahead with `workers` processes. With 0 it uses threads of this process, which is
+    faster on up to a handful of cores, because processes need seconds to start in every pass. The
+    caller decides the rows of each step, so a stream yields the same images as an array in memory,
+    and a resumed pass continues with the next step.
     """
 
     def __init__(self, files: Encoded, image_size: int, *, workers: int = 0):
@@ -359,21 +361,25 @@ class StreamedImages:
         return np.concatenate([none, *decode_in_order(self.files, self.image_size, wanted)])
 
     def follow(self, order: Sequence[np.ndarray]) -> Any:
-        """Return a Grain iterator over the images of these rows in turn, all of one length.
+        """Return a Grain iterator over batches of images. All arrays in `order` have the same
+        length.
 
-        Its `get_state()` is its position; `set_state` of an equal iterator resumes there.
+        The iterator's `get_state()` is its position, and `set_state` of a new iterator resumes
+        there.
         """
         grain = _grain()
         batch_size = len(order[0])
         num_threads = max(2, min(16, os.cpu_count() or 1))
         images = grain.MapDataset.source(np.concatenate(order).tolist()).map(self._decode)
-        if self.workers:  # whole batches, since each of n processes reads every n-th element
+        # process whole batches, because each of n processes reads every n-th element
+        if self.workers:
             reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
             options = grain.MultiprocessingOptions(
                 num_workers=self.workers, per_worker_buffer_size=2
             )
             return iter(images.batch(batch_size).to_iter_dataset(reading).mp_prefetch(options))
-        # single images, batched afterwards, so that threads share the first batch, too
+        # process individual images and batch them afterwards, so that threads share the first
+        # batch, too
         reading = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=3 * batch_size)
         return iter(images.to_iter_dataset(reading).batch(batch_size))
 

@@ -1,9 +1,9 @@
 """Encoded images of data sets that TFDS has prepared, that are on the Hugging Face hub, or that
 `save_to_disk` wrote.
 
-This library decodes their bytes (`SkipDecoding`), because TFDS's decoder without TensorFlow returns
-palette indices as colours and keeps CMYK and alpha channels. The hub's data sets are Arrow files:
-no code of a data set runs, and nothing is unpickled.
+This library decodes the bytes itself (`SkipDecoding`). Without TensorFlow, TFDS's decoder returns
+palette indices as colours, and keeps CMYK and alpha channels. The hub's data sets are Arrow files:
+their code never runs, and nothing is unpickled.
 """
 
 import collections
@@ -34,13 +34,14 @@ BY_BYTES, BY_PIXELS = "bytes", "pixels"
 MAX_CLASSES = 1_000_000
 NAME_FEATURES = ("file_name", "filename", "image/file_name", "name", "id")
 HUB = "hf:"
-"""Prefix of the name of a data set on the hub."""
+"""Prefix of data set names on the Hugging Face hub."""
 _SPEC = re.compile(r"([a-z0-9_]+)(?:/([A-Za-z0-9_.-]+))?(?::(\d+\.\d+\.\d+))?")
 _OWN_FEATURE = re.compile(r"tensorflow_datasets\.core\.features\.[a-z_]+\.[A-Za-z]+")
 
 
 class Row(NamedTuple):
-    """Position of one image of a data set. Rows sort by key, then label, then position."""
+    """Key, label and position of one image in a data set. Rows sort by key, then by label and
+    position."""
 
     key: str
     label: int
@@ -50,14 +51,14 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Records(Encoded):
-    """Images of a data set, each at a position of a split."""
+    """Images of a data set, identified by split and position."""
 
     source: str | Path
     image: str
-    """Name of the image in an example, whose value is its bytes, or a dict with the bytes or a
-    file."""
+    """Name of the image in an example. Its value is the encoded bytes, or a dict with the bytes or
+    a file name."""
     opened: Callable[[str], Any]
-    """Opens the examples of a split. It can be pickled, and threads share it."""
+    """Opens the examples of a split. The function can be pickled, and threads share its result."""
     places: Sequence[tuple[str, int]]
     keys: Sequence[str]
 
@@ -95,8 +96,8 @@ def plan_rows(
     is_benchmark: bool = True,
     purpose: Purpose = "learn",
 ) -> Plan:
-    """Plan a task from the rows of some splits (`Plan.of`). `records` opens the images at some
-    positions with some keys."""
+    """Plan a task from the rows of some splits; see `Plan.of`. `records` returns the images at
+    given positions with given keys."""
     members: Members = {}
     places: dict[str, tuple[str, int]] = {}
     for split, split_rows in rows.items():
@@ -104,8 +105,8 @@ def plan_rows(
         repeated = collections.Counter[str]()
         for row in split_rows:
             repeated[row.key] += 1
-            # an image can occur twice, and in two official splits: its key must identify the
-            # occurrence
+            # an image can occur more than once, and in two official splits, so its key must
+            # identify the occurrence
             number = f"#{repeated[row.key]}" if repeated[row.key] > 1 else ""
             key = f"{split}/{row.key}{number}"
             members[split][key], places[key] = row.label, (row.split, row.position)
@@ -149,10 +150,10 @@ class Prepared:
     ) -> list[Row]:
         """List all images of some splits, sorted.
 
-        `key` identifies images: a text feature, `class/FEATURE` for one that is unique within a
-        class only, or the file's bytes or pixels; by default, the first feature that looks like a
-        file name. This reads every example once, and caches the result in the data set's folder if
-        that is writable. Raises ValueError for unlabelled images.
+        `key` identifies an image. It is a text feature, `class/FEATURE` for a feature that is
+        unique within a class only, `bytes` or `pixels`. By default, it is the first feature that
+        looks like a file name. Every example is read once, and the result is cached in the data
+        set's folder if that is writable. Raises ValueError for unlabelled images.
         """
         key = key or next((name for name in NAME_FEATURES if name in self.features), BY_BYTES)
         rows: list[Row] = []
@@ -167,7 +168,7 @@ class Prepared:
         return stamp_of(sorted(file for file in self.directory.iterdir() if file.is_file()))
 
     def records(self, places: Sequence[tuple[str, int]], keys: Sequence[str]) -> Records:
-        """Return the images at these positions of TFDS's splits."""
+        """Return the images at some positions of TFDS's splits."""
         opened = functools.partial(_source, self.directory, self.image)
         return Records(self.directory, self.image, opened, places, keys)
 
@@ -191,7 +192,8 @@ class Prepared:
                 return [name.decode() for name in keys.tolist()], labels
         source = _source(self.directory, self.image, split)
         names: list[str] = []
-        labels_read: list[int] = []  # grows with the examples, because the metadata can be wrong
+        # a list that grows with the examples, because the metadata can be wrong
+        labels_read: list[int] = []
         for position in range(len(source)):
             try:
                 example = source[position]
@@ -217,7 +219,7 @@ class Prepared:
                 " says that the labels are withheld, so that nothing can be learned from or"
                 " measured on these images; use another split"
             )
-        # a read-only data set or a full disk: the next run reads all examples again
+        # without a cache (read-only folder, full disk) the next run reads all examples again
         with contextlib.suppress(OSError):
             file.parent.mkdir(exist_ok=True)
             buffer = io.BytesIO()
@@ -230,7 +232,8 @@ class Prepared:
     def _key(self, example: dict[str, Any], key: str) -> str:
         if key == BY_BYTES:
             return hashlib.sha256(example[self.image]).hexdigest()
-        if key == BY_PIXELS:  # preparing writes PNG files, whose bytes differ between machines
+        # PNG files are written by the preparation, and their bytes differ between machines
+        if key == BY_PIXELS:
             with opened(example[self.image], self.full_name) as image:
                 pixels = np.asarray(to_rgb(image))
             return hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).hexdigest()
@@ -252,10 +255,11 @@ def plan_tfds(
     seed: int = 0,
     purpose: Purpose = "learn",
 ) -> Plan:
-    """Plan a task from any prepared TFDS data set of labelled images: `NAME[/CONFIG][:VERSION]`.
+    """Plan a task from a prepared TFDS data set of labelled images: `NAME[/CONFIG][:VERSION]`.
 
-    Uses its train, validation and test splits; a missing validation or test part is cut from train
-    as for folders. Raises FileNotFoundError or ValueError.
+    The train, validation and test splits are used. A missing validation or test split is cut from
+    train, as for folders. Raises FileNotFoundError if it is not prepared, and ValueError if it
+    cannot be read.
     """
     prepared = open_prepared(spec, data_dir or default_data_dir())
     split_by_name = splits_of(prepared.full_name, prepared.splits)
@@ -278,7 +282,7 @@ def plan_tfds(
 
 
 def all_pictures(spec: str, split: str, data_dir: Path | None) -> Records:
-    """Return the images of one split, or of a slice such as `train[:1000]`, in TFDS's order,
+    """Return the images of one split, or of a slice such as `train[:1000]`, in TFDS's order and
     without labels."""
     prepared = open_prepared(spec, data_dir or default_data_dir())
     positions = range(len(_source(prepared.directory, prepared.image, split)))
@@ -323,8 +327,8 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
 
 
 def find_prepared(spec: str, data_dir: Path) -> Path:
-    """Find the directory of `NAME[/CONFIG][:VERSION]`, of several versions the newest. Raises
-    FileNotFoundError."""
+    """Return the directory of `NAME[/CONFIG][:VERSION]`; without a version, that of the newest.
+    Raises FileNotFoundError."""
     matched = _SPEC.fullmatch(spec)
     if matched is None:
         raise ValueError(
@@ -334,7 +338,7 @@ def find_prepared(spec: str, data_dir: Path) -> Path:
     name, config, version = matched.groups()
     directories: list[Path] = []
     for folder in [f"{name}/{config}"] if config else [name, f"{name}/*"]:
-        # the leftover of a killed preparation has no version as its name
+        # a killed preparation leaves a folder whose name is not a version
         infos = data_dir.glob(f"{folder}/{version or '*'}/dataset_info.json")
         directories = directories or [
             info.parent for info in infos if re.fullmatch(r"\d+\.\d+\.\d+", info.parent.name)
@@ -356,7 +360,7 @@ def import_tfds() -> Any:
 
 
 def _no_advice(record: logging.LogRecord) -> bool:
-    """Drop TFDS's advice on OpenCV, whose decoder is not used here."""
+    """Filter out TFDS's advice to install OpenCV, whose decoder is not used here."""
     return "OpenCV" not in str(record.msg)
 
 
@@ -365,13 +369,13 @@ def _source(directory: Path, image: str, split: str) -> Any:
     try:
         builder = _builder(directory)
         return builder.as_data_source(split=split, decoders={image: tfds.decode.SkipDecoding()})
-    except Exception as error:  # missing or truncated shards
+    except Exception as error:  # for example, missing or truncated shards
         raise ValueError(f"{directory}, split {split!r}, cannot be opened: {error}") from error
 
 
 def _builder(directory: Path) -> Any:
-    """Open TFDS's builder of a prepared directory, after a check that this imports only features of
-    TFDS."""
+    """Open TFDS's builder of a prepared directory, after checking that this imports only TFDS's own
+    features."""
     file = directory / "features.json"
     named = _feature_classes(json.loads(file.read_text()))
     if foreign := sorted({name for name in named if not _OWN_FEATURE.fullmatch(name)}):
@@ -382,7 +386,7 @@ def _builder(directory: Path) -> Any:
 
 
 def _feature_classes(value: Any) -> Iterator[str]:
-    """Yield every Python class that a features.json names, including JSON inside of texts: TFDS
+    """Yield the name of every Python class in a features.json, also in JSON inside of strings: TFDS
     imports their modules."""
     if isinstance(value, dict):
         for key, item in value.items():
@@ -399,8 +403,10 @@ def _feature_classes(value: Any) -> Iterator[str]:
 
 
 def _only(features: Any, kind: type, usual: str, where: str = "") -> str:
-    """Return the feature of this kind, of several the `usual` one. The ValueError begins with
-    `where`."""
+    """Return the name of the only feature of type `kind`, or `usual` if there are more than one.
+
+    Raises ValueError with a message that starts with `where`.
+    """
     names = [name for name, feature in features.items() if isinstance(feature, kind)]
     if usual not in names and len(names) != 1:
         raise ValueError(
@@ -419,17 +425,17 @@ def is_saved(path: Path) -> bool:
 def plan_hub(
     source: str | Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn"
 ) -> Plan:
-    """Plan the task of a data set: `NAME` or `NAME:CONFIG` on the hub, or the path of a folder of
-    `save_to_disk`.
+    """Plan the task of a data set: `NAME` or `NAME:CONFIG` on the hub, or the path of a folder that
+    `save_to_disk` wrote.
 
-    It must have one column of images and one of class labels, or columns called `image` and
-    `label`. Missing splits are cut from train by `seed` as for folders. Raises ValueError or
+    The data set must have one column of images and one of class labels, or columns called `image`
+    and `label`. Missing splits are cut from train by `seed`, as for folders. Raises ValueError or
     FileNotFoundError.
     """
     datasets = import_extra("datasets", "hub", "this")
     title = f"{'' if isinstance(source, Path) else HUB}{source}"
     datasets.disable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would log every attempt
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # by default it logs every attempt
     if not isinstance(source, Path):
         _ask_hub(source.partition(":")[0])
     try:
@@ -493,8 +499,8 @@ def plan_hub(
 
 
 def _ask_hub(repository: str) -> None:
-    """Raise OSError if the hub lacks the data set or does not answer; the library would try for
-    minutes."""
+    """Raise OSError if the hub lacks the data set or does not answer. The library `datasets` would
+    retry for minutes."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 

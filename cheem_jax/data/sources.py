@@ -1,5 +1,5 @@
-"""Plans from the source that a user names: a benchmark, one of its tasks, a stream file, a
-manifest, a folder, or a data set of TFDS or the Hugging Face hub."""
+"""Plan the tasks of a source: a benchmark, one of its tasks, a stream file, a manifest, a folder,
+or a data set of TFDS or the Hugging Face hub."""
 
 import dataclasses
 import difflib
@@ -19,12 +19,12 @@ from cheem_jax.data.task import Plan, Purpose, check_names, repeats
 
 BENCHMARKS: tuple[Benchmark, ...] = get_args(Benchmark)
 KINDS = ("path", "manifest", "tfds", "hub", "benchmark")
-"""Keys of a `[[task]]` in a stream file that name its images."""
+"""The keys of a `[[task]]` in a stream file that locate its images."""
 MAX_STREAM_FILE_BYTES = 2**20
 
 
 class MissingTasks(ValueError):
-    """Tasks are not prepared. `advice` has a line for each with the way to get it."""
+    """Raised if tasks are not prepared. `advice` has one line per task that says how to get it."""
 
     def __init__(self, message: str, advice: Sequence[str]):
         super().__init__(message)
@@ -40,14 +40,14 @@ def plan_source(
     seed: int = 0,
     purpose: Purpose = "learn",
 ) -> tuple[str, list[Plan]]:
-    """Return the name of a stream and the plans of its tasks, in learning order.
+    """Return the name of a stream, and the plans of its tasks in learning order.
 
     `source` is `mtil` or `vdd`, the name of one of their tasks, `tfds:NAME[/CONFIG][:VERSION]`,
     `hf:NAME[:CONFIG]` (on the Hugging Face hub), a TOML file, a manifest (CSV or Parquet), or a
     folder or zip. A name that also is a folder or file of images in the working directory is
-    refused. `tasks` selects and orders, `order` is one of MTIL's, `seed` decides how missing splits
-    are cut, and `purpose` sets the minimum of each task. Raises MissingTasks, FileNotFoundError or
-    ValueError.
+    ambiguous and refused. `tasks` selects and orders the tasks. `order` is one of MTIL's orders.
+    `seed` decides how missing splits are cut. `purpose` decides the minimum that each task needs.
+    Raises MissingTasks, FileNotFoundError or ValueError.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
     if is_name(source) and holds_images(absolute(source)):
@@ -94,19 +94,19 @@ def plan_source(
 
 
 def images_dir(data_dir: Path | None) -> Path:
-    """Return the cache folder of the data sets in a data folder."""
+    """Return the folder with decoded images of the data sets in a data folder."""
     return absolute(data_dir or default_data_dir()) / "cheem_jax" / "images"
 
 
 def is_name(source: str) -> bool:
-    """Whether a source names a benchmark, one of its tasks, or a data set of TFDS or the hub, not a
-    file."""
+    """Whether a source is the name of a benchmark, one of its tasks, or a data set of TFDS or the
+    hub, and not a file."""
     return source in (*BENCHMARKS, *BY_NAME) or source.startswith(("tfds:", HUB))
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path | None:
-    """Return the cache folder of a source: in the data folder if the source uses it, or None for
-    the user's cache."""
+    """Return the folder for decoded images of a source, which is in the data folder if the source
+    uses it. None means the user's cache."""
     is_there = is_name(source) and not source.startswith(HUB)
     return images_dir(data_dir) if data_dir is not None or is_there else None
 
@@ -150,7 +150,7 @@ def plan_stream_file(
     seed: int = 0,
     purpose: Purpose = "learn",
 ) -> tuple[str, list[Plan]]:
-    """Return name and plans of a stream in TOML, each `[[task]]` with one of
+    """Return the name and the plans of a stream in TOML. Each `[[task]]` has one of these keys:
 
         path = "birds"             a folder or zip with <split>/<class>/<image>
         manifest = "cars.csv"      a table of files, with `root` if they are in another folder
@@ -158,9 +158,9 @@ def plan_stream_file(
         hub = "OWNER/NAME:CONFIG"  a data set of the Hugging Face hub, with or without a config
         benchmark = "food101"      a task of MTIL or VDD, from the data set below `data_dir`
 
-    and optionally a `name`. Relative paths start at the file's folder. A `seed` in the file
-    overrides the argument. `tasks` selects and orders; only those are read. Raises
-    FileNotFoundError, or ValueError with every fault.
+    A `name` is optional. Relative paths start at the file's folder. A `seed` in the file overrides
+    the argument. `tasks` selects and orders the tasks; only these are read. Raises
+    FileNotFoundError, or ValueError with every error in the file.
     """
     file = absolute(file)
     if not file.is_file():
@@ -186,10 +186,11 @@ def plan_stream_file(
 
 
 def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the `[[task]]` tables by task name; one ValueError lists all faults."""
+    """Return the `[[task]]` tables, keyed by task name. One ValueError lists all errors."""
     faults = _wrong_keys(content, ("name",), ("seed", "task"))
     seed = content.get("seed", 0)
-    if type(seed) is not int or not -(2**63) <= seed < 2**63:  # `true` is an int
+    # the exact type, because `true` is an int
+    if type(seed) is not int or not -(2**63) <= seed < 2**63:
         faults.append("seed must be a whole number of at most 64 bits")
     tables = content.get("task", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
@@ -223,8 +224,8 @@ def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, st
 def _wrong_keys(
     table: dict[str, Any], texts: Sequence[str], others: Sequence[str] = ()
 ) -> list[str]:
-    """List the faults of a table: unknown keys, and values under the keys `texts` that are not
-    text."""
+    """List the errors of a table: unknown keys, and values that are not text although their key is
+    in `texts`."""
     faults = []
     keys = sorted((*texts, *others))
     for key, value in table.items():

@@ -1,4 +1,4 @@
-"""Streams by name, as commands take them.
+"""Load streams by name for the commands.
 
 `find_stream` checks that all tasks are available, which is fast. The function that it returns
 decodes their images, whose size depends on the backbone.
@@ -30,8 +30,8 @@ class StreamConfig:
     tasks: str | None = None
     """Tasks in learning order, separated by commas; default: all, in the stream's order."""
     order: Order = "default"
-    """Order of MTIL's tasks: of the paper's tables, of its table on task orders, or the second one
-    of ZSCL."""
+    """Order of MTIL's tasks. `default` is the order of the paper's tables, `paper_a` to `paper_c`
+    are those of its table on task orders, and `zscl_ii` is the second order of ZSCL."""
     split_seed: int = 0
     """Seed of the splits that a data set lacks. It is independent of `--seed`, so that runs with
     several seeds share their splits."""
@@ -45,7 +45,8 @@ class StreamConfig:
 
     @property
     def cached_images(self) -> ImagesConfig:
-        """`images` with the folder of decoded images filled in if the data folder has one."""
+        """A copy of `images` in which an empty `cache_dir` is replaced by the data folder's one, if
+        the stream uses the data folder."""
         cache_dir = self.images.cache_dir or cache_dir_of(self.stream, self.data_dir)
         return dataclasses.replace(self.images, cache_dir=cache_dir)
 
@@ -92,9 +93,10 @@ def find_stream(config: StreamConfig) -> Callable[[int, OpenPhase], Stream]:
 def load_base_images(
     source: str, config: StreamConfig, *, image_size: int, phase: OpenPhase
 ) -> Images:
-    """Training images uint8 [N, S, S, 3] of the pretraining data; its other splits are not read.
+    """Return the training images, uint8 `[N, S, S, 3]`, of the pretraining data. Other splits are
+    not read.
 
-    Raises ValueError for a source of several tasks.
+    Raises ValueError if the source has more than one task.
     """
     _, plans = plan_source(source, data_dir=config.data_dir, seed=config.split_seed)
     if len(plans) != 1:

@@ -1,9 +1,9 @@
-"""Tasks and streams of uint8 images with integer labels, and plans of them before decoding.
-Constructors check them.
+"""Tasks and streams of uint8 images with integer labels, and their plans before decoding.
+Constructors check their arguments.
 
-A plan without some splits cuts them from train by the counts of the paper's tables: test = ceil(0.3
-n) if there is neither test nor validation part, then validation = ceil(0.1 n), where n is the size
-of the part that is divided.
+Splits that a plan lacks are cut from train with the sizes of the paper's tables. If there is
+neither a test nor a validation split, ceil(0.3 n) images become the test split; then ceil(0.1 n) of
+the n remaining images become the validation split.
 """
 
 import collections
@@ -26,12 +26,12 @@ from cheem_jax.core.images import Images
 from cheem_jax.data.files import Encoded
 
 Members = dict[str, dict[str, int]]
-"""Labels of the images by key, for each split."""
+"""For each split, the label of each image, keyed by the image's key."""
 
 Purpose = Literal["learn", "extend", "measure"]
-"""Purpose of a task, which decides its minimum: `learn` needs two classes, and all of them in every
-split; `extend` (of a learned task) an image of each class in train and one for validation;
-`measure` one class."""
+"""The purpose of a task. `learn` needs at least two classes, and all classes in every split.
+`extend` adds images to a learned task, and needs an image of each class in train and one image in
+validation. `measure` needs one class."""
 
 SPLITS = ("train", "val", "test")
 _SPLIT = re.compile(
@@ -51,7 +51,7 @@ class Split:
     labels: np.ndarray
     """int32 `[N]`, positions in the task's `classes`."""
     sha256: str | None = None
-    """Hash of pixels and labels, if it is cached."""
+    """SHA-256 of pixels and labels, if it is cached."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +65,8 @@ class Task:
     val: Split
     test: Split
     split_sha256: str | None = None
-    """Hash of the files in each split (`Plan.split_sha256`), if the images are files."""
+    """SHA-256 of the assignment of files to splits (`Plan.split_sha256`), if the images are
+    files."""
     skipped: tuple[str, ...] = ()
     """As in `Plan`."""
     cut: tuple[str, ...] = ()
@@ -138,7 +139,8 @@ class EncodedSplit:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """A task before decoding. Raises ValueError if it lacks something that its purpose needs."""
+    """A task before its images are decoded. Raises ValueError if it lacks something that its
+    purpose needs."""
 
     name: str
     classes: tuple[str, ...]
@@ -148,17 +150,17 @@ class Plan:
     source: str
     """The location of the files, for messages."""
     stamp: str
-    """A hash of sizes and times, or a version. It changes with the files, so outdated decoded
-    copies are not used."""
+    """A hash of file sizes and times, or a version. If the files change it changes, so that
+    outdated decoded copies are not used."""
     ignored: tuple[str, ...] = ()
-    """Messages about other files, which are not read."""
+    """Messages about files that are not images."""
     skipped: tuple[str, ...] = ()
     """Keys of unreadable images that were skipped."""
     cut: tuple[str, ...] = ()
-    """Splits that the source lacks: cut from train, or empty."""
+    """Splits that the source lacks. They were cut from train, or are empty."""
     is_benchmark: bool = False
-    """Whether TFDS prepared the data set. Its images are decoded as stored, as in the paper's
-    loaders."""
+    """Whether TFDS prepared the data set. If so, images are decoded without EXIF rotation, as in
+    the paper's loaders."""
     purpose: Purpose = "learn"
 
     @staticmethod
@@ -176,11 +178,12 @@ class Plan:
         is_benchmark: bool = False,
         purpose: Purpose = "learn",
     ) -> "Plan":
-        """Build a plan from labels by key. `cut_missing` cuts missing splits from train, in place.
+        """Build a plan from labels that are keyed by split and image. Missing splits are cut from
+        train in place (`cut_missing`).
 
-        `files` returns the files of some keys. `extend` cuts a tenth for validation and nothing for
-        test; `measure` leaves a split empty if it cannot be cut. Raises ValueError if a class has
-        too few images.
+        `files` returns the files for some keys. The purpose `extend` cuts a tenth for validation
+        and nothing for test; `measure` leaves a split empty if it cannot be cut. Raises ValueError
+        if a class has too few images.
         """
         cut = tuple(split for split in SPLITS if split not in members)
         match purpose:
@@ -212,8 +215,8 @@ class Plan:
         )
 
     def turned(self, upright: bool) -> "Plan":
-        """Return the plan with or without rotation by EXIF orientation. Images of a benchmark are
-        never rotated."""
+        """Return a plan whose images are rotated by their EXIF orientation, or not. Images of a
+        benchmark are never rotated."""
         parts = {}
         for split, part in self.splits.items():
             files = copy.copy(part.files)
@@ -245,7 +248,8 @@ class Plan:
 
     @functools.cached_property
     def split_sha256(self) -> str:
-        """SHA-256 over keys and labels of every split. Equal hashes mean comparable results."""
+        """SHA-256 over keys and labels of every split. Results are comparable only if these hashes
+        are equal."""
         digest = hashlib.sha256(json.dumps([self.name, self.classes]).encode())
         for split, part in self.splits.items():
             lines = sorted(
@@ -256,7 +260,7 @@ class Plan:
 
 
 def select(stream: Stream, names: Sequence[str]) -> Stream:
-    """Return the stream of the named tasks, in this order."""
+    """Return a stream of the named tasks, in the order of `names`."""
     names = check_names(names, [task.name for task in stream.tasks], f"stream {stream.name!r}")
     by_name = {task.name: task for task in stream.tasks}
     return dataclasses.replace(stream, tasks=tuple(by_name[name] for name in names))
@@ -268,8 +272,8 @@ def fingerprint(task: Task) -> str:
 
 
 def copies_of(task: Task, fingerprints: Mapping[str, str]) -> list[str]:
-    """Return the names of other tasks with the same classes, images and labels, given fingerprints
-    by name."""
+    """Return the names of other tasks with identical classes, images and labels. `fingerprints` are
+    keyed by task name."""
     others = [name for name in fingerprints if name != task.name]
     return [name for name, sha in _fingerprints(task, others).items() if sha == fingerprints[name]]
 
@@ -287,8 +291,8 @@ def _fingerprints(task: Task, names: Sequence[str]) -> dict[str, str]:
 
 
 def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) -> str:
-    """SHA-256 over labels, if present, and pixels, read `chunk` images at a time
-    (`Split.sha256`)."""
+    """SHA-256 over labels (if given) and pixels, which are read `chunk` images at a time; see
+    `Split.sha256`."""
     digest = hashlib.sha256(b"" if labels is None else labels.astype("<i4").tobytes())
     for start in range(0, len(images), chunk):
         digest.update(np.ascontiguousarray(images[start : start + chunk]).data)
@@ -296,7 +300,7 @@ def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) 
 
 
 def split_of(name: str) -> str | None:
-    """Return train, val or test for a common name of a split in any case, such as `Training` or
+    """Return train, val or test if `name` is a common name for it, such as `Training` or
     `test_set`; else None."""
     match = _SPLIT.fullmatch(name.strip())
     return (
@@ -307,8 +311,8 @@ def split_of(name: str) -> str | None:
 
 
 def splits_of(where: str, names: Iterable[str]) -> dict[str, str]:
-    """Map the common names of splits to splits. Raises ValueError if one split has several
-    names."""
+    """Map those `names` that are common names of a split to that split. Raises ValueError if more
+    than one name means the same split."""
     split_by_name = {name: split for name in names if (split := split_of(name)) is not None}
     if doubled := repeats(split_by_name.values()):
         several = sorted(name for name, split in split_by_name.items() if split in doubled)
@@ -324,16 +328,18 @@ def composed(name: str) -> str:
 
 
 def spelled_as(names: Sequence[str], references: Sequence[str]) -> list[str]:
-    """Replace each name by the equal one of `known` (in composed form), if there is one."""
+    """Replace each name by the one in `references` that has the same composed form, if there is
+    one."""
     spellings = {composed(name): name for name in references} | {name: name for name in references}
     return [spellings.get(name, spellings.get(composed(name), name)) for name in names]
 
 
 def class_names(where: str, names: Iterable[str], way_out: str) -> tuple[str, ...]:
-    """Return the sorted unique class names; of two spellings of a name, the composed one.
+    """Return the sorted unique class names. Of two Unicode forms of one name, the composed form is
+    returned.
 
-    Raises ValueError if names differ only in case. The message begins with `where` and ends with
-    `way_out`.
+    Raises ValueError if names differ only in case, with a message that starts with `where` and ends
+    with `way_out`.
     """
     spellings: dict[str, str] = {}
     for name in set(names):
@@ -347,9 +353,10 @@ def class_names(where: str, names: Iterable[str], way_out: str) -> tuple[str, ..
 
 
 def check_names(names: Sequence[str], references: Sequence[str], where: str) -> list[str]:
-    """Return task names in the spelling of `known`.
+    """Return the task names, spelled as in `references`.
 
-    Raises ValueError for missing, repeated or unknown names, with the most similar known ones.
+    Raises ValueError if a name is missing, repeated or unknown. The message suggests the most
+    similar known names.
     """
     if not names:
         raise ValueError(f"no task was named; {where} has {', '.join(references)}")
@@ -368,9 +375,9 @@ def check_names(names: Sequence[str], references: Sequence[str], where: str) -> 
 def check_purpose(
     where: str, classes: Sequence[str], labels: Mapping[str, np.ndarray], purpose: Purpose
 ) -> None:
-    """Check that a task with these labels in its splits meets the minimum of its purpose.
+    """Check that a task meets the minimum of its purpose. `labels` are the labels of each split.
 
-    `where` begins the ValueError.
+    Raises ValueError with a message that starts with `where`.
     """
     least = 2 if purpose == "learn" else 1
     if len(classes) < least:
@@ -393,7 +400,7 @@ def check_labels(
 ) -> None:
     """Check that labels are in range and, with `all_classes`, that each class has an image.
 
-    `where` begins the ValueError.
+    Raises ValueError with a message that starts with `where`.
     """
     outside = np.unique(labels[(labels < 0) | (labels >= len(classes))])
     if outside.size:
@@ -412,17 +419,19 @@ def repeats(names: Iterable[str]) -> list[str]:
 
 
 def tenths(num: int, count: int) -> int:
-    """ceil(num * count / 10) in integers: in floating point, 0.3 * 10 would round up to 4."""
+    """ceil(num * count / 10), computed in integers because 0.3 * 10 in floating point would round
+    up to 4."""
     return -(-num * count // 10)
 
 
 def cut(
     labels: np.ndarray, num: int, *, keep: int, order: Int[np.ndarray, "N"]
 ) -> Bool[np.ndarray, "N"]:
-    """Mask `num` examples, spread over the classes in proportion to their size.
+    """Return a mask that selects `num` examples, spread over the classes in proportion to their
+    size.
 
-    Every class loses at least one example and keeps at least `keep`; these bounds override `num`.
-    Within a class, the first in `order` are masked.
+    At least one example per class is selected, and at least `keep` are not; these bounds override
+    `num`. Within a class, the examples that are first in `order` are selected.
     """
     sizes = np.bincount(labels)
     if sizes.min() <= keep:
@@ -437,8 +446,10 @@ def cut(
 
 
 def check_splits(where: str, splits: Collection[str], purpose: Purpose = "learn") -> None:
-    """Check that the splits of a folder or table suit the purpose. `where` names it in the
-    ValueError."""
+    """Check that the splits of a folder or table suit the purpose.
+
+    Raises ValueError with a message that starts with `where`.
+    """
     if "train" not in splits and purpose != "measure":
         raise ValueError(f"{where}: no split 'train', only {sorted(splits)}")
     if "val" in splits and "test" not in splits and purpose == "learn":
@@ -448,7 +459,7 @@ def check_splits(where: str, splits: Collection[str], purpose: Purpose = "learn"
 
 
 class TooFew(ValueError):
-    """A class has too few images to cut the missing splits from train."""
+    """Raised if a class has too few images to cut the missing splits from train."""
 
 
 def cut_missing(
@@ -456,7 +467,8 @@ def cut_missing(
 ) -> None:
     """Cut the splits that `members` lacks from train, in place.
 
-    With `floor`, validation is floor(0.1 n). Raises TooFew if a class has too few images.
+    With `floor`, the validation split has floor(0.1 n) images. Raises TooFew if a class has too few
+    images.
     """
     missing = [split for split in ("test", "val") if split not in members]
     if not missing:
@@ -475,10 +487,10 @@ def cut_missing(
 
 
 def cut_for_extension(members: Members, seed: int) -> None:
-    """Cut a missing validation split from train, in place: a tenth, and at least one image of each
-    class with several.
+    """Cut a missing validation split from train, in place: a tenth of the images, and at least one
+    image of each class that has more than one.
 
-    A missing test split stays empty.
+    A missing test split becomes an empty one.
     """
     members.setdefault("test", {})
     if "val" in members:
@@ -497,7 +509,7 @@ def cut_for_extension(members: Members, seed: int) -> None:
 
 
 def _order(keys: Sequence[str], seed: int) -> Int[np.ndarray, "N"]:
-    """Order keys by SHA-256("seed/key"), a permutation independent of any library's random
+    """Sort positions by SHA-256("seed/key"), so that the permutation depends on no library's random
     numbers."""
     ranks = [hashlib.sha256(f"{seed}/{key}".encode()).digest() for key in keys]
     return np.array(sorted(range(len(keys)), key=ranks.__getitem__), int)
@@ -515,7 +527,8 @@ def _move(members: Members, split: str, chosen: Bool[np.ndarray, "N"]) -> None:
 
 
 def _allot(sizes: np.ndarray, num: int, most: np.ndarray) -> list[int]:
-    """Divide `num` in proportion to `sizes`, each share within 1..most, by largest remainder."""
+    """Divide `num` in proportion to `sizes` by largest remainder. Each share is at least 1 and at
+    most its entry in `most`."""
     num = int(np.clip(num, len(sizes), most.sum()))
     exact = num * sizes / sizes.sum()
     counts = np.clip(exact.astype(int), 1, most)

@@ -1,4 +1,4 @@
-"""Read and decode every image of a plan, report faults, and compare decoded copies with their
+"""Read and decode every image of a plan, report problems, and compare decoded copies with their
 hashes."""
 
 import collections
@@ -21,26 +21,26 @@ from cheem_jax.data.task import EncodedSplit, Plan, Task, hash_of
 Size = tuple[int, int]
 """Width and height in pixels."""
 DIM = 2**14
-"""If no pixel of 16-bit images is as bright as this quarter of the range, they probably contain at
-most 12-bit data."""
+"""16-bit images without any pixel of at least this value, a quarter of the range, probably contain
+at most 12-bit data."""
 LOOKED_AT = 16
 """Number of images per task that are checked for brightness before learning."""
 
 
 class Look(NamedTuple):
-    """Facts about one readable image."""
+    """Properties of one readable image."""
 
     sha256: bytes
     size: Size
     mode: str
-    """Pillow's mode."""
+    """Pillow image mode."""
     num_bytes: int
     brightest: int | None
     """Largest value of a 16-bit image."""
 
 
 class Listed(NamedTuple):
-    """One image of a plan."""
+    """An image as listed in a plan."""
 
     split: str
     label: str
@@ -53,35 +53,36 @@ Pairs = list[tuple[Listed, Listed]]
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """Findings of `verify` for one task. Copies are files with equal bytes."""
+    """Result of `verify` for one task. Copies are files with identical bytes."""
 
     task: str
     num: dict[str, int]
     """Number of images in each split."""
     num_classes: int
     smallest_class: tuple[str, int]
-    """Name and number of training images of the smallest class (the first of several)."""
+    """Name of the smallest class, and its number of training images. Of classes of the same size,
+    the first."""
     largest_class: tuple[str, int]
     num_bytes: int
     """Total size of the readable files."""
     smallest_image: Size | None
-    """By area; None if no image is readable."""
+    """The size with the smallest area; None if no image is readable."""
     largest_image: Size | None
     modes: dict[str, int]
-    """Images by Pillow's mode: RGB, L (grey), P (palette), ..."""
+    """Number of images per Pillow mode: RGB, L (grey), P (palette), ..."""
     brightest: int | None
-    """Largest value of all 16-bit images, at most 65535; None without such images."""
+    """Largest pixel value (at most 65535) of all 16-bit images; None if there are none."""
     broken: list[str]
     """File and reason for each unusable image."""
     across: Pairs
-    """Copies in two splits, each paired with the first one."""
+    """Copies in different splits. Each pair contains the first occurrence and another one."""
     contradictory: Pairs
-    """Copies under two labels."""
+    """Copies with different labels, paired like `across`."""
 
     @property
     def sound(self) -> bool:
-        """Whether every image can be read. Copies do not count, not even under two labels: some
-        public sets have them."""
+        """Whether every image can be read. Copies do not count, even with different labels, because
+        some public sets contain them."""
         return not self.broken
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Findings:
 def verify(plan: Plan, *, on_progress: OnProgress = lambda num: None) -> Findings:
     """Read and decode every image with a few threads, and continue after broken ones."""
     broken: list[str] = []
-    copies: dict[bytes, list[Listed]] = {}  # every readable image by its digest
+    copies: dict[bytes, list[Listed]] = {}  # readable images, keyed by their hash
     modes: collections.Counter[str] = collections.Counter()
     sizes: set[Size] = set()
     num_bytes = 0
@@ -130,7 +131,7 @@ def verify(plan: Plan, *, on_progress: OnProgress = lambda num: None) -> Finding
 
 
 def _looks(plan: Plan, on_progress: OnProgress) -> Iterator[tuple[Listed, int, Look | str]]:
-    """Yield every image with its row, and its facts or the reason why it is unusable."""
+    """Yield every image, its row, and its properties or the reason why it cannot be used."""
     for split, part in plan.splits.items():
         looks = in_threads(functools.partial(_look, part.files), range(len(part.files)), PIECE)
         for row, look in enumerate(itertools.chain.from_iterable(looks)):
@@ -155,7 +156,8 @@ def _largest(values: Iterable[int | None]) -> int | None:
 
 
 def dim_note(brightest: int | None, images: str = "the 16-bit images") -> str | None:
-    """Return a note about 16-bit images with this largest value, if they are nearly black."""
+    """Return a note if 16-bit images are nearly black, else None. `brightest` is their largest
+    pixel value."""
     if brightest is None or brightest >= DIM:
         return None
     bits = max(1, brightest.bit_length())
@@ -167,7 +169,8 @@ def dim_note(brightest: int | None, images: str = "the 16-bit images") -> str | 
 
 
 def notes_on(plan: Plan, task: Task) -> list[str]:
-    """List notes on faults of a decoded task: nearly black images, equal images under two labels.
+    """Return notes about problems of a decoded task: nearly black images, and identical images with
+    different labels.
 
     Streamed images are not compared.
     """
@@ -206,10 +209,11 @@ def notes_on(plan: Plan, task: Task) -> list[str]:
 def without_broken(
     plan: Plan, *, on_progress: OnProgress = lambda num: None
 ) -> tuple[Plan, list[str]]:
-    """Remove unreadable images from a plan (`Plan.skipped`); also return the reason for each.
+    """Remove unreadable images from a plan. Returns the plan (with `Plan.skipped`) and the reason
+    for each image.
 
-    Raises ValueError if they are more than 5 %, rounded up, of a split or of a class in all splits
-    together.
+    Raises ValueError if more than 5 % (rounded up) of a split, or of a class in all splits
+    together, are unreadable.
     """
     rows: dict[str, list[int]] = {split: [] for split in plan.splits}
     reasons, skipped = list[str](), list[str]()
@@ -243,9 +247,10 @@ def without_broken(
 
 
 def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[str]]:
-    """Read the decoded copies of a plan of any size, upright or as stored, to their end.
+    """Read the decoded copies of a plan completely, with and without EXIF rotation, at every image
+    size.
 
-    Returns the folders of the intact ones, and a line for each of the others.
+    Returns the folders of the intact copies, and a message about each of the others.
     """
     intact, corrupted = [], []
     plans = [plan, plan.turned(not plan.upright)]

@@ -1,7 +1,6 @@
-"""Read archives in place, the lists in them, and their labelled images: shared by the readers of
-all data sets.
+"""Read archives, the file lists in them, and their labelled images, without unpacking to disk.
 
-Nothing is unpacked to disk.
+All data set readers use this module.
 """
 
 import contextlib
@@ -33,15 +32,17 @@ ARCHIVE_SUFFIXES = (".zip", ".tgz", ".gz")
 
 Reader = Callable[[], bytes]
 KeyOf = Callable[[str], str | None]
-"""Maps a member's name to the key of its image; None for other members."""
+"""Maps the name of an archive's member to the key of its image, or to None if it is not an image of
+the data set."""
 
 
 def members(path: Path) -> Iterator[tuple[str, Reader]]:
-    """Yield every visible file with a function that reads it, valid until the next file.
+    """Yield the name of every visible file, and a function that reads it. The function is valid
+    until the next file.
 
-    `path` is a folder, zip or tar.gz; a tar.gz inside is replaced by its files. Names in a folder
-    begin with the folder's name, as in an archive of it. Raises FileNotFoundError, or ValueError
-    with the name of a corrupted, truncated or huge archive.
+    `path` is a folder, zip or tar.gz. A tar.gz inside of it is replaced by its files. In a folder,
+    names start with the folder's name, as in an archive of it. Raises FileNotFoundError, or
+    ValueError that names a corrupted, truncated or huge archive.
     """
     if path.is_file() and not zipfile.is_zipfile(path):
         with path.open("rb") as file:
@@ -58,7 +59,7 @@ def members(path: Path) -> Iterator[tuple[str, Reader]]:
 
 
 def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Reader]]:
-    """Yield the members of an open tar.gz, without links and devices. `where` names it in
+    """Yield the members of an open tar.gz, except links and devices. `where` is its name in
     errors."""
     most = max(SMALL_BYTES, MAX_RATIO * file.seek(0, io.SEEK_END))
     file.seek(0)
@@ -75,7 +76,7 @@ def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Rea
             name = member.name.removeprefix("./")
             if member.isfile() and not any(map(is_hidden, name.split("/"))):
                 yield name, functools.partial(_read_member, archive, member, where)
-        # tarfile treats corrupted data as the end; gzip verifies its checksum at the real end
+        # tarfile treats corrupted data as the end; gzip verifies its checksum only at the real end
         while unpacked.read(2**20):
             pass
 
@@ -113,7 +114,7 @@ def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) 
 
 @contextlib.contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Convert the errors of tarfile, gzip and zlib to a ValueError with the archive's name."""
+    """Convert exceptions of tarfile, gzip and zlib to a ValueError with the archive's name."""
     try:
         yield
     except Exception as error:
@@ -124,13 +125,14 @@ def _named(where: str) -> Iterator[None]:
 
 
 class MissingArchive(FileNotFoundError):
-    """An archive does not exist (in contrast to one with incomplete content)."""
+    """Raised if an archive does not exist, in contrast to one with incomplete content."""
 
 
 def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
-    """Return for each tuple the first name that exists below `place`, folders before archives.
+    """For each tuple of names, return the first path that exists below `place`, preferring folders
+    to archives.
 
-    The official archive is the first of its tuple. FileNotFoundError lists all missing ones.
+    The official archive is the first name of a tuple. FileNotFoundError lists all missing archives.
     """
     existing = [[place / name for name in names if (place / name).exists()] for names in needed]
     if missing := [
@@ -143,8 +145,8 @@ def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
 
 
 def read_files(path: Path, *names: str) -> list[bytes]:
-    """Read small files, by the end of their names, from a folder or archive, or from `path` itself
-    if it is the file."""
+    """Read small files from a folder or archive. They are identified by the end of their names. If
+    `path` is the file itself, read it."""
     if path.is_file() and path.suffix.lower() not in ARCHIVE_SUFFIXES:
         return [FolderFiles(path.parent, [path.name]).read(0)]
     contents: dict[str, bytes] = {}
@@ -173,9 +175,9 @@ def lines_of(data: bytes, where: str) -> list[str]:
 def label_keys(
     rows: Iterable[tuple[str, Hashable]], classes: Sequence[Hashable], where: str
 ) -> dict[str, int]:
-    """Map keys to labels, from pairs of key and class.
+    """Return the labels by key, given pairs of key and class.
 
-    Raises ValueError for an unknown class, for a repeated key, and for a class without images.
+    Raises ValueError for an unknown class, a repeated key, or a class without images.
     """
     label_of = {name: label for label, name in enumerate(classes)}
     labels: dict[str, int] = {}
@@ -195,7 +197,8 @@ def label_keys(
 
 
 def below(folder: str, depth: int, suffix: str) -> KeyOf:
-    """Return a `KeyOf` for files below `folder`: the last `depth` parts of the name."""
+    """Return a function that maps the names of files below `folder` to keys: the last `depth` parts
+    of the name."""
 
     def key_of(name: str) -> str | None:
         parts = name.split("/")
@@ -219,16 +222,17 @@ class LabelledImage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The images of one split: their archive, and the label of each key."""
+    """The images of one split: an archive, and the label of each key."""
 
     path: Path
     key_of: KeyOf
     labels: Mapping[str, int]
     convert: Callable[[bytes, str], bytes] | None = None
-    """Re-codes an image from its bytes and its name for errors."""
+    """Re-encodes an image. The arguments are its bytes, and its name for error messages."""
 
     def read(self) -> Iterator[LabelledImage]:
-        """Yield every labelled image once. Raises ValueError if some are absent or occur twice."""
+        """Yield every labelled image once. Raises ValueError if an image is absent or occurs more
+        than once."""
         keys: set[str] = set()
         for name, read in members(self.path):
             key = self.key_of(name)
@@ -251,7 +255,7 @@ class Source:
 
 
 class Reading(NamedTuple):
-    """A data set, ready for reading."""
+    """The classes of a data set, and the images of its splits."""
 
     classes: tuple[str, ...]
     sources: Mapping[str, Source]

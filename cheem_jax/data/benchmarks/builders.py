@@ -1,14 +1,13 @@
-"""A reader for each data set, and a TensorFlow Datasets builder over it that prepares the data set
-without TensorFlow.
+"""Readers of data sets, and a TensorFlow Datasets (TFDS) builder that prepares them without
+TensorFlow.
 
-The readers use official archives, or the folders that they unpack to, in `place`, a folder that the
-user fills. They raise FileNotFoundError with the missing ones, or ValueError for corrupted
+A reader uses official archives, or the folders that they unpack to, in the folder `place`, which
+the user fills. It raises FileNotFoundError if archives are missing, and ValueError for corrupted
 archives, lists that do not match, and absent images.
 
 TFDS has no builder for the first two data sets. The others have the names, versions and features of
-TFDS's builders, so prepared data can be read regardless of the builder that wrote it. None is
-registered, since a second class with an equal name would clash: `prepare_from_folder` creates them
-here.
+TFDS's builders, so it does not matter which builder prepared a data set. No builder is registered,
+because a second class with the same name would clash; `prepare_from_folder` creates them.
 """
 
 import csv
@@ -41,10 +40,10 @@ ORIGIN = (
     "Read from the official files in a folder that the user filled, not downloaded by TensorFlow"
     " Datasets."
 )
-STRIP_PIXELS = 20  # the copyright notice at the bottom of each aircraft image
+STRIP_PIXELS = 20  # height of the copyright notice at the bottom of aircraft images
 SECONDS = 60
 MAX_BYTES = 2**31
-"""Memory limit of the process that reads a MATLAB file."""
+"""Memory limit in bytes of the process that reads a MATLAB file."""
 _PROGRAM = """
 import contextlib, io, json, sys
 with contextlib.suppress(ImportError, ValueError):  # not every system has this limit
@@ -62,10 +61,11 @@ print(json.dumps(rows, default=lambda value: value.tolist()))
 
 
 def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
-    """Read FGVC-Aircraft by variant: train, validation, test; keys are seven digits with `.jpg`.
+    """Read FGVC-Aircraft with its variants as classes and the splits train, validation and test.
+    Keys are seven digits with `.jpg`.
 
-    `cut_strip` removes the lowest 20 pixels and re-codes as JPEG of quality 95; otherwise the bytes
-    stay.
+    `cut_strip` removes the lowest 20 pixels and re-encodes images as JPEG of quality 95. Without
+    it, the bytes do not change.
     """
     [path] = locate(place, ("fgvc-aircraft-2013b.tar.gz", "fgvc-aircraft-2013b"))
     lists = {"train": "train", "validation": "val", "test": "test"}
@@ -89,8 +89,8 @@ def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
 
 
 def read_gtsrb(place: Path) -> Reading:
-    """Read GTSRB: train, test; keys `<class>/<track>_<frame>.ppm` and `<number>.ppm`; re-coded as
-    PNG.
+    """Read GTSRB with the splits train and test. Keys are `<class>/<track>_<frame>.ppm` and
+    `<number>.ppm`. Images are re-encoded as PNG.
 
     Train is the archive of 26,640 images (`GTSRB-Training_fixed.zip`).
     """
@@ -127,7 +127,8 @@ def read_gtsrb(place: Path) -> Reading:
 
 
 def read_cars(place: Path) -> Reading:
-    """Read Stanford Cars: train, test; keys are file names, which both splits use."""
+    """Read Stanford Cars with the splits train and test. Keys are file names, which are not unique
+    across splits."""
     test_list = "cars_test_annos_withlabels.mat"
     train, test, devkit, annotations = locate(
         place,
@@ -148,10 +149,10 @@ def read_cars(place: Path) -> Reading:
 
 
 def read_sun397(place: Path) -> Reading:
-    """Read the first official partition of SUN397: train, test; keys and classes as listed,
-    `/a/abbey/sun_x.jpg`.
+    """Read the first official partition of SUN397 with the splits train and test. Keys and classes
+    are as in its lists, such as `/a/abbey/sun_x.jpg`.
 
-    Some files named .jpg are PNG, BMP or GIF; their bytes stay.
+    Some files named .jpg are PNG, BMP or GIF. Their bytes do not change.
     """
     images, partitions = locate(
         place, ("SUN397.tar.gz", "SUN397"), ("Partitions.zip", "Partitions")
@@ -171,13 +172,13 @@ def read_sun397(place: Path) -> Reading:
 
 
 def read_eurosat(place: Path) -> Reading:
-    """Read EuroSAT in RGB: train only; keys `<class folder>/<file>`."""
+    """Read EuroSAT in RGB, which has only train. Keys are `<class folder>/<file>`."""
     [path] = locate(place, ("EuroSAT.zip", "2750", "EuroSAT"))
     return _read_class_folders("eurosat", path, "2750")
 
 
 def read_caltech101(place: Path) -> Reading:
-    """Read Caltech-101 with its background class: all images as train; keys `<class
+    """Read Caltech-101 with its background class; all images are in train. Keys are `<class
     folder>/<file>`."""
     folder, inner = "101_ObjectCategories", "101_ObjectCategories.tar.gz"
     [path] = locate(
@@ -187,7 +188,7 @@ def read_caltech101(place: Path) -> Reading:
 
 
 def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
-    """Read all images as train, from one folder per class below `folder`, ignoring case."""
+    """Read all images as train, with one folder per class below `folder`. Case is ignored."""
     key_of = below(folder, 2, ".jpg")
     classes = BY_NAME[task].class_names
     keys = sorted(key for name, _ in members(path) if (key := key_of(name)))
@@ -236,12 +237,12 @@ def _recode(data: bytes, name: str, *, cut: int = 0, format: str, **options: int
 
 
 def read_variable(data: bytes, name: str, where: str) -> list[Any]:
-    """Return the elements of a variable in a `.mat` file in MATLAB's order; a struct array's are
-    dicts by field.
+    """Return the elements of a variable of a `.mat` file, in MATLAB's order. Elements of a struct
+    array are dicts.
 
-    SciPy reads it in a separate process, since some corrupted files cause a segmentation fault.
-    Raises ValueError if the file is corrupted, lacks the variable, or exceeds the limits of time
-    and memory; `where` names the file.
+    SciPy reads the file in a separate process, because some corrupted files cause a segmentation
+    fault. Raises ValueError if the file is corrupted, lacks the variable, or exceeds the limits of
+    time and memory. `where` is the file's name for messages.
     """
     try:
         done = subprocess.run(
@@ -270,10 +271,10 @@ class DataSet(NamedTuple):
     key: str
     """Name of the feature with an example's key."""
     text: Callable[[PurePosixPath], str] = str
-    """Maps a key to the text that the stock builder stores."""
+    """Converts a key to the text that TFDS's builder stores."""
     image_shape: tuple[int | None, int | None, int] = (None, None, 3)
     more: str = ""
-    """End of the description."""
+    """Text at the end of the description."""
 
 
 _stem, _name = operator.attrgetter("stem"), operator.attrgetter("name")
@@ -289,7 +290,7 @@ DATA_SETS = {
     "cars196": DataSet(read_cars, "id", _stem),
     "sun397/standard-part1-120k": DataSet(read_sun397, "file_name"),
     "eurosat/rgb": DataSet(read_eurosat, "filename", _name, (64, 64, 3)),
-    # as TFDS's, but one split instead of 30 sampled images of each class and the rest
+    # unlike TFDS's builder, which samples 30 images of each class for train, this has one split
     "caltech101": DataSet(read_caltech101, "image/file_name", _name),
 }
 """Data sets by `<name>` or `<name>/<config>`."""
@@ -319,7 +320,7 @@ def prepare_from_folder(
 
     class Info(tfds.core.DatasetInfo):
         def initialize_from_bucket(self) -> None:
-            """Skip TFDS's published metadata, which describe its own builder and need a network."""
+            """Use no published metadata: they describe TFDS's own builder, and need a network."""
 
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version(task.version)

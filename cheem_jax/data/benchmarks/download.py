@@ -28,7 +28,7 @@ BACKOFF = 1.0
 MAX_PAUSE = 120
 """Limit in seconds on a pause that the server asks for (Retry-After)."""
 CHUNK_BYTES = 2**16
-GROWTH_BYTES = 2**20  # an attempt with this progress resets the count of failures
+GROWTH_BYTES = 2**20  # an attempt that received this many bytes resets the count of failures
 PASSING_STATUS = (408, 425, 429, *range(500, 600))
 
 
@@ -38,14 +38,14 @@ def download(
     """Download `url` to `file`, which must not exist. `known_hash` is a SHA-256, or `md5:` and an
     MD5.
 
-    Received bytes stay in `<file>.part`, where a later call resumes; only one process at a time is
-    allowed per file. `on_progress` counts bytes, with negative ones for bytes that have to be
-    downloaded again. Raises ValueError for a file with another hash, and OSError if it cannot be
-    downloaded or written; then `file` does not exist.
+    Received bytes stay in `<file>.part`, where a later call resumes. Only one process at a time can
+    download a file. `on_progress` counts bytes; the number is negative if bytes have to be
+    downloaded again. Raises ValueError if the hash differs, and OSError if the file cannot be
+    downloaded or written; `file` then does not exist.
     """
     part = file.with_name(f"{file.name}.part")
     transfer: Any = functools.partial(_transfer, part, on_progress)
-    # it would print addresses and hashes between the lines of progress
+    # pooch prints addresses and hashes between the progress lines
     pooch.get_logger().setLevel("WARNING")
     try:
         pooch.retrieve(url, known_hash, file.name, file.parent, downloader=transfer)
@@ -74,7 +74,7 @@ def _transfer(part: Path, on_progress: OnProgress, url: str, output_file: str, _
             headers = {"Accept-Encoding": "identity"} | (
                 {"Range": f"bytes={before}-"} if before else {}
             )
-            # errors of the request are final, after the retries of urllib3
+            # a failed request is final, because urllib3 has retried it
             with session.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response:
                 if response.status_code not in (200, 206, 416):
                     raise requests.HTTPError(
@@ -94,7 +94,7 @@ def _receive(response: requests.Response, part: Path, on_progress: OnProgress) -
     offset = _num_bytes(part)
     content_range = response.headers.get("Content-Range", "")
     if response.status_code == 416 and content_range == f"bytes */{offset}":
-        return  # the file was complete
+        return  # the file is complete
     resumes = response.status_code == 206 and content_range.startswith(f"bytes {offset}-")
     if not resumes:
         on_progress(-offset)

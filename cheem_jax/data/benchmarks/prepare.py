@@ -44,7 +44,7 @@ def manual_dir(data_dir: Path) -> Path:
 
 
 def status_of(task: BenchmarkTask, data_dir: Path) -> Preparation:
-    """Determine which files of a task exist, without opening them."""
+    """Return the state of a task's preparation. Checks which files exist without opening them."""
     with contextlib.suppress(FileNotFoundError):
         directory = find_prepared(task.spec, data_dir)
         return Preparation(
@@ -95,7 +95,7 @@ def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
         except FileNotFoundError:
             import_tfds()
             for leftover in (data_dir / task.builder).glob(f"incomplete.*_{task.version}"):
-                shutil.rmtree(leftover)  # left by a killed process
+                shutil.rmtree(leftover)  # remove the leftovers of a killed process
             manual_dir(data_dir).mkdir(parents=True, exist_ok=True)
             if task.archives:
                 _from_archives(task, data_dir, phase)
@@ -170,19 +170,20 @@ def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> Non
 
 
 def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
-    """Return the files that TFDS's builder of a task downloads, with their registered hashes."""
+    """Return the files that TFDS's builder downloads for a task, with their registered hashes."""
     infos = import_tfds().builder(task.spec, data_dir=data_dir).url_infos
     files = [
         Archive(info.filename, info.checksum, int(info.size), url) for url, info in infos.items()
     ]
-    # one list of files serves all configurations of the decathlon; only one needs ImageNet's 6.5 GB
+    # the decathlon's configurations share one list of files; only one configuration needs
+    # ImageNet's 6.5 GB
     return [a for a in files if "imagenet" not in a.file or task.builder.endswith("imagenet12")]
 
 
 def prepare_stock(spec: str, data_dir: Path) -> Path:
-    """Prepare a data set with TFDS's own builder, in a format that needs no TensorFlow for reading.
+    """Prepare a data set with TFDS's own builder, in a format that can be read without TensorFlow.
 
-    Raw files in `downloads/manual` of the data folder with their registered names are used. Raises
+    Uses raw files with their registered names from `downloads/manual` in the data folder. Raises
     ValueError with TFDS's reason.
     """
     tfds = import_tfds()
@@ -204,10 +205,11 @@ def prepare_stock(spec: str, data_dir: Path) -> Path:
 def plan_of(
     task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: OnProgress | None = None
 ) -> Plan:
-    """Plan a task with the paper's splits from a prepared data set. `seed` decides the cuts.
+    """Plan a task with the paper's splits from a prepared data set. `seed` decides which images are
+    cut.
 
-    Raises FileNotFoundError if it is not prepared, ValueError if counts or splits differ from the
-    expected ones.
+    Raises FileNotFoundError if it is not prepared, and ValueError if counts or splits differ from
+    the expected ones.
     """
     prepared = open_prepared(task.spec, data_dir)
     classes = tuple(name for name in prepared.classes if name not in task.dropped)
@@ -215,7 +217,7 @@ def plan_of(
     rows: dict[str, list[Row]] = {}
     for split, names in {"train": task.train, "val": task.val, "test": task.test}.items():
         if not names:
-            continue  # cut from train
+            continue  # cut from train later
         present = [name for name in prepared.splits if name in names]
         if not present:
             raise ValueError(
@@ -256,12 +258,12 @@ def plan_of(
 
 
 def splits_file(data_dir: Path, name: str, seed: int) -> Path:
-    """Return the file with the record of a task's splits."""
+    """Return the file that records a task's splits."""
     return data_dir / "cheem_jax" / "splits" / f"{name}-seed{seed}.json"
 
 
 def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) -> None:
-    """Record the images of each split, or compare the plan with an earlier record."""
+    """Record the hash of the splits, or compare it with an earlier record."""
     file = splits_file(data_dir, task.name, seed)
     if not file.is_file():
         record = {
@@ -274,7 +276,7 @@ def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) ->
             "num_classes": task.num_classes,
             "sha256": plan.split_sha256,
         }
-        # a read-only data folder; the run's record has the hash, too
+        # a read-only data folder has no record; the run's record contains the hash, too
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(record, indent=1) + "\n")

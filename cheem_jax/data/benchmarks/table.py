@@ -32,8 +32,9 @@ class Archive(NamedTuple):
 
 
 Rule = Literal["official", "val", "test and val", "decathlon"]
-"""Cut from train: nothing; ceil(0.1 n) for validation; ceil(0.3 n) for test before that; or
-floor(0.1 n) for validation."""
+"""Rule that cuts missing splits from train. `official` cuts nothing, `val` cuts ceil(0.1 n) images
+for validation, `test and val` first cuts ceil(0.3 n) for test, and `decathlon` cuts floor(0.1 n)
+for validation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,25 +49,26 @@ class BenchmarkTask:
     rule: Rule
     counts: Counts
     key: str
-    """Key that identifies images on every machine (`Prepared.index`)."""
+    """Feature that identifies an image on every machine (`Prepared.index`)."""
     licence: str
     train: tuple[str, ...] = ("train",)
     """TFDS splits that are joined for training; absent ones are skipped."""
     val: tuple[str, ...] = ()
-    """Empty: cut from train. The same for `test`."""
+    """Splits of TFDS for validation. If empty, validation images are cut from train; the same
+    applies to `test`."""
     test: tuple[str, ...] = ("test",)
     dropped: tuple[str, ...] = ()
     """Classes of the builder that are not in the benchmark."""
     class_names: tuple[str, ...] = ()
     """Class names in label order, if the archives contain no list of them."""
     needs_tensorflow: bool = True
-    """Whether TFDS's builder needs TensorFlow; only used if this library has no builder."""
+    """Whether TFDS's builder needs TensorFlow. Unused if this library has a builder."""
     by_hand: str = ""
-    """The reason why the user has to provide some archives."""
+    """Reason why the user has to provide some archives."""
     description: str = ""
-    """Description for TFDS, if this library's builder makes the data set."""
+    """Description of the data set for TFDS, if this library's builder prepares it."""
     archives: tuple[Archive, ...] = ()
-    """Archives for this library's builder, which needs no TensorFlow. Empty: TFDS's builder is
+    """Archives that this library's builder reads, without TensorFlow. If empty, TFDS's builder is
     used."""
 
     @property
