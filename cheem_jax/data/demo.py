@@ -33,7 +33,7 @@ def draw_shapes(
     front: Range = (-0.08, 0.16),
     back: Range = (0.60, 0.76),
 ) -> np.ndarray:
-    """Draw shapes with hues from `front` on backgrounds with hues from `back`. By default, the
+    """Draw shapes with hues in `front`; their backgrounds have hues in `back`. By default, the
     shapes are pink to yellow, and the backgrounds blue to violet."""
     num = len(labels)
     mask = np.stack([_shape_mask(rng, OUTLINES[SHAPES[label]], image_size) for label in labels])
@@ -286,7 +286,7 @@ TEXTURES = tuple(PATTERNS)
 # Helpers shared by all tasks: colours, mottled backgrounds, grain and antialiased masks
 
 SUPERSAMPLE = 4
-"""Masks are drawn larger by this factor, and then averaged down."""
+"""Masks are supersampled by this factor, and then averaged down."""
 
 
 def hsv(hue, saturation, value) -> np.ndarray:
