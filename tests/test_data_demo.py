@@ -53,6 +53,7 @@ def pixel_accuracy(train: Split, test: Split) -> float:
     return float(np.mean(model.predict(flat[1]) == test.labels))
 
 
+@pytest.mark.full
 def test_difficulties_differ_clearly_for_a_linear_classifier_on_pixels(stream):
     accuracy = {task.name: pixel_accuracy(task.train, task.test) for task in stream.tasks}
     assert accuracy["colours"] > 0.95

@@ -123,7 +123,7 @@ def test_a_request_to_stop_one_process_stops_all_at_the_same_step(tmp_path):
 @pytest.mark.parametrize(
     "method",
     [
-        name if name == "frozen_linear" else pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.full if name == "frozen_linear" else pytest.mark.slow)
         for name in NAMES
         if name != "cheem"
     ],

@@ -130,7 +130,7 @@ def test_a_product_keeps_only_what_the_other_operands_gradient_needs():
     assert [leaf.shape for leaf in jax.tree.leaves(learned)] == [x.shape]
 
 
-@pytest.mark.parametrize("num", [8, 7])
+@pytest.mark.parametrize("num", [pytest.param(8, marks=pytest.mark.full), 7])
 def test_attention_of_a_library_equals_ours_for_even_and_odd_numbers_of_tokens(num):
     """The padded call that cuDNN gets on a GPU, by the same function's implementation for any
     device."""
