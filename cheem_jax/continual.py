@@ -162,11 +162,12 @@ def learn_task(
     saving = time.perf_counter()
     method.save(root)
     session.finish()
-    _say_learned(report, session)
+    say_learned(report, session)
     return session.saving_seconds + time.perf_counter() - saving
 
 
-def _say_learned(report: Mapping[str, Any], session: Session) -> None:
+def say_learned(report: Mapping[str, Any], session: Session) -> None:
+    """Display the remarks of a learned task's report, and its architecture."""
     name = report["name"]
     for what in report.get("not_kept", ()):
         session.say(

@@ -7,7 +7,7 @@ import pytest
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Expert, LowRank
 from cheem_jax.core.pool import Head, InternalMemory, StoredExpert, TaskMemory, dense_expert, grow
-from cheem_jax.memory.forgetting import Kept, Place, changed_tasks, forget
+from cheem_jax.memory.forgetting import PoolPosition, RetainedExpert, changed_tasks, forget
 
 
 def full(value: float) -> Expert:
@@ -61,7 +61,7 @@ def assert_same_networks(before: InternalMemory, after: InternalMemory) -> None:
 def test_what_only_the_task_used_is_gone_and_keeps_its_place():
     before = memory(("cats", "new skip"), ("dogs", "new reuse:0"))
     done = forget(before, "cats")
-    assert done.removed == (Place(0, 1),) and done.numbers == (0,)
+    assert done.removed == (PoolPosition(0, 1),) and done.numbers == (0,)
     assert done.memory.pool[0][1].is_gone and done.memory.pool[0][1].params[0].size == 0
     assert [task.name for task in done.memory.tasks] == ["dogs"]
     assert done.memory.tasks[0].experts == (2, 0), "experts of other tasks keep their places"
@@ -78,9 +78,8 @@ def test_numbers_are_never_used_again():
 def test_an_expert_that_another_task_uses_stays_a_candidate():
     before = memory(("cats", "new skip"), ("dogs", "reuse:1 skip"))
     done = forget(before, "cats")
-    assert (
-        done.in_use == (Kept(Place(0, 1), ("dogs",)),) and not done.removed and not done.ancestors
-    )
+    assert done.in_use == (RetainedExpert(PoolPosition(0, 1), ("dogs",)),)
+    assert not done.removed and not done.ancestors
     assert done.memory.candidates() == ((0, 1), (0,))
     assert_same_networks(before, done.memory)
 
@@ -88,7 +87,10 @@ def test_an_expert_that_another_task_uses_stays_a_candidate():
 def test_an_ancestor_stays_and_is_no_candidate():
     before = memory(("cats", "new skip"), ("dogs", "adapt:1 skip"), ("owls", "adapt:2 skip"))
     done = forget(before, "cats")
-    assert done.ancestors == (Kept(Place(0, 1), ("dogs", "owls")),) and not done.removed
+    assert (
+        done.ancestors == (RetainedExpert(PoolPosition(0, 1), ("dogs", "owls")),)
+        and not done.removed
+    )
     assert done.memory.candidates()[0] == (0, 2, 3)
     assert_same_networks(before, done.memory)
 
@@ -96,8 +98,8 @@ def test_an_ancestor_stays_and_is_no_candidate():
 def test_erasing_makes_full_experts_of_descendants_with_the_same_bits():
     before = memory(("cats", "new new"), ("dogs", "adapt:1 skip"), ("owls", "adapt:2 reuse:1"))
     done = forget(before, "cats", erase=True)
-    assert done.baked == (Place(0, 2),) and done.removed == (Place(0, 1),)
-    assert done.in_use == (Kept(Place(1, 1), ("owls",)),), (
+    assert done.baked == (PoolPosition(0, 2),) and done.removed == (PoolPosition(0, 1),)
+    assert done.in_use == (RetainedExpert(PoolPosition(1, 1), ("owls",)),), (
         "what a task uses as it is stays all the same"
     )
     assert (
@@ -114,7 +116,7 @@ def test_an_ancestor_waits_until_nothing_descends_from_it():
     before = memory(("cats", "new skip"), ("dogs", "adapt:1 skip"), ("owls", "new skip"))
     waiting = forget(before, "cats").memory
     done = forget(waiting, "dogs")
-    assert done.removed == (Place(0, 1), Place(0, 2))
+    assert done.removed == (PoolPosition(0, 1), PoolPosition(0, 2))
     assert done.memory.candidates()[0] == (0, 3)
     assert_same_networks(before, done.memory)
 

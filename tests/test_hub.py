@@ -19,7 +19,7 @@ from commands import cheem
 from test_memory import STREAM, begin, dying
 
 import cheem_jax
-from cheem_jax.memory.opened import OpenMemory
+from cheem_jax.memory.state import MemoryState
 
 REPO = "someone/pets"
 
@@ -199,7 +199,7 @@ def test_what_was_forgotten_is_gone_with_the_next_push(monkeypatch, hub, memory,
         pytest.raises(KeyboardInterrupt) if is_killed else nullcontext(),
     ):
         if is_killed:
-            patched.setattr(OpenMemory, "_write", dying(OpenMemory._write, "forgetting"))
+            patched.setattr(MemoryState, "write", dying(MemoryState.write, "forgetting"))
         cheem_jax.open(memory).forget("task1")
     names = push(memory, REPO, public=True)
     assert hub.repositories[REPO].keys() == {*names, "own.md"} and hub.private == [True]

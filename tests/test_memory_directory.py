@@ -11,9 +11,9 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.memory.directory import (
     NAME,
     check_free,
-    made_whole,
+    new_directory,
+    remove_memory,
     remove_old_generations,
-    take_away,
 )
 
 FOREIGN = (
@@ -54,11 +54,11 @@ def volume(tmp_path):
 
 
 def test_a_new_folder_appears_whole_or_not_at_all(tmp_path):
-    with made_whole(tmp_path / "a" / "mem") as partial:
+    with new_directory(tmp_path / "a" / "mem") as partial:
         fill(partial)
         assert not (tmp_path / "a" / "mem").exists()
     assert names(tmp_path / "a") == {"mem"} and names(tmp_path / "a" / "mem") == OURS
-    with pytest.raises(ZeroDivisionError), made_whole(tmp_path / "b") as partial:
+    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "b") as partial:
         fill(partial)
         raise ZeroDivisionError
     assert names(tmp_path) == {"a"}
@@ -74,7 +74,7 @@ def test_a_folder_that_is_there_is_filled_and_never_replaced(volume, monkeypatch
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", told)
-    with made_whole(volume) as partial:
+    with new_directory(volume) as partial:
         fill(partial)
         assert not OURS & names(volume)
     assert volume.stat().st_ino == before and names(volume) == OURS | set(FOREIGN)
@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_filled_stays_as_it_was(volume, monkeypatch):
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", fails)
-    with pytest.raises(OSError, match="Input/output"), made_whole(volume) as partial:
+    with pytest.raises(OSError, match="Input/output"), new_directory(volume) as partial:
         fill(partial)
     assert names(volume) == set(FOREIGN)
 
@@ -104,17 +104,17 @@ def test_a_folder_that_cannot_be_made_is_named_in_one_line(tmp_path, monkeypatch
     monkeypatch.setattr(Path, "mkdir", mkdir)
     with (
         pytest.raises(PermissionError, match=r"choose another folder: '.*/mem'$"),
-        made_whole(tmp_path / "mem"),
+        new_directory(tmp_path / "mem"),
     ):
         raise AssertionError
 
 
 def test_what_is_taken_away_leaves_foreign_files(volume, tmp_path):
     for folder, left in ((volume, set(FOREIGN)), (tmp_path / "mem", None)):
-        with made_whole(folder) as partial:
+        with new_directory(folder) as partial:
             fill(partial)
         (folder / ".lock").touch()
-        take_away(folder)
+        remove_memory(folder)
         assert not folder.exists() if left is None else names(folder) == left
 
 

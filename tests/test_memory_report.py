@@ -21,7 +21,7 @@ from test_tensorboard import numbers_in
 import cheem_jax
 from cheem_jax.backbone.weights import save_converted
 from cheem_jax.cli.report import Tensorboard, Watch, watch_run, write_tensorboard
-from cheem_jax.memory import Score
+from cheem_jax.memory import TaskScore
 from cheem_jax.report import finished
 from cheem_jax.report.live import line
 from cheem_jax.report.memories import num_forgotten
@@ -124,17 +124,17 @@ def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_
 def test_a_page_shows_what_was_evaluated_until_the_memory_changes(moment):
     directory = moment("three")
     memory = cheem_jax.open(directory)
-    memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6, 0.1)])
+    memory.keep_scores([TaskScore("task0", 40, 0.5, 0.75, 0.6, 0.1)])
     assert "(1 measured so far)" in parsed(directory).text
     memory.keep_scores(
-        [Score("task1", 20, 0.25, 0.5, 0.5, 0.1), Score("task2", 30, 0.75, 1.0, 1.0, 0.1)]
+        [TaskScore("task1", 20, 0.25, 0.5, 0.5, 0.1), TaskScore("task2", 30, 0.75, 1.0, 1.0, 0.1)]
     )
     told = parsed(directory).text
     assert "50.0" in told and "task-agnostic; cheem evaluate on 90 test images" in told
     assert "Measured by cheem evaluate" in told and "fills this in" not in told
     (directory / "evaluated.json").write_text('{"state": [1, 3], "tasks": {"task0": {}}}')
     assert "(0 measured so far)" in parsed(directory).text  # not as it is written
-    memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6, 0.1)])
+    memory.keep_scores([TaskScore("task0", 40, 0.5, 0.75, 0.6, 0.1)])
     memory.forget("task0")
     assert (
         not (directory / "evaluated.json").exists()
@@ -146,11 +146,11 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
     directory = moment("three")
     learned = [row[index] for index, row in enumerate(results_in(directory)["accuracy"])]
     memory = cheem_jax.open(directory)
-    memory.keep_scores([Score("task0", 40, 0.1, 0.75, 0.3, 0.1)])
+    memory.keep_scores([TaskScore("task0", 40, 0.1, 0.75, 0.3, 0.1)])
     text = parsed(directory).text
     assert "Not measured after the last task, and shown as –: T2 task1;" in text  # and no longer T1
     memory.keep_scores(
-        [Score("task1", 20, 0.2, 0.5, 0.5, 0.1), Score("task2", 30, 0.75, 1.0, 1.0, 0.1)]
+        [TaskScore("task1", 20, 0.2, 0.5, 0.5, 0.1), TaskScore("task2", 30, 0.75, 1.0, 1.0, 0.1)]
     )
     page = parsed(directory)
     forgetting = (
@@ -227,7 +227,7 @@ def test_a_memory_that_cannot_be_shown_says_why(moment):
         page([moment("empty")], images=False)
     directory = moment("three")
     config = json.loads((directory / "config.json").read_text())
-    config |= {"tasks": ["task1", "task2"], "forgetting": {"index": 0, "name": "task0"}}
+    config |= {"tasks": ["task1", "task2"], "forgetting": [{"index": 0, "name": "task0"}]}
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="stopped while it forgot 'task0'; the next `cheem learn`"):
         page([directory], images=False)

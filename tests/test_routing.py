@@ -465,7 +465,7 @@ def test_a_memory_with_another_router_answers_alike_when_it_is_opened(learned):
     opened = cheem_jax.open(memory.directory)
     assert opened.config.method.router == EARLY
     assert opened.predict(TESTED) == memory.predict(TESTED)
-    for one, other in zip(opened.pools.tasks, memory.pools.tasks, strict=True):
+    for one, other in zip(opened.internal.tasks, memory.internal.tasks, strict=True):
         for a, b in zip(
             arrays_of(one.router_statistics), arrays_of(other.router_statistics), strict=True
         ):
@@ -497,7 +497,7 @@ def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_
     memory, before = learned
     predictor = memory.predictor(open_set=0.1)
     features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
-    first, *_ = memory.pools.tasks
+    first, *_ = memory.internal.tasks
     away = centroid_distances(features(STREAM.tasks[0].val.images), [first.centroids])[:, 0]
     assert before[0] == predictor.thresholds[0] == pytest.approx(np.quantile(away, 0.9), rel=1e-5)
     assert first.distances is not None and predictor.thresholds[0] == threshold(
@@ -508,7 +508,7 @@ def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_
     images = np.concatenate([TESTED, noise])
     routed = memory.predictor().answer(images).targets
     found = predictor.answer(images).targets
-    centroids = [task.centroids for task in memory.pools.tasks]
+    centroids = [task.centroids for task in memory.internal.tasks]
     own = centroid_distances(features(images), centroids)
     own = own[np.arange(len(images)), routed]
     np.testing.assert_array_equal(found, np.where(own <= predictor.thresholds[routed], routed, -1))
@@ -545,7 +545,7 @@ def test_forgetting_leaves_a_router_that_never_knew_the_task(learned, tmp_path):
     memory = begin(tmp_path / "pets", method=METHOD, num_classes=3)
     memory.learn(STREAM)
     assert memory.predict(TESTED) == begun.predict(TESTED)
-    rest = memory.pools.tasks[1].router_statistics
+    rest = memory.internal.tasks[1].router_statistics
     kept = sorted(names_of(tmp_path / "pets"))
     memory.forget("task0")
     wanted = Router(EARLY, (rest,))

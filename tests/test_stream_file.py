@@ -5,7 +5,7 @@ from PIL import Image
 
 from cheem_jax.data import ImagesConfig, load_tasks
 from cheem_jax.data.sources import MissingTasks, plan_source, plan_stream_file
-from cheem_jax.memory.data import tasks_of
+from cheem_jax.memory.data import read_tasks
 
 
 def photos(root: Path, num: int = 4) -> Path:
@@ -205,7 +205,7 @@ def test_a_name_that_is_also_a_folder_of_images_is_refused_with_both_meanings(
     ):
         plan_source(name, data_dir=tmp_path / "nothing")
     assert [plan.name for plan in plan_source(f"./{name}")[1]] == [name]
-    tasks = tasks_of(Path(f"./{name}"), 4, upright=True)  # which pathlib takes for Path(name)
+    tasks = read_tasks(Path(f"./{name}"), 4, upright=True)  # which pathlib takes for Path(name)
     assert [task.name for task in tasks] == [name]
 
 

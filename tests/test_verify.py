@@ -14,7 +14,7 @@ from cheem_jax.cli.main import main
 from cheem_jax.data import ImagesConfig, load_tasks, plan_stream, plan_task
 from cheem_jax.data.load import cached
 from cheem_jax.data.verify import notes_on, verify, verify_caches, without_broken
-from cheem_jax.memory.data import decoded
+from cheem_jax.memory.data import decode
 from cheem_jax.run.progress import Progress
 
 
@@ -148,7 +148,7 @@ def test_learning_tells_equal_images_under_two_labels(tmp_path, capsys, keep):
     files |= {f"train/dog/{i}.png": encoded(100 + i, size=(8, 8)) for i in range(4)}
     files["test/cat/0.png"] = files["train/cat/4.png"]  # under one label
     plan = plan_task(write(tmp_path / "pets", files))
-    decoded([plan], 4, ImagesConfig(keep, tmp_path / "cache"), Progress(), upright=True)
+    decode([plan], 4, ImagesConfig(keep, tmp_path / "cache"), Progress(), upright=True)
     told = " ".join(capsys.readouterr().out.split())
     pairs = "; ".join(f"train/cat/{i}.png (cat) and train/dog/{i}.png (dog)" for i in range(3))
     assert (

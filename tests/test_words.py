@@ -136,9 +136,7 @@ functions."""
 PENDING = (
     "baselines",
     "cli",
-    "memory",
     "report",
-    "serve",
     "continual.py",
     "run_config.py",
 )

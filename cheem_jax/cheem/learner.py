@@ -140,16 +140,18 @@ class Cheem(ExpertMemory):
             network = base_network(self.executor)
             head = compared.head
             pool, experts = grow(self.memory.pool, architecture, {}, index)
+        summary = self.finished_means(learning, finished, network)
         self.remember(
             task,
             pool=pool,
             architecture=architecture,
             experts=experts,
             head=head,
-            means=self.finished_means(learning, finished, network).means[0],
+            means=summary.means[0],
             seed=self.keys.seed_at(index, Phase.CENTROIDS),
             session=session,
         )
+        self.calibrate(learning, summary.features)
         report = {
             **self.costs(len(self.memory.tasks) - 1),
             "pool": self.memory.history(),
@@ -311,6 +313,12 @@ class Cheem(ExpertMemory):
                 batch_size=self.batch_size,
                 advance=advance,
             )
+
+    def calibrate(self, learning: Learning, features: Float[np.ndarray, "N D"]) -> None:
+        """Store more of the new task; nothing by default.
+
+        `features` are those of its network for the training images.
+        """
 
     def bytes_needed(self, task: Task) -> int:
         """See `Method.bytes_needed`: every candidate with Adam's moments, in two rolling

@@ -203,7 +203,7 @@ def evaluate_memory(settings: Evaluate) -> None:
         print(json.dumps({"split": settings.split, "tasks": entries}, indent=1))
         return
     shares = np.array(
-        [(s.accuracy, s.accuracy_given, s.calibration_error, s.found) for s in scores]
+        [(s.accuracy, s.accuracy_given, s.calibration_error, s.task_accuracy) for s in scores]
     )
     rows = [
         (score.task, f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in row))

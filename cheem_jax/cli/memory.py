@@ -25,11 +25,11 @@ from cheem_jax.data.task import Plan, Purpose, Task, fingerprint
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.export import Format, kind_of
 from cheem_jax.memory import OpenMemory, begin_with, create, open_memory
-from cheem_jax.memory.contents import UNRECORDED, read_config
-from cheem_jax.memory.data import decoded
-from cheem_jax.memory.directory import take_away
+from cheem_jax.memory.contents import read_config
+from cheem_jax.memory.data import decode
+from cheem_jax.memory.directory import remove_memory
 from cheem_jax.memory.hub import pull, push
-from cheem_jax.memory.making import base_task_of
+from cheem_jax.memory.making import read_base_task
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.differences import Leaf, find_differences
 from cheem_jax.run.directory import NAME
@@ -110,7 +110,7 @@ class OfData:
         cache_dir = self.images.cache_dir or cache_dir_of(self.data, self.data_dir)
         images = dataclasses.replace(self.images, cache_dir=cache_dir)
         known = memory.config
-        return decoded(plans, known.image_size, images, progress, upright=known.upright, only=only)
+        return decode(plans, known.image_size, images, progress, upright=known.upright, only=only)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ def learn_tasks(settings: Learn) -> None:
         tasks = settings.load(plans, memory, progress)
     except BaseException:
         if fresh and not memory.tasks:  # broken images leave no empty memory behind
-            take_away(memory.directory)
+            remove_memory(memory.directory)
         raise
     memory.learn(
         tasks,
@@ -280,18 +280,15 @@ def _differences(settings: Learn, memory: OpenMemory, progress: Progress) -> Ite
         here["base_classes"] = _names_in(settings.base_classes)
     if settings.base_data is not None:
         there["base_data"] = config.base_data_sha256
-        own = base_task_of(settings.base_data, config.image_size, progress, upright=config.upright)
+        own = read_base_task(
+            settings.base_data, config.image_size, progress, upright=config.upright
+        )
         here["base_data"] = fingerprint(own)
     if settings.begin_with is not None:
         there["begin_with"] = config.begun_with_sha256
         here["begin_with"] = digest(read_config(settings.begin_with))
     for name, given in here.items():
-        if there[name] == UNRECORDED:
-            progress.say(
-                f"note: this memory is of an earlier version and does not record {name}: it is not"
-                " compared"
-            )
-        elif given is not None:
+        if given is not None:
             yield from find_differences(there[name], given, (name,))[:1]
 
 

@@ -1,5 +1,4 @@
-"""A memory that a person keeps: learn today, add a task next month, predict, evaluate, forget,
-export.
+"""Memories in directories: learn tasks at any time, predict, evaluate, forget, export.
 
 memory = cheem_jax.create("pets", backbone="deit_tiny", image_size=96)
 memory.learn("photos/dogs")
@@ -13,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cheem_jax.memory.making import begin_with, create, open_memory
-    from cheem_jax.memory.opened import OpenMemory, Score, TaskInfo
+    from cheem_jax.memory.opened import OpenMemory, TaskInfo, TaskScore
 
-__all__ = ["OpenMemory", "Score", "TaskInfo", "begin_with", "create", "open_memory"]
+__all__ = ["OpenMemory", "TaskScore", "TaskInfo", "begin_with", "create", "open_memory"]
 
 
 def __getattr__(name: str) -> Any:
-    # late, because what reads a memory's JSON alone needs no JAX
+    # late, since `contents` does not import JAX
     if name not in __all__:
         raise AttributeError(f"module 'cheem_jax.memory' has no attribute {name!r}")
-    module = "opened" if name in ("OpenMemory", "Score", "TaskInfo") else "making"
+    module = "opened" if name in ("OpenMemory", "TaskScore", "TaskInfo") else "making"
     return getattr(importlib.import_module(f"cheem_jax.memory.{module}"), name)

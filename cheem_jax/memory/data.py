@@ -1,4 +1,4 @@
-"""What a person gives: tasks to learn from, pictures to answer."""
+"""User input: tasks to learn from and images to predict."""
 
 import dataclasses
 import threading
@@ -20,7 +20,7 @@ Data = str | Path | Task | Stream | Sequence[Task]
 Picture = str | Path | bytes | np.ndarray | Image.Image
 
 
-def tasks_of(
+def read_tasks(
     data: Data,
     image_size: int,
     progress: Progress | None = None,
@@ -29,10 +29,10 @@ def tasks_of(
     purpose: Purpose = "learn",
     only: str | None = None,
 ) -> tuple[Task, ...]:
-    """Tasks as they are, or read from what `cheem learn` takes: a folder, a zip, a TOML file, a
-    benchmark's name.
+    """Return tasks unchanged, or read them from a data source of `cheem learn`.
 
-    Raises ValueError for tasks that do not do for the purpose. `only` as for `load_tasks`.
+    A source is a folder, a zip, a TOML file or the name of a benchmark. Raises ValueError for
+    tasks that do not fit the purpose. `only`: see `load_tasks`.
     """
     match data:
         case Task():
@@ -40,23 +40,22 @@ def tasks_of(
         case Stream():
             tasks = data.tasks
         case str() | Path():
-            is_there = (
-                isinstance(data, Path) and absolute(data).exists()
-            )  # so that it is no benchmark's name
-            source = str(absolute(data) if is_there else data)
+            # the absolute path of an existing `Path` cannot be confused with a benchmark's name
+            is_path = isinstance(data, Path) and absolute(data).exists()
+            source = str(absolute(data) if is_path else data)
             plans = plan_source(source, purpose=purpose)[1]
-            return decoded(plans, image_size, ImagesConfig(), progress, upright=upright, only=only)
+            return decode(plans, image_size, ImagesConfig(), progress, upright=upright, only=only)
         case _:
             tasks = tuple(data)
     if repeated := repeats(task.name for task in tasks):
         raise ValueError(f"task names must be unique, repeated: {repeated}")
     return tuple(
-        one if one.purpose == purpose else dataclasses.replace(one, purpose=purpose)
-        for one in tasks
+        task if task.purpose == purpose else dataclasses.replace(task, purpose=purpose)
+        for task in tasks
     )
 
 
-def decoded(
+def decode(
     plans: Sequence[Plan],
     image_size: int,
     config: ImagesConfig,
@@ -65,10 +64,9 @@ def decoded(
     upright: bool,
     only: str | None = None,
 ) -> tuple[Task, ...]:
-    """Tasks with their images; `progress` also says what is left out or looks wrong. See
-    `Plan.turned`.
+    """Decode the images of planned tasks, and report ignored files and suspicious images.
 
-    `only` as for `load_tasks`.
+    `upright`: see `Plan.turned`; `only`: see `load_tasks`.
     """
     plans = [plan.turned(upright) for plan in plans]
     if progress is None:
@@ -88,42 +86,44 @@ def decoded(
     return tasks
 
 
-def files_in(place: Path) -> tuple[list[str], list[str]]:
-    """A file itself, or the images below a folder, and lines about what else is there; ValueError
-    where none is."""
-    folder = absolute(place)
+def files_in(path: Path) -> tuple[list[str], list[str]]:
+    """List an image file itself, or the images below a folder, with notes on its other files.
+
+    Raises ValueError if the folder contains no image.
+    """
+    folder = absolute(path)
     if not folder.is_dir():
-        return [str(place)], []
-    found = look_through(folder)
-    if not found.images:
+        return [str(path)], []
+    listing = look_through(folder)
+    if not listing.images:
         raise ValueError(
-            f"{str(place)!r} contains no image; expected an image file, or a folder of"
-            f" some{found.told()}"
+            f"{str(path)!r} contains no image; expected an image file, or a folder of"
+            f" some{listing.message()}"
         )
-    return [str(place / name) for name in found.images], found.notes()
+    return [str(path / name) for name in listing.images], listing.notes()
 
 
 class NamedFiles(FolderFiles):
-    """Files by any path, and pictures without one; errors and answers name each file as it was
-    given, others `-`.
+    """Image files by any path, and images in memory.
 
-    Raises ValueError for what is not an image, and for arrays other than uint8 `[H, W, 3]`.
+    Errors and predictions name a file by the path that the user gave, and an image in memory `-`.
+    Raises ValueError for other types, and for arrays other than uint8 `[H, W, 3]`.
     """
 
-    def __init__(self, given: Sequence[Picture], *, upright: bool):
+    def __init__(self, images: Sequence[Picture], *, upright: bool):
         super().__init__(
-            Path(), [str(one) if isinstance(one, str | Path) else "-" for one in given]
+            Path(), [str(one) if isinstance(one, str | Path) else "-" for one in images]
         )
-        self.given = given
+        self.images = images
         self.upright = upright
         self._loading = threading.Lock()
-        for row, one in enumerate(given):
-            if isinstance(one, np.ndarray):
-                fits = one.dtype == np.uint8 and one.shape[2:] == (3,)
-                kind = f"{one.dtype} {list(one.shape)}"
+        for row, image in enumerate(images):
+            if isinstance(image, np.ndarray):
+                fits = image.dtype == np.uint8 and image.shape[2:] == (3,)
+                kind = f"{image.dtype} {list(image.shape)}"
             else:
-                fits = isinstance(one, str | Path | bytes | Image.Image)
-                kind = f"a {type(one).__name__}"
+                fits = isinstance(image, str | Path | bytes | Image.Image)
+                kind = f"a {type(image).__name__}"
             if not fits:
                 raise ValueError(
                     f"image {row} is {kind}, expected a file, bytes, a PIL image or uint8 [H, W, 3]"
@@ -135,16 +135,16 @@ class NamedFiles(FolderFiles):
 
     def picture(self, row: int) -> bytes | Image.Image:
         """See `Encoded.picture`."""
-        one = self.given[row]
-        if isinstance(one, Image.Image):
-            with (
-                self._loading
-            ):  # the same one may be given twice, and its file is read from one place
-                one.load()
-            return one
-        if isinstance(one, bytes):
-            return one
-        return super().picture(row) if isinstance(one, str | Path) else Image.fromarray(one)
+        match image := self.images[row]:
+            case Image.Image():
+                with self._loading:  # the same open file can occur twice
+                    image.load()
+                return image
+            case bytes():
+                return image
+            case np.ndarray():
+                return Image.fromarray(image)
+        return super().picture(row)
 
     def file(self, row: int) -> Path:
         """See `FolderFiles.file`."""

@@ -1,16 +1,16 @@
-"""The directory of a memory that a person keeps: complete in itself, and changed as a whole or not
-at all.
+"""The directory of a memory: complete in itself, and replaced completely or not at all.
 
-    config.json                     what the memory is, and the generation that counts
-    backbone.safetensors            the frozen backbone with its head and mean CLS tokens of its
-    data base/                           where the pretraining data lie among features, if their
-    classes are kept as a target generation-0001/cheem/000-cats  one directory per task, as in a run
-    metrics.jsonl                   how each task was learned and what was measured evaluated.json
-    what `cheem evaluate` measured since then
+    config.json                     settings, state, and the number of the valid generation
+    backbone.safetensors            frozen backbone with head and mean CLS tokens of its data
+    base/                           router statistics of the pretraining data, if its classes are
+                                    a target
+    generation-0001/cheem/000-cats  one directory per task, as in a run
+    metrics.jsonl                   record of how tasks were learned, and of accuracies
+    evaluated.json                  later accuracies, measured by `cheem evaluate`
 
-Learning adds a directory. Forgetting or extending a task writes a new generation beside the old one
-and then says in `config.json` that it counts; whatever a killed process leaves is taken away by the
-next one that writes.
+Learning adds a directory. Forgetting or extending a task writes a new generation next to the old
+one, and then makes it valid in `config.json`. The next process that writes removes the remains of
+a killed one.
 """
 
 import contextlib
@@ -22,20 +22,33 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from cheem_jax.cheem.saved_memory import save_forgotten, save_memory_task
 from cheem_jax.core.atomic import REFUSING, to_disk, write_atomically
 from cheem_jax.core.paths import is_of_system
 from cheem_jax.core.pool import InternalMemory
-from cheem_jax.memory.contents import FORMAT, MemoryConfig, checkpoints_of
-from cheem_jax.memory.forgetting import changed_tasks
+from cheem_jax.memory.contents import FORMAT, MemoryConfig, checkpoint_folder
+from cheem_jax.memory.forgetting import changed_tasks, without_task
+from cheem_jax.report.memories import EVALUATED
 from cheem_jax.run.checkpoint import copy_task, saved_tasks
 from cheem_jax.run.directory import NAME, OURS
-from cheem_jax.run.record import to_json
+from cheem_jax.run.record import Record, read, to_json
+from cheem_jax.run.results import write_results
+
+DERIVED = (
+    ".status.json",
+    EVALUATED,
+    "answers.npz",
+    "report.html",
+    "figures",
+    "tensorboard",
+)
+"""Files and folders that commands derive from the record; they contain names and classes."""
 
 
 def write_config(directory: Path, config: MemoryConfig) -> None:
-    """Replace `config.json`, whole or not at all."""
+    """Replace `config.json` atomically."""
     values = {"format": FORMAT, **to_json(dataclasses.asdict(config))}
     write_atomically(directory / NAME, json.dumps(values, indent=1) + "\n")
 
@@ -43,29 +56,31 @@ def write_config(directory: Path, config: MemoryConfig) -> None:
 def write_generation(
     directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory
 ) -> None:
-    """The next generation, complete and on the disk; it counts once `config.json` says so.
+    """Write the checkpoints of the next generation, which `config.json` can then make valid.
 
-    Tasks that did not change share their files with the generation before.
+    Unchanged tasks share their files with the generation before.
     """
-    old, new = (checkpoints_of(directory, config.generation + more) for more in (0, 1))
-    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed before it counted
+    root = checkpoint_folder(directory, config.generation)
+    new = checkpoint_folder(directory, config.generation + 1).parent
+    shutil.rmtree(new, ignore_errors=True)  # of a killed process
     changed = changed_tasks(before, after)
-    with made_whole(new) as partial:
-        root = partial / "cheem"
-        root.mkdir()
-        saved = saved_tasks(old / "cheem")
+    with new_directory(new) as partial:
+        new_root = partial / root.name
+        new_root.mkdir()
+        saved = saved_tasks(root)
         for number in range(after.next_number):
             if number in after.forgotten:
-                save_forgotten(root, after, number)
-            elif number in changed or number >= len(saved):  # which was extended
-                save_memory_task(root, after, after.numbers.index(number), config.method.ops.rank)
+                save_forgotten(new_root, after, number)
+            elif number in changed or number >= len(saved):  # an extended task is not saved yet
+                index = after.numbers.index(number)
+                save_memory_task(new_root, after, index, config.method.ops.rank)
             else:
-                copy_task(saved[number], root / saved[number].name, _link)
+                copy_task(saved[number], new_root / saved[number].name, _link)
 
 
 def _link(source: str, target: str) -> None:
-    """Files of a task are never written again, so two generations may share them; some file systems
-    have no links."""
+    """Link a file of a task, which no process writes again; copy it if the file system has no
+    links."""
     try:
         os.link(source, target)
     except OSError:
@@ -73,16 +88,46 @@ def _link(source: str, target: str) -> None:
 
 
 def remove_old_generations(directory: Path, generation: int) -> None:
-    """Take away every generation that does not count, and nothing that is called almost so."""
-    counting = checkpoints_of(directory, generation).name
+    """Remove all generations except one; folders with similar names stay."""
+    valid = checkpoint_folder(directory, generation).parent.name
     for folder in list(directory.iterdir()):
-        is_one = re.fullmatch(r"generation-\d{4,}|\.generation-\d{4,}\.\d+\.partial", folder.name)
-        if is_one and folder.name != counting:
+        is_generation = re.fullmatch(
+            r"generation-\d{4,}|\.generation-\d{4,}\.\d+\.partial", folder.name
+        )
+        if is_generation and folder.name != valid:
             shutil.rmtree(folder)
 
 
+def remove_forgotten(directory: Path, config: MemoryConfig, memory: InternalMemory) -> None:
+    """Remove the tasks of `config.forgetting` from the record and from all files derived from it.
+
+    `memory` is the memory without these tasks. A repeated call changes nothing.
+    """
+    for file in directory.glob(".*.tmp"):
+        if re.fullmatch(r"\..+\.\d+\.tmp", file.name):  # of a killed `write_atomically`
+            file.unlink(missing_ok=True)
+    entries = read(directory)
+    names = {(report["index"], report["name"]) for report in _reports(entries)}
+    for task in config.forgetting or ():
+        # an extended task has two reports of the same name, and after the removal of the old one
+        # the new one can have the same index
+        is_recorded = not task.get("extended") or len(names) > len(memory.tasks)
+        if is_recorded and (task["index"], task["name"]) in names:
+            entries = without_task(entries, task["index"], task["name"])
+    if reports := _reports(entries):
+        max(reports, key=lambda report: report["index"])["pool"] = memory.history()
+    Record(directory).replace(entries)
+    for name in DERIVED:
+        remove(directory / name)
+    write_results(directory)
+
+
+def _reports(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry["report"] for entry in entries if entry["event"] == "learned"]
+
+
 def check_free(directory: Path) -> None:
-    """Raises ValueError where something stands in the way of a new memory."""
+    """Raise ValueError if a new memory cannot be made here because something exists already."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{str(directory)!r} is a file; a memory is a folder")
     if directory.exists() and not all(is_of_system(file.name) for file in directory.iterdir()):
@@ -93,14 +138,13 @@ def check_free(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def made_whole(directory: Path) -> Iterator[Path]:
-    """A hidden folder to fill, whose content is the directory's at the end, on the disk; nothing is
-    left if that fails.
+def new_directory(directory: Path) -> Iterator[Path]:
+    """Yield a hidden folder whose content becomes that of the directory at the end.
 
-    A new directory appears by one rename. One that is there may be a mount point, or below a folder
-    that cannot be written: it is filled from a hidden folder inside, `config.json` last, without
-    which nothing opens. Raises ValueError where there is something already, OSError naming the
-    directory if it cannot be made.
+    Nothing is left if the block fails. A new directory appears by one rename. An existing one can
+    be a mount point, or its parent can be read-only: it is filled from a hidden folder inside,
+    `config.json` last, and does not open without that file. Raises ValueError if the directory is
+    not empty, and OSError with its name if it cannot be made.
     """
     check_free(directory)
     directory = directory.resolve()
@@ -108,10 +152,9 @@ def made_whole(directory: Path) -> Iterator[Path]:
     moved = list[Path]()
     name = f".{directory.name}.{os.getpid()}.partial"
     partial = directory / name if is_there else directory.with_name(name)
-    for left in (
-        directory.glob(f"{glob.escape(f'.{directory.name}.')}*.partial") if is_there else [partial]
-    ):
-        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+    remains = directory.glob(f"{glob.escape(f'.{directory.name}.')}*.partial")
+    for folder in remains if is_there else [partial]:
+        shutil.rmtree(folder, ignore_errors=True)  # of a killed process
     try:
         partial.mkdir(parents=True)
     except OSError as error:
@@ -121,8 +164,8 @@ def made_whole(directory: Path) -> Iterator[Path]:
         raise OSError(error.errno, f"{error.strerror}{way_out}", str(directory)) from error
     try:
         yield partial
-        for place in (*partial.rglob("*"), partial):
-            to_disk(place)
+        for path in (*partial.rglob("*"), partial):
+            to_disk(path)
         if is_there:
             for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == NAME):
                 if entry.name == NAME:
@@ -134,27 +177,26 @@ def made_whole(directory: Path) -> Iterator[Path]:
             os.replace(partial, directory)
             to_disk(directory.parent)
     except BaseException:
-        for place in reversed(moved):
-            remove(place)
+        for path in reversed(moved):
+            remove(path)
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def take_away(directory: Path) -> None:
-    """Remove a memory; a folder that has to stay, such as a mount point, keeps foreign hidden files
-    alone."""
-    (directory / NAME).unlink(missing_ok=True)  # from here on it is none
-    for place in list(directory.iterdir()):
-        if place.name.startswith(OURS) or not is_of_system(place.name):
-            remove(place)
+def remove_memory(directory: Path) -> None:
+    """Remove a memory; if the folder itself cannot be removed, foreign hidden files stay in it."""
+    (directory / NAME).unlink(missing_ok=True)  # without it the folder is not a memory
+    for path in list(directory.iterdir()):
+        if path.name.startswith(OURS) or not is_of_system(path.name):
+            remove(path)
     with contextlib.suppress(OSError):
         directory.rmdir()
 
 
-def remove(place: Path) -> None:
-    """Remove a file or a folder with all that is in it, if it is there."""
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with its content, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
     else:
-        place.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)

@@ -1,8 +1,7 @@
-"""Forgetting tasks on purpose: each goes with all that only forgotten ones use, and every other
-task answers as before.
+"""Forgetting tasks on request: their experts are removed, and all other predictions stay the same.
 
-Experts keep their places in the pool, so that no other task has to be told. An expert of a
-forgotten task stays while another task uses it, or while an adapted expert descends from it.
+Experts keep their positions in the pool, so that no other task changes. An expert of a forgotten
+task stays while another task uses it, or while an adapted expert descends from it.
 """
 
 import dataclasses
@@ -14,60 +13,56 @@ from cheem_jax.core.pool import InternalMemory, StoredExpert, dense_expert, gone
 from cheem_jax.data.task import check_names
 
 
-class Place(NamedTuple):
-    """An expert of the pool."""
+class PoolPosition(NamedTuple):
+    """Position of an expert in the pool."""
 
     block: int
     expert: int
 
 
-class Kept(NamedTuple):
+class RetainedExpert(NamedTuple):
     """An expert of a forgotten task that stays, and the tasks that need it."""
 
-    place: Place
+    place: PoolPosition
     tasks: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Forgotten:
-    """The memory without some tasks, and what became of their experts."""
+    """The memory without some tasks, and the fate of their experts."""
 
     memory: InternalMemory = dataclasses.field(repr=False)
     numbers: tuple[int, ...] = ()
-    """Of the forgotten tasks; they are never used again."""
-    removed: tuple[Place, ...] = ()
-    """Experts that are gone, those included that only waited for this one."""
-    in_use: tuple[Kept, ...] = ()
-    """Stay, since other tasks use them; they remain candidates for new tasks."""
-    ancestors: tuple[Kept, ...] = ()
-    """Stay, since adapted experts descend from them; they are no candidates any more."""
-    baked: tuple[Place, ...] = ()
-    """Adapted experts that became full ones, so that what they descend from could go."""
+    """Numbers of the forgotten tasks, which no later task gets."""
+    removed: tuple[PoolPosition, ...] = ()
+    """Removed experts, also those of tasks forgotten earlier that only these tasks needed."""
+    in_use: tuple[RetainedExpert, ...] = ()
+    """Experts that other tasks use; they remain candidates for new tasks."""
+    ancestors: tuple[RetainedExpert, ...] = ()
+    """Experts from which adapted experts descend; they are no longer candidates."""
+    baked: tuple[PoolPosition, ...] = ()
+    """Adapted experts that became full experts, so that their ancestors could be removed."""
 
 
 def forget(memory: InternalMemory, *names: str, erase: bool = False) -> Forgotten:
-    """The memory without the named tasks.
+    """Return the memory without the named tasks.
 
-    With `erase`, adapted experts that descend from its own, or from those of tasks forgotten
-    before, become full experts: of forgotten tasks only what others use as it is stays then. Raises
-    ValueError for unknown names.
+    With `erase`, adapted experts that descend from an expert of a forgotten task become full
+    experts; only experts that other tasks use directly stay then. Raises ValueError for unknown
+    names.
     """
-    found = check_names(names, [task.name for task in memory.tasks], "this memory")
-    named = zip(memory.numbers, memory.tasks, strict=True)
-    return without_numbers(memory, tuple(n for n, task in named if task.name in found), erase=erase)
+    names = tuple(check_names(names, [task.name for task in memory.tasks], "this memory"))
+    tasks = zip(memory.numbers, memory.tasks, strict=True)
+    return without_numbers(memory, *(n for n, task in tasks if task.name in names), erase=erase)
 
 
-def without_numbers(
-    memory: InternalMemory, numbers: tuple[int, ...], *, erase: bool = False
-) -> Forgotten:
-    """`forget` for tasks by number."""
+def without_numbers(memory: InternalMemory, *numbers: int, erase: bool = False) -> Forgotten:
+    """Return the memory without the tasks of these numbers; see `forget`."""
     tasks = tuple(
         task for n, task in zip(memory.numbers, memory.tasks, strict=True) if n not in numbers
     )
-    left = dataclasses.replace(
-        memory, tasks=tasks, forgotten=tuple(sorted((*memory.forgotten, *numbers)))
-    )
-    blocks = []
+    forgotten = tuple(sorted((*memory.forgotten, *numbers)))
+    pool = []
     removed = []
     in_use = []
     ancestors = []
@@ -76,33 +71,39 @@ def without_numbers(
         used = {task.experts[b] for task in tasks} - {None}
         block = list(block)
         if erase:
-            for place, stored in enumerate(block):
-                own = stored.parent is not None and block[stored.parent].origin in left.forgotten
-                if own and stored.parent not in used and place in _needed(block, used):
-                    block[place] = StoredExpert(
-                        dense_expert(tuple(block), place), None, stored.origin
-                    )
-                    baked.append(Place(b, place))
+            for e, stored in enumerate(block):
+                parent = stored.parent
+                descends = parent is not None and block[parent].origin in forgotten
+                if descends and parent not in used and e in _needed(block, used):
+                    block[e] = StoredExpert(dense_expert(tuple(block), e), None, stored.origin)
+                    baked.append(PoolPosition(b, e))
         needed = _needed(block, used)
-        for place, stored in enumerate(block):
-            if place not in needed and stored.origin is not None and not stored.is_gone:
-                block[place] = gone(stored.origin)
-                removed.append(Place(b, place))
-            elif place in needed and stored.origin in numbers:
-                who = tuple(
+        for e, stored in enumerate(block):
+            if e not in needed and stored.origin is not None and not stored.is_gone:
+                block[e] = gone(stored.origin)
+                removed.append(PoolPosition(b, e))
+            elif e in needed and stored.origin in numbers:
+                group = in_use if e in used else ancestors
+                users = tuple(
                     task.name
                     for task in tasks
-                    if (e := task.experts[b]) == place
-                    or (place not in used and place in set(_line(block, e)))
+                    if task.experts[b] == e
+                    or (e not in used and e in _lineage(block, task.experts[b]))
                 )
-                (in_use if place in used else ancestors).append(Kept(Place(b, place), who))
-        blocks.append(tuple(block))
-    left = dataclasses.replace(left, pool=tuple(blocks))
-    return Forgotten(left, numbers, tuple(removed), tuple(in_use), tuple(ancestors), tuple(baked))
+                group.append(RetainedExpert(PoolPosition(b, e), users))
+        pool.append(tuple(block))
+    return Forgotten(
+        InternalMemory(tuple(pool), tasks, forgotten),
+        numbers,
+        tuple(removed),
+        tuple(in_use),
+        tuple(ancestors),
+        tuple(baked),
+    )
 
 
 def changed_tasks(before: InternalMemory, after: InternalMemory) -> list[int]:
-    """Numbers of the remaining tasks whose own experts are no longer what they were."""
+    """Numbers of the remaining tasks whose adapted experts became full experts."""
     return [
         number
         for number in after.numbers
@@ -111,28 +112,28 @@ def changed_tasks(before: InternalMemory, after: InternalMemory) -> list[int]:
             and isinstance(stored.params, Expert)
             and not isinstance(old.params, Expert)
             for block, old_block in zip(after.pool, before.pool, strict=True)
-            for stored, old in zip(block, old_block, strict=True)
+            # an extended task adds experts at the end of a block
+            for stored, old in zip(block, old_block, strict=False)
         )
     ]
 
 
-def _line(block: Sequence[StoredExpert], expert: int | None) -> Iterator[int]:
-    """An expert and all that it descends from."""
+def _lineage(block: Sequence[StoredExpert], expert: int | None) -> Iterator[int]:
+    """An expert and all experts that it descends from."""
     while expert is not None:
         yield expert
         expert = block[expert].parent
 
 
 def _needed(block: Sequence[StoredExpert], used: set[int | None]) -> set[int]:
-    return {ancestor for expert in used for ancestor in _line(block, expert)}
+    return {ancestor for expert in used for ancestor in _lineage(block, expert)}
 
 
 def without_task(
     entries: Sequence[Mapping[str, Any]], index: int, name: str
 ) -> list[dict[str, Any]]:
-    """A record as if the task at `index` had never been: its lines go, and its columns in the lines
-    of others."""
-    kept = []
+    """Return the record without the task at `index`: its entries, and its columns in others."""
+    rest = []
     for entry in map(dict, entries):
         match entry["event"]:
             case "run":
@@ -148,10 +149,10 @@ def without_task(
                     continue
                 if report["index"] > index:
                     report["index"] -= 1
-                    if "similarity" in report:  # the base's row comes first
-                        report["similarity"] = _cut(report["similarity"], index + 1)
+                    # the first row of similarities is that of the pretraining data
+                    report["similarity"] = _cut(report["similarity"], index + 1)
                 report["pool"] = [
-                    [_origin(expert, index) for expert in block] for block in report.get("pool", [])
+                    [_renumber(expert, index) for expert in block] for block in report["pool"]
                 ]
             case "evaluated":
                 if entry["index"] == index:
@@ -160,21 +161,23 @@ def without_task(
                     entry["index"] -= 1
                     entry["methods"] = {
                         method: {
-                            **found,
-                            "accuracy": _cut(found["accuracy"], index),
-                            "local_accuracy": _cut(found["local_accuracy"], index),
-                            "routing": [_cut(row, index) for row in _cut(found["routing"], index)],
+                            **measured,
+                            "accuracy": _cut(measured["accuracy"], index),
+                            "local_accuracy": _cut(measured["local_accuracy"], index),
+                            "routing": [
+                                _cut(row, index) for row in _cut(measured["routing"], index)
+                            ],
                         }
-                        for method, found in entry["methods"].items()
+                        for method, measured in entry["methods"].items()
                     }
                 entry["checkpoints"] = {}
             case _ if entry.get("name") == name:
                 continue
-        kept.append(entry)
-    return kept
+        rest.append(entry)
+    return rest
 
 
-def _origin(expert: dict[str, Any], index: int) -> dict[str, Any]:
+def _renumber(expert: dict[str, Any], index: int) -> dict[str, Any]:
     origin = expert["origin"]
     if isinstance(origin, int):
         origin = "forgotten" if origin == index else origin - (origin > index)

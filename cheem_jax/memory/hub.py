@@ -1,7 +1,7 @@
-"""A memory on the Hugging Face hub: pushed with a model card made from its record, and pulled whole
-or not at all.
+"""Memories on the Hugging Face hub: push with a model card, and pull completely or not at all.
 
-What answers is pushed, and the record; never an image, nor a report, which may show some.
+Only the files that predictions need and the record are pushed. Images are not, nor are reports,
+which can show some.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from cheem_jax.core.hub import TIMEOUT, hub_errors
 from cheem_jax.core.paths import absolute
 from cheem_jax.memory.contents import BASE, WEIGHTS
-from cheem_jax.memory.directory import made_whole
+from cheem_jax.memory.directory import new_directory
 from cheem_jax.memory.making import open_memory
 from cheem_jax.memory.opened import OpenMemory
 from cheem_jax.report.grid import Grid
@@ -23,23 +23,22 @@ from cheem_jax.run.record import NAME as RECORD
 from cheem_jax.run.record import read
 
 COMMIT_TIMEOUT = 120.0
-"""The same once files are being sent, which it has to process."""
+"""Seconds until a commit with files has to be processed; `TIMEOUT` is for other requests."""
 CARD = "README.md"
-_OURS = re.compile(
+FILES = re.compile(
     rf"(?!.*(?:^|/)\.)({NAME}|{WEIGHTS}|{RECORD}|{BASE}/.+|generation-\d{{4,}}/cheem/\d{{3,}}[-.].+)"
 )
-"""Files of a memory by their names: none of them hidden, and none outside."""
+"""Names of a memory's files, relative to its directory; hidden files are excluded."""
 
 
 def push(
     directory: str | Path, repository: str, *, license: str | None = None, public: bool = False
 ) -> list[str]:
-    """Make the repository `OWNER/NAME` contain this memory, in one commit; returns the names of its
-    files.
+    """Replace the memory in the repository `OWNER/NAME` by this one, in a single commit.
 
-    A repository that is not there is made, for its owner alone unless `public`. Raises ValueError
-    for a run or an interrupted task, and as `open_memory`; OSError with the way out where the hub
-    refuses or does not answer.
+    A missing repository is created, private unless `public`. Returns the names of the pushed
+    files. Raises ValueError for a run or an interrupted task, and as `open_memory`; OSError with
+    the way out if the hub refuses or does not answer.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -48,11 +47,11 @@ def push(
     memory = open_memory(directory)
     memory.check_writable()
     with hold(directory):
-        memory.tidy()  # nor does what a killed command left travel
-        if (left := memory.interrupted) is not None:
+        memory.tidy()  # the remains of a killed command are not pushed
+        if (unfinished := memory.state.interrupted) is not None:
             raise ValueError(
-                f"task {left['name']!r} is interrupted; finish it, or forget it, before the memory"
-                " is pushed"
+                f"task {unfinished['name']!r} is interrupted; finish it, or forget it, before the"
+                " memory is pushed"
             )
         folders = [directory / BASE, *saved_tasks(memory.root)]
         files = [
@@ -60,41 +59,43 @@ def push(
         ]
         names = [NAME, WEIGHTS, RECORD, *(file.relative_to(directory).as_posix() for file in files)]
         api = HfApi()
-        card = card_of(memory, repository, license)
-        get_session().timeout = COMMIT_TIMEOUT  # by itself it would wait for ever
+        get_session().timeout = COMMIT_TIMEOUT  # the default is no limit
         with hub_errors(repository, "push to"):
             try:
-                there = [
-                    file.rfilename
-                    for file in api.model_info(repository, timeout=TIMEOUT).siblings or ()
-                ]
+                info = api.model_info(repository, timeout=TIMEOUT)
+                pushed = [file.rfilename for file in info.siblings or ()]
             except RepositoryNotFoundError:
-                there = []
+                pushed = []
                 api.create_repo(repository, private=not public, exist_ok=True)
-            gone = [name for name in there if _OURS.fullmatch(name) and name not in names]
-            operations = [CommitOperationAdd(name, str(directory / name)) for name in names]
-            operations += [
-                CommitOperationAdd(CARD, card.encode()),
-                *map(CommitOperationDelete, gone),
-            ]
             api.create_commit(
-                repository, operations, commit_message=f"A memory of {len(memory.tasks)} tasks"
+                repository,
+                [
+                    *(CommitOperationAdd(name, str(directory / name)) for name in names),
+                    CommitOperationAdd(CARD, model_card(memory, repository, license).encode()),
+                    *(
+                        CommitOperationDelete(name)
+                        for name in pushed
+                        if FILES.fullmatch(name) and name not in names
+                    ),
+                ],
+                commit_message=f"A memory of {len(memory.tasks)} tasks",
             )
     return [CARD, *names]
 
 
 def pull(repository: str, directory: str | Path) -> OpenMemory:
-    """The memory in the repository `OWNER/NAME`, in a new or empty folder.
+    """Download the memory in the repository `OWNER/NAME` into a new or empty folder.
 
-    Raises ValueError for what is not a whole memory, and OSError as `push`; then nothing is left.
+    Raises ValueError if the repository does not contain a complete memory, and OSError as `push`;
+    nothing is left in both cases.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
-    with made_whole(absolute(directory)) as partial:
+    with new_directory(absolute(directory)) as partial:
         with hub_errors(repository, "pull"):
             info = HfApi().model_info(repository, timeout=TIMEOUT)
             names = [
-                file.rfilename for file in info.siblings or () if _OURS.fullmatch(file.rfilename)
+                file.rfilename for file in info.siblings or () if FILES.fullmatch(file.rfilename)
             ]
             if missing := sorted({NAME, WEIGHTS} - set(names)):
                 raise ValueError(
@@ -108,7 +109,7 @@ def pull(repository: str, directory: str | Path) -> OpenMemory:
 
             with ThreadPoolExecutor(8) as threads:
                 list(threads.map(fetch, names))
-        shutil.rmtree(partial / ".cache", ignore_errors=True)  # the hub's own notes
+        shutil.rmtree(partial / ".cache", ignore_errors=True)  # written by huggingface_hub
         try:
             open_memory(partial)
         except (ValueError, OSError) as error:
@@ -116,43 +117,41 @@ def pull(repository: str, directory: str | Path) -> OpenMemory:
     return open_memory(directory)
 
 
-def card_of(memory: OpenMemory, repository: str, license: str | None = None) -> str:
-    """The model card, in Markdown: what the memory knows, how well, and how to use it."""
+def model_card(memory: OpenMemory, repository: str, license: str | None = None) -> str:
+    """The model card in Markdown: tasks, accuracies and the commands to use the memory."""
     config = memory.config
-    tasks = memory.pools.tasks
     evaluated = {
-        e["index"]: e["methods"]["cheem"]
-        for e in read(memory.directory)
-        if e["event"] == "evaluated"
+        entry["index"]: entry["methods"]["cheem"]
+        for entry in read(memory.directory)
+        if entry["event"] == "evaluated"
     }
     rows = []
-    for index, task in enumerate(tasks):
-        found = evaluated.get(index, {})
+    for index, task in enumerate(memory.tasks):
         shares = (
-            (found.get(kind) or [None] * (index + 1))[index]
+            evaluated[index][kind][index] if index in evaluated else None
             for kind in ("accuracy", "local_accuracy")
         )
-        told = ("not measured" if share is None else f"{100 * share:.1f} %" for share in shares)
+        cells = ("not measured" if share is None else f"{100 * share:.1f} %" for share in shares)
         classes = ", ".join(task.classes[:20]) + (", ..." if len(task.classes) > 20 else "")
-        rows.append((task.name, f"{len(task.classes)}: {classes}", *told))
+        rows.append((task.name, f"{len(task.classes)}: {classes}", *cells))
     header = {
         "library_name": "cheem_jax",
         "pipeline_tag": "image-classification",
         "tags": ["continual-learning"],
-    }
-    header |= {} if license is None else {"license": license}
-    fields = "\n".join(
-        f"{name}: {json.dumps(value)}" for name, value in header.items()
-    )  # JSON is YAML
+    } | ({} if license is None else {"license": license})
+    # JSON is YAML
+    fields = "\n".join(f"{name}: {json.dumps(value)}" for name, value in header.items())
     table = Grid("", ("task", "classes", "accuracy", "task ID given"), tuple(rows), 2).to_markdown()
+    learned = f"a frozen {config.backbone} at {config.image_size} pixels with experts for"
     return f"""---
 {fields}
 ---
 
 # {repository.split("/")[-1]}
 
-A memory of cheem_jax: {config.backbone} at {config.image_size} pixels with experts for {len(rows)} tasks,
-learned one after another with the preset `{config.preset}` and seed {config.seed}. It contains no image.
+A memory of cheem_jax: {learned} {len(rows)} tasks.
+They were learned one after another with the preset `{config.preset}` and seed {config.seed}.
+It contains no image.
 
 {table}
 
@@ -162,4 +161,4 @@ Accuracy is on the test images of each task, right after learning it.
 $ cheem pull {repository} MEMORY
 $ cheem predict MEMORY IMAGES
 ```
-"""  # noqa: E501
+"""

@@ -1,4 +1,4 @@
-"""Memories made, begun with a run's tasks, and opened."""
+"""Make a memory, begin one with the tasks of a run, or open one."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ from cheem_jax.memory.contents import (
     RUN_FORMAT,
     WEIGHTS,
     MemoryConfig,
-    checkpoints_of,
-    config_of,
+    checkpoint_folder,
+    parse_config,
+    parse_settings,
     read_config,
-    settings_of,
 )
-from cheem_jax.memory.data import Data, tasks_of
-from cheem_jax.memory.directory import check_free, made_whole, write_config
+from cheem_jax.memory.data import Data, read_tasks
+from cheem_jax.memory.directory import check_free, new_directory, write_config
 from cheem_jax.memory.opened import OpenMemory
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import copy_task, save_task, saved_tasks
@@ -40,7 +40,7 @@ from cheem_jax.run_config import find_base_means, make_networks
 
 ENGINE = EngineConfig()
 _BASE_NUMBER = 2**32 - 1
-"""The backbone's own place among the keys, which no task reaches."""
+"""Number of the pretraining data for its keys, which no task reaches."""
 
 
 def create(
@@ -59,111 +59,120 @@ def create(
     engine: EngineConfig = ENGINE,
     progress: Progress | None = None,
 ) -> OpenMemory:
-    """A memory without a task yet, in a new or empty folder; all or nothing.
+    """Make a memory without tasks in a new or empty folder; nothing is left if that fails.
 
-    `weights` as for `load_pretrained`. With the preset `auto`, epochs differ by task (see
-    `cheem.config.auto`). The preset `paper` decodes images as stored; others turn them as their
-    EXIF orientation says. `method` are settings other than the preset's; `augment` changes training
-    images at random. `base_data` are images of the pretraining data (a folder or zip as for
-    `learn`), which anchor the similarity of tasks; with `keep_base` their classes become one more
-    target, named `base_classes` or after the folders of the data. Raises ValueError for settings
-    that do not fit, FileNotFoundError without weights.
+    Args:
+        weights: see `load_pretrained`.
+        preset: settings of CHEEM; with `auto`, epochs differ by task (see `cheem.config.auto`).
+            `paper` decodes images as stored, others rotate them by their EXIF orientation.
+        method: settings that replace the preset's.
+        augment: change training images at random.
+        base_data: images of the pretraining data (as for `learn`), for the similarity of tasks.
+        keep_base: also predict the classes of the pretraining data.
+        base_classes: names of these classes; default: the folders of `base_data`.
+
+    Raises:
+        ValueError: settings do not fit each other.
+        FileNotFoundError: there are no weights.
     """
     directory = absolute(directory)
     check_free(directory)
     if preset not in (presets := {**PRESETS, "auto": QUICK}):
         raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(presets)}")
-    config = presets[preset] if method is None else method
-    told = preset if config == presets[preset] else f"{preset}, changed"
-    if method is None:
-        config = with_fallback(config, preset)
+    config = with_fallback(presets[preset], preset) if method is None else method
     config = dataclasses.replace(config, augment=config.augment or augment)
-    upright = preset != "paper"  # whose loaders do not turn images
     pretrained = load_pretrained(backbone, weights=weights, image_size=image_size)
     config.router.blocks(pretrained.config.depth)  # raises before anything is written
-    vit = build(
-        dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params
-    )
-    size = pretrained.config.image_size
-    classes = ()
-    base: dict[str, Any] = {}
-    if keep_base and vit.head is None:
-        raise ValueError(f"{pretrained.config.name} carries no head, so it has no classes to keep")
     if keep_base and base_data is None:
         raise ValueError(
-            "to keep the backbone's classes, images have to show where they lie; give base_data"
+            "to keep the backbone's classes, images have to show where they are; give base_data"
         )
     if base_classes is not None and not keep_base:
         raise ValueError(
             "base_classes names classes that this memory would not predict; give keep_base as well"
         )
-    base_data_sha256 = None
-    if base_data is not None:
-        own = base_task_of(base_data, size, progress, upright=upright)
-        base_data_sha256 = data_hash(own)
-        found = base_means(vit, own.train.images, batch_size=config.batch_size)
-        pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **found})
-        if keep_base:
-            num = pretrained.config.num_classes
-            usual = (
-                own.classes
-                if len(own.classes) == num
-                else [f"class {label}" for label in range(num)]
-            )
-            classes = tuple(usual if base_classes is None else base_classes)
-            if len(classes) != num or repeats(classes):
-                raise ValueError(
-                    f"{len(classes)} names (repeated: {repeats(classes)[:5]}) for the backbone's"
-                    f" {num} classes"
-                )
-            features = make_networks(pretrained, None, config, engine).router_features
-            seed_of_base = Keys(seed).seed_at(_BASE_NUMBER, Phase.CENTROIDS)
-            place = fit_statistics(
-                features(own.train.images), own.train.labels, config.router, seed=seed_of_base
-            )
-            away = centroid_distances(features(own.val.images), [place.centroids])[:, 0]
-            base = {"centroids": place.centroids, "distances": calibrate(away)}
-            if place.moments:
-                base["moments"] = dict(place.moments)
     settings = MemoryConfig(
         pretrained.config.name,
-        size,
+        pretrained.config.image_size,
         pretrained.sha256,
         config,
-        told,
+        preset if method in (None, presets[preset]) else f"{preset}, changed",
         seed,
+        SeedsConfig(),
         keeps_base=keep_base,
-        base_data_sha256=base_data_sha256,
+        base_data_sha256=None,
         begun_with_sha256=None,
-        upright=upright,
+        upright=preset != "paper",
     )
-    with made_whole(directory) as partial:
-        save_converted(partial / WEIGHTS, pretrained)
+    base = None
+    if base_data is not None:
+        task = read_base_task(base_data, settings.image_size, progress, upright=settings.upright)
+        settings = dataclasses.replace(settings, base_data_sha256=data_hash(task))
+        vit = build(
+            dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params
+        )
+        if keep_base and vit.head is None:
+            raise ValueError(f"{settings.backbone} carries no head, so it has no classes to keep")
+        means = base_means(vit, task.train.images, batch_size=config.batch_size)
+        del vit
+        pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **means})
         if keep_base:
-            save_task(partial / BASE, base, {"name": BASE, "classes": list(classes)})
-        (checkpoints_of(partial, 1) / "cheem").mkdir(parents=True)
-        Record(partial).write("run", **_setting(settings, pretrained))
+            base = _base_target(task, base_classes, settings, pretrained, engine)
+    with new_directory(directory) as partial:
+        save_converted(partial / WEIGHTS, pretrained)
+        if base is not None:
+            save_task(partial / BASE, *base)
+        checkpoint_folder(partial, 1).mkdir(parents=True)
+        Record(partial).write("run", **_describe(settings, pretrained))
         write_config(partial, settings)
-    del vit, pretrained  # which opening reads again
     return open_memory(directory, engine=engine)
 
 
-def base_task_of(
+def _base_target(
+    task: Task,
+    names: Sequence[str] | None,
+    config: MemoryConfig,
+    pretrained: Pretrained,
+    engine: EngineConfig,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays and metadata of the pretraining data as a target."""
+    num = pretrained.config.num_classes
+    if names is None:
+        is_named = len(task.classes) == num
+        names = task.classes if is_named else [f"class {label}" for label in range(num)]
+    if len(names) != num or repeats(names):
+        raise ValueError(
+            f"{len(names)} names (repeated: {repeats(names)[:5]}) for the backbone's {num} classes"
+        )
+    router = config.method.router
+    features = make_networks(pretrained, None, config.method, engine).router_features
+    statistics = fit_statistics(
+        features(task.train.images),
+        task.train.labels,
+        router,
+        seed=Keys(config.seed).seed_at(_BASE_NUMBER, Phase.CENTROIDS),
+    )
+    validation = centroid_distances(features(task.val.images), [statistics.centroids])[:, 0]
+    arrays: dict[str, Any] = {"centroids": statistics.centroids, "distances": calibrate(validation)}
+    if statistics.moments:
+        arrays["moments"] = dict(statistics.moments)
+    return arrays, {"name": BASE, "classes": list(names)}
+
+
+def read_base_task(
     base_data: Data, image_size: int, progress: Progress | None = None, *, upright: bool
 ) -> Task:
-    """Images of the pretraining data; their name is the same wherever they are. Raises ValueError
-    for several tasks."""
-    tasks = tasks_of(base_data, image_size, progress, upright=upright)
+    """Read images of the pretraining data. Raises ValueError if they are several tasks."""
+    tasks = read_tasks(base_data, image_size, progress, upright=upright)
     if len(tasks) != 1:
         raise ValueError(
             f"base_data contains {len(tasks)} tasks, expected one: {[task.name for task in tasks]}"
         )
-    return dataclasses.replace(tasks[0], name=BASE)
+    return dataclasses.replace(tasks[0], name=BASE)  # the hash must not depend on the folder's name
 
 
 def with_fallback(config: CheemConfig, preset: str) -> CheemConfig:
-    """A preset's settings for a memory: only the paper's ignore how accurate the frozen backbone
-    is."""
+    """Let a task use the frozen backbone if that is more accurate, except in the paper's preset."""
     return config if preset == "paper" else dataclasses.replace(config, fallback=True)
 
 
@@ -174,55 +183,57 @@ def begin_with(
     weights: str | Path | None = None,
     engine: EngineConfig = ENGINE,
 ) -> OpenMemory:
-    """A new memory that begins with what a finished run of CHEEM has learned; the run is left
-    alone.
+    """Make a memory that begins with the tasks of a finished run of CHEEM, which stays unchanged.
 
-    New tasks have to be compared with the means that the run had: raises ValueError where the
-    weights lack them, and as `open_memory` and `create`.
+    New tasks are compared with the same means of the pretraining data as in the run. Raises
+    ValueError if the weights lack them, and as `open_memory` and `create`.
     """
     directory = absolute(directory)
-    begun = open_memory(run, weights=weights, engine=engine)
-    if not begun.is_run:
+    source = open_memory(run, weights=weights, engine=engine)
+    if not source.is_run:
         raise ValueError(f"{str(run)!r} is a memory already; copy its folder, or learn in it")
-    held = read_config(begun.directory)
-    precision = begun.engine.precision
-    method = begun.config.method
-    nothing = Progress()
-    known = find_base_means(
-        begun.pretrained, method, precision, images=None, progress=nothing
+    values = read_config(source.directory)
+    method = source.config.method
+    means_sha256 = find_base_means(
+        source.pretrained, method, source.engine.precision, images=None, progress=Progress()
     ).means_sha256
-    # what a run measured is known by its pictures, so that any means of the weights have to be
-    # taken for those
-    if known is None if held.get("base_data_sha256") else known != held.get("base_means_sha256"):
+    # a run that measured means recorded its images; any means in the weights are accepted as equal
+    is_same = (
+        means_sha256 is not None
+        if values.get("base_data_sha256")
+        else means_sha256 == values.get("base_means_sha256")
+    )
+    if not is_same:
         raise ValueError(
-            f"run {str(begun.directory)!r} measured mean CLS tokens of the pretraining data, which"
-            f" {begun.pretrained.source} lacks; write weights with them by `cheem convert"
+            f"run {str(source.directory)!r} measured mean CLS tokens of the pretraining data, which"
+            f" {source.pretrained.source} lacks; write weights with them by `cheem convert"
             " --base-data`, and give those (--weights)"
         )
-    data = {task.name: begun.config.data_sha256[task.name] for task in begun.tasks}
+    names = tuple(task.name for task in source.tasks)
     config = dataclasses.replace(
-        begun.config,
-        method=with_fallback(method, begun.config.preset),
-        tasks=tuple(data),
-        data_sha256=data,
-        num_learned=len(data),
-        base_data_sha256=None,
-        begun_with_sha256=fingerprint.digest(held),
+        source.config,
+        method=with_fallback(method, source.config.preset),
+        tasks=names,
+        data_sha256={name: source.config.data_sha256[name] for name in names},
+        num_learned=len(names),
+        begun_with_sha256=fingerprint.digest(values),
     )
-    kept = [entry for entry in read(begun.directory) if entry["event"] in ("learned", "evaluated")]
-    kept = [entry for entry in kept if entry.get("method", "cheem") == "cheem"]
-    for entry in kept:
+    entries = []
+    for entry in read(source.directory):
+        if entry["event"] == "learned" and entry["method"] == "cheem":
+            entries.append(entry)
         if entry["event"] == "evaluated":
-            entry |= {"methods": {"cheem": entry["methods"]["cheem"]}, "checkpoints": {}}
-    with made_whole(directory) as partial:
-        save_converted(partial / WEIGHTS, begun.pretrained)
-        root = checkpoints_of(partial, 1) / "cheem"
+            methods = {"cheem": entry["methods"]["cheem"]}
+            entries.append({**entry, "methods": methods, "checkpoints": {}})
+    with new_directory(directory) as partial:
+        save_converted(partial / WEIGHTS, source.pretrained)
+        root = checkpoint_folder(partial, 1)
         root.mkdir(parents=True)
-        for place in saved_tasks(begun.root):
-            copy_task(place, root / place.name)
+        for task in saved_tasks(source.root):
+            copy_task(task, root / task.name)
         record = Record(partial)
-        record.write("run", **_setting(config, begun.pretrained))
-        record.replace([*read(partial), *kept])
+        record.write("run", **_describe(config, source.pretrained))
+        record.replace([*read(partial), *entries])
         write_config(partial, config)
     return open_memory(directory, engine=engine)
 
@@ -234,107 +245,105 @@ def open_memory(
     engine: EngineConfig = ENGINE,
     usable: bool = False,
 ) -> OpenMemory:
-    """A memory, or a run of CHEEM, ready to answer.
+    """Open a memory, or a run of CHEEM.
 
-    `weights` is for runs, which hold none: default as the run had. A memory's own file is accepted,
-    wherever it is. With `usable` a damaged one answers with the tasks that are whole; `lost` tells
-    why the others do not. Raises ValueError naming what is damaged, missing, of a newer format or
-    not the memory's own.
+    Args:
+        weights: weights of a run; default: the ones it used. A memory contains its weights, and
+            accepts only equal ones.
+        usable: open a corrupted memory with its intact tasks; `lost` has the reasons for the rest.
+
+    Raises:
+        ValueError: something is corrupted, missing, of another format, or from other weights.
     """
     directory = absolute(directory)
-    held = read_config(directory)
-    if held["format"] == RUN_FORMAT:
-        config, pretrained = _run_config(directory, held, weights)
+    values = read_config(directory)
+    is_run = values["format"] == RUN_FORMAT
+    if is_run:
+        config, pretrained = _read_run(directory, values, weights)
     else:
-        config = config_of(held, directory)
-        if not (directory / WEIGHTS).is_file():
+        config = parse_config(values, directory)
+        file = directory / WEIGHTS
+        if not file.is_file():
             raise ValueError(f"memory {str(directory)!r} lacks {WEIGHTS}; restore it from a copy")
-        pretrained = load_pretrained(config.backbone, weights=directory / WEIGHTS)
+        pretrained = load_pretrained(config.backbone, weights=file)
         if weights is not None:
             _check_same_weights(directory, config, pretrained, absolute(weights))
-    if (
-        pretrained.sha256 != config.weights_sha256
-        or pretrained.config.image_size != config.image_size
-    ):
+    size = pretrained.config.image_size
+    if (pretrained.sha256, size) != (config.weights_sha256, config.image_size):
         raise ValueError(
             f"{str(directory)!r} was learned with weights of SHA-256 {config.weights_sha256[:12]}"
             f" at {config.image_size} pixels, but {pretrained.source} has {pretrained.sha256[:12]}"
-            f" at {pretrained.config.image_size}; give the file that it was learned with"
-            " (--weights)"
+            f" at {size}; give the file that it was learned with (--weights)"
         )
-    return OpenMemory(
-        directory, config, pretrained, engine, is_run=held["format"] == RUN_FORMAT, usable=usable
-    )
+    return OpenMemory(directory, config, pretrained, engine, is_run=is_run, usable=usable)
 
 
-def _check_same_weights(directory: Path, config: MemoryConfig, own: Pretrained, file: Path) -> None:
+def _check_same_weights(
+    directory: Path, config: MemoryConfig, stored: Pretrained, file: Path
+) -> None:
     given = load_pretrained(config.backbone, weights=file)
-    # bundled weights, which are a converted file, are known by the file's own hash
+    means, given_means = stored.base_means, given.base_means
+    # the hash of bundled weights is that of the converted file
     if config.weights_sha256 not in (given.sha256, sha256_of(file)):
-        there = f"SHA-256 {config.weights_sha256[:12]}"
-        here = given.sha256[:12]
-    elif config.base_data_sha256 is None and not _equal_means(given, own):
-        there, here = (
+        expected = f"SHA-256 {config.weights_sha256[:12]}"
+        actual = given.sha256[:12]
+    elif config.base_data_sha256 is None and not (
+        means.keys() == given_means.keys()
+        and all(np.array_equal(means[key], given_means[key]) for key in means)
+    ):
+        expected, actual = (
             "mean CLS tokens of the pretraining data for "
-            + (", ".join(sorted(one.base_means)) or "no image size")
-            for one in (own, given)
+            + (", ".join(sorted(one)) or "no image size")
+            for one in (means, given_means)
         )
     else:
         return
     raise ValueError(
-        f"memory {str(directory)!r} was made with weights of {there}, but {file} has {here}; leave"
-        " --weights out, or make another memory"
+        f"memory {str(directory)!r} was made with weights of {expected}, but {file} has {actual};"
+        " leave --weights out, or make another memory"
     )
 
 
-def _equal_means(one: Pretrained, other: Pretrained) -> bool:
-    first = one.base_means
-    second = other.base_means
-    return first.keys() == second.keys() and all(
-        np.array_equal(first[key], second[key]) for key in first
-    )
-
-
-def _run_config(
-    directory: Path, held: Mapping[str, Any], weights: str | Path | None
+def _read_run(
+    directory: Path, values: Mapping[str, Any], weights: str | Path | None
 ) -> tuple[MemoryConfig, Pretrained]:
-    """A run of an experiment, seen as a memory."""
-    if "cheem" not in held or held.get("router_weights_sha256") is not None:
+    """Read the settings of a run as those of a memory, and its weights."""
+    if "cheem" not in values or values.get("router_weights_sha256") is not None:
         raise ValueError(
             f"{str(directory)!r} is a run of another method than cheem, or with a separate router;"
             " only CHEEM's memories answer here"
         )
-    begun = next((entry for entry in read(directory) if entry["event"] == "run"), {})
-    command = begun.get("command") or []
-    if (
-        weights is None
-        and "--weights" in command
-        and command[command.index("--weights") + 1] != "None"
-    ):
-        weights = Path(command[command.index("--weights") + 1])
-    pretrained = load_pretrained(held["backbone"], weights=weights, image_size=held["image_size"])
-    if "pixels" in held:
-        mean, std = map(tuple, held["pixels"])
-        pretrained = dataclasses.replace(
-            pretrained, config=dataclasses.replace(pretrained.config, mean=mean, std=std)
-        )
-    method = settings_of(CheemConfig, held["cheem"], directory / NAME)
+    begin = next((entry for entry in read(directory) if entry["event"] == "run"), {})
+    command = begin.get("command") or []
+    if weights is None and "--weights" in command:
+        file = command[command.index("--weights") + 1]
+        weights = None if file == "None" else Path(file)
+    size = values["image_size"]
+    pretrained = load_pretrained(values["backbone"], weights=weights, image_size=size)
+    if "pixels" in values:
+        mean, std = map(tuple, values["pixels"])
+        scaled = dataclasses.replace(pretrained.config, mean=mean, std=std)
+        pretrained = dataclasses.replace(pretrained, config=scaled)
     config = MemoryConfig(
-        held["backbone"],
-        held["image_size"],
-        held["weights_sha256"],
-        method,
-        begun.get("preset", "unknown"),
-        held["seed"],
-        settings_of(SeedsConfig, held["seeds"], directory / NAME),
-        tasks=tuple(held["tasks"]),
-        data_sha256=held["data_sha256"],
+        values["backbone"],
+        size,
+        values["weights_sha256"],
+        parse_settings(CheemConfig, values["cheem"], directory / NAME),
+        begin.get("preset", "unknown"),
+        values["seed"],
+        parse_settings(SeedsConfig, values["seeds"], directory / NAME),
+        keeps_base=False,
+        base_data_sha256=None,
+        begun_with_sha256=None,
+        upright=False,
+        tasks=tuple(values["tasks"]),
+        data_sha256=values["data_sha256"],
     )
     return config, pretrained
 
 
-def _setting(config: MemoryConfig, pretrained: Pretrained) -> dict[str, Any]:
-    """What the record tells of a memory before its first task."""
+def _describe(config: MemoryConfig, pretrained: Pretrained) -> dict[str, Any]:
+    """The first entry of the record."""
     return {
         "method": "cheem",
         "backbone": config.backbone,

@@ -1,5 +1,4 @@
-"""Answering for a whole memory: which task an image belongs to, which class of it, and whether to
-any at all."""
+"""Predictions of a whole memory: the task of an image, its class, or that it belongs to no task."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -22,19 +21,18 @@ from cheem_jax.memory.data import NamedFiles, Picture
 from cheem_jax.run.method import base_network
 
 BATCH_SIZES = (1, 8, 32)
-"""Images per call that programs are compiled for: a single picture, a few, and many."""
+"""Batch sizes that functions are compiled for by default."""
 
 
 class Guess(NamedTuple):
-    """A class of the answering task and its probability in [0, 1]."""
+    """A class of the inferred task and its probability in [0, 1]."""
 
     label: str
     probability: float
 
 
 class NearTask(NamedTuple):
-    """A task and how far the image is from it: as the router compares them, below 0 for some
-    kinds."""
+    """A task and its distance by the router, which is below 0 for some kinds."""
 
     task: str
     distance: float
@@ -42,34 +40,31 @@ class NearTask(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The answer to one image, decided from that image alone."""
+    """The prediction for one image, which does not depend on other images."""
 
     task: str | None = None
-    """The task whose network answered; None where the image belongs to none of them (open set)."""
+    """The inferred task; None if the image belongs to no task (open set)."""
     guesses: tuple[Guess, ...] = ()
-    """Classes of that task, most probable first; empty without a task, and where a logit is
-    non-finite."""
+    """Classes of that task in descending order; empty without a task and for non-finite logits."""
     near: tuple[NearTask, ...] = ()
-    """Tasks by distance, the nearest first."""
+    """Tasks by ascending distance."""
     blocks: tuple[str, ...] = ()
-    """What ran in each block of the answering network, such as `reuse:0`, `adapt:2`, `new`, `skip`;
-    () without a task."""
+    """Op of each block of the task's network, such as `reuse:0`, `adapt:2`, `new`, `skip`."""
     error: str = ""
-    """Why the image could not be read; then there is nothing else. Empty for every image that was
-    answered."""
+    """The reason why the image cannot be read, without any other field; empty otherwise."""
 
     @property
     def label(self) -> str | None:
-        """The most probable class; None without one."""
+        """The most probable class, if any."""
         return self.guesses[0].label if self.guesses else None
 
     @property
     def probability(self) -> float | None:
-        """The probability of that class within its task; None without one."""
+        """The probability of that class within its task, if any."""
         return self.guesses[0].probability if self.guesses else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The fields as JSON values."""
         if self.error:
             return {"error": self.error}
         return {
@@ -86,27 +81,30 @@ class Prediction:
 
 
 class Answered(NamedTuple):
-    """Answers as arrays, one row per image."""
+    """Predictions as arrays, one row per image."""
 
     targets: Int[np.ndarray, "N"]
-    """Which target answered; -1 for none of them."""
+    """Index of the inferred target; -1 for none."""
     logits: list[Float[np.ndarray, "C"]]
-    """Of the answering target's classes; empty for none."""
+    """Logits of that target's classes; empty for none."""
     distances: Float[np.ndarray, "N T"]
-    """To each target, as the router compares them."""
+    """Distance to each target by the router."""
 
 
 class Predictor:
-    """Some targets (tasks, and perhaps the backbone's own) behind the router, with programs of a
-    few batch sizes.
+    """Targets (tasks, and perhaps the pretraining data) behind the router, compiled for few batch
+    sizes.
 
-    `networks` are those of the targets; each is put together when the router first names it.
-    `open_set` is the share of a target's own images that may be refused as foreign; None refuses
-    none, as the paper does. `upright`: rotate files by their EXIF orientation. Raises ValueError if
-    there is no target, or one that was not calibrated.
+    Raises ValueError without targets, and with `open_set` for a target that was not calibrated.
+
+    Args:
+        networks: networks of the targets, merged on first use.
+        batch_sizes: numbers of images per call that functions are compiled for.
+        top: number of classes per prediction.
+        open_set: share of a target's own images that can be rejected as foreign; None rejects
+            none, as in the paper.
+        upright: rotate files by their EXIF orientation.
     """
-
-    open_set: float | None = None
 
     def __init__(
         self,
@@ -121,7 +119,7 @@ class Predictor:
         upright: bool = True,
     ):
         if not targets:
-            raise ValueError("this memory has no task yet; `cheem learn` gives it one")
+            raise ValueError("this memory has no task yet; `cheem learn` adds one")
         if not batch_sizes or min(batch_sizes) < 1:
             raise ValueError(
                 f"batch_sizes are {tuple(batch_sizes)}; expected whole numbers of at least 1"
@@ -132,51 +130,49 @@ class Predictor:
         self.targets = tuple(targets)
         self.networks = networks
         self.top = top
-        self.open_set, self.upright = open_set, upright
+        self.open_set = open_set
+        self.upright = upright
         statistics = tuple(target.router_statistics for target in targets)
-        self.index = Router(router, statistics)
-        # a distance that learning more tasks does not change, so that a threshold keeps its meaning
-        self._own = None if router.kind == "kmeans" else Router(PAPER, statistics)
-        self.batch_sizes = tuple(sorted(set(batch_sizes)))
-        self.thresholds: np.ndarray | None = None
+        self.router = Router(router, statistics)
+        # learning more tasks does not change this distance, so thresholds stay valid
+        self.open_set_router = self.router if router.kind == "kmeans" else Router(PAPER, statistics)
+        self.thresholds: Float[np.ndarray, "T"] | None = None
         if open_set is not None:
             if lacking := [target.name for target in targets if target.distances is None]:
                 raise ValueError(
-                    f"{', '.join(lacking)} were learned without a calibrated distance, so `none of"
-                    " my tasks` cannot be said; leave open_set out, or begin a memory with `cheem"
-                    " learn`, which calibrates each task"
+                    f"{', '.join(lacking)} were learned without a calibrated distance, so open_set"
+                    " cannot be used; leave it out, or begin a memory with `cheem learn`, which"
+                    " calibrates each task"
                 )
-            calibrated = [
-                threshold(target.distances, open_set)
-                for target in targets
-                if target.distances is not None
-            ]
-            self.thresholds = np.array(calibrated)
+            distances = (target.distances for target in targets if target.distances is not None)
+            self.thresholds = np.array([threshold(one, open_set) for one in distances])
         base = base_network(executor)
+        self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self._inference = {}
         for size in self.batch_sizes:
-            rows = executor.rows(size)
-            sizes = sorted(
-                {min(rows, smaller) for smaller in self.batch_sizes if smaller <= size},
-                reverse=True,
-            )
+            sizes = {min(executor.rows(size), other) for other in self.batch_sizes if other <= size}
             self._inference[size] = Inference(
-                executor, base, networks, batch_size=size, sizes=sizes, reads=router
+                executor,
+                base,
+                networks,
+                batch_size=size,
+                sizes=sorted(sizes, reverse=True),
+                reads=router,
             )
 
     @property
     def image_size(self) -> int:
-        """Pixels of the square images."""
+        """Side length of the square images in pixels."""
         return self.executor.config.image_size
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
-        """The classes of each target."""
+        """Classes by target."""
         return {target.name: target.classes for target in self.targets}
 
     @property
     def architectures(self) -> dict[str, tuple[str, ...]]:
-        """What runs in each block of each target's network."""
+        """Op of each block by target."""
         return {target.name: tuple(to_strings(target.architecture)) for target in self.targets}
 
     def counters(self) -> dict[str, int]:
@@ -184,7 +180,7 @@ class Predictor:
         return self.networks.counters()
 
     def prepare(self) -> None:
-        """Compile all that a request may call."""
+        """Compile everything, so that no later call compiles."""
         self.networks.prepare()
         for inference in self._inference.values():
             inference.prepare()
@@ -193,7 +189,7 @@ class Predictor:
             self.answer(np.zeros((num, size, size, 3), np.uint8))
 
     def __call__(self, images: UInt8[np.ndarray, "N S S 3"]) -> list[Prediction]:
-        """The answer to each image."""
+        """The prediction for each image."""
         predictions = []
         for target, logits, distances in zip(*self.answer(images), strict=True):
             order = np.argsort(distances, kind="stable")
@@ -203,21 +199,16 @@ class Predictor:
                 continue
             task = self.targets[target]
             guesses = ()
-            if np.isfinite(
-                logits
-            ).all():  # a network that computes NaN must not pass for one that knows
-                probabilities = probabilities_of(logits, task)
-                best = np.argsort(-logits, kind="stable")[
-                    : self.top
-                ]  # which the temperature cannot change
+            if np.isfinite(logits).all():
+                probabilities = class_probabilities(logits, task)
+                best = np.argsort(-logits, kind="stable")[: self.top]
                 guesses = tuple(Guess(task.classes[i], float(probabilities[i])) for i in best)
-            predictions.append(
-                Prediction(task.name, guesses, near, tuple(to_strings(task.architecture)))
-            )
+            blocks = tuple(to_strings(task.architecture))
+            predictions.append(Prediction(task.name, guesses, near, blocks))
         return predictions
 
     def answer(self, images: Images) -> Answered:
-        """Answers to images uint8 `[N, S, S, 3]` as arrays.
+        """Predictions for images uint8 `[N, S, S, 3]` as arrays.
 
         Raises ValueError for images of another shape.
         """
@@ -228,68 +219,71 @@ class Predictor:
                 f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, {size},"
                 f" {size}, 3]; `memory.predict` takes files and images of any size"
             )
-        near = np.zeros((num, len(self.targets)))
+        distances = np.zeros((num, len(self.targets)))
         targets = np.zeros(num, np.int32)
         features = np.zeros((num, self.executor.config.width), np.float32)
-        largest = self.batch_sizes[-1]
-        for start in range(0, num, largest):
-            part = images[start : start + largest]
-            known = slice(start, start + len(part))
-            size = len(part)
-            # padded to the smallest size that holds it
-            inference = self._inference[next(s for s in self.batch_sizes if s >= size)]
+        for start in range(0, num, self.batch_sizes[-1]):
+            part = images[start : start + self.batch_sizes[-1]]
+            rows = slice(start, start + len(part))
+            # padded to the smallest sufficient size
+            inference = self._inference[next(n for n in self.batch_sizes if n >= len(part))]
 
-            def route(seen: np.ndarray, known: slice = known, size: int = size) -> np.ndarray:
-                found = self.index.distances(seen)
-                nearest = np.argmin(found, axis=1).astype(np.int32)
-                if self.thresholds is not None:
-                    own = found if self._own is None else self._own.distances(seen)
-                    # so written, what is no number is foreign too
-                    nearest[~(own[np.arange(len(found)), nearest] <= self.thresholds[nearest])] = -1
-                near[known], targets[known] = found[:size], nearest[:size]
+            def route(tokens: np.ndarray, rows: slice = rows) -> np.ndarray:
+                by_task, nearest = self._route(tokens)
+                targets[rows] = nearest[: rows.stop - rows.start]
+                distances[rows] = by_task[: rows.stop - rows.start]
                 return nearest
 
-            features[known] = inference.features(HostImages(self.executor, part), size, route)
+            features[rows] = inference.features(HostImages(self.executor, part), len(part), route)
+        no_class = np.zeros((features.shape[1], 0), np.float32), np.zeros(0, np.float32)
         heads = {
-            -1: (np.zeros((features.shape[1], 0), np.float32), np.zeros(0, np.float32))
-        }  # of no class
-        for target in np.unique(targets[targets >= 0]).tolist():
-            weight, bias = self.targets[target].head
-            heads[target] = np.asarray(weight), np.asarray(bias)
+            target: tuple(map(np.asarray, self.targets[target].head)) if target >= 0 else no_class
+            for target in np.unique(targets).tolist()
+        }
         pairs = zip(features, [heads[target] for target in targets.tolist()], strict=True)
-        logits = [row @ weight + bias for row, (weight, bias) in pairs]
-        return Answered(targets, logits, near)
+        return Answered(targets, [row @ weight + bias for row, (weight, bias) in pairs], distances)
+
+    def _route(
+        self, tokens: Float[np.ndarray, "N E"]
+    ) -> tuple[Float[np.ndarray, "N T"], Int[np.ndarray, "N"]]:
+        distances = self.router.distances(tokens)
+        nearest = np.argmin(distances, axis=1).astype(np.int32)
+        if self.thresholds is not None:
+            open_set = (
+                distances
+                if self.open_set_router is self.router
+                else self.open_set_router.distances(tokens)
+            )
+            is_own = open_set[np.arange(len(nearest)), nearest] <= self.thresholds[nearest]
+            nearest[~is_own] = -1  # also for NaN
+        return distances, nearest
 
 
-def probabilities_of(logits: Float[np.ndarray, "C"], task: TaskMemory) -> Float[np.ndarray, "C"]:
-    """Of a task's classes, at the temperature that was fitted on its validation images."""
+def class_probabilities(logits: Float[np.ndarray, "C"], task: TaskMemory) -> Float[np.ndarray, "C"]:
+    """Probabilities of a task's classes at the task's temperature."""
     return softmax(logits.astype(np.float64) / task.temperature)
 
 
-def is_best(logits: Float[np.ndarray, "C"], label: int) -> bool:
-    """Whether these logits answer with that class; nothing is answered where one is no number."""
-    return bool(np.isfinite(logits).all() and logits.argmax() == label)
-
-
 class Asked(NamedTuple):
-    """A file and its answer."""
+    """A file and its prediction."""
 
     file: str
     prediction: Prediction
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The fields as JSON values."""
         return {"file": self.file, **self.prediction.to_json()}
 
 
 def predict_files(predictor: Predictor, files: Sequence[Picture]) -> Iterator[Asked]:
-    """The answer to each file in turn, decoded while others are answered. Raises as
-    `NamedFiles`."""
-    # small pieces: the first answer does not wait for hundreds of pictures
+    """Predict files in order, decoding the next ones at the same time. Raises as `NamedFiles`."""
+    # small pieces, so that the first predictions appear early
     size = 2 * predictor.batch_sizes[-1]
-    given = NamedFiles(files, upright=predictor.upright)
-    for names, images, errors in decode_pieces(given, predictor.image_size, size):
-        answers = iter(predictor(images))
+    named = NamedFiles(files, upright=predictor.upright)
+    for names, images, errors in decode_pieces(named, predictor.image_size, size):
+        predictions = iter(predictor(images))
         for name, error in zip(names, errors, strict=True):
-            found = Prediction(error=error.removeprefix(f"{name}: ")) if error else next(answers)
-            yield Asked(name, found)
+            yield Asked(
+                name,
+                Prediction(error=error.removeprefix(f"{name}: ")) if error else next(predictions),
+            )

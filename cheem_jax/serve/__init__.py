@@ -1,7 +1,6 @@
-"""Images answered over HTTP, and a page in the browser that shows which blocks ran (extra `serve`).
+"""Predictions over HTTP, and a page that shows the op of each block (extra `serve`).
 
-Here is what one request, and all of them together, may take of a server; the rest needs the extra's
-packages.
+This module has the limits of requests; the others import the packages of the extra.
 """
 
 import dataclasses
@@ -10,21 +9,20 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a server accepts."""
+    """Limits of a server."""
 
     max_body_mb: float = 10
-    """Megabytes (2^20 bytes) of a request, at most."""
+    """Size of a request in megabytes (2^20 bytes), at most."""
     max_pixels: int = 40_000_000
     """Width times height of an image, at most."""
     max_queue: int = 256
-    """Images that may wait at one time; a request beyond them is refused (status 429)."""
+    """Images that can wait at the same time; further requests are refused (status 429)."""
     timeout_s: float = 10
-    """Seconds until a request is answered; a slower upload ends in status 408, a slower answer in
-    503."""
+    """Seconds per request, at most; a slower upload gets status 408, a slower prediction 503."""
     batch_wait_ms: float = 2
-    """Milliseconds that an image waits for others, because several are answered faster together."""
+    """Milliseconds that an image waits for others of its batch."""
     max_batch: int = 32
-    """Images that are answered together, and images of one request, at most."""
+    """Images per batch and per request, at most."""
 
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Limits)}

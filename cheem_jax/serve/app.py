@@ -1,5 +1,4 @@
-"""The routes of the server, the page in the browser, and the socket behind which both answer until
-a signal comes."""
+"""Routes of the server, its page for browsers, and its socket."""
 
 import base64
 import contextlib
@@ -38,18 +37,16 @@ SENTENCES = {
 TEMPLATE = Path(__file__).with_name("page.html")
 ANY_HOST = "*"
 MORE_CONNECTIONS = 512
-"""Connections beyond the images that may wait: idle ones, and those that are about to be
-refused."""
+"""Connections in addition to the waiting images: idle ones, and requests about to be refused."""
 
 
 def make_app(
     predictor: Predictor, limits: Limits, hosts: Sequence[str] = (ANY_HOST,), *, name: str = ""
 ) -> Starlette:
-    """The application; `state.service` is what answers. Requests for hosts of other names are
-    refused.
+    """Make the application, whose `state.service` predicts.
 
-    A page of another origin that a browser shows could otherwise reach a loopback address under a
-    name of its own (DNS rebinding). `name` is what the page calls the memory.
+    Requests for other hosts than `hosts` are refused: otherwise a page of another origin could
+    reach a loopback address by a name of its server (DNS rebinding). The page displays `name`.
     """
     service = Service(predictor, limits, PATHS)
     html, headers = page()
@@ -62,11 +59,10 @@ def make_app(
                 service.metrics.refused.labels("one_of_several").inc()
             else:
                 service.metrics.images.labels(prediction.task or "(none)").inc()
-        one = answers[0].prediction.to_json()
-        found = (
-            one if len(answers) == 1 else {"predictions": [answer.to_json() for answer in answers]}
-        )
-        return JSONResponse(to_json({**found, "seconds": time.perf_counter() - start}))
+        values = answers[0].prediction.to_json()
+        if len(answers) > 1:
+            values = {"predictions": [answer.to_json() for answer in answers]}
+        return JSONResponse(to_json({**values, "seconds": time.perf_counter() - start}))
 
     async def health(request: Request) -> Response:
         if not service.is_warm:
@@ -113,9 +109,9 @@ def make_app(
         return JSONResponse({"error": sentence}, error.status_code, error.headers)
 
     async def count(request: Request, answer: RequestResponseEndpoint) -> Response:
-        """Every request with its status and seconds; browsers may not guess at the type of an
-        answer."""
-        # what Starlette answers to an error of ours
+        """Count a request with its status and seconds, and forbid browsers to guess the content
+        type."""
+        # status of an exception that no handler accepts
         start = time.perf_counter()
         status = 500
         try:
@@ -148,8 +144,7 @@ def make_app(
 
 
 def page() -> tuple[str, dict[str, str]]:
-    """The page and its headers; it asks for a memory under `/memory`, and loads and sends nothing
-    elsewhere."""
+    """The page and its headers; it requests `/memory`, and loads or sends nothing elsewhere."""
     colours = " ".join(f"--{kind}: {colour};" for kind, colour in COLOURS.items())
     html = TEMPLATE.read_text().replace("/* colours of the ops */", colours)
     policy = (
@@ -166,20 +161,20 @@ def page() -> tuple[str, dict[str, str]]:
 
 
 def _hash_of(element: str, html: str) -> str:
-    """How a policy names the one script or style that may be there."""
+    """The expression by which a content security policy allows the only script or style."""
     [text] = re.findall(f"<{element}>(.*?)</{element}>", html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, on a free port where `port` is 0; ValueError where that cannot be."""
-    if not 0 <= port <= 65535:  # the system would take it modulo 65536
+    """A listening socket, on a free port if `port` is 0; raises ValueError if there is none."""
+    if not 0 <= port <= 65535:  # the system would use it modulo 65536
         raise ValueError(f"port is {port}, expected 0 to 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
     except (OSError, OverflowError, UnicodeError) as error:
-        # Python adds the address to the words of some errors
+        # Python appends the address to the message of some errors
         number = (
             error.errno
             if isinstance(error, OSError) and not isinstance(error, socket.gaierror)
@@ -193,16 +188,16 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """The page's address."""
+    """The URL of the page."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def hosts_of(listening: socket.socket, host: str, public: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names by which this server may be asked: its own and `public` ones; any where others reach it
-    and none is given.
+    """The host names of this server: its addresses and `public`.
 
-    Raises ValueError for a public name that no browser sends.
+    Any name is accepted if other machines reach the server and `public` is empty. Raises ValueError
+    for a public name that is not a host name.
     """
     if wrong := next(
         (name for name in public if not re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", name, re.A | re.I)),
@@ -215,17 +210,17 @@ def hosts_of(listening: socket.socket, host: str, public: Sequence[str] = ()) ->
     bound = listening.getsockname()[0]
     if not public and not ipaddress.ip_address(bound.partition("%")[0]).is_loopback:
         return (ANY_HOST,)
-    own = (host, f"[{bound}]" if ":" in bound else bound, "localhost", "127.0.0.1", "[::1]")
-    return tuple(dict.fromkeys(name.lower() for name in (*own, *public)))
+    addresses = (host, f"[{bound}]" if ":" in bound else bound, "localhost", "127.0.0.1", "[::1]")
+    return tuple(dict.fromkeys(name.lower() for name in (*addresses, *public)))
 
 
 def host_in(header: str) -> str:
-    """The host of a Host header, without its port."""
+    """The host of a Host header, without port."""
     return re.sub(r":\d*$", "", header).rstrip(".").lower()
 
 
 def unknown_host(host: str) -> Refused:
-    """Why a request for a host of another name gets no answer, and what to set."""
+    """The refusal of a request for another host name."""
     return Refused(
         400,
         "unknown_host",
@@ -235,8 +230,8 @@ def unknown_host(host: str) -> Refused:
 
 
 def make_server(app: Starlette, limits: Limits) -> uvicorn.Server:
-    """A server of one process; after a signal its `run(sockets=[...])` ends with the running
-    requests."""
+    """A server in this process; its `run(sockets=[...])` finishes the current requests after a
+    signal."""
     patience = math.ceil(limits.timeout_s)
     return uvicorn.Server(
         uvicorn.Config(

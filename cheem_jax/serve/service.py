@@ -1,5 +1,4 @@
-"""One memory that answers requests: reading, decoding and predicting, each where it holds nothing
-up, and counted."""
+"""Predictions for requests: images are read, decoded in threads, and predicted in batches."""
 
 import asyncio
 import contextlib
@@ -24,19 +23,18 @@ from cheem_jax.memory.predictor import Asked, Prediction, Predictor
 from cheem_jax.serve import Limits
 
 Waiting = tuple[np.ndarray, asyncio.Future[Prediction]]
-"""An image, and where its answer goes."""
+"""An image and the future of its prediction."""
 log = logging.getLogger(__name__)
 FORM = "multipart/form-data"
 RAW = ("application/octet-stream", "application/x-www-form-urlencoded")
-"""Types of a body that may be an image; the second is what curl says where nobody names one."""
+"""Content types of a single image; curl sends the second by default."""
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
-"""Bounds of the metrics' buckets."""
+"""Bounds of the buckets of metrics, in images and in seconds."""
 
 
 class Refused(HTTPException):
-    """A request that gets a sentence instead of a prediction; `reason` is the word that counts
-    it."""
+    """A request that gets an error instead of a prediction; metrics count it by `reason`."""
 
     def __init__(self, status: int, reason: str, sentence: str, *, retry_after: int | None = None):
         headers = None if retry_after is None else {"Retry-After": str(retry_after)}
@@ -45,7 +43,7 @@ class Refused(HTTPException):
 
 
 class Metrics:
-    """Counters whose labels take few values, whatever clients send."""
+    """Metrics; their labels have few values that requests cannot extend."""
 
     def __init__(self, paths: Sequence[str], queue_length: Callable[[], int]):
         self.registry = to = CollectorRegistry()
@@ -79,7 +77,7 @@ class Metrics:
         ProcessCollector(registry=to)
 
     def warmed_up(self) -> None:
-        """From here on nothing should be compiled."""
+        """Count compiled functions from zero again."""
         self._warm = compilations()
 
     def _compiled(self) -> int:
@@ -87,33 +85,32 @@ class Metrics:
         return since.programs + since.cached
 
     def answered(self, path: str, status: int, seconds: float) -> None:
-        """One request, whatever came of it."""
+        """Count a request, successful or not."""
         path = path if path in self._paths else "other"
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
 
 class Service:
-    """Answers from the moment that `running` has compiled everything; images of many clients share
-    a batch."""
+    """Predictions of one memory; images of several clients share a batch."""
 
     def __init__(self, predictor: Predictor, limits: Limits, paths: tuple[str, ...]):
         self.predictor, self.limits = predictor, limits
         self.num_images = 0
-        """Images in the server that are not answered yet."""
+        """Images in the server without a prediction."""
         self.metrics = Metrics(paths, lambda: self.num_images)
         self.is_warm = False
         self.failure: Exception | None = None
-        """Why warming up failed."""
+        """Error that ended the warm-up."""
         self.on_warm: Callable[[], object] = lambda: None
-        """Called once, after warming up or when it failed."""
+        """Called once, after the warm-up or its failure."""
         self._decoders = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "cheem-decode")
         self._thread = ThreadPoolExecutor(1, "cheem-predict")
         self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Warms up and answers until this is left."""
+        """Warm up, and answer requests until the block ends."""
         tasks = [asyncio.create_task(self._warm_up()), asyncio.create_task(self._answer_batches())]
         try:
             yield
@@ -137,7 +134,7 @@ class Service:
 
     @contextlib.contextmanager
     def _places(self, num: int) -> Iterator[None]:
-        """Places for so many images more; raises Refused (429) where they are not free."""
+        """Reserve places for `num` more images; raises Refused (429) if there are not enough."""
         if self.num_images + num > self.limits.max_queue:
             raise Refused(
                 429,
@@ -152,8 +149,11 @@ class Service:
             self.num_images -= num
 
     async def answer(self, request: Request) -> list[Asked]:
-        """The answers to the images in the body, of several also why one gets none; raises Refused
-        where none does."""
+        """Predict the images in the body; one that cannot be read gets an error if there are
+        several.
+
+        Raises Refused if there is no prediction at all.
+        """
         if not self.is_warm:
             raise Refused(
                 503, "not_ready", "the server is not ready; try again in a second", retry_after=1
@@ -205,9 +205,9 @@ class Service:
         return list(map(Asked, names, await asyncio.gather(*answers)))
 
     async def _answer_batches(self) -> None:
-        """Collects images for a moment and predicts them in one call, until it is cancelled.
+        """Collect images for a moment and predict them in one call, until cancelled.
 
-        An image whose request has ended is not predicted any more.
+        Images of requests that have ended are skipped.
         """
         batch = list[Waiting]()
         try:
@@ -223,10 +223,10 @@ class Service:
                 self.metrics.batches.observe(len(batch))
                 images = np.stack([image for image, _ in batch])
                 try:
-                    found = await asyncio.get_running_loop().run_in_executor(
+                    predictions = await asyncio.get_running_loop().run_in_executor(
                         self._thread, self.predictor, images
                     )
-                    for (_, answer), prediction in zip(batch, found, strict=True):
+                    for (_, answer), prediction in zip(batch, predictions, strict=True):
                         if not answer.done():
                             answer.set_result(prediction)
                 except Exception as error:
@@ -244,12 +244,12 @@ def _fail(batch: list[Waiting], error: Exception) -> None:
 
 
 class _FormInMemory(MultiPartParser):
-    # the body is limited already, and nothing that was sent is written to a disk
+    # the size of the body is limited, and received data are not written to the disk
     spool_max_size = 2**40
 
 
 def check_head(request: Request, limits: Limits) -> None:
-    """Refuses what the head alone tells, before anything is read."""
+    """Raise Refused for a large body or another content type, before the body is read."""
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > limits.max_body_bytes:
         raise _too_large(limits)
@@ -264,7 +264,7 @@ def check_head(request: Request, limits: Limits) -> None:
 
 
 async def read_files(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
-    """The files in the body with their names: one, or those of a form."""
+    """Read the image in the body, or the files of a form, with their names."""
     try:
         if _kind(request) == FORM:
             return await _files_of_form(request, limits)
@@ -276,7 +276,8 @@ async def read_files(request: Request, limits: Limits) -> list[tuple[str, bytes]
 def decode(
     data: bytes, image_size: int, max_pixels: int, name: str, upright: bool
 ) -> UInt8[np.ndarray, "S S 3"]:
-    """The pixels; Refused with 413 for too many of them and with 400 for what is not an image."""
+    """Decode an image to pixels; raises Refused for too many pixels (413), and if it is not an
+    image (400)."""
     if not data:
         raise Refused(400, "no_image", f"{name}: an empty file is not an image")
     try:
@@ -286,10 +287,10 @@ def decode(
     except (
         Image.DecompressionBombError,
         Image.DecompressionBombWarning,
-    ):  # the latter where warnings are errors
+    ):  # the latter if warnings are errors
         num = max_pixels + 1
         text = "so many pixels are"
-    except Exception:  # what is wrong is said below
+    except Exception:  # `decode_image` below raises with the reason
         num, text = 0, ""
     if num > max_pixels:
         raise Refused(
@@ -302,7 +303,7 @@ def decode(
 
 
 async def _pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes, None]:
-    """The body as it comes, counted."""
+    """The pieces of the body as they arrive, up to the limit."""
     total = 0
     async for piece in request.stream():
         total += len(piece)

@@ -446,7 +446,7 @@ def _evaluated_grid(measured: Mapping[str, Evaluated]) -> Grid:
             f"{one.num_images:,}",
             percent(one.accuracy),
             percent(one.accuracy_given),
-            percent(one.found),
+            percent(one.task_accuracy),
             one.date,
         )
         for name, one in measured.items()

@@ -15,7 +15,7 @@ from cheem_jax.core.keys import Keys
 from cheem_jax.data.task import Stream
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.memory.contents import settings_of
+from cheem_jax.memory.contents import parse_settings
 from cheem_jax.report.finished import RunRecord
 from cheem_jax.run_config import make_networks
 from studies.heads.theory import match_probability, match_with_unequal_rivals
@@ -225,8 +225,8 @@ def measure(
     check_same(run, stream, pretrained)
     name = run.results["method"]
     file = run.directory / "config.json"
-    engine = settings_of(EngineConfig, run.config["engine"], file)
-    config = settings_of(type(preset_of(name, "paper")), run.config[name], file)
+    engine = parse_settings(EngineConfig, run.config["engine"], file)
+    config = parse_settings(type(preset_of(name, "paper")), run.config[name], file)
     networks = make_networks(pretrained, None, config, engine, workshop=workshop)
     method = cast(
         Prompting | Ewc | Moal, make(config, networks, Keys(run.config["seed"]), len(stream.tasks))

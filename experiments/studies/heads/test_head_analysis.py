@@ -22,7 +22,7 @@ from cheem_jax.cli import run as cheem_run
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Stream
-from cheem_jax.memory.contents import settings_of
+from cheem_jax.memory.contents import parse_settings
 from cheem_jax.report.finished import RunRecord, read
 from cheem_jax.run.progress import Progress
 from studies.heads.margins import (
@@ -206,9 +206,9 @@ def test_logits_that_are_not_finite_or_have_no_rivals_are_refused():
 def test_settings_come_back_from_the_json_of_a_run():
     config = L2pConfig(pool=7, layers=(0, 2), fit=FitConfig(epochs=3, learning_rate=0.5))
     held = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert settings_of(type(preset_of("l2p", "paper")), held, Path("config.json")) == config
+    assert parse_settings(type(preset_of("l2p", "paper")), held, Path("config.json")) == config
     with pytest.raises(ValueError, match=r"unknown settings \['depth'\]"):
-        settings_of(L2pConfig, {"depth": 3}, Path("config.json"))
+        parse_settings(L2pConfig, {"depth": 3}, Path("config.json"))
 
 
 WORKSHOP = {}

@@ -1,0 +1,267 @@
+"""Changes of a memory's directory: learn, extend or forget tasks, and complete the record."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from cheem_jax.cheem.config import auto
+from cheem_jax.cheem.saved_memory import save_memory_task, with_task
+from cheem_jax.continual import evaluate, say_learned
+from cheem_jax.data.task import Task, composed, copies_of, repeats
+from cheem_jax.data.task import fingerprint as fingerprint_data
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.engine.compilation import Mark
+from cheem_jax.memory.contents import BASE, MemoryConfig
+from cheem_jax.memory.data import Data, read_tasks
+from cheem_jax.memory.extending import absent_classes, label_among
+from cheem_jax.memory.forgetting import Forgotten, forget
+from cheem_jax.memory.learning import LearnerSetup, extend, learn
+from cheem_jax.memory.state import MemoryState
+from cheem_jax.run import fingerprint
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
+from cheem_jax.run.results import write_results
+from cheem_jax.run.session import Session
+
+
+def read_new_tasks(
+    state: MemoryState, data: Data, name: str | None, extend: str | None, progress: Progress
+) -> tuple[Task, ...]:
+    """Read the tasks, named as the memory spells them. Raises ValueError if they do not fit."""
+    size = state.config.image_size
+    purpose = "learn" if extend is None else "extend"
+    tasks = read_tasks(data, size, progress, upright=state.config.upright, purpose=purpose)
+    if extend is not None and name is not None:
+        raise ValueError(
+            f"the images extend the task {extend!r}, so it cannot be named {name!r} as well; leave"
+            " out one of the two"
+        )
+    names = [task.name for task in tasks]
+    if (given := name if extend is None else extend) is not None:
+        if len(tasks) != 1:
+            raise ValueError(f"one name, {given!r}, for {len(tasks)} tasks: {names}")
+        names = [given]
+    names = state.spelled(names)
+    if repeated := repeats(spelling.casefold() for spelling in names):
+        raise ValueError(
+            f"task names differ in upper and lower case alone, or not at all: {repeated}"
+        )
+    for task in tasks:
+        if (shape := task.train.images.shape[1:]) != (size, size, 3):
+            raise ValueError(
+                f"task {task.name!r} contains images of shape {shape}, expected {(size, size, 3)}"
+            )
+    return tuple(
+        dataclasses.replace(task, name=spelling)
+        for task, spelling in zip(tasks, names, strict=True)
+    )
+
+
+def conditions(config: MemoryConfig, engine: EngineConfig) -> dict[str, Any]:
+    """The conditions under which the memory learns, for the record's fingerprint."""
+    names = ("backbone", "image_size", "seed", "weights_sha256", "data_sha256")
+    return fingerprint.take(
+        {
+            **{name: getattr(config, name) for name in names},
+            "cheem": dataclasses.asdict(config.method),
+            "engine": dataclasses.asdict(engine),
+        }
+    )
+
+
+def learn_tasks(
+    state: MemoryState,
+    tasks: Sequence[Task],
+    extend: str | None,
+    setup: LearnerSetup,
+    session: Session,
+    *,
+    discard: bool,
+) -> Iterator[MemoryState]:
+    """Learn tasks that are new, or extend a task by one; yields the state after each.
+
+    `discard` discards an interrupted task. Raises ValueError if a name is taken, or if another
+    task is interrupted.
+    """
+    session.checkpoints = state.root.parent
+    hashes = {task.name: fingerprint_data(task) for task in tasks}
+    if extend is None:
+        check_new(state, hashes)
+    else:
+        index = state.index(extend)
+        learned = state.internal.tasks[index]
+        tasks = [label_among(learned.classes, tasks[0])]
+        absent_classes(tasks[0], learned)  # raises before anything changes
+    if discard and state.interrupted is None:
+        session.say("no task is interrupted, so there is nothing to discard")
+    state = finish_first(state, hashes, discard)
+    for task in tasks:
+        for other in copies_of(task, state.config.data_sha256):
+            session.say(
+                f"warning: {task.name} has the same images as {other}; the router cannot tell them"
+                " apart, so accuracy will be low without the task ID"
+            )
+    for task in tasks:
+        sha256 = hashes[task.name]
+        if sha256 in state.learned_from(task.name):
+            session.say(f"{task.name}: learned already")
+        else:
+            state = learn_task(state, task, extend is not None, sha256, setup, session)
+        measure(state, tasks, setup, session)
+        yield state
+    setup.features.clear()
+
+
+def check_new(state: MemoryState, hashes: Mapping[str, str]) -> None:
+    """Raise ValueError if a name belongs to other data; `hashes` are fingerprints by name."""
+    for name, sha256 in hashes.items():
+        if state.config.keeps_base and name.casefold() == BASE:
+            raise ValueError(
+                f"{name!r} is the pretraining data in this memory; give this one another name"
+                " (--name)"
+            )
+        for other in state.names:
+            is_same = (other, state.config.data_sha256.get(other)) == (name, sha256)
+            if composed(other).casefold() == composed(name).casefold() and not is_same:
+                raise ValueError(
+                    f"a task {other!r} was learned from other images already, and a learned task"
+                    " never changes; give this one another name (--name), or forget the old one"
+                    f" first: cheem forget {state.directory} {other}"
+                )
+
+
+def finish_first(state: MemoryState, hashes: Mapping[str, str], discard: bool) -> MemoryState:
+    """Discard the interrupted task if `discard`; otherwise it has to be the first new one.
+
+    Raises ValueError if it is not.
+    """
+    interrupted = state.interrupted
+    new = [one for one in hashes.items() if one[1] not in state.learned_from(one[0])]
+    if interrupted is None or not (new or discard):
+        return state
+    if new[:1] == [(interrupted["name"], interrupted["data_sha256"])]:
+        return state
+    if not discard:
+        raise ValueError(
+            f"task {interrupted['name']!r} is interrupted; give its command again to finish it"
+            " first, or give it up with --discard-unfinished"
+        )
+    return state.end_learning()
+
+
+def learn_task(
+    state: MemoryState,
+    task: Task,
+    is_extension: bool,
+    data_sha256: str,
+    setup: LearnerSetup,
+    session: Session,
+) -> MemoryState:
+    """Learn and save a new task, or more images of the task of this name."""
+    before = state.internal
+    index, number = len(before.tasks), before.next_number
+    if state.config.preset == "auto":
+        method = auto(state.config.method, len(task.train.labels))
+        setup = setup._replace(config=method)
+        if not is_extension:
+            session.say(
+                f"{task.name}: auto chose {method.supernet.epochs} epochs for the supernet and"
+                f" {method.finetune.epochs} for fine-tuning, at the learning rate"
+                f" {method.finetune.learning_rate:g}"
+            )
+    state = state.write(
+        learning={"name": task.name, "number": number, "data_sha256": data_sha256},
+        tasks=tuple(dict.fromkeys((*state.names, task.name))),
+        method=setup.config,
+    )
+    session.record.keep(
+        lambda entry: entry["event"] != "learned" or entry["report"]["index"] < index
+    )
+    start = Mark.now()
+    learner = setup.learner(before)
+    session.check_stop()
+    session.check_room(learner.bytes_needed(task), f"task {task.name!r}")
+    session.begin(learner.name, task.name, number)
+    if not is_extension:
+        after, report = learn(before, task, setup, session)
+        session.record.write("learned", method=learner.name, report=report, **start.since())
+        saved = save_memory_task(state.root, after, index, learner.rank)
+        session.finish()
+        say_learned(report, session)
+        return dataclasses.replace(state, internal=with_task(before, saved)).tidy()
+    old = state.index(task.name)
+    earlier = next(
+        entry["report"]
+        for entry in read(state.directory)
+        if entry["event"] == "learned" and entry["report"]["index"] == old
+    )
+    after, report = extend(before, old, task, setup, session, earlier)
+    session.record.write("learned", method=learner.name, report=report, **start.since())
+    history = [
+        *state.config.extended.get(task.name, []),
+        {**report["extended"][-1], "data_sha256": data_sha256},
+    ]
+    state = state.replace(
+        after,
+        [{"index": old, "name": task.name, "extended": True}],
+        replaced=(*state.config.replaced, before.numbers[old]),
+        extended={**state.config.extended, task.name: history},
+    )
+    session.checkpoints = state.root.parent
+    return state
+
+
+def measure(
+    state: MemoryState, tasks: Sequence[Task], setup: LearnerSetup, session: Session
+) -> None:
+    """Complete the record: one evaluation after each task, on the images of `tasks`."""
+    evaluated = {entry["index"] for entry in read(state.directory) if entry["event"] == "evaluated"}
+    # the data of an extension can lack test images
+    available = {
+        task.name: task if len(task.test.labels) else dataclasses.replace(task, test=task.val)
+        for task in tasks
+    }
+    learner = setup.learner(state.internal)
+    last = len(state.names) - 1
+    for index in sorted(set(range(last + 1)) - evaluated):
+        # accuracies before later tasks were learned can no longer be measured
+        learned = [
+            available.get(name) if index == last else None for name in state.names[: index + 1]
+        ]
+        evaluate(learned, (learner,), session, 0.0)
+    write_results(state.directory)
+
+
+def forget_tasks(
+    state: MemoryState, names: Sequence[str], *, erase: bool
+) -> tuple[MemoryState, Forgotten]:
+    """Forget all named tasks or none, also the interrupted one.
+
+    Raises ValueError for an unknown name, and if another task is interrupted.
+    """
+    read(state.directory)  # a corrupted record raises before anything changes
+    names = state.spelled(names)
+    saved = names
+    if (interrupted := state.interrupted) is not None:
+        if interrupted["name"] not in names:
+            raise ValueError(
+                f"task {interrupted['name']!r} is interrupted; finish it, or forget it too, before"
+                " another one is forgotten"
+            )
+        # a task that is being extended is also a learned task
+        saved = [name for name in names if name != interrupted["name"] or name in state.names]
+    result = Forgotten(state.internal)
+    if saved or not names:
+        result = forget(state.internal, *saved, erase=erase)
+    if interrupted is not None:
+        state = state.end_learning()
+    if not saved:
+        return state, result
+    data, extended = (
+        {name: value for name, value in values.items() if name not in saved}
+        for values in (state.config.data_sha256, state.config.extended)
+    )
+    indices = sorted(map(state.names.index, saved), reverse=True)
+    tasks = [{"index": index, "name": state.names[index]} for index in indices]
+    state = state.replace(result.memory, tasks, data_sha256=data, extended=extended)
+    return state, result

@@ -1,0 +1,159 @@
+"""State of a memory directory: settings and tasks, which change together and atomically."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.cheem.saved_memory import open_memory
+from cheem_jax.core.architecture import Choice
+from cheem_jax.core.pool import Head, InternalMemory, Pool, TaskMemory
+from cheem_jax.data.task import check_names, spelled_as
+from cheem_jax.memory.contents import (
+    BASE,
+    MemoryConfig,
+    checkpoint_folder,
+    parse_config,
+    read_config,
+    unfinished,
+)
+from cheem_jax.memory.directory import (
+    remove_forgotten,
+    remove_old_generations,
+    write_config,
+    write_generation,
+)
+from cheem_jax.run.checkpoint import load_task
+from cheem_jax.run.rolling import Rolling
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryState:
+    """Settings and tasks of a memory, or of a run; methods that write return the new state."""
+
+    directory: Path
+    config: MemoryConfig
+    internal: InternalMemory
+    """Experts per block, and the learned tasks."""
+
+    @property
+    def root(self) -> Path:
+        """Folder of the checkpoints, one directory per task."""
+        return checkpoint_folder(self.directory, self.config.generation)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the learned tasks in order."""
+        return tuple(task.name for task in self.internal.tasks)
+
+    @property
+    def interrupted(self) -> dict[str, Any] | None:
+        """Name, number and data of the task whose learning was interrupted, if any."""
+        return unfinished(self.config, self.internal.next_number)
+
+    def spelled(self, names: Sequence[str]) -> list[str]:
+        """Task names as the memory spells them."""
+        interrupted = () if self.interrupted is None else (self.interrupted["name"],)
+        return spelled_as(names, (*self.names, *interrupted))
+
+    def index(self, name: str) -> int:
+        """Index of a task. Raises ValueError for an unknown name."""
+        where = f"memory {str(self.directory)!r}"
+        return self.names.index(check_names([name], self.names, where)[0])
+
+    def learned_from(self, name: str) -> list[str]:
+        """Fingerprints of the data from which a task was learned and extended."""
+        if name not in self.config.data_sha256:
+            return []
+        extensions = self.config.extended.get(name, [])
+        return [self.config.data_sha256[name], *(one["data_sha256"] for one in extensions)]
+
+    def write(self, **changes: Any) -> "MemoryState":
+        """Change settings in `config.json`."""
+        config = dataclasses.replace(self.config, **changes)
+        write_config(self.directory, config)
+        return dataclasses.replace(self, config=config)
+
+    def end_learning(self, **changes: Any) -> "MemoryState":
+        """Remove the rolling checkpoint of the task, which is saved or discarded."""
+        Rolling(self.root).clear()
+        return self.write(learning=None, tasks=self.names, **changes)
+
+    def replace(
+        self, after: InternalMemory, forgetting: Sequence[Mapping[str, Any]], **changes: Any
+    ) -> "MemoryState":
+        """Write the next generation, make it valid, and remove the old one.
+
+        `forgetting` are the tasks to remove from the record, in descending order of their index.
+        """
+        write_generation(self.directory, self.config, self.internal, after)
+        self.write(
+            generation=self.config.generation + 1,
+            tasks=tuple(task.name for task in after.tasks),
+            num_learned=after.next_number,
+            learning=None,
+            forgetting=tuple(forgetting),
+            **changes,
+        )
+        return read_state(self.directory, tuple(block[:1] for block in after.pool)).tidy()
+
+    def tidy(self) -> "MemoryState":
+        """Finish the changes of a killed process."""
+        state = self
+        remove_old_generations(state.directory, state.config.generation)
+        if state.config.forgetting is not None:
+            remove_forgotten(state.directory, state.config, state.internal)
+            state = state.write(forgetting=None)
+        learning = state.config.learning
+        if learning is not None and state.interrupted is None:
+            data = {**state.config.data_sha256, learning["name"]: learning["data_sha256"]}
+            number = state.internal.next_number
+            state = state.end_learning(data_sha256=data, num_learned=number)
+        return state
+
+
+def read_state(directory: Path, pool: Pool) -> MemoryState:
+    """Read the settings and the tasks of the valid generation; `pool` is the backbone's.
+
+    Raises ValueError that names every corrupted or missing task.
+    """
+    while True:
+        config = parse_config(read_config(directory), directory)
+        root = checkpoint_folder(directory, config.generation)
+        internal = None
+        try:
+            internal = open_memory(root, pool)
+        except (ValueError, OSError):
+            if read_config(directory)["generation"] == config.generation:
+                raise
+        # otherwise another process has replaced the generation meanwhile
+        if internal is not None and read_config(directory)["generation"] == config.generation:
+            break
+    missing = sorted(config.data_sha256.keys() - {task.name for task in internal.tasks})
+    if missing or internal.next_number < config.num_learned:
+        raise ValueError(
+            f"{root} lacks tasks that were learned"
+            f" ({', '.join(missing) or 'the positions of forgotten ones'}); restore it from a copy"
+        )
+    return MemoryState(directory, config, internal)
+
+
+def read_base(directory: Path, vit: ViT) -> TaskMemory:
+    """Read the pretraining data as a target; the frozen backbone `vit` is its network."""
+    arrays, meta = load_task(directory / BASE)
+    assert vit.head is not None and vit.head.bias is not None
+    depth = vit.config.depth
+    return TaskMemory(
+        BASE,
+        tuple(meta["classes"]),
+        (Choice("reuse", 0),) * depth,
+        (0,) * depth,
+        Head(vit.head.kernel[...], vit.head.bias[...]),
+        np.zeros((depth, vit.config.width), np.float32),
+        arrays["centroids"],
+        arrays["distances"],
+        arrays.get("moments", {}),
+    )
