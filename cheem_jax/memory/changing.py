@@ -1,4 +1,4 @@
-"""Changes of a memory's directory: learn, extend or forget tasks, and complete the record."""
+"""Operations on a memory directory: learn, extend or forget tasks, and complete the record."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,9 +78,10 @@ def learn_tasks(
     *,
     discard: bool,
 ) -> Iterator[MemoryState]:
-    """Learn tasks that are new, or extend a task by one; yields the state after each.
+    """Learn all tasks that are not known yet; yield the state after each task.
 
-    `discard` discards an interrupted task. Raises ValueError if a name is taken, or if another
+    With `extend`, the images of the only task extend the learned task of this name. `discard`
+    discards an interrupted task. Raises ValueError if a name belongs to other data, or if another
     task is interrupted.
     """
     session.checkpoints = state.root.parent
@@ -131,9 +132,10 @@ def check_new(state: MemoryState, hashes: Mapping[str, str]) -> None:
 
 
 def finish_first(state: MemoryState, hashes: Mapping[str, str], discard: bool) -> MemoryState:
-    """Discard the interrupted task if `discard`; otherwise it has to be the first new one.
+    """Return the state without the interrupted task if `discard` is set.
 
-    Raises ValueError if it is not.
+    Otherwise the interrupted task has to be the first of the new tasks; raises ValueError if it is
+    not.
     """
     interrupted = state.interrupted
     new = [one for one in hashes.items() if one[1] not in state.learned_from(one[0])]
@@ -157,7 +159,7 @@ def learn_task(
     setup: LearnerSetup,
     session: Session,
 ) -> MemoryState:
-    """Learn and save a new task, or more images of the task of this name."""
+    """Learn a task and save it; an extension replaces the learned task of the same name."""
     before = state.internal
     index, number = len(before.tasks), before.next_number
     if state.config.preset == "auto":
@@ -235,7 +237,8 @@ def measure(
 def forget_tasks(
     state: MemoryState, names: Sequence[str], *, erase: bool
 ) -> tuple[MemoryState, Forgotten]:
-    """Forget all named tasks or none, also the interrupted one.
+    """Forget all named tasks, or none of them if a name is unknown; an interrupted task can be
+    named, too.
 
     Raises ValueError for an unknown name, and if another task is interrupted.
     """

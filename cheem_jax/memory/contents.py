@@ -29,22 +29,27 @@ COSTS = ("experts", "flops_executed", "params_added", "params_added_percent")
 
 @dataclasses.dataclass(frozen=True)
 class MemoryConfig:
-    """Settings and state of a memory; settings and data determine the result of learning."""
+    """Settings and state of a memory.
+
+    The settings and the data of the tasks determine the learned memory completely.
+    """
 
     backbone: str
     image_size: int
     weights_sha256: str
     method: CheemConfig
-    """Settings of CHEEM; with the preset `auto`, epochs and learning rate of the last task."""
+    """Settings of CHEEM. With the preset `auto`, epochs and learning rate are those of the latest
+    task."""
     preset: str
     seed: int
     seeds: SeedsConfig
     keeps_base: bool
     """Whether the classes of the pretraining data are a target as well."""
     base_data_sha256: str | None
-    """Fingerprint of the images of the pretraining data; None without such images."""
+    """Fingerprint of the images of the pretraining data; None if the memory was made without
+    images."""
     begun_with_sha256: str | None
-    """Digest of the run that the memory began with; None: the memory began empty."""
+    """Digest of the run whose tasks the memory started with; None if it started without tasks."""
     upright: bool
     """Whether images are rotated by their EXIF orientation."""
     generation: int = 1
@@ -52,17 +57,19 @@ class MemoryConfig:
     tasks: tuple[str, ...] = ()
     """Task names in learning order."""
     data_sha256: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Fingerprint of each task's data: a repeated command learns nothing twice."""
+    """Fingerprint of the data of each task, so that a repeated `learn` skips known data."""
     num_learned: int = 0
-    """Number of tasks ever learned, forgotten ones included."""
+    """Number of tasks that were ever learned, including forgotten tasks."""
     learning: dict[str, Any] | None = None
     """Name, number and data of the task that is being learned."""
     forgetting: tuple[dict[str, Any], ...] | None = None
-    """Forgotten tasks that the record still contains, in descending order of their index."""
+    """Forgotten tasks that still have to be removed from the record, in descending order of their
+    index."""
     replaced: tuple[int, ...] = ()
-    """Earlier numbers of extended tasks: each extension assigns a new number."""
+    """Numbers that extended tasks had before; each extension assigns a new number to the task."""
     extended: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Extensions of each task: data, and training images and classes before and after."""
+    """Extensions of each task, with fingerprints of the data and numbers of training images and
+    classes."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -117,7 +124,7 @@ def parse_settings(kind: type, values: Mapping[str, Any], file: Path) -> Any:
 
 
 def checkpoint_folder(directory: Path, generation: int) -> Path:
-    """The folder of a generation's checkpoints: one directory per task."""
+    """Return the folder with the checkpoints of a generation, which has one directory per task."""
     return directory / f"generation-{generation:04d}" / "cheem"
 
 
@@ -132,16 +139,7 @@ def describe(
     is_run: bool = False,
     lost: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The JSON values that `cheem info` shows; sizes are bytes on the disk.
-
-    Args:
-        root: folder of the tasks' checkpoints.
-        tasks: the tasks that can answer, each with its costs.
-        pool: history of every expert per block.
-        forgotten: numbers that belong to no task any more.
-        is_run: whether the directory is a run.
-        lost: the reason why a task cannot answer, by folder.
-    """
+    """Build the JSON values that `cheem info` displays; sizes are in bytes on the disk."""
     sizes = [_bytes_below(folder) for folder in saved_tasks(root)]
     reports = {}
     with contextlib.suppress(OSError, ValueError):  # a corrupted record does not prevent answers
@@ -176,18 +174,21 @@ def describe(
 
 
 def unfinished(config: MemoryConfig, next_number: int) -> dict[str, Any] | None:
-    """The task whose learning was interrupted; None if it was saved as task `next_number - 1`."""
+    """Return the task whose learning was interrupted, or None.
+
+    `next_number` is the number of the next new task: a task with a lower number is saved already.
+    """
     learning = config.learning
     return None if learning is None or learning["number"] < next_number else learning
 
 
 def read_info(directory: Path) -> dict[str, Any] | None:
-    """Read the values of `OpenMemory.info` from the record and from the metadata of tasks.
+    """Read the values of `OpenMemory.info` without importing JAX.
 
-    Files are compared with their hashes, content hashes are not. Returns None if the memory has to
-    be opened instead: for a run, an empty or corrupted memory, one that another process changes,
-    and one whose history the record does not contain. Raises ValueError if the directory is
-    neither a memory nor a run.
+    The values are read from the record and from the metadata of the tasks. The hashes of files are
+    checked, but content hashes are not. Returns None if the memory has to be opened instead: it is
+    a run, it is empty or corrupted, another process is changing it, or its record is incomplete.
+    Raises ValueError if the directory is neither a memory nor a run.
     """
     values = read_config(directory)
     try:

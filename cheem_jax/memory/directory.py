@@ -1,4 +1,4 @@
-"""The directory of a memory: complete in itself, and replaced completely or not at all.
+"""The directory of a memory, whose content is replaced completely or not at all.
 
     config.json                     settings, state, and the number of the valid generation
     backbone.safetensors            frozen backbone with head and mean CLS tokens of its data
@@ -8,9 +8,9 @@
     metrics.jsonl                   record of how tasks were learned, and of accuracies
     evaluated.json                  later accuracies, measured by `cheem evaluate`
 
-Learning adds a directory. Forgetting or extending a task writes a new generation next to the old
-one, and then makes it valid in `config.json`. The next process that writes removes the remains of
-a killed one.
+Learning a task adds a directory. Forgetting or extending a task writes a new generation next to the
+old generation, and then marks the new one as valid in `config.json`. If a process is killed, the
+next process that writes removes its unfinished files.
 """
 
 import contextlib
@@ -104,13 +104,13 @@ def remove_forgotten(directory: Path, config: MemoryConfig, memory: InternalMemo
     `memory` is the memory without these tasks. A repeated call changes nothing.
     """
     for file in directory.glob(".*.tmp"):
-        if re.fullmatch(r"\..+\.\d+\.tmp", file.name):  # of a killed `write_atomically`
+        if re.fullmatch(r"\..+\.\d+\.tmp", file.name):  # unfinished files of a killed process
             file.unlink(missing_ok=True)
     entries = read(directory)
     names = {(report["index"], report["name"]) for report in _reports(entries)}
     for task in config.forgetting or ():
-        # an extended task has two reports of the same name, and after the removal of the old one
-        # the new one can have the same index
+        # An extended task has an old and a new report of the same name. After the old report is
+        # removed, the new report can get the same index.
         is_recorded = not task.get("extended") or len(names) > len(memory.tasks)
         if is_recorded and (task["index"], task["name"]) in names:
             entries = without_task(entries, task["index"], task["name"])
@@ -139,12 +139,12 @@ def check_free(directory: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """Yield a hidden folder whose content becomes that of the directory at the end.
+    """Yield a hidden folder; when the block ends, its content becomes the content of the directory.
 
-    Nothing is left if the block fails. A new directory appears by one rename. An existing one can
-    be a mount point, or its parent can be read-only: it is filled from a hidden folder inside,
-    `config.json` last, and does not open without that file. Raises ValueError if the directory is
-    not empty, and OSError with its name if it cannot be made.
+    If the block fails, nothing is left. A directory that does not exist yet is created by one
+    rename. An existing directory can be a mount point, or its parent folder can be read-only, so
+    the hidden folder is then inside of it and `config.json` is moved last. Raises ValueError if the
+    directory is not empty, and OSError with its name if it cannot be created.
     """
     check_free(directory)
     directory = directory.resolve()

@@ -1,8 +1,9 @@
-"""Statistics of classes and the choice between candidates, for tasks that are extended.
+"""Class statistics and candidates for extending a task.
 
-A task's statistics are `counts`, `means` and one within-class `covariance` of its classes, in the
-features of the task's network. Normal samples from them replace the images of earlier classes,
-which are not stored.
+The statistics of a task are the number of images and the mean feature of each class (`counts`,
+`means`), and one within-class `covariance` for all classes. The features are those of the network
+of the task. Images of earlier classes are not stored, so samples from normal distributions replace
+them.
 """
 
 import dataclasses
@@ -72,10 +73,11 @@ def absent_classes(task: Task, learned: TaskMemory) -> list[str]:
 
 
 def outnumbers(task: Task, learned: TaskMemory, num_before: int) -> bool:
-    """Whether the new images show every learned class and are at least as many as before.
+    """Return whether fine-tuning is a candidate for an extension.
 
-    Only then is fine-tuning a candidate. Without statistics it is also the only way to a new
-    class, so that fewer images are sufficient.
+    The new images have to contain every learned class, and their number has to be at least
+    `num_before`. For a task without statistics, fine-tuning is the only way to add classes, so that
+    any number of images is sufficient.
     """
     if absent_classes(task, learned):
         return False
@@ -95,11 +97,11 @@ class Candidate(NamedTuple):
 
 
 def best_candidate(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate with the highest accuracy on new images that loses none on earlier ones.
+    """Select the candidate with the highest accuracy.
 
-    If the first candidate is the unchanged task, another has to be better on the new validation
-    images and at least as good on the samples. Otherwise, with new classes, both accuracies have
-    the same weight.
+    If the first candidate is the unchanged task, another candidate is selected only if it is more
+    accurate on the new validation images and not less accurate on the samples of earlier classes.
+    If there are new classes, the sum of both accuracies decides.
     """
     first = candidates[0]
     if first.kind != "unchanged":

@@ -1,7 +1,8 @@
-"""Memory as functions: `learn` adds a task, and `extend` learns more images of an earlier task.
+"""Functions over the internal memory: `learn` adds a task, and `extend` learns more images of a
+task.
 
-In addition to the networks, each task stores quantiles of distances for open-set prediction, the
-temperature of its probabilities, and statistics of its classes (see `extending`).
+Each task also stores quantiles of router distances for open-set prediction, the temperature of its
+class probabilities, and statistics of its classes (see `extending`).
 """
 
 import dataclasses
@@ -113,7 +114,7 @@ def make_setup(pretrained: Pretrained, config: MemoryConfig, engine: EngineConfi
 def learn(
     memory: InternalMemory, task: Task, setup: LearnerSetup, session: Session
 ) -> tuple[InternalMemory, dict[str, Any]]:
-    """Learn one more task; returns the memory with it, and the report for the record."""
+    """Learn one more task; return the memory with the new task, and the report for the record."""
     learner = setup.learner(memory)
     index = len(memory.tasks)
     num = len(task.train.labels)
@@ -147,10 +148,11 @@ def extend(
     session: Session,
     earlier: Mapping[str, Any],
 ) -> tuple[InternalMemory, dict[str, Any]]:
-    """Replace the task at `index` by one that has also learned the images of `task`.
+    """Replace the task at `index` by a task that has also learned the images of `task`.
 
-    `task` has the classes of `label_among`, and `earlier` is the report of the task so far. Returns
-    the memory with the extended task at the end, and its report. It changes no other prediction.
+    `task` has the classes that `label_among` returns, and `earlier` is the latest report of the
+    task. Returns the memory with the extended task as its last task, and the report. Predictions of
+    all other tasks stay the same.
     """
     before = memory.tasks[index]
     name = task.name
@@ -177,7 +179,7 @@ def extend(
             " means and covariance of all images is tried"
         )
     session.say(f"{name}: {reason}")
-    # fine-tuning continues with the task's weights
+    # fine-tuning starts with the weights of the task
     config = dataclasses.replace(setup.config, weights="inherited")
     learner = setup._replace(config=config).learner(memory)
     report = learner.extend(task, index, num_before, session)
@@ -235,7 +237,7 @@ class MemoryLearner(Cheem):
     always_compares = True
 
     def calibrate(self, learning: Learning, features: Float[np.ndarray, "N D"]) -> None:
-        """See `Cheem.calibrate`."""
+        """Store distances, temperature and class statistics of the new task."""
         task = learning.task
         last = self.memory.tasks[-1]
         val = self._val_features(learning, task_network(self.dense, last.experts))
@@ -247,13 +249,14 @@ class MemoryLearner(Cheem):
         self.features.forget(task)
 
     def extend(self, task: Task, index: int, num_before: int, session: Session) -> dict[str, Any]:
-        """Learn the task at `index`, which had `num_before` training images, again as a new task.
+        """Learn a copy of the task at `index` with the images of `task`; return the report.
 
-        The new task has copies of its experts. Candidates are the task as it is (without new
-        classes), its network with a head computed from the statistics of all classes, and the
-        network fine-tuned on the new images if these show every learned class and are not fewer
-        than before; see `best_candidate`. Statistics of the router are averaged by numbers of
-        images, and centroids of the new images are added. Returns the report.
+        The copy starts with the same experts. One of up to three candidates is selected by
+        `best_candidate`: the unchanged task (only if there are no new classes), the same network
+        with a head that is computed from the statistics of all classes, and the fine-tuned network.
+        Fine-tuning requires images of every learned class, and at least `num_before` images, which
+        is the number of earlier training images. Router statistics are averaged with the numbers of
+        images as weights, and centroids of the new images are appended.
         """
         before = self.memory.tasks[index]
         labels = task.train.labels
@@ -266,7 +269,7 @@ class MemoryLearner(Cheem):
             else choice
             for block, choice in enumerate(before.architecture)
         )
-        # the supernet contains this architecture only
+        # the supernet contains no other architecture
         used = tuple((0, choice.expert) if choice.expert else (0,) for choice in architecture)
         chosen = tuple(
             Choice(choice.kind, None if choice.expert is None else block.index(choice.expert))
@@ -329,7 +332,7 @@ class MemoryLearner(Cheem):
         if best.kind == "network":
             assert tuned is not None
             result = tuned
-            # the validation images of some classes alone would not be sufficient
+            # fine-tuning requires images of every class, so the temperature can be fitted to them
             temperature = fit_temperature(logits_of(result.val, best.head), task.val.labels)
         elif best.kind == "head":
             temperature = new_temperature(before, best.head, samples, sample_labels)

@@ -1,4 +1,4 @@
-"""Predictions of a whole memory: the task of an image, its class, or that it belongs to no task."""
+"""Predictions with all tasks of a memory: the task of an image, and its class within that task."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ class Guess(NamedTuple):
 
 
 class NearTask(NamedTuple):
-    """A task and its distance by the router, which is below 0 for some kinds."""
+    """A task and the router's distance from the image to it."""
 
     task: str
     distance: float
@@ -92,18 +92,18 @@ class Answered(NamedTuple):
 
 
 class Predictor:
-    """Targets (tasks, and perhaps the pretraining data) behind the router, compiled for few batch
-    sizes.
+    """Predictor for a set of targets, which are tasks and possibly the pretraining data.
 
-    Raises ValueError without targets, and with `open_set` for a target that was not calibrated.
+    Functions are compiled for few batch sizes. Raises ValueError if there is no target, and with
+    `open_set` if a target was not calibrated.
 
     Args:
-        networks: networks of the targets, merged on first use.
-        batch_sizes: numbers of images per call that functions are compiled for.
+        networks: networks of the targets, whose experts are merged on first use.
+        batch_sizes: numbers of images per call for which functions are compiled.
         top: number of classes per prediction.
-        open_set: share of a target's own images that can be rejected as foreign; None rejects
-            none, as in the paper.
-        upright: rotate files by their EXIF orientation.
+        open_set: share of the validation images of a target that are rejected as foreign; None
+            rejects no image, as in the paper.
+        upright: whether files are rotated by their EXIF orientation.
     """
 
     def __init__(

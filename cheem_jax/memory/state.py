@@ -1,4 +1,4 @@
-"""State of a memory directory: settings and tasks, which change together and atomically."""
+"""The state of a memory directory: settings and tasks, which change together and atomically."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -129,7 +129,8 @@ def read_state(directory: Path, pool: Pool) -> MemoryState:
         except (ValueError, OSError):
             if read_config(directory)["generation"] == config.generation:
                 raise
-        # otherwise another process has replaced the generation meanwhile
+        # otherwise another process has replaced the generation in the meantime, and the loop reads
+        # again
         if internal is not None and read_config(directory)["generation"] == config.generation:
             break
     missing = sorted(config.data_sha256.keys() - {task.name for task in internal.tasks})
