@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from charts import check_folder
 from launching import LauncherConfig, Run, Sweep, check, finish, host_arguments, results_of
 
-from cheem_jax.baselines.catalogue import FrozenNetworks, Name, preset_of
+from cheem_jax.baselines.catalogue import FrozenNetworks, MethodName, preset_of
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of
@@ -78,7 +78,7 @@ class Variant(NamedTuple):
 
     name: str
     title: str
-    method: Name = "cheem"
+    method: MethodName = "cheem"
     config: Mapping[str, Any] = {}
     run: Mapping[str, Any] = {}
     settings_of: str = ""

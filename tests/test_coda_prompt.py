@@ -52,15 +52,15 @@ def test_coda_prompt_learns_saves_opens_and_answers_per_image(tmp_path):
 def test_earlier_rows_and_head_columns_keep_their_bytes_and_later_rows_stay_empty(begun):
     coda: Any = fresh(begun)
     reports = [coda.learn(small.task("first", 0), Session())]
-    before = jax.tree.map(np.array, coda.known.prompts)
-    head = np.array(coda.known.head.weight[:, :3])
-    started = coda.begin_task(coda.keys.at(1, Phase.METHOD_INIT, 0), coda.known.prompts, 1)
+    before = jax.tree.map(np.array, coda.state.prompts)
+    head = np.array(coda.state.head.weight[:, :3])
+    started = coda.begin_task(coda.keys.at(1, Phase.METHOD_INIT, 0), coda.state.prompts, 1)
     reports.append(coda.learn(small.task("second", 1, num_classes=4), Session()))
-    for name, values in coda.known.prompts.items():
+    for name, values in coda.state.prompts.items():
         np.testing.assert_array_equal(values[:, :2], before[name][:, :2])
         assert np.abs(values - started[name])[:, 2:4].reshape(4, -1).max(axis=1).min() > 1e-3
         assert not np.any(values[:, 4:])
-    np.testing.assert_array_equal(coda.known.head.weight[:, :3], head)
+    np.testing.assert_array_equal(coda.state.head.weight[:, :3], head)
     # per task: 2 blocks x 2 rows x (4 + 2) x 16, and its columns of the head
     assert [report["params_stored"] for report in reports] == [384 + 17 * 3, 384 + 17 * 4]
     assert reports[1]["losses"][-1] < reports[1]["losses"][0]

@@ -35,12 +35,12 @@ def test_dualprompt_learns_saves_opens_and_answers_per_image(tmp_path):
 def test_a_task_moves_its_own_slot_and_the_general_prompt_alone():
     dual = learner(DualPrompt, dataclasses.replace(CONFIG, pool=4))
     reports = [dual.learn(small.task("first", 0), Session())]
-    before = jax.tree.map(np.array, dual.known.prompts)
+    before = jax.tree.map(np.array, dual.state.prompts)
     reports.append(dual.learn(small.task("second", 1), Session()))
     for name in ("expert", "keys"):
-        moved = np.abs(dual.known.prompts[name] - before[name]).reshape(2, 4, -1).max(axis=2) > 0
+        moved = np.abs(dual.state.prompts[name] - before[name]).reshape(2, 4, -1).max(axis=2) > 0
         np.testing.assert_array_equal(moved, np.tile([False, True, False, False], (2, 1)))
-    assert np.abs(dual.known.prompts["general"] - before["general"]).min() > 0
+    assert np.abs(dual.state.prompts["general"] - before["general"]).min() > 0
     # per slot: 2 blocks x (4 rows + 1 key) x 16; the general prompt: 2 rows x 16; a head of 3 x 17
     assert [report["params_learned"] for report in reports] == [160 + 32 + 51] * 2
     assert [report["params_stored"] for report in reports] == [160 + 32 + 51, 160 + 51]

@@ -91,7 +91,7 @@ def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images():
     ewc = fresh(begun())
     task = small.task("colours", 0)
     leaves, head = ewc.fitter.begin(ewc.start(task)).learned
-    fisher = ewc.add_fisher(ewc.known.fisher, (leaves, head), task, unwatched)
+    fisher = ewc.add_fisher(ewc.state.fisher, (leaves, head), task, unwatched)
 
     values, gradient = spelled_out()
     key = ewc.keys.at(0, Phase.METHOD_NOISE, 1)
@@ -121,13 +121,13 @@ def test_the_first_task_pays_no_penalty_and_a_larger_one_keeps_later_tasks_neare
     for penalty in (0.0, 1e6):
         ewc = ewc_with(penalties=(penalty,))
         ewc.learn(tasks[0], Session())
-        first = ewc.known
+        first = ewc.state
         ewc.learn(tasks[1], Session())
         assert all(leaf.min() >= 0 for leaf in first.fisher)
         # only the first task's columns have come through unchanged
-        np.testing.assert_array_equal(ewc.known.head.weight[:, :3], first.head.weight[:, :3])
-        assert np.abs(ewc.known.head.weight[:, 3:7]).min() > 0
-        pairs = zip(ewc.known.backbone, first.backbone, first.fisher, strict=True)
+        np.testing.assert_array_equal(ewc.state.head.weight[:, :3], first.head.weight[:, :3])
+        assert np.abs(ewc.state.head.weight[:, 3:7]).min() > 0
+        pairs = zip(ewc.state.backbone, first.backbone, first.fisher, strict=True)
         steps[penalty] = sum(float((f * (new - old) ** 2).sum()) for new, old, f in pairs), first
     assert steps[1e6][0] < 0.2 * steps[0.0][0]
     chex.assert_trees_all_equal(steps[0.0][1].backbone, steps[1e6][1].backbone)

@@ -29,14 +29,14 @@ def test_l2p_learns_saves_opens_and_answers_per_image(tmp_path):
 def test_keys_that_no_image_selects_keep_their_bytes():
     l2p = learner(L2p, dataclasses.replace(CONFIG, pool=40, top_k=1))
     begun = l2p.begin_task(jax.random.key(1), {}, 0)
-    l2p.known = l2p.known._replace(prompts=begun)
+    l2p.state = l2p.state._replace(prompts=begun)
     task = small.task("colours", 0)
     query = l2p.features(task.train.images)
     report = l2p.learn(task, Session())
     assert sum(report["prompts_picked"][0]) == len(task.train.labels)
     near = query @ begun["keys"][0].T / np.linalg.norm(begun["keys"][0], axis=1)
     never = sorted(set(range(40)) - set(near.argmax(axis=1).tolist()))
-    moved = np.abs(np.asarray(l2p.known.prompts["pool"][0]) - np.asarray(begun["pool"][0])).max(
+    moved = np.abs(np.asarray(l2p.state.prompts["pool"][0]) - np.asarray(begun["pool"][0])).max(
         axis=(1, 2)
     )
     assert len(never) > 30

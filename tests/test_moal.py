@@ -84,11 +84,11 @@ def learned(moal: Any, tasks) -> Any:
 def test_moal_learns_saves_opens_and_answers_per_image(tmp_path):
     moal: Any = check_method(begun(), tmp_path)
     # x64 is off in JAX, and yet nothing is lost on the way to the disk and back
-    assert moal.known.analytic.inverse.dtype == moal.known.analytic.weight.dtype == np.float64
+    assert moal.state.analytic.inverse.dtype == moal.state.analytic.weight.dtype == np.float64
     again = fresh(begun())
     again.open(tmp_path / "one")
-    chex.assert_trees_all_equal(moal.known, again.known)
-    np.testing.assert_array_equal(moal.known.analytic.inverse, moal.known.analytic.inverse.T)
+    chex.assert_trees_all_equal(moal.state, again.state)
+    np.testing.assert_array_equal(moal.state.analytic.inverse, moal.state.analytic.inverse.T)
 
 
 @pytest.mark.parametrize("sizes", [(30, 70), (1, 5, 94), (100,)])
@@ -119,21 +119,21 @@ def test_without_factor_and_rumination_two_tasks_give_the_ridge_regression_on_bo
     monkeypatch.setattr(moal_module, "FIRST_SCALE", 1.0)
     moal._average = lambda old, new: old
     report = moal.learn(tasks[0], Session())
-    first = moal.known.adapters
+    first = moal.state.adapters
     moal.learn(tasks[1], Session())
-    chex.assert_trees_all_equal(moal.known.adapters, first)
+    chex.assert_trees_all_equal(moal.state.adapters, first)
     x = np.concatenate(
         [
-            lift(moal.features_with(first, task.train.images), moal.known.projection)
+            lift(moal.features_with(first, task.train.images), moal.state.projection)
             for task in tasks
         ]
     )
     y = one_hot(np.concatenate([tasks[0].train.labels, 3 + tasks[1].train.labels]), 7)
     closed = np.linalg.solve(x.T @ x + report["ridge"] * np.eye(40), x.T @ y)
-    np.testing.assert_allclose(moal.known.analytic.weight, closed, atol=1e-8)
+    np.testing.assert_allclose(moal.state.analytic.weight, closed, atol=1e-8)
     np.testing.assert_allclose(
         moal.logits(tasks[0].test.images),
-        lift(moal.features_with(first, tasks[0].test.images), moal.known.projection) @ closed,
+        lift(moal.features_with(first, tasks[0].test.images), moal.state.projection) @ closed,
         atol=1e-6,
     )
     # the factor is the first task's alone
@@ -141,7 +141,7 @@ def test_without_factor_and_rumination_two_tasks_give_the_ridge_regression_on_bo
     monkeypatch.setattr(moal_module, "FIRST_SCALE", 0.9)
     scaled.learn(tasks[0], Session())
     alone = np.linalg.solve(x[:40].T @ x[:40] + report["ridge"] * np.eye(40), x[:40].T @ y[:40, :3])
-    np.testing.assert_allclose(scaled.known.analytic.weight, 0.9 * alone, atol=1e-8)
+    np.testing.assert_allclose(scaled.state.analytic.weight, 0.9 * alone, atol=1e-8)
 
 
 def test_the_penalty_is_the_best_on_held_out_images():
@@ -177,15 +177,15 @@ def test_adapters_follow_their_average_by_epochs_from_the_second_task_on():
 
     moal._average = average
     learned(moal, tasks[:1])
-    first = moal.known.adapters
+    first = moal.state.adapters
     assert ends == []
     learned(moal, tasks[1:])
     assert len(ends) == CONFIG.fit.epochs and ends[0][0] is not None
     expected = first
     for _, new in ends:
         expected = jax.tree.map(lambda a, b: 0.6 * a + 0.4 * b, expected, new)
-    chex.assert_trees_all_close(moal.known.adapters, expected, rtol=1e-5, atol=1e-7)
-    assert np.abs(moal.known.adapters.up - first.up).max() > 1e-4
+    chex.assert_trees_all_close(moal.state.adapters, expected, rtol=1e-5, atol=1e-7)
+    assert np.abs(moal.state.adapters.up - first.up).max() > 1e-4
 
 
 def test_the_drift_map_is_the_identity_without_drift_and_finds_a_linear_one():
@@ -218,16 +218,16 @@ def test_rumination_learns_again_what_the_head_gets_wrong_and_nothing_else(reque
     first = learned(fresh(begun()), tasks[:1])
     with_it = fresh(begun())
     without = fresh(begun())
-    with_it.known, without.known = first.known, first.known
+    with_it.state, without.state = first.state, first.state
     for moal in (with_it, without):
         moal.classes.add(tasks[0].name, tasks[0].classes)
     report = with_it.learn(tasks[1], Session())
     request.getfixturevalue("no_rumination")
     assert without.learn(tasks[1], Session())["ruminated"] == 0
     # once more by hand, from where plain least squares ends
-    known = with_it.known
+    known = with_it.state
     labels = 3 + tasks[1].train.labels
-    analytic = Analytic(*(part.copy() for part in without.known.analytic))
+    analytic = Analytic(*(part.copy() for part in without.state.analytic))
     features = with_it.features_with(known.adapters, tasks[1].train.images)
     examples = [(feature, int(c)) for feature, c in zip(features, labels, strict=True)]
     for c, new in enumerate(nearest_new(known.means, 3)):
@@ -253,7 +253,7 @@ def test_classes_of_one_image_are_learned():
     for tasks in ((lone, small.task("colours", 0)), (small.task("colours", 0), lone)):
         moal = learned(fresh(begun()), tasks)
         assert moal.predict(split.images).classes.min() >= 0
-        assert np.isfinite(moal.known.analytic.weight).all()
+        assert np.isfinite(moal.state.analytic.weight).all()
 
 
 @pytest.mark.full
@@ -272,8 +272,8 @@ def test_costs_are_those_of_one_forward_pass():
         reports[1]["flops_executed"]
         == flops.executed_backbone_flops(vit) + adapters * 16 // 20 + head
     )
-    kept = own + 1 + 16 * 7 + moal.known.means.size + sum(part.size for part in moal.known.analytic)
-    assert sum(report["params_stored"] for report in reports) == kept + moal.known.projection.size
+    kept = own + 1 + 16 * 7 + moal.state.means.size + sum(part.size for part in moal.state.analytic)
+    assert sum(report["params_stored"] for report in reports) == kept + moal.state.projection.size
     assert [report["params_added_percent"] > 0 for report in reports] == [True, False]
     # the table's row is the plain pass; the adapters it leaves out would make it 34.2
     base = config_of("vit_base")

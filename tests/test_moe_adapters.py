@@ -66,7 +66,7 @@ def anew(begun: MoeAdapters) -> MoeAdapters:
 
 def parts(moe: MoeAdapters) -> list[np.ndarray]:
     """Its experts on the host."""
-    return [np.asarray(leaf) for leaf in moe.known.experts]
+    return [np.asarray(leaf) for leaf in moe.state.experts]
 
 
 def random_experts(seed: int = 0, experts: int = 6) -> Bottleneck:
@@ -234,7 +234,7 @@ def test_the_most_used_experts_of_each_block_are_frozen():
 def test_frozen_experts_keep_their_bytes_while_others_learn(begun):
     moe = anew(begun)
     first = moe.learn(small.task("one", 1), Session())
-    frozen = moe.known.frozen
+    frozen = moe.state.frozen
     before = parts(moe)
     assert first["experts_free"] == [6] * 4
     assert [np.flatnonzero(row).tolist() for row in frozen] == first["experts_frozen"]
@@ -254,7 +254,7 @@ def test_frozen_experts_keep_their_bytes_while_others_learn(begun):
 def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn(begun):
     moe = anew(begun)
     moe.learn(small.task("one", 1), Session())
-    moe.known, before = moe.known._replace(frozen=np.ones((4, 6), bool)), parts(moe)
+    moe.state, before = moe.state._replace(frozen=np.ones((4, 6), bool)), parts(moe)
     report = moe.learn(small.task("two", 2), Session())
     assert report["experts_free"] == [0] * 4 and report["experts_frozen"] == [[]] * 4
     np.testing.assert_array_equal(np.sum(report["expert_uses"], axis=1), 2 * 40)

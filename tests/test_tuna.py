@@ -134,7 +134,7 @@ def test_scores_are_those_of_the_most_certain_adapter_and_the_universal_one_in_n
     nothing = Gaussians(np.zeros((0, 16)), np.zeros((0, 16)))
     tuna.tasks = [TunaTask(adapters, nothing) for adapters in bank]
     weight = np.random.default_rng(9).normal(size=(16, 7)).astype(np.float32)
-    tuna.known = TunaState(weight)
+    tuna.state = TunaState(weight)
     for number, classes in enumerate([("a", "b"), ("a", "b"), ("a", "b", "c")]):
         tuna.classes.add(f"task{number}", classes)
     scores = tuna.logits(images)

@@ -1,9 +1,9 @@
 """Bottleneck adapters parallel to every FFN, and cosine heads on the adapted features, for TUNA and
 MoAL.
 
-An adapter reads the tokens after a block's attention half, before LayerNorm, and adds to the FFN's
-output. Its up half starts at 0, so a network with new adapters is the plain backbone. (AdaptFormer:
-Chen et al., NeurIPS 2022.)
+An adapter reads the tokens after a block's attention half, before LayerNorm. Its output is added to
+the output of the FFN. The up half of an adapter is initialised with 0, so a network with new
+adapters is identical to the plain backbone. AdaptFormer: Chen et al., NeurIPS 2022.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ DROPOUT = 0.1
 
 
 class Bottleneck(NamedTuple):
-    """Two layers D -> r -> D, with leading axes such as L blocks; in MoE-Adapters `down` is
-    `[r, D]`."""
+    """Two layers D -> r -> D, stacked over leading axes such as the L blocks; in MoE-Adapters
+    `down` has the shape `[r, D]`."""
 
     down: Float[Array, "*L D r"]
     down_bias: Float[Array, "*L r"]
@@ -58,7 +58,7 @@ class AdapterConfig:
 
 
 class AdapterBaseline(OneHead):
-    """A frozen backbone with adapters, and heads on its features."""
+    """A frozen backbone with trained adapters, and one cosine head on its features."""
 
     def build(self) -> None:
         executor = self.executor
@@ -72,13 +72,13 @@ class AdapterBaseline(OneHead):
     def features_with(
         self, adapters: Bottleneck, images: Images, advance: Advance = unwatched
     ) -> Float[np.ndarray, "N D"]:
-        """Features of the network with these adapters."""
+        """Compute the features of images with these adapters."""
         return self.over(
             self._features, Inputs(images), adapters, self.executor.leaves, advance=advance
         )
 
     def new_adapters(self, task: Task) -> Bottleneck:
-        """The initial adapters: the down half uniform within 1/sqrt(D), the rest 0."""
+        """Initialise adapters: the down half is uniform within 1/sqrt(D), the rest 0."""
         depth = self.executor.config.depth
         width = self.executor.config.width
         rank = self.config.bottleneck
@@ -92,13 +92,14 @@ class AdapterBaseline(OneHead):
         )
 
     def new_columns(self, task: Task) -> Float[np.ndarray, "D C"]:
-        """The initial columns of a cosine head for the task's classes."""
+        """Initialise the columns of a cosine head for the classes of a task."""
         key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
         num = len(task.classes)
         return np.asarray(grow_head(key, None, self.executor.config.width, 0, num).weight)[:, :num]
 
     def adapted_costs(self, num_classes: int, head: int = 0) -> dict[str, int]:
-        """FLOPs of a pass with adapters and a head of `head` FLOPs; the paper counts neither."""
+        """Report the FLOPs of a pass with adapters and a head of `head` FLOPs; the paper's counter
+        includes neither."""
         vit = self.executor.config
         rank = self.config.bottleneck
         executed = executed_adapter_flops(vit, rank) + head
@@ -108,12 +109,12 @@ class AdapterBaseline(OneHead):
 
 
 def adapter_params(config: ViTConfig, bottleneck: int) -> int:
-    """Parameters of the adapters of all blocks."""
+    """Return the number of parameters of the adapters of all blocks."""
     return config.depth * (2 * config.width * bottleneck + bottleneck + config.width)
 
 
 def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
-    """FLOPs per image of all adapters as executed: the last block has fewer tokens
+    """Return the executed FLOPs per image of all adapters; the last block has fewer tokens
     (`ViTConfig.num_outputs`)."""
     tokens = config.depth * config.num_tokens
     executed = tokens - config.num_tokens + config.num_outputs
@@ -123,7 +124,8 @@ def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
 def adapted_features(
     vit: ViT, adapters: Bottleneck, images: Array, key: jax.Array | None = None
 ) -> Float[Array, "B D"]:
-    """Features of the network with these adapters; a `key` enables a training step's dropout."""
+    """Compute the features of images with these adapters; a `key` enables the dropout of
+    training."""
     depth, precision = vit.config.depth, vit.config.precision
     keys = None if key is None else jax.random.split(key, depth)
 
@@ -146,12 +148,11 @@ def unit(x: Array, axis: int = -1) -> Array:
 
 
 def cosines(features: Float[Array, "B D"], weight: Float[Array, "D P"]) -> Float[Array, "B P"]:
-    """Cosine of every feature with the weight of every class."""
+    """Compute the cosine between each feature and the weight of each class."""
     return unit(features) @ unit(weight, axis=0)
 
 
 def padded_columns(weight: Float[np.ndarray, "D C"]) -> Float[jax.Array, "D P"]:
-    """Pad a cosine head's weight to a power of two classes, so that few compiled functions serve
-    all tasks."""
+    """Pad a cosine head's weight to a power of two so that tasks share compiled functions."""
     num = weight.shape[1]
     return jnp.asarray(np.pad(weight, ((0, 0), (0, next_power_of_two(num) - num))))

@@ -1,8 +1,7 @@
-"""AlexNet as the frozen encoder of a router: CHEEM-lite's centroids and MoE-Adapters' auto-encoders
-read its features.
+"""AlexNet as a router's frozen encoder.
 
-Images must have the size that the network was built for; features are float32. Each batch size
-compiles once.
+CHEEM-lite's centroids and MoE-Adapters' auto-encoders read its features, which are float32. The
+size of the images must be the one that the network was built for. Each batch size is compiled once.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from cheem_jax.core.images import Images
 
 
 class AlexNetEncoder:
-    """A built AlexNet as an `Encoder`; its config says which feature it gives."""
+    """An AlexNet as an `Encoder`; its config selects the feature."""
 
     def __init__(self, network: alexnet.AlexNet, *, jit: Callable[..., Any] = jax.jit):
         self.config = network.config
@@ -28,8 +27,8 @@ class AlexNetEncoder:
         self._features = jit(lambda state, images: nnx.merge(graphdef, state)(images))
 
     def flops(self, *, count_attention: bool = False) -> int:
-        """See `Encoder.flops`; there is no attention to count, and exactly the counted products are
-        executed."""
+        """Return the FLOPs per image; AlexNet has no attention, and the executed products are
+        identical to the counted ones."""
         return alexnet.flops(self.config)
 
     executed_flops = flops

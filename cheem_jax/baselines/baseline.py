@@ -1,8 +1,8 @@
-"""What the baselines do alike: checkpoints, the training of a task, predictions, costs, and checks
-of settings.
+"""Base classes of the baselines: checkpoints, training of a task, predictions, costs, and checks of
+settings.
 
-A checkpoint is one directory per task. What is saved is read back at once, so that a run that never
-stopped continues from the same bytes as a resumed one.
+A checkpoint is one directory per task. Each saved checkpoint is read back at once. An uninterrupted
+run therefore continues from the same bytes as a resumed run.
 """
 
 import abc
@@ -45,16 +45,16 @@ MUCH_MEMORY = 4 * 2**30
 class Baseline(abc.ABC):
     """A continual learner with a checkpoint per task.
 
-    What it knows is a list of `Learned`, one per task, which later tasks do not change, and one
-    `State`, which they replace. A checkpoint contains the last task's `Learned` and all of the
-    `State`, by the names of their fields.
+    `tasks` contains one `Learned` per task, which later tasks do not change. `state` is one
+    `State`, which each task replaces. A checkpoint contains the last task's `Learned` and the
+    `State`, keyed by the names of their fields.
     """
 
     Learned: ClassVar[type | None] = None
-    """A NamedTuple; None for a method whose checkpoint contains all that is known, so that the last
-    one is enough."""
+    """Type of a task's arrays, a NamedTuple. None: the last checkpoint alone restores the
+    method."""
     State: ClassVar[type | None] = None
-    """A NamedTuple, or None."""
+    """Type of the arrays that each task replaces, a NamedTuple, or None."""
     needs_task_id = False
 
     def __init__(self, networks: FrozenNetworks, config: Any, keys: Keys, num_tasks: int):
@@ -65,35 +65,37 @@ class Baseline(abc.ABC):
         self.name = config.name
         self.classes = Classes()
         self.tasks: list[Any] = []
-        self.known: Any = None
+        self.state: Any = None
         self.build()
 
     @abc.abstractmethod
     def build(self) -> None:
-        """Define the compiled functions; ValueError if the backbone cannot hold what the settings
-        ask for."""
+        """Define the compiled functions.
+
+        Raises ValueError if the settings do not fit the backbone.
+        """
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
         return []
 
     def meta(self) -> dict[str, Any]:
-        """JSON values of a checkpoint besides the task's name and classes."""
+        """Return the JSON values that a checkpoint stores in addition to the task's name and
+        classes."""
         return {}
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Take over the checkpoint of task `index`: one more than known, or the last one in place
-        of itself."""
+        """Restore the checkpoint of task `index`: the next task, or the last one again."""
         if self.Learned:
             self.tasks[index:] = [rebuilt(self.Learned, arrays)]
         if self.State:
-            self.known = rebuilt(self.State, arrays)
+            self.state = rebuilt(self.State, arrays)
 
     def save(self, root: Path) -> None:
         """See `Method.save`."""
         index, name, classes = self.classes.last
         directory = task_directory(root, index, name)
-        arrays = (as_dict(self.known) or {}) | (as_dict(self.tasks[-1]) if self.tasks else {})
+        arrays = (as_dict(self.state) or {}) | (as_dict(self.tasks[-1]) if self.tasks else {})
         save_task(directory, arrays, {"name": name, "classes": list(classes), **self.meta()})
         with named(directory):
             self.restore(index, *load_task(directory))
@@ -109,8 +111,11 @@ class Baseline(abc.ABC):
 
 
 def as_dict(tree: Any) -> Any:
-    """A NamedTuple by its fields, and those within it; lists of leaves by number. Orbax keeps no
-    empty tree."""
+    """Convert a NamedTuple to a dict keyed by field name, recursively, and a list to a dict keyed
+    by number.
+
+    Empty dicts are removed because Orbax does not store them.
+    """
     if not hasattr(tree, "_asdict"):
         return numbered(tree) if isinstance(tree, list) else tree
     parts = {name: as_dict(part) for name, part in tree._asdict().items()}
@@ -118,44 +123,44 @@ def as_dict(tree: Any) -> Any:
 
 
 def rebuilt(kind: Any, arrays: Mapping[str, Any]) -> Any:
-    """The NamedTuple `kind` from what `as_dict` gave for it, and possibly for others."""
-    found = {}
-    for name, own in kind.__annotations__.items():
+    """Invert `as_dict` for the NamedTuple `kind`; `arrays` can contain further entries."""
+    fields = {}
+    for name, annotation in kind.__annotations__.items():
         if name not in arrays and name in kind._field_defaults:
             continue
         part = arrays[name]
-        if hasattr(own, "_fields"):
-            part = rebuilt(own, part)
-        elif get_origin(own) is list:
+        if hasattr(annotation, "_fields"):
+            part = rebuilt(annotation, part)
+        elif get_origin(annotation) is list:
             part = [leaf for _, leaf in sorted(part.items())]
-        found[name] = part
-    return kind(**found)
+        fields[name] = part
+    return kind(**fields)
 
 
 class TrainedBaseline(Baseline):
-    """A baseline that trains by gradients on a backbone; `fitter` has the step of its loss."""
+    """A baseline that trains by gradient descent; `fitter` contains its compiled training step."""
 
     fitter: Fitter
 
     @abc.abstractmethod
     def start(self, task: Task) -> Any:
-        """The initial arrays that the next task trains."""
+        """Return the initial values of the arrays that the next task trains."""
 
     def fixed(self, task: Task) -> Any:
-        """The fixed arrays that the loss of the next task reads."""
+        """Return the fixed arrays that the loss of the next task reads."""
         raise NotImplementedError
 
     def inputs(self, task: Task, session: Session) -> Inputs:
-        """The training inputs, which every epoch reads; by default the images."""
+        """Return the inputs of each training epoch; by default the images."""
         return Inputs(task.train.images)
 
     def after_epoch(self, fitting: Fitting) -> Fitting:
-        """Change the state after an epoch; by default not at all."""
+        """Return the training state to continue with after an epoch; by default unchanged."""
         return fitting
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
-        """Store the learned arrays of a trained task; returns the method's own part of the
-        report."""
+        """Store the learned arrays of a task after its training; returns the entries of the report
+        that are specific to the method."""
         raise NotImplementedError
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
@@ -174,39 +179,40 @@ class TrainedBaseline(Baseline):
 
     @abc.abstractmethod
     def costs(self) -> dict[str, int]:
-        """FLOPs per image by each convention after the last task; see `pass_costs`."""
+        """Return the FLOPs per image after the last task, as `pass_costs` does."""
 
     def number(self, task: Task) -> int:
-        """The number of the next task in the keys."""
+        """Return the number that identifies the next task in PRNG keys."""
         return len(self.classes)
 
     def key(self, task: Task, phase: Phase, *position: int) -> jax.Array:
-        """The key of a position in a phase of the next task."""
+        """Return the PRNG key of a position in a phase of the next task."""
         return self.keys.at(self.number(task), phase, *position)
 
     def bytes_needed(self, task: Task) -> int:
-        """See `Method.bytes_needed`: two rolling checkpoints with Adam's moments, and the task's
-        checkpoint."""
+        """Estimate the bytes on disk that the next task needs: its checkpoint, and two rolling
+        checkpoints with Adam's moments."""
         trained = sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
         return 4 * (2 * 3 + 1) * trained + self.bytes_beside(task)
 
     def bytes_beside(self, task: Task) -> int:
-        """Bytes of a task's checkpoints besides the trained arrays and their moments."""
+        """Return the bytes of a task's checkpoints in addition to the trained arrays and their
+        moments."""
         return 0
 
     def train(self, task: Task, fitting: Fitting, session: Session) -> Fitting:
-        """Train to the last epoch."""
+        """Train `fitting` to the last epoch; the session can interrupt and resume it."""
         config = self.config
         labels = task.train.labels
         inputs = self.inputs(task, session)
-        left = images_left(fitting.progress, config.fit, len(labels), config.batch_size)
+        num_images = images_left(fitting.progress, config.fit, len(labels), config.batch_size)
         current = fitting
 
         def keep(stepped: Fitting) -> None:
             nonlocal current
             current = stepped
 
-        with session.phase("train", left, lambda: current.saved()) as advance:
+        with session.phase("train", num_images, lambda: current.saved()) as advance:
             return self.fitter.run(
                 fitting,
                 self.placed(self.fixed(task)),
@@ -228,7 +234,7 @@ class TrainedBaseline(Baseline):
         *fixed: Any,
         advance: Advance = unwatched,
     ) -> Any:
-        """`function(*fixed, batch)` for all inputs; see `over_batches`."""
+        """Apply `function(*fixed, batch)` to all inputs in batches; see `over_batches`."""
         placed = self.placed(fixed)
         config = self.config
         layout = self.executor.layout
@@ -241,7 +247,7 @@ class TrainedBaseline(Baseline):
         )
 
     def placed(self, tree: Any) -> Any:
-        """The same on the devices, where it is still on the host."""
+        """Move the arrays of a pytree that are on the host to the devices."""
         layout = self.executor.layout
         return jax.tree.map(
             lambda leaf: (
@@ -252,17 +258,17 @@ class TrainedBaseline(Baseline):
 
 
 class OwnHeads(TrainedBaseline):
-    """A baseline with a network and a head per task; a task in `tasks` has its `head`.
+    """A baseline with a network and a head per task; each element of `tasks` has a `head`.
 
-    It defines `route` and `features_by`, or `run` where one pass serves both.
+    Subclasses define `route` and `features_by`, or `run` if one pass computes both.
     """
 
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
-        """The inferred task ID of each image, by the router's features."""
+        """Infer the task ID of each image from the router's features."""
         raise NotImplementedError
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
-        """Features of each image by its task's network."""
+        """Compute the features of each image with the network of its task."""
         raise NotImplementedError
 
     def run(
@@ -271,11 +277,11 @@ class OwnHeads(TrainedBaseline):
         given: Int[np.ndarray, "N"] | None,
         query: Callable[[], np.ndarray] | None,
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-        """The inferred task ID of each image, and its features by the network of the given, or else
-        the inferred task.
+        """Infer the task ID of each image, and compute its features.
 
-        `query` gives the router's features; without it task IDs are given, and the inferred ones
-        count for nothing.
+        The features are computed with the network of the task in `given`, or else of the inferred
+        task. `query()` returns the router's features. If `query` is None, the returned task IDs are
+        ignored.
         """
         chosen: Any = self.route(query()) if query else given
         return chosen, self.features_by(images, chosen if given is None else given)
@@ -283,7 +289,7 @@ class OwnHeads(TrainedBaseline):
     def classes_for(
         self, features: Float[np.ndarray, "N D"], tasks: Int[np.ndarray, "N"]
     ) -> Int[np.ndarray, "N"]:
-        """The class that the head of each image's task gives it."""
+        """Predict the class of each image with the head of its task."""
         return classes_by_task(features, [task.head for task in self.tasks], tasks)
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
@@ -297,12 +303,11 @@ class OwnHeads(TrainedBaseline):
 
 
 class OneHead(TrainedBaseline):
-    """A baseline with one head for all classes: the largest logit decides task and class
-    together."""
+    """A baseline with one head for all classes: the largest logit predicts task and class."""
 
     @abc.abstractmethod
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        """Logits of all classes so far for each image, padding behind them."""
+        """Compute the logits of all learned classes for each image; further columns are padding."""
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
@@ -310,15 +315,16 @@ class OneHead(TrainedBaseline):
 
 
 def no_classes(width: int) -> Head:
-    """The head before the first class, on the host."""
+    """Return a head without classes, on the host."""
     return Head(np.zeros((width, 0), np.float32), np.zeros(0, np.float32))  # pyright: ignore[reportArgumentType]
 
 
 def params_report(config: ViTConfig, *, added: int, learned: int, stored: int) -> dict[str, float]:
-    """A task's numbers of parameters: those it trains, those it stores, and the added ones in
-    percent of the backbone.
+    """Report the number of parameters that a task trains and stores, and the percentage that it
+    adds.
 
-    The paper's %Param counts what a task adds to the backbone; heads and router are not among it.
+    `added` is the number of parameters that the task adds to the backbone, the paper's %Param; it
+    does not include head and router.
     """
     return {
         "params_added_percent": 100 * added / backbone_params(config),
@@ -336,14 +342,14 @@ def pass_costs(
     attention: int = 0,
     executed: int = 0,
 ) -> dict[str, int]:
-    """FLOPs per image: by the paper's counter, with attention products, and as executed with a
-    head.
+    """Report FLOPs per image: by the paper's counter, with attention products, and as executed.
 
-    They are those of one plain pass, of an `encoder` besides, and what a method adds: `linear`
-    layers and `attention` products as counted, and all of it as `executed`. The paper's counter
-    does not see fused attention: ViT-B costs 33.7 GFLOPs by it, 35.1 with attention products.
+    The FLOPs are the sum of one plain pass, a pass of `encoder`, and the method's additional FLOPs:
+    `linear` in linear layers, `attention` in attention products, and `executed` for both as
+    executed. The paper's counter omits fused attention: it counts 33.7 GFLOPs for ViT-B, which are
+    35.1 GFLOPs with attention products.
     """
-    found = {
+    flops = {
         "flops_method": backbone_flops(config) + linear,
         "flops_explicit": backbone_flops(config, count_attention=True) + linear + attention,
         "flops_executed": (
@@ -351,26 +357,27 @@ def pass_costs(
         ),
     }
     if encoder:
-        found["flops_method"] += encoder.flops()
-        found["flops_explicit"] += encoder.flops(count_attention=True)
-        found["flops_executed"] += encoder.executed_flops()
-    return found
+        flops["flops_method"] += encoder.flops()
+        flops["flops_explicit"] += encoder.flops(count_attention=True)
+        flops["flops_executed"] += encoder.executed_flops()
+    return flops
 
 
 def expect(settings: Any, name: str, holds: bool, expected: str) -> None:
-    """The setting `name` has to hold."""
+    """Raise ValueError with the value of the setting `name` unless `holds` is true."""
     if not holds:
         raise ValueError(f"{name} is {getattr(settings, name)}; expected {expected}")
 
 
 def at_least_one(settings: Any, *names: str) -> None:
-    """Each of these settings has to be 1 or more."""
+    """Raise ValueError unless each of these settings is 1 or more."""
     for name in names:
         expect(settings, name, getattr(settings, name) >= 1, "at least 1")
 
 
 def halved(settings: Any, *names: str) -> None:
-    """Each of these lengths has to have one half for keys and one for values."""
+    """Raise ValueError unless each of these lengths is even: one half are keys, the other half
+    values."""
     for name in names:
         length = getattr(settings, name)
         expect(

@@ -1,4 +1,4 @@
-"""Every method by name: its settings, their presets, and its learner."""
+"""All methods by name: their settings, presets and learners."""
 
 import dataclasses
 import difflib
@@ -23,7 +23,7 @@ from cheem_jax.cheem.learner import Cheem
 from cheem_jax.core.keys import Keys
 from cheem_jax.run.method import FrozenNetworks, Method
 
-Name = Literal[
+MethodName = Literal[
     "cheem",
     "cheem_lite",
     "lora_cl",
@@ -40,9 +40,9 @@ Name = Literal[
     "lora_finetune",
     "frozen_linear",
 ]
-NAMES: tuple[Name, ...] = get_args(Name)
+NAMES: tuple[MethodName, ...] = get_args(MethodName)
 
-Baseline = (
+BaselineConfig = (
     LoraClConfig
     | LoraFinetuneConfig
     | SPromptsConfig
@@ -57,17 +57,17 @@ Baseline = (
     | FullFinetuneConfig
     | FrozenLinearConfig
 )
-MethodConfig = CheemConfig | Baseline
+MethodConfig = CheemConfig | BaselineConfig
 
 NEED_A_ROUTER = ("cheem_lite", "moe_adapters")
-"""Methods that infer the task ID with another network than the one that predicts the class."""
+"""Methods that infer the task ID with a different network than the one that predicts the class."""
 DEMO_BOUND: dict[str, Any] = {"epochs": 24, "learning_rates": (1e-3,)}
-"""The upper bound on the demo stream, with as many epochs as CHEEM's fine-tuning there."""
+"""Settings of the upper bound on the demo stream; CHEEM's fine-tuning there has as many epochs."""
 QUICK_BOUND: dict[str, Any] = {"epochs": 8, "learning_rates": (3e-5, 1e-4)}
 
 LEARNERS: dict[type, Any] = dict(
     zip(
-        get_args(Baseline),
+        get_args(BaselineConfig),
         (
             LoraCl,
             LoraFinetune,
@@ -86,22 +86,25 @@ LEARNERS: dict[type, Any] = dict(
         strict=True,
     )
 )
-"""The baselines by the type of their settings."""
+"""BaselineConfig classes, keyed by the type of their settings."""
 TAKE_A_ROUTER = ("lora_cl", "s_prompts", "moe_adapters", "frozen_linear")
-"""The baselines that infer the task ID by the router's features."""
+"""Baselines that infer the task ID from the router's features."""
 
 
-def check_name(method: str) -> Name:
-    """The name itself; ValueError with the nearest names for an unknown method."""
+def check_name(method: str) -> MethodName:
+    """Return `method` if it is the name of a method.
+
+    Raises ValueError with the nearest names for an unknown method.
+    """
     if method not in NAMES:
         near = difflib.get_close_matches(method, NAMES, n=3) or NAMES
         raise ValueError(f"unknown method {method!r}; nearest: {', '.join(near)}")
-    return cast(Name, method)
+    return cast(MethodName, method)
 
 
 def preset_of(method: str, preset: Preset) -> MethodConfig:
-    """A method's settings: as in the paper's comparison, sized for a CPU, or for a few hundred
-    small images per task.
+    """Return a method's settings for a preset: as in the paper's comparison, sized for a CPU, or
+    for a few hundred small images per task.
 
     Raises ValueError for an unknown method.
     """
@@ -122,7 +125,7 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
         case LoraClConfig():
             changes["rank"] = 16
         case EwcConfig():
-            # half as long, because selecting a penalty costs as much again
+            # half as many epochs, because the selection of a penalty repeats the training
             changes["fit"] = dataclasses.replace(
                 config.fit, epochs=epochs // 2, learning_rate=rate / 20
             )
@@ -139,14 +142,14 @@ def make(
     num_tasks: int,
     base_means: np.ndarray | None = None,
 ) -> Method:
-    """The learner of these settings.
+    """Create the learner of a method.
 
-    `num_tasks` is the stream's, for methods that divide their prompts beforehand; `base_means` are
-    those of `Cheem`. Raises ValueError if the backbone cannot hold what the settings ask for, or if
-    the router network does not fit.
+    `num_tasks` is the number of tasks of the stream; some methods divide their prompts among the
+    tasks beforehand. `base_means` are those of `Cheem`. Raises ValueError if the settings do not
+    fit the backbone, or if the router network does not fit the method.
     """
     executor, features, router_features = networks
-    # earlier tokens of the same backbone are no other network's features either
+    # features from earlier tokens of the same backbone do not count as a different network
     shared = router_features is features or (
         router_features.of(executor) and not router_features.ends(executor)
     )

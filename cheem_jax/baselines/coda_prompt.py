@@ -2,10 +2,10 @@
 feature.
 
 Each of the first five blocks has 100 components, keys and attention vectors. The weight of
-component m is the cosine of q * A_m and K_m, without softmax. The pool is divided among the tasks
-beforehand: a task initialises its rows orthogonal to all earlier ones (Gram-Schmidt), trains them,
-and freezes them. Smith et al., "CODA-Prompt: COntinual Decomposed Attention-based Prompting for
-Rehearsal-Free Continual Learning", CVPR 2023.
+component m is the cosine between q * A_m and K_m, without softmax. The pool is divided among the
+tasks beforehand. A task initialises its rows orthogonal to all earlier rows (Gram-Schmidt), trains
+them, and freezes them. Smith et al., "CODA-Prompt: COntinual Decomposed Attention-based Prompting
+for Rehearsal-Free Continual Learning", CVPR 2023.
 """
 
 import dataclasses
@@ -27,16 +27,17 @@ from cheem_jax.data.task import Task
 
 @dataclasses.dataclass(frozen=True)
 class CodaPromptConfig:
-    """CODA-Prompt with the settings of its released scripts and the 50 epochs that the paper's
-    comparison implies."""
+    """Settings of CODA-Prompt: those of its released scripts, with 50 epochs, inferred from the
+    paper's comparison."""
 
     name: ClassVar[str] = "coda_prompt"
     pool: int = 100
-    """Components per block, divided equally among the tasks; the remainder is unused."""
+    """Number of components per block. They are divided equally among the tasks; the remainder is
+    unused."""
     length: int = 8
-    """Rows of a component: half become keys, half values."""
+    """Number of rows of a component: the first half are keys, the second half values."""
     layers: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """Blocks with components."""
+    """Indices of the blocks with components."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
     batch_size: int = 128
 
@@ -52,7 +53,7 @@ class CodaPrompt(Prompting):
 
     @property
     def rows(self) -> int:
-        """Components per task and block."""
+        """Number of components per task and block."""
         return self.config.pool // self.num_tasks
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
@@ -85,7 +86,8 @@ class CodaPrompt(Prompting):
             )
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """See `Baseline.restore`; raises ValueError for a pool of another number of tasks."""
+        """Restore a checkpoint; raises ValueError if its pool is divided among a different number
+        of tasks."""
         if meta["num_tasks"] != self.num_tasks:
             raise ValueError(
                 f"its prompts are divided among {meta['num_tasks']} tasks, not {self.num_tasks};"
@@ -94,7 +96,7 @@ class CodaPrompt(Prompting):
         super().restore(index, arrays, meta)
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """See `Prompting.begin_task`: the task's rows, orthogonal to those of all earlier tasks."""
+        """Initialise the task's rows orthogonal to those of all earlier tasks."""
         self._check_share(index)
         config = self.config
         width = self.executor.config.width
@@ -115,8 +117,7 @@ class CodaPrompt(Prompting):
         task: Int[Array, ""],
         is_training: bool,
     ) -> Attached:
-        """See `Prompting.attach`: sums over the rows of all tasks so far; only the current task's
-        rows learn."""
+        """Sum the components of all tasks so far; only the current task's rows have a gradient."""
         row = jnp.arange(self.config.pool)
         is_used = row < (task + 1) * self.rows
         is_current = row >= task * self.rows
@@ -132,13 +133,14 @@ class CodaPrompt(Prompting):
         return Attached(prefixes, jnp.zeros(len(query)))
 
     def num_params(self, index: int) -> tuple[int, int]:
-        """See `Prompting.num_params`: the task's rows."""
+        """Return the number of parameters in the task's rows for both counts."""
         config = self.config
         num = len(config.layers) * self.rows * (config.length + 2) * self.executor.config.width
         return num, num
 
     def added_flops(self) -> dict[str, int]:
-        """See `Prompting.added_flops`: prefixes, cosines to all keys, and the weighted sums."""
+        """Return the FLOPs of the prefixes, of the cosines to all keys, and of the weighted
+        sums."""
         config = self.config
         vit = self.executor.config
         attention = prefix_flops(vit, config.length // 2, len(config.layers))
@@ -149,19 +151,21 @@ class CodaPrompt(Prompting):
 def component_weights(
     query: Float[Array, "B D"], attention: Float[Array, "M D"], keys: Float[Array, "M D"]
 ) -> Float[Array, "B M"]:
-    """cos(q * A_m, K_m) for every image and component, as two products without an array
-    `[B, M, D]`."""
+    """Compute cos(q * A_m, K_m) for each image and component.
+
+    Two matrix products avoid an array `[B, M, D]`.
+    """
     # <q * A, K> = <q, A * K> and |q * A|^2 = <q^2, A^2>
     inner = jnp.matmul(query, (attention * keys).T, precision="highest")
     squares = jnp.matmul(query**2, (attention**2).T, precision="highest")
-    # rows of future tasks are zero; the root needs a finite gradient there too
+    # rows of future tasks are zero; there, too, the root needs a finite gradient
     return inner / jnp.sqrt(squares + 1e-24) / jnp.sqrt((keys**2).sum(-1) + 1e-24)
 
 
 @jax.jit
 def _with_rows(key, before, index, num):
-    """Add the rows of task `index` to `before` `[layers, M, F]`: N(0, 1) minus the projections on
-    each earlier row."""
+    """Add the rows of task `index` to `before` `[layers, M, F]`: samples of N(0, 1) minus their
+    projections on each earlier row."""
     begin = index * num
     pool = before.shape[1]
     sampled = jax.random.normal(key, before.shape)
@@ -176,7 +180,7 @@ def _with_rows(key, before, index, num):
                 squares > 0, squares, 1.0
             )
             rest = new - jnp.matmul(along, earlier, precision="highest")
-            # if the earlier rows span the space, the rest is rounding error: use the sampled row
+            # if the earlier rows span the space, the rest is a rounding error: use the sampled row
             rest = jnp.where(jnp.linalg.norm(rest) > 1e-3 * jnp.linalg.norm(new), rest, new)
             return rest / jnp.linalg.norm(rest)
 

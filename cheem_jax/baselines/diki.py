@@ -1,11 +1,11 @@
-"""DIKI: learned keys and values with a separate softmax beside a block's attention; the router has
-a Gaussian per task.
+"""DIKI: learned keys and values per task with a separate softmax, and a router with a Gaussian per
+task.
 
-Values start at zero, so a task starts exactly at the pretrained network. The result of the learned
-prefix is added to that of the attention. The inferred task of an image is the task whose full
-Gaussian of frozen, normalised features has the largest density. Tang et al., "Mind the
-Interference: Retaining Pre-trained Knowledge in Parameter Efficient Continual Learning of
-Vision-Language Models", ECCV 2024, without its text tower.
+The attention to the learned keys and values is computed in parallel to a block's attention, and the
+two results are added. Values are initialised with 0, so an untrained task's network is identical to
+the pretrained network. The inferred task of an image has the largest density of frozen, normalised
+features. Tang et al., "Mind the Interference: Retaining Pre-trained Knowledge in Parameter
+Efficient Continual Learning of Vision-Language Models", ECCV 2024, without its text tower.
 """
 
 import dataclasses
@@ -37,18 +37,20 @@ JITTER = 1e-7
 
 @dataclasses.dataclass(frozen=True)
 class DikiConfig:
-    """DIKI on one image tower with linear heads, as the paper's comparison implies it."""
+    """Settings of DIKI with one image tower and linear heads, inferred from the paper's
+    comparison."""
 
     name: ClassVar[str] = "diki"
     length: int = 8
-    """Pairs of a key and a value per block."""
+    """Number of pairs of a key and a value per block."""
     layers: Literal["last3", "first8"] | tuple[int, ...] = "last3"
-    """Blocks with prefixes: the last three reproduce the paper's FLOPs, the first eight are those
-    of the official code; or any, by number. Router and prediction share the blocks before them."""
+    """Blocks with prefixes. `last3` reproduces the paper's FLOPs, `first8` are the blocks of the
+    official code; a tuple selects blocks by index. Router and prediction share the blocks before
+    the first prefix."""
     cov_shrinkage: float = 0.0
-    """Share in each covariance of the identity, scaled to the same mean variance. With fewer images
-    than dimensions and a share of 0, the official value, a Gaussian recognises hardly any unseen
-    image of its task."""
+    """Share of the identity, scaled to the same mean variance, in each covariance. With the
+    official value 0 and fewer images than dimensions, hardly any test image has its largest density
+    under the Gaussian of its task."""
     fit: FitConfig = FitConfig(epochs=20)
     batch_size: int = 64
 
@@ -95,7 +97,7 @@ class Diki(OwnPrompts):
         ]
 
     def begin_prompts(self, key: jax.Array) -> Prompts:
-        """Keys U(-1, 1) and values 0."""
+        """Initialise the keys from U(-1, 1) and the values with 0."""
         shape = (len(self.layers), self.config.length, self.executor.config.width)
         return {
             "keys": jax.random.uniform(key, shape, minval=-1.0, maxval=1.0),
@@ -103,7 +105,7 @@ class Diki(OwnPrompts):
         }
 
     def enter(self, vit: ViT, images: Array) -> Float[Array, "B N D"]:
-        """See `OwnPrompts.enter`: the input of the first block with prefixes."""
+        """Compute the input of the first block with prefixes."""
         return vit.run_blocks(vit.embed(images), until=self.layers[0])
 
     def prompted(
@@ -112,7 +114,7 @@ class Diki(OwnPrompts):
         tokens: Float[Array, "B N D"],
         prompts: Mapping[str, Float[Array, "B ..."]],
     ) -> Float[Array, "B D"]:
-        """See `OwnPrompts.prompted`."""
+        """Compute the features of each image with the prefixes of its task."""
         prefixes = {
             layer: SidePrefix(prompts["keys"][:, place], prompts["values"][:, place])
             for place, layer in enumerate(self.layers)
@@ -120,7 +122,8 @@ class Diki(OwnPrompts):
         return vit.features(vit.run_blocks(tokens, begin=self.layers[0], prefixes=prefixes))
 
     def inputs(self, task: Task, session: Session) -> Inputs:
-        """The tokens before the first prefix if they fit into the budget, else the images."""
+        """Return the tokens before the first prefix if they fit into the budget, else the
+        images."""
         images = Inputs(task.train.images)
         vit = self.executor.config
         if 4 * len(images) * vit.num_tokens * vit.width > self.executor.budget:
@@ -130,7 +133,7 @@ class Diki(OwnPrompts):
             return Inputs(tokens=self.over(self._tokens, images, leaves, advance=advance))
 
     def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
-        """See `OwnPrompts.fit_router`: a mean, and the triangle of a Cholesky factor."""
+        """Fit a Gaussian; returns its mean, and the lower triangle of a Cholesky factor."""
         gaussian = fit_gaussian(features, self.config.cov_shrinkage)
         rows, columns = np.tril_indices(len(gaussian.mean))
         return {"mean": gaussian.mean, "factor": gaussian.factor[rows, columns]}
@@ -141,7 +144,8 @@ class Diki(OwnPrompts):
         given: Int[np.ndarray, "N"] | None,
         query: Callable[[], np.ndarray] | None,
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-        """See `OwnHeads.run`: router and prediction share the pass up to the first prefix."""
+        """Infer the task ID of each image and compute its features; both share the pass up to the
+        first prefix."""
         gaussians = [gaussian_of(task) for task in self.tasks]
 
         def answer(leaves, stack, inputs: dict[str, Any]) -> tuple[Any, Any]:
@@ -160,15 +164,16 @@ class Diki(OwnPrompts):
         return self.over(answer, inputs, self.executor.leaves, self.stack())
 
     def bytes_beside(self, task: Task) -> int:
-        """See `TrainedBaseline.bytes_beside`: a mean and a triangle in float64."""
+        """Return the bytes of a mean and a triangle in float64."""
         width = self.executor.config.width
         return 8 * (width + width * (width + 1) // 2)
 
     def costs(self) -> dict[str, int]:
-        """FLOPs per image: one pass, and a second one through the blocks since the first prefix.
+        """Report the FLOPs per image: one pass, and a second pass through the blocks since the
+        first prefix.
 
-        `flops_as_printed` counts attention products in those blocks alone, which gives the paper's
-        row for `last3`.
+        `flops_as_printed` counts attention products in the second pass alone. For `last3`, it is
+        the number in the paper's table.
         """
         vit = self.executor.config
         again = range(self.layers[0], self.executor.config.depth)
@@ -183,17 +188,17 @@ class Diki(OwnPrompts):
 
 
 class Gaussian(NamedTuple):
-    """A full Gaussian: mean, and lower Cholesky factor of the covariance."""
+    """A full Gaussian: its mean, and the lower Cholesky factor of its covariance."""
 
     mean: Float64[np.ndarray, "D"]
     factor: Float64[np.ndarray, "D D"]
 
 
 def fit_gaussian(features: Float[np.ndarray, "N D"], shrinkage: float = 0.0) -> Gaussian:
-    """Mean and sample covariance of normalised features in float64, shrunk towards a multiple of
-    the identity, whose share is `shrinkage`.
+    """Compute mean and covariance of normalised features in float64.
 
-    Raises ValueError if the covariance is singular.
+    `shrinkage` is the share of the scaled identity in the covariance. Raises ValueError if the
+    covariance is singular.
     """
     points = normalise(features.astype(np.float64))
     mean = points.mean(axis=0)
@@ -220,7 +225,7 @@ def gaussian_of(task: PromptedTask) -> Gaussian:
 
 
 def log_density(features: Float[np.ndarray, "N D"], gaussian: Gaussian) -> Float64[np.ndarray, "N"]:
-    """log N(f; mean, covariance) of normalised features, in float64."""
+    """Compute log N(f; mean, covariance) of normalised features in float64."""
     departure = normalise(features.astype(np.float64)) - gaussian.mean
     whitened = solve_triangular(gaussian.factor, departure.T, lower=True)
     log_det = 2 * np.log(np.diag(gaussian.factor)).sum()
@@ -228,7 +233,8 @@ def log_density(features: Float[np.ndarray, "N D"], gaussian: Gaussian) -> Float
 
 
 def layers_of(layers: Literal["last3", "first8"] | tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """The blocks with prefixes, in order; raises ValueError for blocks that the backbone lacks."""
+    """Return the sorted indices of the blocks with prefixes; raises ValueError for blocks that the
+    backbone lacks."""
     named = {"last3": tuple(range(depth - 3, depth)), "first8": tuple(range(8))}
     blocks = named[layers] if isinstance(layers, str) else layers
     check_layers(blocks, depth)

@@ -1,11 +1,12 @@
 """DualPrompt: a general prompt that all tasks share, and an expert prompt per task, selected by the
 nearest task key.
 
-Blocks 0 and 1 have the general prompt, blocks 2 to 4 the expert prompt, each as keys and values of
-the attention. Training uses the slot of the current task and pulls its key to the queries.
-Prediction selects the slot with the nearest key per image and block. Expert slots do not change
-after their task, the general prompt does. Wang et al., "DualPrompt: Complementary Prompting for
-Rehearsal-Free Continual Learning", ECCV 2022, in the form of the CODA-Prompt code.
+Blocks 0 and 1 have the general prompt, blocks 2 to 4 the expert prompt; both are keys and values of
+the attention. Training uses the slot of the current task and pulls its key towards the queries.
+Prediction selects the slot with the nearest key, separately for each image and block. Later tasks
+change the general prompt, but not the expert slots of earlier tasks. Wang et al., "DualPrompt:
+Complementary Prompting for Rehearsal-Free Continual Learning", ECCV 2022, in the form of the
+CODA-Prompt code.
 """
 
 import dataclasses
@@ -29,19 +30,21 @@ from cheem_jax.run.session import Session
 
 @dataclasses.dataclass(frozen=True)
 class DualPromptConfig:
-    """DualPrompt as the paper's comparison implies it."""
+    """Settings of DualPrompt, inferred from the paper's comparison."""
 
     name: ClassVar[str] = "dualprompt"
     pool: int | None = None
-    """Expert slots, at least one per task; default: 10, or the number of tasks if that is more."""
+    """Number of expert slots, at least one per task. None: 10, or the number of tasks if that is
+    larger."""
     general_length: int = 6
-    """Rows of the general prompt: half become keys, half values (original: 10)."""
+    """Number of rows of the general prompt: the first half are keys, the second half values
+    (original: 10)."""
     expert_length: int = 20
-    """Rows of an expert prompt (original: 10 on CIFAR-100, 40 on ImageNet-R)."""
+    """Number of rows of an expert prompt (original: 10 on CIFAR-100, 40 on ImageNet-R)."""
     general_layers: tuple[int, ...] = (0, 1)
-    """Blocks with a general prompt each."""
+    """Indices of the blocks with a general prompt."""
     expert_layers: tuple[int, ...] = (2, 3, 4)
-    """Blocks with expert prompts."""
+    """Indices of the blocks with an expert prompt."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
     batch_size: int = 128
 
@@ -67,8 +70,8 @@ class DualPrompt(Prompting):
 
     @property
     def pool(self) -> int:
-        """Expert slots; training fixes their number."""
-        if prompts := self.known.prompts:
+        """Number of expert slots; it is fixed when the first task is learned."""
+        if prompts := self.state.prompts:
             return prompts["expert"].shape[1]
         return self.config.pool or max(10, self.num_tasks)
 
@@ -89,7 +92,7 @@ class DualPrompt(Prompting):
             )
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """See `Prompting.begin_task`: all prompts and keys in U(0, 1) before the first task."""
+        """Initialise all prompts and keys from U(0, 1) before the first task."""
         self._check_slot(index)
         if prompts:
             return prompts
@@ -104,8 +107,8 @@ class DualPrompt(Prompting):
             shapes["general"] = (len(config.general_layers), config.general_length, width)
         keys = jax.random.split(key, len(shapes))
         return {
-            name: jax.random.uniform(own, shape)
-            for (name, shape), own in zip(shapes.items(), keys, strict=True)
+            name: jax.random.uniform(name_key, shape)
+            for (name, shape), name_key in zip(shapes.items(), keys, strict=True)
         }
 
     def attach(
@@ -115,8 +118,8 @@ class DualPrompt(Prompting):
         task: Int[Array, ""],
         is_training: bool,
     ) -> Attached:
-        """See `Prompting.attach`: the general prompt, and the slot of the task or of the nearest
-        key."""
+        """Select the general prompt, and the slot of the current task in training, of the nearest
+        key in prediction."""
         config = self.config
         key_loss = jnp.zeros(len(query))
         prefixes = {}
@@ -137,15 +140,15 @@ class DualPrompt(Prompting):
         return Attached(prefixes, key_loss)
 
     def num_params(self, index: int) -> tuple[int, int]:
-        """See `Prompting.num_params`: the general prompt, which the first task adds, and a slot
-        with its keys."""
-        prompts = self.known.prompts
+        """Return the size of the general prompt and of a slot with its keys; only the first task
+        adds the general prompt."""
+        prompts = self.state.prompts
         general = prompts["general"].size if "general" in prompts else 0
         slot = (prompts["expert"].size + prompts["keys"].size) // self.pool
         return general + slot, slot + (general if index == 0 else 0)
 
     def added_flops(self) -> dict[str, int]:
-        """See `Prompting.added_flops`: both prompts, and cosines to all keys."""
+        """Return the FLOPs of both prompts, and of the cosines to all keys."""
         config = self.config
         vit = self.executor.config
         experts = len(config.expert_layers)
@@ -154,12 +157,13 @@ class DualPrompt(Prompting):
         return {"attention": attention, "executed": attention + 2 * experts * self.pool * vit.width}
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
-        """See `Prompting.finish`; reports per block the shares of the training images by slot."""
+        """Store prompts and head; reports the share of the training images in each slot of each
+        block."""
         report = super().finish(task, fitting, session)
         query = self.features(task.train.images)
         num = len(self.classes) + 1
         shares = []
-        for keys in np.asarray(self.known.prompts["keys"])[:, :num]:
+        for keys in np.asarray(self.state.prompts["keys"])[:, :num]:
             slots = (query @ normalise(keys).T).argmax(axis=1)
             shares.append((np.bincount(slots, minlength=num) / len(query)).tolist())
         return {**report, "slots_chosen": shares}

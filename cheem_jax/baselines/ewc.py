@@ -1,11 +1,11 @@
-"""EWC: the whole backbone trains on every task, under a quadratic penalty on weights that earlier
-tasks need.
+"""EWC: the whole backbone is trained on every task, with a quadratic penalty on changes of weights
+that are important for earlier tasks.
 
-The diagonal Fisher information of a finished task measures the importance of each weight for it;
-the loss of the next task penalises changes of such weights. One network and one head predict for
-all classes, without task-ID inference. Kirkpatrick et al., "Overcoming catastrophic forgetting in
-neural networks", PNAS 2017, with the one running Fisher information of online EWC (gamma = 1):
-Schwarz et al., "Progress & Compress: A scalable framework for continual learning", ICML 2018.
+The importance of a weight for a task is the diagonal Fisher information after training. One network
+and one head predict all classes, without task-ID inference. Kirkpatrick et al., "Overcoming
+catastrophic forgetting in neural networks", PNAS 2017, with the running Fisher information of
+online EWC (gamma = 1): Schwarz et al., "Progress & Compress: A scalable framework for continual
+learning", ICML 2018.
 """
 
 import copy
@@ -40,30 +40,32 @@ from cheem_jax.engine.batches import batches
 from cheem_jax.run.session import Session
 
 TUNED_ON = 3
-"""Tasks of the stream on which the penalty's strength is selected."""
+"""Number of tasks, the first ones of the stream, on which the strength of the penalty is
+selected."""
 HEAD_RATE = 1e-3
 """Initial learning rate of the head."""
 GRADIENT_BYTES = 2**30
-"""Budget for the gradients of a chunk of images; each has the size of the backbone."""
+"""Budget for the gradients of a chunk of images; the gradient of one image has the size of the
+backbone."""
 
 
 class Noise(enum.IntEnum):
-    """Samples of `Phase.METHOD_NOISE`; the number is part of the key."""
+    """Random samples of `Phase.METHOD_NOISE`; the number is part of the key."""
 
     LABELS = 1
-    """Labels of the Fisher information, from the network's softmax."""
+    """Labels of the Fisher information, sampled from the network's softmax."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EwcConfig:
-    """Online EWC; the paper does not say how it set the penalty."""
+    """Settings of online EWC; the paper does not report the strength of the penalty."""
 
     name: ClassVar[str] = "ewc"
     penalties: tuple[float, ...] = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
-    """Strengths of the penalty. Of several, the one with the best average validation accuracy over
-    the stream's first three tasks is selected; a prediction is the argmax over their classes."""
+    """Strengths of the penalty to select from, by the average validation accuracy over the stream's
+    first three tasks. A prediction there is the argmax over the classes of these tasks."""
     fit: FitConfig = FitConfig(epochs=20, learning_rate=5e-5)
-    """`fit.learning_rate` is the backbone's."""
+    """Training settings; `fit.learning_rate` is the backbone's."""
     batch_size: int = 64
 
     def __post_init__(self) -> None:
@@ -75,13 +77,12 @@ class EwcConfig:
 
 
 class EwcState(NamedTuple):
-    """State between tasks: the backbone's weights, their Fisher information (0 before the first
-    task), and the head."""
+    """Weights of the backbone, their Fisher information (0 before the first task), and the head."""
 
     backbone: list[Any]
     fisher: list[Any]
     head: Head
-    """The columns of all classes so far, without padding, on the host."""
+    """Columns of all learned classes without padding, on the host."""
 
 
 class Ewc(OneHead):
@@ -93,11 +94,11 @@ class Ewc(OneHead):
     def build(self) -> None:
         executor, config = self.executor, self.config
         self.penalty = config.penalties[0] if len(config.penalties) == 1 else None
-        """The strength in use; None before it is selected."""
+        """Strength of the penalty; None before its selection."""
         self._first: list[Task] = []
         num_params = sum(leaf.size for leaf in executor.leaves)
         self.chunk = max(1, min(32, GRADIENT_BYTES // (4 * num_params)))
-        """Images whose gradients are computed at once."""
+        """Number of images whose gradients are computed at once."""
 
         def logits(leaves, head, inputs):
             return head_logits(head, executor.vit_of(leaves)(inputs["images"]))
@@ -119,11 +120,11 @@ class Ewc(OneHead):
             def log_likelihood(leaves, image, row):
                 values = logits(leaves, head, {"images": image[None]})
                 is_class = jnp.arange(values.shape[-1]) < num
-                own = jnp.where(is_class, jax.lax.stop_gradient(values[0]), FAR)
-                label = jax.random.categorical(jax.random.fold_in(key, row), own)
+                own_logits = jnp.where(is_class, jax.lax.stop_gradient(values[0]), FAR)
+                label = jax.random.categorical(jax.random.fold_in(key, row), own_logits)
                 return -local_cross_entropy(values, label[None], jnp.ones(1), 0, num)
 
-            # a mean of squares; the square of the mean gradient is far smaller
+            # a mean of squares: the square of the mean gradient is far smaller
             new = squared_gradients(log_likelihood, leaves, weights, inputs["images"], rows)
             return jax.tree.map(jnp.add, sums, new)
 
@@ -136,7 +137,7 @@ class Ewc(OneHead):
         self._answer = executor.jit(logits)
         leaves = list(executor.leaves)
         zeros = executor.jit(lambda leaves: jax.tree.map(jnp.zeros_like, leaves))(leaves)
-        self.known = EwcState(leaves, zeros, no_classes(executor.config.width))
+        self.state = EwcState(leaves, zeros, no_classes(executor.config.width))
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         self._first = list(tasks[:TUNED_ON])
@@ -152,13 +153,14 @@ class Ewc(OneHead):
         ]
 
     def start(self, task: Task) -> tuple[list[Any], Head]:
-        """The backbone's weights, and the head's columns of the task."""
+        """Return the backbone's weights, and initial columns of the head for the task."""
         key = self.key(task, Phase.METHOD_INIT)
         width = self.executor.config.width
-        return list(self.known.backbone), grow_head(key, None, width, 0, len(task.classes))
+        return list(self.state.backbone), grow_head(key, None, width, 0, len(task.classes))
 
     def fixed(self, task: Task) -> Any:
-        """Old weights, their Fisher information, the penalty, and the number of classes.
+        """Return the weights of the previous task, their Fisher information, the penalty, and the
+        number of classes.
 
         Raises ValueError if the penalty cannot be selected.
         """
@@ -169,21 +171,22 @@ class Ewc(OneHead):
                 " first, or give one penalty"
             )
         strength = np.float32(self.penalty if self.classes.num else 0)
-        return self.known.backbone, self.known.fisher, strength, np.int32(len(task.classes))
+        return self.state.backbone, self.state.fisher, strength, np.int32(len(task.classes))
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
-        """Add the task's Fisher information; after the first task, select the penalty."""
+        """Store the weights and the Fisher information; after the first task, select the
+        penalty."""
         penalties = self.config.penalties
-        before = self.known
+        before = self.state
         num = len(task.classes)
         report = {}
         with session.phase("fisher", len(task.train.labels), fitting.saved) as advance:
             fisher = self.add_fisher(before.fisher, fitting.learned, task, advance)
-        leaves, own = fitting.learned
+        leaves, new_head = fitting.learned
         head = jax.tree.map(
-            lambda *parts: np.concatenate(parts, axis=-1), before.head, cut(own, num)
+            lambda *parts: np.concatenate(parts, axis=-1), before.head, cut(new_head, num)
         )
-        self.known = EwcState(leaves, fisher, head)
+        self.state = EwcState(leaves, fisher, head)
         if self.penalty is None and len(self._first) == 1:
             self.penalty = penalties[0]
         elif self.penalty is None:
@@ -195,7 +198,8 @@ class Ewc(OneHead):
         vit = self.executor.config
         backbone = backbone_params(vit)
         head_params = (vit.width + 1) * num
-        # the weights replace the pretrained ones; the first task adds their Fisher information
+        # the weights replace the pretrained ones; only the first task adds an array of Fisher
+        # information
         stored = head_params if self.classes.num else backbone + head_params
         return {
             **report,
@@ -204,13 +208,13 @@ class Ewc(OneHead):
         }
 
     def costs(self) -> dict[str, int]:
-        """FLOPs per image of one plain pass."""
+        """Report the FLOPs per image of one plain pass."""
         return pass_costs(self.executor.config, self.classes.num)
 
     def add_fisher(
         self, fisher: list[Any], learned: tuple[list[Any], Head], task: Task, advance: Advance
     ) -> list[jax.Array]:
-        """The running Fisher information plus that of a trained task."""
+        """Add the Fisher information of a trained task to the running sum."""
         num = len(task.train.labels)
         key = self.key(task, Phase.METHOD_NOISE, Noise.LABELS)
         pieces = list(batches(np.arange(num), self.chunk))
@@ -226,9 +230,9 @@ class Ewc(OneHead):
         return jax.block_until_ready(sums)
 
     def _tune(self, fitting: Fitting, session: Session) -> Float[np.ndarray, "penalties"]:
-        """The mean validation accuracy with each penalty, -1 for non-finite losses.
+        """Measure the mean validation accuracy with each penalty; it is -1 for non-finite losses.
 
-        The first task has no penalty, so all trials start from its state, with the keys of the
+        The first task has no penalty, so all trials start from its state; they use the keys of the
         stream. Rolling checkpoints store the accuracies of finished trials.
         """
         first, *others = self._first
@@ -260,16 +264,16 @@ class Ewc(OneHead):
         return accuracies
 
     def accuracy(self, index: int, task: Task) -> float:
-        """Task-agnostic accuracy in [0, 1] on the validation images of task `index`."""
+        """Measure the task-agnostic accuracy in [0, 1] on the validation images of task `index`."""
         inferred = self.classes.inferred(self.logits(task.val.images))
         right = (inferred.tasks == index) & (inferred.classes == task.val.labels)
         return float(right.mean())
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        return self.over(self._answer, Inputs(images), self.known.backbone, padded(self.known.head))
+        return self.over(self._answer, Inputs(images), self.state.backbone, padded(self.state.head))
 
     def meta(self) -> dict[str, Any]:
-        """The strength of the penalty."""
+        """Return the strength of the penalty."""
         return {"penalty": self.penalty}
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
@@ -283,8 +287,7 @@ def squared_gradients(
     weights: Float[Array, "B"],
     *examples: Array,
 ) -> Any:
-    """Weighted sum over images of the squared gradient of `log_likelihood(params, *example)`, one
-    gradient per image.
+    """Sum the weighted squared gradients of `log_likelihood(params, *example)` over images.
 
     With labels sampled from the model, the mean over images estimates the diagonal of the Fisher
     information.

@@ -1,7 +1,7 @@
 """Gradient training of any pytree: prompts, adapters, or a whole backbone.
 
-A method defines the loss of a batch as a pure function of the learned arrays, fixed arrays and the
-batch. One compiled step serves all tasks.
+A method defines the loss of a batch as a pure function of learned arrays, fixed arrays and the
+batch. All tasks share one compiled step.
 """
 
 import enum
@@ -30,8 +30,8 @@ from cheem_jax.run.training import FitState, fit, restored
 
 T = TypeVar("T")
 WORKING_SET = 5 * 2**19
-"""Bytes per part of a batch: half of an executor's, because the backward pass stores the
-activations of the whole network."""
+"""Bytes per part of a batch, half of an executor's: the backward pass stores the activations of the
+whole network."""
 
 
 class Init(enum.IntEnum):
@@ -46,8 +46,8 @@ class Init(enum.IntEnum):
 
 
 class FitBatch(NamedTuple):
-    """One training batch: arrays `[B, ...]` by name, labels, and weights that sum to 1 and are 0
-    for padding."""
+    """One training batch: arrays `[B, ...]` keyed by name, labels, and weights. The weights sum to
+    1; padding has the weight 0."""
 
     inputs: dict[str, Any]
     labels: Int[Any, "B"]
@@ -57,7 +57,7 @@ class FitBatch(NamedTuple):
 
 
 class Inputs:
-    """Images of a data set, and other arrays with one row per image, such as the queries of
+    """Images of a data set and further arrays with one row per image, such as the queries of
     prompts."""
 
     def __init__(self, images: Images | None = None, **others: np.ndarray):
@@ -68,7 +68,7 @@ class Inputs:
         return len(next(iter(self.others.values())) if self.images is None else self.images)
 
     def follow(self, order: Sequence[np.ndarray], layout: Layout = ONE) -> Iterator[dict[str, Any]]:
-        """Yield the inputs of each array of rows; images are read ahead."""
+        """Yield the inputs of each array of row numbers; images are read ahead."""
         read = itertools.repeat(None) if self.images is None else layout.read(self.images, order)
         for rows, images in zip(order, read, strict=False):
             others = {name: layout.rows(values[rows]) for name, values in self.others.items()}
@@ -85,7 +85,7 @@ class Fitting(NamedTuple):
     """Further arrays that a rolling checkpoint stores."""
 
     def saved(self) -> Saved:
-        """A rolling checkpoint of this state."""
+        """Return a rolling checkpoint of this state."""
         arrays = {"fitting": numbered((self.learned, self.moments)), **self.more}
         if self.progress.running:
             arrays["running"] = self.progress.running_losses()
@@ -175,9 +175,10 @@ class Fitter:
     ) -> Fitting:
         """Train to the last epoch; see `run.training.fit`.
 
-        The buffers of `fitting` are donated. `labels` and `inputs` have one row per image. `scale`
-        multiplies the learning rate: a number, or a pytree prefix of the learned arrays. Raises
-        FloatingPointError for a non-finite loss or gradient, unless `config` skips such steps.
+        The buffers of `fitting` are donated to the steps. `labels` and `inputs` have one row per
+        image. `scale` multiplies the learning rate: a number, or a pytree prefix of the learned
+        arrays. Raises FloatingPointError for a non-finite loss or gradient, unless `config` skips
+        such steps.
         """
         layout = self.layout
         steps = num_batches(len(labels), batch_size)
@@ -214,10 +215,10 @@ class Fitter:
     def step(
         self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch
     ) -> tuple[Fitting, jax.Array]:
-        """Take one step of the optimizer.
+        """Take one optimizer step.
 
-        Returns the next state and the loss before the step; that loss is NaN, and the state
-        unchanged, if it or a gradient is non-finite.
+        Returns the next state and the loss before the step. For a non-finite loss or gradient, the
+        returned loss is NaN and the arrays are unchanged.
         """
         learned, moments = fitting[:2]
         size = len(batch.labels)
@@ -267,25 +268,25 @@ def over_batches(
 
 
 def learning_only(mask: Bool[Array, "..."], tree: T) -> T:
-    """Return the same arrays with a gradient of exactly 0 where `mask` over their first axes is
-    False.
+    """Return the arrays unchanged, with a gradient of exactly 0 if `mask` is False.
 
-    Adam then leaves them unchanged, because its moments start at 0 for each task.
+    `mask` has the first axes of the arrays. Adam then leaves these elements unchanged, because its
+    moments are 0 at the start of each task.
     """
 
     def only(leaf: Array) -> Array:
-        own = mask.reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim))
-        return jnp.where(own, leaf, jax.lax.stop_gradient(leaf))
+        spread = mask.reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim))
+        return jnp.where(spread, leaf, jax.lax.stop_gradient(leaf))
 
     return jax.tree.map(only, tree)
 
 
 def numbered(tree: Any) -> dict[str, Any]:
-    """Name the leaves of a pytree by number, as checkpoints store them."""
+    """Convert a pytree to a dict of its leaves keyed by number, as checkpoints store them."""
     return {f"{number:04d}": leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
 
 
 def unnumbered(like: T, arrays: Mapping[str, Any]) -> T:
-    """Invert `numbered`, with the structure of `like`."""
+    """Invert `numbered`; `like` has the structure of the result."""
     leaves = [jnp.asarray(leaf) for _, leaf in sorted(arrays.items())]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -1,8 +1,9 @@
-"""The lower reference: a linear head per task on frozen features, with CHEEM's router.
+"""Frozen linear, the lower reference: a linear head per task on frozen features, with CHEEM's
+router.
 
-Ridge regression on one-hot labels (scikit-learn's RidgeClassifier), its penalty selected per task
-on the validation split. Learning in the backbone is worth its cost only if it is more accurate than
-this.
+The head is ridge regression on one-hot labels (scikit-learn's RidgeClassifier). Its penalty is
+selected per task on the validation split. A method that trains the backbone has to be more accurate
+than this reference.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ class FrozenLinearConfig:
 
 
 class LinearTask(NamedTuple):
-    """A task's head on raw features, and the router's statistics."""
+    """A task's linear head on frozen features, and the router's statistics."""
 
     weight: Float[Array, "D C"]
     bias: Float[Array, "C"]
@@ -54,7 +55,7 @@ class LinearTask(NamedTuple):
 
 
 class FrozenLinear(Baseline):
-    """Ridge heads on frozen features; the task ID is inferred as in CHEEM."""
+    """Frozen features with a ridge head per task; CHEEM's router infers the task ID."""
 
     Learned = LinearTask
 
@@ -62,7 +63,7 @@ class FrozenLinear(Baseline):
         self._index = Router(self.config.router)
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
-        """Fit the task's head, then the router's statistics."""
+        """Fit a head for the task, then the router's statistics."""
         vit = self.executor.config
         num_classes = len(task.classes)
         with session.phase("head"):
@@ -79,17 +80,20 @@ class FrozenLinear(Baseline):
         self.tasks.append(LinearTask(*head, *statistics))
         self.classes.add(task.name, task.classes)
         num_params = head.weight.size + head.bias.size
-        kept = statistics.centroids.size + sum(part.size for part in statistics.moments.values())
+        num_statistics = statistics.centroids.size + sum(
+            part.size for part in statistics.moments.values()
+        )
         encoder = None if self.features is self.router_features else self.router_features.encoder
         return {
             "penalty": penalty,
             **pass_costs(vit, num_classes, encoder=encoder),
-            **params_report(vit, added=0, learned=num_params, stored=num_params + kept),
+            **params_report(vit, added=0, learned=num_params, stored=num_params + num_statistics),
             "seconds": session.seconds,
         }
 
     def bytes_needed(self, task: Task) -> int:
-        """See `Method.bytes_needed`: the head and the router's statistics."""
+        """Estimate the bytes on disk that the next task needs: its head and the router's
+        statistics."""
         head = (self.features.encoder.width + 1) * len(task.classes)
         return 4 * (
             head
@@ -99,14 +103,14 @@ class FrozenLinear(Baseline):
     def classes_for(
         self, features: Float[np.ndarray, "N D"], tasks: Int[np.ndarray, "N"]
     ) -> Int[np.ndarray, "N"]:
-        """The class that the head of each image's task gives it."""
+        """Predict the class of each image with the head of its task."""
         return classes_by_task(
             features, [Head(task.weight, task.bias) for task in self.tasks], tasks
         )
 
     @property
     def index(self) -> Router:
-        """The router of all tasks."""
+        """Router over all learned tasks."""
         self._index = self._index.follow(
             [TaskStatistics(task.centroids, task.moments) for task in self.tasks]
         )
@@ -125,12 +129,13 @@ def fit_head(
     val: Float[np.ndarray, "M D"],
     val_labels: np.ndarray,
 ) -> tuple[Head, float]:
-    """The ridge head that is the most accurate on the validation split, and its penalty.
+    """Fit ridge heads, and return the head with the highest validation accuracy, and its penalty.
 
-    Ties go to the largest penalty. The head takes raw features: their standardisation is folded
-    into it.
+    Ties are resolved in favour of the largest penalty. The head's inputs are the unscaled features:
+    their standardisation is part of its weight and bias.
     """
-    # here, because scikit-learn takes a second to import and every command imports this module
+    # imported here, because scikit-learn takes a second to import and every command imports this
+    # module
     from sklearn.linear_model import RidgeClassifier
     from sklearn.preprocessing import StandardScaler
 
@@ -143,7 +148,7 @@ def fit_head(
     ridge = ridges[penalty]
     coefficients = np.atleast_2d(ridge.coef_)
     intercept = np.atleast_1d(ridge.intercept_)
-    if len(coefficients) == 1:  # scikit-learn keeps one row for two classes
+    if len(coefficients) == 1:  # scikit-learn returns one row for two classes
         coefficients = np.concatenate([-coefficients, coefficients])
         intercept = np.concatenate([-intercept, intercept])
     # w.(x - m) / s + b = (w / s).x + (b - (w / s).m)

@@ -1,8 +1,9 @@
-"""Full fine-tuning, the upper bound: the whole backbone is fine-tuned per task, task ID given.
+"""Full fine-tuning, an upper bound: the whole backbone is fine-tuned for each task, and the task ID
+is given.
 
-Tasks share nothing, so this is no continual learner. Adam without weight decay; the backbone's
-learning rate is selected on the validation split (1e-3 with Adam destroys a pretrained ViT), the
-head has a separate rate.
+Tasks share no parameters, so the method is not a continual learner. Training uses Adam without
+weight decay. The backbone's learning rate is selected on the validation split, because a rate of
+1e-3 destroys a pretrained ViT; the head has a separate rate.
 """
 
 import dataclasses
@@ -28,19 +29,19 @@ from cheem_jax.run.session import Session
 from cheem_jax.run.training import images_left
 
 HEAD_RATE = 1e-3
-"""Initial learning rate of the head, whose weights are random at first."""
+"""Initial learning rate of the head, which is larger than the backbone's because the head is
+initialised randomly."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FullFinetuneConfig:
-    """Training of the upper bound."""
+    """Settings of full fine-tuning."""
 
     name: ClassVar[str] = "full_finetune"
     epochs: int = 20
-    """Passes over the training images."""
+    """Number of passes over the training images."""
     learning_rates: tuple[float, ...] = (1e-5, 3e-5, 5e-5, 1e-4)
-    """Rates of the backbone tried per task; the most accurate on the validation split is
-    selected."""
+    """Learning rates of the backbone to select from per task, by validation accuracy."""
     batch_size: int = 64
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class FullFinetuneConfig:
 
 
 class UpperBound(NamedTuple):
-    """Accuracies in [0, 1] at the selected learning rate."""
+    """Accuracies in [0, 1] at the selected learning rate of the backbone."""
 
     test_accuracy: float
     val_accuracy: float
@@ -60,7 +61,7 @@ class UpperBound(NamedTuple):
 
 
 class FinetunedTask(NamedTuple):
-    """A task's network: all leaves of the backbone, and the head."""
+    """A task's network: all arrays of the backbone, and the head."""
 
     backbone: list[Any]
     head: Head
@@ -85,7 +86,7 @@ class FullFinetune(OwnHeads):
             return local_cross_entropy(logits, batch.labels, batch.weights, 0, num)
 
         def rows(batch_size: int, working_set: int) -> int:
-            # fewer and larger parts, because each computes a gradient of all weights
+            # fewer and larger parts, because each part computes a gradient of all weights
             return executor.rows(batch_size, 6 * working_set)
 
         self.fitter = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=rows)
@@ -110,13 +111,16 @@ class FullFinetune(OwnHeads):
         }
 
     def bound(self, index: int, task: Task, session: Session) -> UpperBound:
-        """The bound of one task, without storing its network; only the selected rate is measured on
-        the test split."""
+        """Measure the upper bound of one task without storing its network.
+
+        Only the network of the selected rate is evaluated on the test split.
+        """
         bound, learned = self._sweep(index, task, session)
         return bound._replace(test_accuracy=self._accuracy(learned, len(task.classes), task.test))
 
     def _sweep(self, index: int, task: Task, session: Session) -> tuple[UpperBound, Any]:
-        """The bound of a task, without test accuracy, and the parameters at the selected rate."""
+        """Train at every learning rate; returns the best result, without test accuracy, and its
+        parameters."""
         config = self.config
         keys = self.keys
         num = len(task.classes)
@@ -146,11 +150,11 @@ class FullFinetune(OwnHeads):
             nonlocal fitting
             fitting = stepped
 
-        left = images_left(
+        num_images = images_left(
             fitting.progress, FitConfig(config.epochs), len(labels), config.batch_size
         )
-        left += (len(rates) - first - 1) * config.epochs * len(labels)
-        with session.phase("upper bound", left, state) as advance:
+        num_images += (len(rates) - first - 1) * config.epochs * len(labels)
+        with session.phase("upper bound", num_images, state) as advance:
             for number in range(first, len(rates)):
                 rate = rates[number]
                 try:
@@ -163,8 +167,8 @@ class FullFinetune(OwnHeads):
                         batch_size=config.batch_size,
                         order_key=keys.at(index, Phase.UPPER_BOUND_ORDER),
                         noise_key=keys.at(index, Phase.METHOD_NOISE),
-                        advance=lambda num_images, note="", /, rate=rate: advance(
-                            num_images, f"rate {rate:g}, {note}"
+                        advance=lambda num, note="", /, rate=rate: advance(
+                            num, f"rate {rate:g}, {note}"
                         ),
                         scale=(1.0, HEAD_RATE / rate),
                         on_step=keep,
@@ -185,11 +189,11 @@ class FullFinetune(OwnHeads):
         return best, best_learned
 
     def costs(self) -> dict[str, int]:
-        """FLOPs per image of one plain pass."""
+        """Report the FLOPs per image of one plain pass."""
         return pass_costs(self.executor.config, len(self.classes.classes[-1]))
 
     def start(self, task: Task, index: int | None = None) -> tuple[list[jax.Array], Head]:
-        """The pretrained backbone, and a head."""
+        """Return the pretrained weights and an initial head."""
         key = self.keys.at(len(self.tasks) if index is None else index, Phase.UPPER_BOUND_INIT)
         head = init_head_learner(
             key, self.executor.config.width, next_power_of_two(len(task.classes))
@@ -197,17 +201,16 @@ class FullFinetune(OwnHeads):
         return list(self.executor.leaves), head
 
     def bytes_beside(self, task: Task) -> int:
-        """See `TrainedBaseline.bytes_beside`: the best parameters so far, in two rolling
-        checkpoints."""
+        """Return the bytes of the best parameters so far in two rolling checkpoints."""
         return 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
         features = np.zeros((len(images), self.executor.config.width), np.float32)
         for index in np.unique(tasks):
             rows = np.flatnonzero(tasks == index)
-            # streamed images of one task are read batch by batch
-            own = images if len(rows) == len(images) else images[rows]
-            features[rows] = self.over(self._features, Inputs(own), self.tasks[index].backbone)
+            # streamed images of a single task are read batch by batch
+            selected = images if len(rows) == len(images) else images[rows]
+            features[rows] = self.over(self._features, Inputs(selected), self.tasks[index].backbone)
         return features
 
     def _accuracy(
@@ -215,7 +218,7 @@ class FullFinetune(OwnHeads):
     ) -> float:
         leaves, head = learned
         features = self.over(self._features, Inputs(split.images), leaves)
-        found = classes_by_task(
+        classes = classes_by_task(
             features, [cut(head, num_classes)], np.zeros(len(features), np.int32)
         )
-        return float((found == split.labels).mean())
+        return float((classes == split.labels).mean())

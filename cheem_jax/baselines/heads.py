@@ -1,6 +1,7 @@
-"""Heads of the baselines, one for all classes or one per task, and predictions from their logits.
+"""Heads of the baselines and predictions from their logits.
 
-Heads are padded to a power of two, so that few compiled functions serve all numbers of classes.
+A method has one head for all classes, or one head per task. Heads are padded to a power of two so
+that tasks share compiled functions.
 """
 
 import functools
@@ -20,8 +21,8 @@ from cheem_jax.run.checkpoint import load_meta, named, saved_tasks
 
 
 class Classes:
-    """All classes seen, task by task: columns `first[t]` to `first[t + 1]` of a global head belong
-    to task t."""
+    """Classes of all learned tasks; columns `first[t]` to `first[t + 1]` of a global head belong to
+    task t."""
 
     def __init__(self, names: Sequence[str] = (), classes: Sequence[Sequence[str]] = ()):
         self.names = list(names)
@@ -42,19 +43,23 @@ class Classes:
 
     @property
     def first(self) -> np.ndarray:
-        """First column of each task, then the number of all classes."""
+        """First column of each task, followed by the number of all classes."""
         return np.cumsum([0, *map(len, self.classes)])
 
     @property
     def num(self) -> int:
-        """Classes of all tasks."""
+        """Number of classes of all tasks."""
         return sum(map(len, self.classes))
 
     def inferred(
         self, logits: Float[np.ndarray, "N P"], task_ids: Int[np.ndarray, "N"] | None = None
     ) -> Inferred:
-        """Infer each image's task by the largest logit of all classes, and predict the largest one
-        within `task_ids` or else that task; the class is -1 for a non-finite logit."""
+        """Infer the task and predict the class of each image from the logits of a global head.
+
+        The inferred task has the largest logit of all classes. The predicted class has the largest
+        logit of the task in `task_ids`, or else of the inferred task; it is -1 for a non-finite
+        logit.
+        """
         first = self.first
         logits = logits[:, : first[-1]]
         best = logits.argmax(axis=1)
@@ -73,7 +78,8 @@ class Classes:
 
 
 def saved_classes(root: Path) -> Classes:
-    """The classes of all tasks that are saved below `root`; ValueError for corrupted metadata."""
+    """Read the classes of all tasks that are saved below `root`; raises ValueError for corrupted
+    metadata."""
     classes = Classes()
     for directory in saved_tasks(root):
         with named(directory):
@@ -83,12 +89,14 @@ def saved_classes(root: Path) -> Classes:
 
 
 def grow_head(key: jax.Array, head: Head | None, width: int, num_seen: int, num_new: int) -> Head:
-    """A global head with `num_new` more columns (truncated normal 0.02, bias 0); the first
-    `num_seen` stay."""
+    """Return a head with `num_new` further columns; the first `num_seen` columns are unchanged.
+
+    The new weights are truncated normal with deviation 0.02, the new biases 0.
+    """
     size = next_power_of_two(num_seen + num_new)
     weight, bias = np.zeros((width, size), np.float32), np.zeros(size, np.float32)
     if head is not None:
-        # on the host: on the device every number of classes would compile its own slice
+        # on the host, because the device would compile a slice for every number of classes
         weight[:, :num_seen] = np.asarray(head.weight)[:, :num_seen]
         bias[:num_seen] = np.asarray(head.bias)[:num_seen]
     new = _truncated(key, width, next_power_of_two(num_new))
@@ -104,10 +112,9 @@ def _truncated(key, width: int, num: int):
 def local_cross_entropy(
     logits: Float[Array, "B P"], labels: Int[Array, "B"], weights: Float[Array, "B"], first, num
 ) -> Float[Array, ""]:
-    """Weighted sum of the cross-entropy over columns `first` to `first + num` alone; `labels` count
-    within them.
+    """Sum the weighted cross-entropy over columns `first` to `first + num` alone.
 
-    All other columns get no gradient, so a global head's columns of other tasks stay as they are.
+    `labels` count within these columns. All other columns have the gradient 0.
     """
     columns = jnp.arange(logits.shape[-1])
     logits = jnp.where((columns >= first) & (columns < first + num), logits, FAR)
@@ -120,19 +127,20 @@ def head_logits(head: Head, features: Float[Array, "B D"]) -> Float[Array, "B P"
 
 
 def cut(head: Head, num: int) -> Head:
-    """Remove the padding of a head, on the host."""
+    """Remove the padding of a head; the result is on the host."""
     return Head(np.asarray(head.weight)[:, :num], np.asarray(head.bias)[:num])  # pyright: ignore[reportArgumentType]
 
 
 def classes_by_task(
     features: Float[np.ndarray, "N D"], heads: Sequence[Head], tasks: Int[np.ndarray, "N"]
 ) -> Int[np.ndarray, "N"]:
-    """The class that the head of each image's task gives it (-1 for a non-finite logit)."""
-    found = np.zeros(len(features), np.int32)
+    """Predict the class of each image with the head of its task; the class is -1 for a non-finite
+    logit."""
+    classes = np.zeros(len(features), np.int32)
     for task in np.unique(tasks):
         rows = np.flatnonzero(tasks == task)
         logits = np.asarray(
             features[rows] @ np.asarray(heads[task].weight) + np.asarray(heads[task].bias)
         )
-        found[rows] = np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1)
-    return found
+        classes[rows] = np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1)
+    return classes

@@ -1,10 +1,11 @@
-"""L2P: a pool of prompts that all tasks share; each image selects prompts by the nearest keys.
+"""L2P: a pool of prompts that all tasks share; each image selects the prompts with the nearest
+keys.
 
-The query is the frozen CLS token. The five nearest of 30 keys (cosine) select their prompts, which
-become keys and values of the first block's attention. Training pulls the selected keys towards the
-query. Every task overwrites the prompts that it selects, so L2P forgets. Wang et al., "Learning to
-Prompt for Continual Learning", CVPR 2022, in the form of the CODA-Prompt code that the paper
-adapted.
+The query is the frozen CLS token. The five keys with the largest cosines, of 30, select their
+prompts, which become keys and values of the first block's attention. Training pulls the selected
+keys towards the query. L2P forgets because each task changes the prompts that it selects. Wang et
+al., "Learning to Prompt for Continual Learning", CVPR 2022, in the form of the CODA-Prompt code
+that the paper adapted.
 """
 
 import dataclasses
@@ -28,17 +29,19 @@ from cheem_jax.run.session import Session
 
 @dataclasses.dataclass(frozen=True)
 class L2pConfig:
-    """L2P as the paper's comparison implies it."""
+    """Settings of L2P, inferred from the paper's comparison."""
 
     name: ClassVar[str] = "l2p"
     pool: int = 30
-    """Prompts in the pool (original: 10)."""
+    """Number of prompts in the pool (original: 10)."""
     length: int = 20
-    """Rows of a prompt: half become keys, half values (original: 10 tokens)."""
+    """Number of rows of a prompt: the first half are keys, the second half values (original: 10
+    tokens)."""
     top_k: int = 5
-    """Prompts per image (original: 4)."""
+    """Number of prompts per image (original: 4)."""
     layers: tuple[int, ...] = (0,)
-    """Blocks with a pool each; (0, 1, 2, 3, 4) is the variant called deep."""
+    """Indices of the blocks, each with a separate pool; (0, 1, 2, 3, 4) is the variant called
+    deep."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
     batch_size: int = 128
 
@@ -54,7 +57,8 @@ class L2p(Prompting):
     config: L2pConfig
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """See `Prompting.begin_task`: a pool in U(0, 1), which every task continues to train."""
+        """Initialise a pool from U(0, 1) before the first task; later tasks continue to train
+        it."""
         if prompts:
             return prompts
         config = self.config
@@ -73,7 +77,7 @@ class L2p(Prompting):
         task: Int[Array, ""],
         is_training: bool,
     ) -> Attached:
-        """See `Prompting.attach`: the prompts of the nearest keys."""
+        """Select the prompts with the nearest keys."""
         config = self.config
         half = config.length // 2
         prefixes = {}
@@ -92,18 +96,19 @@ class L2p(Prompting):
         return Attached(prefixes, key_loss)
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
-        """See `Prompting.finish`; reports per block how many training images select each prompt."""
+        """Store prompts and head; reports how many training images select each prompt of each
+        block."""
         report = super().finish(task, fitting, session)
         query = normalise(self.features(task.train.images))
         uses = []
-        for keys in np.asarray(self.known.prompts["keys"]):
+        for keys in np.asarray(self.state.prompts["keys"]):
             nearest = np.argsort(-(query @ normalise(keys).T), axis=1, kind="stable")
             chosen = nearest[:, : self.config.top_k]
             uses.append(np.bincount(chosen.ravel(), minlength=self.config.pool).tolist())
         return {**report, "prompts_picked": uses}
 
     def added_flops(self) -> dict[str, int]:
-        """See `Prompting.added_flops`: prefixes, and cosines to all keys."""
+        """Return the FLOPs of the prefixes and of the cosines to all keys."""
         config = self.config
         vit = self.executor.config
         layers = len(config.layers)
@@ -112,6 +117,6 @@ class L2p(Prompting):
         return {"attention": attention, "executed": attention + cosines}
 
     def num_params(self, index: int) -> tuple[int, int]:
-        """See `Prompting.num_params`: the pool, which the first task adds."""
-        pool = sum(values.size for values in self.known.prompts.values())
+        """Return the size of the pool, and the same number for the first task, otherwise 0."""
+        pool = sum(values.size for values in self.state.prompts.values())
         return pool, pool if index == 0 else 0

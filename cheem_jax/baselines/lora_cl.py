@@ -1,14 +1,13 @@
-"""LoRA-CL: every task adapts every plastic layer by its own low-rank pair; centroids infer the task
-ID.
+"""LoRA-CL: a low-rank pair per task and plastic layer; centroids infer the task ID.
 
-It is CHEEM with Adapt in every block and without search: y = W h + b + B A h per block, added to
-the pretrained weights. Tasks are independent: their order changes nothing. Low-rank pairs after Hu
-et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual learner is a
-baseline of the CHEEM paper.
+LoRA-CL is CHEEM with Adapt in every block and without search: each block computes y = W h + b + B A
+h with the pretrained W and b. Tasks are independent of their order in the stream. Low-rank pairs
+after Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual
+learner is a baseline of the CHEEM paper.
 
-LoRA fine-tuning, an upper bound in the paper's tables, has the same networks with the same seed,
-bit for bit, and is given the task ID; adapters are merged into the backbone, so an image costs one
-plain pass.
+LoRA fine-tuning is an upper bound in the paper's tables: the task ID is given. Its networks are
+identical to those of LoRA-CL with the same seed. Its FLOPs are those of one plain pass, because the
+pairs can be merged into the backbone.
 """
 
 import dataclasses
@@ -37,14 +36,14 @@ from cheem_jax.run.training import images_left
 
 @dataclasses.dataclass(frozen=True)
 class LoraClConfig:
-    """LoRA-CL as the paper's figures imply it: 20 epochs by its times, a rank of about 40 by its
+    """LoRA-CL with 20 epochs, inferred from the paper's times, and rank 40, inferred from its
     un-merged FLOPs."""
 
     name: ClassVar[str] = "lora_cl"
     placement: Placement = "mlp_down"
-    """Layer that every block adapts."""
+    """Layer that is adapted in every block."""
     rank: int = 40
-    """Rank of the pairs; for ViT-B, 42 to 47 give the paper's FLOPs as printed."""
+    """Rank of the pairs; for ViT-B, the paper's FLOPs correspond to a rank of 42 to 47."""
     fit: FitConfig = FitConfig(epochs=20)
     router: RouterConfig = RouterConfig()
     batch_size: int = 64
@@ -66,7 +65,7 @@ class LoraCl(ExpertMemory):
         self.config, self.keys = config, keys
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
-        """Train a pair per block and the head, then the task's centroids."""
+        """Train a pair per block and a head, then fit the task's centroids."""
         config = self.config
         executor = self.executor
         keys = self.keys
@@ -85,8 +84,8 @@ class LoraCl(ExpertMemory):
             train = keep_tokens(
                 "training images", executor, train, num, (), batch_size=batch_size, budget=budget
             )
-        left = images_left(fitting.progress, config.fit, num, batch_size)
-        with session.phase("train", left, underway.saved) as advance:
+        num_images = images_left(fitting.progress, config.fit, num, batch_size)
+        with session.phase("train", num_images, underway.saved) as advance:
             fitting = fit(
                 executor,
                 fitting,
@@ -108,7 +107,8 @@ class LoraCl(ExpertMemory):
             architecture=architecture,
             experts=used,
             head=network.trained_head(fitting.state),
-            means=np.zeros((1, executor.config.width), np.float32),  # no later task reads them
+            # later tasks do not read the means
+            means=np.zeros((1, executor.config.width), np.float32),
             seed=keys.seed_at(number, Phase.CENTROIDS),
             session=session,
         )
@@ -126,8 +126,11 @@ class LoraCl(ExpertMemory):
         return [] if self.needs_task_id else router_arrays(task)
 
     def bytes_needed(self, task: Task) -> int:
-        """All pairs and the head with Adam's moments, twice (a rolling checkpoint and its
-        successor); router once."""
+        """Estimate the bytes on disk that the next task needs.
+
+        They are the pairs and the head with Adam's moments in two rolling checkpoints, and the
+        router's statistics once.
+        """
         weight = self.memory.pool[0][0].params[0]
         pairs = self.executor.num_blocks * self.rank * sum(weight.shape)
         head = (self.executor.config.width + 1) * next_power_of_two(len(task.classes))
@@ -136,7 +139,7 @@ class LoraCl(ExpertMemory):
 
 @dataclasses.dataclass(frozen=True)
 class LoraFinetuneConfig(LoraClConfig):
-    """The settings of LoRA-CL; those of the router are not looked at."""
+    """Settings of LoRA fine-tuning; the settings of the router have no effect."""
 
     name: ClassVar[str] = "lora_finetune"
 
@@ -148,8 +151,8 @@ class LoraFinetune(LoraCl):
     needs_task_id = True
 
     def costs(self, index: int) -> dict[str, Any]:
-        """As LoRA-CL's with merged adapters, as the paper counts its upper bounds, and no
-        router."""
+        """Report the FLOPs per image of one plain pass without router, because adapters are
+        merged."""
         plain = [
             backbone_flops(self.executor.config, count_attention=count) for count in (False, True)
         ]

@@ -1,12 +1,12 @@
-"""MoAL: slowly moving adapters, and a closed-form head on random features, exact for all images of
-the stream.
+"""MoAL: slowly moving adapters, and a head in closed form on random features.
 
-Adapters parallel to every FFN train through the stream with an auxiliary cosine head; since the
-second task a moving average replaces them. The predicting head is ridge regression on a random
-projection, updated by recursive least squares. Means of old classes follow the drift of the
-features, and "rumination" shifts new features to old means and repeats the update for those that
-the head classifies wrongly. Gao et al., "Knowledge Memorization and Rumination for Pre-trained
-Model-based Class-Incremental Learning", CVPR 2025.
+Adapters parallel to every FFN are trained through the stream with an auxiliary cosine head. Since
+the second task, predictions use a moving average of the adapters. The predicting head is ridge
+regression on a random projection; recursive least squares adds each task's images exactly. The
+means of earlier classes follow the drift of the features. "Rumination" shifts new features to the
+means of earlier classes, and repeats the update for the shifted features that the head classifies
+wrongly. Gao et al., "Knowledge Memorization and Rumination for Pre-trained Model-based
+Class-Incremental Learning", CVPR 2025.
 """
 
 import dataclasses
@@ -41,39 +41,40 @@ from cheem_jax.data.task import Task
 from cheem_jax.run.session import Session
 
 RIDGES = tuple(10.0**power for power in range(-8, 9))
-"""Penalties of the first task's ridge regression to select from."""
+"""Penalties of the ridge regression on the first task to select from."""
 DRIFT_PENALTIES = tuple(10.0**power for power in range(-6, 3))
-"""Penalties on the drift map's distance from the identity, relative to the features' mean
-square."""
+"""Penalties to select from on the distance between the drift map and the identity, relative to the
+mean square of the features."""
 
 
 ANALYTIC_BATCH = 512
-"""Images per step of recursive least squares; rumination predicts before each step."""
+"""Number of images per step of recursive least squares; rumination predicts before each step."""
 FIRST_SCALE = 0.9
 """Factor of the analytic head's weight after the first task, as in the official code."""
 EMA = 0.999
-"""Share of the averaged adapters that each epoch keeps, since the second task."""
+"""Share of the previous average in the averaged adapters after each epoch, since the second
+task."""
 
 
-class Order(enum.IntEnum):
-    """Orders of `Phase.ALIGNMENT_ORDER`; the number is part of the key, so new members are
+class MoalOrder(enum.IntEnum):
+    """Shuffled orders of `Phase.ALIGNMENT_ORDER`; the number is part of the key, so new members are
     appended."""
 
     RIDGE = 0
-    """The first task's images, whose last fifth is held out."""
+    """Images of the first task; the last fifth is held out."""
     RUMINATION = 1
     DRIFT = 2
-    """The new task's images, whose last tenth is held out."""
+    """Images of the new task; the last tenth is held out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MoalConfig(AdapterConfig):
-    """MoAL with the optimizer of the paper's comparison."""
+    """Settings of MoAL, with the optimizer of the paper's comparison."""
 
     name: ClassVar[str] = "moal"
     hidden: int = 5000
-    """Random features of the predicting head (official: 5000 to 20000); its memory grows with their
-    square."""
+    """Number of random features of the predicting head (official: 5000 to 20000); its memory is
+    proportional to their square."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,10 +82,10 @@ class MoalConfig(AdapterConfig):
 
 
 class Analytic(NamedTuple):
-    """The predicting head in float64 on the host; logits are random features times `weight`.
+    """The predicting head in float64 on the host; its logits are random features times `weight`.
 
-    `inverse` is that of the random features' second moments plus the ridge penalty, over all images
-    learned.
+    `inverse` is the inverse of the second moments of the random features of all learned images,
+    plus the ridge penalty.
     """
 
     inverse: Float[np.ndarray, "H H"]
@@ -92,11 +93,11 @@ class Analytic(NamedTuple):
 
 
 class MoalState(NamedTuple):
-    """State between tasks."""
+    """Arrays that each task replaces."""
 
     adapters: Bottleneck
     auxiliary: Float[np.ndarray, "D C"]
-    """The weight of the auxiliary cosine head."""
+    """Weight of the auxiliary cosine head."""
     sigma: jax.Array
     projection: Float[np.ndarray, "H D"]
     analytic: Analytic
@@ -114,12 +115,12 @@ class Moal(AdapterBaseline):
         executor = self.executor
 
         def loss(learned, fixed, batch: FitBatch):
-            (adapters, weight, sigma), (leaves, seen, num) = learned, fixed
+            (adapters, weight, sigma), (leaves, num_old, num) = learned, fixed
             vit = executor.vit_of(leaves)
             features = adapted_features(vit, adapters, batch.inputs["images"], batch.key)
-            # sigma is a learned scale: cosines alone are too small for a softmax
+            # sigma is a learned scale, because cosines alone are too small for a softmax
             logits = sigma * cosines(features, weight)
-            return local_cross_entropy(logits, batch.labels + seen, batch.weights, 0, num)
+            return local_cross_entropy(logits, batch.labels + num_old, batch.weights, 0, num)
 
         @executor.jit
         def average(old, new):
@@ -131,7 +132,8 @@ class Moal(AdapterBaseline):
     def check(self, tasks: Sequence[Task]) -> list[str]:
         hidden = self.config.hidden
         num_classes = sum(len(task.classes) for task in tasks)
-        # three inverses: the stored one, the updated one, and the decrement of a step
+        # three arrays of this size: the stored inverse, the updated one, and the decrement of a
+        # step
         needed = 8 * hidden * (3 * hidden + 2 * num_classes)
         if needed <= MUCH_MEMORY:
             return []
@@ -140,25 +142,26 @@ class Moal(AdapterBaseline):
         ]
 
     def start(self, task: Task) -> tuple[Bottleneck, jax.Array, jax.Array]:
-        """Adapters, the auxiliary head with columns for the new classes, and its scale."""
+        """Return the adapters, the auxiliary head with columns for the new classes, and its
+        scale."""
         columns = self.new_columns(task)
-        known = self.known
-        if not known:
+        state = self.state
+        if not state:
             return self.new_adapters(task), padded_columns(columns), jnp.ones(())
-        columns = np.concatenate([known.auxiliary, columns], axis=1)
-        return known.adapters, padded_columns(columns), jnp.asarray(known.sigma)
+        columns = np.concatenate([state.auxiliary, columns], axis=1)
+        return state.adapters, padded_columns(columns), jnp.asarray(state.sigma)
 
     def fixed(self, task: Task) -> Any:
-        """The backbone, and the numbers of classes before and after the task."""
-        seen = self.classes.num
-        return self.executor.leaves, np.int32(seen), np.int32(seen + len(task.classes))
+        """Return the backbone, and the numbers of classes before and after the task."""
+        num_old = self.classes.num
+        return self.executor.leaves, np.int32(num_old), np.int32(num_old + len(task.classes))
 
     def after_epoch(self, fitting: Fitting) -> Fitting:
-        """Since the second task: move the average of the adapters, which starts at those of the
-        previous task."""
-        if not self.known:
+        """Update the averaged adapters, since the second task; the average starts from the previous
+        task's adapters."""
+        if not self.state:
             return fitting
-        before = self.known.adapters
+        before = self.state.adapters
         if "averaged" in fitting.more:
             before = unnumbered(before, fitting.more["averaged"])
         averaged = numbered(self._average(before, fitting.learned[0]))
@@ -166,64 +169,66 @@ class Moal(AdapterBaseline):
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
         """Store the averaged adapters and the auxiliary head, and update the analytic head."""
-        known = self.known
-        seen = self.classes.num
+        state = self.state
+        num_old = self.classes.num
         num = len(task.classes)
         images = task.train.images
         labels = task.train.labels
         adapters, auxiliary, sigma = fitting.learned
-        if known:
+        if state:
             adapters = unnumbered(adapters, fitting.more["averaged"])
-        total = len(labels) * (2 if known else 1)
+        total = len(labels) * (2 if state else 1)
         with session.phase("features", total, fitting.saved) as advance:
             new = self.features_with(adapters, images, advance)
-            old = self.features_with(known.adapters, images, advance) if known else new
+            old = self.features_with(state.adapters, images, advance) if state else new
         with session.phase("head"):
             means = np.stack(
                 [new[labels == c].mean(axis=0, dtype=np.float64) for c in range(num)]
             ).astype(np.float32)
-            if known:
-                order = order_at(self.key(task, Phase.ALIGNMENT_ORDER, Order.DRIFT), len(labels))
-                old_means = (known.means @ drift_map(old[order], new[order])).astype(np.float32)
+            if state:
+                order = order_at(
+                    self.key(task, Phase.ALIGNMENT_ORDER, MoalOrder.DRIFT), len(labels)
+                )
+                old_means = (state.means @ drift_map(old[order], new[order])).astype(np.float32)
                 means = np.concatenate([old_means, means])
-        rumination = shifted_sources(labels + np.int32(seen), means, seen)
-        total = len(labels) + (len(rumination[0]) if known else 0)
+        rumination = shifted_sources(labels + np.int32(num_old), means, num_old)
+        total = len(labels) + (len(rumination[0]) if state else 0)
         with session.phase("head", total, fitting.saved) as advance:
-            if known:
-                projection = known.projection
+            if state:
+                projection = state.projection
                 analytic, report = self._next_head(task, new, means, rumination, advance)
             else:
                 projection = self._projection(task)
                 analytic, penalty = self._first_head(projection, new, task)
                 report = {"ridge": penalty}
                 advance(len(labels))
-        auxiliary = np.asarray(auxiliary)[:, : seen + num]
-        self.known = MoalState(adapters, auxiliary, sigma, projection, analytic, means)
+        auxiliary = np.asarray(auxiliary)[:, : num_old + num]
+        self.state = MoalState(adapters, auxiliary, sigma, projection, analytic, means)
         width = self.executor.config.width
         hidden = self.config.hidden
         added = adapter_params(self.executor.config, self.config.bottleneck)
-        stored = (0 if known else added + 1 + hidden * (width + hidden)) + (
+        stored = (0 if state else added + 1 + hidden * (width + hidden)) + (
             2 * width + hidden
         ) * num
-        learned = added + 1 + (width + hidden) * (seen + num)
+        learned = added + 1 + (width + hidden) * (num_old + num)
         return {
             **report,
             **params_report(
                 self.executor.config,
-                added=0 if known else added,
+                added=0 if state else added,
                 learned=learned,
                 stored=stored,
             ),
         }
 
     def costs(self) -> dict[str, int]:
-        """FLOPs per image; the paper counts one plain pass, neither adapters nor head."""
+        """Report the FLOPs per image; the paper counts one plain pass without adapters and head."""
         width = self.executor.config.width
         hidden = self.config.hidden
         return self.adapted_costs(0, head=2 * hidden * (width + self.classes.num))
 
     def _projection(self, task: Task) -> Float[np.ndarray, "H D"]:
-        """Uniform within 1/sqrt(D)."""
+        """Sample the random projection uniformly within 1/sqrt(D)."""
         width = self.executor.config.width
         bound = width**-0.5
         key = self.key(task, Phase.METHOD_INIT, Init.EXTRA)
@@ -233,9 +238,11 @@ class Moal(AdapterBaseline):
     def _first_head(
         self, projection: np.ndarray, features: np.ndarray, task: Task
     ) -> tuple[Analytic, float]:
-        """Ridge regression; its penalty is selected on the last fifth of the shuffled training
-        images."""
-        order = order_at(self.key(task, Phase.ALIGNMENT_ORDER, Order.RIDGE), len(features))
+        """Fit the head to the first task by ridge regression.
+
+        The penalty is selected on the last fifth of the shuffled training images.
+        """
+        order = order_at(self.key(task, Phase.ALIGNMENT_ORDER, MoalOrder.RIDGE), len(features))
         cut = max(1, len(features) * 4 // 5)
         held_out = order[cut:]
 
@@ -261,34 +268,34 @@ class Moal(AdapterBaseline):
         rumination: tuple[np.ndarray, np.ndarray],
         advance: Advance,
     ) -> tuple[Analytic, dict[str, Any]]:
-        """Recursive least squares on the new features, then on the `rumination` of
-        `shifted_sources`.
+        """Update the head by recursive least squares on the new features, then on the `rumination`
+        of `shifted_sources`.
 
-        Also returns the number of ruminated images and of the wrong predictions among them.
+        Also returns the number of ruminated images, and the number of wrong predictions among them.
         """
-        known = self.known
-        seen = self.classes.num
+        state = self.state
+        num_old = self.classes.num
         num = len(means)
-        labels = task.train.labels + np.int32(seen)
-        # copies: the stored head changes only after the task is learned
-        columns = np.zeros((self.config.hidden, num - seen))
-        weight = np.concatenate([known.analytic.weight, columns], axis=1)
-        analytic = Analytic(known.analytic.inverse.copy(), weight)
+        labels = task.train.labels + np.int32(num_old)
+        # copies, because the stored head must not change before the task is learned
+        columns = np.zeros((self.config.hidden, num - num_old))
+        weight = np.concatenate([state.analytic.weight, columns], axis=1)
+        analytic = Analytic(state.analytic.inverse.copy(), weight)
         for part in _parts(np.arange(len(labels))):
-            lifted = lift(features[part], known.projection)
+            lifted = lift(features[part], state.projection)
             least_squares(analytic, lifted, one_hot(labels[part], num))
             advance(len(part))
         sources, classes = rumination
         shifts = np.zeros_like(means)
-        shifts[:seen] = means[:seen] - means[nearest_new(means, seen)]
+        shifts[:num_old] = means[:num_old] - means[nearest_new(means, num_old)]
         wrong = 0
-        order = order_at(self.key(task, Phase.ALIGNMENT_ORDER, Order.RUMINATION), len(sources))
+        order = order_at(self.key(task, Phase.ALIGNMENT_ORDER, MoalOrder.RUMINATION), len(sources))
         for part in _parts(order):
-            own = classes[part]
-            lifted = lift(features[sources[part]] + shifts[own], known.projection)
-            is_wrong = (lifted @ analytic.weight).argmax(axis=1) != own
+            part_classes = classes[part]
+            lifted = lift(features[sources[part]] + shifts[part_classes], state.projection)
+            is_wrong = (lifted @ analytic.weight).argmax(axis=1) != part_classes
             if is_wrong.any():
-                least_squares(analytic, lifted[is_wrong], one_hot(own[is_wrong], num))
+                least_squares(analytic, lifted[is_wrong], one_hot(part_classes[is_wrong], num))
             wrong += int(is_wrong.sum())
             advance(len(part))
         inverse = (analytic.inverse + analytic.inverse.T) / 2
@@ -296,8 +303,8 @@ class Moal(AdapterBaseline):
         return Analytic(inverse, analytic.weight), report
 
     def bytes_beside(self, task: Task) -> int:
-        """See `TrainedBaseline.bytes_beside`: the analytic head with its projection, all means,
-        averaged adapters."""
+        """Return the bytes of the analytic head with its projection, all means, and the averaged
+        adapters."""
         vit = self.executor.config
         hidden = self.config.hidden
         num = self.classes.num + len(task.classes)
@@ -305,12 +312,12 @@ class Moal(AdapterBaseline):
         return 8 * hidden * (hidden + num) + 4 * (hidden * vit.width + vit.width * num + averaged)
 
     def logits(self, images: Images) -> Float[np.ndarray, "N C"]:
-        """See `OneHead.logits`: those of the analytic head."""
-        known = self.known
-        features = self.features_with(known.adapters, images)
+        """Compute the logits of the analytic head."""
+        state = self.state
+        features = self.features_with(state.adapters, images)
         parts = _parts(np.arange(len(features)))
         return np.concatenate(
-            [lift(features[part], known.projection) @ known.analytic.weight for part in parts]
+            [lift(features[part], state.projection) @ state.analytic.weight for part in parts]
         )
 
 
@@ -327,16 +334,16 @@ def lift(
 
 
 def one_hot(labels: Int[np.ndarray, "N"], num: int) -> Float[np.ndarray, "N C"]:
-    """Targets of the analytic head."""
+    """Return the targets of the analytic head."""
     return np.eye(num)[labels]
 
 
 Lifted = Iterator[tuple[np.ndarray, np.ndarray]]
-"""Random features and their targets, part by part."""
+"""Batches of random features and their targets."""
 
 
 def second_moments(rows: Lifted) -> tuple[Float[np.ndarray, "H H"], Float[np.ndarray, "H C"]]:
-    """Sums of products of random features with each other, and with the targets."""
+    """Sum the products of random features with each other, and with the targets."""
     moments, products = 0.0, 0.0
     for lifted, targets in rows:
         moments, products = moments + lifted.T @ lifted, products + lifted.T @ targets
@@ -348,14 +355,14 @@ def best_ridge(
     products: Float[np.ndarray, "H C"],
     held_out: Callable[[], Lifted],
 ) -> float:
-    """The penalty with the smallest squared error on held-out images (ties: the largest
+    """Select the penalty with the smallest squared error on held-out images (ties: the largest
     penalty)."""
     errors = {}
     for penalty in RIDGES:
         try:
             weight = scipy.linalg.cho_solve(_factor(moments, penalty), products)
         except np.linalg.LinAlgError:
-            continue  # too small: singular in float64
+            continue  # the penalty is too small: the sum is singular in float64
         errors[penalty] = sum(
             float(((lifted @ weight - targets) ** 2).sum()) for lifted, targets in held_out()
         )
@@ -365,8 +372,10 @@ def best_ridge(
 def ridge_inverse(
     moments: Float[np.ndarray, "H H"], penalty: float
 ) -> tuple[Float[np.ndarray, "H H"], float]:
-    """The inverse of the moments plus a penalty, and the penalty, multiplied by ten while the sum
-    is singular in float64."""
+    """Invert the moments plus a penalty; also returns the penalty.
+
+    The penalty is multiplied by ten while the sum is singular in float64.
+    """
     while True:
         try:
             factor = _factor(moments, penalty)
@@ -384,27 +393,28 @@ def _factor(moments: np.ndarray, penalty: float) -> tuple[np.ndarray, bool]:
 def least_squares(
     analytic: Analytic, lifted: Float[np.ndarray, "N H"], targets: Float[np.ndarray, "N C"]
 ) -> None:
-    """Add images to the regression, in place: one step of recursive least squares.
+    """Add images to the regression, in place, by one step of recursive least squares.
 
-    The result equals a regression on all images. Woodbury's identity is used with a Cholesky factor
-    of the N x N matrix.
+    The result is identical to a regression on all images, up to rounding. Woodbury's identity
+    requires a Cholesky factor of an N x N matrix only.
     """
     inverse, weight = analytic
     gain = lifted @ inverse  # [N, H]
     lower = np.linalg.cholesky(np.eye(len(lifted)) + gain @ lifted.T)
     half = scipy.linalg.solve_triangular(lower, gain, lower=True)
     residual = scipy.linalg.solve_triangular(lower, targets - lifted @ weight, lower=True)
-    inverse -= half.T @ half  # symmetric in every bit, and never an increase
+    inverse -= half.T @ half  # exactly symmetric, and never an increase
     weight += half.T @ residual
 
 
 def drift_map(
     old: Float[np.ndarray, "N D"], new: Float[np.ndarray, "N D"]
 ) -> Float[np.ndarray, "D D"]:
-    """Fit a linear map from old features of shuffled images to their new features.
+    """Fit a linear map from the old features of shuffled images to their new features.
 
-    Least squares with a penalty on the distance from the identity, which is selected on the last
-    tenth: a few images determine little in many dimensions, and features drift little.
+    The fit is least squares with a penalty on the distance from the identity, because features
+    drift little and a few images determine little in many dimensions. The penalty is selected on
+    the last tenth.
     """
     old, moved = old.astype(np.float64), new.astype(np.float64) - old
     num, width = old.shape
@@ -426,19 +436,22 @@ def drift_map(
     return np.eye(width) + fitted(slice(None), best)
 
 
-def nearest_new(means: Float[np.ndarray, "C D"], seen: int) -> Int[np.ndarray, "S"]:
-    """For each of the `seen` old classes the new class with the most similar mean, by cosine."""
+def nearest_new(means: Float[np.ndarray, "C D"], num_old: int) -> Int[np.ndarray, "S"]:
+    """Return for each old class the new class with the most similar mean, by cosine."""
     points = normalise(means)
-    return seen + (points[:seen] @ points[seen:].T).argmax(axis=1)
+    return num_old + (points[:num_old] @ points[num_old:].T).argmax(axis=1)
 
 
 def shifted_sources(
-    labels: Int[np.ndarray, "N"], means: Float[np.ndarray, "C D"], seen: int
+    labels: Int[np.ndarray, "N"], means: Float[np.ndarray, "C D"], num_old: int
 ) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "M"]]:
-    """The images of rumination and their classes: each image with its own class, and once for every
-    old class whose nearest new class is its own."""
-    images = {new: np.flatnonzero(labels == new) for new in range(seen, len(means))}
-    shifted = [images[new] for new in nearest_new(means, seen)]
-    old_classes = np.repeat(np.arange(seen), [len(rows) for rows in shifted])
+    """Return the images of rumination and their classes.
+
+    Each image occurs with its true class, and once for each old class whose nearest new class is
+    its true class.
+    """
+    images = {new: np.flatnonzero(labels == new) for new in range(num_old, len(means))}
+    shifted = [images[new] for new in nearest_new(means, num_old)]
+    old_classes = np.repeat(np.arange(num_old), [len(rows) for rows in shifted])
     sources = np.concatenate([np.arange(len(labels)), *shifted])
     return sources, np.concatenate([labels, old_classes]).astype(np.int32)

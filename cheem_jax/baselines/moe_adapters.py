@@ -1,14 +1,15 @@
-"""MoE-Adapters: experts parallel to every FFN, shared by all tasks; a router per task selects two
-of them per image.
+"""MoE-Adapters: experts parallel to every FFN that all tasks share; a router per task selects two
+experts per image.
 
-An expert is a small adapter, D -> r (ReLU) -> D, on the tokens after a block's attention half. A
-task's router reads the CLS token there; the softmax of its two largest logits weights two experts
-for all tokens of the image. After a task, the two experts that its images used most are frozen in
-every block: later tasks use them, and train others. The inferred task is the one whose auto-encoder
-reconstructs the features of a light network best. Yu et al., "Boosting Continual Learning of
-Vision-Language Models via Mixture-of-Experts Adapters", CVPR 2024; here, as in the paper's
-comparison, with linear heads instead of texts. Task-ID inference by auto-encoders after Aljundi,
-Chakravarty, Tuytelaars, "Expert Gate: Lifelong Learning with a Network of Experts", CVPR 2017.
+An expert is a small adapter, D -> r (ReLU) -> D, on the tokens after a block's attention half. The
+input of a task's router is the CLS token there; the softmax of the two largest logits weights two
+experts for all tokens of the image. After each task, the two experts that its images used most are
+frozen in every block: later tasks can use them, but not train them. The inferred task is the one
+whose auto-encoder has the lowest reconstruction error on the features of a light network. Yu et
+al., "Boosting Continual Learning of Vision-Language Models via Mixture-of-Experts Adapters", CVPR
+2024; here, as in the paper's comparison, with linear heads instead of texts. Task-ID inference by
+auto-encoders after Aljundi, Chakravarty, Tuytelaars, "Expert Gate: Lifelong Learning with a Network
+of Experts", CVPR 2017.
 """
 
 import dataclasses
@@ -58,28 +59,29 @@ from cheem_jax.run.method import Encoder
 from cheem_jax.run.session import Session
 
 ACTIVE = 2
-"""Experts per image and block, and most used experts of a block that are frozen after a task."""
+"""Number of experts per image and block, and of a block's most used experts that are frozen after a
+task."""
 NOISE_FLOOR = 0.01
 """Smallest standard deviation of the noise on a router's logits."""
 HIDDEN = 100
 """Width of an auto-encoder's hidden layer."""
 ITERATIONS = 300
-"""Steps of Adam per auto-encoder."""
+"""Number of Adam steps per auto-encoder."""
 AUTOENCODER_RATE = 0.01
-"""Adam's initial rate for an auto-encoder, divided by ten after every `DECAY_EVERY` epochs."""
+"""Adam's initial learning rate for an auto-encoder, divided by ten every `DECAY_EVERY` epochs."""
 DECAY_EVERY = 10
 AUTOENCODER_BATCH = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class MoeAdaptersConfig:
-    """MoE-Adapters as the paper's FLOPs imply it."""
+    """Settings of MoE-Adapters, inferred from the paper's FLOPs."""
 
     name: ClassVar[str] = "moe_adapters"
     experts: int = 22
-    """Experts in each block, for all tasks together; they are enough for eleven tasks."""
+    """Number of experts per block, shared by all tasks; 22 experts suffice for eleven tasks."""
     bottleneck: int = 8
-    """Rank of an expert: two experts of rank 8 give the paper's FLOPs (official: 64)."""
+    """Rank of an expert; the paper's FLOPs correspond to two experts of rank 8 (official: 64)."""
     fit: FitConfig = FitConfig(epochs=20)
     batch_size: int = 64
 
@@ -91,15 +93,18 @@ class MoeAdaptersConfig:
 
 
 class Gates(NamedTuple):
-    """The experts of each image of a batch in one block, and their weights."""
+    """Experts of each image of a batch in one block, and their weights."""
 
     chosen: Int[Array, "B k"]
     weights: Float[Array, "B k"]
 
 
 class Training(NamedTuple):
-    """Noise of a training step, of all blocks or of one: weights and normal samples of the noise on
-    the router's logits, and the mask of dropout."""
+    """Noise of a training step in one block or, stacked, in all blocks.
+
+    `noise` are the weights and `normal` the normal samples of the noise on the router's logits;
+    `is_kept` is the mask of dropout.
+    """
 
     noise: Float[Array, "*L D E"]
     normal: Float[Array, "*L B E"]
@@ -107,7 +112,7 @@ class Training(NamedTuple):
 
 
 class MoeTask(NamedTuple):
-    """A learned task's router weights, head and auto-encoder."""
+    """Router weights, head and auto-encoder of a learned task."""
 
     router: Float[np.ndarray, "L D E"]
     head: Head
@@ -115,15 +120,15 @@ class MoeTask(NamedTuple):
 
 
 class MoeState(NamedTuple):
-    """The experts of all tasks; later tasks do not train the frozen ones."""
+    """Experts of all tasks; later tasks do not train the frozen ones."""
 
     experts: Bottleneck
     frozen: Bool[np.ndarray, "L E"]
 
 
 class MoeAdapters(OwnHeads):
-    """See the module. The auto-encoders read the router's features: AlexNet's conv5 in the
-    paper."""
+    """See the module; the input of the auto-encoders is the router's features, AlexNet's conv5 in
+    the paper."""
 
     Learned, State = MoeTask, MoeState
     config: MoeAdaptersConfig
@@ -135,19 +140,21 @@ class MoeAdapters(OwnHeads):
         self.autoencoders = AutoEncoders(self.encoder.width, jit=executor.jit)
 
         def adapted(experts, routers, leaves, inputs, training: Training | None = None):
-            """Features `[B, D]` and chosen experts `[B, L, k]`; `routers` are those of all
-            tasks."""
+            """Compute features `[B, D]` and selected experts `[B, L, k]`; `routers` are those of
+            all tasks."""
             vit = executor.vit_of(leaves)
             chosen = []
 
             def adapter(block: int, z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-                own, noise = (
+                block_experts, noise = (
                     jax.tree.map(operator.itemgetter(block), part) for part in (experts, training)
                 )
                 gates = gate(routers[:, block], summary(z, vit_config), inputs["tasks"], noise)
                 chosen.append(gates.chosen)
                 is_kept = None if noise is None else noise.is_kept[:, : z.shape[1]]
-                return SCALE * mixture(own, gates, z, is_kept, precision=vit_config.precision)
+                return SCALE * mixture(
+                    block_experts, gates, z, is_kept, precision=vit_config.precision
+                )
 
             adapters = {
                 block: functools.partial(adapter, block) for block in range(vit_config.depth)
@@ -187,23 +194,23 @@ class MoeAdapters(OwnHeads):
         return notes
 
     def start(self, task: Task) -> tuple[Bottleneck, np.ndarray, np.ndarray, Head]:
-        """All experts, a router, weights for its noise, and a head."""
+        """Return all experts, a router, weights for its noise, and a head."""
         vit = self.executor.config
         key = self.key(task, Phase.METHOD_INIT, Init.LEARNED)
-        experts = self.known.experts if self.known else init_experts(key, vit, self.config)
+        experts = self.state.experts if self.state else init_experts(key, vit, self.config)
         router = noise = np.zeros((vit.depth, vit.width, self.config.experts), np.float32)
         key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
         return experts, router, noise, grow_head(key, None, vit.width, 0, len(task.classes))
 
     @property
     def frozen(self) -> Bool[np.ndarray, "L E"]:
-        """The experts that the next task does not train."""
-        if self.known:
-            return self.known.frozen
+        """Mask of the experts that the next task does not train."""
+        if self.state:
+            return self.state.frozen
         return np.zeros((self.executor.config.depth, self.config.experts), bool)
 
     def fixed(self, task: Task) -> Any:
-        """The backbone, the frozen experts, and the number of classes."""
+        """Return the backbone, the frozen experts, and the number of classes."""
         return self.executor.leaves, self.frozen, np.int32(len(task.classes))
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
@@ -216,7 +223,7 @@ class MoeAdapters(OwnHeads):
         with session.phase("experts", len(images), fitting.saved) as advance:
             tasks = np.zeros(len(images), np.int32)
             _, chosen = self._over(experts, np.asarray(router)[None], images, tasks, advance)
-            # images per expert and block
+            # number of images per expert and block
             uses = (chosen[..., None] == np.arange(self.config.experts)).sum(axis=(0, 2))
         with session.phase("features"):
             features = self.router_features(task.train.images)
@@ -229,33 +236,35 @@ class MoeAdapters(OwnHeads):
                 advance,
             )
         all_experts = sum(leaf.size for leaf in experts)
-        added = router.size + (0 if self.known else all_experts)
-        self.known = MoeState(experts, freeze(before, uses))
+        added = router.size + (0 if self.state else all_experts)
+        self.state = MoeState(experts, freeze(before, uses))
         self.tasks.append(MoeTask(np.asarray(router), cut(head, num), autoencoder))
-        own = (vit.width + 1) * num + sum(leaf.size for leaf in autoencoder)
-        # the router is trained with weights for its noise, which are dropped after training
-        learned = int((~before).sum()) * (all_experts // before.size) + 2 * router.size + own
+        other_params = (vit.width + 1) * num + sum(leaf.size for leaf in autoencoder)
+        # training also uses weights for the router's noise, which are not stored
+        learned = (
+            int((~before).sum()) * (all_experts // before.size) + 2 * router.size + other_params
+        )
         return {
-            **params_report(vit, added=added, learned=learned, stored=added + own),
+            **params_report(vit, added=added, learned=learned, stored=added + other_params),
             "experts_free": (~before).sum(axis=1).tolist(),
-            "experts_frozen": [np.flatnonzero(row).tolist() for row in self.known.frozen & ~before],
+            "experts_frozen": [np.flatnonzero(row).tolist() for row in self.state.frozen & ~before],
             "expert_uses": uses.tolist(),
             "router_errors": errors,
         }
 
     def costs(self) -> dict[str, int]:
-        """FLOPs per image after the whole stream: F0, the encoder, all tasks' auto-encoders, two
-        experts per block."""
+        """Report the FLOPs per image after the whole stream, with the auto-encoders of all
+        tasks."""
         num = max(self.num_tasks, len(self.tasks))
         num_classes = len(self.classes.classes[-1])
         return moe_costs(self.executor.config, self.encoder, self.config, num, num_classes)
 
     def bytes_beside(self, task: Task) -> int:
-        """See `TrainedBaseline.bytes_beside`: an auto-encoder; it has fewer biases than weights."""
+        """Return the bytes of an auto-encoder, estimated from its weights."""
         return 4 * 4 * self.encoder.width * HIDDEN
 
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
-        """See `OwnHeads.route`: the task of the auto-encoder with the lowest error."""
+        """Infer the task of each image: the task of the auto-encoder with the lowest error."""
         learned = self.placed([task.autoencoder for task in self.tasks])
         return self.autoencoders.route(features, learned, batch_size=self.config.batch_size)
 
@@ -264,13 +273,13 @@ class MoeAdapters(OwnHeads):
             (next_power_of_two(len(self.tasks)), *self.tasks[0].router.shape), np.float32
         )
         routers[: len(self.tasks)] = [task.router for task in self.tasks]
-        return self._over(self.known.experts, routers, images, tasks)[0]
+        return self._over(self.state.experts, routers, images, tasks)[0]
 
     def _over(
         self, experts, routers, images: Images, tasks, advance=unwatched
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Features `[N, D]` and chosen experts `[N, L, k]`; `routers` `[T, L, D, E]` are indexed by
-        `tasks` `[N]`."""
+        """Compute features `[N, D]` and selected experts `[N, L, k]`; `tasks` `[N]` are indices
+        into `routers` `[T, L, D, E]`."""
         inputs = Inputs(images, tasks=tasks)
         return self.over(
             self._adapted, inputs, experts, routers, self.executor.leaves, advance=advance
@@ -278,7 +287,7 @@ class MoeAdapters(OwnHeads):
 
 
 def init_experts(key: jax.Array, vit: ViTConfig, config: MoeAdaptersConfig) -> Bottleneck:
-    """Experts whose output is 0: down uniform within 1 / sqrt(D), the rest 0."""
+    """Initialise experts with the output 0: down is uniform within 1 / sqrt(D), the rest 0."""
     shape = (vit.depth, config.experts, config.bottleneck, vit.width)
     down = jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) / math.sqrt(vit.width)
     return Bottleneck(
@@ -293,7 +302,7 @@ def sample(
     num_tokens: int,
     config: MoeAdaptersConfig,
 ) -> Training:
-    """The noise of a training step on `num` images."""
+    """Sample the noise of a training step on `num` images."""
     normal_key, kept_key = jax.random.split(key)
     normal = jax.random.normal(normal_key, (len(noise), num, config.experts))
     hidden = (len(noise), num, num_tokens, ACTIVE * config.bottleneck)
@@ -307,12 +316,12 @@ def gate(
     training: Training | None = None,
 ) -> Gates:
     """Select the experts of the two largest logits (ties: the first), weighted by the softmax of
-    these two.
+    these logits.
 
-    `token` is the CLS token, and `tasks` selects each image's router; training adds noise of a
+    `token` is the CLS token, and `tasks` selects each image's router. Training adds noise with a
     learned deviation.
     """
-    # float32 products on every device, because a rounded logit may select another expert
+    # float32 products on every device, because a rounded logit can select a different expert
     logits = jnp.einsum("bd,tde->bte", token, routers, precision="highest")
     logits = jnp.take_along_axis(logits, tasks[:, None, None], axis=1)[:, 0]
     if training is not None:
@@ -332,8 +341,10 @@ def mixture(
     *,
     precision: Precision = "float32",
 ) -> Float[Array, "B N D"]:
-    """The weighted sum of each image's experts; no other expert runs. `is_kept` is the mask of
-    dropout."""
+    """Compute the weighted sum of each image's experts without running the remaining experts.
+
+    `is_kept` is the mask of dropout.
+    """
     down, down_bias, up, up_bias = (leaf[gates.chosen] for leaf in experts)  # [B, k, ...]
     num, k, rank, width = down.shape
     hidden = dot(z, down.reshape(num, k * rank, width).mT, precision)
@@ -348,13 +359,14 @@ def mixture(
 def freeze(
     frozen: Bool[np.ndarray, "L E"], uses: Int[np.ndarray, "L E"]
 ) -> Bool[np.ndarray, "L E"]:
-    """Freeze the two most used experts of each block (ties: the first) that any image used."""
+    """Freeze the two most used experts of each block (ties: the first), except experts that no
+    image used."""
     places = np.argsort(-uses, axis=1, kind="stable").argsort(axis=1)
     return frozen | ((places < ACTIVE) & (uses > 0))
 
 
 class AutoEncoders:
-    """Compiled functions that fit and compare auto-encoders of one width."""
+    """Compiled functions for auto-encoders of one input width."""
 
     def __init__(self, width: int, *, jit: Callable[..., Any] = jax.jit):
         self._init = jit(lambda key: init_autoencoder(key, width))
@@ -372,10 +384,9 @@ class AutoEncoders:
         features: Float[np.ndarray, "N E"],
         advance: Advance,
     ) -> tuple[Bottleneck, list[float]]:
-        """Fit a task's auto-encoder; returns it and its mean error per epoch, the last of which can
-        be partial.
+        """Fit a task's auto-encoder; also returns the mean error of each epoch.
 
-        Raises FloatingPointError for a non-finite error.
+        The last epoch can be incomplete. Raises FloatingPointError for a non-finite error.
         """
         num = len(features)
         steps = num_batches(num, AUTOENCODER_BATCH)
@@ -402,14 +413,14 @@ class AutoEncoders:
         return fitting.learned, losses
 
     def images(self, num: int) -> int:
-        """Images that a fit on `num` images reads in all its iterations."""
+        """Return the number of images that a fit on `num` images reads in all its steps."""
         epochs, rest = divmod(ITERATIONS, num_batches(num, AUTOENCODER_BATCH))
         return epochs * num + min(rest * AUTOENCODER_BATCH, num)
 
     def route(
         self, features: Float[np.ndarray, "N E"], learned: Sequence[Bottleneck], *, batch_size: int
     ) -> Int[np.ndarray, "N"]:
-        """The task of each image: that of the lowest error (ties: the lowest task)."""
+        """Infer the task of each image: the task of the lowest error (ties: the earliest task)."""
 
         def of_all(inputs: dict[str, Any]) -> Float[np.ndarray, "B T"]:
             values = jnp.asarray(inputs["features"])
@@ -420,7 +431,7 @@ class AutoEncoders:
 
 
 def init_autoencoder(key: jax.Array, width: int) -> Bottleneck:
-    """Weights uniform within 1 / sqrt(inputs), biases 0."""
+    """Initialise an auto-encoder: weights are uniform within 1 / sqrt(inputs), biases 0."""
     down_key, up_key = jax.random.split(key)
     down = jax.random.uniform(down_key, (width, HIDDEN), minval=-1.0, maxval=1.0) / math.sqrt(width)
     up = jax.random.uniform(up_key, (HIDDEN, width), minval=-1.0, maxval=1.0) / math.sqrt(HIDDEN)
@@ -428,8 +439,8 @@ def init_autoencoder(key: jax.Array, width: int) -> Bottleneck:
 
 
 def errors(learned: Bottleneck, features: Float[Array, "B E"]) -> Float[Array, "B"]:
-    """Mean squared reconstruction error of each image's features."""
-    # float32 products on every device, because errors of two tasks may be close
+    """Compute the mean squared reconstruction error of each image's features."""
+    # float32 products on every device, because the errors of two tasks can be close
     product = functools.partial(jnp.matmul, precision="highest")
     inputs = jax.nn.sigmoid(features)
     hidden = jax.nn.relu(product(inputs, learned.down) + learned.down_bias)
@@ -444,10 +455,11 @@ def moe_costs(
     num_tasks: int,
     num_classes: int = 0,
 ) -> dict[str, int]:
-    """FLOPs per image: F0, the encoder, an auto-encoder per task, and two experts per block."""
+    """Report the FLOPs per image: F0, the encoder, an auto-encoder per task, and two experts per
+    block."""
     identify = num_tasks * 2 * 2 * encoder.width * HIDDEN
     rank = ACTIVE * config.bottleneck
-    # all tasks' routers compute logits, of which an image uses its own
+    # the routers of all tasks compute logits, although an image uses the logits of a single one
     routers = vit.depth * 2 * vit.width * config.experts * next_power_of_two(num_tasks)
     executed = identify + executed_adapter_flops(vit, rank) + routers
     return pass_costs(

@@ -1,15 +1,15 @@
-"""Machinery of the methods with prompts: a frozen backbone, and prompts for all tasks together or
-per task.
+"""Base classes of the methods that learn prompts for a frozen backbone.
 
-L2P, DualPrompt and CODA-Prompt (`Prompting`) select prompts by the frozen backbone's feature of an
-image. This query is the CLS token of a pass without prompts, cached per image. Prompts act as keys
-and values before those of a block. One linear head has the classes of all tasks. Training uses the
-columns of the current task alone, and a prediction is the largest logit of all classes; the paper's
-comparison of heads measures this gap.
+L2P, DualPrompt and CODA-Prompt (`Prompting`) learn prompts that all tasks share. They select
+prompts by a query: the CLS token of a pass without prompts, cached per image. Prompts are
+additional keys and values of a block's attention. One linear head predicts the classes of all
+tasks. Training uses the columns of the current task alone, but a prediction is the largest logit of
+all classes.
 
 S-Prompts and DIKI (`OwnPrompts`) learn prompts and a head per task, and a router infers the task ID
-of an image. Tasks are independent: their order changes nothing. A batch contains images of several
-tasks, each with the prompts of its task, gathered from a stack whose length is a power of two.
+of an image. Tasks are independent of their order in the stream. A batch can contain images of
+different tasks: the prompts of each image are gathered from a stack, which is padded to a power of
+two.
 """
 
 import abc
@@ -32,32 +32,32 @@ from cheem_jax.data.task import Task
 from cheem_jax.run.session import Session
 
 Prompts = dict[str, Any]
-"""A method's learned arrays by name, on the host or on the devices."""
+"""A method's learned arrays, keyed by name, on the host or on the devices."""
 
 
 class Attached(NamedTuple):
-    """The prompts of a batch: prefixes by block, and the loss of the keys per image."""
+    """Prompts of a batch: prefixes keyed by block, and the loss of the keys for each image."""
 
     prefixes: Mapping[int, Prefix]
     key_loss: Float[Array, "B"]
 
 
 class PromptingState(NamedTuple):
-    """The prompts of all tasks, and the head of all classes."""
+    """Prompts of all tasks, and the head of all classes."""
 
     prompts: Prompts
     head: Head
 
 
 class Prompting(OneHead):
-    """A frozen backbone with prompts and one head for all classes."""
+    """A frozen backbone with prompts, and one head for all classes."""
 
     State = PromptingState
 
     def build(self) -> None:
         executor = self.executor
         check_layers(self.layers, executor.config.depth)
-        self.known = PromptingState({}, no_classes(executor.config.width))
+        self.state = PromptingState({}, no_classes(executor.config.width))
 
         def logits(prompts, head, leaves, inputs, task, is_training):
             vit = executor.vit_of(leaves)
@@ -68,7 +68,7 @@ class Prompting(OneHead):
         def loss(learned, fixed, batch: FitBatch):
             (prompts, head), (leaves, task, first, num) = learned, fixed
             values, key_loss = logits(prompts, head, leaves, batch.inputs, task, True)
-            # old columns get no gradient; keys are pulled to the queries
+            # columns of earlier classes have the gradient 0; keys are pulled to the queries
             local = local_cross_entropy(values, batch.labels, batch.weights, first, num)
             return local + (key_loss * batch.weights).sum()
 
@@ -81,12 +81,12 @@ class Prompting(OneHead):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Blocks with prompts."""
+        """Indices of the blocks with prompts."""
         return self.config.layers
 
     @abc.abstractmethod
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """The initial prompts of task `index`; `prompts` is empty before the first task."""
+        """Return the initial prompts of task `index`; `prompts` is empty before the first task."""
 
     @abc.abstractmethod
     def attach(
@@ -103,40 +103,41 @@ class Prompting(OneHead):
 
     @abc.abstractmethod
     def added_flops(self) -> dict[str, int]:
-        """FLOPs per image that prompts add to a pass, for `pass_costs`.
+        """Return the additional FLOPs per image of the prompts, as arguments of `pass_costs`.
 
-        Only `executed` contains the selection or mixing of prompts, which the paper does not count.
+        Only `executed` includes the selection or mixing of prompts, which the paper does not count.
         """
 
     @abc.abstractmethod
     def num_params(self, index: int) -> tuple[int, int]:
-        """Numbers of prompt parameters that task `index` trains, and that it adds to the stored
-        ones."""
+        """Return the number of prompt parameters that task `index` trains, and the number that it
+        adds to the stored ones."""
 
     def start(self, task: Task) -> tuple[Prompts, Head]:
-        """All prompts, and the whole head."""
+        """Return all prompts and the whole head, with columns for the task."""
         prompts = self.begin_task(
-            self.key(task, Phase.METHOD_INIT, Init.LEARNED), self.known.prompts, len(self.classes)
+            self.key(task, Phase.METHOD_INIT, Init.LEARNED), self.state.prompts, len(self.classes)
         )
         key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
         width = self.executor.config.width
-        return prompts, grow_head(key, self.known.head, width, self.classes.num, len(task.classes))
+        return prompts, grow_head(key, self.state.head, width, self.classes.num, len(task.classes))
 
     def fixed(self, task: Task) -> Any:
-        """The backbone, and the columns of the task."""
+        """Return the backbone, the number of the task, its first column, and its number of
+        classes."""
         position = (len(self.classes), self.classes.num, len(task.classes))
         return (self.executor.leaves, *map(np.int32, position))
 
     def inputs(self, task: Task, session: Session) -> Inputs:
-        """Images and their queries."""
+        """Return the images and their queries."""
         with session.phase("features"):
             return Inputs(task.train.images, query=self.features(task.train.images))
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
-        """Store the prompts and the head."""
+        """Store the prompts and the head of all classes."""
         num = len(task.classes)
         prompts, head = fitting.learned
-        self.known = PromptingState(prompts, cut(head, self.classes.num + num))
+        self.state = PromptingState(prompts, cut(head, self.classes.num + num))
         learned, added = self.num_params(len(self.classes))
         vit = self.executor.config
         head_params = (vit.width + 1) * num
@@ -145,24 +146,24 @@ class Prompting(OneHead):
         )
 
     def costs(self) -> dict[str, int]:
-        """FLOPs per image: a pass for the query, and a pass with prompts and the head."""
+        """Report the FLOPs per image: a pass for the query, and a pass with prompts and head."""
         vit = self.executor.config
         encoder = self.features.encoder
         return pass_costs(vit, self.classes.num, encoder=encoder, **self.added_flops())
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        head = padded(self.known.head)
+        head = padded(self.state.head)
         last = np.int32(len(self.classes) - 1)
         inputs = Inputs(images, query=self.features(images))
-        return self.over(self._answer, inputs, self.known.prompts, head, self.executor.leaves, last)
+        return self.over(self._answer, inputs, self.state.prompts, head, self.executor.leaves, last)
 
     def meta(self) -> dict[str, Any]:
-        """The number of tasks, among which the prompts can be divided."""
+        """Return the number of tasks, because a method can divide its prompts among them."""
         return {"num_tasks": self.num_tasks}
 
 
 class PromptedTask(NamedTuple):
-    """Prompts, head and router statistics of a task."""
+    """Prompts, head and router statistics of one task."""
 
     prompts: dict[str, np.ndarray]
     head: Head
@@ -170,7 +171,7 @@ class PromptedTask(NamedTuple):
 
 
 class OwnPrompts(OwnHeads):
-    """A frozen backbone behind a router, with prompts and a head per task."""
+    """A frozen backbone with prompts and a head per task, and a router."""
 
     Learned = PromptedTask
 
@@ -203,11 +204,11 @@ class OwnPrompts(OwnHeads):
 
     @abc.abstractmethod
     def begin_prompts(self, key: jax.Array) -> Prompts:
-        """The initial prompts of a task."""
+        """Return the initial prompts of a task."""
 
     @abc.abstractmethod
     def enter(self, vit: ViT, images: Array) -> Float[Array, "B N D"]:
-        """Tokens that do not depend on any prompt."""
+        """Compute the tokens that do not depend on prompts."""
 
     @abc.abstractmethod
     def prompted(
@@ -216,28 +217,29 @@ class OwnPrompts(OwnHeads):
         tokens: Float[Array, "B N D"],
         prompts: Mapping[str, Float[Array, "B ..."]],
     ) -> Float[Array, "B D"]:
-        """Features of each image with its own prompts."""
+        """Compute the features of each image with the prompts of its task."""
 
     @abc.abstractmethod
     def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
-        """The router's statistics of a task, from the frozen features of its training images."""
+        """Fit the router's statistics of a task to the frozen features of its training images."""
 
     def number(self, task: Task) -> int:
-        """See `TrainedBaseline.number`: independent of the task's position in the stream."""
+        """Return a number that depends only on the task's name, not on its position in the
+        stream."""
         return task_number(task.name)
 
     def start(self, task: Task) -> tuple[Prompts, Head]:
-        """Prompts and a head."""
+        """Return the initial prompts and an initial head."""
         prompts = self.begin_prompts(self.key(task, Phase.METHOD_INIT, Init.LEARNED))
         key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
         return prompts, grow_head(key, None, self.executor.config.width, 0, len(task.classes))
 
     def fixed(self, task: Task) -> Any:
-        """The backbone, and the number of classes."""
+        """Return the backbone and the number of classes."""
         return self.executor.leaves, np.int32(len(task.classes))
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
-        """Store prompts and head, and the router's statistics of the task."""
+        """Store prompts and head, and fit the router's statistics of the task."""
         vit = self.executor.config
         num = len(task.classes)
         prompts, head = fitting.learned
@@ -253,7 +255,8 @@ class OwnPrompts(OwnHeads):
         return params_report(vit, added=added, learned=learned, stored=learned + statistics)
 
     def stack(self) -> dict[str, np.ndarray]:
-        """The prompts of all tasks, padded to a power of two with those of the first task."""
+        """Stack the prompts of all tasks, padded to a power of two with the prompts of the first
+        task."""
         num = len(self.tasks)
         tasks = [*self.tasks, *[self.tasks[0]] * (next_power_of_two(num) - num)]
         return {name: np.stack([task.prompts[name] for task in tasks]) for name in tasks[0].prompts}
@@ -266,7 +269,7 @@ def halves(prompts: Float[Array, "B P D"]) -> Prefix:
 
 
 def cosine(a: Float[Array, "... D"], b: Float[Array, "... D"]) -> Float[Array, "..."]:
-    """Cosine over the last axis; its gradient is finite at zero vectors."""
+    """Compute the cosine over the last axis; its gradient is finite at zero vectors."""
     norms = jnp.sqrt((a * a).sum(-1) + 1e-24) * jnp.sqrt((b * b).sum(-1) + 1e-24)
     return (a * b).sum(-1) / norms
 

@@ -1,10 +1,10 @@
 """S-Prompts: ten prompt tokens and a linear head per task; the nearest centroid of frozen features
 infers the task ID.
 
-The tokens enter the first block between the CLS token and the patches, without position embedding.
-Tasks share nothing, so only the router loses accuracy as tasks accumulate. Wang, Huang and Hong,
-"S-Prompts Learning with Pre-trained Transformers: An Occam's Razor for Domain Incremental
-Learning", NeurIPS 2022 (its image-only variant).
+The tokens are inserted between the CLS token and the patches before the first block, without
+position embedding. Tasks share no parameters, so an additional task can only reduce the accuracy of
+the router. Wang, Huang and Hong, "S-Prompts Learning with Pre-trained Transformers: An Occam's
+Razor for Domain Incremental Learning", NeurIPS 2022 (its image-only variant).
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class SPromptsConfig:
 
     name: ClassVar[str] = "s_prompts"
     length: int = 10
-    """Prompt tokens per task."""
+    """Number of prompt tokens per task."""
     fit: FitConfig = FitConfig(epochs=20, schedule="constant")
     router: RouterConfig = RouterConfig()
     batch_size: int = 64
@@ -55,14 +55,14 @@ class SPrompts(OwnPrompts):
     config: SPromptsConfig
 
     def begin_prompts(self, key: jax.Array) -> Prompts:
-        """U(-1/sqrt(D), 1/sqrt(D)), as in the official code."""
+        """Initialise the prompt tokens from U(-1/sqrt(D), 1/sqrt(D)), as in the official code."""
         width = self.executor.config.width
         bound = 1 / math.sqrt(width)
         shape = (self.config.length, width)
         return {"tokens": jax.random.uniform(key, shape, minval=-bound, maxval=bound)}
 
     def enter(self, vit: ViT, images: Array) -> Float[Array, "B N D"]:
-        """See `OwnPrompts.enter`: the tokens with their position embedding."""
+        """Compute the image tokens with their position embedding."""
         return vit.embed(images)
 
     def prompted(
@@ -71,7 +71,7 @@ class SPrompts(OwnPrompts):
         tokens: Float[Array, "B N D"],
         prompts: Mapping[str, Float[Array, "B ..."]],
     ) -> Float[Array, "B D"]:
-        """See `OwnPrompts.prompted`."""
+        """Compute the features of each image with the prompt tokens of its task."""
         first = int(vit.config.pool == "class")
         parts = [tokens[:, :first], prompts["tokens"], tokens[:, first:]]
         return vit.features(vit.run_blocks(jnp.concatenate(parts, axis=1)))
@@ -81,7 +81,7 @@ class SPrompts(OwnPrompts):
         return {"centroids": fit_centroids(features, self.config.router.num_centroids, seed=seed)}
 
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
-        """See `OwnHeads.route`: the task of the nearest centroid."""
+        """Infer the task of each image: the task of the nearest centroid."""
         centroids = [task.router["centroids"] for task in self.tasks]
         return centroid_distances(features, centroids).argmin(axis=1).astype(np.int32)
 
@@ -91,12 +91,12 @@ class SPrompts(OwnPrompts):
         )
 
     def bytes_beside(self, task: Task) -> int:
-        """See `TrainedBaseline.bytes_beside`: the centroids."""
+        """Return the bytes of the centroids."""
         return 4 * self.config.router.num_centroids * self.router_features.encoder.width
 
     def costs(self) -> dict[str, int]:
-        """FLOPs per image: 2 F0 + n TOK if the backbone itself infers the task ID, for n prompt
-        tokens."""
+        """Report the FLOPs per image: 2 F0 + n TOK for n prompt tokens if the backbone itself
+        infers the task ID."""
         vit = self.executor.config
         extra = self.config.length
         num_classes = len(self.classes.classes[-1])

@@ -1,11 +1,11 @@
-"""TUNA: adapters per task; the most certain of them and a merge of all predict together.
+"""TUNA: adapters per task; the most certain adapters and merged adapters predict together.
 
-One set of adapters trains through the stream, and a copy is stored after each task. Heads are
-cosine classifiers, aligned after each task on features sampled from a Gaussian per class. An image
-runs through every copy: the prediction with the lowest entropy and that of the merged "universal"
-adapters are summed. Wang et al., "Integrating Task-Specific and Universal Adapters for Pre-Trained
-Model-based Class-Incremental Learning", ICCV 2025; the merge follows Huang et al., "EMR-Merging:
-Tuning-Free High-Performance Model Merging", NeurIPS 2024.
+One set of adapters is trained through the stream, and a copy is stored after each task. Heads are
+cosine classifiers. After each task, they are aligned on features sampled from a Gaussian per class.
+A prediction runs the image through every copy. It sums the probabilities with the lowest entropy
+and the probabilities of the merged "universal" adapters. Wang et al., "Integrating Task-Specific
+and Universal Adapters for Pre-Trained Model-based Class-Incremental Learning", ICCV 2025; the merge
+follows Huang et al., "EMR-Merging: Tuning-Free High-Performance Model Merging", NeurIPS 2024.
 """
 
 import dataclasses
@@ -41,27 +41,28 @@ from cheem_jax.engine import hosts
 from cheem_jax.run.session import Session
 
 JITTER = 1e-4
-"""Added to every variance: classes of few images have a covariance without full rank."""
+"""Addend of every variance; the covariance of a class with few images lacks full rank."""
 TEMPERATURE = 20.0
 """Factor of the cosines before each softmax."""
 ALIGNMENT_PERIOD = 5
-"""Epochs of half a cosine: the alignment's rate decays to 0 in so many epochs, and rises again in
-as many."""
+"""Number of epochs of half a cosine: the alignment's learning rate decays to 0 in this period, and
+increases again in the next one."""
 ALIGNMENT_RATE = 5e-3
-"""Initial rate of the alignment's SGD."""
+"""Initial learning rate of the alignment's SGD."""
 SAMPLES = 5
-"""Batches of features that the alignment samples per class and epoch."""
+"""Number of batches of features that the alignment samples per class and epoch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TunaConfig(AdapterConfig):
-    """TUNA with the optimizer of the paper's comparison."""
+    """Settings of TUNA, with the optimizer of the paper's comparison."""
 
     name: ClassVar[str] = "tuna"
     bottleneck: int = 16
     """Rank of an adapter."""
     alignment_epochs: int = 30
-    """Epochs of the alignment of all heads since the second task (official: 10 for ImageNet-A)."""
+    """Number of epochs of the alignment of all heads, since the second task (official: 10 for
+    ImageNet-A)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,21 +70,23 @@ class TunaConfig(AdapterConfig):
 
 
 class Gaussians(NamedTuple):
-    """Features of each class of a task: means, and Cholesky factors of the covariances."""
+    """Gaussians of the features of a task's classes: means, and Cholesky factors of the
+    covariances."""
 
     means: Float[np.ndarray, "C D"]
     spreads: Float[np.ndarray, "C D D"]
 
 
 class TunaTask(NamedTuple):
-    """Adapters of a task, from which the next task continues, and Gaussians of its classes."""
+    """Adapters of a task, and the Gaussians of its classes; the next task starts from these
+    adapters."""
 
     adapters: Bottleneck
     gaussians: Gaussians
 
 
 class TunaState(NamedTuple):
-    """The weight of the cosine head of all classes so far."""
+    """Weight of the cosine head of all learned classes."""
 
     head: Float[np.ndarray, "D C"]
 
@@ -97,7 +100,7 @@ class Tuna(AdapterBaseline):
     def build(self) -> None:
         super().build()
         executor = self.executor
-        self.known = TunaState(np.zeros((executor.config.width, 0), np.float32))
+        self.state = TunaState(np.zeros((executor.config.width, 0), np.float32))
 
         def loss(learned, fixed, batch: FitBatch):
             (adapters, weight), (leaves, num) = learned, fixed
@@ -121,7 +124,7 @@ class Tuna(AdapterBaseline):
             return mean + jax.random.normal(key, (num, len(mean))) @ spread.T
 
         self.fitter = Fitter(loss, jit=executor.jit, layout=executor.layout)
-        # the official code's SGD
+        # SGD as in the official code
         sgd = optax.chain(optax.add_decayed_weights(5e-4), optax.trace(decay=0.9))
         self.aligner = Fitter(alignment_loss, sgd, jit=executor.jit)
         self._answer, self._sample = answer, sample
@@ -148,30 +151,30 @@ class Tuna(AdapterBaseline):
         return notes
 
     def start(self, task: Task) -> tuple[Bottleneck, jax.Array]:
-        """Adapters, and the head's columns of the task."""
+        """Return the adapters, and the initial columns of the head for the task."""
         adapters = self.tasks[-1].adapters if self.tasks else self.new_adapters(task)
         return adapters, padded_columns(self.new_columns(task))
 
     def fixed(self, task: Task) -> Any:
-        """The backbone, and the number of classes."""
+        """Return the backbone and the number of classes."""
         return self.executor.leaves, np.int32(len(task.classes))
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
         """Store a copy of the adapters and the task's Gaussians, and align all heads."""
         num = len(task.classes)
         labels = task.train.labels
-        adapters, own = fitting.learned
+        adapters, columns = fitting.learned
         with session.phase("statistics", len(labels), fitting.saved) as advance:
             features = self.features_with(adapters, task.train.images, advance)
             gaussians = gaussians_of(features, labels, num)
         self.tasks.append(TunaTask(adapters, gaussians))
-        head = np.concatenate([self.known.head, np.asarray(own)[:, :num]], axis=1)
+        head = np.concatenate([self.state.head, np.asarray(columns)[:, :num]], axis=1)
         losses = []
         if len(self.tasks) > 1:
             total = self.config.alignment_epochs * head.shape[1] * self.num_samples
             with session.phase("alignment", total, fitting.saved) as advance:
                 head, losses = self.aligned(head, advance)
-        self.known = TunaState(head)
+        self.state = TunaState(head)
         vit = self.executor.config
         added = adapter_params(vit, self.config.bottleneck)
         head_params = vit.width * num
@@ -180,10 +183,10 @@ class Tuna(AdapterBaseline):
         return {**report, "alignment_losses": losses}
 
     def costs(self) -> dict[str, int]:
-        """FLOPs per image after the whole stream: a pass per task and, for several tasks, a pass
-        with universal adapters.
+        """Report the FLOPs per image after the whole stream.
 
-        The paper's count (T + 1) F0 contains neither adapters nor heads.
+        They are a pass per task and, for more than one task, a pass with universal adapters. The
+        paper's count (T + 1) F0 includes neither adapters nor heads.
         """
         num = max(self.num_tasks, len(self.tasks))
         passes = num + 1 if num > 1 else 1
@@ -193,7 +196,7 @@ class Tuna(AdapterBaseline):
 
     @property
     def num_samples(self) -> int:
-        """Features that the alignment samples per class and epoch, and its batch size."""
+        """Number of features that the alignment samples per class and epoch, and its batch size."""
         return SAMPLES * self.config.batch_size
 
     def aligned(
@@ -201,8 +204,7 @@ class Tuna(AdapterBaseline):
     ) -> tuple[Float[np.ndarray, "D C"], list[float]]:
         """Train the head on features sampled from the Gaussians of all classes.
 
-        Returns the head and the mean loss of each epoch. Raises FloatingPointError for a non-finite
-        loss.
+        Also returns the mean loss of each epoch. Raises FloatingPointError for a non-finite loss.
         """
         keys, size = self.keys, self.num_samples
         index = len(self.tasks) - 1
@@ -244,14 +246,14 @@ class Tuna(AdapterBaseline):
         return np.asarray(fitting.learned)[:, : len(means)], losses
 
     def bytes_beside(self, task: Task) -> int:
-        """See `TrainedBaseline.bytes_beside`: the task's Gaussians, and the columns of earlier
+        """Return the bytes of the task's Gaussians, and of the head's columns of earlier
         classes."""
         width = self.executor.config.width
         return 4 * (len(task.classes) * width * (1 + width) + width * self.classes.num)
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        """See `OneHead.logits`: probabilities by the most certain adapters plus those by the
-        universal adapters."""
+        """Compute the sum of the probabilities by the most certain adapters and by the universal
+        adapters."""
         bank = [task.adapters for task in self.tasks]
 
         def run(bank, universal, *rest: Any) -> Float[np.ndarray, "N P"]:
@@ -262,7 +264,7 @@ class Tuna(AdapterBaseline):
                 return certain
             return certain + hosts.fetch(self._answer(universal, *rest)[0])
 
-        head = padded_columns(self.known.head)
+        head = padded_columns(self.state.head)
         num = np.int32(self.classes.num)
         return self.over(run, Inputs(images), bank, merge(bank), head, self.executor.leaves, num)
 
@@ -270,14 +272,16 @@ class Tuna(AdapterBaseline):
 def cosine_loss(
     features: Float[Array, "B D"], weight: Float[Array, "D P"], num, batch: FitBatch
 ) -> Float[Array, ""]:
-    """Cross-entropy of scaled cosines over the first `num` classes."""
+    """Compute the cross-entropy of scaled cosines over the first `num` classes."""
     logits = TEMPERATURE * cosines(features, weight)
     return local_cross_entropy(logits, batch.labels, batch.weights, 0, num)
 
 
 def merge(bank: Sequence[Bottleneck]) -> Bottleneck:
-    """The universal adapters: each number has the sign of its mean over tasks, and its largest size
-    with that sign."""
+    """Merge adapters to the universal adapters.
+
+    Each element has the sign of its mean over tasks, and the largest magnitude with that sign.
+    """
 
     def merged(*parts: Any) -> Float[np.ndarray, "*S"]:
         tasks = np.stack([np.asarray(part) for part in parts])
@@ -290,21 +294,21 @@ def merge(bank: Sequence[Bottleneck]) -> Bottleneck:
 def most_certain(
     probabilities: Float[np.ndarray, "T N P"], entropies: Float[np.ndarray, "T N"]
 ) -> Float[np.ndarray, "N P"]:
-    """For each image the probabilities with the lowest entropy (ties: of the earliest task's
-    adapters)."""
+    """Return for each image the probabilities with the lowest entropy (ties: those of the earliest
+    task)."""
     return probabilities[entropies.argmin(axis=0), np.arange(entropies.shape[1])]
 
 
 def gaussians_of(
     features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num: int
 ) -> Gaussians:
-    """Fit a Gaussian per class; that of a single image has the variance `JITTER`."""
+    """Fit a Gaussian per class; the variance of a class with a single image is `JITTER`."""
     means, spreads = [], []
     for c in range(num):
-        own = features[labels == c].astype(np.float64)
-        mean = own.mean(axis=0)
-        centred = own - mean
-        covariance = centred.T @ centred / max(len(own) - 1, 1)
+        points = features[labels == c].astype(np.float64)
+        mean = points.mean(axis=0)
+        centred = points - mean
+        covariance = centred.T @ centred / max(len(points) - 1, 1)
         means.append(mean.astype(np.float32))
         spreads.append(
             np.linalg.cholesky(covariance + JITTER * np.eye(len(mean))).astype(np.float32)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.baselines.catalogue import DEMO_BOUND, NEED_A_ROUTER, Name, preset_of
+from cheem_jax.baselines.catalogue import DEMO_BOUND, NEED_A_ROUTER, MethodName, preset_of
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cli.arguments import ADVANCED, arguments_of
 from cheem_jax.continual import RunConfig, run_stream
@@ -23,7 +23,7 @@ class Demo:
 
     run_dir: Path = Path("runs/demo")
     """Where the run is kept; an unfinished one is continued."""
-    method: Name = "cheem"
+    method: MethodName = "cheem"
     """The method that learns; for `cheem_lite` and `moe_adapters` the bundled vit_nano infers the
     task ID."""
     seed: int = 0

@@ -14,10 +14,10 @@ from cheem_jax.backbone.alexnet import load_alexnet
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
 from cheem_jax.baselines.catalogue import (
     NAMES,
-    Baseline,
+    BaselineConfig,
     FrozenNetworks,
     MethodConfig,
-    Name,
+    MethodName,
     preset_of,
 )
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
@@ -87,10 +87,10 @@ class Run(Common):
     augment: bool = False
     """Short for --cheem.augment: crop, flip and change training images at random, new in every
     epoch."""
-    method: Name = "cheem"
+    method: MethodName = "cheem"
     """Method that learns. full_finetune and lora_finetune are upper bounds: they are given the task
     ID."""
-    options: AvoidSubcommands[Baseline | None] = None
+    options: AvoidSubcommands[BaselineConfig | None] = None
     """Settings of every method except `cheem` and `cheem_lite`."""
     pixel_norm: Literal["checkpoint", "unit"] = "checkpoint"
     """Scale of pixels: as the weights were trained, or 0..1, as in the CODA-Prompt code for all
@@ -124,7 +124,7 @@ class Run(Common):
     def defaults(cls, arguments: Sequence[str]) -> "Run":
         """The defaults for a command line: its preset and its method decide them."""
         preset: Preset = _last_value(arguments, "preset", PRESETS) or "paper"
-        method: Name = _last_value(arguments, "method", NAMES) or "cheem"
+        method: MethodName = _last_value(arguments, "method", NAMES) or "cheem"
         config = preset_of(method, preset)
         options = None if isinstance(config, CheemConfig) else config
         return cls(cheem=PRESETS[preset], preset=preset, method=method, options=options)
