@@ -56,7 +56,7 @@ PRESETS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ComponentStudy(cheem_run.Data):
+class ComponentStudy(cheem_run.StreamInputs):
     """Transfer and forgetting of eleven components of a ViT block."""
 
     stream: str = cheem_run.DEMO
@@ -84,9 +84,10 @@ def main(settings: ComponentStudy) -> None:
     components = learning.components_of(settings.components)
     seeds = seeds_of(settings.seeds)
     data = {
-        field.name: getattr(settings, field.name) for field in dataclasses.fields(cheem_run.Data)
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(cheem_run.StreamInputs)
     }
-    loaded = cheem_run.load(cheem_run.Run(cheem=CHEEM_PRESETS["quick"], **data), progress)
+    loaded = cheem_run.load(cheem_run.RunSettings(cheem=CHEEM_PRESETS["quick"], **data), progress)
     training = PRESETS[settings.preset]
     command = ["experiments/component_study.py", *arguments_of(settings)]
     learn(

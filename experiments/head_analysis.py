@@ -64,10 +64,10 @@ class HeadAnalysis:
     out: Path = Path("runs/heads")
     """Folder of tables and figures."""
 
-    def settings(self, config: Mapping[str, Any]) -> cheem_run.Run:
+    def settings(self, config: Mapping[str, Any]) -> cheem_run.RunSettings:
         """Settings that load the images and weights of a run, from its
         `config.json`."""
-        return cheem_run.Run(
+        return cheem_run.RunSettings(
             cheem=PRESETS["quick"],
             stream=self.stream or config["stream"],
             tasks=",".join(config["tasks"]),

@@ -39,7 +39,7 @@ from cheem_jax.run_config import find_base_means, make_networks
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchStudy(cheem_run.Data):
+class SearchStudy(cheem_run.StreamInputs):
     """Searches by several recipes on the same tasks."""
 
     stream: str = cheem_run.DEMO
@@ -104,14 +104,15 @@ def main(settings: SearchStudy) -> None:
         [] if settings.behind is None else [name.strip() for name in settings.behind.split(",")],
     )
     fields = {
-        field.name: getattr(settings, field.name) for field in dataclasses.fields(cheem_run.Data)
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(cheem_run.StreamInputs)
     }
     if settings.tasks is not None:
         asked = [name.strip() for name in settings.tasks.split(",")]
         fields["tasks"] = ",".join(
             [*plan.behind, *(name for name in asked if name not in plan.behind)]
         )
-    source = cheem_run.Run(
+    source = cheem_run.RunSettings(
         **fields, base_data=settings.base_data, engine=settings.engine, cheem=RECIPES["quick"]
     )
     study(

@@ -142,7 +142,7 @@ def run_all(
 
 def run_as_jobs(
     study: Study,
-    settings: Sequence[tuple[Variant, cheem_run.Run]],
+    settings: Sequence[tuple[Variant, cheem_run.RunSettings]],
     progress: Progress,
     after_each: Callable[[Results], object],
 ) -> Results:
@@ -170,7 +170,7 @@ def run_as_jobs(
     return report()
 
 
-def expected_config(settings: cheem_run.Run) -> dict[str, Any]:
+def expected_config(settings: cheem_run.RunSettings) -> dict[str, Any]:
     """The part of a run's configuration that does not depend on weights and images."""
     config = cheem_run.make_run_config(settings)
     expected = {
@@ -193,13 +193,13 @@ def task_names(stream: str, tasks: str | None = None, data_dir: Path | None = No
     )
 
 
-def run_settings(study: Study, variant: Variant, seed: int) -> cheem_run.Run:
+def run_settings(study: Study, variant: Variant, seed: int) -> cheem_run.RunSettings:
     """One run of a study as the settings of `mtil.py`."""
     preset = study.chosen_preset
     config = changed(preset_of(variant.method, preset), variant.config)
     is_cheem = isinstance(config, CheemConfig)
     names = [field.name for field in dataclasses.fields(cheem_run.Common)]
-    return cheem_run.Run(
+    return cheem_run.RunSettings(
         **{
             **{name: getattr(study, name) for name in names},
             "preset": preset,
@@ -226,16 +226,18 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     return config
 
 
-def _source(settings: cheem_run.Run) -> tuple[Any, ...]:
+def _source(settings: cheem_run.RunSettings) -> tuple[Any, ...]:
     """The settings that decide weights and images of a run."""
-    return tuple(getattr(settings, field.name) for field in dataclasses.fields(cheem_run.Data))
+    return tuple(
+        getattr(settings, field.name) for field in dataclasses.fields(cheem_run.StreamInputs)
+    )
 
 
-def loader(study: Study, progress: Progress) -> Callable[[cheem_run.Run], cheem_run.Loaded]:
+def loader(study: Study, progress: Progress) -> Callable[[cheem_run.RunSettings], cheem_run.Loaded]:
     """A function that loads weights and images of a run and reuses those of the last one."""
     cached: dict[tuple[Any, ...], cheem_run.Loaded] = {}
 
-    def load(settings: cheem_run.Run) -> cheem_run.Loaded:
+    def load(settings: cheem_run.RunSettings) -> cheem_run.Loaded:
         source = _source(settings)
         if source not in cached:
             cached.clear()

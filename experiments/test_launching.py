@@ -175,7 +175,7 @@ def test_a_job_stops_before_it_queues_again_and_stays_where_slurm_takes_it_back(
 ):
     happened = []
 
-    def work(settings: cheem_run.Run) -> None:
+    def work(settings: cheem_run.RunSettings) -> None:
         with stop_requests() as stop:
             signal.raise_signal(number)
             happened.append("stopped" if stop else "missed")

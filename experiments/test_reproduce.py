@@ -260,7 +260,7 @@ def test_what_is_no_run_or_has_no_command_is_refused_in_one_line(capsys, run_dir
 
 
 def test_data_that_is_gone_is_named(capsys, run_dir, tmp_path):
-    settings = reproduce.cheem_run.Run(
+    settings = reproduce.cheem_run.RunSettings(
         cheem=PRESETS["demo"], preset="demo", backbone="vit_micro", stream=str(tmp_path / "birds")
     )
     edit(run_dir, command=["experiments/mtil.py", *arguments_of(settings)])
@@ -273,7 +273,7 @@ def test_data_that_is_gone_is_named(capsys, run_dir, tmp_path):
         (["cheem", "demo"], Demo(Path("/somewhere"), seed=3, upper_bound=True)),
         (
             ["experiments/mtil.py"],
-            reproduce.cheem_run.Run(
+            reproduce.cheem_run.RunSettings(
                 cheem=PRESETS["quick"],
                 preset="quick",
                 run_dir=Path("/somewhere"),

@@ -81,7 +81,7 @@ METHODS = st.builds(
     weights=st.sampled_from(["initial", "inherited"]),
 )
 MTILS = st.builds(
-    cheem_run.Run,
+    cheem_run.RunSettings,
     cheem=METHODS | st.sampled_from(list(PRESETS.values())),
     preset=st.sampled_from(list(PRESETS)),
     backbone=TEXTS,
@@ -129,7 +129,7 @@ def test_the_arguments_of_every_method_give_its_settings_again(method, preset):
         options = dataclasses.replace(
             options, fit=dataclasses.replace(options.fit, epochs=3), batch_size=7
         )
-    asked = cheem_run.Run(
+    asked = cheem_run.RunSettings(
         cheem=PRESETS["quick"],
         preset="quick",
         method=method,

@@ -79,7 +79,7 @@ def test_without_a_home_folder_a_note_says_so(monkeypatch, sound, capsys):
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # Python's answer without a home
     for name in ("XDG_CACHE_HOME", "TFDS_DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(doctor, "STEPS", {"caches": doctor.STEPS["caches"]})
+    monkeypatch.setattr(doctor, "CHECKS", {"caches": doctor.CHECKS["caches"]})
     doctor.probe(network=False)
     name, _, problem = json.loads(capsys.readouterr().out)
     monkeypatch.setattr(doctor, "run_probe", lambda _: ({name: {}}, [doctor.Problem(*problem)]))

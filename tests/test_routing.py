@@ -287,8 +287,10 @@ def test_a_router_is_chosen_on_the_command_line():
         "--cheem.router.shrinkage",
         "0.1",
     ]
-    assert parse(cheem_run.Run, command).cheem.router == RouterConfig("lda", "early", shrinkage=0.1)
-    assert parse(cheem_run.Run, []).cheem.router == RouterConfig()
+    assert parse(cheem_run.RunSettings, command).cheem.router == RouterConfig(
+        "lda", "early", shrinkage=0.1
+    )
+    assert parse(cheem_run.RunSettings, []).cheem.router == RouterConfig()
 
 
 # ---- what is read of the backbone

@@ -6,7 +6,7 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
 from tyro.constructors import (
@@ -16,10 +16,8 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from cheem_jax.cli.running import errors_in_a_line
+from cheem_jax.cli.running import Settings, errors_in_a_line
 from cheem_jax.core.paths import absolute, with_absolute_paths
-
-Settings = TypeVar("Settings")
 
 ADVANCED = "advanced"
 """Marks a setting, `Annotated[float, ADVANCED]`, that only `--help-all` shows."""

@@ -92,7 +92,7 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
     return findings, problems
 
 
-class Step(NamedTuple):
+class Check(NamedTuple):
     """A check of the other process; it imports the modules that it checks."""
 
     look: Callable[[bool], dict[str, Any]]
@@ -103,7 +103,7 @@ class Step(NamedTuple):
 
 
 def run_probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
-    """Run all steps in another process; return their findings by step, and the problems."""
+    """Run all checks in another process. Return findings, keyed by check, and problems."""
     program = f"from cheem_jax.cli import doctor; doctor.probe({settings.network})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
@@ -122,24 +122,24 @@ def run_probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem
         name, results[name], problem = json.loads(line)
         problems += [] if problem is None else [Problem(*problem)]
     if process.returncode:
-        name, step = next(item for item in STEPS.items() if item[0] not in results)
-        problems.append(Problem(f"{name}: {end}", step.way_out, step.tolerates is not Exception))
+        name, check = next(item for item in CHECKS.items() if item[0] not in results)
+        problems.append(Problem(f"{name}: {end}", check.way_out, check.tolerates is not Exception))
     return results, problems
 
 
 def probe(network: bool) -> None:
-    """Print name, findings and problem of each step as JSON, up to the first needed one that
+    """Print name, findings and problem of each check as JSON, up to the first needed one that
     fails."""
-    for name, step in STEPS.items():
+    for name, check in CHECKS.items():
         result, problem = {}, None
         try:
-            result = step.look(network)
+            result = check.look(network)
         except Exception as error:  # a broken installation raises anything
             text = " ".join(str(error).split())[:300]
-            what, way_out = f"{name}: {type(error).__name__}: {text}", step.way_out
-            if step.tolerates is ValueError and isinstance(error, ValueError):
+            what, way_out = f"{name}: {type(error).__name__}: {text}", check.way_out
+            if check.tolerates is ValueError and isinstance(error, ValueError):
                 what, _, way_out = text.partition("; ")  # this library's messages
-            problem = Problem(what, way_out, not isinstance(error, step.tolerates))
+            problem = Problem(what, way_out, not isinstance(error, check.tolerates))
         print(json.dumps((name, result, problem)), flush=True)
         if problem is not None and problem.needed:
             return
@@ -202,14 +202,14 @@ def _hub(network: bool) -> dict[str, Any]:
 
 
 REINSTALL = "pip install --force-reinstall cheem_jax jax jaxlib"
-STEPS = {
-    "caches": Step(_caches, REINSTALL, ValueError),
-    "devices": Step(_devices, f"{REINSTALL}, or without a GPU: JAX_PLATFORMS=cpu"),
-    "compiled functions": Step(
+CHECKS = {
+    "caches": Check(_caches, REINSTALL, ValueError),
+    "devices": Check(_devices, f"{REINSTALL}, or without a GPU: JAX_PLATFORMS=cpu"),
+    "compiled functions": Check(
         _compiled_functions, "name another folder with JAX_COMPILATION_CACHE_DIR", ValueError
     ),
-    "vit_micro": Step(_small_network, REINSTALL),
-    "hub": Step(
+    "vit_micro": Check(_small_network, REINSTALL),
+    "hub": Check(
         _hub, "check the network and huggingface_hub, or give files (--weights)", Exception
     ),
 }

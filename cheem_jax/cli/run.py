@@ -44,7 +44,7 @@ FULL = ("paper", "cheem_plus")
 
 
 @dataclasses.dataclass(frozen=True)
-class Data(StreamConfig):
+class StreamInputs(StreamConfig):
     """A stream and a backbone."""
 
     backbone: str | None = None
@@ -58,7 +58,7 @@ class Data(StreamConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Common(Data):
+class Common(StreamInputs):
     """Settings that a run shares with a study of several runs."""
 
     base_data: str | None = None
@@ -75,7 +75,7 @@ class Common(Data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run(Common):
+class RunSettings(Common):
     """Learn a stream of image tasks with CHEEM or another method; a stopped run resumes."""
 
     cheem: CheemConfig
@@ -121,7 +121,7 @@ class Run(Common):
     """Run directory; an unfinished run resumes."""
 
     @classmethod
-    def defaults(cls, arguments: Sequence[str]) -> "Run":
+    def defaults(cls, arguments: Sequence[str]) -> "RunSettings":
         """The defaults for a command line: its preset and its method decide them."""
         preset: Preset = _last_value(arguments, "preset", PRESETS) or "paper"
         method: MethodName = _last_value(arguments, "method", NAMES) or "cheem"
@@ -144,7 +144,7 @@ class Loaded(NamedTuple):
         return self.pretrained.config.image_size
 
 
-def run_seeds(settings: Run) -> None:
+def run_seeds(settings: RunSettings) -> None:
     """Load weights and data, learn the stream with every seed, and print the tables."""
     hosts.connect(settings.hosts)
     progress = Progress(None if hosts.is_first() else Console(quiet=True, force_terminal=False))
@@ -171,7 +171,7 @@ def run_seeds(settings: Run) -> None:
         progress.console.print(narrow(comparison_grid({settings.method: results})).to_rich())
 
 
-def split_seeds(settings: Run) -> list[Run]:
+def split_seeds(settings: RunSettings) -> list[RunSettings]:
     """One run per seed; several runs have folders of their own below the run directory."""
     num = settings.num_seeds
     if num is None:
@@ -194,7 +194,7 @@ def split_seeds(settings: Run) -> list[Run]:
     ]
 
 
-def make_run_config(settings: Run) -> RunConfig:
+def make_run_config(settings: RunSettings) -> RunConfig:
     """Settings that decide the results. Raises ValueError for settings of another method."""
     bound = None
     if settings.upper_bound:
@@ -211,7 +211,7 @@ def make_run_config(settings: Run) -> RunConfig:
     )
 
 
-def make_method_config(settings: Run) -> MethodConfig:
+def make_method_config(settings: RunSettings) -> MethodConfig:
     """Settings of the chosen method. Raises ValueError for settings of another one."""
     preset = preset_of(settings.method, settings.preset)
     if isinstance(preset, CheemConfig):
@@ -235,7 +235,7 @@ def make_method_config(settings: Run) -> MethodConfig:
     return options
 
 
-def load(settings: Run, progress: Progress) -> Loaded:
+def load(settings: RunSettings, progress: Progress) -> Loaded:
     """Load weights and images; missing images are an error before weights are read."""
 
     def decoding(task: str, num_images: int) -> AbstractContextManager[OnProgress]:
@@ -260,7 +260,7 @@ def load(settings: Run, progress: Progress) -> Loaded:
     return Loaded(stream, pretrained, router, base_images)
 
 
-def load_router(settings: Run, image_size: int) -> RouterWeights | None:
+def load_router(settings: RunSettings, image_size: int) -> RouterWeights | None:
     """Load the network that infers the task ID; None: the backbone does."""
     if settings.router is None:
         return None
@@ -273,7 +273,7 @@ def load_router(settings: Run, image_size: int) -> RouterWeights | None:
 
 
 def run_seed(
-    settings: Run,
+    settings: RunSettings,
     config: RunConfig,
     loaded: Loaded,
     progress: Progress,
@@ -301,14 +301,14 @@ def run_seed(
     )
 
 
-def make_portable(settings: Run) -> Run:
+def make_portable(settings: RunSettings) -> RunSettings:
     """The same settings for another working directory."""
     base_data = None if settings.base_data is None else located(settings.base_data)
     stream = DEMO if settings.stream == DEMO else located(settings.stream)
     return dataclasses.replace(settings, stream=stream, base_data=base_data)
 
 
-def describe_data(settings: Run, stream: Stream) -> dict[str, Any]:
+def describe_data(settings: RunSettings, stream: Stream) -> dict[str, Any]:
     """The record's entry about the images: where they are and how they were split."""
     names = [task.name for task in stream.tasks]
     if settings.stream == DEMO:
@@ -324,9 +324,9 @@ def describe_data(settings: Run, stream: Stream) -> dict[str, Any]:
 
 def read_arguments(
     arguments: Sequence[str], description: str | None = None, **defaults: Any
-) -> Run:
-    """Parse a command line whose options have other `defaults` than those of `Run`."""
-    settings = dataclasses.replace(Run.defaults(arguments), **defaults)
+) -> RunSettings:
+    """Parse a command line whose options have other `defaults` than those of `RunSettings`."""
+    settings = dataclasses.replace(RunSettings.defaults(arguments), **defaults)
     return parse(settings, arguments, description=description)
 
 
