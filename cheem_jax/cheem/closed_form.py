@@ -1,9 +1,9 @@
-"""The accuracy of a linear head on given features: ridge regression with exact leave-one-out, in
-closed form.
+"""Accuracy of a linear head on fixed features: ridge regression with exact leave-one-out
+predictions in closed form.
 
-The supernet's head is a compromise between all sampled architectures, and its accuracy hardly ranks
-them. Here every architecture is scored by the best ridge head on its features, without a gradient
-step.
+The supernet's head is trained for all sampled architectures, and its accuracy hardly ranks them.
+The functions of this module score each architecture by the best ridge head on its features, without
+gradient steps.
 """
 
 import functools
@@ -30,19 +30,20 @@ from cheem_jax.engine.passes import unwatched
 from cheem_jax.engine.spread import features_spread
 
 PENALTIES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
-"""Ridge penalties to select from, per image; features are standardised."""
+"""Ridge penalties that `fit_head` selects from, per image, for standardised features."""
 
 FEATURE_BYTES = 2**28
-"""Bytes of features in memory at a time, for any number of candidates."""
+"""Maximum bytes of features in memory at a time; candidates are scored in parts of this size."""
 
 
 class HeadFit(NamedTuple):
-    """Correct predictions of a closed-form head, and its penalty."""
+    """Number of correct predictions of a closed-form head, and its penalty."""
 
     left_out: Int[Array, ""]
-    """Fitted images that the head fitted to all others classifies correctly."""
+    """Number of fitted images that are classified correctly by the head fitted without the
+    image."""
     held_out: Int[Array, ""]
-    """Labelled images outside of the fit that are classified correctly."""
+    """Number of labelled images outside of the fit that are classified correctly."""
     penalty: Float[Array, ""]
 
 
@@ -55,19 +56,21 @@ def fit_head(
     *,
     num_outputs: int,
 ) -> HeadFit:
-    """Fit a ridge regression of one-hot labels on standardised features, with the penalty of the
-    best leave-one-out accuracy.
+    """Fit a ridge regression of one-hot labels on standardised features. The penalty with the best
+    leave-one-out accuracy is selected from `PENALTIES`.
 
     Args:
-        fitted: images that the head is fitted to, at least two; the others count in `held_out`
-            unless their label is -1.
-        labels: in [0, num_classes).
-        num_outputs: number of classes with padding, so that few compiled functions serve all tasks.
+        features: features of all images.
+        labels: labels in [0, num_classes), or -1 for padding; a label of -1 never counts as correct.
+        fitted: mask of the images that the head is fitted to, at least two. The other images
+            count in `held_out`.
+        num_classes: number of classes.
+        num_outputs: `num_classes` padded to a power of two, so that tasks share compiled functions.
 
-    Of equally good penalties the larger one is selected. Leave-one-out predictions follow from one
-    fit: with the leverage h of an image, its residual without the image is the residual divided by
-    1 - h. Mean and scale of the features are those of all fitted images; the intercept is left out
-    with its image.
+    If more than one penalty has the best accuracy, the largest of them is selected. All
+    leave-one-out predictions follow from one fit: for an image with leverage h, the residual of the
+    fit without the image is its residual divided by 1 - h. The intercept is fitted without the
+    image too; mean and scale of the features are computed from all fitted images.
     """
     with jax.default_matmul_precision("highest"):
         mask = fitted[:, None].astype(jnp.float32)
@@ -75,12 +78,11 @@ def fit_head(
         x = features.astype(jnp.float32)
         x = x - (x * mask).sum(0) / num
         deviation = jnp.sqrt((x * x * mask).sum(0) / num)
-        # a constant feature has no information; divided by its deviation, its rounding errors would
-        # be a feature
+        # a constant feature is set to 0: division by its deviation would amplify rounding errors
         x = x * jnp.where(deviation > 1e-6, 1 / jnp.maximum(deviation, 1e-6), 0.0)
         y = jax.nn.one_hot(labels, num_outputs)
         share = (y * mask).sum(0) / num
-        # in the eigenvectors of the Gram matrix, every penalty is a division
+        # in the eigenbasis of the Gram matrix, solving for a penalty is a division
         eigenvalues, vectors = jnp.linalg.eigh((x * mask).T @ x)
         z = x @ vectors
         moments = (z * mask).T @ (y - share)
@@ -89,14 +91,15 @@ def fit_head(
             shrunk = jnp.maximum(eigenvalues, 0.0) + penalty * num
             answers = z @ (moments / shrunk[:, None]) + share
             leverage = 1 / num + (z * z / shrunk).sum(1)
-            # y - r / (1 - h) without the image; other images are predicted by the whole fit
+            # fitted images: y - r / (1 - h), predicted without the image; other images: the full
+            # fit
             alone = y - (y - answers) / jnp.maximum(1 - leverage, 1e-6)[:, None]
             logits = jnp.where(fitted[:, None], alone, answers)
             logits = jnp.where(jnp.arange(num_outputs) < num_classes, logits, -jnp.inf)
             is_right = (logits.argmax(1) == labels) & jnp.isfinite(features).all()
             return (is_right & fitted).sum(), (is_right & ~fitted).sum()
 
-        # largest first: `argmax` returns the first of equal values
+        # `argmax` returns the first maximum, so the largest penalty is first
         penalties = jnp.asarray(sorted(PENALTIES, reverse=True), jnp.float32)
         left_out, held_out = jax.lax.map(right, penalties)
         best = left_out.argmax()
@@ -104,22 +107,23 @@ def fit_head(
 
 
 HEAD_PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Ridge penalties of `ridge_head`, per image; few images per class need larger ones than scores."""
+"""Ridge penalties that `ridge_head` selects from, per image. They are larger than `PENALTIES`
+because heads are fitted to few images per class."""
 
 
 def ridge_head(
     features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num_classes: int
 ) -> tuple[Head, float]:
-    """Fit a ridge head for raw features by the least leave-one-out squared error; returns the head
-    and its penalty per image.
+    """Fit a ridge head for raw features. The penalty with the smallest leave-one-out squared error
+    is selected from `HEAD_PENALTIES`.
 
-    The standardisation of the features is part of the head. Logits are scaled so that the softmax
-    of the leave-one-out predictions has the best mean log-probability, within the limits of
-    `fit_temperature`.
+    Returns the head and its penalty per image. The head includes the standardisation of the
+    features. Its logits are scaled so that the softmax of the leave-one-out predictions has the
+    highest mean log-probability, within the limits of `fit_temperature`.
     """
     from sklearn.linear_model import (
         RidgeCV,
-    )  # slow to import, and commands that only predict never call this
+    )  # slow to import, and not needed for prediction
     from sklearn.preprocessing import StandardScaler
 
     num = len(labels)
@@ -130,7 +134,7 @@ def ridge_head(
     gram = points.T @ points + ridge.alpha_ * np.eye(points.shape[1])
     leverage = 1 / num + (points.T * np.linalg.solve(gram, points.T)).sum(axis=0)
     alone = targets - (targets - ridge.predict(points)) / np.maximum(1 - leverage, 1e-6)[:, None]
-    # targets are 0 and 1, so the predictions are closer together than logits
+    # targets are 0 and 1, so predictions differ less than logits do
     scale = RIDGE_SCALE / fit_temperature(RIDGE_SCALE * alone, labels)
     weight = scale * (ridge.coef_ / scaler.scale_).T
     bias = scale * ridge.intercept_ - scaler.mean_ @ weight
@@ -140,32 +144,34 @@ def ridge_head(
 
 
 RIDGE_SCALE = 20.0
-"""Logits per unit of a one-hot target, before their temperature is fitted."""
+"""Factor from ridge predictions to logits, before the temperature is fitted."""
 
 
 class HeadComparison(NamedTuple):
-    """A learned network next to the frozen backbone with a ridge head; pairs are in this order."""
+    """Validation results of a learned network and of the frozen backbone with a ridge head. Pairs
+    are in this order."""
 
     head: Head
     """The ridge head."""
     penalty: float
-    """Penalty of the ridge head, per training image."""
+    """Penalty of the ridge head per training image."""
     num_images: int
-    """Validation images."""
+    """Number of validation images."""
     correct: Sequence[float]
-    """Correct predictions on them."""
+    """Number of correct predictions on the validation images."""
     log_probability: Sequence[float]
-    """Mean log-probability of the true class, each with the temperature fitted to the images."""
+    """Mean log-probability of the true class, each with the temperature fitted to the same
+    images."""
 
     @property
     def is_frozen_better(self) -> bool:
-        """Compare correct predictions; equal numbers are common with few images, and then the
-        log-probability decides."""
+        """Whether the frozen backbone has more correct predictions, or the same number and a higher
+        log-probability. Ties are frequent with few validation images."""
         learned, frozen = zip(self.correct, self.log_probability, strict=True)
         return frozen > learned
 
     def report(self, fallback: bool) -> dict[str, Any]:
-        """Return JSON values; accuracies are in [0, 1]."""
+        """Return the comparison as JSON values; accuracies are in [0, 1]."""
         learned, frozen = (correct / self.num_images for correct in self.correct)
         return {
             "validation_images": self.num_images,
@@ -183,8 +189,16 @@ def compare_heads(
     frozen_train: Float[np.ndarray, "N D"],
     frozen_val: Float[np.ndarray, "M D"],
 ) -> HeadComparison:
-    """Compare a learned network, by its features of the validation images and its head, with a
-    ridge head on the frozen backbone's features."""
+    """Compare a learned network with a ridge head on the frozen backbone's features, on the
+    validation images of `task`.
+
+    Args:
+        features: features of the learned network for the validation images.
+        head: head of the learned network.
+        task: the task, with labels of both splits.
+        frozen_train: features of the frozen backbone for the training images.
+        frozen_val: features of the frozen backbone for the validation images.
+    """
     labels = task.val.labels
     frozen, penalty = ridge_head(frozen_train, task.train.labels, len(task.classes))
     correct, log_probability = zip(
@@ -207,18 +221,18 @@ def closed_form_score(
     batch_size: int,
     advance: Advance = unwatched,
 ) -> Score:
-    """Make the search's fitness with a closed-form head per candidate: it maps genomes `[P, L]` to
-    correct predictions `[P]` of N + M.
+    """Make a score function for the search that fits a closed-form head to each candidate.
 
-    Each training image is predicted by the head fitted to all others, validation images by the head
-    fitted to the training images. Features are computed with the supernet's weights; its head is
-    not used.
+    The function maps genomes `[P, L]` to the number of correct predictions `[P]` out of N + M. Each
+    training image is predicted by the head fitted to all other training images; validation images
+    are predicted by the head fitted to all training images. Features are computed with the
+    supernet's weights; the supernet's head is not used.
     """
     merged: dict[Place, Expert] = {}
     num_train = len(train_labels)
     num_outputs = next_power_of_two(supernet.num_classes)
     labels = np.concatenate([train_labels, val_labels])
-    # padded, so that few compiled functions serve all tasks; a label of -1 is never correct
+    # pad to a power of two so that tasks share compiled functions; a label of -1 is never correct
     padding = next_power_of_two(len(labels)) - len(labels)
     padded = np.pad(labels, (0, padding), constant_values=-1)
     fitted = np.arange(len(padded)) < num_train
@@ -248,8 +262,11 @@ def closed_form_score(
 
 
 def _parts(genomes: Int[np.ndarray, "P L"], bytes_each: int) -> Iterator[Sequence[int]]:
-    """Divide genomes into parts whose features fit into `FEATURE_BYTES`; those with a common
-    beginning are in the same part."""
+    """Divide genomes into parts whose features have at most `FEATURE_BYTES`, and yield the indices
+    of each part.
+
+    Sorted order puts genomes that share their first genes into the same part.
+    """
     order = sorted(range(len(genomes)), key=lambda index: genomes[index].tolist())
     size = max(FEATURE_BYTES // bytes_each, 1)
     for start in range(0, len(order), size):

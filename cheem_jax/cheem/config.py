@@ -1,5 +1,5 @@
-"""Settings of CHEEM: those of the paper, our choices if the paper states none, and smaller ones for
-a CPU."""
+"""Settings of CHEEM: the paper's values, our choices if the paper states no value, and smaller
+values for a CPU."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -10,16 +10,17 @@ from cheem_jax.core.settings import KINDS, FitConfig, Kind, Placement, Token
 
 @dataclasses.dataclass(frozen=True)
 class OpSettings:
-    """Initialisation of the learnable ops of a block."""
+    """Settings of the learnable ops."""
 
     rank: int = 16
-    """Rank of Adapt's low-rank pair. The paper states none; with 40, ViT-B has 68.1 GFLOPs, where
-    the paper prints 68.2."""
+    """Rank of Adapt's low-rank pair. The paper does not state it; with rank 40, ViT-B has 68.1
+    GFLOPs, and the paper reports 68.2."""
     new_init: Literal["random", "copy"] = "random"
-    """Initial New: truncated normal of deviation 0.02, or a copy of the base expert."""
+    """Initialisation of New: `random` samples a truncated normal with standard deviation 0.02;
+    `copy` copies the base expert."""
     new_rate: float = 1.0
-    """Learning rate of New as a multiple of the rate of Adapt and head: a full matrix needs smaller
-    steps."""
+    """Learning rate of New, relative to the learning rate of Adapt and the head. A full matrix
+    needs smaller steps."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -35,18 +36,18 @@ class SearchConfig:
     """Settings of the evolutionary search."""
 
     population: int = 50
-    """Architectures scored per generation."""
+    """Number of architectures scored per generation."""
     generations: int = 20
-    """Generations, the first included."""
+    """Number of generations, including the initial population."""
     num_parents: int = 10
-    """Best architectures so far that have children (the paper's k)."""
+    """Number of parents per generation: the best architectures so far (the paper's k)."""
     mutation_rate: float = 0.1
-    """Probability that a mutation resamples a gene (paper: 'e.g., 0.1')."""
+    """Probability that mutation resamples a gene (paper: 'e.g., 0.1')."""
     epsilon: float = 0.5
-    """eps2: probability that an individual, or a resampled gene, is uniform instead of HEE (paper:
-    0.5)."""
+    """eps2: probability of uniform instead of HEE sampling, for each initial architecture and each
+    resampled gene (paper: 0.5)."""
     tolerance: float = 0.02
-    """tau: accuracy that can be exchanged for fewer FLOPs (paper: 2 %, absolute)."""
+    """tau: accuracy loss accepted in return for fewer FLOPs, in absolute accuracy (paper: 2 %)."""
 
     def __post_init__(self) -> None:
         for name in ("population", "generations", "num_parents"):
@@ -61,10 +62,10 @@ class SearchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExplorationConfig:
-    """Exploration of supernet training."""
+    """Settings of exploration in supernet training."""
 
     epsilon: float = 0.3
-    """eps1: probability that a whole epoch samples uniformly (paper: 0.3)."""
+    """eps1: probability that all architectures of an epoch are sampled uniformly (paper: 0.3)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon <= 1:
@@ -73,42 +74,45 @@ class ExplorationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheemConfig:
-    """All settings of CHEEM's learning."""
+    """All settings of CHEEM."""
 
     name: ClassVar[str] = "cheem"
     placement: Placement = "mlp_down"
-    """Component with the experts."""
+    """Component of each block that the experts replace."""
     token: Token = "component"
-    """Position of the mean CLS tokens: the component's output before the residual sum, or the
-    block's output."""
+    """Position of the mean CLS tokens: `component` is the component's output before the residual
+    sum; `block` is the block's output."""
     ops: OpSettings = OpSettings()
     remove: tuple[Kind, ...] = ()
-    """Ops that no task can choose, such as skip; the paper has all four."""
+    """Ops that are removed from the candidates, such as skip; the paper uses all four ops."""
     base_means: Literal["known", "neutral"] = "known"
-    """`neutral` sets the similarity to the base task to 0, even if its mean CLS tokens are
-    known."""
+    """`known` computes the similarity to the base task if its mean CLS tokens are known; `neutral`
+    always sets this similarity to 0."""
     supernet: FitConfig = FitConfig(epochs=50)
     sampling: Literal["hee", "uniform"] = "hee"
-    """`uniform` is the paper's pure exploration: eps1 = eps2 = 1, mutation included."""
+    """`hee` samples as in the paper; `uniform` is the paper's pure exploration: eps1 = eps2 = 1,
+    also in mutation."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     score: Literal["shared_head", "closed_form"] = "shared_head"
-    """Score of candidates: the supernet's head on validation images, as in the paper, or a ridge
-    head per candidate, leave-one-out on training images plus validation images."""
+    """Score of candidates. `shared_head` counts correct predictions of the supernet's head on
+    validation images, as in the paper. `closed_form` fits a ridge head per candidate and counts
+    leave-one-out predictions on training images plus predictions on validation images."""
     score_images: int = 0
-    """Training images of the score `closed_form`, a seeded subsample; 0: all."""
+    """Number of training images for `closed_form`, a seeded subsample; 0 uses all images."""
     finetune: FitConfig = FitConfig(epochs=20)
     weights: Literal["initial", "inherited"] = "initial"
-    """Initial weights of fine-tuning: new ones, as in the paper, or those of the supernet."""
+    """Initial weights of fine-tuning: `initial` initialises new weights, as in the paper;
+    `inherited` copies the supernet's weights."""
     router: RouterConfig = RouterConfig()
     augment: bool = False
-    """Crop, flip and change training images at random in every epoch; the paper does not. Frozen
-    blocks are then computed in every step."""
+    """Randomly crop, flip and modify training images in every epoch. The paper does not augment.
+    With augmentation, every step also computes the frozen blocks."""
     fallback: bool = False
-    """Use the frozen backbone with a ridge head for a task whose learned network is less accurate
-    than that on the validation images; the paper does not."""
+    """Use the frozen backbone with a ridge head for a task if it is more accurate on the validation
+    images than the learned network. The paper has no fallback."""
     batch_size: int = 64
-    """Images per step; the last, partial batch is padded and masked."""
+    """Number of images per step; the last, partial batch is padded and masked."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -122,7 +126,7 @@ class CheemConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheemLiteConfig(CheemConfig):
-    """CHEEM whose task IDs are inferred by a lighter network, the run's router.
+    """CHEEM with a lighter network that infers the task ID, the run's router.
 
     The paper routes with DeiT-Tiny or AlexNet in front of ViT-B, which nearly halves the FLOPs
     (table on CHEEM-lite). Only the router's features and centroids differ from CHEEM.
@@ -132,7 +136,7 @@ class CheemLiteConfig(CheemConfig):
 
 
 PAPER = CheemConfig(ops=OpSettings(rank=40))
-"""The paper's settings, and our choices if it states none."""
+"""The paper's settings, and our choices if the paper states no value."""
 
 QUICK = CheemConfig(
     supernet=FitConfig(epochs=8),
@@ -140,7 +144,7 @@ QUICK = CheemConfig(
     finetune=FitConfig(epochs=8),
     batch_size=32,
 )
-"""All parts, in a size for a CPU: 160 architectures scored per task."""
+"""All phases at a size for a CPU: 160 architectures are scored per task."""
 
 DEMO = dataclasses.replace(
     QUICK,
@@ -150,8 +154,8 @@ DEMO = dataclasses.replace(
 """`quick` with more and larger steps, for tasks of a few hundred small images."""
 
 PLUS = {"router": RouterConfig("lda", "early")}
-"""The router that is more accurate on small real data sets (docs/results_96.md), as a change of any
-settings."""
+"""Settings that replace the router by a more accurate one for small real data sets
+(docs/results_96.md)."""
 
 QUICK_PLUS = dataclasses.replace(
     QUICK,
@@ -163,10 +167,14 @@ QUICK_PLUS = dataclasses.replace(
     finetune=FitConfig(epochs=12, learning_rate=3e-3),
     **PLUS,
 )
-"""That router, and a search that is better for tasks far from the pretraining data
-(docs/search.md): fewer epochs for the supernet and more for the target network, fewer candidates,
-ranked by closed-form heads; New is initialised as a copy and has a lower rate. Measured with this
-budget only, so `cheem_plus` has the router alone."""
+"""`quick` with the router of `PLUS`, and a search for tasks that differ much from the pretraining
+data (docs/search.md).
+
+The supernet trains for fewer epochs and the target network for more. The search scores fewer
+candidates, with closed-form heads. New is initialised as a copy and has a lower learning rate.
+These settings were measured only with the budget of `quick`, so `cheem_plus` changes only the
+router.
+"""
 
 Preset = Literal["paper", "quick", "demo", "cheem_plus", "quick_plus"]
 PRESETS: dict[Preset, CheemConfig] = {
@@ -182,12 +190,12 @@ AUTO_STEPS, MOST_AUTO_EPOCHS = 256, 64
 
 
 def auto(config: CheemConfig, num_images: int) -> CheemConfig:
-    """Return the settings with the epochs of the preset `auto` for a task with `num_images`
-    training images.
+    """Set the epochs and learning rate of preset `auto` for a task with `num_images` training
+    images.
 
-    Supernet training and fine-tuning have the epochs of 256 steps (as `quick` for 1,000 images), at
-    least 8 and at most 64; with more than 8, the learning rate is `demo`'s. Other settings do not
-    depend on the task.
+    Supernet training and fine-tuning run for at least 256 steps each (`quick` reaches 256 steps
+    with 1,000 images), but for at least 8 and at most 64 epochs. With more than 8 epochs, the
+    learning rate is that of `demo`. All other settings stay the same for every task.
     """
     steps = -(-num_images // config.batch_size)
     epochs = min(max(-(-AUTO_STEPS // steps), QUICK.finetune.epochs), MOST_AUTO_EPOCHS)

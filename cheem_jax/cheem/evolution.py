@@ -1,7 +1,7 @@
 """Compute-aware evolutionary search (paper section 'Compute-Aware Target Network Selection').
 
-The search is a pure function of keys and integer arrays. The score is an argument, so tests search
-a toy landscape.
+The search is a pure function of keys and integer arrays. The score function is an argument, so
+tests can search a toy landscape.
 """
 
 import enum
@@ -21,11 +21,12 @@ from cheem_jax.cheem.hee import sample_mixed
 from cheem_jax.core.keys import key_at
 
 TRIES = 10
-"""Sampled children per wanted child, before random ones complete the population."""
+"""Number of children sampled for each new child. Children that were already scored are dropped, and
+random architectures complete the population."""
 
 
 class KeyPurpose(enum.IntEnum):
-    """Uses of a generation's keys. The number is part of the key, so members are only ever
+    """Purposes of a generation's keys. The number is folded into the key, so new members are only
     appended."""
 
     FIRST = 0
@@ -35,8 +36,8 @@ class KeyPurpose(enum.IntEnum):
 
 
 class Scored(NamedTuple):
-    """Everything that a search scored: genomes `[P, L]`, correct predictions `[P]` (non-finite:
-    failed) and FLOPs `[P]`."""
+    """All architectures that a search has scored: genomes `[P, L]`, numbers of correct predictions
+    `[P]` (non-finite if scoring failed) and FLOPs `[P]`."""
 
     genomes: np.ndarray
     correct: np.ndarray
@@ -44,7 +45,8 @@ class Scored(NamedTuple):
 
 
 class Searched(NamedTuple):
-    """Progress of a search: finished generations, and everything that they scored."""
+    """Progress of a search: the number of finished generations, and the architectures that they
+    scored."""
 
     generations: int
     scored: Scored
@@ -54,10 +56,11 @@ Score = Callable[[Int[np.ndarray, "P L"]], np.ndarray]
 
 
 def rank(scored: Scored, num_images: int, tolerance: float) -> np.ndarray:
-    """Rank architectures; returns indices from best to worst.
+    """Rank architectures and return their indices from best to worst.
 
-    The order is by tolerance group below the best accuracy, then FLOPs, then correct predictions,
-    then genome. Groups are computed in integers, so that a drop of exactly the tolerance is group
+    Architectures are grouped by the distance of their accuracy to the best accuracy, in multiples
+    of `tolerance`. They are sorted by group, then fewer FLOPs, then more correct predictions, then
+    genome. Groups are computed with exact fractions, so a drop of exactly `tolerance` is in group
     1. Architectures without a score are last.
     """
     valid = np.isfinite(scored.correct)
@@ -86,16 +89,22 @@ def search(
     on_generation: Callable[[Searched], object] = lambda searched: None,
     earlier: Searched | None = None,
 ) -> tuple[np.ndarray, Scored]:
-    """Search the architecture with the highest rank; returns its genome and everything scored.
+    """Search for the best architecture by `rank`; returns its genome and all scored architectures.
 
-    No architecture is scored twice, and the search ends early if none is left. Raises ValueError if
-    no score is finite.
+    Each architecture is scored at most once, and the search ends early if all have been scored.
+    Raises ValueError if no score is finite.
 
     Args:
-        score: returns the correct predictions of genomes `[P, L]`, out of `num_images`.
-        flops: returns their FLOPs.
-        on_generation: receives the progress after each generation.
-        earlier: the progress of an interrupted search; the result is that of an uninterrupted one.
+        key: root of the keys of all generations.
+        score: maps genomes `[P, L]` to correct predictions `[P]` out of `num_images`.
+        flops: maps genomes `[P, L]` to FLOPs `[P]`.
+        exploit: candidate probabilities of HEE.
+        uniform: uniform candidate probabilities.
+        num_images: number of images that `score` predicts.
+        config: settings of the search.
+        on_generation: is called with the progress after each generation.
+        earlier: progress of an interrupted search to resume; the result is the same as without the
+            interruption.
     """
     num = config.population
     none = np.zeros((0, len(uniform)), np.int32)
@@ -135,8 +144,7 @@ def search(
 
 
 def prepare_search(exploit: Float[np.ndarray, "L C"], config: SearchConfig) -> None:
-    """Compile the sampling functions of the search for this number of candidates, by sampling
-    once."""
+    """Compile the sampling functions for the table shape of this search by calling each once."""
     key = jax.random.key(0)
     parents = np.zeros((config.num_parents, len(exploit)), np.int32)
     _draw(key, KeyPurpose.FIRST, exploit, exploit, config)
@@ -145,7 +153,8 @@ def prepare_search(exploit: Float[np.ndarray, "L C"], config: SearchConfig) -> N
 
 @functools.partial(jax.jit, static_argnames="num")
 def crossover(key: jax.Array, parents: Int[Array, "k L"], *, num: int) -> Int[Array, "num L"]:
-    """Make children of two random parents each; every gene is that of one of the two."""
+    """Make `num` children. Each child has two random parents, and each gene is copied from one of
+    them."""
     parent_key, gene_key = jax.random.split(key)
     pair = jax.random.randint(parent_key, (2, num), 0, parents.shape[0])
     from_first = jax.random.bernoulli(gene_key, 0.5, (num, parents.shape[1]))
@@ -163,8 +172,12 @@ def mutate(
     rate: float | Float[Array, ""],
     num: int,
 ) -> Int[Array, "num L"]:
-    """Make children of one random parent each. A gene is resampled with probability `rate`: from
-    `uniform` with probability `epsilon`, else from `exploit`."""
+    """Make `num` children. Each child is a random parent with each gene resampled with probability
+    `rate`.
+
+    A resampled gene is sampled from `uniform` with probability `epsilon`, and from `exploit`
+    otherwise.
+    """
     parent_key, gene_key, draw_key = jax.random.split(key, 3)
     chosen = parents[jax.random.randint(parent_key, (num,), 0, parents.shape[0])]
     redraw = jax.random.bernoulli(gene_key, rate, chosen.shape)
@@ -195,7 +208,7 @@ def _children(
 
 
 def _take(fresh: list, history: set, candidates, total: int) -> None:
-    """Append new candidates until `fresh` has `total` members."""
+    """Append candidates that are not in `history` to `fresh` until it has `total` members."""
     for genome in candidates:
         if len(fresh) >= total:
             return
@@ -206,13 +219,13 @@ def _take(fresh: list, history: set, candidates, total: int) -> None:
 
 
 def _fill(fresh: list, history: set, key, exploit, uniform, config: SearchConfig) -> None:
-    """Complete a population with uniform samples, and in a small space with the remaining
-    architectures in order."""
+    """Complete a population with uniform samples. In a small search space, the remaining
+    architectures are then added in order."""
     num = config.population
     if len(fresh) < num:
         _take(fresh, history, _draw(key, KeyPurpose.FILL, uniform, uniform, config), num)
     candidates = [np.flatnonzero(row).tolist() for row in exploit + uniform]
-    # in a larger space, random samples almost certainly include new ones
+    # in a larger space, the random samples almost certainly include enough new architectures
     if (
         len(fresh) < num
         and len(history) < np.prod([float(len(genes)) for genes in candidates]) <= 1e5

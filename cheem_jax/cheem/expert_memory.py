@@ -1,5 +1,5 @@
-"""Base of the methods with a growing pool of experts (CHEEM, and LoRA-CL as its simplest case):
-progress, predictions, costs."""
+"""Base class of the methods with a growing pool of experts: CHEEM, and LoRA-CL as the simplest
+case. It records progress, predicts and computes costs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -56,23 +56,26 @@ from cheem_jax.run.training import FitState, restored
 
 @dataclasses.dataclass
 class Underway:
-    """Progress of a method with a task: the content of its rolling checkpoint.
+    """Progress of learning a task: the content of the task's rolling checkpoint.
 
-    Each phase resumes from its part. When a phase ends, the next one has not started yet.
+    Each phase resumes from the fields that it wrote. A checkpoint at the end of a phase contains
+    nothing of the next phase.
     """
 
     similarity: np.ndarray | None = None
     searched: Searched | None = None
     fits: dict[str, FitState] = dataclasses.field(default_factory=dict)
-    """Progress of each training: `supernet` and `finetune`."""
+    """Progress of each training stage, keyed by `supernet` or `finetune`."""
     learned: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arrays of networks whose training has not resumed yet, by the name of the training."""
+    """Saved arrays of the training stages that have not resumed yet, keyed by the name of the
+    stage."""
     training: tuple[str, SupernetFit] | None = None
-    """Name and current state of the latest training; its arrays are part of a checkpoint."""
+    """Name and current state of the latest training stage; checkpoints include its arrays."""
 
     @classmethod
     def resume(cls, saved: Saved | None) -> "Underway":
-        """Read the state that an earlier process saved, or start without any."""
+        """Restore the progress that an earlier process saved, or start without progress if `saved`
+        is None."""
         if saved is None:
             return cls()
         arrays, meta = saved
@@ -87,11 +90,12 @@ class Underway:
 
     @property
     def skipped(self) -> int:
-        """Steps that were skipped because their loss or gradient was non-finite."""
+        """Number of steps that were skipped because their loss or gradient was non-finite."""
         return sum(fit.skipped for fit in self.fits.values())
 
     def fitting(self, name: str, supernet: Supernet) -> SupernetFit:
-        """Return the training of this name, resumed or at its start."""
+        """Return the training stage `name`: the saved state if there is one, else the initial
+        state."""
         arrays = self.learned.pop(name, None)
         state = supernet.init() if arrays is None else supernet.from_arrays(arrays)
         fitting = SupernetFit(supernet, state, self.fits.get(name, FitState()))
@@ -99,12 +103,12 @@ class Underway:
         return fitting
 
     def keep(self, name: str, fitting: SupernetFit) -> None:
-        """Replace the state and progress of the training of this name."""
+        """Replace the state and progress of the training stage `name` by those of `fitting`."""
         self.fits[name] = fitting.progress
         self.training = name, fitting
 
     def saved(self) -> Saved:
-        """Make a rolling checkpoint of the task."""
+        """Return the content of a rolling checkpoint of the task."""
         arrays: dict[str, Any] = dict(self.learned)
         if self.training is not None:
             name, current = self.training
@@ -124,7 +128,7 @@ class Underway:
 
 
 class ExpertMemory:
-    """A memory of experts with a router; a method that needs the task ID has no router."""
+    """A memory of experts with a router. Methods that are given the task ID have no router."""
 
     name = "expert_memory"
     needs_task_id = False
@@ -160,8 +164,8 @@ class ExpertMemory:
         seed: int,
         session: Session,
     ) -> None:
-        """Add a task with its grown pool to the memory, and fit the router's statistics if there is
-        a router."""
+        """Add a task and the grown pool to the memory. If there is a router, its statistics are
+        fitted to the training images of the task."""
         before = self.memory
         place = TaskStatistics(np.zeros((1, 1), np.float32))
         if not self.needs_task_id:
@@ -184,19 +188,21 @@ class ExpertMemory:
 
     @property
     def dense(self) -> DenseExperts:
-        """The dense experts of the current memory, cached within the executor's budget of bytes."""
+        """The dense experts of the current memory; the cache is limited to the executor's budget in
+        bytes."""
         if self._dense.pool is not self.memory.pool:
             self._dense = DenseExperts(self.memory.pool, self.executor.budget, self._dense)
         return self._dense
 
     @property
     def index(self) -> Router:
-        """The router over all tasks."""
+        """The router over all learned tasks."""
         self._index = self._index.follow([task.router_statistics for task in self.memory.tasks])
         return self._index
 
     def costs(self, index: int) -> dict[str, Any]:
-        """Compute the costs of a learned task: FLOPs by both conventions, and parameters."""
+        """Compute the costs of the learned task `index`: FLOPs by the paper's and by the explicit
+        convention, and numbers of parameters."""
         task = self.memory.tasks[index]
         vit = self.executor.config
         placement = self.executor.placement
@@ -204,7 +210,7 @@ class ExpertMemory:
         added = sum(leaf.size for leaf in jax.tree.leaves(experts))
         head = sum(leaf.size for leaf in task.head)
         flops = network_flops(vit, placement, task.architecture, self.rank)
-        # FLOPs of the attention products, without those of skipped attention branches
+        # FLOPs of the attention products in the attention branches that the network does not skip
         skipped = [choice.kind for choice in task.architecture].count("skip")
         saved = [branch_flops(vit, placement, count_attention=count) for count in (True, False)]
         attention = (
@@ -235,7 +241,7 @@ class ExpertMemory:
         }
 
     def router_numbers(self, task: Task) -> int:
-        """Return the largest number of values that the router stores for a task."""
+        """Return the maximum number of values that the router stores for a task."""
         return (
             0
             if self.needs_task_id
@@ -243,12 +249,15 @@ class ExpertMemory:
         )
 
     def stored_arrays(self, task: TaskMemory) -> list[np.ndarray]:
-        """Return the stored arrays of a task other than experts and head."""
+        """Return the arrays that are stored for a task in addition to experts and head."""
         return [*router_arrays(task), task.means, *task.statistics.values()]
 
     def _executed(self, index: int) -> int:
-        """Compute the executed FLOPs of task-ID inference and of the task's network, which resumes
-        from the backbone's tokens if the backbone infers the task ID."""
+        """Compute the executed FLOPs of task-ID inference plus the task's network.
+
+        If the backbone infers the task ID, the network resumes from the backbone's tokens, and the
+        shared blocks count once.
+        """
         task = self.memory.tasks[index]
         vit = self.executor.config
         begin = None
@@ -278,8 +287,8 @@ class ExpertMemory:
         return Inferred(np.asarray(tasks, np.int32), classes)
 
     def _classes(self, task: TaskMemory, images: Images) -> Int[np.ndarray, "N"]:
-        """Predict classes with a task's network; caches the router's features if they are computed
-        in the same pass."""
+        """Predict classes with a task's network. If the same pass computes the router's features of
+        the images, they are cached."""
         network = task_network(self.dense, task.experts)
         head = padded(task.head)
         feed = HostImages(self.executor, images)
@@ -297,7 +306,8 @@ class ExpertMemory:
         return classes
 
     def save(self, root: Path) -> None:
-        """Save the additions of the last task, and continue with the bytes read back."""
+        """Save the last task and its experts, and replace the memory by the saved bytes read
+        back."""
         directory = save_memory_task(root, self.memory, len(self.memory.tasks) - 1, self.rank)
         self.memory = self._placed(with_task(self._before, directory))
 
@@ -306,7 +316,7 @@ class ExpertMemory:
         self.memory = self._placed(open_memory(root, self.executor.base_pool))
 
     def _placed(self, memory: InternalMemory) -> InternalMemory:
-        """Copy the experts to all devices, so that no step has to send them."""
+        """Copy the experts to all devices. Without the copies, every step would transfer them."""
         layout = self.executor.layout
         if not layout.is_many:
             return memory
@@ -321,21 +331,22 @@ class ExpertMemory:
 
 
 def router_arrays(task: TaskMemory) -> list[np.ndarray]:
-    """Return all arrays of the router for a task."""
+    """Return all arrays that the router stores for a task."""
     return [task.centroids, *task.moments.values()]
 
 
 class TaskNetworks:
     """Networks of learned tasks, built on request.
 
-    Merged experts are cached for all networks that share them, within the limit of `experts`.
+    Merged experts are cached in `experts` up to its limit, and all networks share the cache.
     """
 
     def __init__(self, experts: DenseExperts, tasks: Sequence[TaskMemory]):
         self.experts = experts
         self.tasks = tuple(tasks)
         self.hits = self.misses = 0
-        """Numbers of networks that were cached completely, and of those that needed a merge."""
+        """Number of networks whose experts were all cached, and number of networks that needed a
+        merge."""
         self.codes = [
             tuple(SKIP if expert is None else expert for expert in task.experts)
             for task in self.tasks
@@ -352,20 +363,25 @@ class TaskNetworks:
         return network
 
     def prepare(self) -> None:
-        """Compile the functions that build a network, so that no rebuilt one compiles."""
+        """Compile the functions that merge experts, so that building a network later does not
+        compile."""
         self.experts.prepare()
 
     def counters(self) -> dict[str, int]:
-        """Return the counts of cached and other networks, of merged and evicted experts, and of
-        cached bytes."""
+        """Return the counters: networks with and without a cache hit, merged experts, evicted
+        experts and cached bytes."""
         return {"hits": self.hits, "misses": self.misses, **self.experts.counters()}
 
 
 def task_network(
     experts: DenseExperts | Sequence[Sequence[Expert]], used: Sequence[int | None]
 ) -> list[Dense]:
-    """Make the network of a learned task over dense experts. Its codes are pool indices, so that
-    networks with common experts share computation."""
+    """Make the network of a learned task. `used` is the pool index of the expert in each block, or
+    None for Skip.
+
+    The code of each block is the pool index, so networks that use the same experts share
+    computation.
+    """
     return [
         Dense(SKIP, None) if expert is None else Dense(expert, experts[block][expert])
         for block, expert in enumerate(used)

@@ -1,8 +1,8 @@
 """Hierarchical exploration-exploitation sampling in closed form (paper section 'Supernet Training
 via HEE-NAS').
 
-The rows of all tables over earlier networks are the base network, then tasks 0..t-1. NaN marks an
-absent entry: a task that skips the block.
+In every table with one row per earlier network (axis E), row 0 is the base network and row i + 1 is
+task i. NaN marks a block that the task skips.
 """
 
 import functools
@@ -23,10 +23,12 @@ def cosines(
     new_means: Float[np.ndarray, "E L D"],
     present: Bool[np.ndarray, "E L"],
 ) -> Float[np.ndarray, "E L"]:
-    """Compute cos(mu_l^i, mu_l^{i->t}) per earlier network and block; NaN if absent.
+    """Compute cos(mu_l^i, mu_l^{i->t}) for each earlier network and block.
 
-    `own_means` are mu of each network on its own task's images, `new_means` those on the new
-    task's.
+    Args:
+        own_means: mu of each earlier network on the images of its own task.
+        new_means: mu of each earlier network on the images of the new task.
+        present: whether the earlier network has an expert in the block; the cosine is NaN if not.
     """
     a = own_means.astype(np.float64)
     b = new_means.astype(np.float64)
@@ -40,7 +42,8 @@ def norm_cosine(
     """Compute S = 2 (c - c_min) / (c_max - c_min) - 1, with the extremes over all blocks and
     earlier networks.
 
-    Rows marked `neutral` have unknown means: their S is 0, and the extremes ignore them.
+    Networks marked in `neutral` have unknown means: their S is 0, and the extremes ignore them. If
+    all cosines are identical, every S is 0.
     """
     counted = cosine if neutral is None else cosine[~neutral]
     counted = counted[~np.isnan(counted)]
@@ -55,8 +58,8 @@ def norm_cosine(
 
 
 def first_level(similarity: Float[np.ndarray, "E"]) -> tuple[Float[np.ndarray, "E"], float]:
-    """Compute one block's psi: the probabilities of the earlier networks (0 if absent) and of Aux,
-    with S_aux = -max S."""
+    """Compute psi of one block: the probability of each earlier network (0 if it skips the block),
+    and the probability of Aux, with S_aux = -max S."""
     present = ~np.isnan(similarity)
     if not present.any():
         return np.zeros_like(similarity), 1.0
@@ -73,11 +76,12 @@ def exploit_table(
     experts: Sequence[Sequence[int | None]],
     sizes: Sequence[int],
 ) -> Float[np.ndarray, "L C"]:
-    """Compute the exact probability of every candidate of every block under exploitation.
+    """Compute the exact probability of each candidate in each block under exploitation.
 
-    `experts[i][l]` is the expert that network i uses in block l (None: it skips). Tasks that share
-    an expert have separate entries in the first level and common candidates. C is padded to a power
-    of two with zeros.
+    `experts[i][l]` is the expert that network i uses in block l, or None if the network skips the
+    block. The first level has one entry per network. If two networks use the same expert, their
+    probabilities add up on the same candidates. The candidate axis C is padded with zeros to a
+    power of two.
     """
     table = _empty(sizes)
     for block, n in enumerate(sizes):
@@ -93,7 +97,8 @@ def exploit_table(
 
 
 def uniform_table(sizes: Sequence[int]) -> Float[np.ndarray, "L C"]:
-    """Probabilities under exploration: uniform over the 2n + 2 candidates of each block."""
+    """Make the table for exploration: the 2n + 2 candidates of a block with n experts have the same
+    probability."""
     table = _empty(sizes)
     for block, n in enumerate(sizes):
         table[block, : num_candidates(n)] = 1.0
@@ -103,8 +108,11 @@ def uniform_table(sizes: Sequence[int]) -> Float[np.ndarray, "L C"]:
 def without(
     table: Float[np.ndarray, "L C"], removed: Sequence[Kind], sizes: Sequence[int]
 ) -> Float[np.ndarray, "L C"]:
-    """Remove some ops from a table, and normalise it; a block without another probability becomes
-    uniform over the other ops."""
+    """Set the probability of the `removed` op kinds to 0, and normalise each block.
+
+    If only removed ops had a probability in a block, the block becomes uniform over the remaining
+    ops.
+    """
     if not removed:
         return table
     allowed = np.zeros_like(table)
@@ -118,7 +126,8 @@ def without(
 
 @functools.partial(jax.jit, static_argnames="num")
 def sample(key: jax.Array, table: Float[Array, "L C"], *, num: int) -> Int[Array, "num L"]:
-    """Sample `num` architectures as candidate indices; the i-th depends only on the key and i."""
+    """Sample `num` architectures as candidate indices. Architecture i depends only on `key`,
+    `table` and i."""
     draw = jax.vmap(lambda i: jax.random.categorical(jax.random.fold_in(key, i), jnp.log(table)))
     return draw(jnp.arange(num))
 
@@ -132,8 +141,8 @@ def sample_mixed(
     *,
     num: int,
 ) -> Int[Array, "num L"]:
-    """Sample `num` architectures, each from `uniform` with probability `epsilon`, else from
-    `exploit`."""
+    """Sample `num` architectures. Each is sampled from `uniform` with probability `epsilon`, and
+    from `exploit` otherwise."""
 
     def draw(i):
         mode_key, draw_key = jax.random.split(jax.random.fold_in(key, i))

@@ -55,7 +55,7 @@ from cheem_jax.run.training import FitState, images_left
 
 
 class SamplingTables(NamedTuple):
-    """Probabilities of the candidates of every block."""
+    """Candidate probabilities of each block."""
 
     exploit: Float[np.ndarray, "L C"]
     uniform: Float[np.ndarray, "L C"]
@@ -63,26 +63,27 @@ class SamplingTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Learning:
-    """Inputs and progress of a task, shared by its phases."""
+    """Inputs and progress of learning one task, shared by its phases."""
 
     index: int
-    """Number of the task among the keys."""
+    """Task number, which determines the PRNG keys of the task."""
     task: Task
     candidates: Candidates
     train: Feed
-    """Training images, or their tokens before the first expert if there is room for them."""
+    """Training images, or their tokens before the first expert if these fit into `budget`."""
     val: Feed
-    """Validation images, in the same form."""
+    """Validation images, or their tokens before the first expert if these fit into `budget`."""
     budget: Budget
     underway: Underway
     session: Session
 
 
 class Cheem(ExpertMemory):
-    """A continual learner over one frozen backbone.
+    """CHEEM as a continual learner with one frozen backbone.
 
-    `base_means` are mu of the base task `[L, D]` at this placement, token and image size, or None
-    (neutral). `features` are the router's features, of the same backbone or of a lighter network.
+    `base_means` are the mean CLS tokens mu of the base task `[L, D]` for this placement, token
+    position and image size; None makes the base task's similarity neutral. `features` computes the
+    router's features, with the same backbone or a lighter network.
     """
 
     always_compares = False
@@ -171,7 +172,8 @@ class Cheem(ExpertMemory):
         return report
 
     def begin(self, task: Task, session: Session) -> Learning:
-        """Prepare the next task, which resumes from the state in `session`, if there is one."""
+        """Prepare learning of the next task. If `session` has saved progress, the task resumes from
+        it."""
         budget = Budget(self.executor.budget)
 
         def feed_of(name: str, split: Split) -> Feed:
@@ -190,8 +192,8 @@ class Cheem(ExpertMemory):
         )
 
     def similarity(self, learning: Learning) -> Float[np.ndarray, "E L"]:
-        """Compute S of the task to the base and every earlier task, per block; NaN if that task
-        skips the block (section 'Task similarity')."""
+        """Compute S between the task and the base task and every earlier task, per block; NaN if
+        the earlier task skips the block (section 'Task similarity')."""
         underway = learning.underway
         if underway.similarity is None:
             with learning.session.phase("similarity"):
@@ -206,7 +208,7 @@ class Cheem(ExpertMemory):
         return underway.similarity
 
     def tables(self, learning: Learning, similarity: np.ndarray) -> SamplingTables:
-        """Compute the probabilities that supernet training and search sample from."""
+        """Compute the candidate probabilities for supernet training and search."""
         candidates = learning.candidates
         exploit = exploit_table(similarity, candidates.earlier, candidates.sizes)
         uniform = uniform_table(candidates.sizes)
@@ -234,8 +236,8 @@ class Cheem(ExpertMemory):
     def search(
         self, learning: Learning, tables: SamplingTables, trained: SupernetFit
     ) -> Int[np.ndarray, "L"]:
-        """Search the target network; returns its candidate indices. `underway.searched` contains
-        everything that was scored."""
+        """Search for the target network and return its candidate indices. `underway.searched`
+        contains all scored architectures."""
         config = self.config.search
         underway = learning.underway
         if self.config.sampling == "uniform":
@@ -269,9 +271,9 @@ class Cheem(ExpertMemory):
     def finetune(
         self, learning: Learning, trained: SupernetFit | None, codes: Int[np.ndarray, "L"]
     ) -> SupernetFit:
-        """Train the target network stand-alone, as a supernet that samples nothing else.
+        """Train the target network stand-alone, as a supernet that samples only this architecture.
 
-        `trained` is the supernet that weights are inherited from, if they are.
+        `trained` is the trained supernet; it is used only if the fine-tuning weights are inherited.
         """
         config = self.config
         supernet = self._supernet(learning, Phase.FINETUNE_INIT)
@@ -298,7 +300,8 @@ class Cheem(ExpertMemory):
     def finished_means(
         self, learning: Learning, finished: SupernetFit, network: Network
     ) -> TokenMeans:
-        """Compute mu of the target network over the training images, and their features."""
+        """Compute the mean CLS tokens mu of the target network over the training images, and their
+        features."""
         session = learning.session
         num = len(learning.task.train.labels)
         with (
@@ -321,8 +324,8 @@ class Cheem(ExpertMemory):
         """
 
     def bytes_needed(self, task: Task) -> int:
-        """See `Method.bytes_needed`: every candidate with Adam's moments, in two rolling
-        checkpoints, and the router's statistics once."""
+        """See `Method.bytes_needed`. The estimate counts all candidates with their Adam moments in
+        two rolling checkpoints, plus the router's statistics."""
         num_inputs, width = self.memory.pool[0][0].params[0].shape
         pair = self.config.ops.rank * (num_inputs + width)
         new = (num_inputs + 1) * width
@@ -390,8 +393,8 @@ class Cheem(ExpertMemory):
             )
 
     def _scored_rows(self, learning: Learning) -> Int[np.ndarray, "N"]:
-        """Rows of the training images that the score uses: none for the supernet's own head, else
-        all or a seeded subsample in order."""
+        """Return the rows of the training images that the score uses: no rows for `shared_head`;
+        all rows or a sorted, seeded subsample for `closed_form`."""
         if self.config.score == "shared_head":
             return np.arange(0)
         num = len(learning.task.train.labels)
@@ -423,8 +426,8 @@ class Cheem(ExpertMemory):
         )
 
     def _earlier_means(self, learning: Learning) -> Float[np.ndarray, "E L D"]:
-        """Compute mu of the task's images by the base network and every earlier task's; 0 in
-        skipped blocks."""
+        """Compute the mean CLS tokens mu of the task's images with the base network and with each
+        earlier task's network. Skipped blocks are 0."""
         task = learning.task
         experts, earlier = learning.candidates.experts, learning.candidates.earlier
         num = len(task.train.labels)
@@ -450,8 +453,11 @@ class Cheem(ExpertMemory):
 def search_report(
     learning: Learning, codes: Int[np.ndarray, "L"], num_train: int, config: CheemConfig
 ) -> dict[str, Any]:
-    """Report a finished search that selected `codes` and scored `num_train` training images besides
-    the validation images."""
+    """Report a finished search.
+
+    `codes` is the selected architecture. `num_train` is the number of training images that were
+    scored in addition to the validation images.
+    """
     searched = learning.underway.searched
     assert searched is not None, "the search has ended"
     genomes, correct, flops = searched.scored
@@ -465,7 +471,7 @@ def search_report(
         "chosen": chosen,
     }
     name = "validation_accuracy"
-    if config.score != "shared_head":  # training images count too
+    if config.score != "shared_head":  # this score includes training images
         name = "score"
         search["score"] = config.score
     return {
@@ -484,8 +490,8 @@ def compare_with_frozen(
     head: Head,
     batch_size: int,
 ) -> HeadComparison | None:
-    """Compare the learned network with the frozen backbone and a ridge head, on the validation
-    images; None if the backbone's features are non-finite."""
+    """Compare the learned network with the frozen backbone and a ridge head on the validation
+    images. Returns None if the backbone's features are non-finite."""
     task = learning.task
 
     def features_of(network: Network, name: str, feed: Feed) -> Float[np.ndarray, "N D"]:
@@ -508,11 +514,12 @@ def compare_with_frozen(
 def expected_seconds(
     executor: Executor, config: CheemConfig, task: Task, saved: Saved | None = None
 ) -> float:
-    """Estimate the seconds for learning a task on this machine, after the state `saved`.
+    """Estimate the seconds that learning a task takes on this machine, from scratch or from the
+    saved progress.
 
-    The estimate is the number of passes over images times the measured seconds of one. A training
-    step counts as three passes, and augmentation is measured separately. Compilation and the
-    savings of shared prefixes are not included.
+    The estimate is the number of image passes times the measured seconds per image. A training
+    image counts as three passes. Augmentation is measured separately. Compilation and the savings
+    of shared prefixes are not included.
     """
     images = task.train.images
     num = len(task.train.labels)
@@ -552,8 +559,8 @@ def expected_seconds(
 
 
 def _fastest(work: Callable[[], None], repeats: int) -> float:
-    """Measure the fewest seconds of several repeats: the first can compile, and other processes can
-    slow some down."""
+    """Return the minimum seconds of `repeats` calls. The first call can include compilation, and
+    other processes can slow down calls."""
     times = list[float]()
     for _ in range(repeats):
         start = time.perf_counter()
@@ -563,16 +570,19 @@ def _fastest(work: Callable[[], None], repeats: int) -> float:
 
 
 FEW = 4
-"""Networks that the similarity pass computes at once even if the experts' limit is smaller."""
+"""Number of networks that the similarity pass computes together even if their experts exceed the
+limit."""
 
 
 def together(
     earlier: Sequence[Sequence[int | None]], experts: Sequence[Sequence[Expert]], limit: int
 ) -> Iterator[list[int]]:
-    """Divide the base network (index 0) and the tasks' networks into parts whose experts have at
-    most `limit` bytes, or into parts of a few networks.
+    """Divide the base network (index 0) and the networks of the earlier tasks into parts, and yield
+    the indices of each part.
 
-    Networks that share experts are in the same part. Usually there is one part.
+    The experts of a part have at most `limit` bytes, or the bytes of `FEW` networks if these are
+    more. Sorted order puts networks that share experts into the same part. Usually there is only
+    one part.
     """
     size = sum(leaf.nbytes for leaf in experts[0][0])
     limit = max(limit, FEW * len(experts) * size)

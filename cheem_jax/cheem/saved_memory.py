@@ -1,4 +1,5 @@
-"""The memory on disk, a directory per task, and the usable part of a corrupted one."""
+"""The memory on disk with one directory per task, and recovery of the usable tasks of a corrupted
+memory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,8 @@ from cheem_jax.run.checkpoint import (
 
 
 def save_memory_task(root: Path, memory: InternalMemory, index: int, rank: int) -> Path:
-    """Save the additions of the task at `index`; `rank` is the rank of its Adapt pairs."""
+    """Save the task at `index` with the experts that it added, and return its directory. `rank` is
+    the rank of Adapt's low-rank pair."""
     task = memory.tasks[index]
     number = memory.numbers[index]
     arrays = {
@@ -54,10 +56,11 @@ def save_memory_task(root: Path, memory: InternalMemory, index: int, rank: int) 
 
 
 def save_forgotten(root: Path, memory: InternalMemory, number: int) -> Path:
-    """Save the remainder of a forgotten task: the places of its experts, and the experts that other
-    tasks need, without name and classes.
+    """Save the placeholder of forgotten task `number`, and return its directory.
 
-    All other experts then keep their places when the memory is opened.
+    The placeholder has the pool indices of the task's experts and the experts that other tasks
+    still use, but no task name and no classes. When the memory is opened, all other experts
+    therefore keep their pool indices.
     """
     places: list[int | None] = []
     experts, parents = {}, {}
@@ -80,10 +83,9 @@ FORGOTTEN = ".forgotten"
 
 
 def open_memory(root: Path, pool: Pool) -> InternalMemory:
-    """Open the memory of all saved tasks: add them to the backbone's own pool, one directory per
-    task.
+    """Open a saved memory: add all saved tasks to `pool`, the pool of the backbone.
 
-    Raises ValueError that names every corrupted task, not only the first.
+    Raises ValueError with a message that names every corrupted task, not only the first.
     """
     memory = InternalMemory(pool)
     directories = saved_tasks(root)
@@ -93,15 +95,15 @@ def open_memory(root: Path, pool: Pool) -> InternalMemory:
 
 
 def with_task(memory: InternalMemory, directory: Path) -> InternalMemory:
-    """Add the saved next task to a memory."""
+    """Load the task in `directory` and add it to a memory as the next task."""
     return _with_saved(memory, directory, *load_task(directory))
 
 
 def _with_saved(
     memory: InternalMemory, directory: Path, arrays: Arrays, meta: Mapping[str, Any]
 ) -> InternalMemory:
-    """Add the next task to a memory; raises ValueError naming its directory if it does not fit the
-    earlier tasks."""
+    """Add the next task to a memory. Raises ValueError with a message that names `directory` if the
+    task does not fit the earlier tasks."""
     with named(directory):
         if directory.name.endswith(FORGOTTEN):
             return _with_forgotten(memory, arrays, meta)
@@ -138,11 +140,11 @@ def _with_forgotten(
 
 
 def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]:
-    """Open the tasks of a corrupted memory whose predictions are unchanged; returns them and the
-    error of each other task, by directory.
+    """Open the tasks of a corrupted memory that still predict as before.
 
-    Tasks that use experts of a corrupted task are lost with it. The memory is only for prediction:
-    its pool has gaps.
+    Returns a memory with these tasks, and the error for each lost task, keyed by directory name. A
+    task that uses an expert of a corrupted task is lost too. The returned memory can only predict
+    because its pool has gaps.
     """
     blocks = [list(block) for block in pool]
     tasks = list[TaskMemory]()
@@ -161,7 +163,8 @@ def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]
                 else:
                     task, learned = _task_of(arrays, meta)
                     places = task.experts
-                    # a full expert has no parent, and neither has one whose parent was erased
+                    # a full expert has no parent; an Adapt whose parent was erased is stored as a
+                    # full expert
                     parents = {
                         block: (
                             task.architecture[block].expert if isinstance(params, LowRank) else None

@@ -1,9 +1,10 @@
 """The supernet of a new task: the candidates of each block and their learned parameters (paper
 section 'Supernet Construction').
 
-`Supernet` is constant during a task. `SupernetState` is an immutable pytree that every step
-replaces. A candidate's parameters are initialised when it is first sampled, from a key that depends
-only on its place, so memory grows with the explored candidates and not with the pool.
+`Supernet` is constant during a task. `SupernetState` is an immutable pytree, and every step returns
+a new one. A candidate's parameters are initialised when it is first sampled, from a key that
+depends only on the block and the candidate. Memory therefore grows with the number of sampled
+candidates, not with the size of the pool.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ _adam = optax.scale_by_adam()
 
 
 class OpLearner(NamedTuple):
-    """A learnable op with its Adam moments and step count; steps that do not sample the op leave
+    """A learnable op with its Adam moments and step count. Steps that do not sample the op leave
     all three unchanged."""
 
     params: Expert | LowRank
@@ -36,7 +37,7 @@ class OpLearner(NamedTuple):
 
 
 class HeadLearner(NamedTuple):
-    """The task's head, updated by every step."""
+    """The task's head and its Adam state; every step updates them."""
 
     params: Head
     adam: optax.OptState
@@ -46,11 +47,11 @@ Learner = TypeVar("Learner", OpLearner, HeadLearner)
 
 
 class SupernetState(NamedTuple):
-    """The learned part of a task: a learner for each sampled candidate, and the head that all
-    share."""
+    """The learned part of a supernet: one learner per sampled candidate, and one head for all
+    architectures."""
 
     learners: Mapping[Place, OpLearner]
-    """By block and choice, such as `(3, Choice("adapt", 0))`."""
+    """Learners keyed by block and choice, such as `(3, Choice("adapt", 0))`."""
     head: HeadLearner
 
 
@@ -60,7 +61,7 @@ class Supernet:
     functions."""
 
     key: jax.Array
-    """Root of all parameters' keys; a candidate's key depends on its place."""
+    """Root key of the parameters; the key of a candidate depends on its block and its index."""
     experts: Sequence[Sequence[Expert]]
     """Frozen dense experts of each block (`pool.dense_experts`), the base expert first."""
     num_classes: int
@@ -68,12 +69,12 @@ class Supernet:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Experts per block."""
+        """Number of experts in each block."""
         return tuple(map(len, self.experts))
 
     @functools.cached_property
     def setup(self) -> Setup:
-        """The inputs that an executor needs to train the supernet."""
+        """The executor's inputs for training this supernet."""
         init = functools.partial(init_learner, settings=self.settings)
         shapes = [
             jax.eval_shape(functools.partial(init, kind=kind), self.key, self.experts[0][0])
@@ -85,14 +86,15 @@ class Supernet:
         )
 
     def init(self) -> SupernetState:
-        """Initialise the state before the first step: a head, and no learner."""
+        """Make the state before the first step: an initialised head and no learners."""
         width = self.experts[0][0].bias.shape[0]
-        # among the keys, the head has block index L
+        # the key of the head uses the block index L
         key = key_at(self.key, len(self.experts), 0)
         return SupernetState({}, init_head_learner(key, width, next_power_of_two(self.num_classes)))
 
     def begun_with(self, learned: Mapping[Place, Expert | LowRank], head: Head) -> SupernetState:
-        """Make a state from a network's parameters and a padded head, with fresh moments."""
+        """Make a state from a network's learned parameters and a padded head, with zero Adam
+        moments."""
         learners = {
             place: OpLearner(params, _adam.init(params)) for place, params in learned.items()
         }
@@ -101,7 +103,8 @@ class Supernet:
     def with_learners(
         self, state: SupernetState, architectures: Iterable[Architecture]
     ) -> SupernetState:
-        """Add the missing learners of these architectures' Adapt and New to a state."""
+        """Initialise the Adapt and New learners of `architectures` that the state does not
+        contain."""
         places = {
             place for architecture in set(architectures) for place in learned_places(architecture)
         }
@@ -113,8 +116,8 @@ class Supernet:
         )
 
     def learner(self, state: SupernetState, place: Place) -> OpLearner:
-        """Return the learner of an Adapt or New, initialised if it was never sampled; the state
-        does not change."""
+        """Return the learner of an Adapt or New at `place`, newly initialised if the candidate was
+        never sampled. The state does not change."""
         return state.learners[place] if place in state.learners else self._begin(*place)
 
     def ops(self, state: SupernetState, architecture: Architecture) -> list[Op]:
@@ -126,7 +129,7 @@ class Supernet:
     def learned(
         self, state: SupernetState, architecture: Architecture
     ) -> dict[int, Expert | LowRank]:
-        """Return the learned parameters of an architecture's Adapt and New, by block."""
+        """Return the learned parameters of an architecture's Adapt and New, keyed by block."""
         return {
             place[0]: self.learner(state, place).params for place in learned_places(architecture)
         }
@@ -139,13 +142,14 @@ class Supernet:
         )
 
     def inherit(self, state: SupernetState, architecture: Architecture) -> SupernetState:
-        """Make a state with the learners of one architecture and the head, with fresh moments."""
+        """Make a state with the learners of one architecture and the head; all Adam moments are
+        reset to zero."""
         places = learned_places(architecture)
         learners = {place: _begun_again(self.learner(state, place)) for place in places}
         return SupernetState(learners, _begun_again(state.head))
 
     def frozen(self, block: int, choice: Choice) -> Expert | None:
-        """Return the frozen expert of a choice; None for New and Skip."""
+        """Return the frozen expert of a choice, or None for New and Skip."""
         return None if choice.expert is None else self.experts[block][choice.expert]
 
     def code(self, block: int, choice: Choice) -> int:
@@ -153,7 +157,7 @@ class Supernet:
         return int(encode((choice,), self.sizes[block : block + 1])[0])
 
     def arrays(self, state: SupernetState) -> dict[str, Any]:
-        """Convert a state to arrays by name; learners are named "block:candidate index"."""
+        """Convert a state to a dict of arrays. The keys of learners are "block:candidate index"."""
         learners = {
             f"{place[0]}:{self.code(*place)}": _named(learner)
             for place, learner in state.learners.items()
@@ -161,7 +165,7 @@ class Supernet:
         return {"head": _named(state.head)} | ({"learners": learners} if learners else {})
 
     def from_arrays(self, arrays: Mapping[str, Any]) -> SupernetState:
-        """Invert `arrays`."""
+        """Restore a state from the result of `arrays`."""
         learners = {}
         for name, leaves in arrays.get("learners", {}).items():
             block, code = map(int, name.split(":"))
@@ -176,7 +180,8 @@ class Supernet:
 
 
 def learned_places(architecture: Architecture) -> list[Place]:
-    """List the places of an architecture's Adapt and New, in the order of the blocks."""
+    """Return (block, choice) for each Adapt and New of an architecture, in the order of the
+    blocks."""
     return [
         (block, choice)
         for block, choice in enumerate(architecture)
@@ -185,7 +190,7 @@ def learned_places(architecture: Architecture) -> list[Place]:
 
 
 def _named(learner: OpLearner | HeadLearner) -> dict[str, Any]:
-    adam = cast(Any, learner.adam)  # ScaleByAdamState, which optax types as any state
+    adam = cast(Any, learner.adam)  # ScaleByAdamState; optax declares only its base type
     return {
         "params": learner.params._asdict(),
         "count": adam.count,
@@ -205,7 +210,7 @@ def _unnamed(
 
 @functools.partial(jax.jit, static_argnames=("kind", "settings"))
 def init_learner(key: jax.Array, base: Expert, *, kind: Kind, settings: OpSettings) -> OpLearner:
-    """Initialise the learner of an Adapt or a New; `base` is the block's expert 0."""
+    """Initialise the learner of an Adapt or New; `base` is the base expert of the block."""
     if kind == "adapt":
         params = init_low_rank(
             key, num_inputs=base.weight.shape[0], width=base.weight.shape[1], rank=settings.rank
@@ -217,13 +222,14 @@ def init_learner(key: jax.Array, base: Expert, *, kind: Kind, settings: OpSettin
 
 @jax.jit
 def _begun_again(learner: Learner) -> Learner:
-    """Replace the moments by fresh ones."""
+    """Reset the Adam state of a learner."""
     return learner._replace(adam=_adam.init(learner.params))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def init_head_learner(key, width: int, num_outputs: int) -> HeadLearner:
-    """Initialise a head (truncated normal 0.02, zero bias) padded to a power of two outputs."""
+    """Initialise a head: weights from a truncated normal with standard deviation 0.02, zero bias.
+    `num_outputs` is the number of classes padded to a power of two."""
     weight = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, (width, num_outputs))
     head = Head(weight, jnp.zeros(num_outputs))
     return HeadLearner(head, _adam.init(head))
@@ -231,10 +237,10 @@ def init_head_learner(key, width: int, num_outputs: int) -> HeadLearner:
 
 @functools.cache
 def adam_update(new_rate: float = 1.0) -> Callable[..., Any]:
-    """Make a function for one Adam step (no weight decay) of a learner; New's rate is `new_rate`
-    times the others'.
+    """Make a function that updates a learner by one Adam step without weight decay. The learning
+    rate of New is multiplied by `new_rate`.
 
-    The bias correction counts the steps of this learner. If the step's loss is non-finite (see
+    Bias correction uses the step count of the learner. If the loss of the step is non-finite (see
     `executor.guard`), the learner does not change. Calls with the same `new_rate` return the same
     function.
     """

@@ -1,8 +1,8 @@
-"""Learning one task: supernet training, scoring, fine-tuning (paper sections 'Supernet Training'
-and following).
+"""Training and scoring for one task (paper sections 'Supernet Training' and following).
 
-`train_step` is one step as a function; `fit` is the loop of both phases: supernet training samples
-a fresh architecture for every batch, fine-tuning repeats one.
+`train_step` is one training step as a pure function. `fit` is the training loop of two phases:
+supernet training samples a new architecture for each batch; fine-tuning uses one architecture for
+all batches.
 """
 
 import functools
@@ -32,12 +32,12 @@ from cheem_jax.run import training
 from cheem_jax.run.training import FitState
 
 Draws = Callable[[int, int], Int[np.ndarray, "steps L"]]
-"""Function of the epoch and its number of steps; returns candidate indices, one architecture per
-step."""
+"""Function of the epoch and its number of steps; returns the candidate indices of one architecture
+per step."""
 
 
 class SupernetFit(NamedTuple):
-    """A supernet, its learned state, and the progress of the training."""
+    """A supernet, its learned state, and the progress of its training."""
 
     supernet: Supernet
     state: SupernetState
@@ -53,12 +53,12 @@ def train_step(
     *,
     rate: float,
 ) -> tuple[SupernetState, jax.Array]:
-    """Take one Adam step of one architecture on one batch; returns the next state, and the mean
-    loss before the step.
+    """Update one architecture by one Adam step on one batch.
 
-    `step` is from `make_step`, and `rate` is Adam's. Ops that the architecture does not contain
-    keep parameters, moments and step count; its Adapt and New are initialised if they were never
-    sampled. If the loss or a gradient is non-finite, the loss is NaN and nothing learned changes.
+    Returns the next state, and the mean loss before the update. `step` is a batch from `make_step`,
+    and `rate` is Adam's learning rate. Ops outside of `architecture` keep their parameters, moments
+    and step count. Its Adapt and New are initialised if they were never sampled. If the loss or a
+    gradient is non-finite, the returned loss is NaN and no parameter changes.
     """
     state, (loss,) = train_steps(executor, supernet, state, [architecture], [step], rates=[rate])
     return state, loss
@@ -73,8 +73,8 @@ def train_steps(
     *,
     rates: Sequence[float],
 ) -> tuple[SupernetState, list[jax.Array]]:
-    """Take a step for each architecture in turn; `executor.steps_per_call` of them share one
-    dispatch."""
+    """Take one step per architecture in order. Each call of the device runs
+    `executor.steps_per_call` steps."""
     state = supernet.with_learners(state, architectures)
     learners, head, losses = executor.train(
         state.learners, state.head, architectures, steps, rates=rates, setup=supernet.setup
@@ -95,12 +95,13 @@ def fit(
     advance: Advance,
     on_step: Callable[[SupernetFit], object] = lambda fitting: None,
 ) -> SupernetFit:
-    """Train the head and the learners of the sampled architectures, from `fitting` to the last
-    epoch.
+    """Train the head and the learners of the sampled architectures, from the state and progress in
+    `fitting` to the last epoch.
 
     `order_key` determines the order of the images. `on_step` receives the current fit before each
-    call of `advance`; training that resumes from it ends as an uninterrupted one. Raises
-    FloatingPointError if a loss or gradient is non-finite; such a step changes no parameter.
+    call of `advance`. Training that is resumed from such a fit has the same result as uninterrupted
+    training. Raises FloatingPointError if a loss or gradient is non-finite and `config.non_finite`
+    is `stop`; such a step never changes a parameter.
     """
     supernet = fitting.supernet
     steps = num_batches(len(labels), batch_size)
@@ -148,7 +149,7 @@ def steps_of(
     order: Sequence[Rows],
     batch_size: int,
 ) -> Iterator[Step]:
-    """Iterate over the data of each step, divided into the executor's parts."""
+    """Yield the data of each step, divided into the executor's parts."""
     layout = executor.layout
     rows = executor.rows(batch_size)
     parts = [
@@ -166,7 +167,7 @@ def steps_of(
 
 
 def make_step(executor: Executor, images: np.ndarray, labels: Int[np.ndarray, "B"]) -> Step:
-    """Make the data of one training step from uint8 images `[B, S, S, 3]` and their labels in [0,
+    """Make the data of one training step from uint8 images `[B, S, S, 3]` and labels in [0,
     num_classes)."""
     (batch,) = batches(np.arange(len(labels)), len(labels))
     return step_of(executor, HostImages(executor, images), labels, batch)
@@ -179,8 +180,8 @@ def step_of(executor: Executor, feed: Feed, labels: Int[np.ndarray, "N"], batch:
 
 
 def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]:
-    """Return the blocks before the first learnable one as a forward-only network; fine-tuning does
-    not change them."""
+    """Return the blocks before the first Adapt or New as a forward-only network. Fine-tuning does
+    not change these blocks."""
     prefix = itertools.takewhile(lambda choice: choice.kind in ("reuse", "skip"), architecture)
     return [
         Dense(supernet.code(block, choice), supernet.frozen(block, choice))
@@ -189,13 +190,12 @@ def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]
 
 
 def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
-    """Compile every function that training, scoring and evaluation of this task can call, by
-    running each once.
+    """Compile all functions for training, scoring and evaluating this task by running each once.
 
-    Only shapes matter, so a separate state is trained on blank images and dropped. Afterwards,
-    sampling an architecture compiles nothing, unless the executor compiles a function per
-    signature. With several devices, the search's first generation compiles its forward functions
-    for each of them.
+    Compilation depends only on shapes, so the functions run on blank images and a temporary state.
+    After this call, sampling an architecture triggers no compilation, unless the executor compiles
+    one function per signature. With more than one device, the first generation of the search
+    compiles the forward functions for each further device.
     """
     scratch = supernet.init()
     size = executor.config.image_size
@@ -210,14 +210,15 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     new = Choice("new")
     reuse = Choice("reuse", 0)
     skip = Choice("skip")
-    # (first op, the following ones, the last): each kind after a learnable one, and each learnable
-    # one first
+    # (first op, middle ops, last op): each op kind follows a learnable op, and each learnable op is
+    # first once
     patterns = [(adapt, kind, kind) for kind in (reuse, adapt, new, skip)]
     patterns += [(new, skip, reuse), (reuse, reuse, adapt), (skip, reuse, new)]
     if not executor.composes:
         patterns = patterns[
             :1
-        ]  # one compiled function serves all patterns, or each pattern would need its own
+            # without composition, all patterns share one compiled function, or each has a separate one
+        ]
     for first, behind, end in patterns:
         architecture = (first, *[behind] * (last - 1), end)[-executor.num_blocks :]
         scratch, _ = train_step(executor, supernet, scratch, architecture, step, rate=0.0)
@@ -236,8 +237,8 @@ def supernet_draws(
     uniform: Float[np.ndarray, "L C"],
     epsilon: float,
 ) -> Draws:
-    """Sample a new architecture per batch, by exploration or exploitation for a whole epoch
-    (section 'Balancing')."""
+    """Make a function that samples one architecture per step; each epoch samples either by
+    exploration or by exploitation (section 'Balancing')."""
 
     def draws(epoch: int, steps: int) -> np.ndarray:
         explore = float(_unit(key_at(mode_key, epoch))) < epsilon
@@ -251,7 +252,7 @@ def supernet_draws(
 
 
 def constant_draws(codes: Int[np.ndarray, "L"]) -> Draws:
-    """Return the same architecture for every step (fine-tuning)."""
+    """Make a function that returns the same architecture for every step, for fine-tuning."""
     return lambda epoch, steps: np.broadcast_to(codes, (steps, len(codes)))
 
 
@@ -261,7 +262,7 @@ def dense_network(
     codes: Int[np.ndarray, "L"],
     merged: dict[Place, Expert],
 ) -> list[Dense]:
-    """Make a forward-only network of a sampled architecture.
+    """Make the forward-only network of an architecture.
 
     `merged` caches the dense weights of Adapt and New between calls with the same state.
     """
@@ -292,10 +293,10 @@ def supernet_score(
     batch_size: int,
     advance: Advance = unwatched,
 ) -> Score:
-    """Make the search's fitness: it maps genomes `[P, L]` to correct predictions `[P]` on held-out
-    images, by the supernet's weights.
+    """Make a score function for the search from the supernet's weights and head.
 
-    `feed` are the images, and `labels` their classes within the task.
+    The function maps genomes `[P, L]` to the number of correct predictions `[P]` on the held-out
+    images of `feed`. `labels` are their class indices within the task.
     """
     merged: dict[Place, Expert] = {}
 
@@ -316,7 +317,8 @@ def supernet_score(
 
 
 def architecture_flops(executor: Executor, supernet: Supernet) -> Score:
-    """Make a function for the FLOPs of genomes by the paper's convention, without head."""
+    """Make a function that maps genomes to their FLOPs by the paper's convention, without the
+    head."""
     rank = supernet.settings.rank
     return lambda genomes: np.array(
         [
