@@ -61,7 +61,7 @@ def fit_head(
 
     Args:
         features: features of all images.
-        labels: labels in [0, num_classes), or -1 for padding; a label of -1 never counts as correct.
+        labels: labels in [0, num_classes), or -1 for padding, which never counts as correct.
         fitted: mask of the images that the head is fitted to, at least two. The other images
             count in `held_out`.
         num_classes: number of classes.

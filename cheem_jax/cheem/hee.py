@@ -26,7 +26,7 @@ def cosines(
     """Compute cos(mu_l^i, mu_l^{i->t}) for each earlier network and block.
 
     Args:
-        own_means: mu of each earlier network on the images of its own task.
+        own_means: mu of each earlier network on the images of the task that it was learned for.
         new_means: mu of each earlier network on the images of the new task.
         present: whether the earlier network has an expert in the block; the cosine is NaN if not.
     """

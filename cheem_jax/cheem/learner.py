@@ -514,8 +514,8 @@ def compare_with_frozen(
 def expected_seconds(
     executor: Executor, config: CheemConfig, task: Task, saved: Saved | None = None
 ) -> float:
-    """Estimate the seconds that learning a task takes on this machine, from scratch or from the
-    saved progress.
+    """Estimate the seconds for learning a task on this machine, from scratch or from the progress
+    in `saved`.
 
     The estimate is the number of image passes times the measured seconds per image. A training
     image counts as three passes. Augmentation is measured separately. Compilation and the savings

@@ -215,10 +215,8 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     patterns = [(adapt, kind, kind) for kind in (reuse, adapt, new, skip)]
     patterns += [(new, skip, reuse), (reuse, reuse, adapt), (skip, reuse, new)]
     if not executor.composes:
-        patterns = patterns[
-            :1
-            # without composition, all patterns share one compiled function, or each has a separate one
-        ]
+        # all patterns share one compiled function, or each pattern needs a separate one
+        patterns = patterns[:1]
     for first, behind, end in patterns:
         architecture = (first, *[behind] * (last - 1), end)[-executor.num_blocks :]
         scratch, _ = train_step(executor, supernet, scratch, architecture, step, rate=0.0)
