@@ -147,8 +147,11 @@ class TrainedBaseline(Baseline):
         """Return the initial values of the arrays that the next task trains."""
 
     def fixed(self, task: Task) -> Any:
-        """Return the fixed arrays that the loss of the next task reads."""
-        raise NotImplementedError
+        """Return the fixed arrays that the loss of the next task reads.
+
+        By default they are the backbone and the number of classes of the task.
+        """
+        return self.executor.leaves, np.int32(len(task.classes))
 
     def inputs(self, task: Task, session: Session) -> Inputs:
         """Return the inputs of each training epoch; by default the images."""
@@ -286,12 +289,6 @@ class OwnHeads(TrainedBaseline):
         chosen: Any = self.route(query()) if query else given
         return chosen, self.features_by(images, chosen if given is None else given)
 
-    def classes_for(
-        self, features: Float[np.ndarray, "N D"], tasks: Int[np.ndarray, "N"]
-    ) -> Int[np.ndarray, "N"]:
-        """Predict the class of each image with the head of its task."""
-        return classes_by_task(features, [task.head for task in self.tasks], tasks)
-
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
         if task_ids is None and self.needs_task_id:
@@ -299,7 +296,8 @@ class OwnHeads(TrainedBaseline):
         given = None if task_ids is None else np.asarray(task_ids, np.int32)
         query = None if self.needs_task_id else lambda: self.router_features(images)
         tasks, features = self.run(images, given, query)
-        return Inferred(tasks, self.classes_for(features, tasks if given is None else given))
+        heads = [task.head for task in self.tasks]
+        return Inferred(tasks, classes_by_task(features, heads, tasks if given is None else given))
 
 
 class OneHead(TrainedBaseline):

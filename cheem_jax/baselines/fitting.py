@@ -7,8 +7,9 @@ batch. All tasks share one compiled step.
 import enum
 import functools
 import itertools
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -235,6 +236,29 @@ class Fitter:
             *state, loss = self._update(learned, moments, rate, *grads)
         learned, moments = state
         return fitting._replace(learned=learned, moments=moments), loss
+
+    def epoch(
+        self,
+        fitting: Fitting,
+        rate: float,
+        fixed: Any,
+        batches: Iterable[FitBatch],
+        advance: Advance,
+        error: str,
+    ) -> tuple[Fitting, float]:
+        """Take one step per batch; also returns the mean loss.
+
+        Raises FloatingPointError with the message `error` for a non-finite loss or gradient.
+        """
+        losses = []
+        for batch in batches:
+            fitting, loss = self.step(fitting, np.float32(rate), fixed, batch)
+            losses.append(loss)
+            advance(np.count_nonzero(batch.weights))
+        mean = float(np.mean(jax.device_get(losses)))
+        if not math.isfinite(mean):
+            raise FloatingPointError(error)
+        return fitting, mean
 
 
 def over_batches(

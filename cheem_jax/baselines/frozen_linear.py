@@ -100,27 +100,15 @@ class FrozenLinear(Baseline):
             + num_stored(self.config.router, self.router_features.encoder.width, len(task.classes))
         )
 
-    def classes_for(
-        self, features: Float[np.ndarray, "N D"], tasks: Int[np.ndarray, "N"]
-    ) -> Int[np.ndarray, "N"]:
-        """Predict the class of each image with the head of its task."""
-        return classes_by_task(
-            features, [Head(task.weight, task.bias) for task in self.tasks], tasks
-        )
-
-    @property
-    def index(self) -> Router:
-        """Router over all learned tasks."""
+    def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """See `Method.predict`."""
         self._index = self._index.follow(
             [TaskStatistics(task.centroids, task.moments) for task in self.tasks]
         )
-        return self._index
-
-    def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """See `Method.predict`."""
-        tasks = np.asarray(self.index.route(self.router_features(images)), np.int32)
+        tasks = np.asarray(self._index.route(self.router_features(images)), np.int32)
+        heads = [Head(task.weight, task.bias) for task in self.tasks]
         given = tasks if task_ids is None else np.asarray(task_ids)
-        return Inferred(tasks, self.classes_for(self.features(images), given))
+        return Inferred(tasks, classes_by_task(self.features(images), heads, given))
 
 
 def fit_head(

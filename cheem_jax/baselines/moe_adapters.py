@@ -394,22 +394,21 @@ class AutoEncoders:
         fitting = self.fitter.begin(self._init(init_key))
         losses = list[float]()
         for epoch in range(-(-ITERATIONS // steps)):
-            rate = np.float32(AUTOENCODER_RATE * 0.1 ** (epoch // DECAY_EVERY))
+            rate = AUTOENCODER_RATE * 0.1 ** (epoch // DECAY_EVERY)
             order = order_at(key_at(order_key, epoch), num)
             rest = ITERATIONS - epoch * steps
-            running = []
-            for piece in itertools.islice(batches(order, AUTOENCODER_BATCH), rest):
-                weights = piece.mask / piece.mask.sum()
-                batch = FitBatch({"features": features[piece.rows]}, no_labels, weights)
-                fitting, loss = self.fitter.step(fitting, rate, None, batch)
-                running.append(loss)
-                advance(piece.size)
-            losses.append(float(np.mean(jax.device_get(running))))
-            if not math.isfinite(losses[-1]):
-                raise FloatingPointError(
-                    f"non-finite error of an auto-encoder in epoch {epoch + 1}; check that the"
-                    " router's features are finite"
+            parts = [
+                FitBatch(
+                    {"features": features[piece.rows]}, no_labels, piece.mask / piece.mask.sum()
                 )
+                for piece in itertools.islice(batches(order, AUTOENCODER_BATCH), rest)
+            ]
+            error = (
+                f"non-finite error of an auto-encoder in epoch {epoch + 1}; check that the"
+                " router's features are finite"
+            )
+            fitting, loss = self.fitter.epoch(fitting, rate, None, parts, advance, error)
+            losses.append(loss)
         return fitting.learned, losses
 
     def images(self, num: int) -> int:

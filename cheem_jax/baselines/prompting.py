@@ -234,10 +234,6 @@ class OwnPrompts(OwnHeads):
         key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
         return prompts, grow_head(key, None, self.executor.config.width, 0, len(task.classes))
 
-    def fixed(self, task: Task) -> Any:
-        """Return the backbone and the number of classes."""
-        return self.executor.leaves, np.int32(len(task.classes))
-
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
         """Store prompts and head, and fit the router's statistics of the task."""
         vit = self.executor.config

@@ -155,10 +155,6 @@ class Tuna(AdapterBaseline):
         adapters = self.tasks[-1].adapters if self.tasks else self.new_adapters(task)
         return adapters, padded_columns(self.new_columns(task))
 
-    def fixed(self, task: Task) -> Any:
-        """Return the backbone and the number of classes."""
-        return self.executor.leaves, np.int32(len(task.classes))
-
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
         """Store a copy of the adapters and the task's Gaussians, and align all heads."""
         num = len(task.classes)
@@ -229,20 +225,18 @@ class Tuna(AdapterBaseline):
             )
             order = order_at(keys.at(index, Phase.ALIGNMENT_ORDER, epoch), len(labels))
             rate = ALIGNMENT_RATE * 0.5 * (1 + math.cos(math.pi * epoch / ALIGNMENT_PERIOD))
-            running = []
-            for rows in order.reshape(-1, size):
-                batch = FitBatch({"features": sampled[rows]}, labels[rows], weights)
-                fitting, loss = self.aligner.step(
-                    fitting, np.float32(rate), np.int32(len(means)), batch
-                )
-                running.append(loss)
-                advance(size)
-            losses.append(float(np.mean(jax.device_get(running))))
-            if not math.isfinite(losses[-1]):
-                raise FloatingPointError(
-                    f"tuna: non-finite loss of the alignment in epoch {epoch + 1}; check that the"
-                    " features are finite, or set a smaller fit.learning_rate"
-                )
+            parts = [
+                FitBatch({"features": sampled[rows]}, labels[rows], weights)
+                for rows in order.reshape(-1, size)
+            ]
+            error = (
+                f"tuna: non-finite loss of the alignment in epoch {epoch + 1}; check that the"
+                " features are finite, or set a smaller fit.learning_rate"
+            )
+            fitting, loss = self.aligner.epoch(
+                fitting, rate, np.int32(len(means)), parts, advance, error
+            )
+            losses.append(loss)
         return np.asarray(fitting.learned)[:, : len(means)], losses
 
     def bytes_beside(self, task: Task) -> int:
