@@ -12,7 +12,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from charts import check_folder, filled, frame, legend_below, mean_std, spread, write_page
@@ -76,8 +76,14 @@ class HeadAnalysis:
             backbone=config["backbone"],
             weights=self.weights,
             image_size=config["image_size"],
-            pixel_norm="unit" if "pixels" in config else "checkpoint",
+            pixel_norm=pixel_norm(config),
         )
+
+
+def pixel_norm(config: Mapping[str, Any]) -> Literal["checkpoint", "unit"]:
+    """Return the pixel scaling of a run, given the content of its `config.json`."""
+    mean, std = config.get("pixels", (None, None))
+    return "unit" if (mean, std) == ([0, 0, 0], [1, 1, 1]) else "checkpoint"
 
 
 def main(settings: HeadAnalysis) -> None:
@@ -137,7 +143,7 @@ def measure_all(
     for run in runs:
         margins: list[Margins] = []
         if run.results["method"] in GLOBAL_HEADS:
-            place = (*run.place, run.order, run.config["image_size"], "pixels" in run.config)
+            place = (*run.place, run.order, run.config["image_size"], pixel_norm(run.config))
             if place not in sources:
                 sources[place] = cheem_run.load(settings.settings(run.config), progress), {}
             loaded, workshop = sources[place]

@@ -79,5 +79,5 @@ def test_an_augmented_run_resumes_with_the_same_bits_and_the_setting_is_in_its_i
     assert held["cheem"]["augment"] is True
     # a run without it is identified as before there was such a setting
     plain = dataclasses.replace(config, method=small.QUICK)
-    with pytest.raises(ValueError, match="cheem.augment is true there and missing here"):
+    with pytest.raises(ValueError, match="cheem.augment is true there and false here"):
         run_stream(stream, small.pretrained(), plain, tmp_path / "run", quiet())

@@ -238,5 +238,5 @@ def test_the_report_says_what_the_search_ranked_by():
         <= report["best_score"]
     )
     assert "validation_accuracy" not in report
-    (chart,) = search_chart(Recorded({}, [report]), 0.02).variants.values()
+    (chart,) = search_chart(Recorded({}, [{"index": 0, **report}]), 0.02).variants.values()
     assert "ridge head" in str(chart)

@@ -600,7 +600,7 @@ def test_a_thousand_tasks_stay_small(tmp_path):
     page = Parsed(text)
     cells = [found for tag, found in page.elements if tag == "td" and "data-e" in found]
     assert len(cells) <= 2 * 401
-    assert max(len(trace.get("z", ())) for spec in page.charts for trace in spec["data"]) == 61
+    assert max(len(trace.get("z", ())) for spec in page.charts for trace in spec["data"]) == 60
     assert "Of 1,000 tasks, 60 are shown, evenly spread." in page.text
 
 

@@ -207,7 +207,7 @@ def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(
     stops = {23, 35}
 
     def counting(self, *arguments):
-        *arguments, advance = arguments
+        *arguments, advance, keep = arguments
 
         def counted(num_images, note="", /):
             steps[0] += 1
@@ -215,7 +215,7 @@ def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(
                 stopping[-1].signal_number = signal.SIGINT
             advance(num_images, note)
 
-        fit(self, *arguments, counted)
+        return fit(self, *arguments, counted, keep)
 
     def watched(self, *arguments):
         init(self, *arguments)
