@@ -78,8 +78,8 @@ def hash_of(tensors: dict[str, np.ndarray]) -> str:
 
 
 def main(options: Convert) -> None:
-    """Convert, and say what was written."""
-    command.tell(options, convert(options))
+    """Convert the weights and print a summary."""
+    command.print_summary(options, convert(options))
 
 
 if __name__ == "__main__":

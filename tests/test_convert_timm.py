@@ -218,7 +218,7 @@ def test_a_missing_extra_is_named(
     ],
 )
 def test_tfds_sources_are_spelled_name_and_split(spelled, name, split):
-    assert convert.spelled(spelled) == (name, split)
+    assert convert.parse_tfds(spelled) == (name, split)
 
 
 def _random_model(name: str, **options):

@@ -1,5 +1,5 @@
-"""`cheem convert`: weights of a plain timm ViT, DeiT or DINO in this library's format, with means
-of its own data.
+"""`cheem convert`: write the weights of a plain timm ViT, DeiT or DINO in this library's format,
+with the means of its pretraining data.
 
     cheem convert --backbone deit_tiny --output deit_tiny.safetensors
     cheem convert --backbone deit_tiny --weights FILE --output deit_tiny.safetensors \
@@ -26,7 +26,8 @@ _TFDS = re.compile(r"tfds:([^:\[]+(?::\d+\.\d+\.\d+)?):(.+)")
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Convert timm weights; they keep their own image size, and resize when they are loaded."""
+    """Convert timm weights. The image size does not change; it can be changed when the weights are
+    loaded."""
 
     output: Path
     """The .safetensors file to write."""
@@ -34,25 +35,29 @@ class Convert:
     """One of this library's backbones, or any other plain timm name such as
     vit_small_patch16_224.dino."""
     weights: Path | None = None
-    """Local .safetensors or .npz under timm's names, or a converted file; else the hub's timm/
-    repository."""
+    """A safetensors or npz file with timm's names, or a converted file; default: timm's repository
+    on the hub."""
     base_data: str | None = None
     """Training images of the pretraining data: a folder, a zip, or tfds:NAME:SPLIT."""
     image_size: int | None = None
-    """Side in pixels at which the means of --base-data are measured; default: the weights' own."""
+    """Pixels of the square images from which the means of --base-data are computed; default: the
+    image size of the weights."""
     overwrite: bool = False
-    """Replace an output that exists."""
+    """Replace an existing output file."""
 
 
 def convert_weights(settings: Convert) -> None:
-    """Read the weights, write them and say what was written; ValueError, OSError or ImportError
-    tell what is wrong."""
+    """Convert the weights and print a summary. Raises ValueError, OSError or ImportError for
+    invalid settings, unreadable files and missing packages."""
     check(settings)
-    tell(settings, write(settings, load_pretrained(settings.backbone, weights=settings.weights)))
+    print_summary(
+        settings, write(settings, load_pretrained(settings.backbone, weights=settings.weights))
+    )
 
 
 def check(settings: Convert) -> None:
-    """ValueError for settings that cannot be, before anything is read."""
+    """Check the settings before any file is read. Raises ValueError for settings that contradict
+    each other or the existing files."""
     if settings.output.suffix != ".safetensors":
         raise ValueError(f"--output must end in .safetensors, got {str(settings.output)!r}")
     if settings.output.exists() and not settings.overwrite:
@@ -64,7 +69,8 @@ def check(settings: Convert) -> None:
 
 
 def write(settings: Convert, pretrained: Pretrained) -> Pretrained:
-    """The weights into the output, with the means of --base-data; returns what was written."""
+    """Compute the means of --base-data, write weights and means into the output, and return
+    both."""
     if settings.base_data is not None:
         sized = resize(pretrained, settings.image_size or pretrained.config.image_size)
         vit = build(sized.config, sized.params)
@@ -75,8 +81,9 @@ def write(settings: Convert, pretrained: Pretrained) -> Pretrained:
     return pretrained
 
 
-def tell(settings: Convert, written: Pretrained) -> None:
-    """Three lines: the file, its source, its means."""
+def print_summary(settings: Convert, written: Pretrained) -> None:
+    """Print the name and size of the weights, the hash of their source, and the names of the
+    means."""
     numbers = sum(value.size for value in written.params.values())
     print(
         f"{shown(settings.output)}: {written.config.name}, {numbers:,} numbers from"
@@ -87,20 +94,20 @@ def tell(settings: Convert, written: Pretrained) -> None:
 
 
 def base_images(base_data: str, image_size: int) -> Iterator[Images]:
-    """The training images in chunks, uint8 [N, S, S, 3]."""
+    """Yield the training images of --base-data in chunks, uint8 `[N, S, S, 3]`."""
     if not base_data.startswith("tfds:"):
         yield load_train(plan_task(absolute(base_data)), image_size, ImagesConfig("memory")).images
         return
-    name, split = spelled(base_data)
+    name, split = parse_tfds(base_data)
     files = all_pictures(name, split, None)
     yield from decode_in_order(files, image_size, range(len(files)))
 
 
-def spelled(base_data: str) -> tuple[str, str]:
-    """The data set and the split of tfds:NAME:SPLIT."""
-    found = _TFDS.fullmatch(base_data)
-    if not found:
+def parse_tfds(base_data: str) -> tuple[str, str]:
+    """Split tfds:NAME:SPLIT into the names of the data set and the split."""
+    match = _TFDS.fullmatch(base_data)
+    if not match:
         raise ValueError(
             f"--base-data {base_data!r}: expected tfds:NAME:SPLIT, e.g. tfds:imagenet_v2:test"
         )
-    return found[1], found[2]
+    return match[1], match[2]

@@ -1,4 +1,4 @@
-"""`cheem demo`: the bundled stream, learned where it stands."""
+"""`cheem demo`: learn the bundled stream of six small tasks."""
 
 import dataclasses
 from pathlib import Path
@@ -18,31 +18,31 @@ from cheem_jax.run.progress import Progress
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
-    """CHEEM learns six small tasks with the bundled vit_micro: no network, no data, minutes on a
+    """Learn six small tasks with the bundled vit_micro, without network or data, in minutes on a
     laptop."""
 
     run_dir: Path = Path("runs/demo")
-    """Where the run is kept; an unfinished one is continued."""
+    """Run directory; an unfinished run resumes."""
     method: MethodName = "cheem"
-    """The method that learns; for `cheem_lite` and `moe_adapters` the bundled vit_nano infers the
-    task ID."""
+    """Method that learns. For `cheem_lite` and `moe_adapters`, the bundled vit_nano infers the task
+    ID."""
     seed: int = 0
-    """Where random choices start: the same number gives the same run."""
+    """Root of every PRNG key in the run."""
     seeds: Annotated[SeedsConfig, ADVANCED] = SeedsConfig()
     """Separate seeds for parts of the run."""
     upper_bound: bool = False
-    """Also fine-tune the whole backbone for each task, as an upper bound."""
+    """Also fine-tune the whole backbone per task, with the task ID given, as an upper bound."""
     tensorboard: bool = False
     """Also write TensorBoard's event files after each task (extra `tensorboard`)."""
     engine: Annotated[EngineConfig, ADVANCED] = EngineConfig()
-    """How networks are run."""
+    """Execution of networks."""
     save_every: Annotated[float | None, ADVANCED] = None
-    """Seconds between saves of unfinished work; default: 30, more where saving would take over 2 %
-    of the time."""
+    """Seconds between rolling checkpoints; default: 30, or more if they would need over 2 % of the
+    time."""
 
 
 def learn_demo(settings: Demo) -> None:
-    """Learn the demo stream, or go on with it, and print its tables."""
+    """Learn the demo stream, or resume, and print its tables."""
     progress = Progress()
     progress.say("cheem_jax demo: making six tasks of 32x32 images")
     stream = demo_stream()

@@ -1,5 +1,5 @@
-"""`cheem info`: the contents of a memory, without importing the packages that only predictions
-need."""
+"""`cheem info`: show the contents of a memory. The packages that only predictions need are not
+imported."""
 
 import dataclasses
 import json
@@ -26,70 +26,69 @@ open set: calibrated where `cheem predict --open-set` can reject images of other
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfMemory:
-    """A memory."""
+    """Options of commands on a memory."""
 
     memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
-    """The memory's folder."""
+    """Folder of the memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfMemoryOrRun(OfMemory):
-    """A memory or a finished run."""
+    """Options of commands that open a memory or a finished run."""
 
     memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
-    """The memory's folder, or that of a finished run of CHEEM."""
+    """Folder of the memory, or of a finished CHEEM run."""
     weights: Path | None = None
-    """For a run, which contains no weights: the backbone's weights file; default: the one that it
-    was learned with."""
+    """Weights file of the backbone, for a run: runs do not contain these weights. Default: the file
+    that the run used."""
     usable: bool = False
-    """Where tasks of a memory are corrupted, answer with the others."""
+    """Predict with the intact tasks of a memory if others are corrupted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Info(OfMemoryOrRun):
-    """Show what a memory contains: its tasks and their networks, the pool of experts, sizes."""
+    """Show a memory's tasks and their networks, the pool of experts, and sizes."""
 
     json: bool = False
-    """Print JSON instead: classes of every task and every expert's history as well."""
+    """Print JSON instead of text, with the classes of every task and the history of every
+    expert."""
 
 
 def show_info(settings: Info) -> None:
-    """Print it."""
-    found = None if settings.usable or settings.weights is not None else read_info(settings.memory)
-    if found is None:
-        from cheem_jax.memory import open_memory  # late, since JAX takes long to import
+    """Print the contents of a memory as text or JSON."""
+    info = None if settings.usable or settings.weights is not None else read_info(settings.memory)
+    if info is None:
+        from cheem_jax.memory import open_memory  # imports JAX, which is slow
 
-        found = open_memory(
-            settings.memory, weights=settings.weights, usable=settings.usable
-        ).info()
+        info = open_memory(settings.memory, weights=settings.weights, usable=settings.usable).info()
     if settings.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(info, indent=1))
         return
     progress = Progress()
-    place = shown(Path(found["directory"]))
-    kind = "run" if found["kind"] == "run" else "memory"
+    directory = shown(Path(info["directory"]))
+    kind = "run" if info["kind"] == "run" else "memory"
     progress.say(
-        f"{kind} {place}: {found['backbone']} at {found['image_size']} pixels, experts at"
-        f" {found['placement']}, preset {found['preset']}, seed {found['seed']},"
-        f" {_size(found['bytes'])} on the disk"
+        f"{kind} {directory}: {info['backbone']} at {info['image_size']} pixels, experts at"
+        f" {info['placement']}, preset {info['preset']}, seed {info['seed']},"
+        f" {_size(info['bytes'])} on the disk"
     )
-    if not found["upright"]:
+    if not info["upright"]:
         progress.say("images are used as stored: EXIF orientation is not applied")
-    if found["keeps_base"]:
+    if info["keeps_base"]:
         progress.say("the backbone's own classes are a target as well")
-    if found["forgotten"]:
-        num = len(found["forgotten"])
+    if info["forgotten"]:
+        num = len(info["forgotten"])
         progress.say(f"forgotten: {num} task{'' if num == 1 else 's'}")
-    for task, reason in found["lost"].items():
+    for task, reason in info["lost"].items():
         progress.say(f"lost: {task}: {reason}")
-    if found["learning"]:
-        progress.say(f"interrupted: {found['learning']['name']}; the same `cheem learn` resumes it")
-    if not found["tasks"]:
-        progress.say(f"no task yet: cheem learn {place} FOLDER")
+    if info["learning"]:
+        progress.say(f"interrupted: {info['learning']['name']}; the same `cheem learn` resumes it")
+    if not info["tasks"]:
+        progress.say(f"no task yet: cheem learn {directory} FOLDER")
         return
     columns = ("task", "classes", "added %", "GFLOPs", "executed", "on disk", "open set")
     rows = []
-    for task in found["tasks"]:
+    for task in info["tasks"]:
         rows.append(
             (
                 task["name"],
@@ -103,35 +102,38 @@ def show_info(settings: Info) -> None:
         )
     print_grid(Grid("", columns, tuple(rows), 1), progress.console, ("executed", "open set"))
     progress.say(INFO_LEGEND)
-    for task in found["tasks"]:
+    for task in info["tasks"]:
         progress.architecture(task["name"], task["architecture"])
-    for task in found["tasks"]:
-        if compared := task["frozen_head"]:
-            learned, frozen = (f"{100 * compared[key]:.1f} %" for key in ("network", "frozen"))
+    for task in info["tasks"]:
+        if comparison := task["frozen_head"]:
+            learned, frozen = (f"{100 * comparison[key]:.1f} %" for key in ("network", "frozen"))
             progress.say(
-                f"{task['name']}: {compared['validation_images']:,} validation images: network"
+                f"{task['name']}: {comparison['validation_images']:,} validation images: network"
                 f" {learned}, frozen backbone with a ridge head"
-                f" {frozen}{' (used)' if compared['kept'] == 'frozen' else ''}"
+                f" {frozen}{' (used)' if comparison['kept'] == 'frozen' else ''}"
             )
-        for more in task["extended"]:
-            (images, all_images), (classes, all_classes) = more["num_train"], more["num_classes"]
+        for extension in task["extended"]:
+            (images, all_images), (classes, all_classes) = (
+                extension["num_train"],
+                extension["num_classes"],
+            )
             progress.say(
                 f"{task['name']}: extended from {images:,} training images of {classes} classes to"
                 f" {all_images:,} of {all_classes}"
             )
-    num_experts = [sum(expert["kind"] != "gone" for expert in block) for block in found["pool"]]
+    num_experts = [sum(expert["kind"] != "gone" for expert in block) for block in info["pool"]]
     progress.say(f"experts per block: {' '.join(map(str, num_experts))}")
 
 
-def print_grid(grid: Grid, console: Console, spare: Sequence[str] = ()) -> None:
-    """The table, without as many of the spare columns as a narrow terminal has no room for; long
-    names wrap."""
-    while grid.width - 2 > console.width and spare:
-        grid = grid.without(spare[:1])
-        spare = spare[1:]
+def print_grid(grid: Grid, console: Console, optional: Sequence[str] = ()) -> None:
+    """Print a table. Columns in `optional` are left out, in this order, while the table is wider
+    than the terminal; long names wrap."""
+    while grid.width - 2 > console.width and optional:
+        grid = grid.without(optional[:1])
+        optional = optional[1:]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for place, name in enumerate(grid.columns):
-        is_left = place < grid.num_left
+    for index, name in enumerate(grid.columns):
+        is_left = index < grid.num_left
         table.add_column(
             name, justify="left" if is_left else "right", overflow="fold", no_wrap=not is_left
         )

@@ -1,5 +1,5 @@
-"""`cheem report`, `cheem tensorboard` and `cheem watch`: a run or memory as a page, as event files,
-while it works."""
+"""`cheem report`, `cheem tensorboard` and `cheem watch`: show runs and memories as an HTML page, as
+TensorBoard events, or live in the terminal."""
 
 import contextlib
 import dataclasses
@@ -26,25 +26,25 @@ from cheem_jax.run.directory import NAME
 from cheem_jax.run.progress import SECONDS_BETWEEN_LINES, Progress, on_screen
 
 DOCTYPE = b"<!doctype html"
-"""How a page begins, in lower case: what begins otherwise is not overwritten."""
+"""First bytes of a page, in lower case. Files with other first bytes are not overwritten."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Draw one or several runs or memories as a single HTML page that needs no network."""
+    """Draw runs and memories as one HTML page that needs no network."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
-    """Directories of runs or memories, or folders that hold some at any depth."""
+    """Directories of runs or memories, or folders that contain some at any depth."""
     out: Path | None = None
-    """The file to write; default: report.html in the first folder named."""
+    """HTML file to write; default: report.html in the first folder."""
     images: bool = True
-    """Show test images of runs with right and wrong predictions, if the images are available."""
+    """Show test images with right and wrong predictions, if the images are available."""
     figures: bool = False
-    """Also write figures (PNG) and tables (CSV) into `figures` in the folder of every run."""
+    """Also write figures (PNG) and tables (CSV) into a folder `figures` in every run directory."""
 
 
 def write_report_page(settings: Report) -> None:
-    """Write the page and say where it is."""
+    """Write the page and print its file name."""
     if not settings.runs:
         raise ValueError(
             "no run was named; give a run directory, such as runs/demo after `cheem demo`"
@@ -68,7 +68,7 @@ def write_report_page(settings: Report) -> None:
     for directory, reason in left_out:
         progress.say(f"left out {shown(directory)}: {reason}")
     if settings.figures:
-        from cheem_jax.report.figures import write_figures  # Matplotlib is slow to import
+        from cheem_jax.report.figures import write_figures  # imports Matplotlib, which is slow
 
         for run in runs:
             progress.say(f"wrote {shown(write_figures(run.directory, run.results))}")
@@ -76,7 +76,8 @@ def write_report_page(settings: Report) -> None:
 
 
 def refresh_page(memory: Path) -> None:
-    """Write a memory's `report.html`; a page that cannot be made is one line and no error."""
+    """Write `report.html` of a memory. If that fails, print one line instead of raising an
+    error."""
     try:
         write_page([memory], memory / PAGE)
     except (ValueError, OSError) as error:
@@ -85,23 +86,23 @@ def refresh_page(memory: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Tensorboard:
-    """Write TensorBoard event files of runs or memories, finished or not; written again, they
-    continue."""
+    """Write TensorBoard events of runs and memories, finished or not. A repeated command appends
+    the new events."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Directories of runs or memories."""
 
 
 def write_tensorboard(settings: Tensorboard) -> None:
-    """Event files into `tensorboard` in every run's directory."""
+    """Write events into a folder `tensorboard` in every run directory."""
     check_installed()
     if not settings.runs:
         raise ValueError("no run is named; e.g. `cheem tensorboard runs/demo`")
     for directory in settings.runs:
         if not (directory / NAME).is_file():
             raise ValueError(
-                f"{str(directory)!r} is not a run directory (it has no {NAME}); give what --run-dir"
-                " said"
+                f"{str(directory)!r} is not a run directory (it has no {NAME}); give the run's"
+                " --run-dir"
             )
     progress = Progress()
     for directory in settings.runs:
@@ -117,69 +118,68 @@ def write_tensorboard(settings: Tensorboard) -> None:
 
 
 OTHER_LINES = 20
-"""Lines of a view besides its tasks."""
+"""Number of lines of a view without its tasks."""
 MOST_ROWS = 40
-"""Tasks shown where nothing says how many lines there is room for."""
+"""Maximum number of displayed tasks if the height of the output is unlimited."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """Watch a run or memory that another process works on: what is learned, learning now, and the
-    time left."""
+    """Watch a run or memory that another process works on: finished tasks, the current task, and
+    the time left."""
 
     run_dir: Annotated[Path, tyro.conf.Positional]
-    """The directory of the run or memory; shown once where nobody works on it."""
+    """Directory of the run or memory. If no process works on it, it is displayed once."""
     every: float = 1.0
-    """The view is updated after this many seconds."""
+    """Seconds between updates of the view."""
     once: bool = False
-    """Show it once and end."""
+    """Display the run once and exit."""
 
 
 def watch_run(settings: Watch, console: Console | None = None) -> None:
-    """Shows the run until it is finished or stopped; Ctrl-C ends the view and leaves the run
-    alone."""
+    """Display a run until it finishes or stops. Ctrl-C ends the display and does not affect the
+    run."""
     if not settings.every > 0:
         raise ValueError(
             f"every is {settings.every}; expected seconds between two looks, more than 0"
         )
     console = console or Console(width=None if on_screen() else 100)
-    seen = look(settings.run_dir, time.time())
-    if not settings.once and not seen.is_over:
-        with contextlib.suppress(KeyboardInterrupt), _shows(console) as show:
-            while not seen.is_over:
-                show(seen)
+    snapshot = look(settings.run_dir, time.time())
+    if not settings.once and not snapshot.is_over:
+        with contextlib.suppress(KeyboardInterrupt), _displaying(console) as show:
+            while not snapshot.is_over:
+                show(snapshot)
                 sleep(settings.every)
-                seen = look(settings.run_dir, time.time())
-        seen = look(settings.run_dir, time.time())
-    console.print(view(seen, console.width, MOST_ROWS))
+                snapshot = look(settings.run_dir, time.time())
+        snapshot = look(settings.run_dir, time.time())
+    console.print(view(snapshot, console.width, MOST_ROWS))
 
 
 @contextlib.contextmanager
-def _shows(console: Console) -> Iterator[Callable[[Snapshot], None]]:
-    """Redraws a separate screen, which is gone afterwards; without one, a line now and then and
-    after every task."""
+def _displaying(console: Console) -> Iterator[Callable[[Snapshot], None]]:
+    """Yield a function that displays a snapshot: on a separate screen of the terminal, or, if the
+    output is not a terminal, as a line after every task and every SECONDS_BETWEEN_LINES seconds."""
     if not console.is_terminal or console.is_dumb_terminal:
-        said, num_finished = 0.0, None
+        printed, num_finished = 0.0, None
 
-        def say(seen: Snapshot) -> None:
-            nonlocal said, num_finished
+        def print_line(snapshot: Snapshot) -> None:
+            nonlocal printed, num_finished
             if (
-                seen.num_finished != num_finished
-                or time.monotonic() - said >= SECONDS_BETWEEN_LINES
+                snapshot.num_finished != num_finished
+                or time.monotonic() - printed >= SECONDS_BETWEEN_LINES
             ):
-                said = time.monotonic()
-                num_finished = seen.num_finished
-                console.print(Text(line(seen)), soft_wrap=True)
+                printed = time.monotonic()
+                num_finished = snapshot.num_finished
+                console.print(Text(line(snapshot)), soft_wrap=True)
 
-        yield say
+        yield print_line
         return
-    usual = signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # gives the terminal back as well
+    # SIGTERM restores the terminal as Ctrl-C does
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            yield lambda seen: live.update(
-                view(seen, console.width, max(3, console.height - OTHER_LINES)), refresh=True
+            yield lambda snapshot: live.update(
+                view(snapshot, console.width, max(3, console.height - OTHER_LINES)), refresh=True
             )
     finally:
-        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGTERM, handler)
