@@ -1,13 +1,14 @@
-"""Checkpoints: one immutable directory per learned task, which contains the additions of that task.
+"""Checkpoints: one immutable directory per learned task, with the experts and statistics that the
+task added.
 
     checkpoints/cheem/003-textures/arrays/        Orbax: new experts, head, centroids, means
     checkpoints/cheem/003-textures/task.json      names, classes, architecture, experts
     checkpoints/cheem/003-textures/manifest.json  a hash per file and the content hash
 
-A directory gets its final name when it is complete and synced to the disk, so a partial write is
-never read. Loading compares every file with the manifest and the arrays with the content hash. The
-content hash identifies a checkpoint: it is equal for equal arrays and metadata, and independent of
-Orbax's file names.
+A directory is renamed to its final name after it is complete and synced to the disk, so a partial
+write is never read. Loading compares every file with its hash in the manifest, and the arrays with
+the content hash. The content hash identifies a checkpoint: it depends only on arrays and metadata,
+and not on Orbax's file names.
 """
 
 import contextlib
@@ -43,18 +44,18 @@ def task_directory(root: Path, index: int, name: str) -> Path:
 
 
 class CorruptedCheckpoint(ValueError):
-    """A checkpoint with a missing or changed file, or with bytes that do not parse; it can only be
+    """A checkpoint with a missing or changed file, or with bytes that do not parse. It can only be
     restored from a copy."""
 
 
 def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
-    """Write one task's arrays and metadata into a directory that does not exist yet.
+    """Write the arrays and metadata of one task into `directory`, which must not exist yet.
 
-    In a job of several processes, the first one writes and the others wait. Raises OSError if the
-    checkpoint cannot be written, and leaves no file in that case.
+    In a job with more than one process, the first process writes and the others wait. Raises
+    OSError if the checkpoint cannot be written; in that case no file remains.
     """
-    # imported late, here and below: JAX and Orbax are slow to import, and reading hashes and names
-    # needs neither
+    # JAX and Orbax are slow to import, so these imports are local; reading hashes and names needs
+    # neither
     from cheem_jax.engine import hosts
 
     directory = absolute(directory)
@@ -71,13 +72,13 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
         raise FileExistsError(f"{directory} exists already; a learned task is never overwritten")
     for remainder in directory.parent.glob(f".{directory.name}.*partial"):
         shutil.rmtree(remainder, ignore_errors=True)
-    # a name of this attempt alone: threads of a failed attempt can still write into its own
-    # directory
+    # the directory name is unique per attempt: threads of a failed attempt can still write into
+    # theirs
     partial = directory.with_name(f".{directory.name}.{os.getpid()}-{next(_ATTEMPTS)}.partial")
     meta = {"format": FORMAT, **meta}
     try:
         partial.mkdir(parents=True)
-        # Orbax logs a failing disk as pages of tracebacks; the exception below says it once
+        # Orbax logs disk errors with long tracebacks; the exception below reports the error once
         logger = logging.getLogger("absl")
         was_disabled = logger.disabled
         logger.disabled = True
@@ -96,8 +97,8 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
             to_disk(file)
         os.replace(partial, directory)
         to_disk(directory.parent)
-        to_disk(directory.parent.parent)  # it can be new, too
-    # Orbax writes in C++ and raises many types; all mean that the disk failed
+        to_disk(directory.parent.parent)  # it can be new as well
+    # Orbax writes in C++ and raises many error types; each of them means that writing failed
     except Exception as error:
         _remove_for_good(partial)
         reason = _first_line(error)
@@ -112,7 +113,8 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
 
 
 def _remove_for_good(partial: Path) -> None:
-    """Remove the files of a failed save, whose threads can still write for a moment."""
+    """Remove the files of a failed save. Its threads can still write for a short time, so the
+    removal is repeated."""
     until = time.monotonic() + 0.3
     times_gone = 0
     while times_gone < 3 and time.monotonic() < until:
@@ -123,10 +125,10 @@ def _remove_for_good(partial: Path) -> None:
 
 @functools.cache
 def _checkpointer(num_processes: int, process: int) -> Any:
-    """Make an Orbax checkpointer for this process alone, which never waits for other processes:
-    each has all arrays.
+    """Make an Orbax checkpointer for this process only. Each process has all arrays, so the
+    checkpointer never waits for other processes.
 
-    One serves every task, since making one is slower than reading a small task.
+    The checkpointer is cached, since making one is slower than reading a small task.
     """
     import orbax.checkpoint as ocp
 
@@ -143,10 +145,10 @@ def _checkpointer(num_processes: int, process: int) -> Any:
 
 
 def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Load arrays (NumPy) and metadata of one task.
+    """Load the arrays (NumPy) and the metadata of one task.
 
-    Raises CorruptedCheckpoint if files are missing, changed or do not parse; ValueError for another
-    format; OSError or MemoryError if the checkpoint cannot be read now. Each error names the
+    Raises CorruptedCheckpoint if files are missing, changed or do not parse, ValueError for another
+    format, and OSError or MemoryError if the checkpoint cannot be read now. Each error names the
     directory and the reason.
     """
     directory = absolute(directory)
@@ -161,10 +163,10 @@ def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_task(directory: Path) -> dict[str, Any]:
-    """Load the metadata of one task, and compare its files with the hashes in the manifest; raises
-    as `load_task`.
+    """Load the metadata of one task, and compare its files with the hashes in the manifest. Raises
+    the errors of `load_task`.
 
-    Arrays are not read, so the content hash is not compared.
+    The arrays are not parsed, so the content hash is not compared.
     """
     meta = load_meta(directory)
     manifest = load_manifest(directory)
@@ -174,15 +176,18 @@ def check_task(directory: Path) -> dict[str, Any]:
 
 
 def _check_files(directory: Path, files: Mapping[str, str]) -> None:
-    # other files, such as those of a system's file browser, are ignored
+    # files that are not in the manifest, such as those of file browsers, are ignored
     hashes = _hash_files(directory, files)
     if wrong := sorted(name for name, sha in files.items() if hashes.get(name) != sha):
         raise CorruptedCheckpoint(f"missing or changed files: {wrong[:5]}")
 
 
 def each_task(directories: Sequence[Path]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Load several tasks in turn, up to the first corrupted one; then raise one ValueError that
-    names all corrupted ones."""
+    """Load tasks one after another, and stop yielding at the first corrupted one.
+
+    If a task is corrupted, the remaining tasks are checked as well. One ValueError then names all
+    corrupted tasks.
+    """
     wrong = []
     for directory in directories:
         try:
@@ -203,12 +208,13 @@ def each_task(directories: Sequence[Path]) -> Iterator[tuple[dict[str, Any], dic
 
 
 def load_meta(directory: Path) -> dict[str, Any]:
-    """Load the metadata of one task; raises as `load_task`."""
+    """Load the metadata of one task. Raises the errors of `load_task`."""
     return _load_json(directory, "task.json")
 
 
 def load_manifest(directory: Path) -> dict[str, Any]:
-    """Load the hashes of one task's files and of its content; raises as `load_task`."""
+    """Load the manifest of one task: the hash of each file and the content hash. Raises the errors
+    of `load_task`."""
     return _load_json(directory, MANIFEST)
 
 
@@ -225,8 +231,8 @@ def _load_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def _restore(arrays: Path) -> dict[str, Any]:
-    """Read arrays with Orbax, unless they are far larger than their files: a file of constants can
-    promise any size."""
+    """Read arrays with Orbax. Raises CorruptedCheckpoint if the arrays are far larger than their
+    files, because a small file can declare an array of any size."""
     import jax
 
     from cheem_jax.engine import hosts
@@ -241,7 +247,7 @@ def _restore(arrays: Path) -> dict[str, Any]:
             return checkpointer.restore(arrays)
     except MemoryError:
         raise
-    # Orbax and TensorStore raise many types, and the hashes have shown that the files are intact
+    # Orbax and TensorStore raise many error types; the hashes have shown that the files are intact
     except Exception as error:
         raise OSError(
             "its files have the hashes of its manifest, but Orbax could not read them:"
@@ -256,17 +262,17 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def named(directory: Path) -> Iterator[None]:
-    """Name the checkpoint in every error that is raised while it is read.
+    """Add the checkpoint's directory to every error that is raised in this context.
 
-    A missing file and bytes that do not parse become CorruptedCheckpoint, other failures of the
-    system OSError, and content that does not fit ValueError.
+    Missing files and bytes that do not parse raise CorruptedCheckpoint. Other system errors raise
+    OSError, and content that does not fit raises ValueError.
     """
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
-        if str(error).startswith(f"checkpoint {directory} "):  # named by an inner block
+        if str(error).startswith(f"checkpoint {directory} "):  # already named by an inner context
             raise
         reason = f"it lacks {error}" if isinstance(error, KeyError) else _first_line(error)[:500]
         if isinstance(error, CORRUPTED):
@@ -287,12 +293,12 @@ CORRUPTED = (
     UnicodeDecodeError,
     RecursionError,
 )
-"""Errors of reading a file that is missing, is a directory, or does not parse."""
+"""Errors that are raised if a file is missing, is a directory, or does not parse."""
 
 
 def content_hash(arrays: Arrays, meta: Mapping[str, Any]) -> str:
-    """Compute SHA-256 over sorted leaf paths, dtypes, shapes and raw bytes, and over the
-    metadata."""
+    """Compute the SHA-256 of the metadata and of the path, dtype, shape and bytes of each leaf,
+    sorted by path."""
     import jax
 
     digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
@@ -312,22 +318,24 @@ def _text(value: Mapping[str, Any]) -> str:
 
 
 def files_of(directory: Path) -> list[str]:
-    """List the files of one task's checkpoint, whose directory can contain other files; raises as
-    `load_task`."""
+    """List the files of one task's checkpoint; the directory can contain other files. Raises the
+    errors of `load_task`."""
     return [*sorted(load_manifest(directory)["files"]), MANIFEST]
 
 
 def copy_task(
     source: Path, target: Path, copy: Callable[[str, str], object] = shutil.copy2
 ) -> None:
-    """Copy the files of one task's checkpoint; `copy` has the arguments of `shutil.copy2`."""
+    """Copy the files of one task's checkpoint from `source` to `target`; `copy` is called like
+    `shutil.copy2`."""
     for name in files_of(source):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         copy(str(source / name), str(target / name))
 
 
 def _hash_files(directory: Path, names: Collection[str] | None = None) -> dict[str, str]:
-    """Hash the files below a directory by name, or only those in `names`."""
+    """Hash the files below a directory, or only the files in `names`. Returns the hashes keyed by
+    relative path."""
     files = (
         file for file in sorted(directory.rglob("*")) if file.is_symlink() or not file.is_dir()
     )
@@ -346,13 +354,13 @@ def _hash_file(file: Path) -> str:
 
 
 def saved_tasks(root: Path) -> list[Path]:
-    """List the directories of tasks 0, 1, ... without a gap; `003.forgotten` is that of a forgotten
-    task."""
+    """List the directories of tasks 0, 1, ... up to the first missing number. `003.forgotten` is
+    the directory of a forgotten task."""
     names: dict[str, str] = {}
     if root.is_dir():
-        # of several with one number, the first by name counts
+        # if directories share a number, the first by name is used
         for name in sorted(os.listdir(root), reverse=True):
-            # a copy made by a file browser has another name
+            # copies made by a file browser have names that do not match
             if match := re.fullmatch(r"(\d{3,})(-[a-z0-9-]+|\.forgotten)", name):
                 names[match[1]] = name
     directories: list[Path] = []

@@ -1,21 +1,22 @@
-"""Differences between two JSON values, such as settings or records, in words."""
+"""Differences between two JSON values, such as settings or records, described in words."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 LONGEST, PART = 40, 25
-"""Characters up to which a value is displayed whole, and those displayed of a longer one."""
+"""Values of up to LONGEST characters are displayed in full; of longer values, only PART characters
+are displayed."""
 MISSING = object()
-"""Value of a key that one side lacks."""
+"""Stands for the value of a key that only the other mapping has."""
 
 
 class Leaf(NamedTuple):
-    """One difference between two values; as text, a sentence about the first (there) and the second
-    (here)."""
+    """One difference between two values. As text, it is a sentence with the first value (there) and
+    the second value (here)."""
 
     place: tuple[str | int, ...]
-    """Keys and list positions that lead to the value."""
+    """Keys and list indices on the way from the root to the value."""
     first: Any
     second: Any
 
@@ -25,7 +26,7 @@ class Leaf(NamedTuple):
 
 
 def find_differences(first: Any, second: Any, place: tuple[str | int, ...] = ()) -> list[Leaf]:
-    """List every difference between two JSON values, in the order of the first; tuples count as
+    """List every difference between two JSON values, in the order of `first`; tuples compare like
     lists."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         sides = first, second
@@ -42,20 +43,22 @@ def find_differences(first: Any, second: Any, place: tuple[str | int, ...] = ())
 
 
 def summary(differences: Sequence[Leaf], what: str) -> str:
-    """Describe the first difference and count the others; `what` is their noun in the plural."""
+    """Describe the first difference and count the others. `what` is the plural noun for them, such
+    as `settings`."""
     more = len(differences) - 1
     return f"{differences[0]}" + (f" ({more} more {what} differ)" if more else "")
 
 
 def dotted(place: Sequence[str | int]) -> str:
-    """Write a place as `cheem.search.epsilon` or `accuracy[1][0]`."""
+    """Format the path of a value, such as `cheem.search.epsilon` or `accuracy[1][0]`."""
     return "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}" for part in place
     ).removeprefix(".")
 
 
 def _displayed(first: Any, second: Any) -> tuple[str, str]:
-    """Write both values with the digits, or the part of the text, that distinguishes them."""
+    """Format both values with enough digits to differ, or with the part of the text in which they
+    differ."""
     if isinstance(first, float) and isinstance(second, float):
         digits = next(
             (n for n in range(5, 17) if f"{first:.{n}g}" != f"{second:.{n}g}"),
@@ -74,7 +77,7 @@ def _displayed(first: Any, second: Any) -> tuple[str, str]:
 def _text(value: Any) -> str:
     if value is MISSING:
         return "missing"
-    # the other side lacks these settings, so their values are no difference
+    # the other value has no such mapping, so its entries are not compared
     return "given" if isinstance(value, Mapping) else json.dumps(value)
 
 

@@ -1,4 +1,5 @@
-"""A run directory belongs to one configuration and to one process at a time."""
+"""Run directories. A run directory belongs to one configuration, and at most one process uses it at
+a time."""
 
 import contextlib
 import json
@@ -20,15 +21,15 @@ NAME = "config.json"
 LOCK = ".lock"
 OWNER = ".owner.json"
 OURS = (f".{NAME}.", LOCK, OWNER, f".{OWNER}.", ".status.json", "..status.json.")
-"""Prefixes of hidden files that this library writes."""
+"""Prefixes of the hidden files that this library writes."""
 
 
 def claim(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Write `config.json`, or compare the existing one with `config`; returns whether the directory
-    contained this run before.
+    """Write `config.json`, or compare the existing file with `config`. Returns True if the
+    directory already contained this run.
 
-    Raises ValueError if the directory contains other files, or a run with other settings, and names
-    the first one that differs.
+    Raises ValueError if the directory contains other files or a run with other settings; the
+    message names the first setting that differs.
     """
     if (directory / NAME).exists():
         check_held(directory, config, is_whole=True)
@@ -42,8 +43,8 @@ def claim(directory: Path, config: Mapping[str, Any]) -> bool:
 def check_held(directory: Path, config: Mapping[str, Any], *, is_whole: bool = False) -> None:
     """Raise ValueError if the directory contains a run with other settings.
 
-    Only the keys of `config` are compared, unless it `is_whole`: a part of the settings is known
-    before the data are read.
+    If `is_whole` is false, `config` is only a part of the settings, because the others are unknown
+    until the data are read. In this case only the keys of `config` are compared.
     """
     if not (directory / NAME).exists():
         return
@@ -59,10 +60,10 @@ def check_held(directory: Path, config: Mapping[str, Any], *, is_whole: bool = F
 
 
 def refuse_foreign(directory: Path) -> None:
-    """Raise ValueError if the directory contains anything but a run."""
+    """Raise ValueError if the directory is neither empty nor a run directory."""
     if not directory.exists() or (directory / NAME).exists():
         return
-    # a process that was killed before it wrote its config leaves hidden files only
+    # a process that was killed before it wrote `config.json` leaves only hidden files
     if not directory.is_dir() or not all(is_of_system(file.name) for file in directory.iterdir()):
         raise ValueError(
             f"{str(directory)!r} is not a run directory (it has no {NAME}) and is not empty; choose"
@@ -71,7 +72,8 @@ def refuse_foreign(directory: Path) -> None:
 
 
 def check_space(directory: Path, needed: int, what: str) -> None:
-    """Raise ValueError if the disk has less than `needed` bytes left."""
+    """Raise ValueError if the disk has less than `needed` free bytes; `what` is the subject of the
+    message."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ValueError(
@@ -84,15 +86,15 @@ def check_space(directory: Path, needed: int, what: str) -> None:
 
 @contextlib.contextmanager
 def hold(directory: Path) -> Iterator[None]:
-    """Lock a directory for this process, and make it if it does not exist.
+    """Lock a directory for this process, and create it if it does not exist.
 
-    Raises ValueError naming the process that has locked it. Only processes that write lock a
-    directory; the system releases the lock when the process ends.
+    Raises ValueError with the process that has the lock. Only writing processes lock the directory.
+    The system releases the lock when the process ends.
     """
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)
     owner = directory / OWNER
-    # a soft lock is only a file, which remains if its process is killed
+    # a soft lock is a plain file, which remains if its process is killed
     lock = filelock.FileLock(directory / LOCK, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
@@ -106,7 +108,7 @@ def hold(directory: Path) -> Iterator[None]:
         )
         yield
     finally:
-        with contextlib.suppress(OSError):  # a failing disk; the next owner replaces the file
+        with contextlib.suppress(OSError):  # the disk can fail; the next owner replaces the file
             owner.unlink(missing_ok=True)
         lock.release()
 

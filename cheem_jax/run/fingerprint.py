@@ -1,5 +1,6 @@
-"""The fingerprint of a run: everything besides chance that determines its numbers. Runs with equal
-fingerprints have equal numbers."""
+"""The fingerprint of a run: hashes and names of all conditions that determine its results, such as
+settings, data, weights, code, package versions and device. Runs with identical fingerprints have
+identical results."""
 
 import functools
 import hashlib
@@ -32,14 +33,14 @@ PACKAGES = (
 )
 PACKAGE = Path(__file__).parents[1]
 VARIABLES = re.compile(r"XLA_FLAGS|JAX_\w+|(OMP|OPENBLAS|MKL)_NUM_THREADS")
-"""Environment variables that can change numbers ..."""
+"""Environment variables that can change results, except those in `HARMLESS`."""
 HARMLESS = re.compile(r"CACHE|DUMP|PROFIL|TRACEBACK|JAX_LOG|JAX_PLATFORMS")
-"""... except these, which choose files and output, or repeat the device."""
+"""Variables that only select files and output, or repeat the device."""
 
 
 def take(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the fingerprint of a run of this identity (the content of `config.json`) in this
-    process."""
+    """Compute the fingerprint of a run in this process; `identity` is the content of
+    `config.json`."""
     return {
         "config_sha256": _hash(identity),
         "data_sha256": _hash(identity["data_sha256"]),
@@ -58,18 +59,19 @@ def take(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest(fingerprint: Mapping[str, Any]) -> str:
-    """Shorten a fingerprint to 16 hex digits."""
+    """Compute a hash of a fingerprint, with 16 hex digits."""
     return _hash(fingerprint)[:16]
 
 
 def apart(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Describe the differences between two fingerprints; empty if they are equal."""
+    """Describe the differences between two fingerprints; empty if they are identical."""
     return "; ".join(map(str, find_differences(there, here)))
 
 
 @functools.cache
 def code_hash(package: Path) -> str:
-    """Compute SHA-256 over names and contents of a package's code and tables, without weights."""
+    """Compute the SHA-256 of the names and contents of a package's Python and JSON files. Weights
+    are not included."""
     files = {
         file.relative_to(package).as_posix(): file
         for file in package.rglob("*")
@@ -84,10 +86,11 @@ def code_hash(package: Path) -> str:
 
 @functools.cache
 def commit_of(package: Path) -> str | None:
-    """Return the commit of the git checkout that a package belongs to, with + if tracked files
-    changed; None without a checkout.
+    """Return the commit of the git checkout that contains a package, followed by + if tracked files
+    have changed. Returns None if the package is not tracked by git.
 
-    A package that is only installed below a checkout does not belong to it.
+    A package that is installed in a folder of a checkout, without being tracked, does not belong to
+    the checkout.
     """
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
@@ -95,7 +98,7 @@ def commit_of(package: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # a hook's GIT_DIR can name another checkout, and reading does not need locks
+    # GIT_DIR can refer to another checkout inside a git hook; reading needs no lock
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(

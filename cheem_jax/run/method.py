@@ -1,4 +1,4 @@
-"""The interface of a continual learner, and the frozen features that learners share."""
+"""The interface of continual learners, and the frozen features that they share."""
 
 import weakref
 from collections.abc import Sequence
@@ -22,74 +22,76 @@ from cheem_jax.run.session import Session
 
 @runtime_checkable
 class Method(Protocol):
-    """A continual learner: it learns tasks one after another and predicts for all of them."""
+    """A continual learner: it learns tasks one after another and predicts for all learned tasks."""
 
     name: str
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """Check the settings against a whole stream before learning starts; returns warnings for
-        the user.
+        """Check the settings against the whole stream before learning starts, and return warnings
+        for the user.
 
         Raises ValueError if the settings cannot work with the stream.
         """
         ...
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
-        """Learn the next task; returns its report: JSON values, with `seconds` by phase and costs
-        per image."""
+        """Learn the next task. Returns a report of JSON values, including the `seconds` of each
+        phase and the costs per image."""
         ...
 
     def bytes_needed(self, task: Task) -> int:
-        """Return an upper bound of the disk space in bytes for learning this task, rolling
-        checkpoints included."""
+        """Return an upper bound on the disk space in bytes for learning a task, including rolling
+        checkpoints."""
         ...
 
     def save(self, root: Path) -> None:
-        """Save the additions of the last task below `root`, and continue with the bytes read back
-        from disk."""
+        """Save the last task below `root`, and continue with the bytes read back from the disk."""
         ...
 
     def open(self, root: Path) -> None:
-        """Load all checkpoints below `root`, before the first task; raises ValueError if one is
-        corrupted."""
+        """Load all checkpoints below `root`. Called before the first task is learned. Raises
+        ValueError if a checkpoint is corrupted."""
         ...
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """Infer the task of each image, uint8 `[N, S, S, 3]`, and predict its class within
-        `task_ids`, or else within the inferred task.
+        """Infer the task ID of each image, and predict its class within the task.
 
-        Predictions are per image. A method that needs task IDs returns them as the inferred ones,
-        and raises ValueError without them.
+        Args:
+            images: uint8 `[N, S, S, 3]`.
+            task_ids: true task IDs; None predicts classes within the inferred tasks.
+
+        Predictions are per image. A method that needs the task IDs returns them as the inferred
+        IDs, and raises ValueError if `task_ids` is None.
         """
         ...
 
 
 @runtime_checkable
 class Encoder(Protocol):
-    """A frozen network whose features infer the task ID or query prompts."""
+    """A frozen network. Its features are used to infer the task ID or to query prompts."""
 
     @property
     def name(self) -> str: ...
     @property
     def width(self) -> int: ...
     def flops(self, *, count_attention: bool = False) -> int:
-        """Return FLOPs per image by the paper's convention."""
+        """Return the FLOPs per image by the paper's convention."""
         ...
 
     def executed_flops(self) -> int:
-        """Return FLOPs per image as executed."""
+        """Return the executed FLOPs per image."""
         ...
 
     def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
-        """Compute the features of images uint8 `[N, S, S, 3]`."""
+        """Compute the features of uint8 images `[N, S, S, 3]`."""
         ...
 
 
 class Backbone:
-    """The plain backbone of an executor as an encoder: the CLS token after the last LayerNorm, or
-    the features that `reads` selects.
+    """The plain backbone of an executor as an encoder. The features are the CLS token after the
+    last LayerNorm, or the features that `reads` selects.
 
-    Raises ValueError if the backbone has too few blocks for them.
+    Raises ValueError if the backbone has too few blocks for the selected features.
     """
 
     def __init__(self, executor: Executor, reads: RouterConfig = PAPER):
@@ -134,7 +136,8 @@ class Backbone:
 
 
 class FrozenFeatures:
-    """Features of a frozen network, computed once per set of images and cached while it exists."""
+    """Features of a frozen network. They are computed once per image array and cached until the
+    array is garbage-collected."""
 
     def __init__(self, encoder: Encoder | Executor, batch_size: int):
         self.encoder: Encoder = Backbone(encoder) if isinstance(encoder, Executor) else encoder
@@ -142,17 +145,17 @@ class FrozenFeatures:
         self._cache: dict[int, tuple[weakref.ref[Images], Float[np.ndarray, "N D"]]] = {}
 
     def of(self, executor: Executor) -> bool:
-        """Return whether this executor's backbone computes them, so that a task's network can
-        resume from the same pass."""
+        """Return whether the features are computed by the backbone of `executor`. If so, a task's
+        network can resume from the same pass."""
         return isinstance(self.encoder, Backbone) and self.encoder.executor is executor
 
     def ends(self, executor: Executor) -> bool:
-        """Return whether they are the last features of this executor's backbone, which any full
-        pass computes."""
+        """Return whether the features are the final features of the backbone of `executor`. If so,
+        every full pass of the backbone computes them."""
         return isinstance(self.encoder, Backbone) and self.of(executor) and self.encoder.is_plain
 
     def __call__(self, images: Images) -> Float[np.ndarray, "N D"]:
-        """Return the features of images uint8 `[N, S, S, 3]`."""
+        """Return the features of uint8 images `[N, S, S, 3]`."""
         if not self.has(images):
             self.store(images, self.encoder.features(images, batch_size=self.batch_size))
         return self._cache[id(images)][1]
@@ -162,35 +165,35 @@ class FrozenFeatures:
         return id(images) in self._cache
 
     def store(self, images: Images, features: Float[np.ndarray, "N D"]) -> None:
-        """Cache features that another pass computed."""
+        """Cache features of `images` that another pass computed."""
         key = id(images)
         self._cache[key] = weakref.ref(images, lambda _: self._cache.pop(key, None)), features
 
     def clear(self) -> None:
-        """Drop all features."""
+        """Clear the cache."""
         self._cache.clear()
 
     def forget(self, task: Task) -> None:
-        """Drop the training and validation features of a learned task: exemplar-free learning
-        stores none."""
+        """Remove the training and validation features of a learned task from the cache;
+        exemplar-free learning stores no features of images."""
         for split in (task.train, task.val):
             self._cache.pop(id(split.images), None)
 
 
 class FrozenNetworks(NamedTuple):
-    """The executor of the frozen backbone, its features, and the features that infer the task ID:
-    the same ones without a router network."""
+    """The executor of the frozen backbone, the backbone's features, and the features for task-ID
+    inference. Without a separate router network, both features are the same object."""
 
     executor: Executor
     features: FrozenFeatures
     router_features: FrozenFeatures
 
     def forget(self, task: Task) -> None:
-        """Drop the training and validation features of a learned task."""
+        """Remove the training and validation features of a learned task from both caches."""
         self.features.forget(task)
         self.router_features.forget(task)
 
 
 def base_network(executor: Executor) -> list[Dense]:
-    """Return the plain backbone as a network for forward passes."""
+    """Return the plain backbone as a forward-only network."""
     return [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]

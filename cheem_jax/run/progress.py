@@ -1,5 +1,5 @@
-"""Display of a run: bars on a terminal, a line at intervals elsewhere, and a status file for other
-processes."""
+"""Progress display of a run: bars on a terminal, lines at intervals elsewhere, and a status file
+for other processes."""
 
 import contextlib
 import json
@@ -21,14 +21,15 @@ from cheem_jax.core.settings import COLOURS, Advance
 
 SECONDS_BETWEEN_LINES = 15.0
 SHORTEST_MEASURED = 0.1
-"""Seconds of the shortest phase whose speed is displayed."""
+"""Minimum seconds of a phase for its speed to be displayed."""
 NAME_WIDTH = 20
 STATUS_FILE = ".status.json"
 SECONDS_BETWEEN_WRITES = 2.0
-"""Seconds between two writes of the status file in a phase, at least; the start of a phase is
-written at once, since it can compile for minutes."""
+"""Minimum seconds between two writes of the status file within a phase. The start of a phase is
+written immediately, since the phase can compile for minutes."""
 LARGEST_SHARE = 0.01
-"""Largest share of the time for writing the status file; a slow disk makes it rarer."""
+"""Maximum fraction of the time for writing the status file; on a slow disk, it is written less
+often."""
 
 
 class Progress:
@@ -51,19 +52,21 @@ class Progress:
             bars.TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=self.console,
             transient=True,
-            refresh_per_second=4,  # the cores are for training
+            refresh_per_second=4,  # few refreshes leave the CPU cores to training
         )
 
     def say(self, message: str) -> None:
-        """Display a line above the bars."""
+        """Print a line above the bars."""
         self.console.print(Text(message), soft_wrap=True)
 
     @contextlib.contextmanager
     def phase(
         self, phase: str, *, task: str, total: int, unit: str = "images"
     ) -> Iterator[Advance]:
-        """Display one phase of one task, `total` in images or another unit; exceptions, Ctrl-C
-        included, pass through."""
+        """Display one phase of one task. `total` is the number of `unit` in the phase.
+
+        Exceptions pass through, including KeyboardInterrupt.
+        """
         start = said = self.clock()
         done = 0
         bar = None
@@ -93,15 +96,15 @@ class Progress:
             if bar is not None:
                 self._bars.remove_task(bar)
                 if not self._bars.tasks:
-                    self._bars.stop()  # restores the cursor, after Ctrl-C, too
+                    self._bars.stop()  # restores the cursor, also after Ctrl-C
         seconds = self.clock() - start
-        # a phase that ends at once used a cache, so it has no speed
+        # a phase that ends immediately used a cache, so its speed has no meaning
         rate = f", {done / seconds:,.0f} {unit}/s" if done and seconds >= SHORTEST_MEASURED else ""
         self.say(f"[{phase}] {task}: done in {duration(seconds)}, {done:,} {unit}{rate}")
 
     def architecture(self, task: str, choices: Sequence[str]) -> None:
-        """Display a row of R, A, N and S, one per block, with the number of each expert other than
-        the base expert (0)."""
+        """Display an architecture as a row with one letter (R, A, N or S) per block. Experts other
+        than the base expert (0) are displayed with their number."""
         if not self._explained:
             legend = Text("blocks in order: ")
             for kind in COLOURS:
@@ -122,8 +125,8 @@ class Progress:
 
 
 class Doing(NamedTuple):
-    """The running phase: `done` of `total` images in `seconds`, written by process `pid` at `time`
-    (since 1970)."""
+    """The running phase: `done` of `total` images after `seconds`, as written by process `pid` at
+    `time` (seconds since 1970)."""
 
     phase: str
     task: str
@@ -134,13 +137,13 @@ class Doing(NamedTuple):
     pid: int
     time: float
     ends: float | None = None
-    """Estimated end of the task, in seconds since 1970."""
+    """Estimated end of the task in seconds since 1970; None without an estimate."""
 
 
 class Status:
-    """The status file of one run; as a context manager it removes the file at the end.
+    """The status file of one run. As a context manager, it removes the file at the end.
 
-    With `writes=False` nothing is written: another process of the job writes.
+    With `writes=False`, this process writes nothing because another process of the job writes.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class Status:
         self._last = -math.inf
         self._took = 0.0
         self.ends: float | None = None
-        """Estimated end of the task in seconds since 1970; None: no estimate."""
+        """Estimated end of the task in seconds since 1970; None without an estimate."""
 
     def __enter__(self) -> "Status":
         return self
@@ -166,8 +169,8 @@ class Status:
     def phase(
         self, name: str, task: str, total: int, shown: AbstractContextManager[Advance]
     ) -> Iterator[Advance]:
-        """Write the phase `shown`, a phase on the screen, into the status file; `total` in
-        images."""
+        """Display the phase `shown`, and write its progress into the status file. `total` is its
+        number of images."""
         start = self.clock()
         done = 0
         noted = ""
@@ -216,14 +219,14 @@ class Status:
 
 
 def on_screen() -> bool:
-    """Return whether standard output is a terminal; there is no standard output without a
+    """Return whether standard output is a terminal. `sys.stdout` is None in processes without a
     console."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 def _console() -> Console:
-    """Make a console with plain lines in notebooks and logs, where FORCE_COLOR can be set and bars
-    would be hundreds of lines."""
+    """Make a console. Outside of a terminal, such as in notebooks and logs, it prints plain lines
+    even if FORCE_COLOR is set, because bars would fill hundreds of lines."""
     is_screen = on_screen()
     return Console(
         width=None if is_screen else 100,

@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: one JSON line per measurement, the only record of a run.
+"""`metrics.jsonl`: one JSON line per measurement. All results of a run are computed from this file.
 
-Lines are appended; a resumed run drops those of a task that was not saved. Each line ends with its
-own hash, which detects changes on the disk.
+Lines are appended. A resumed run removes the lines of a task that was not saved. Each line ends
+with its own hash, which detects changes on the disk.
 """
 
 import datetime
@@ -21,8 +21,8 @@ NAME = "metrics.jsonl"
 
 
 def to_json(value: Any) -> Any:
-    """Convert to plain JSON values: arrays and tuples become lists, non-finite numbers null, paths
-    text."""
+    """Convert a value to plain JSON values: arrays and tuples become lists, non-finite numbers
+    become null, and paths become text."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -34,7 +34,7 @@ def to_json(value: Any) -> Any:
             return [to_json(item) for item in value]
         case Path():
             return str(value)
-    if hasattr(value, "__array__"):  # numpy and jax arrays and scalars
+    if hasattr(value, "__array__"):  # NumPy and JAX arrays and scalars
         return to_json(np.asarray(value).tolist())
     raise TypeError(
         f"{type(value).__name__} {value!r} has no JSON form here; expected numbers, text, lists,"
@@ -43,8 +43,8 @@ def to_json(value: Any) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a file. Raises FileNotFoundError, or ValueError if the file contains
-    anything else."""
+    """Read a file that contains a JSON object. Raises FileNotFoundError if the file is missing, or
+    ValueError if its content is not a JSON object."""
     try:
         value = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
@@ -55,10 +55,11 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 class Record:
-    """The record of one run directory, open for appending; an incomplete last line is dropped.
+    """The record of one run directory, open for appending. Opening it removes an incomplete last
+    line.
 
-    Every new line contains the fingerprint of the conditions. With `writes=False` the object
-    changes nothing: another process of the job writes.
+    Each new line contains `fingerprint`. With `writes=False`, this process changes nothing because
+    another process of the job writes.
     """
 
     def __init__(self, directory: Path, fingerprint: str | None = None, *, writes: bool = True):
@@ -75,8 +76,8 @@ class Record:
                 self.replace(read(directory))
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one line with the event, the time (UTC, ISO 8601) and the values, and sync it to
-        the disk."""
+        """Append one line with the event, the current time (UTC, ISO 8601) and `values`, and sync
+        it to the disk."""
         if "time" in values:
             raise ValueError(
                 "the record writes `time` itself; give the value another name, such as `seconds`"
@@ -93,19 +94,20 @@ class Record:
         to_disk(self.file.parent)
 
     def keep(self, predicate: Callable[[dict[str, Any]], bool]) -> None:
-        """Keep only the entries for which the predicate is true."""
+        """Remove all entries for which `predicate` is false."""
         self.replace([entry for entry in read(self.file.parent) if predicate(entry)])
 
     def replace(self, entries: list[dict[str, Any]]) -> None:
-        """Replace all entries by these."""
+        """Replace all entries by `entries`."""
         if self.writes:
             write_atomically(self.file, "".join(map(_line, entries)))
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """Read all entries in order, [] without a record; an incomplete last line is ignored.
+    """Read all entries in order; returns [] if there is no record. An incomplete last line is
+    ignored.
 
-    Raises ValueError naming the first line that was changed.
+    Raises ValueError with a message that names the first changed line.
     """
     file = directory / NAME
     if not file.exists():

@@ -1,4 +1,5 @@
-"""Resuming a run: open its checkpoints, compare them with the record, drop an unfinished task."""
+"""Resuming a run: opens its checkpoints, compares them with the record, and removes an unfinished
+task."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +11,11 @@ from cheem_jax.run.session import Session
 
 
 def restore(session: Session, tasks: Sequence[str], methods: Sequence[Method]) -> int:
-    """Open the checkpoints of all methods, and drop an unfinished task from the record; returns the
-    number of evaluated tasks.
+    """Open the checkpoints of all methods, and remove an unfinished task from the record. Returns
+    the number of evaluated tasks.
 
-    Raises ValueError if checkpoints are corrupted or differ from the record. `tasks` are the names
-    of the stream's tasks.
+    `tasks` are the names of all tasks of the stream. Raises ValueError if checkpoints are corrupted
+    or differ from the record.
     """
     saved = {method.name: saved_tasks(session.root(method.name)) for method in methods}
     errors = []

@@ -1,4 +1,5 @@
-"""`results.json` from the record of a run: the measured numbers of all tables and figures."""
+"""`results.json`, computed from the record of a run: the measurements for all tables and
+figures."""
 
 import io
 import json
@@ -22,8 +23,11 @@ Results = Mapping[str, Any]
 def accuracies(
     predictions: Mapping[int, Inferred], tasks: Mapping[int, Task], num: int
 ) -> dict[str, Any]:
-    """Accuracy of one method on each of `num` tasks, task-agnostic and with the task ID given, and
-    its routing; `predictions` are made with the task ID given."""
+    """Compute the accuracy of one method on each of `num` tasks, task-agnostic and with the task ID
+    given, and its routing confusion.
+
+    `predictions` and `tasks` are keyed by task index; classes are predicted with the task ID given.
+    """
     accuracy: list[float | None] = [None] * num
     given: list[float | None] = [None] * num
     true_tasks, routed_tasks = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -40,8 +44,8 @@ def accuracies(
 
 
 def write_answers(directory: Path, predictions: Mapping[int, Inferred]) -> None:
-    """Write `answers.npz`: for every test image of task `i` so far the inferred task ID
-    (`chosen_task_i`) and the class predicted with the task ID given (`given_task_i`)."""
+    """Write `answers.npz` with two arrays per learned task `i`: `chosen_task_i` is the inferred
+    task ID of each test image, and `given_task_i` is the class predicted with the task ID given."""
     arrays = {
         f"{name}_{index}": values.astype(np.int32)
         for index, predicted in predictions.items()
@@ -53,7 +57,7 @@ def write_answers(directory: Path, predictions: Mapping[int, Inferred]) -> None:
 
 
 def write_results(directory: Path) -> None:
-    """Write `results.json` from the record, once a task is evaluated."""
+    """Write `results.json` from the record. If no task is evaluated, remove the file."""
     entries = read(directory)
     file = directory / "results.json"
     if any(entry["event"] == "evaluated" for entry in entries):
@@ -63,10 +67,10 @@ def write_results(directory: Path) -> None:
 
 
 def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Compute the results after the last evaluated task; references and upper bounds are under
+    """Compute the results after the last evaluated task. References and upper bounds are under
     `yardsticks`.
 
-    Raises ValueError for an incomplete record.
+    Raises ValueError if the record is incomplete.
     """
     try:
         return _results_of(entries)
@@ -168,8 +172,8 @@ def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -
 
 
 def matrices(evaluated: Sequence[Entry], method: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return accuracies `[T, T]` after each task (row) on each task (column), task-agnostic and
-    with the task ID given; NaN: not measured."""
+    """Return two matrices `[T, T]`: task-agnostic accuracy and accuracy with the task ID given,
+    after learning each task (row) on each task (column). Values that were not measured are NaN."""
     accuracy, local = np.full((2, len(evaluated), len(evaluated)), np.nan)
     for i, entry in enumerate(evaluated):
         measured = entry["methods"][method]
@@ -178,7 +182,8 @@ def matrices(evaluated: Sequence[Entry], method: str) -> tuple[np.ndarray, np.nd
 
 
 def averages(accuracy: np.ndarray, local: np.ndarray) -> dict[str, float | None]:
-    """Average the accuracies; None if a memory was evaluated without images of earlier tasks."""
+    """Average the accuracies and the forgetting. An average is None if the memory was evaluated
+    without images of earlier tasks."""
     names = (
         "average_accuracy",
         "average_forgetting",
@@ -210,7 +215,7 @@ def _task(report: Entry, seconds_evaluation: float) -> dict[str, Any]:
 
 
 def _upper_bound(entries: Sequence[Entry], num_tasks: int) -> dict[str, Any] | None:
-    """Average the upper bounds of all tasks; None until all are measured."""
+    """Combine the upper bounds of all tasks; returns None until every task is measured."""
     if len(entries) < num_tasks:
         return None
     entries = sorted(entries, key=lambda entry: entry["index"])[:num_tasks]

@@ -1,9 +1,9 @@
-"""The rolling checkpoint: the state of a running task, saved at intervals.
+"""The rolling checkpoint: the state of a task in progress, saved at intervals.
 
-    checkpoints/cheem/running-000007/    in the form of a learned task; the newest one counts
+    checkpoints/cheem/running-000007/    same format as a learned task; the newest one is read
 
-The state includes the position in the work (task, phase, step), and PRNG keys are functions of the
-position. A run that resumes therefore ends as an uninterrupted one.
+The state includes the position in the task (phase and step), and PRNG keys are functions of the
+position. A resumed run therefore has the same result as an uninterrupted run.
 """
 
 import re
@@ -17,24 +17,25 @@ from cheem_jax.engine import hosts
 from cheem_jax.run.checkpoint import load_task, save_task
 
 ROLLING_FORMAT = "cheem_jax-running/5"
-"""Format of the rolling checkpoint; a task whose checkpoint has another format starts again."""
+"""Format of rolling checkpoints. A task with a rolling checkpoint in another format starts from the
+beginning."""
 SECONDS_BETWEEN = 30.0
-"""Default seconds between two rolling checkpoints, at least."""
+"""Default minimum of seconds between two rolling checkpoints."""
 LARGEST_SHARE = 0.02
-"""Largest share of the time for rolling checkpoints: a slow disk or a large supernet makes them
-rarer."""
+"""Maximum fraction of the time for rolling checkpoints; with a slow disk or a large supernet, they
+are saved less often."""
 
 
 class Saved(NamedTuple):
-    """The state of a running task: arrays by name, and JSON values."""
+    """The state of a task in progress: a dict of arrays, and JSON values."""
 
     arrays: dict[str, Any]
     meta: dict[str, Any]
 
 
 class Rolling:
-    """The rolling checkpoint of one method in one run, and the time at which the next one is
-    due."""
+    """The rolling checkpoint of one method in one run. It is due every `every` seconds, or at an
+    interval that depends on the duration of a save."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class Rolling:
         return self.clock() - self._last >= wait
 
     def save(self, task: int, state: Callable[[], Saved]) -> float:
-        """Write a rolling checkpoint, then remove the earlier ones; returns the seconds that this
-        took."""
+        """Write a rolling checkpoint and remove the earlier ones. Returns the seconds of the
+        call."""
         start = self.clock()
         before = self._directories()
         arrays, meta = state()
@@ -79,10 +80,11 @@ class Rolling:
         return self._took
 
     def open(self, task: int, say: Callable[[str], object]) -> Saved | None:
-        """Read the newest intact rolling checkpoint of this task, or None; corrupted ones and those
-        of other tasks are removed.
+        """Read the newest intact rolling checkpoint of this task. Returns None, and removes all
+        rolling checkpoints, if there is none.
 
-        Raises OSError or MemoryError if one cannot be read now: it might be intact.
+        Raises OSError or MemoryError if a checkpoint cannot be read now, because it might be
+        intact.
         """
         saved = hosts.together(lambda: self._newest(task, say))
         hosts.check_equal(
@@ -106,8 +108,7 @@ class Rolling:
         return None
 
     def clear(self) -> None:
-        """Remove the rolling checkpoint of a learned task, and unfinished files of a killed
-        process."""
+        """Remove all rolling checkpoints, and unfinished files of killed processes."""
         if hosts.is_first():
             _remove(self._directories())
             for remainder in self.root.glob(".running-*"):
@@ -122,8 +123,8 @@ class Rolling:
 
 def _remove(directories: list[Path]) -> None:
     for directory in directories:
-        # rename it first, so that a partly removed directory is never read as a corrupted
-        # checkpoint
+        # rename the directory first: a partly removed checkpoint must not be read as a corrupted
+        # one
         hidden = directory.with_name(f".{directory.name}.old")
         shutil.rmtree(hidden, ignore_errors=True)
         directory.rename(hidden)

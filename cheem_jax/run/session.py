@@ -1,4 +1,5 @@
-"""One process's work on a run: its record, rolling checkpoint, display and requests to stop."""
+"""A session: the record, rolling checkpoint, display and stop requests of one process that works on
+a run."""
 
 import contextlib
 import itertools
@@ -19,20 +20,21 @@ from cheem_jax.run.record import Record
 from cheem_jax.run.rolling import Rolling, Saved
 
 CALLS_BETWEEN = 8
-"""Progress reports between two agreements of a job's processes on saving and stopping."""
+"""Number of progress reports after which the processes of a job agree again on saving and
+stopping."""
 SPARE_BYTES = 4 * 2**20
-"""Disk space in bytes for a task's record, results and figures."""
+"""Disk space in bytes for the record, results and figures of a task."""
 
 
 class Session:
-    """Directory, record, rolling checkpoint, display and requests to stop of one run.
+    """Directory, record, rolling checkpoint, display and stop requests of one run.
 
-    `Session()` has no directory, displays nothing and is never interrupted, as tests and notebooks
-    need. Without `progress`, all phases report to `advance`.
+    `Session()` is for tests and notebooks: it has no directory, displays nothing and is never
+    interrupted. If `progress` is None, all phases report to `advance`.
     """
 
     is_resumed = False
-    """Whether the directory contained this run before."""
+    """Whether the directory already contained this run."""
 
     def __init__(
         self,
@@ -48,11 +50,12 @@ class Session:
         self.progress = progress
         self.stop = Stop() if stop is None else stop
         self.checkpoints = checkpoints
-        """Folder of all methods' checkpoints; None: the run's own."""
+        """Folder with the checkpoints of all methods; None uses the run directory's
+        `checkpoints`."""
         self.saved: Saved | None = None
-        """State of the task that an earlier process saved."""
+        """State of the task that an earlier process saved; None if there is none."""
         self.saving_seconds = 0.0
-        """Seconds that rolling checkpoints of the task took."""
+        """Total seconds of saving rolling checkpoints of the task."""
         self._record = record
         self._status = status
         self._save_every = save_every
@@ -75,11 +78,12 @@ class Session:
         return self.record.file.parent
 
     def root(self, method: str) -> Path:
-        """The folder of a method's checkpoints."""
+        """Return the folder of a method's checkpoints."""
         return (self.checkpoints or self.directory / "checkpoints") / method
 
     def begin(self, method: str, task: str, number: int) -> None:
-        """Begin a task, whose number is `number`, or resume it from its rolling checkpoint."""
+        """Begin the task `task` with task number `number`, or resume it from its rolling
+        checkpoint."""
         self._title = task
         self._number = number
         self._rolling = Rolling(self.root(method), every=self._save_every)
@@ -91,15 +95,15 @@ class Session:
             self.say(f"{task}: resuming from its rolling checkpoint")
 
     def finish(self) -> None:
-        """Remove the rolling checkpoint of a task that is saved completely."""
+        """Remove the rolling checkpoint of the task; called after the task is saved completely."""
         if self._rolling is not None:
             self._rolling.clear()
         self.saved = None
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of the task by phase, earlier processes included; inner phases count as part of
-        the outermost one."""
+        """Seconds of each phase of the task, including earlier processes. The seconds of an inner
+        phase count for the outermost phase."""
         if self._outermost is None:
             return dict(self._seconds)
         name, start = self._outermost
@@ -114,16 +118,18 @@ class Session:
         *,
         title: str | None = None,
     ) -> Iterator[Advance]:
-        """Count the seconds of a phase and display it; yields the function that reports finished
-        images.
+        """Measure the seconds of a phase and display its progress. Yields a function that reports
+        finished images.
 
-        Each report saves a rolling checkpoint if one is due, and raises Stopped if a signal asked
-        for it.
+        Each report saves a rolling checkpoint if one is due, and raises Stopped if a signal
+        requested it.
 
         Args:
+            name: name of the phase.
             total: number of images; 0 displays nothing.
-            state: returns the state to save at any report; None: the phase starts again.
-            title: displayed instead of the task's name.
+            state: returns the state to save at a report; None saves nothing, and a resumed task starts
+                the phase again.
+            title: title to display instead of the task's name.
         """
         calls = itertools.count(1)
         with self._timed(name), self.display(name, total, title or self._title) as display:
@@ -131,18 +137,19 @@ class Session:
             def advance(num_images: int, note: str = "", /) -> None:
                 if hosts.count() == 1 or next(calls) % CALLS_BETWEEN == 0:
                     self._save_or_stop(name, state)
-                # last, because displaying can fail: the reader of a pipe might have ended
+                # display last, because it raises if the reader of a pipe has ended
                 display(num_images, note)
 
             yield advance
 
     def check_stop(self) -> None:
-        """Raise Stopped if a signal asked any process of the job to stop."""
+        """Raise Stopped if a signal requested it in any process of the job."""
         if hosts.agree_to_stop(self.stop):
             raise self.stop.stopped("everything learned is kept")
 
     def check_room(self, num_bytes: int, what: str) -> None:
-        """Raise ValueError if the disk has no room for arrays of so many bytes."""
+        """Raise ValueError if the disk has too little free space for arrays of `num_bytes` bytes.
+        `what` is the subject of the message."""
         hosts.first_does(lambda: check_space(self.directory, num_bytes + SPARE_BYTES, what))
 
     def say(self, text: str) -> None:
@@ -151,13 +158,14 @@ class Session:
             self.progress.say(text)
 
     def expect(self, seconds: float | None) -> None:
-        """Write the expected seconds from now to the end of the task into the status file; None:
-        unknown."""
+        """Set the estimated end of the task in the status file to `seconds` after now; None removes
+        the estimate."""
         if self._status is not None:
             self._status.ends = None if seconds is None else time.time() + seconds
 
     def save(self, state: Callable[[], Saved]) -> None:
-        """Replace the rolling checkpoint of the task, if it has a directory."""
+        """Replace the rolling checkpoint of the task. A session without a directory saves
+        nothing."""
 
         def with_seconds() -> Saved:
             arrays, meta = state()
@@ -189,7 +197,8 @@ class Session:
             self._outermost = None
 
     def display(self, name: str, total: int, title: str) -> AbstractContextManager[Advance]:
-        """Display a phase of `total` images of the task `title`; see `phase`."""
+        """Display a phase `name` of the task `title` with `total` images, without measuring its
+        seconds."""
         if self.progress is None:
             return contextlib.nullcontext(self._advance)
         if not total:
@@ -208,8 +217,9 @@ def open_session(
 ) -> Iterator[Session]:
     """Lock and claim a run directory for this process or its job, and handle signals.
 
-    `config` is the content of `config.json`, and `conditions` are those of `fingerprint.take`.
-    Raises ValueError as `claim` and `hold`.
+    `config` is the content of `config.json`, and `conditions` is the result of `fingerprint.take`.
+    Raises ValueError if another process has locked the directory, or if it contains other files or
+    another run.
     """
     with contextlib.ExitStack() as stack, stop_requests() as stop:
 

@@ -1,8 +1,8 @@
-"""The training loop of CHEEM and of all baselines: epochs, order of the images, learning rates,
+"""The training loop of CHEEM and all baselines: epochs, order of the images, learning rates and
 losses.
 
-A method supplies the optimizer step and the batches. Keys and orders are functions of the position,
-so a resumed phase ends as an uninterrupted one.
+Each method supplies its optimizer step and its batches. PRNG keys and orders are functions of the
+position, so a resumed phase has the same result as an uninterrupted one.
 """
 
 import functools
@@ -23,36 +23,36 @@ from cheem_jax.engine.layout import ONE, Layout
 S = TypeVar("S")
 B = TypeVar("B")
 TrainStep = Callable[[S, Sequence[B], Sequence[float]], tuple[S, Sequence[jax.Array]]]
-"""State, batches and their learning rates to the next state and each batch's loss before its
-step."""
+"""Function of the state, the batches and the learning rate of each batch; returns the next state,
+and the loss of each batch before its step."""
 
 NOTE_EVERY = 8
-"""Steps between two reads of the loss, because a read waits for the device."""
+"""Number of steps between two reads of the loss; a read waits for the device."""
 
 
 class FitState(NamedTuple):
-    """The progress of one phase of training."""
+    """Progress of one phase of training."""
 
     step: int = 0
-    """Steps so far, over all epochs."""
+    """Number of finished steps over all epochs."""
     losses: Sequence[float] = ()
     """Mean loss of each finished epoch."""
     running: Sequence[jax.Array | float] = ()
     """Loss of each step of the current epoch; NaN for a skipped step."""
     skipped: int = 0
-    """Steps skipped because a loss or gradient was non-finite."""
+    """Number of steps that were skipped because a loss or gradient was non-finite."""
 
     def meta(self) -> dict[str, Any]:
-        """JSON values for a rolling checkpoint."""
+        """Return the JSON values for a rolling checkpoint."""
         return {"step": self.step, "losses": list(self.losses), "skipped": self.skipped}
 
     def running_losses(self) -> np.ndarray:
-        """The losses of the current epoch in float64, for a rolling checkpoint."""
+        """Return the losses of the current epoch in float64, for a rolling checkpoint."""
         return np.array(jax.device_get(list(self.running)), np.float64)
 
 
 def restored(meta: Mapping[str, Any], running: Iterable[float] = ()) -> FitState:
-    """The progress that `FitState.meta` and `FitState.running_losses` describe."""
+    """Restore the progress from the results of `FitState.meta` and `FitState.running_losses`."""
     return FitState(meta["step"], meta["losses"], list(map(float, running)), meta["skipped"])
 
 
@@ -75,11 +75,24 @@ def fit(
 ) -> tuple[S, FitState]:
     """Train from `progress` to the last epoch; returns the final state and progress.
 
-    `read(epoch, pieces, begin)` returns the batches of the epoch's `pieces` from number `begin` to
-    the last. A call of `step` processes up to `steps_per_call` batches. `on_step` receives state
-    and progress before each call of `advance`, so that a rolling checkpoint can store them.
-    `on_epoch` can change the state after each epoch. `describe(epoch, step)` is added to the error
-    for a non-finite step. Raises FloatingPointError for a non-finite loss or gradient.
+    Args:
+        step: trains on up to `steps_per_call` batches.
+        state: state to start with.
+        progress: progress to start with.
+        read: `read(epoch, pieces, begin)` returns the batches `pieces[begin:]` of the epoch.
+        num_images: number of training images.
+        batch_size: number of images per batch.
+        config: epochs, learning rate and treatment of non-finite losses.
+        order_key: determines the order of the images.
+        advance: is called after each call of `step` with its number of images.
+        steps_per_call: number of batches per call of `step`.
+        layout: placement of the batches on the devices.
+        on_step: is called with state and progress before each call of `advance`, so that a rolling
+            checkpoint can store them.
+        on_epoch: returns the state to continue with after each epoch.
+        describe: `describe(epoch, step)` is added to the error for a non-finite step.
+
+    Raises FloatingPointError if a loss or gradient is non-finite, unless `config` skips such steps.
     """
     steps = num_batches(num_images, batch_size)
     look_every = -(-NOTE_EVERY // steps_per_call)
@@ -101,7 +114,8 @@ def fit(
             progress = progress._replace(
                 step=progress.step + len(losses), running=[*progress.running, *losses]
             )
-            # the last of several losses in a call is late, and waiting would leave the device idle
+            # with more than one step per call, the latest losses are not ready, and waiting would
+            # idle the device
             recent = losses if len(losses) == 1 else earlier
             if recent and call % look_every == 0:
                 note = f"epoch {epoch + 1}/{config.epochs} loss {float(recent[-1]):.3f}"
@@ -120,7 +134,7 @@ def fit(
 
 
 def learning_rate_at(config: FitConfig, step: int, total_steps: int) -> float:
-    """The learning rate of a step, counted over all epochs."""
+    """Compute the learning rate of a step; `step` counts over all epochs."""
     if config.schedule == "constant":
         return config.learning_rate
     if config.schedule == "epoch_cosine":
@@ -132,7 +146,7 @@ def learning_rate_at(config: FitConfig, step: int, total_steps: int) -> float:
 
 
 def images_left(progress: FitState, config: FitConfig, num_images: int, batch_size: int) -> int:
-    """Images that the remaining steps of a phase process."""
+    """Return the number of images that the remaining steps of a phase process."""
     epochs, steps = divmod(progress.step, num_batches(num_images, batch_size))
     return (config.epochs - epochs) * num_images - steps * batch_size
 
@@ -144,10 +158,11 @@ def finish_epoch(
     rates: Sequence[float],
     describe: Callable[[int], str] = lambda step: "",
 ) -> FitState:
-    """Replace the losses of an epoch's steps by their mean, weighted by the `sizes` of the batches.
+    """Finish an epoch: replace the losses of its steps by their mean, weighted by the batch
+    `sizes`.
 
     Raises FloatingPointError if a loss is non-finite, unless `config` skips such steps and another
-    one is finite.
+    step of the epoch is finite.
     """
     losses = [float(loss) for loss in jax.device_get(list(progress.running))]
     finite = [step for step, loss in enumerate(losses) if math.isfinite(loss)]
