@@ -127,8 +127,8 @@ class Session:
         Args:
             name: name of the phase.
             total: number of images; 0 displays nothing.
-            state: returns the state to save at a report; None saves nothing, and a resumed task starts
-                the phase again.
+            state: returns the state to save at a report; None saves nothing, and a resumed task
+                starts the phase again.
             title: title to display instead of the task's name.
         """
         calls = itertools.count(1)
