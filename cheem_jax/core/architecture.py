@@ -1,6 +1,7 @@
-"""Architectures: one choice per block, hashable, printable, JSON; and their integer encoding.
+"""Architectures: one choice per block, hashable, printable and convertible to JSON; and their
+integer encoding.
 
-A block whose pool has n experts offers 2n + 2 candidates in this order: Reuse(0..n-1),
+A block with n experts in the pool has 2n + 2 candidates in this order: Reuse(0..n-1),
 Adapt(0..n-1), New, Skip.
 """
 
@@ -15,7 +16,7 @@ from cheem_jax.core.settings import Kind
 
 
 class Choice(NamedTuple):
-    """One block's op; `expert` is the pool index for reuse and adapt, else None."""
+    """The op of one block. `expert` is the pool index for `reuse` and `adapt`, else None."""
 
     kind: Kind
     expert: int | None = None
@@ -29,7 +30,8 @@ _CHOICE = re.compile("(?P<with_expert>reuse|adapt):(?P<expert>[0-9]{1,9})|new|sk
 
 
 def parse_choice(text: Any) -> Choice:
-    """Parse `str(choice)`, such as `"reuse:3"` or `"new"`; ValueError for any other value."""
+    """Parse `str(choice)`, such as `"reuse:3"` or `"new"`. Raises ValueError for any other
+    value."""
     match = _CHOICE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(
@@ -40,12 +42,13 @@ def parse_choice(text: Any) -> Choice:
 
 
 def to_strings(architecture: Architecture) -> list[str]:
-    """The JSON form of an architecture."""
+    """Convert an architecture to a list of strings for JSON."""
     return [str(choice) for choice in architecture]
 
 
 def from_strings(texts: Any) -> Architecture:
-    """Inverse of `to_strings`; ValueError for other JSON."""
+    """Convert the result of `to_strings` back to an architecture. Raises ValueError for other
+    values."""
     if not isinstance(texts, list | tuple):
         raise ValueError(
             f"{texts!r:.60} is not an architecture; expected a list of one choice per block"
@@ -54,13 +57,14 @@ def from_strings(texts: Any) -> Architecture:
 
 
 def num_candidates(num_experts: int) -> int:
-    """2n + 2: each expert reused or adapted, New and Skip."""
+    """Return the number of candidates of a block, 2n + 2: Reuse and Adapt for each expert, New and
+    Skip."""
     return 2 * num_experts + 2
 
 
 @functools.cache
 def candidates(num_experts: int) -> tuple[Choice, ...]:
-    """All candidates of a block, in the order of their codes."""
+    """Return all candidates of a block, in the order of their indices."""
     experts = range(num_experts)
     reuse = [Choice("reuse", expert) for expert in experts]
     adapt = [Choice("adapt", expert) for expert in experts]
@@ -68,12 +72,13 @@ def candidates(num_experts: int) -> tuple[Choice, ...]:
 
 
 def decode(codes: Sequence[int] | np.ndarray, num_experts: Sequence[int]) -> Architecture:
-    """The architecture of candidate indices, one per block."""
+    """Convert one candidate index per block to an architecture."""
     return tuple(candidates(n)[code] for code, n in zip(codes, num_experts, strict=True))
 
 
 def encode(architecture: Architecture, num_experts: Sequence[int]) -> np.ndarray:
-    """Inverse of `decode`, as int32 `[L]`; ValueError for experts that a pool does not have."""
+    """Convert an architecture to candidate indices, int32 `[L]`. Raises ValueError if an expert is
+    not in the pool."""
     codes = []
     for choice, n in zip(architecture, num_experts, strict=True):
         if choice not in candidates(n):

@@ -1,4 +1,5 @@
-"""Atomic writes: after a crash a file has its old content or all of the new."""
+"""Atomic writes: after a crash, a file has either its complete old content or its complete new
+content."""
 
 import contextlib
 import errno
@@ -7,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REFUSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors of a full or read-only disk."""
+"""Error codes of a full or read-only disk."""
 
 
 @contextlib.contextmanager
 def room_for(file: Path, num_bytes: int) -> Iterator[None]:
-    """Errors of a full or read-only disk name the file and the room that it needs."""
+    """Add the file and the number of bytes to write to the errors of a full or read-only disk."""
     try:
         yield
     except OSError as error:
@@ -27,7 +28,7 @@ def room_for(file: Path, num_bytes: int) -> Iterator[None]:
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """Write the whole content, or leave the file unchanged."""
+    """Write `content` completely, or leave the file unchanged and raise OSError."""
     sibling = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -40,20 +41,21 @@ def write_atomically(file: Path, content: str | bytes) -> None:
     except OSError as error:
         if str(error.filename) != str(sibling):
             raise
-        # The folder is not writable, or the file is a mount point: name the file, not the sibling.
+        # the folder is not writable, or the file is a mount point: report the file, not the sibling
         raise OSError(
             error.errno, f"{error.strerror}: choose a file in another folder", str(file)
         ) from error
     finally:
-        # a read-only disk refuses this too; the first error says more
+        # on a read-only disk, unlinking fails as well; only the first error is reported
         with contextlib.suppress(OSError):
             sibling.unlink()
 
 
 def to_disk(file: Path) -> None:
-    """Wait until a file or folder is on the disk.
+    """Wait until a file or folder is written to the disk.
 
-    Without this, a rename can survive a power loss although the file's data does not.
+    Without this call, a rename can survive a power loss although the data of the renamed file do
+    not.
     """
     handle = os.open(file, os.O_RDONLY)
     try:

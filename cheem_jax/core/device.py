@@ -1,6 +1,6 @@
-"""Settings per kind of device: the one place where an accelerator differs from a CPU.
+"""Settings per kind of device. All differences between an accelerator and a CPU are defined here.
 
-They change no result beyond rounding.
+The settings change results only by rounding.
 """
 
 import dataclasses
@@ -15,20 +15,21 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Settings of one kind of device; the defaults are a CPU's."""
+    """Settings of one kind of device; the defaults are for a CPU."""
 
     is_host: bool = True
-    """Device memory is host memory: NumPy gathers rows, arguments are not copied, and a call costs
-    almost nothing."""
+    """Whether device memory is host memory. If so, NumPy gathers rows, arguments are not copied,
+    and the overhead of a call is negligible."""
     forward_sizes: tuple[int, ...] = ()
-    """Images per forward pass, if memory and data set allow; empty: those of a training step."""
+    """Batch sizes of forward passes, in images, if memory and data set are large enough; an empty
+    tuple uses the batch size of training."""
     is_narrow: bool = False
-    """Products of bfloat16 operands are written in bfloat16, and so are their residuals."""
+    """Whether products of bfloat16 operands, and their residuals, are stored in bfloat16."""
     attention: Literal["ours", "cudnn", "xla"] = "ours"
-    """bfloat16 attention: `kernels.attend`, or an implementation of
-    `jax.nn.dot_product_attention`."""
+    """Implementation of bfloat16 attention: `ours` is `kernels.attend`; `cudnn` and `xla` are
+    implementations of `jax.nn.dot_product_attention`."""
     remark: str = ""
-    """For the log: why bfloat16 attention is not cuDNN's."""
+    """Message for the log if cuDNN's attention is not available."""
 
 
 CPU = Device()
@@ -38,10 +39,11 @@ _traced_for: ContextVar[Device | None] = ContextVar("traced_for", default=None)
 
 
 def here(*, deterministic: bool = False) -> Device:
-    """The default device's kind; `deterministic`: with equal bits in every run."""
+    """Return the settings for the default device. `deterministic` selects only operations that
+    return identical bits in every run."""
     if jax.default_backend() == "cpu":
         return CPU
-    # the gradient of cuDNN's attention sums in the order in which thread blocks finish
+    # the gradient of cuDNN's attention is summed in the order in which thread blocks finish
     if deterministic:
         return ACCELERATOR
     problem = flash_problem()
@@ -54,7 +56,8 @@ def here(*, deterministic: bool = False) -> Device:
 
 @functools.cache
 def flash_problem() -> str | None:
-    """Why cuDNN's attention and its gradient do not compile for the default device, else None."""
+    """Return the reason why cuDNN's attention or its gradient does not compile for the default
+    device; None if both compile."""
 
     def loss(x, lengths):
         attended = jax.nn.dot_product_attention(
@@ -71,19 +74,20 @@ def flash_problem() -> str | None:
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
     try:
         jax.jit(jax.grad(loss)).lower(x, lengths).compile()
-    except Exception as error:  # platform, compute capability or library: XLA's attention remains
+    # unsupported platform, compute capability or library version; XLA's attention is used
+    except Exception as error:
         reason = str(error).strip() or type(error).__name__
         return reason.splitlines()[0][:120]
     return None
 
 
 def current() -> Device:
-    """The kind of device for which the current function is traced."""
+    """Return the settings of the device for which the current function is traced."""
     return _traced_for.get() or here()
 
 
 def traced_for(device: Device, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that `current()` is `device` in it."""
+    """Wrap a function so that `current()` returns `device` inside of it."""
 
     @functools.wraps(function)
     def traced(*arguments, **named):

@@ -1,10 +1,10 @@
-"""Errors of the Hugging Face hub, in one line with the way out."""
+"""Errors of the Hugging Face hub, each as one line with a remedy."""
 
 import contextlib
 from collections.abc import Iterator
 
 TIMEOUT = 10.0
-"""Seconds to wait for an answer of the hub."""
+"""Maximum seconds to wait for a response of the hub."""
 
 
 def check_cache() -> None:
@@ -20,7 +20,8 @@ def check_cache() -> None:
 
 @contextlib.contextmanager
 def hub_errors(repository: str, action: str) -> Iterator[None]:
-    """Raise errors of the hub as OSError in one line; ValueError and disk errors pass."""
+    """Convert errors of the hub to OSError with a message of one line. ValueError and disk errors
+    are not converted."""
     check_cache()
     try:
         yield

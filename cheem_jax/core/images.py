@@ -1,4 +1,4 @@
-"""Images by row number: in memory, in a mapped file, or decoded when they are read."""
+"""Image arrays that are indexed by row: in memory, memory-mapped, or decoded on access."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
@@ -8,7 +8,7 @@ import numpy as np
 
 @runtime_checkable
 class Images(Protocol):
-    """uint8 `[N, S, S, 3]`: an array, or an object that can be indexed like one."""
+    """Images, uint8 `[N, S, S, 3]`: an array, or an object that is indexed like an array."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -20,15 +20,16 @@ class Images(Protocol):
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """Images that are faster to read in an order that is known in advance."""
+    """Images that are read faster if the order is known in advance."""
 
     def follow(self, order: Sequence[np.ndarray], /) -> Iterator[np.ndarray]:
-        """The images of each element of `order`, row numbers, in turn."""
+        """Yield the images for each array of row numbers in `order`."""
         ...
 
 
 def in_turn(images: Images, order: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """The images of each element of `order` in turn, read ahead if `images` can."""
+    """Yield the images for each array of row numbers in `order`; images are read ahead if `images`
+    supports it."""
     return (
         images.follow(order) if isinstance(images, ReadsAhead) else (images[rows] for rows in order)
     )

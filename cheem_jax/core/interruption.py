@@ -1,4 +1,5 @@
-"""Requests to stop: Ctrl-C and SIGTERM wait for the running step, so that no work is lost."""
+"""Stop requests: after Ctrl-C or SIGTERM, the running step is finished first, so no work is
+lost."""
 
 import contextlib
 import os
@@ -10,7 +11,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ended the work; the message names the saved state."""
+    """Raised to end the work after a signal. The message says which state is saved."""
 
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)
@@ -18,7 +19,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """The request to stop: true after a signal."""
+    """A stop request; it is true after a signal."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -27,15 +28,17 @@ class Stop:
         return self.signal_number is not None
 
     def stopped(self, message: str) -> Stopped:
-        """The exception that ends the work."""
+        """Return the exception that ends the work."""
         return Stopped(message, self.signal_number or signal.SIGINT)
 
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[Stop]:
-    """In this context the first signal is a request; the second has its usual effect.
+    """Handle signals in this context: the first signal is a stop request, and the second has its
+    usual effect.
 
-    Python sets signal handlers in the main thread only; other threads get a Stop that stays false.
+    Python can set signal handlers only in the main thread. In other threads, the yielded Stop is
+    always false.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -45,12 +48,13 @@ def stop_requests() -> Iterator[Stop]:
     def ask(number: int, frame: object) -> None:
         stop.signal_number = number
         restore()
-        # not `print`: the interrupted code can hold the lock of its buffer; stderr can be closed
+        # not `print`: the interrupted code can hold the lock of the print buffer; stderr can be
+        # closed
         with contextlib.suppress(OSError):
             os.write(2, b"\nstopping after the running step; once more stops at once\n")
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    # a background process ignores Ctrl-C, and continues to
+    # a background process ignores Ctrl-C, and its handler is not replaced
     usual = {
         number: handler
         for number, handler in handlers.items()

@@ -1,9 +1,10 @@
-"""The most expensive functions of a Vision Transformer, with handwritten gradients.
+"""The most expensive functions of a Vision Transformer, with custom gradients.
 
-JAX's own gradients of these functions store and read two to three times as many residuals; on a CPU
-that traffic costs as much as the arithmetic. Each docstring lists the residuals. `Precision` is the
-operand type of matrix products. Parameters, sums, LayerNorm, softmax and the residual stream are
-float32. An accelerator also writes products in that type (`is_narrow`).
+JAX's automatic gradients of these functions store and read two to three times as many residuals; on
+a CPU, this memory traffic takes as long as the arithmetic. Each docstring lists the residuals.
+`Precision` is the operand type of matrix products. Parameters, sums, LayerNorm, softmax and the
+residual stream are float32. On an accelerator, matrix products also return the operand type
+(`is_narrow`).
 """
 
 import functools
@@ -23,21 +24,22 @@ _SIGMOIDS = {"quick_gelu": 1.702, "silu": 1.0}
 """Scale applied to the sigmoid's argument."""
 _TANH = 2.0 * (2.0 / math.pi) ** 0.5
 _CUBIC = 0.044715
-"""Constants of the tanh approximation of GELU (Hendrycks and Gimpel, 2016), written as a sigmoid of
-twice its argument."""
+"""Constants of the tanh approximation of GELU (Hendrycks and Gimpel, 2016), which is written here
+as a sigmoid: 0.5 (1 + tanh(a)) = sigmoid(2 a)."""
 IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
-"""Whether the function that is traced now will be divided over several devices."""
+"""Whether the function that is being traced will be sharded over more than one device."""
 
 
 def _custom_gradient(static: int) -> Any:
-    """Decorate a function whose gradient follows; argument number `static` is not an array."""
+    """Make a decorator for a function with a custom gradient. Argument number `static` is not an
+    array."""
     # Any: the type of a `custom_vjp` hides that the function returns an array
     return functools.partial(jax.custom_vjp, nondiff_argnums=(static,))
 
 
 def is_narrow(precision: Precision) -> bool:
-    """Whether products are also written in bfloat16: small ones are memory-bound on an
-    accelerator."""
+    """Return whether matrix products return bfloat16. On an accelerator, small products are limited
+    by memory bandwidth."""
     return precision == "bfloat16" and current().is_narrow
 
 
@@ -48,13 +50,14 @@ def dot(
     *,
     narrow: bool = False,
 ) -> Float[Array, "*B M N"]:
-    """`a @ b` with operands in `precision`; the result is float32, or bfloat16 if `narrow`."""
+    """Compute `a @ b` with operands in `precision`. The result is bfloat16 if `narrow`, else
+    float32."""
     dtype = jnp.dtype(precision)
     a = a.astype(dtype)
     b = b.astype(dtype)
     if precision == "bfloat16" and current().is_host:
-        # The CPU's bfloat16 kernels do not support transposed operands; without this, XLA would
-        # compute in float32.
+        # the CPU's bfloat16 kernels do not support transposed operands, and XLA would compute in
+        # float32
         a, b = _in_order(a), _in_order(b)
     return jnp.matmul(a, b, preferred_element_type=jnp.bfloat16 if narrow else jnp.float32)
 
@@ -62,12 +65,12 @@ def dot(
 def product(
     x: Float[Array, "*B K"], weight: Float[Array, "K N"], precision: Precision = "float32"
 ) -> Float[Array, "*B N"]:
-    """`x @ weight`. Residuals: the operands that a gradient needs, in `precision`.
+    """Compute `x @ weight`. Residuals: the operands for the requested gradients, in `precision`.
 
-    The result and the gradient of x are float32, on an accelerator in `precision`. The gradient of
-    the weight is float32.
+    The result and the gradient of x are float32; on an accelerator, their type is `precision`. The
+    gradient of the weight is always float32.
     """
-    # rounded outside of the custom gradient, so that JAX casts the gradient of x back
+    # cast outside of the custom gradient, so that JAX casts the gradient of x back
     return _product(x.astype(jnp.bfloat16) if is_narrow(precision) else x, weight, precision)
 
 
@@ -104,7 +107,8 @@ _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 def layer_norm(
     x: Float[Array, "*B D"], scale: Float[Array, "D"], bias: Float[Array, "D"], epsilon: float
 ) -> Float[Array, "*B D"]:
-    """LayerNorm over the last axis with the two-pass variance. Residuals: x, 2 numbers per row."""
+    """Normalise the last axis (LayerNorm) with the two-pass variance. Residuals: x and two numbers
+    per row."""
     return _layer_norm_forward(x, scale, bias, epsilon)[0]
 
 
@@ -130,7 +134,7 @@ layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
-    # a matrix product, because XLA's CPU backend does not vectorise the sum of a row
+    # a matrix product, because XLA's CPU backend does not vectorise row sums
     width = x.shape[-1]
     return jnp.matmul(x, jnp.full((width, 1), 1.0 / width, x.dtype), precision="highest")
 
@@ -139,10 +143,10 @@ def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
 def activate(
     x: Float[Array, "*B F"], bias: Float[Array, "F"], activation: Activation
 ) -> Float[Array, "*B F"]:
-    """Exact GELU, an approximation of it or SiLU of `x + bias`. Residuals: x, the result of a
-    product and so in memory anyway.
+    """Compute the activation function of `x + bias`: GELU, one of its approximations, or SiLU.
+    Residuals: x and `bias`; x is the result of a product, so it is in memory already.
 
-    The gradient computes the gate again, which is cheaper than to store the derivative.
+    The gradient recomputes the gate, which is cheaper than storing the derivative.
     """
     a = x + bias
     return a * _gate(a, activation)
@@ -167,7 +171,7 @@ def _gate(a, activation):
 
 
 def _activate_forward(x, bias, activation):
-    # without the barrier, XLA computes the preceding product twice: for the value and as residual
+    # without the barrier, XLA would compute the preceding product twice: as value and as residual
     x = jax.lax.optimization_barrier(x)
     a = x + bias
     return a * _gate(a, activation), (x, bias)
@@ -188,10 +192,11 @@ def attend(
     value: Float[Array, "B H N d"],
     precision: Precision = "float32",
 ) -> Float[Array, "B H M d"]:
-    """Softmax attention. Residuals: the exponentials, which the gradient reads twice.
+    """Compute softmax attention. Residuals: query, key, value, output and the exponentials of the
+    scores.
 
-    On a GPU in bfloat16, cuDNN's flash attention is used if it supports the shapes; its residuals
-    are one number per row.
+    On a GPU in bfloat16, cuDNN's flash attention is used if it supports the shapes; it stores only
+    one number per row instead of the exponentials.
     """
     num, width = query.shape[-2:]
     implementation = current().attention
@@ -205,7 +210,8 @@ def attend(
         return _attend(query, key, value, precision)
 
     def tokens_first(x):
-        # cuDNN's gradient supports even lengths only: pad by one token, which is masked
+        # cuDNN's gradient supports only even lengths, so an odd length is padded by one masked
+        # token
         return jnp.pad(
             x.astype(jnp.bfloat16).transpose(0, 2, 1, 3), ((0, 0), (0, num % 2), (0, 0), (0, 0))
         )
@@ -221,7 +227,7 @@ def attend(
 
 
 def has_flash_head(width: int) -> bool:
-    """Whether cuDNN's attention supports heads of this width."""
+    """Return whether cuDNN's attention supports heads of this width."""
     return width % 8 == 0 and width <= 128
 
 
@@ -231,7 +237,8 @@ def _attend(query, key, value, precision):
 
 
 def _attend_forward(query, key, value, precision):
-    # without this, XLA creates two layouts of each: for the products and as residual
+    # without the layout constraint, XLA creates two copies of each: for the products and as
+    # residual
     query, key, value = map(_in_order, (query * query.shape[-1] ** -0.5, key, value))
     mixed, weights, inverse = _attended(query, key, value, precision)
     return mixed, (query, key, value, weights, inverse, mixed)
@@ -241,7 +248,7 @@ def _attended(query, key, value, precision):
     scores = dot(query, key.mT, precision)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     inverse = 1.0 / weights.sum(axis=-1, keepdims=True)
-    # normalised after the product, which has fewer columns than the weights
+    # normalise after the product, which has fewer columns than the weights
     return dot(weights, value, precision) * inverse, weights, inverse
 
 
@@ -259,7 +266,7 @@ def _attend_backward(precision, residuals, grad):
 
 
 def _in_order(values):
-    # A layout constraint on divided arrays would gather the whole batch on each device.
+    # a layout constraint on sharded arrays would gather the whole batch on each device
     if IS_DIVIDED.get():
         return values
     return with_layout_constraint(values, Layout(tuple(range(values.ndim))))

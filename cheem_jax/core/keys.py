@@ -1,5 +1,5 @@
-"""PRNG keys by position: a key depends only on its use, so a resumed run samples like an
-uninterrupted one."""
+"""PRNG keys by position. A key depends only on its task, phase and position, so a resumed run
+samples the same values as an uninterrupted run."""
 
 import enum
 import functools
@@ -13,7 +13,8 @@ from cheem_jax.core.settings import SeedsConfig
 
 
 class Phase(enum.IntEnum):
-    """The use of a key. The number is part of the key: append members, never renumber them."""
+    """Purpose of a key. The number is part of the key, so members are only appended and never
+    renumbered."""
 
     SUPERNET_INIT = 0
     SUPERNET_ORDER = 1
@@ -45,12 +46,12 @@ _SEED_FIELDS = {
     "DRAW": "sampling",
     "SEARCH": "search",
 }
-"""The field of `SeedsConfig` for the last word of a phase's name; other phases have the run's
-seed."""
+"""Field of `SeedsConfig`, keyed by the last word of a phase's name. Phases with other names use the
+run's seed."""
 
 
 class Keys:
-    """All keys of a run, by task and phase."""
+    """The PRNG keys of a run, by task and phase."""
 
     def __init__(self, seed: int, seeds: SeedsConfig = ONE_SEED):
         self._roots = {}
@@ -60,16 +61,18 @@ class Keys:
             self._roots[phase] = jax.random.key(seed if root is None else root)
 
     def at(self, task: int, phase: Phase, *position: int) -> jax.Array:
-        """The key of a position in a task's phase."""
+        """Return the key of a position in a task's phase."""
         return key_at(self._roots[phase], task, phase, *position)
 
     def seed_at(self, task: int, phase: Phase) -> int:
-        """The same as a seed in [0, 2**32), for libraries without JAX's keys."""
+        """Return a seed in [0, 2**32) that is derived from the key of a task's phase, for libraries
+        that do not use JAX keys."""
         return int(_bits(self.at(task, phase), 1)[0])
 
 
 def task_number(name: str) -> int:
-    """A number of a task by its name, for methods whose tasks do not depend on their order."""
+    """Compute a task number from the task's name, for methods whose results do not depend on the
+    order of the tasks."""
     return zlib.crc32(name.encode())
 
 
@@ -79,12 +82,13 @@ def key_at(key: jax.Array, *position: int) -> jax.Array:
 
 
 def order_at(key: jax.Array, num: int) -> np.ndarray:
-    """A random order of `num` items; lengths are padded so that few functions are compiled."""
+    """Compute a random permutation of `num` items. The random bits are padded to a power of two, so
+    that lengths share compiled functions."""
     return np.argsort(np.asarray(_bits(key, next_power_of_two(num)))[:num], kind="stable")
 
 
 def next_power_of_two(num: int) -> int:
-    """The smallest power of two that is at least `num`."""
+    """Return the smallest power of two that is at least `num`."""
     return 1 << max(num - 1, 0).bit_length()
 
 

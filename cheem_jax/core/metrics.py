@@ -1,7 +1,8 @@
-"""Metrics, in numpy.
+"""Metrics, computed with NumPy.
 
-An accuracy matrix is `accuracy[learned, task]`: row i after learning task i, column j on the test
-images of task j; values in [0, 1] (or all in percent), NaN for tasks that are not learned yet.
+An accuracy matrix is `accuracy[learned, task]`: the entry in row i and column j is the accuracy on
+the test images of task j after learning task i. Values are in [0, 1], or all in percent; tasks that
+are not learned yet are NaN.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,13 @@ from scipy.special import log_softmax
 
 Number = int | float
 MOST_TEMPERATURE = 5.0
-"""Bound of a fitted temperature and of its inverse; without it, images that are all classified
-correctly would have the temperature 0."""
+"""Upper bound of a fitted temperature; its inverse is the lower bound. Without a lower bound, the
+temperature would be 0 if all images are classified correctly."""
 
 
 def average_accuracy(accuracy: Float[np.ndarray, "T T"]) -> float:
-    """Mean over all tasks after the last one (paper eq. 'avg_accuracy_lll')."""
+    """Compute the mean accuracy over all tasks after the last task (paper eq.
+    'avg_accuracy_lll')."""
     last = accuracy[-1]
     if np.isnan(last).any():
         raise ValueError(
@@ -30,10 +32,11 @@ def average_accuracy(accuracy: Float[np.ndarray, "T T"]) -> float:
 
 
 def average_forgetting(accuracy: Float[np.ndarray, "T T"]) -> float | None:
-    """Mean over all tasks but the last of the best accuracy since learning minus the accuracy at
-    the end (paper eq. 'avg_forgetting').
+    """Compute the average forgetting over all tasks except the last (paper eq. 'avg_forgetting'):
+    the best accuracy since the task was learned, minus the accuracy at the end.
 
-    The best includes the end, so no task counts below 0. None for a single task.
+    The best accuracy includes the accuracy at the end, so the forgetting of a task is at least 0.
+    Returns None for a single task.
     """
     num_tasks = len(accuracy)
     learned = np.tri(num_tasks, dtype=bool)
@@ -50,17 +53,18 @@ def average_forgetting(accuracy: Float[np.ndarray, "T T"]) -> float | None:
 
 
 def just_trained(accuracy: Float[np.ndarray, "T T"]) -> Float[np.ndarray, " T"]:
-    """Each task's accuracy right after learning it: the diagonal."""
+    """Return the accuracy of each task right after learning it: the diagonal of the matrix."""
     return np.diagonal(accuracy).copy()
 
 
 def figure_of_merit(
     upper: Number, acc_m: Number, flops_m: Number, acc_n: Number, flops_n: Number
 ) -> float | None:
-    """How many times method m is better than n (paper eq. 'fom').
+    """Compute the figure of merit of method m relative to method n (paper eq. 'fom').
 
-    (upper - acc_n) / (upper - acc_m) * flops_n / flops_m, with the upper bound's average accuracy
-    `upper`. None if either method reaches it.
+    The value is (upper - acc_n) / (upper - acc_m) * flops_n / flops_m, with the average accuracy
+    `upper` of the upper bound; m is better than n if it is above 1. Returns None if either method
+    reaches `upper`.
     """
     gap_m = upper - acc_m
     gap_n = upper - acc_n
@@ -72,8 +76,11 @@ def figure_of_merit(
 def routing_confusion(
     true: Integer[np.ndarray, " B"], inferred: Integer[np.ndarray, " B"], num_tasks: int
 ) -> Float[np.ndarray, "T T"]:
-    """Share of each true task's images (row) that the router assigns to each task (column); NaN in
-    rows without images. All tasks are in 0..num_tasks-1."""
+    """Compute the fraction of the images of each true task (row) that the router assigns to each
+    task (column).
+
+    All task indices are in 0..num_tasks-1. Rows without images are NaN.
+    """
     counts = np.zeros((num_tasks, num_tasks))
     np.add.at(counts, (true, inferred), 1)
     totals = counts.sum(axis=1, keepdims=True)
@@ -81,12 +88,13 @@ def routing_confusion(
 
 
 def fit_temperature(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -> float:
-    """The temperature in [1/5, 5] with the highest `log_probability` of the labels; 1 if a logit is
-    non-finite."""
+    """Fit the temperature in [1/5, 5] that maximises the `log_probability` of the labels. Returns 1
+    if a logit is non-finite."""
     if not np.isfinite(logits).all():
         return 1.0
 
-    # imported here: it is slow to import, and every command imports this module
+    # imported here because SciPy's optimizers are slow to import, and every command imports this
+    # module
     from scipy.optimize import minimize_scalar
 
     def loss(log_temperature):
@@ -98,14 +106,14 @@ def fit_temperature(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray
 
 
 def log_probability(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -> float:
-    """Mean log-probability of the labels under softmax(logits)."""
+    """Compute the mean log-probability of the labels under softmax(logits)."""
     log_probabilities = log_softmax(logits.astype(np.float64), axis=1)
     return float(log_probabilities[np.arange(len(labels)), labels].mean())
 
 
 def fitted(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -> tuple[int, float]:
-    """Correct predictions, and the mean log-probability at the temperature that fits these images;
-    (0, -inf) if a logit is non-finite."""
+    """Return the number of correct predictions, and the mean log-probability after fitting the
+    temperature to these images. Returns (0, -inf) if a logit is non-finite."""
     if not np.isfinite(logits).all():
         return 0, -np.inf
     correct = int((logits.argmax(axis=1) == labels).sum())
@@ -115,17 +123,17 @@ def fitted(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -
 def calibration_error(
     confidence: Float[np.ndarray, "N"], correct: Bool[np.ndarray, "N"], num_bins: int = 15
 ) -> float:
-    """Expected calibration error: |accuracy - mean confidence| in bins of equal width, weighted by
-    their number of images."""
+    """Compute the expected calibration error: |accuracy - mean confidence| in bins of equal width,
+    weighted by the fraction of images in each bin."""
     bins = np.minimum((confidence * num_bins).astype(int), num_bins - 1)
     return float(np.abs(np.bincount(bins, correct - confidence)).sum() / len(confidence))
 
 
 def matrix_to_json(matrix: Float[np.ndarray, "R C"]) -> list[list[float | None]]:
-    """Nested lists, with None (JSON null) for NaN."""
+    """Convert a matrix to nested lists, with None (JSON null) for NaN."""
     return [[None if np.isnan(value) else float(value) for value in row] for row in matrix]
 
 
 def matrix_from_json(rows: Sequence[Sequence[Number | None]]) -> Float[np.ndarray, "R C"]:
-    """Inverse of `matrix_to_json`."""
+    """Convert the result of `matrix_to_json` back to a matrix."""
     return np.array(rows, dtype=np.float64)

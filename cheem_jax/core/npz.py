@@ -1,4 +1,5 @@
-"""Arrays from npz and safetensors files of unknown origin: headers are checked against the data."""
+"""Arrays from untrusted npz and safetensors files. Headers are checked against the data before
+arrays are allocated."""
 
 import math
 import zipfile
@@ -8,13 +9,14 @@ import numpy as np
 
 SMALL_BYTES = 2**30
 MAX_RATIO = 100
-"""An archive that unpacks to more than both is refused: arrays of numbers hardly compress."""
+"""An archive is rejected if its unpacked size exceeds both SMALL_BYTES and MAX_RATIO times its
+packed size, because numeric arrays hardly compress."""
 
 
 def read_npz(file: Path) -> dict[str, np.ndarray]:
-    """All arrays of an npz file, without unpickling.
+    """Read all arrays of an npz file without unpickling.
 
-    Raises ValueError for a corrupted file, and for one that unpacks to too many bytes.
+    Raises ValueError if the file is corrupted or its unpacked size is too large.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -28,7 +30,8 @@ def read_npz(file: Path) -> dict[str, np.ndarray]:
             return {
                 member.filename.removesuffix(".npy"): _read(archive, member) for member in members
             }
-    # zipfile, zlib and NumPy's header parser raise almost any error for a corrupted file
+    # for a corrupted file, zipfile, zlib and the NumPy header parser can raise almost any error
+    # type
     except Exception as error:
         reason = f"{error or type(error).__name__}"[:200]
         raise ValueError(
@@ -37,9 +40,10 @@ def read_npz(file: Path) -> dict[str, np.ndarray]:
 
 
 def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """All tensors of a safetensors or npz file, and the header's metadata (empty for npz).
+    """Read all tensors of a safetensors or npz file, and the metadata of its header (empty for
+    npz).
 
-    Raises ValueError for an unreadable file, unsupported types and non-finite values.
+    Raises ValueError if the file is unreadable, or contains unsupported types or non-finite values.
     """
     metadata: dict[str, str] = {}
     if file.suffix == ".npz":
@@ -53,7 +57,8 @@ def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         )
     for name, value in tensors.items():
         if value.dtype.name == "bfloat16":
-            tensors[name] = value.astype(np.float32)  # exact; NumPy does not compute in bfloat16
+            # exact conversion; NumPy does not compute in bfloat16
+            tensors[name] = value.astype(np.float32)
     if wrong := sorted(name for name, value in tensors.items() if value.dtype.kind not in "fiub"):
         raise ValueError(
             f"{file}: {wrong[:5]} are {tensors[wrong[0]].dtype}, expected float32, float16,"
@@ -77,11 +82,11 @@ def _read_safetensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]
         with safe_open(file, framework="numpy") as header:
             names = header.keys()
             metadata = dict(header.metadata() or {})
-        # One mapping per tensor: pages of a mapped file stay in memory until it is closed.
+        # one mapping per tensor: pages of a mapped file stay in memory until the file is closed
         for name in names:
             with safe_open(file, framework="numpy") as data:
                 tensors[name] = data.get_tensor(name)
-    # TypeError, AttributeError, KeyError: types that NumPy does not have
+    # TypeError, AttributeError and KeyError are raised for types that NumPy does not have
     except (SafetensorError, TypeError, AttributeError, KeyError, OSError) as error:
         raise ValueError(
             f"{file} is not a readable safetensors file ({error}); is it complete?"
@@ -92,7 +97,8 @@ def _read_safetensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]
 def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
     name = f"{member.filename:.80}"
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        # zipfile unpacks other methods at once, without the size that the directory states
+        # zipfile unpacks other methods at once, without checking the size in the archive's
+        # directory
         raise ValueError(
             f"{name} is packed by method {member.compress_type}, which NumPy does not write"
         )
