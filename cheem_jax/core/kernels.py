@@ -1,7 +1,7 @@
 """The most expensive functions of a Vision Transformer, with custom gradients.
 
 JAX's automatic gradients of these functions store and read two to three times as many residuals; on
-a CPU, this memory traffic takes as long as the arithmetic. Each docstring lists the residuals.
+a CPU, this memory traffic costs as much time as the arithmetic. Each docstring lists the residuals.
 `Precision` is the operand type of matrix products. Parameters, sums, LayerNorm, softmax and the
 residual stream are float32. On an accelerator, matrix products also return the operand type
 (`is_narrow`).
