@@ -1,4 +1,5 @@
-"""Paths of users: made absolute where they enter, so that all other code sees absolute paths."""
+"""Paths from users. They are converted to absolute paths when settings are read, so all other code
+uses absolute paths."""
 
 import dataclasses
 import os
@@ -9,16 +10,18 @@ from typing import Any, TypeVar
 _Settings = TypeVar("_Settings")
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
-"""Also with one slash, because `Path` merges two; a single letter is a drive of Windows."""
+"""Also matches one slash, because `Path` merges two. A single letter is not a scheme but a Windows
+drive."""
 
 
 def absolute(path: str | os.PathLike[str], start: Path | None = None) -> Path:
-    """The absolute path: `~` is expanded; `.`, `..` and trailing slashes are resolved.
+    """Convert a path to an absolute path. `~` is expanded; `.`, `..` and trailing slashes are
+    resolved.
 
-    A symbolic link keeps its name unless the path contains `..`, whose meaning after a link only
-    the file system knows. The path does not have to exist. Relative paths are relative to `start`
-    (default: the working directory). Raises ValueError for a URL, and for `~` without a home
-    folder.
+    A symbolic link keeps its name, unless the path contains `..`: its meaning after a link depends
+    on the file system. The path does not have to exist. Relative paths are relative to `start`, by
+    default the working directory. Raises ValueError for a URL, and for `~` if the home folder is
+    unknown.
     """
     text = os.fspath(path)
     if url := _URL.fullmatch(text):
@@ -62,12 +65,14 @@ SYSTEM_FOLDERS = frozenset(
         "temporary items",
     )
 )
-"""Folders of network storage, file systems and archivers: copies, thumbnails, deleted files."""
+"""Folders that network storage, file systems and archivers create for copies, thumbnails or deleted
+files."""
 _SYSTEM_FILES = frozenset(("desktop.ini", "thumbs.db", "ehthumbs.db", "icon\r"))
 
 
 def is_of_system(name: str) -> bool:
-    """Whether a file or folder is hidden, or created by an operating system or an editor."""
+    """Return whether a file or folder is hidden, or was created by an operating system or an
+    editor."""
     return (
         name.startswith(".")
         or name.endswith("~")
@@ -76,12 +81,14 @@ def is_of_system(name: str) -> bool:
 
 
 def user_cache() -> Path:
-    """The folder of this library's caches. Raises ValueError without a home folder."""
+    """Return the folder for the caches of this library. Raises ValueError if the home folder is
+    unknown."""
     return absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cheem_jax"
 
 
 def with_absolute_paths(settings: _Settings) -> _Settings:
-    """A settings dataclass with all its paths absolute, also in tuples and nested dataclasses."""
+    """Make all paths of a settings dataclass absolute, including those in tuples and nested
+    dataclasses."""
     changes = {}
     for field in dataclasses.fields(settings):  # pyright: ignore[reportArgumentType]
         value = getattr(settings, field.name)
@@ -101,6 +108,6 @@ def _absolute_paths_in(value: Any) -> Any:
 
 
 def shown(path: Path) -> str:
-    """A path for messages: relative if it is inside the working directory."""
+    """Format a path for messages: relative if it is inside the working directory."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)

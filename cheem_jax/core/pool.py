@@ -1,8 +1,8 @@
 """Internal memory: a growing pool of experts per block, and the state of each task (paper section
 'Mixture-of-Experts').
 
-Memories are immutable. Learning a task returns a new memory that shares the arrays of the old one,
-so the parameters of earlier tasks cannot change.
+Memories are immutable. Learning a task returns a new memory that shares the arrays of the previous
+one, so the parameters of earlier tasks cannot change.
 """
 
 import dataclasses
@@ -23,16 +23,18 @@ from cheem_jax.core.routing import TaskStatistics
 
 
 class StoredExpert(NamedTuple):
-    """A full expert, or a low-rank pair on top of `parent`, an expert of the same block."""
+    """A full expert, or a low-rank pair that changes `parent`, the index of another expert in the
+    same block."""
 
     params: Expert | LowRank
     parent: int | None
     origin: int | None
-    """Number of the task that learned it; None: the pretrained backbone."""
+    """Number of the task that learned the expert; None for the pretrained backbone."""
 
     @property
     def is_gone(self) -> bool:
-        """Whether the expert was deleted and is a placeholder that keeps the indices of others."""
+        """Whether the expert was deleted. A deleted expert leaves a placeholder, so that the
+        indices of other experts do not change."""
         return not self.params[0].size
 
 
@@ -41,23 +43,23 @@ Pool = tuple[BlockPool, ...]
 
 
 FAR = -1e30
-"""Logit of a masked class; finite, so that no gradient becomes NaN."""
+"""Logit of a masked class. It is finite, so gradients do not become NaN."""
 
 
 class Head(NamedTuple):
-    """A task's linear classifier on the features."""
+    """Linear classifier of a task."""
 
     weight: Float[Array, "D C"]
     bias: Float[Array, "C"]
 
 
 def logits_of(features: Float[np.ndarray, "N D"], head: Head) -> Float[np.ndarray, "N C"]:
-    """Logits of a head, in NumPy."""
+    """Compute the logits of a head with NumPy."""
     return features @ np.asarray(head.weight) + np.asarray(head.bias)
 
 
 def padded(head: Head) -> Head:
-    """Pad a head to a power of two classes, so that few compiled functions serve all tasks."""
+    """Pad the classes of a head to a power of two, so that tasks share compiled functions."""
     num = head.bias.shape[0]
     extra = next_power_of_two(num) - num
     weight = np.pad(np.asarray(head.weight), ((0, 0), (0, extra)))
@@ -66,41 +68,42 @@ def padded(head: Head) -> Head:
 
 @dataclasses.dataclass(frozen=True)
 class TaskMemory:
-    """The state of one learned task, except for its experts."""
+    """State of one learned task, without its experts."""
 
     name: str
     classes: tuple[str, ...]
     architecture: Architecture
     experts: tuple[int | None, ...]
-    """Pool index of each block's expert; None for Skip."""
+    """Pool index of the expert in each block; None for Skip."""
     head: Head
     means: Float[np.ndarray, "L D"]
-    """Mean CLS token mu of this task per block; rows of skipped blocks are zero and not used."""
+    """Mean CLS token mu of the task in each block. Rows of skipped blocks are zero and not used."""
     centroids: Float[np.ndarray, "K E"]
     """See `TaskStatistics`."""
     distances: Float[np.ndarray, "Q"] | None = None
-    """Quantiles of the distance from the validation images to their nearest centroid, in equal
-    steps from 0 to 1; only in memories that people keep."""
+    """Quantiles of the distance from validation images to the nearest centroid, at equal steps from
+    0 to 1. Only memories for users store them."""
     moments: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """See `TaskStatistics`."""
     temperature: float = 1.0
-    """Probabilities are softmax(logits / temperature); fitted on validation images, 1 if not."""
+    """Temperature of the probabilities softmax(logits / temperature), fitted on validation images;
+    1 if not fitted."""
     statistics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Moments of the classes in the features of the task's network, for extending the task; empty
-    if it cannot be extended."""
+    """Moments of the classes in the features of the task's network, used to extend the task; empty
+    if the task cannot be extended."""
 
     @property
     def router_statistics(self) -> TaskStatistics:
-        """The statistics that the router reads."""
+        """The task's statistics for the router."""
         return TaskStatistics(self.centroids, self.moments)
 
 
 @dataclasses.dataclass(frozen=True)
 class InternalMemory:
-    """The state of a continual learner: the pool, and the tasks in the order of learning.
+    """State of a continual learner: the pool, and the tasks in the order of learning.
 
-    Each task has a number, which determines its PRNG keys and is the `origin` of its experts.
-    Numbers of `forgotten` tasks are not used again.
+    Each task has a number. It determines the PRNG keys of the task and is the `origin` of the
+    task's experts. Numbers of `forgotten` tasks are not reused.
     """
 
     pool: Pool
@@ -109,16 +112,16 @@ class InternalMemory:
 
     @property
     def next_number(self) -> int:
-        """The number of the next task."""
+        """Number of the next task."""
         return len(self.tasks) + len(self.forgotten)
 
     @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The number of each task."""
+        """Number of each task in `tasks`."""
         return tuple(sorted(set(range(self.next_number)) - set(self.forgotten)))
 
     def added(self, index: int) -> dict[int, StoredExpert]:
-        """The experts, by block, that the task at `index` added to the pool."""
+        """Return the experts that the task at `index` added to the pool, keyed by block."""
         number = self.numbers[index]
         used = zip(self.pool, self.tasks[index].experts, strict=True)
         return {
@@ -128,16 +131,18 @@ class InternalMemory:
         }
 
     def candidates(self) -> tuple[tuple[int, ...], ...]:
-        """Per block the experts that a new task can select: the base's and those in use.
+        """Return the pool indices of the experts in each block that a new task can select: the base
+        expert, and all experts that a task uses.
 
-        Experts that only have descendants in use belong to forgotten tasks, whose similarity is
-        unknown.
+        An expert that no task uses, and that is only the parent of other experts, belongs to a
+        forgotten task. Its similarity is unknown.
         """
         used = zip((0,) * len(self.pool), *(task.experts for task in self.tasks), strict=True)
         return tuple(tuple(sorted({*experts} - {None})) for experts in used)  # pyright: ignore[reportReturnType]
 
     def history(self) -> list[list[dict[str, Any]]]:
-        """Origin, kind and parent of every expert, as JSON; origins are indices of `tasks`."""
+        """Return origin, kind and parent of every expert as JSON values; origins are indices of
+        `tasks`."""
         origins: dict[int | None, int | str] = {None: "base"}
         origins |= {number: index for index, number in enumerate(self.numbers)}
         return [
@@ -156,12 +161,12 @@ class InternalMemory:
 
 
 def base_pool(experts: Sequence[Expert]) -> Pool:
-    """A pool of the pretrained layers, one per block, such as `vit.experts("mlp_down")`."""
+    """Make a pool from the pretrained layers, one per block, such as `vit.experts("mlp_down")`."""
     return tuple((StoredExpert(expert, None, None),) for expert in experts)
 
 
 def gone(origin: int | None = None) -> StoredExpert:
-    """The placeholder of a deleted expert; its empty weight cannot be used."""
+    """Make the placeholder of a deleted expert. Its weight is empty, so it cannot be applied."""
     return StoredExpert(Expert(jnp.zeros((0, 0)), jnp.zeros(0)), None, origin)
 
 
@@ -171,7 +176,8 @@ def pool_sizes(pool: Pool) -> tuple[int, ...]:
 
 
 def dense_expert(block: BlockPool, index: int) -> Expert:
-    """The dense weights of an expert: its chain of low-rank pairs merged, the root first."""
+    """Merge an expert with its chain of parents into dense weights, starting with the full
+    expert."""
     stored = block[index]
     if stored.parent is None:
         assert isinstance(stored.params, Expert)
@@ -181,20 +187,20 @@ def dense_expert(block: BlockPool, index: int) -> Expert:
 
 
 def dense_experts(pool: Pool) -> list[list[Expert]]:
-    """The dense weights of all experts of a pool, by block."""
+    """Merge all experts of a pool into dense weights, by block."""
     return [[dense_expert(block, index) for index in range(len(block))] for block in pool]
 
 
 class DenseExperts:
-    """The dense experts of a pool, merged when they are first used, at most `limit` bytes cached.
+    """The dense experts of a pool, merged when they are first used and cached up to `limit` bytes.
 
-    Least recently used experts are evicted; an expert has the same bits after it is merged again.
-    Full experts belong to the pool and are not counted. Threads can share an instance.
+    Least recently used experts are evicted. Merging an expert again returns identical bits. Full
+    experts are part of the pool and do not count towards the limit. Threads can share an instance.
 
     Args:
         pool: the experts.
-        limit: bytes of merged experts to cache.
-        earlier: the same for an earlier pool; its cached experts are reused if they are unchanged.
+        limit: maximum bytes of cached merged experts.
+        earlier: dense experts of an earlier pool; cached experts that are unchanged are reused.
     """
 
     def __init__(self, pool: Pool, limit: int, earlier: "DenseExperts | None" = None):
@@ -204,7 +210,7 @@ class DenseExperts:
         self.evicted = 0
         self.bytes = 0
         self.cached: dict[tuple[int, int], Expert] = {}
-        """By block and index, the least recently used first."""
+        """Cached experts keyed by block and index, least recently used first."""
         self._lock = threading.Lock()
         if earlier is None:
             return
@@ -215,7 +221,7 @@ class DenseExperts:
         self.evicted += earlier.evicted
 
     def __call__(self, block: int, index: int) -> Expert:
-        """The expert at `index` of a block."""
+        """Return the dense expert at `index` of a block."""
         with self._lock:
             chain: list[tuple[int, LowRank]] = []
             while (expert := self._full_or_cached(block, index)) is None:
@@ -246,22 +252,23 @@ class DenseExperts:
             self.evicted += 1
 
     def prepare(self) -> None:
-        """Compile the merge of every shape of pairs."""
+        """Compile the merge function for every shape of low-rank pairs."""
         params = [stored.params for block in self.pool for stored in block]
         pairs = {pair.down.shape: pair for pair in params if isinstance(pair, LowRank)}
         for pair in pairs.values():
             merge_dense(params[0], pair)
 
     def chosen(self, experts: Sequence[Sequence[int]]) -> list[Sequence[Expert]]:
-        """The experts at these indices of each block, merged when an element is read."""
+        """Return the experts at the given indices of each block; each is merged when its element is
+        read."""
         return [_Lazy(self, block, indices) for block, indices in enumerate(experts)]
 
     def __getitem__(self, block: int) -> Sequence[Expert]:
-        """All experts of a block, merged when an element is read."""
+        """Return all experts of a block; each is merged when its element is read."""
         return _Lazy(self, block, range(len(self.pool[block])))
 
     def counters(self) -> dict[str, int]:
-        """Experts merged and evicted so far, and the bytes that are cached."""
+        """Return the number of merged and evicted experts, the cached bytes and the limit."""
         return {
             "merged": self.merged,
             "evictions": self.evicted,
@@ -284,14 +291,16 @@ class _Lazy(Sequence[Expert]):
 
 
 class Candidates(NamedTuple):
-    """The experts that a new task can select, numbered without the gaps of forgotten tasks."""
+    """The experts that a new task can select. Candidates are numbered consecutively, without the
+    experts of forgotten tasks."""
 
     indices: tuple[tuple[int, ...], ...]
-    """Pool indices of the candidates per block; the first is the base's."""
+    """Pool indices of the candidates in each block; the first candidate is the base expert."""
     experts: Sequence[Sequence[Expert]]
-    """Their dense weights."""
+    """Dense weights of the candidates."""
     earlier: list[tuple[int | None, ...]]
-    """The candidate of each block in the base network and in each task's network; None: Skip."""
+    """Candidate index in each block of the base network and of each task's network; None for
+    Skip."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -299,7 +308,7 @@ class Candidates(NamedTuple):
         return tuple(map(len, self.indices))
 
     def in_pool(self, architecture: Architecture) -> Architecture:
-        """Translate an architecture over candidates to one over the pool."""
+        """Replace the candidate indices of an architecture by pool indices."""
         return tuple(
             Choice(choice.kind, None if choice.expert is None else indices[choice.expert])
             for choice, indices in zip(architecture, self.indices, strict=True)
@@ -307,7 +316,7 @@ class Candidates(NamedTuple):
 
 
 def candidates_of(memory: InternalMemory, dense: DenseExperts) -> Candidates:
-    """The candidates of the task that a memory learns next."""
+    """Collect the candidates for the next task of a memory."""
     indices = memory.candidates()
     numbers = [
         {None: None, **{index: number for number, index in enumerate(block)}} for block in indices
@@ -323,7 +332,8 @@ def candidates_of(memory: InternalMemory, dense: DenseExperts) -> Candidates:
 def grow(
     pool: Pool, architecture: Architecture, learned: Mapping[int, Expert | LowRank], origin: int
 ) -> tuple[Pool, tuple[int | None, ...]]:
-    """Add a task's New and Adapt to the pool; also return the pool index of each block's expert."""
+    """Add the New and Adapt of a task to the pool. Returns the new pool, and the pool index of the
+    expert in each block."""
     blocks = []
     experts = []
     for index, (block, choice) in enumerate(zip(pool, architecture, strict=True)):
@@ -331,7 +341,7 @@ def grow(
             experts.append(choice.expert)
         else:
             experts.append(len(block))
-            # Adapt of a deleted parent is stored merged, as a full expert
+            # an Adapt whose parent was deleted is stored as a merged, full expert
             parent = choice.expert if isinstance(learned[index], LowRank) else None
             block = (*block, StoredExpert(learned[index], parent, origin))
         blocks.append(block)

@@ -1,4 +1,4 @@
-"""Names and settings that do not need JAX."""
+"""Type names and settings that do not depend on JAX."""
 
 import dataclasses
 from typing import Literal, Protocol, runtime_checkable
@@ -7,49 +7,54 @@ Kind = Literal["reuse", "adapt", "new", "skip"]
 Placement = Literal["mlp_down", "attn_proj"]
 KINDS: tuple[Kind, ...] = ("reuse", "adapt", "new", "skip")
 COLOURS = {"reuse": "#9CCEA7", "adapt": "#FEB24C", "new": "#9EC9E2", "skip": "#F2ACCA"}
-"""Colour of each op kind in the terminal, figures and the report."""
+"""Colour of each op kind in the terminal, in figures and in the report."""
 Precision = Literal["float32", "bfloat16"]
-"""Operand type of matrix products; they are accumulated in float32."""
+"""Operand type of matrix products. Products are accumulated in float32."""
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 Token = Literal["component", "block"]
-"""Source of mean CLS tokens: the plastic layer's output before the residual sum, or the
-block's output."""
+"""Source of the mean CLS tokens: `component` is the output of the plastic layer before the residual
+sum; `block` is the output of the block."""
 
 
 @runtime_checkable
 class Advance(Protocol):
-    """A callback after each step: the number of its images, and a note to show."""
+    """A callback after each step. `num_images` is the number of images in the step, and `note` is
+    displayed next to the progress."""
 
     def __call__(self, num_images: int, note: str = "", /) -> object: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class SeedsConfig:
-    """Separate seeds, to vary one part of a run and keep the others; default: the run's seed."""
+    """Separate seeds, which vary one source of randomness and leave the others unchanged. None uses
+    the run's seed."""
 
     initialisation: int | None = None
-    """Initial parameters of New, Adapt and heads."""
+    """Seed of the initial parameters of New, Adapt and heads."""
     order: int | None = None
-    """The order of the training images."""
+    """Seed of the order of the training images."""
     sampling: int | None = None
-    """The architectures that supernet training samples."""
+    """Seed of the architectures that supernet training samples."""
     search: int | None = None
-    """The evolutionary search."""
+    """Seed of the evolutionary search."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FitConfig:
-    """One phase of gradient training (paper: Adam, 1e-3, no weight decay)."""
+    """Settings of one phase of gradient training (paper: Adam, 1e-3, no weight decay)."""
 
     epochs: int
-    """Passes over the training images (paper: 50 in the supernet, 20 in fine-tuning)."""
+    """Number of passes over the training images (paper: 50 in supernet training, 20 in
+    fine-tuning)."""
     learning_rate: float = 1e-3
-    """Adam's initial learning rate (paper: 0.001)."""
+    """Initial learning rate of Adam (paper: 0.001)."""
     schedule: Literal["cosine", "epoch_cosine", "constant"] = "cosine"
-    """Learning rate over the steps of the phase: cosine decay to 0; the CODA-Prompt code's cosine
-    by whole epochs, which ends at 1.6 % of the initial rate; or constant."""
+    """Learning-rate schedule over the steps of the phase. `cosine` decays to 0 at every step;
+    `epoch_cosine` decays once per epoch to 1.6 % of the initial rate, as in the CODA-Prompt code;
+    `constant` does not decay."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """If a loss or gradient is non-finite: stop with an error, or skip that step and count it."""
+    """Reaction to a non-finite loss or gradient: `stop` raises an error; `skip` skips the step and
+    counts it."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
