@@ -1,8 +1,9 @@
-"""AlexNet in torchvision's layout, frozen: a light network whose features infer the task ID.
+"""AlexNet in the layout of torchvision, frozen: a light network whose features are used to infer
+the task ID.
 
 Weights are read under torchvision's names and in PyTorch's layout, `[out, in, height, width]` and
-`[out, in]`; ours are `conv1.kernel` `[height, width, in, out]` and so on. The classifier is not
-used.
+`[out, in]`. Our names are `conv1.kernel` with shape `[height, width, in, out]`, and so on. The
+classifier is not used.
 """
 
 import dataclasses
@@ -22,11 +23,12 @@ from cheem_jax.core.paths import absolute
 
 Feature = Literal["pooled_conv", "conv5"]
 FORMAT = "cheem_jax.alexnet.1"
-"""The format in the header of a converted file, next to the source of the weights and its hash."""
+"""Format name in the header of a converted file. The header also contains the source of the weights
+and its hash."""
 SMALLEST_IMAGE = 63
-"""Smallest image side in pixels; below it the last pooling has no input."""
+"""Minimum image size in pixels. With smaller images, the last pooling would have no input."""
 GRID = 6
-"""Side of the pooled map for every image size."""
+"""Height and width of the pooled feature map for every image size."""
 HOW_TO_GET = (
     "make it with `python convert/torchvision_alexnet.py --output alexnet.safetensors`"
     " (--checkpoint a .pth)"
@@ -40,10 +42,10 @@ CONVOLUTIONS = (
     (384, 256, 3, 1, 1),
     (256, 256, 3, 1, 1),
 )
-"""Input and output channels, kernel side, stride and padding of each layer."""
+"""Input channels, output channels, kernel size, stride and padding of each convolution."""
 CHANNELS = 256
 _TORCHVISION = {"conv1": 0, "conv2": 3, "conv3": 6, "conv4": 8, "conv5": 10}
-"""Indices in torchvision's `features`."""
+"""Indices of the convolutions in torchvision's `features`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +53,10 @@ class AlexNetConfig:
     """The feature that AlexNet computes, and its image size."""
 
     image_size: int = 224
-    """Side in pixels, at least 63."""
+    """Image size in pixels, at least 63."""
     feature: Feature = "pooled_conv"
-    """`pooled_conv`: 6 x 6 averages of the last maps; `conv5`: the last maps before ReLU and
-    pooling."""
+    """Feature to compute: `pooled_conv` averages the last feature maps to 6 x 6; `conv5` is the
+    last feature maps before ReLU and pooling."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     name: str = "alexnet"
@@ -73,7 +75,7 @@ class AlexNetConfig:
 
 
 class AlexNet(nnx.Module):
-    """Images to the configured feature."""
+    """AlexNet up to the configured feature."""
 
     def __init__(self, config: AlexNetConfig, rngs: nnx.Rngs):
         self.config = config
@@ -84,8 +86,8 @@ class AlexNet(nnx.Module):
     def __call__(
         self, images: UInt8[Array, "B S S 3"] | Float[Array, "B S S 3"]
     ) -> Float[Array, "B D"]:
-        """The feature vector, channels first as in torchvision; float images are normalised
-        already."""
+        """Compute the feature vectors, flattened with channels first as in torchvision. uint8
+        images are normalised here; float images must be normalised already."""
         size = self.config.image_size
         if images.shape[1:3] != (size, size):
             raise ValueError(
@@ -107,7 +109,8 @@ class AlexNet(nnx.Module):
 def _conv(
     num_inputs: int, num_outputs: int, kernel: int, stride: int, padding: int, rngs: nnx.Rngs
 ) -> nnx.Conv:
-    # float32 products on every device: a GPU's lower precision would change the router's distances
+    # float32 products on every device: a GPU's lower default precision would change the router's
+    # distances
     return nnx.Conv(
         num_inputs,
         num_outputs,
@@ -128,8 +131,8 @@ def _flatten(x: Float[Array, "B H H C"]) -> Float[Array, "B D"]:
 
 
 def adaptive_average_pool(x: Float[Array, "B H W C"], side: int) -> Float[Array, "B side side C"]:
-    """Means over side x side bins; bin i of an axis of length n is floor(i n / side) to ceil((i +
-    1) n / side)."""
+    """Average the input over side x side bins. Bin i of an axis of length n ranges from floor(i n /
+    side) to ceil((i + 1) n / side)."""
     rows, columns = _bins(x.shape[1], side), _bins(x.shape[2], side)
     return jnp.einsum("ih,bhwc,jw->bijc", rows, x, columns, precision="highest")
 
@@ -137,7 +140,8 @@ def adaptive_average_pool(x: Float[Array, "B H W C"], side: int) -> Float[Array,
 def _bins(length: int, side: int) -> np.ndarray:
     weights = np.zeros((side, length), np.float32)
     for i in range(side):
-        # bins overlap if `side` does not divide the length, and repeat if it is larger
+        # bins overlap if `side` does not divide the length, and repeat if `side` is larger than the
+        # length
         begin = i * length // side
         end = -(-(i + 1) * length // side)
         weights[i, begin:end] = 1 / (end - begin)
@@ -145,7 +149,7 @@ def _bins(length: int, side: int) -> np.ndarray:
 
 
 def map_sides(config: AlexNetConfig) -> tuple[int, ...]:
-    """Side of the output map of each of the five convolutions."""
+    """Compute the height (and width) of the feature map of each of the five convolutions."""
     side = config.image_size
     sides = []
     for index, (_, _, kernel, stride, padding) in enumerate(CONVOLUTIONS):
@@ -157,7 +161,7 @@ def map_sides(config: AlexNetConfig) -> tuple[int, ...]:
 
 
 def flops(config: AlexNetConfig) -> int:
-    """FLOPs of the five convolutions for one image (2 x multiply-adds)."""
+    """Compute the FLOPs of the five convolutions per image (2 x multiply-adds)."""
     layers = zip(CONVOLUTIONS, map_sides(config), strict=True)
     return 2 * sum(
         side**2 * kernel**2 * inputs * outputs for (inputs, outputs, kernel, *_), side in layers
@@ -170,9 +174,9 @@ class PretrainedAlexNet:
 
     config: AlexNetConfig
     params: dict[str, np.ndarray]
-    """Names and shapes of `shapes_of`, float32."""
+    """Parameters in float32, with the names and shapes of `shapes_of`."""
     source: str
-    """The file that was read; for a converted file, its source."""
+    """Name of the file that was read; for a converted file, the source in its header."""
     sha256: str
     """SHA-256 of the source file."""
 
@@ -180,10 +184,10 @@ class PretrainedAlexNet:
 def load_alexnet(
     weights: str | Path | None, *, image_size: int = 224, feature: Feature = "pooled_conv"
 ) -> PretrainedAlexNet:
-    """Read weights from a safetensors or npz file under torchvision's names; a classifier is
+    """Read weights under torchvision's names from a safetensors or npz file; a classifier is
     ignored.
 
-    Raises ValueError for invalid settings or weights, FileNotFoundError for a missing file.
+    Raises ValueError for invalid settings or weights, and FileNotFoundError for a missing file.
     """
     config = AlexNetConfig(image_size, feature)
     if weights is None:
@@ -202,7 +206,8 @@ def load_alexnet(
 
 
 def torchvision_name_of(name: str) -> str:
-    """torchvision's name of one of our parameters: `conv2.kernel` is `features.3.weight`."""
+    """Return torchvision's name for one of our parameters; `conv2.kernel` is
+    `features.3.weight`."""
     layer, leaf = name.split(".")
     return f"features.{_TORCHVISION[layer]}.{'weight' if leaf == 'kernel' else leaf}"
 
@@ -210,8 +215,10 @@ def torchvision_name_of(name: str) -> str:
 def from_torchvision(
     tensors: Mapping[str, np.ndarray], config: AlexNetConfig
 ) -> dict[str, np.ndarray]:
-    """Our parameters in float32; one ValueError lists every missing, unexpected and misshapen
-    tensor."""
+    """Convert torchvision's tensors to our parameters in float32.
+
+    Raises one ValueError that lists every missing and unexpected tensor and every wrong shape.
+    """
     shapes = shapes_of(config)
     theirs = {
         name: (
@@ -227,12 +234,13 @@ def from_torchvision(
 
 
 def shapes_of(config: AlexNetConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's name and shape."""
+    """Return the shape of every parameter, keyed by name."""
     return params.shapes(lambda: AlexNet(config, nnx.Rngs(0)))
 
 
 def build_alexnet(config: AlexNetConfig, weights: Params) -> AlexNet:
-    """The module with these weights in float32; one ValueError lists every mismatch."""
+    """Build the network with `weights` in float32. Raises one ValueError that lists every
+    mismatch."""
     if complaint := mismatches(shapes_of(config), weights):
         raise ValueError(f"weights do not fit AlexNet: {complaint}")
     return params.filled(lambda: AlexNet(config, nnx.Rngs(0)), weights)

@@ -8,14 +8,14 @@ from typing import Any, Literal, get_args
 from cheem_jax.core.settings import Activation, Precision
 
 Pooling = Literal["class", "attention", "mean"]
-"""Source of the features: the CLS token, or all patches, attended to by a learned query or
-averaged."""
+"""Pooling of the features: `class` is the CLS token; `attention` is a learned query that attends to
+all patches; `mean` is the average of all patches."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """A plain pre-norm ViT: optional CLS token and registers, then patches; learned or rotary
-    positions."""
+    """Config of a plain pre-norm ViT. Its tokens are an optional CLS token and registers, then the
+    patches; its positions are learned or rotary."""
 
     name: str
     width: int
@@ -27,24 +27,26 @@ class ViTConfig:
     layer_norm_eps: float = 1e-6
     activation: Activation = "gelu"
     norm_before_blocks: bool = False
-    """CLIP: a LayerNorm between the embedding and the first block."""
+    """Whether a LayerNorm precedes the first block, as in CLIP."""
     patch_bias: bool = True
     num_classes: int = 1000
-    """Classes of the pretrained head; 0 if it is missing or not used."""
+    """Number of classes of the pretrained head; 0 if the head is missing or not used."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     precision: Precision = "float32"
-    """Operand type of matrix products; parameters stay float32."""
+    """Operand type of matrix products; parameters are always float32."""
     timm_name: str | None = None
-    """The model's name in timm and in the hub's `timm/` repositories."""
+    """Name of the model in timm and in the hub's `timm/` repositories."""
     num_registers: int = 0
-    """Learned tokens after the CLS token: DINOv2's registers, DeiT's distillation token."""
+    """Number of learned tokens after the CLS token, such as DINOv2's registers or DeiT's
+    distillation token."""
     rotary: float | None = None
-    """DINOv3: the base period of rotary positions; None: a learned embedding."""
+    """Base period of rotary positions, as in DINOv3; None uses a learned position embedding."""
     gated: bool = False
-    """SwiGLU: the activation of a further linear layer `gate` multiplies the input of `down`."""
+    """Whether the MLP is gated, as in SwiGLU: its hidden layer is multiplied by the activation of a
+    second linear layer, `gate`."""
     pool: Pooling = "class"
-    """`attention` and `mean` (SigLIP) have no CLS token."""
+    """Pooling of the features. With `attention` and `mean` (SigLIP), the ViT has no CLS token."""
 
     @property
     def mlp_width(self) -> int:
@@ -61,17 +63,18 @@ class ViTConfig:
 
     @property
     def num_prefix(self) -> int:
-        """Number of tokens before the patches: the CLS token, if any, and the registers."""
+        """Number of tokens before the patches: the CLS token, if there is one, and the
+        registers."""
         return (self.pool == "class") + self.num_registers
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of an image."""
+        """Number of tokens per image."""
         return self.num_prefix + self.num_patches
 
     @property
     def num_outputs(self) -> int:
-        """Tokens of the last block that the features need."""
+        """Number of tokens of the last block that are used to compute the features."""
         return 1 if self.pool == "class" else self.num_tokens
 
 
@@ -108,7 +111,7 @@ CONFIGS: dict[str, ViTConfig] = {
             activation="quick_gelu",
             norm_before_blocks=True,
             patch_bias=False,
-            num_classes=0,  # its 768 -> 512 projection is not a classifier and is not used
+            num_classes=0,  # CLIP's head is a 768 -> 512 projection, not a classifier
             mean=(0.48145466, 0.4578275, 0.40821073),
             std=(0.26862954, 0.26130258, 0.27577711),
             timm_name="vit_base_patch16_clip_quickgelu_224.openai",
@@ -178,7 +181,7 @@ BUNDLED = ("vit_micro", "vit_nano")
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Check a config that was read from a file; missing fields have their defaults.
+    """Check the fields of a config that was read from a file; missing fields have their defaults.
 
     Raises one ValueError that lists every invalid value.
     """
@@ -234,12 +237,13 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def _is_finite(value: object) -> bool:
-    # integers can be too large for a float, which `math.isfinite` does not accept
+    # integers can be too large for a float, and `math.isfinite` raises an error for them
     return type(value) in (int, float) and -1e30 < value < 1e30  # type: ignore[operator]
 
 
 def config_of(name: str) -> ViTConfig:
-    """The config of a named backbone; ValueError lists the nearest names."""
+    """Return the config of a named backbone. Raises ValueError with the most similar names if it is
+    unknown."""
     if name not in CONFIGS:
         near = difflib.get_close_matches(name, CONFIGS, n=3) or sorted(CONFIGS)
         raise ValueError(f"unknown backbone {name!r}; nearest: {', '.join(near)}")
@@ -247,8 +251,8 @@ def config_of(name: str) -> ViTConfig:
 
 
 def at_image_size(config: ViTConfig, image_size: int) -> ViTConfig:
-    """The same network for square images of `image_size` pixels; ValueError if patches do not
-    divide it."""
+    """Change the image size of a config to `image_size` pixels. Raises ValueError if the patch size
+    does not divide it."""
     if image_size < config.patch_size or image_size % config.patch_size:
         lower = max(image_size // config.patch_size, 1) * config.patch_size
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Floating-point operations per image, counted from shapes (2 x multiply-adds).
+"""FLOPs per image, counted from shapes (2 x multiply-adds).
 
-The paper counts the patch embedding and the linear layers of the backbone, without attention
-products and head (33.695 G for ViT-B/16 and 2.149 G for DeiT-Tiny at 224 pixels). Functions named
-`executed` count every matrix product that runs.
+By the paper's convention, FLOPs include the patch embedding and the linear layers of the backbone,
+but neither attention products nor the head: 33.695 G for ViT-B/16 and 2.149 G for DeiT-Tiny at 224
+pixels. Functions named `executed` count all matrix products that are executed.
 """
 
 from cheem_jax.backbone.config import ViTConfig
@@ -11,15 +11,15 @@ from cheem_jax.core.settings import Placement
 
 
 def backbone_flops(config: ViTConfig, *, count_attention: bool = False) -> int:
-    """The plain backbone without head."""
+    """Count the FLOPs of the plain backbone without its head."""
     return pass_flops(config, "mlp_down", config.depth, count_attention=count_attention)
 
 
 def pass_flops(
     config: ViTConfig, placement: Placement, until: int, *, count_attention: bool = False
 ) -> int:
-    """The plain backbone up to the tokens shared by every choice at block `until`; L: the whole
-    backbone."""
+    """Count the FLOPs of the plain backbone up to the tokens that all candidates at block `until`
+    share. With `until` = L, count the whole backbone."""
     attention = branch_flops(config, "attn_proj", count_attention=count_attention)
     block = attention + branch_flops(config, "mlp_down")
     shared = attention if placement == "mlp_down" and until < config.depth else 0
@@ -28,12 +28,13 @@ def pass_flops(
 
 
 def embed_flops(config: ViTConfig) -> int:
-    """Patches to tokens."""
+    """Count the FLOPs of the patch embedding."""
     return 2 * config.num_patches * 3 * config.patch_size**2 * config.width
 
 
 def branch_flops(config: ViTConfig, placement: Placement, *, count_attention: bool = False) -> int:
-    """One branch, which Skip saves: an FFN (`mlp_down`) or an attention branch (`attn_proj`)."""
+    """Count the FLOPs of one residual branch, which Skip omits: the FFN for `mlp_down`, the
+    attention branch for `attn_proj`."""
     tokens, width = config.num_tokens, config.width
     if placement == "mlp_down":
         return 2 * tokens * config.mlp_weights
@@ -43,35 +44,35 @@ def branch_flops(config: ViTConfig, placement: Placement, *, count_attention: bo
 
 
 def pair_flops(config: ViTConfig, placement: Placement, rank: int) -> int:
-    """One un-merged low-rank pair: 2 N r (in + out)."""
+    """Count the FLOPs of one low-rank pair that is not merged: 2 N r (inputs + outputs)."""
     num_inputs = config.mlp_width if placement == "mlp_down" else config.width
     return 2 * config.num_tokens * rank * (num_inputs + config.width)
 
 
 def token_flops(config: ViTConfig, num_tokens: int) -> int:
-    """Extra tokens through all linear layers (S-Prompts)."""
+    """Count the FLOPs of `num_tokens` additional tokens in all linear layers (S-Prompts)."""
     return 2 * num_tokens * config.depth * (4 * config.width**2 + config.mlp_weights)
 
 
 def prefix_flops(config: ViTConfig, num_pairs: int, num_layers: int) -> int:
-    """Prefix keys and values in so many layers, to which all tokens attend.
+    """Count the FLOPs of attention from all tokens to `num_pairs` prefix keys and values in
+    `num_layers` layers.
 
-    These are attention products, which the paper counts only in methods that compute attention
-    explicitly.
+    The paper counts these attention products only for methods that compute attention explicitly.
     """
     return 4 * config.num_tokens * num_pairs * config.width * num_layers
 
 
 def adapter_flops(config: ViTConfig, bottleneck: int) -> int:
-    """Bottleneck adapters parallel to every FFN (TUNA, MoAL, MoE-Adapters)."""
+    """Count the FLOPs of bottleneck adapters parallel to every FFN (TUNA, MoAL, MoE-Adapters)."""
     return 2 * config.num_tokens * config.depth * 2 * config.width * bottleneck
 
 
 def network_flops(
     config: ViTConfig, placement: Placement, architecture: Architecture, rank: int
 ) -> int:
-    """A task network by the paper's convention: minus skipped branches, plus the Adapt pairs of
-    this task."""
+    """Count the FLOPs of a task's network by the paper's convention: the backbone, without skipped
+    branches, plus the task's Adapt pairs."""
     kinds = [choice.kind for choice in architecture]
     saved = kinds.count("skip") * branch_flops(config, placement)
     return (
@@ -87,11 +88,12 @@ def executed_flops(
     *,
     begin: int | None = None,
 ) -> int:
-    """Operations of a task network at inference: pairs merged, attention products and head counted.
+    """Count the executed FLOPs of a task's network at inference. Low-rank pairs are merged;
+    attention products and the head are included.
 
-    The last block computes only the CLS token, if there is one. A network resumed at block `begin`
-    reuses the tokens of the base network that the block's choices share; `begin` = L leaves only
-    the head, None begins with the image.
+    If there is a CLS token, the last block computes only this token. With `begin`, the network
+    resumes from the tokens of the base network that all candidates at block `begin` share; with
+    `begin` = L, only the head is executed. With None, the network starts from the image.
     """
     head = 2 * config.width * num_classes
     if begin == config.depth:
@@ -111,7 +113,7 @@ def executed_flops(
 
 
 def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> int:
-    """Operations that `pass_flops` executes."""
+    """Count the executed FLOPs of the pass that `pass_flops` describes."""
     if until == config.depth:
         return executed_backbone_flops(config)
     *before, (attention, _) = (
@@ -123,8 +125,8 @@ def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> 
 
 
 def executed_backbone_flops(config: ViTConfig, num_extra: int = 0) -> int:
-    """Operations that the plain backbone executes, without head, with so many extra tokens per
-    block."""
+    """Count the executed FLOPs of the plain backbone without its head, with `num_extra` additional
+    tokens in each block."""
     blocks = range(config.depth)
     halves = (
         executed_halves(config, last=block == config.depth - 1, num_extra=num_extra)
@@ -134,7 +136,8 @@ def executed_backbone_flops(config: ViTConfig, num_extra: int = 0) -> int:
 
 
 def pool_flops(config: ViTConfig, *, count_attention: bool = True) -> int:
-    """Attention pooling: keys and values of all tokens, one query, two projections and the MLP."""
+    """Count the FLOPs of attention pooling: keys and values of all tokens, one query, two
+    projections and the MLP. Without attention pooling, the result is 0."""
     if config.pool != "attention":
         return 0
     tokens, width = config.num_tokens, config.width
@@ -143,8 +146,8 @@ def pool_flops(config: ViTConfig, *, count_attention: bool = True) -> int:
 
 
 def executed_halves(config: ViTConfig, *, last: bool, num_extra: int = 0) -> tuple[int, int]:
-    """Executed operations of a block's attention half and FFN half; the last block computes only
-    the tokens that the features need."""
+    """Count the executed FLOPs of the attention half and of the FFN half of a block. The `last`
+    block computes only the tokens that are used for the features."""
     tokens = config.num_tokens + num_extra
     width = config.width
     outputs = 1 if last and config.pool == "class" else tokens
@@ -153,7 +156,8 @@ def executed_halves(config: ViTConfig, *, last: bool, num_extra: int = 0) -> tup
 
 
 def backbone_params(config: ViTConfig) -> int:
-    """Parameters of the backbone without head: the base of the paper's %Param."""
+    """Count the parameters of the backbone without its head; the paper's %Param is relative to this
+    number."""
     width = config.width
     mlp = config.mlp_weights + config.mlp_width * (2 if config.gated else 1) + width
     per_block = 4 * width * width + 4 * width + mlp + 4 * width
@@ -162,5 +166,5 @@ def backbone_params(config: ViTConfig) -> int:
     positions = config.num_tokens if config.rotary is None else 0
     pool = (
         per_block - width if config.pool == "attention" else 0
-    )  # like a block, with a query and one LayerNorm less
+    )  # the pool is like a block, with an additional query and one LayerNorm less
     return embed + (config.num_prefix + positions) * width + config.depth * per_block + norms + pool

@@ -1,4 +1,5 @@
-"""Mean CLS tokens of the pretraining data: the mu of the base task in the similarity of tasks."""
+"""Mean CLS tokens of the pretraining data: mu of the base task, which is used for task
+similarity."""
 
 import functools
 from collections.abc import Iterable
@@ -18,11 +19,13 @@ KEYS = ("mlp_down/component", "attn_proj/component", "mlp_down/block", "attn_pro
 def base_means(
     vit: ViT, images: Images, *, batch_size: int = 64
 ) -> dict[str, Float[np.ndarray, "L D"]]:
-    """Mean CLS tokens of `images` on the plain backbone, keyed `{image_size}/{placement}/{token}`.
+    """Compute the mean CLS tokens of `images` in the plain backbone, keyed by
+    `{image_size}/{placement}/{token}`.
 
-    `component` is the plastic layer's output before the residual sum, `block` the block's output
-    (equal for both placements, because the plain backbone has no Skip). Sums are float64; one
-    compiled function serves all batches. Raises ValueError for no images or another size.
+    `component` is the output of the plastic layer before the residual sum, and `block` is the
+    output of the block. The latter is identical for both placements because the plain backbone has
+    no Skip. Sums are float64, and all batches share one compiled function. Raises ValueError if
+    there are no images or their size differs from the backbone's.
     """
     size = vit.config.image_size
     if len(images) == 0 or images.shape[1:3] != (size, size):
@@ -48,7 +51,8 @@ def base_means(
 
 
 def pooled_means(vit: ViT, chunks: Iterable[Images]) -> dict[str, Float[np.ndarray, "L D"]]:
-    """`base_means` of all chunks, weighted by their number of images."""
+    """Compute the `base_means` of all chunks together, weighted by the number of images in each
+    chunk."""
     totals: dict[str, np.ndarray] = {}
     count = 0
     for images in chunks:
@@ -62,13 +66,14 @@ def pooled_means(vit: ViT, chunks: Iterable[Images]) -> dict[str, Float[np.ndarr
 def _class_tokens(
     graphdef: nnx.GraphDef, state: PyTree, images: UInt8[Array, "B H W 3"]
 ) -> Float[Array, "B 3 L D"]:
-    """CLS tokens after down-projection, attention projection and block, for each image and
-    block."""
+    """Compute the CLS tokens of each image and block after the down-projection, the attention
+    projection and the block."""
     vit = nnx.merge(graphdef, state)
     x = vit.embed(images)
     tokens = []
     for block in vit.blocks:
-        # XLA merges the common operations of the two runs and removes the second half of this one.
+        # XLA merges the operations that both runs share, and removes the unused second half of this
+        # run
         _, proj = block.run(Reuse(block.expert("attn_proj")), x, placement="attn_proj")
         x, down = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
         tokens.append([summary(kind, vit.config) for kind in (down, proj, x)])

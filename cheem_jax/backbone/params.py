@@ -1,8 +1,8 @@
-"""Parameters as a flat dict of names, and networks built from one.
+"""Parameters as a flat dict keyed by name, and construction of networks from them.
 
-Names are the attributes of the module, joined by dots: `patch.kernel`, `class_token`,
-`blocks.3.qkv.bias`, `norm.scale`. Kernels are `[in, out]`; the patch kernel is `[patch * patch * 3,
-D]` in height, width, channel order.
+A name is the path of the attributes in the module, joined by dots, such as `patch.kernel`,
+`class_token`, `blocks.3.qkv.bias` or `norm.scale`. Kernels are `[in, out]`. The patch kernel is
+`[patch * patch * 3, D]`, flattened in the order height, width, channel.
 """
 
 import functools
@@ -22,25 +22,28 @@ Params = Mapping[str, np.ndarray]
 Module = TypeVar("Module", bound=nnx.Module)
 _BLOCK = re.compile(r"blocks\.\d+\.")
 _SHOWN = 4
-"""At most so many tensors of each kind in an error; files of another architecture have hundreds."""
+"""Maximum number of tensors of each kind in an error; weights of another architecture can have
+hundreds of mismatches."""
 _ALIGNMENT = 64
-"""Bytes; on a CPU, JAX shares the memory of an array that begins at a multiple of it."""
+"""Alignment in bytes. On a CPU, JAX shares the memory of arrays with this alignment."""
 
 
 @functools.cache
 def shapes_of(config: ViTConfig) -> Mapping[str, tuple[int, ...]]:
-    """Name and shape of every parameter; cached, because tracing a large network costs a second."""
+    """Return the shape of every parameter, keyed by name. The result is cached because tracing a
+    large network takes a second."""
     return shapes(lambda: ViT(config, nnx.Rngs(0)))
 
 
 def shapes(make: Callable[[], nnx.Module]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters of a network, without computing any."""
+    """Return the shape of every parameter of a network, keyed by name, without computing the
+    parameters."""
     _, state = nnx.split(nnx.eval_shape(make))
     return {_dotted(name): tuple(leaf.shape) for name, leaf in nnx.to_flat_state(state)}
 
 
 def check_params(config: ViTConfig, params: Params) -> None:
-    """Raise one ValueError that lists every missing, unexpected and misshapen tensor."""
+    """Raise one ValueError that lists every missing and unexpected tensor and every wrong shape."""
     complaint = mismatches(shapes_of(config), params)
     if complaint:
         raise ValueError(
@@ -50,11 +53,11 @@ def check_params(config: ViTConfig, params: Params) -> None:
 
 
 def mismatches(wanted: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
-    """Missing, unexpected and misshapen tensors in one line, a few of each and the number of
-    others.
+    """Describe missing tensors, unexpected tensors and wrong shapes in one line: a few of each
+    kind, and the number of others.
 
-    Empty if all tensors fit. Tensors of several blocks are one entry, such as `blocks.*.up.kernel
-    (of 12 blocks)`.
+    The result is empty if all tensors fit. A mismatch that more than one block has is one entry,
+    such as `blocks.*.up.kernel (of 12 blocks)`.
     """
     kinds = {
         "missing": list(wanted.keys() - tensors.keys()),
@@ -78,19 +81,20 @@ def mismatches(wanted: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
             more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
             shown.sort(
                 key=lambda line: (line.startswith("blocks."), line)
-            )  # tensors outside of the blocks say more
+            )  # tensors outside of the blocks are more informative
             complaints.append(f"{kind}: {', '.join(shown[:_SHOWN])}{more}")
     return "; ".join(complaints)
 
 
 def build(config: ViTConfig, params: Params) -> ViT:
-    """The module with these weights in float32. Raises as `check_params`."""
+    """Build the network with `params` in float32. Raises the errors of `check_params`."""
     check_params(config, params)
     return filled(lambda: ViT(config, nnx.Rngs(0)), params)
 
 
 def float32(values: np.ndarray) -> np.ndarray:
-    """A read-only copy in float32, whose memory a network on a CPU shares."""
+    """Make a read-only copy in float32 with an alignment that lets a network on a CPU share its
+    memory."""
     room = np.empty(4 * values.size + _ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % _ALIGNMENT
     copied = room[begin : begin + 4 * values.size].view(np.float32).reshape(values.shape)
@@ -100,7 +104,7 @@ def float32(values: np.ndarray) -> np.ndarray:
 
 
 def filled(make: Callable[[], Module], params: Params) -> Module:
-    """The network of `make` with these weights in float32, which must fit."""
+    """Build the network of `make` with `params` in float32. Names and shapes must fit."""
 
     def placed(values: np.ndarray) -> jax.Array:
         values = np.asarray(values, np.float32)
@@ -122,11 +126,12 @@ def from_torch(
     unused: Collection[str],
     what: str,
 ) -> dict[str, np.ndarray]:
-    """Our parameters in float32 from PyTorch's layout, `[out, in]` or `[out, in, height, width]`.
+    """Convert tensors in PyTorch's layout, `[out, in]` or `[out, in, height, width]`, to our
+    parameters in float32.
 
-    `theirs` has the PyTorch name and shape of each of our parameters. One ValueError, which begins
-    with `what`, lists every missing, unexpected and misshapen tensor; tensors in `unused` are
-    ignored.
+    `theirs` contains the PyTorch name and shape for each of our parameters. Tensors in `unused` are
+    ignored. Raises one ValueError that starts with `what` and lists every missing and unexpected
+    tensor and every wrong shape.
     """
     used = {name: value for name, value in tensors.items() if name not in unused}
     if complaint := mismatches(dict(theirs.values()), used):
@@ -142,8 +147,8 @@ def from_torch(
 
 
 def init_params(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
-    """timm's random initialisation of a ViT: truncated normal of deviation 0.02, zero biases, unit
-    LayerNorm scales."""
+    """Initialise a ViT at random, as timm does: weights from a truncated normal with standard
+    deviation 0.02, zero biases, and LayerNorm scales of one."""
     params = {}
     for index, (name, shape) in enumerate(sorted(shapes_of(config).items())):
         if name.endswith("scale"):
@@ -159,7 +164,7 @@ def init_params(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
 
 
 def params_of(vit: ViT) -> dict[str, np.ndarray]:
-    """Inverse of `build`."""
+    """Return the parameters of a network, keyed by name."""
     _, state = nnx.split(vit)
     return {_dotted(name): np.asarray(leaf[...]) for name, leaf in nnx.to_flat_state(state)}
 

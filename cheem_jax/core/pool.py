@@ -171,7 +171,7 @@ def gone(origin: int | None = None) -> StoredExpert:
 
 
 def pool_sizes(pool: Pool) -> tuple[int, ...]:
-    """Experts per block."""
+    """Return the number of experts in each block."""
     return tuple(len(block) for block in pool)
 
 
@@ -304,7 +304,7 @@ class Candidates(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Experts per block."""
+        """Number of experts in each block."""
         return tuple(map(len, self.indices))
 
     def in_pool(self, architecture: Architecture) -> Architecture:

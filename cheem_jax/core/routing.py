@@ -18,7 +18,7 @@ Reads = Literal["last", "early", "levels"]
 BLOCK_BYTES = 4 * 2**20
 """Maximum bytes of the distance matrix that is computed at once."""
 NUM_QUANTILES = 201
-"""Quantiles of a task's distances, in steps of half a percent."""
+"""Number of quantiles of a task's distances, in steps of half a percent."""
 SMALLEST = 1e-6
 """Minimum shrinkage. With smaller values, rounding determines whether a covariance is
 invertible."""
