@@ -1,8 +1,8 @@
-"""Conversion between timm's names and PyTorch's layout and ours; configs inferred from timm's
+"""Conversion from timm's names and PyTorch's layout to ours, and inference of configs from timm's
 tensors.
 
-timm stores linear weights as `[out, in]` and the patch kernel as `[D, 3, height, width]`; see
-`params.py` for ours.
+timm stores linear weights as `[out, in]` and the patch kernel as `[D, 3, height, width]`. Our
+layout is described in `params.py`.
 """
 
 import dataclasses
@@ -43,20 +43,21 @@ _PLAIN = re.compile(
     r"|attn_pool\.(q|kv|proj|norm|mlp\.fc1|mlp\.fc2))\.(weight|bias)"
 )
 _ROTARY = re.compile(r"blocks\.\d+\.(gamma_[12]|attn\.[qv]_bias|mlp\.fc1_[gx]\.(weight|bias))")
-"""Further tensors of DINOv3; its file contains no rotary positions."""
+"""Additional tensors of DINOv3. Its files contain no rotary positions."""
 SUPPORTED = "plain ViTs: ViT, DeiT, DeiT-III, CLIP, DINO, DINOv2, DINOv3 up to H+, SigLIP, SigLIP 2"
 _HEADS = dict.fromkeys(
     ("vit_huge_", "deit3_huge_", "vit_giant_", "vit_gigantic_", "vit_so400m_", "vit_giantopt_"), 16
 )
-"""Number of heads in families whose heads are not 64 wide."""
+"""Number of heads of the families with a head width other than 64."""
 _GELU_TANH = re.compile(
     r"patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt_patch16_siglip"
 )
-"""SigLIP 2 models with timm's approximation of GELU; all others use the exact function."""
+"""SigLIP 2 models that use the tanh approximation of GELU in timm; all others use exact GELU."""
 
 
 def timm_name_of(name: str) -> str:
-    """timm's name of one of our parameters: `blocks.3.up.kernel` is `blocks.3.mlp.fc1.weight`."""
+    """Return timm's name for one of our parameters; `blocks.3.up.kernel` is
+    `blocks.3.mlp.fc1.weight`."""
     if name in _TOKENS:
         return _TOKENS[name]
     *modules, leaf = name.split(".")
@@ -65,10 +66,10 @@ def timm_name_of(name: str) -> str:
 
 
 def without_wrapper(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors of the network, without a common prefix of their names, such as `module.` or
-    `backbone.`.
+    """Remove a prefix that all names share, such as `module.` or `backbone.`, from the names of the
+    tensors.
 
-    The token of masked patches, which only pretraining uses, is omitted.
+    The mask token, which is used only in pretraining, is omitted.
     """
     result = dict(tensors)
     patch = "patch_embed.proj.weight"
@@ -80,10 +81,11 @@ def without_wrapper(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def with_head_of(config: ViTConfig, tensors: Mapping[str, np.ndarray]) -> ViTConfig:
-    """The config with the number of classes of the tensors' head; 0 if the head does not fit.
+    """Set the number of classes of a config to the size of the head in `tensors`; 0 if the head
+    does not fit.
 
-    Tasks have separate heads, so weights that are fine-tuned for other classes are the same
-    backbone.
+    Each task has a separate head, so weights that were fine-tuned for another number of classes are
+    a valid backbone.
     """
     weight, bias = (tensors.get(f"head.{leaf}") for leaf in ("weight", "bias"))
     fits = weight is not None and bias is not None and weight.shape == (*bias.shape, config.width)
@@ -92,11 +94,12 @@ def with_head_of(config: ViTConfig, tensors: Mapping[str, np.ndarray]) -> ViTCon
 
 
 def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
-    """Our parameters in float32; one ValueError lists every missing, unexpected and misshapen
-    tensor.
+    """Convert timm's tensors to our parameters in float32.
 
-    `head.*` is ignored if the config has no classes (CLIP's head is its 768 -> 512 projection).
-    LayerScale, a factor per output of a residual branch, is merged into the branch's last layer.
+    `head.*` is ignored if the config has no classes (CLIP's head is a 768 -> 512 projection).
+    LayerScale, a factor per output of a residual branch, is merged into the last layer of the
+    branch. Raises one ValueError that lists every missing and unexpected tensor and every wrong
+    shape.
     """
     shapes = shapes_of(config)
     theirs = {
@@ -114,8 +117,8 @@ def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str,
 def _without_scales(
     tensors: Mapping[str, np.ndarray], config: ViTConfig, what: str
 ) -> dict[str, np.ndarray]:
-    """timm's tensors with LayerScale merged, a position for every token, and one name for
-    registers."""
+    """Return timm's tensors with LayerScale merged, one position per token, and the distillation
+    token named like a register."""
     renamed = {"dist_token": "reg_token"} if config.num_registers else {}
     if config.rotary is not None or config.gated:
         tensors = _as_plain_vits(tensors, config)
@@ -135,21 +138,21 @@ def _without_scales(
             layer = f"blocks.{block}.{layers[scaled]}.{leaf}"
             if (
                 layer in result and result[layer].shape[:1] == scale.shape
-            ):  # `from_torch` reports others
+            ):  # `from_torch` reports wrong shapes
                 result[layer] = (result[layer].T.astype(np.float32) * scale.astype(np.float32)).T
     position = result.get("pos_embed")
     if position is not None and position.shape == (
         1,
         config.num_patches,
         config.width,
-    ):  # patches only
+    ):  # the file has positions of patches only
         result["pos_embed"] = np.pad(position, ((0, 0), (config.num_prefix, 0), (0, 0)))
     return result
 
 
 def _as_plain_vits(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
-    """DINOv3's tensors under the names of timm's plain ViT, with zeros for missing biases, and the
-    gate of an MLP separate from `fc1`."""
+    """Rename DINOv3's tensors to the names of timm's plain ViT. Missing biases become zeros, and
+    the gate of an MLP is split from `fc1`."""
     result = {
         re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name).replace(".fc1_x.", ".fc1."): value
         for name, value in tensors.items()
@@ -182,10 +185,12 @@ def _timm_shape(name: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[i
 def infer_config(
     name: str, tensors: Mapping[str, np.ndarray], hub_config: dict | None
 ) -> ViTConfig:
-    """The config of a supported timm ViT from its tensors, its name and the hub's `config.json`.
+    """Infer the config of a supported timm ViT from its name, its tensors and the hub's
+    `config.json`.
 
-    Sizes are read from shapes, heads are 64 wide unless the family differs, and the preprocessing
-    is that of `pretrained_cfg`. Raises ValueError with the names of the tensors for other
+    Sizes are read from the shapes. The head width is 64, except in families with another number of
+    heads. Mean and standard deviation of the images are read from `pretrained_cfg`, or set to the
+    values of the family if it is missing. Raises ValueError with the tensor names for other
     architectures.
     """
     hub_config = hub_config or {}
@@ -200,15 +205,16 @@ def infer_config(
     image_size = 256 if rotary else patch_size * _grid(tensors["pos_embed"].shape[1], prefix)
     depth = len(
         {key.split(".")[1] for key in tensors if key.startswith("blocks.")}
-    )  # `from_timm` reports gaps
+    )  # `from_timm` reports missing blocks
     families = () if "_dinov" in name else _HEADS.items()
     num_heads = next((heads for family, heads in families if name.startswith(family)), width // 64)
     if channels != 3 or width == 0 or num_heads == 0 or width % num_heads:
         raise ValueError(f"{name!r}: no plain ViT has {channels} channels and a width of {width}")
     clip = "norm_pre.weight" in tensors
-    # CLIP's image-text projection, which is not a classifier
+    # CLIP's image-text projection is not a classifier
     projection = clip and "_ft_" not in name
-    projection = projection or "dist_token" in tensors  # its two heads are averaged
+    # DeiT averages two heads, which is not supported
+    projection = projection or "dist_token" in tensors
     classes = 0 if projection or "head.weight" not in tensors else tensors["head.weight"].shape[0]
     mean, std = _preprocessing(name, hub_config)
     config = ViTConfig(
@@ -286,13 +292,14 @@ def _refuse_unless_plain(
 
 
 def pool_of(name: str) -> Pooling:
-    """The source of the features of a timm model, by its name."""
+    """Return the pooling of a timm model, according to its name."""
     return "class" if "_siglip_" not in name else "mean" if "_gap_" in name else "attention"
 
 
 def other_pool(name: str, hub_config: Mapping) -> list[str]:
-    """Complaints about the pool in the hub's `config.json`."""
-    if "_dinov3" in name:  # timm averages the patches; the authors use the CLS token
+    """List the differences between the pooling in the hub's `config.json` and the supported
+    pooling."""
+    if "_dinov3" in name:  # timm averages the patches of DINOv3, but its authors use the CLS token
         return []
     wanted = {"class": "token", "attention": "map", "mean": "avg"}[pool_of(name)]
     pool = hub_config.get("global_pool", wanted)
@@ -308,8 +315,8 @@ def _activation(name: str, gated: bool) -> Activation:
 
 
 def _is_gated(name: str, tensors: Mapping[str, np.ndarray]) -> bool:
-    """Whether the MLP is gated: two layers before `fc2` in DINOv3, one fused layer in DINOv2
-    giant."""
+    """Return whether the MLP is gated. DINOv3 has two layers before `fc2`; DINOv2 giant has one
+    fused layer."""
     up, down = (tensors.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
     if up is None or down is None or up.ndim != 2 or down.ndim != 2:
         return "blocks.0.mlp.fc1_g.weight" in tensors
@@ -317,7 +324,7 @@ def _is_gated(name: str, tensors: Mapping[str, np.ndarray]) -> bool:
 
 
 def _grid(num_positions: int, num_prefix: int) -> int:
-    """Patches along a side of the grid; 0 if the positions do not belong to a square grid."""
+    """Return the number of patches along one side of the grid; 0 if the grid is not square."""
     for num_patches in (num_positions, num_positions - num_prefix):
         if num_patches > 0 and math.isqrt(num_patches) ** 2 == num_patches:
             return math.isqrt(num_patches)

@@ -1,9 +1,9 @@
-"""The frozen backbone: a Flax NNX Vision Transformer equal to timm's, whose blocks have an op as
-argument.
+"""The frozen backbone: a Flax NNX Vision Transformer that computes the same function as timm's.
+Each block accepts an op as an argument.
 
-A block (paper, appendix 'Identifying the Task-Synergy Internal Memory') is `z = x + Proj(MHSA(LN1
-x))`, `y = z + Down(GELU(Up(LN2 z)))`; the plastic layer is `Down` or `Proj`. A gated MLP has
-`SiLU(Gate(LN2 z)) * Up(LN2 z)` before `Down`.
+A block (paper, appendix 'Identifying the Task-Synergy Internal Memory') computes `z = x +
+Proj(MHSA(LN1 x))` and `y = z + Down(GELU(Up(LN2 z)))`. The plastic layer is `Down` or `Proj`. A
+gated MLP computes `SiLU(Gate(LN2 z)) * Up(LN2 z)` before `Down`.
 """
 
 import functools
@@ -22,34 +22,36 @@ from cheem_jax.core.settings import Activation, Placement, Precision
 
 
 class Prefix(NamedTuple):
-    """Learned keys and values before those of a block; they pass no projection and add no output
-    tokens."""
+    """Learned keys and values that are prepended to the keys and values of a block. They are not
+    projected and add no output tokens."""
 
     keys: Float[Array, "B P D"]
     values: Float[Array, "B P D"]
 
 
 class SidePrefix(NamedTuple):
-    """Learned keys and values with a separate softmax, whose result is added to the attention's."""
+    """Learned keys and values with a separate softmax. Its result is added to the result of the
+    block's attention."""
 
     keys: Float[Array, "B P D"]
     values: Float[Array, "B P D"]
 
 
 Adapter = Callable[[Float[Array, "B N D"]], Float[Array, "B N D"]]
-"""A term added to a block's FFN: a function of the tokens after the attention half, before
-LayerNorm."""
+"""Function that maps the tokens after the attention half, before LayerNorm, to a term that is added
+to the FFN's output."""
 
 
 @functools.cache
 def rotations(
     base: float, grid: int, num_tokens: int, head_width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of the rotary angle of each token and channel of a head.
+    """Compute the cosine and sine of the rotary angle of each token and each channel of a head.
 
-    The last `grid`^2 tokens are patches; the others have angle 0. Patch centres (y, x) are in -1..1
-    for every image size. A quarter of the channels rotates by 2 pi y / period, the next by 2 pi x /
-    period, with periods from 1 up to `base`. Channel i is paired with channel i + half of the head.
+    The last `grid`^2 tokens are patches; all other tokens have angle 0. Patch centres (y, x) are in
+    -1..1 for every image size. The first quarter of the channels rotates by 2 pi y / period and the
+    second quarter by 2 pi x / period, with periods from 1 to `base`. The second half of the
+    channels repeats the angles, because channel i is paired with channel i + `head_width` / 2.
     """
     centres = (2.0 * np.arange(grid) + 1.0) / grid - 1.0
     periods = base ** (4.0 * np.arange(head_width // 4) / head_width)
@@ -63,7 +65,8 @@ def rotations(
 def rotate(
     x: Float[Array, "B H N d"], cos: Float[np.ndarray, "N d"], sin: Float[np.ndarray, "N d"]
 ) -> Float[Array, "B H N d"]:
-    """Rotary positions (Su et al., "RoFormer", 2021); paired channels are half a head apart."""
+    """Apply rotary positions (Su et al., "RoFormer", 2021). The channels of a pair are half a head
+    apart."""
     first, second = jnp.split(x, 2, axis=-1)
     return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
 
@@ -77,18 +80,18 @@ def linear(
 
 
 def summary(tokens: Float[Array, "B N D"], config: ViTConfig) -> Float[Array, "B D"]:
-    """The token that summarises an image within the network: the CLS token, or else the mean
-    patch."""
+    """Return one token that represents each image: the CLS token, or the mean patch token if there
+    is no CLS token."""
     return tokens[:, 0] if config.pool == "class" else mean_patch(tokens, config)
 
 
 def mean_patch(tokens: Float[Array, "B N D"], config: ViTConfig) -> Float[Array, "B D"]:
-    """Mean of the tokens after the CLS token."""
+    """Compute the mean of the tokens after the CLS token."""
     return tokens[:, int(config.pool == "class") :].mean(axis=1)
 
 
 class Block(nnx.Module):
-    """One transformer block; its `proj` and `down` are expert 0 of the two placements."""
+    """One transformer block. Its `proj` and `down` layers are expert 0 of the two placements."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         width = config.width
@@ -106,7 +109,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(config.mlp_width, width, rngs=rngs)
 
     def expert(self, placement: Placement) -> Expert:
-        """Expert 0: the pretrained plastic layer."""
+        """Return expert 0: the pretrained plastic layer."""
         layer = self.down if placement == "mlp_down" else self.proj
         assert layer.bias is not None  # every Linear of a block has a bias
         return Expert(layer.kernel[...], layer.bias[...])
@@ -118,8 +121,8 @@ class Block(nnx.Module):
         outputs: int | None = None,
         prefix: Prefix | SidePrefix | None = None,
     ) -> Float[Array, "B M D"]:
-        """The attention branch up to the input of `proj`, for the first `outputs` tokens (default:
-        all)."""
+        """Compute the attention branch up to the input of `proj`, for the first `outputs` tokens
+        (default: all)."""
         b, n, d = x.shape
         h = self.norm1(x)
         if outputs is None:
@@ -143,7 +146,8 @@ class Block(nnx.Module):
         if isinstance(prefix, Prefix):
             key = jnp.concatenate([heads(prefix.keys), key], axis=2)
             value = jnp.concatenate([heads(prefix.values), value], axis=2)
-        # products round their operands anyway; bfloat16 halves the bytes of the transposed heads
+        # products cast their operands to this type in any case; bfloat16 halves the bytes of the
+        # transposed heads
         query, key, value = (part.astype(self.precision) for part in (query, key, value))
         mixed = attend(query, key, value, self.precision)
         if isinstance(prefix, SidePrefix):
@@ -152,7 +156,7 @@ class Block(nnx.Module):
         return mixed.transpose(0, 2, 1, 3).reshape(b, -1, d)
 
     def mix_channels(self, z: Float[Array, "B N D"]) -> Float[Array, "B N F"]:
-        """The FFN branch up to the input of `down`."""
+        """Compute the FFN branch up to the input of `down`."""
         assert self.up.bias is not None
         h = self.norm2(z)
         if self.gate is not None:
@@ -167,8 +171,8 @@ class Block(nnx.Module):
     def enter(
         self, x: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
     ) -> Float[Array, "B M D"]:
-        """The tokens shared by every choice at this block: for `mlp_down`, those after the
-        attention half."""
+        """Compute the tokens that all candidates of this block share. For `mlp_down`, these are the
+        tokens after the attention half."""
         if placement == "attn_proj":
             return x
         return x[:, :outputs] + linear(
@@ -178,7 +182,7 @@ class Block(nnx.Module):
     def widen(
         self, z: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
     ) -> Float[Array, "B M F"]:
-        """The input of the plastic layer, shared by every choice except Skip."""
+        """Compute the input of the plastic layer, which all candidates except Skip share."""
         return (
             self.mix_channels(z) if placement == "mlp_down" else self.mix_tokens(z, outputs=outputs)
         )
@@ -192,8 +196,8 @@ class Block(nnx.Module):
         placement: Placement,
         outputs: int | None = None,
     ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"] | None]:
-        """The block's output, and the plastic layer's output before the residual sum (None for
-        Skip)."""
+        """Return the output of the block, and the output of the plastic layer before the residual
+        sum (None for Skip)."""
         component = None
         z = z[:, :outputs]
         if not isinstance(op, Skip):
@@ -207,10 +211,10 @@ class Block(nnx.Module):
     def run(
         self, op: Op, x: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
     ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"] | None]:
-        """The whole block: `enter`, `widen` unless skipped, `leave`.
+        """Run the whole block: `enter`, then `widen` except for Skip, then `leave`.
 
-        Only the first `outputs` tokens are computed. The features need only the CLS token of the
-        last block, which saves most of its work.
+        Only the first `outputs` tokens are computed. The features use only the CLS token of the
+        last block, so `outputs=1` saves most of the work of that block.
         """
         z = self.enter(x, placement=placement, outputs=outputs)
         u = None if isinstance(op, Skip) else self.widen(z, placement=placement, outputs=outputs)
@@ -224,7 +228,7 @@ class Block(nnx.Module):
         adapter: Adapter | None = None,
         outputs: int | None = None,
     ) -> Float[Array, "B M D"]:
-        """The pretrained block with learned keys and values in its attention and an adapter
+        """Run the pretrained block with learned keys and values in its attention, and an adapter
         parallel to its FFN."""
         mixed = self.mix_tokens(x, outputs=outputs, prefix=prefix)
         z = x[:, :outputs] + linear(self.proj, mixed, self.precision)
@@ -233,8 +237,8 @@ class Block(nnx.Module):
 
 
 class AttentionPool(nnx.Module):
-    """SigLIP's features: a learned query attends to all normalised tokens, followed by a residual
-    MLP.
+    """Attention pooling of SigLIP: a learned query attends to all normalised tokens, followed by a
+    residual MLP.
 
     Source: Zhai et al., "Scaling Vision Transformers", 2022: multihead attention pooling.
     """
@@ -253,7 +257,7 @@ class AttentionPool(nnx.Module):
         self.down = nnx.Linear(config.mlp_width, width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B D"]:
-        """The pooled token."""
+        """Compute the pooled token of each image."""
         assert self.up.bias is not None
 
         def heads(t: Float[Array, "B N D"]) -> Float[Array, "B H N d"]:
@@ -276,7 +280,8 @@ class AttentionPool(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """Images to features: the CLS token after the final LayerNorm, or the pooled tokens."""
+    """A Vision Transformer from images to features: the CLS token after the final LayerNorm, or the
+    pooled tokens."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         self.config = config
@@ -302,14 +307,14 @@ class ViT(nnx.Module):
         )
 
     def experts(self, placement: Placement) -> list[Expert]:
-        """Expert 0 of each block: the pretrained layer at `placement`."""
+        """Return expert 0 of each block: the pretrained layer at `placement`."""
         return [block.expert(placement) for block in self.blocks]
 
     def embed(
         self, images: UInt8[Array, "B H W 3"] | Float[Array, "B H W 3"]
     ) -> Float[Array, "B N D"]:
-        """Input tokens of the first block; uint8 images are normalised here, floats are normalised
-        already."""
+        """Compute the input tokens of the first block. uint8 images are normalised here; float
+        images must be normalised already."""
         if images.dtype == jnp.uint8:
             mean, std = jnp.asarray(self.config.mean), jnp.asarray(self.config.std)
             images = (images.astype(jnp.float32) / 255.0 - mean) / std
@@ -329,12 +334,13 @@ class ViT(nnx.Module):
         return tokens if self.norm_before is None else self.norm_before(tokens)
 
     def outputs(self, block: int) -> int | None:
-        """How many tokens a block has to output: 1 for the last block if there is a CLS token, else
-        all (None)."""
+        """Return the number of tokens that a block has to compute: 1 for the last block if there is
+        a CLS token, else None (all tokens)."""
         return 1 if block == self.config.depth - 1 and self.config.pool == "class" else None
 
     def features(self, x: Float[Array, "B N D"]) -> Float[Array, "B D"]:
-        """The normalised CLS token of the last block, or the pool of all normalised tokens."""
+        """Compute the features from the tokens of the last block: the normalised CLS token, or the
+        pooled normalised tokens."""
         if self.config.pool == "class":
             return self.norm(x[:, 0])
         return self.norm(x).mean(axis=1) if self.pool is None else self.pool(self.norm(x))
@@ -346,8 +352,8 @@ class ViT(nnx.Module):
         *,
         placement: Placement = "mlp_down",
     ) -> Float[Array, "B D"]:
-        """Features of the network with `ops`, one per block; by default those of the plain
-        backbone."""
+        """Compute the features of the network with `ops`, one per block; None computes the features
+        of the plain backbone."""
         if ops is None:
             ops = [Reuse(block.expert(placement)) for block in self.blocks]
         x = self.embed(images)
@@ -365,10 +371,11 @@ class ViT(nnx.Module):
         adapters: Mapping[int, Adapter] = {},
         all_tokens: bool = False,
     ) -> Float[Array, "B M D"]:
-        """The tokens after blocks `begin` to `until` (default: all), with prefixes and adapters by
-        block.
+        """Run blocks `begin` to `until` (default: all) and return the tokens. `prefixes` and
+        `adapters` are keyed by block.
 
-        The last block computes only the tokens that the features need, unless `all_tokens`.
+        The last block computes only the tokens that are used for the features, unless `all_tokens`
+        is true.
         """
         for index in range(begin, self.config.depth if until is None else until):
             x = self.blocks[index].run_adapted(
@@ -380,14 +387,15 @@ class ViT(nnx.Module):
         return x
 
     def logits(self, features: Float[Array, "B D"]) -> Float[Array, "B classes"]:
-        """The logits of the pretrained head; ValueError if the weights have none."""
+        """Compute the logits of the pretrained head. Raises ValueError if the weights have no
+        head."""
         if self.head is None:
             raise ValueError(f"{self.config.name} has no pretrained head")
         return self.head(features)
 
 
 class LayerNorm(nnx.LayerNorm):
-    """timm's LayerNorm."""
+    """LayerNorm with `layer_norm_eps` of the config, computed by `kernels.layer_norm`."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         super().__init__(config.width, epsilon=config.layer_norm_eps, rngs=rngs)

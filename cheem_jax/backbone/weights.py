@@ -1,9 +1,9 @@
-"""Pretrained weights from the package, a file or the hub, their image size, and the converted file
-format.
+"""Pretrained weights from the package, a file or the hub, resizing to another image size, and the
+format of converted files.
 
-A converted file is one safetensors file: parameters under our names, mean CLS tokens of the
-pretraining data under `base_means/<image size>/<placement>/<token>`, and a header with the format,
-the config, the source and its hash.
+A converted file is a safetensors file. It contains the parameters under our names, the mean CLS
+tokens of the pretraining data under `base_means/<image size>/<placement>/<token>`, and a header
+with the format, the config, the source and its hash.
 """
 
 import dataclasses
@@ -37,41 +37,43 @@ FORMAT = "cheem_jax.vit.1"
 _MEANS = "base_means/"
 _TIMM_NAME = re.compile(r"(vit|deit3?)(_[a-z0-9]+)*_patch\d+(_[a-z0-9]+)*(\.[a-z0-9_]+)?")
 _OTHERS = re.compile("relpos|rope|(?<!_siglip)_gap_|vit_7b_")
-"""Parts of the names of ViTs with unsupported tokens, positions or heads."""
+"""Parts of the names of ViTs that have unsupported tokens, positions or heads."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A backbone's weights at one image size, and their origin."""
+    """Weights of a backbone at one image size, and their origin."""
 
     config: ViTConfig
     params: dict[str, np.ndarray]
-    """Names and shapes of `params.py`; float32 after loading (`save_converted` keeps the dtype)."""
+    """Parameters with the names and shapes of `params.py`. After loading they are float32;
+    `save_converted` keeps the dtype."""
     source: str
-    """The file that was read (for a converted file, its source), `hub:timm/<name>`, or
-    `bundled`."""
+    """Name of the file that was read, the source in the header of a converted file,
+    `hub:timm/<name>`, or `bundled`."""
     sha256: str
     """SHA-256 of the source file."""
     base_means: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """`{image_size}/{placement}/{token}` -> float32 `[L, D]`, for the measured sizes; can be
+    """Mean CLS tokens of the pretraining data, float32 `[L, D]`, keyed by
+    `{image_size}/{placement}/{token}`. Only measured image sizes are included, so it can be
     empty."""
 
 
 def load_pretrained(
     backbone: str, *, weights: str | Path | None = None, image_size: int | None = None
 ) -> Pretrained:
-    """Weights of a named backbone or of another plain timm ViT.
+    """Load the weights of a named backbone or of another plain timm ViT.
 
     Args:
         backbone: one of our names, or a timm name.
         weights: a safetensors or npz file under timm's names, or a converted file. By
             default, bundled backbones are read from the package, and others from the hub.
-        image_size: pixels; by default that of the weights.
+        image_size: image size in pixels; by default the size of the weights.
 
-    Raises ValueError for an unknown name, an unreadable file or weights of another architecture,
-    FileNotFoundError for a missing file or without a network.
+    Raises ValueError for an unknown name, an unreadable file or weights of another architecture.
+    Raises FileNotFoundError for a missing file, or if a download fails.
     """
-    backbone = backbone.removeprefix("timm/")  # the hub's spelling
+    backbone = backbone.removeprefix("timm/")  # the hub adds this prefix
     named = named_config(backbone)
     hub_config = None
     if weights is not None:
@@ -108,9 +110,10 @@ def load_pretrained(
 
 
 def named_config(backbone: str) -> ViTConfig | None:
-    """The config of a backbone by our name or timm's; None for other timm names.
+    """Return the config of a backbone by our name or timm's name; None for other supported timm
+    names.
 
-    Raises ValueError for other names, with the nearest ones.
+    Raises ValueError for all other names, with the most similar names.
     """
     for config in CONFIGS.values():
         if backbone in (config.name, config.timm_name):
@@ -127,8 +130,7 @@ def named_config(backbone: str) -> ViTConfig | None:
 
 
 def resize(pretrained: Pretrained, image_size: int) -> Pretrained:
-    """The same weights for square images of another size; only a learned position embedding
-    changes."""
+    """Convert weights to another square image size. Only a learned position embedding changes."""
     config = at_image_size(pretrained.config, image_size)
     if config.rotary is not None:
         return dataclasses.replace(pretrained, config=config)
@@ -162,7 +164,7 @@ def save_converted(file: str | Path, pretrained: Pretrained) -> None:
 
 
 def sha256_of(file: Path) -> str:
-    """Hex digest of a file's bytes."""
+    """Compute the SHA-256 of a file as hex digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -184,13 +186,13 @@ def _from_converted(
         raise ValueError(
             f"the converted file's config is broken ({error}); convert the weights again"
         ) from error
-    # removed one by one, so that all weights are never in memory twice
+    # tensors are removed one by one, so that memory never contains all weights twice
     params = {
         name: float32(tensors.pop(name)) for name in sorted(tensors) if not name.startswith(_MEANS)
     }
     wanted = stored
     if named is not None:
-        # classes of the file's head, if any
+        # number of classes of the file's head; 0 without a head
         classes = stored.num_classes if named.num_classes else 0
         wanted = dataclasses.replace(named, image_size=stored.image_size, num_classes=classes)
     check_params(wanted, params)
@@ -225,11 +227,11 @@ def _config_beside(file: Path) -> dict | None:
 
 
 def _download(timm_name: str) -> tuple[Path, dict, str]:
-    """The model's safetensors file in the local cache, its `config.json`, and the name of the
-    source.
+    """Download a model. Returns its safetensors file in the local cache, its `config.json` and the
+    name of the source.
 
-    Cached files need no network. Raises FileNotFoundError if the hub cannot be reached or has no
-    such model.
+    Cached files are used without a network. Raises FileNotFoundError if the hub cannot be reached
+    or does not have the model.
     """
     repository = repository_of(timm_name)
     way_out = (
@@ -262,8 +264,8 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
 
 
 def repository_of(timm_name: str) -> str:
-    """The hub's repository of a model; QuickGELU variants share the weights of their plain
-    names."""
+    """Return the name of a model's repository on the hub. QuickGELU variants share the repository
+    of the model without QuickGELU."""
     return f"timm/{timm_name.replace('_clip_quickgelu_', '_clip_')}"
 
 
@@ -278,8 +280,8 @@ def _cached_or_fetched(repository: str, filename: str) -> Path:
     cached = try_to_load_from_cache(repository, filename)
     if isinstance(cached, str):
         return Path(cached)
-    # One request without retries: without a network, the download itself would retry for half a
-    # minute.
+    # one request without retries: if the network is missing, the download itself would retry for
+    # half a minute
     get_hf_file_metadata(hf_hub_url(repository, filename))
     return Path(hf_hub_download(repository, filename))
 
@@ -287,8 +289,8 @@ def _cached_or_fetched(repository: str, filename: str) -> Path:
 def resample_position(
     position: Float[np.ndarray, "N D"], num_patches: int, num_prefix: int = 1
 ) -> Float[np.ndarray, "M D"]:
-    """Resample the embedding to a square grid of `num_patches`, as timm does; other rows are
-    unchanged."""
+    """Resample a position embedding to a square grid with `num_patches` positions, as timm does.
+    The first `num_prefix` rows do not change."""
     prefix, grid = position[:num_prefix], position[num_prefix:]
     before, after = math.isqrt(len(grid)), math.isqrt(num_patches)
     if before**2 != len(grid) or after**2 != num_patches:
@@ -305,12 +307,12 @@ def resample_position(
 
 
 def bicubic_matrix(before: int, after: int) -> Float[np.ndarray, "after before"]:
-    """Antialiased bicubic resampling along one axis: Keys' kernel with a = -1/2, widened for
-    shrinking.
+    """Compute the matrix for antialiased bicubic resampling along one axis: Keys' kernel with a =
+    -1/2, widened when shrinking.
 
-    Pixel centres are at halves. Samples outside are omitted and rows are rescaled to sum to 1, as
-    in torch's `interpolate(mode="bicubic", antialias=True)`, which uses this kernel for enlarging
-    too.
+    Pixel centres are at half-integers. Samples outside of the axis are omitted, and each row is
+    rescaled to sum to 1, as in torch's `interpolate(mode="bicubic", antialias=True)`. That function
+    uses the same kernel for enlarging.
     """
     scale = before / after
     centre = scale * (np.arange(after) + 0.5)
