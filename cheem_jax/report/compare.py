@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 from cheem_jax.run.differences import Leaf, dotted, find_differences
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read, read_object
+from cheem_jax.run.results import Entry
 
-Entry = Mapping[str, Any]
 CIRCUMSTANCES = frozenset(
     (
         "time",

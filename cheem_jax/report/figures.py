@@ -3,9 +3,9 @@
 import functools
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Integer, UInt8
@@ -22,6 +22,7 @@ from cheem_jax.core.metrics import matrix_from_json
 from cheem_jax.core.settings import COLOURS
 from cheem_jax.report import memories
 from cheem_jax.report.table import MEANING, method_grid, percent, spread, task_grid
+from cheem_jax.run.results import Results
 
 INK, FAINT = "#262626", "#757575"
 DPI = 150
@@ -41,9 +42,8 @@ TITLE = 50
 CAPTION = 24
 """Pixels, as all positions are, so that images keep whole pixels."""
 
-Images = UInt8[np.ndarray, "_ _ _ 3"]
+ExampleImages = UInt8[np.ndarray, "_ _ _ 3"]
 """`[K, S, S, 3]`, of other sizes in each group."""
-Results = Mapping[str, Any]
 
 
 def write_figures(directory: Path, results: Results) -> Path:
@@ -206,12 +206,12 @@ class StreamRow(NamedTuple):
     num_train: int
     num_val: int
     num_test: int
-    examples: Images
+    examples: ExampleImages
     """At most five are shown."""
 
 
 def contact_sheet(
-    images: Images,
+    images: ExampleImages,
     labels: Integer[np.ndarray, "_"],
     classes: Sequence[str],
     file: Path,
@@ -242,7 +242,7 @@ def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
     _draw(groups, MOST_OF_TASK, file, title)
 
 
-def _draw(groups: Sequence[tuple[str, Images]], each: int, file: Path, title: str) -> None:
+def _draw(groups: Sequence[tuple[str, ExampleImages]], each: int, file: Path, title: str) -> None:
     """A PNG of at most `each` images of every group over its caption; an empty box where it has
     none."""
     num_columns = min(COLUMNS // each, len(groups)) * each

@@ -1,6 +1,6 @@
 """The tables of a run, for the terminal and for the report, made from `results.json`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from cheem_jax.core.paths import shown
 from cheem_jax.report.grid import Grid
 from cheem_jax.report.memories import unmeasured
 from cheem_jax.run.progress import Progress
+from cheem_jax.run.results import Results
 
 METHODS = {
     "cheem": "CHEEM",
@@ -67,7 +68,6 @@ ARCHITECTURE = "archi-\ntecture"
 SIZES = ("classes", "train\nimages")
 """Columns that only a wide page has room for."""
 NONE = "–"
-Results = Mapping[str, Any]
 
 
 def method_grid(results: Results) -> Grid:
