@@ -1,1 +1,1 @@
-"""The paper: one module per section."""
+"""CHEEM, the method of the paper: one module per section."""

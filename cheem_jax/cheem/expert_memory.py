@@ -149,7 +149,7 @@ class ExpertMemory:
         self._index = Router(router)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
+        """Return no warnings: the method works with every stream (see `Method.check`)."""
         return []
 
     def remember(
@@ -271,7 +271,8 @@ class ExpertMemory:
         return identify + network
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """See `Method.predict`."""
+        """Infer task IDs with the router, and predict each class with the network of the task (see
+        `Method.predict`)."""
         if task_ids is None:
             if self.needs_task_id:
                 raise ValueError(
@@ -312,7 +313,7 @@ class ExpertMemory:
         self.memory = self._placed(with_task(self._before, directory))
 
     def open(self, root: Path) -> None:
-        """See `Method.open`."""
+        """Load the memory from the checkpoints below `root` (see `Method.open`)."""
         self.memory = self._placed(open_memory(root, self.executor.base_pool))
 
     def _placed(self, memory: InternalMemory) -> InternalMemory:
@@ -353,7 +354,7 @@ class TaskNetworks:
         ]
 
     def network(self, index: int) -> list[Dense]:
-        """See `Networks`."""
+        """Return the network of the task at `index`; missing experts are merged."""
         merged = self.experts.merged
         network = task_network(self.experts, self.tasks[index].experts)
         if self.experts.merged == merged:

@@ -1,8 +1,9 @@
-"""CHEEM: continual learning by Reuse, New, Adapt and Skip, guided by hierarchical exploration and
-exploitation (paper section 'Our Proposed CHEEM').
+"""CHEEM: continual learning with the ops Reuse, New, Adapt and Skip, which are searched by
+hierarchical exploration and exploitation (paper section 'Our Proposed CHEEM').
 
-A task has these phases: similarity to all earlier networks, supernet training, evolutionary search,
-stand-alone training of the target network, growth of the pool, task centroids.
+Learning a task has these phases: similarity to all earlier networks, supernet training,
+evolutionary search, stand-alone training of the target network, growth of the pool, and centroids
+of the task.
 """
 
 import dataclasses
@@ -106,7 +107,8 @@ class Cheem(ExpertMemory):
         self.base_means = base_means
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
+        """Warn if training images are augmented, because training is slower then (see
+        `Method.check`)."""
         if not self.config.augment:
             return []
         return [
@@ -115,7 +117,7 @@ class Cheem(ExpertMemory):
         ]
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
-        """See `Method.learn`."""
+        """Learn the next task in all phases, and return its report (see `Method.learn`)."""
         learning = self.begin(task, session)
         index = learning.index
         similarity = self.similarity(learning)

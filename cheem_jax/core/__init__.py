@@ -1,1 +1,1 @@
-"""The words of the method as small types and pure functions over them."""
+"""The concepts of the method as small types, and pure functions over them."""

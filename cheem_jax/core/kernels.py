@@ -21,7 +21,7 @@ from cheem_jax.core.device import current
 from cheem_jax.core.settings import Activation, Precision
 
 _SIGMOIDS = {"quick_gelu": 1.702, "silu": 1.0}
-"""Scale applied to the sigmoid's argument."""
+"""Factor that multiplies the argument of the sigmoid."""
 _TANH = 2.0 * (2.0 / math.pi) ** 0.5
 _CUBIC = 0.044715
 """Constants of the tanh approximation of GELU (Hendrycks and Gimpel, 2016), which is written here
@@ -33,7 +33,8 @@ IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
 def _custom_gradient(static: int) -> Any:
     """Make a decorator for a function with a custom gradient. Argument number `static` is not an
     array."""
-    # Any: the type of a `custom_vjp` hides that the function returns an array
+    # the return type is Any, because the type of `custom_vjp` hides that the function returns an
+    # array
     return functools.partial(jax.custom_vjp, nondiff_argnums=(static,))
 
 

@@ -77,7 +77,8 @@ def task_number(name: str) -> int:
 
 
 def key_at(key: jax.Array, *position: int) -> jax.Array:
-    """Fold each number into `key` in turn, as in `key_at(root, task, Phase.SEARCH, generation)`."""
+    """Fold each number of `position` into `key` in turn, as in `key_at(root, task, Phase.SEARCH,
+    generation)`."""
     return _fold(key, np.asarray(position, np.uint32))
 
 

@@ -79,12 +79,12 @@ class TaskMemory:
     means: Float[np.ndarray, "L D"]
     """Mean CLS token mu of the task in each block. Rows of skipped blocks are zero and not used."""
     centroids: Float[np.ndarray, "K E"]
-    """See `TaskStatistics`."""
+    """Centroids of k-means, or class means, for the router (`TaskStatistics.centroids`)."""
     distances: Float[np.ndarray, "Q"] | None = None
     """Quantiles of the distance from validation images to the nearest centroid, at equal steps from
     0 to 1. Only memories for users store them."""
     moments: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """See `TaskStatistics`."""
+    """Further statistics for the router (`TaskStatistics.moments`); empty for k-means."""
     temperature: float = 1.0
     """Temperature of the probabilities softmax(logits / temperature), fitted on validation images;
     1 if not fitted."""

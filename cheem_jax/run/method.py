@@ -105,18 +105,19 @@ class Backbone:
         self.width = reads.num_parts(depth) * executor.config.width
 
     def flops(self, *, count_attention: bool = False) -> int:
-        """See `Encoder.flops`."""
+        """Return the FLOPs per image of the blocks that the features require, by the paper's
+        convention."""
         executor = self.executor
         return pass_flops(
             executor.config, executor.placement, self.until, count_attention=count_attention
         )
 
     def executed_flops(self) -> int:
-        """See `Encoder.executed_flops`."""
+        """Return the executed FLOPs per image of the blocks that the features require."""
         return executed_pass_flops(self.executor.config, self.executor.placement, self.until)
 
     def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
-        """See `Encoder.features`."""
+        """Compute the features of uint8 images `[N, S, S, 3]`."""
         feed = HostImages(self.executor, images)
         num = len(images)
         if self.is_plain:
