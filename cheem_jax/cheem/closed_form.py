@@ -134,7 +134,8 @@ def ridge_head(
     gram = points.T @ points + ridge.alpha_ * np.eye(points.shape[1])
     leverage = 1 / num + (points.T * np.linalg.solve(gram, points.T)).sum(axis=0)
     alone = targets - (targets - ridge.predict(points)) / np.maximum(1 - leverage, 1e-6)[:, None]
-    # targets are 0 and 1, so predictions differ less than logits do
+    # ridge predictions are close to the one-hot targets 0 and 1, so they are scaled to the range of
+    # logits
     scale = RIDGE_SCALE / fit_temperature(RIDGE_SCALE * alone, labels)
     weight = scale * (ridge.coef_ / scaler.scale_).T
     bias = scale * ridge.intercept_ - scaler.mean_ @ weight

@@ -21,8 +21,8 @@ from cheem_jax.cheem.hee import sample_mixed
 from cheem_jax.core.keys import key_at
 
 TRIES = 10
-"""Number of children sampled for each new child. Children that were already scored are dropped, and
-random architectures complete the population."""
+"""Number of candidates sampled per new member of the population. Candidates that were already
+scored are dropped; if too few remain, random architectures are added."""
 
 
 class KeyPurpose(enum.IntEnum):

@@ -243,7 +243,8 @@ def _nearest_in_l1(
 
 
 def whitening_of(scatter: Float[np.ndarray, "E E"], shrinkage: float) -> Float[np.ndarray, "E E"]:
-    """Compute the matrix that whitens the shrunk covariance."""
+    """Compute the whitening matrix W of the shrunk covariance: points times W have the identity as
+    covariance."""
     from scipy.linalg import solve_triangular
 
     identity = np.eye(len(scatter))
@@ -260,7 +261,8 @@ def calibrate(distances: Float[np.ndarray, "N"]) -> Float[np.ndarray, "Q"]:
 
 
 def threshold(quantiles: Float[np.ndarray, "Q"], rate: float) -> float:
-    """Return the distance that a fraction of about `rate` of the task's validation images exceeds.
+    """Compute the distance above which an image is rejected: the (1 - `rate`) quantile of the
+    distances of the task's validation images.
 
     Raises ValueError unless 0 < rate < 1.
     """

@@ -16,7 +16,7 @@ class Leaf(NamedTuple):
     the second value (here)."""
 
     place: tuple[str | int, ...]
-    """Keys and list indices on the way from the root to the value."""
+    """Path from the root to the value: mapping keys and list indices."""
     first: Any
     second: Any
 
