@@ -136,7 +136,7 @@ def test_the_weight_of_an_empty_row_is_zero_with_a_finite_gradient():
 @pytest.mark.parametrize("backbone, paper", [("vit_base", 70.3), ("deit_tiny", 5.0)])
 def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flops(backbone, paper):
     vit = config_of(backbone)
-    coda = SimpleNamespace(config=CodaPromptConfig(), executor=SimpleNamespace(config=vit))
+    coda = SimpleNamespace(config=CodaPromptConfig(), vit=vit)
     prefixes = CodaPrompt.added_flops(coda)["attention"]  # pyright: ignore
     assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(
         paper, abs=0.05

@@ -85,7 +85,7 @@ def test_an_image_gets_the_slot_of_its_nearest_learned_key_in_numpy():
 @pytest.mark.parametrize("backbone, paper", [("vit_base", 70.3), ("deit_tiny", 5.0)])
 def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flops(backbone, paper):
     vit = config_of(backbone)
-    dual = SimpleNamespace(config=DualPromptConfig(), executor=SimpleNamespace(config=vit), pool=11)
+    dual = SimpleNamespace(config=DualPromptConfig(), vit=vit, pool=11)
     prefixes = DualPrompt.added_flops(dual)["attention"]  # pyright: ignore
     assert prefixes == 4 * 197 * vit.width * (3 * 2 + 10 * 3)
     assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(

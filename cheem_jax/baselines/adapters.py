@@ -79,8 +79,8 @@ class AdapterBaseline(OneHead):
 
     def new_adapters(self, task: Task) -> Bottleneck:
         """Initialise adapters: the down half is uniform within 1/sqrt(D), the rest 0."""
-        depth = self.executor.config.depth
-        width = self.executor.config.width
+        depth = self.vit.depth
+        width = self.vit.width
         rank = self.config.bottleneck
         key = self.key(task, Phase.METHOD_INIT, Init.LEARNED)
         bound = width**-0.5
@@ -95,12 +95,12 @@ class AdapterBaseline(OneHead):
         """Initialise the columns of a cosine head for the classes of a task."""
         key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
         num = len(task.classes)
-        return np.asarray(grow_head(key, None, self.executor.config.width, 0, num).weight)[:, :num]
+        return np.asarray(grow_head(key, None, self.vit.width, 0, num).weight)[:, :num]
 
     def adapted_costs(self, num_classes: int, head: int = 0) -> dict[str, int]:
         """Report the FLOPs of a pass with adapters and a head of `head` FLOPs; the paper's counter
         includes neither."""
-        vit = self.executor.config
+        vit = self.vit
         rank = self.config.bottleneck
         executed = executed_adapter_flops(vit, rank) + head
         return pass_costs(

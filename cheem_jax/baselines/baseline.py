@@ -59,6 +59,8 @@ class Baseline(abc.ABC):
 
     def __init__(self, networks: FrozenNetworks, config: Any, keys: Keys, num_tasks: int):
         self.executor, self.features, self.router_features = networks
+        self.vit = self.executor.config
+        """Config of the backbone."""
         self.config = config
         self.keys = keys
         self.num_tasks = num_tasks
@@ -275,27 +277,22 @@ class OwnHeads(TrainedBaseline):
         raise NotImplementedError
 
     def run(
-        self,
-        images: Images,
-        given: Int[np.ndarray, "N"] | None,
-        query: Callable[[], np.ndarray] | None,
+        self, images: Images, task_ids: Int[np.ndarray, "N"] | None
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
         """Infer the task ID of each image, and compute its features.
 
-        The features are computed with the network of the task in `given`, or else of the inferred
-        task. `query()` returns the router's features. If `query` is None, the returned task IDs are
-        ignored.
+        The features are computed with the network of the task in `task_ids`, or else of the
+        inferred task. A method that needs the task ID returns `task_ids` as the inferred ones.
         """
-        chosen: Any = self.route(query()) if query else given
-        return chosen, self.features_by(images, chosen if given is None else given)
+        tasks: Any = task_ids if self.needs_task_id else self.route(self.router_features(images))
+        return tasks, self.features_by(images, tasks if task_ids is None else task_ids)
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
         if task_ids is None and self.needs_task_id:
             raise ValueError(f"{self.name} is an upper bound: give the true task ID of each image")
         given = None if task_ids is None else np.asarray(task_ids, np.int32)
-        query = None if self.needs_task_id else lambda: self.router_features(images)
-        tasks, features = self.run(images, given, query)
+        tasks, features = self.run(images, given)
         heads = [task.head for task in self.tasks]
         return Inferred(tasks, classes_by_task(features, heads, tasks if given is None else given))
 

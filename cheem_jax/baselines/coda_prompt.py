@@ -59,7 +59,7 @@ class CodaPrompt(Prompting):
     def check(self, tasks: Sequence[Task]) -> list[str]:
         config = self.config
         notes = []
-        width = self.executor.config.width
+        width = self.vit.width
         self._check_share(len(tasks) - 1)
         if unused := config.pool - self.rows * self.num_tasks:
             notes.append(
@@ -99,7 +99,7 @@ class CodaPrompt(Prompting):
         """Initialise the task's rows orthogonal to those of all earlier tasks."""
         self._check_share(index)
         config = self.config
-        width = self.executor.config.width
+        width = self.vit.width
         layers = len(config.layers)
         shapes = {"components": (config.length, width), "keys": (width,), "attention": (width,)}
         result = {}
@@ -135,16 +135,15 @@ class CodaPrompt(Prompting):
     def num_params(self, index: int) -> tuple[int, int]:
         """Return the number of parameters in the task's rows for both counts."""
         config = self.config
-        num = len(config.layers) * self.rows * (config.length + 2) * self.executor.config.width
+        num = len(config.layers) * self.rows * (config.length + 2) * self.vit.width
         return num, num
 
     def added_flops(self) -> dict[str, int]:
         """Return the FLOPs of the prefixes, of the cosines to all keys, and of the weighted
         sums."""
         config = self.config
-        vit = self.executor.config
-        attention = prefix_flops(vit, config.length // 2, len(config.layers))
-        sums = 2 * len(config.layers) * config.pool * vit.width * (2 + config.length)
+        attention = prefix_flops(self.vit, config.length // 2, len(config.layers))
+        sums = 2 * len(config.layers) * config.pool * self.vit.width * (2 + config.length)
         return {"attention": attention, "executed": attention + sums}
 
 

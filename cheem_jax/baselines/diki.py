@@ -10,7 +10,7 @@ Efficient Continual Learning of Vision-Language Models", ECCV 2024, without its 
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -86,7 +86,7 @@ class Diki(OwnPrompts):
         self._tokens, self._tokens_and_features = tokens, tokens_and_features
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        width = self.executor.config.width
+        width = self.vit.width
         few = [task.name for task in tasks if len(task.train.labels) <= width]
         if not few or self.config.cov_shrinkage:
             return []
@@ -98,7 +98,7 @@ class Diki(OwnPrompts):
 
     def begin_prompts(self, key: jax.Array) -> Prompts:
         """Initialise the keys from U(-1, 1) and the values with 0."""
-        shape = (len(self.layers), self.config.length, self.executor.config.width)
+        shape = (len(self.layers), self.config.length, self.vit.width)
         return {
             "keys": jax.random.uniform(key, shape, minval=-1.0, maxval=1.0),
             "values": jnp.zeros(shape),
@@ -125,8 +125,7 @@ class Diki(OwnPrompts):
         """Return the tokens before the first prefix if they fit into the budget, else the
         images."""
         images = Inputs(task.train.images)
-        vit = self.executor.config
-        if 4 * len(images) * vit.num_tokens * vit.width > self.executor.budget:
+        if 4 * len(images) * self.vit.num_tokens * self.vit.width > self.executor.budget:
             return images
         with session.phase("keep", len(images)) as advance:
             leaves = self.executor.leaves
@@ -139,33 +138,28 @@ class Diki(OwnPrompts):
         return {"mean": gaussian.mean, "factor": gaussian.factor[rows, columns]}
 
     def run(
-        self,
-        images: Images,
-        given: Int[np.ndarray, "N"] | None,
-        query: Callable[[], np.ndarray] | None,
+        self, images: Images, task_ids: Int[np.ndarray, "N"] | None
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-        """Infer the task ID of each image and compute its features; both share the pass up to the
-        first prefix."""
+        """Infer the task ID of each image and compute its features in one pass over the images.
+
+        Both share the blocks before the first prefix.
+        """
         gaussians = [gaussian_of(task) for task in self.tasks]
 
         def answer(leaves, stack, inputs: dict[str, Any]) -> tuple[Any, Any]:
-            chosen = inputs.get("task")
-            if query:
-                tokens, features = self._tokens_and_features(leaves, inputs)
-                features = hosts.fetch(features)
-                densities = [log_density(features, gaussian) for gaussian in gaussians]
-                chosen = np.argmax(densities, axis=0).astype(np.int32)
-            else:
-                tokens = self._tokens(leaves, inputs)
-            used = inputs.get("task", chosen)
-            return chosen, self._answer(leaves, stack, {"tokens": tokens, "task": used})
+            tokens, features = self._tokens_and_features(leaves, inputs)
+            features = hosts.fetch(features)
+            densities = [log_density(features, gaussian) for gaussian in gaussians]
+            tasks = np.argmax(densities, axis=0).astype(np.int32)
+            used = inputs.get("task", tasks)
+            return tasks, self._answer(leaves, stack, {"tokens": tokens, "task": used})
 
-        inputs = Inputs(images) if given is None else Inputs(images, task=given)
+        inputs = Inputs(images) if task_ids is None else Inputs(images, task=task_ids)
         return self.over(answer, inputs, self.executor.leaves, self.stack())
 
     def bytes_beside(self, task: Task) -> int:
         """Return the bytes of a mean and a triangle in float64."""
-        width = self.executor.config.width
+        width = self.vit.width
         return 8 * (width + width * (width + 1) // 2)
 
     def costs(self) -> dict[str, int]:
@@ -175,8 +169,8 @@ class Diki(OwnPrompts):
         `flops_as_printed` counts attention products in the second pass alone. For `last3`, it is
         the number in the paper's table.
         """
-        vit = self.executor.config
-        again = range(self.layers[0], self.executor.config.depth)
+        vit = self.vit
+        again = range(self.layers[0], self.vit.depth)
         linear = 2 * vit.num_tokens * (4 * vit.width**2 + vit.mlp_weights) * len(again)
         prefixes = prefix_flops(vit, self.config.length, len(self.layers))
         attention = 4 * vit.num_tokens**2 * vit.width * len(again) + prefixes

@@ -97,7 +97,7 @@ class DualPrompt(Prompting):
         if prompts:
             return prompts
         config = self.config
-        width = self.executor.config.width
+        width = self.vit.width
         experts = len(config.expert_layers)
         shapes = {
             "expert": (experts, self.pool, config.expert_length, width),
@@ -150,7 +150,7 @@ class DualPrompt(Prompting):
     def added_flops(self) -> dict[str, int]:
         """Return the FLOPs of both prompts, and of the cosines to all keys."""
         config = self.config
-        vit = self.executor.config
+        vit = self.vit
         experts = len(config.expert_layers)
         attention = prefix_flops(vit, config.general_length // 2, len(config.general_layers))
         attention += prefix_flops(vit, config.expert_length // 2, experts)

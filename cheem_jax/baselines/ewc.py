@@ -155,8 +155,7 @@ class Ewc(OneHead):
     def start(self, task: Task) -> tuple[list[Any], Head]:
         """Return the backbone's weights, and initial columns of the head for the task."""
         key = self.key(task, Phase.METHOD_INIT)
-        width = self.executor.config.width
-        return list(self.state.backbone), grow_head(key, None, width, 0, len(task.classes))
+        return list(self.state.backbone), grow_head(key, None, self.vit.width, 0, len(task.classes))
 
     def fixed(self, task: Task) -> Any:
         """Return the weights of the previous task, their Fisher information, the penalty, and the
@@ -195,7 +194,7 @@ class Ewc(OneHead):
             report["penalty_accuracies"] = dict(
                 zip(map(str, penalties), accuracies.tolist(), strict=True)
             )
-        vit = self.executor.config
+        vit = self.vit
         backbone = backbone_params(vit)
         head_params = (vit.width + 1) * num
         # the weights replace the pretrained ones; only the first task adds an array of Fisher
@@ -209,7 +208,7 @@ class Ewc(OneHead):
 
     def costs(self) -> dict[str, int]:
         """Report the FLOPs per image of one plain pass."""
-        return pass_costs(self.executor.config, self.classes.num)
+        return pass_costs(self.vit, self.classes.num)
 
     def add_fisher(
         self, fisher: list[Any], learned: tuple[list[Any], Head], task: Task, advance: Advance

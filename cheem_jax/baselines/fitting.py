@@ -254,7 +254,7 @@ class Fitter:
         for batch in batches:
             fitting, loss = self.step(fitting, np.float32(rate), fixed, batch)
             losses.append(loss)
-            advance(np.count_nonzero(batch.weights))
+            advance(int(np.count_nonzero(batch.weights)))
         mean = float(np.mean(jax.device_get(losses)))
         if not math.isfinite(mean):
             raise FloatingPointError(error)

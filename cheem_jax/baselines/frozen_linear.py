@@ -64,7 +64,6 @@ class FrozenLinear(Baseline):
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """Fit a head for the task, then the router's statistics."""
-        vit = self.executor.config
         num_classes = len(task.classes)
         with session.phase("head"):
             head, penalty = fit_head(
@@ -86,8 +85,10 @@ class FrozenLinear(Baseline):
         encoder = None if self.features is self.router_features else self.router_features.encoder
         return {
             "penalty": penalty,
-            **pass_costs(vit, num_classes, encoder=encoder),
-            **params_report(vit, added=0, learned=num_params, stored=num_params + num_statistics),
+            **pass_costs(self.vit, num_classes, encoder=encoder),
+            **params_report(
+                self.vit, added=0, learned=num_params, stored=num_params + num_statistics
+            ),
             "seconds": session.seconds,
         }
 

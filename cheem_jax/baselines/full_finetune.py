@@ -94,7 +94,7 @@ class FullFinetune(OwnHeads):
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """Fine-tune the next task and store its network."""
-        vit = self.executor.config
+        vit = self.vit
         with session.phase("train"):
             bound, (leaves, head) = self._sweep(len(self.tasks), task, session)
         backbone = backbone_params(vit)
@@ -190,14 +190,12 @@ class FullFinetune(OwnHeads):
 
     def costs(self) -> dict[str, int]:
         """Report the FLOPs per image of one plain pass."""
-        return pass_costs(self.executor.config, len(self.classes.classes[-1]))
+        return pass_costs(self.vit, len(self.classes.classes[-1]))
 
     def start(self, task: Task, index: int | None = None) -> tuple[list[jax.Array], Head]:
         """Return the pretrained weights and an initial head."""
         key = self.keys.at(len(self.tasks) if index is None else index, Phase.UPPER_BOUND_INIT)
-        head = init_head_learner(
-            key, self.executor.config.width, next_power_of_two(len(task.classes))
-        ).params
+        head = init_head_learner(key, self.vit.width, next_power_of_two(len(task.classes))).params
         return list(self.executor.leaves), head
 
     def bytes_beside(self, task: Task) -> int:
@@ -205,7 +203,7 @@ class FullFinetune(OwnHeads):
         return 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
-        features = np.zeros((len(images), self.executor.config.width), np.float32)
+        features = np.zeros((len(images), self.vit.width), np.float32)
         for index in np.unique(tasks):
             rows = np.flatnonzero(tasks == index)
             # streamed images of a single task are read batch by batch

@@ -62,7 +62,7 @@ class L2p(Prompting):
         if prompts:
             return prompts
         config = self.config
-        width = self.executor.config.width
+        width = self.vit.width
         layers = len(config.layers)
         pool_key, keys_key = jax.random.split(key)
         return {
@@ -110,10 +110,9 @@ class L2p(Prompting):
     def added_flops(self) -> dict[str, int]:
         """Return the FLOPs of the prefixes and of the cosines to all keys."""
         config = self.config
-        vit = self.executor.config
         layers = len(config.layers)
-        attention = prefix_flops(vit, config.top_k * config.length // 2, layers)
-        cosines = 2 * vit.width * config.pool * layers
+        attention = prefix_flops(self.vit, config.top_k * config.length // 2, layers)
+        cosines = 2 * self.vit.width * config.pool * layers
         return {"attention": attention, "executed": attention + cosines}
 
     def num_params(self, index: int) -> tuple[int, int]:

@@ -204,9 +204,9 @@ class Moal(AdapterBaseline):
                 advance(len(labels))
         auxiliary = np.asarray(auxiliary)[:, : num_old + num]
         self.state = MoalState(adapters, auxiliary, sigma, projection, analytic, means)
-        width = self.executor.config.width
+        width = self.vit.width
         hidden = self.config.hidden
-        added = adapter_params(self.executor.config, self.config.bottleneck)
+        added = adapter_params(self.vit, self.config.bottleneck)
         stored = (0 if state else added + 1 + hidden * (width + hidden)) + (
             2 * width + hidden
         ) * num
@@ -214,7 +214,7 @@ class Moal(AdapterBaseline):
         return {
             **report,
             **params_report(
-                self.executor.config,
+                self.vit,
                 added=0 if state else added,
                 learned=learned,
                 stored=stored,
@@ -223,13 +223,12 @@ class Moal(AdapterBaseline):
 
     def costs(self) -> dict[str, int]:
         """Report the FLOPs per image; the paper counts one plain pass without adapters and head."""
-        width = self.executor.config.width
         hidden = self.config.hidden
-        return self.adapted_costs(0, head=2 * hidden * (width + self.classes.num))
+        return self.adapted_costs(0, head=2 * hidden * (self.vit.width + self.classes.num))
 
     def _projection(self, task: Task) -> Float[np.ndarray, "H D"]:
         """Sample the random projection uniformly within 1/sqrt(D)."""
-        width = self.executor.config.width
+        width = self.vit.width
         bound = width**-0.5
         key = self.key(task, Phase.METHOD_INIT, Init.EXTRA)
         shape = (self.config.hidden, width)
@@ -305,7 +304,7 @@ class Moal(AdapterBaseline):
     def bytes_beside(self, task: Task) -> int:
         """Return the bytes of the analytic head with its projection, all means, and the averaged
         adapters."""
-        vit = self.executor.config
+        vit = self.vit
         hidden = self.config.hidden
         num = self.classes.num + len(task.classes)
         averaged = 2 * adapter_params(vit, self.config.bottleneck)

@@ -195,7 +195,7 @@ class MoeAdapters(OwnHeads):
 
     def start(self, task: Task) -> tuple[Bottleneck, np.ndarray, np.ndarray, Head]:
         """Return all experts, a router, weights for its noise, and a head."""
-        vit = self.executor.config
+        vit = self.vit
         key = self.key(task, Phase.METHOD_INIT, Init.LEARNED)
         experts = self.state.experts if self.state else init_experts(key, vit, self.config)
         router = noise = np.zeros((vit.depth, vit.width, self.config.experts), np.float32)
@@ -207,7 +207,7 @@ class MoeAdapters(OwnHeads):
         """Mask of the experts that the next task does not train."""
         if self.state:
             return self.state.frozen
-        return np.zeros((self.executor.config.depth, self.config.experts), bool)
+        return np.zeros((self.vit.depth, self.config.experts), bool)
 
     def fixed(self, task: Task) -> Any:
         """Return the backbone, the frozen experts, and the number of classes."""
@@ -215,7 +215,6 @@ class MoeAdapters(OwnHeads):
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
         """Freeze the most used experts, store router and head, and fit an auto-encoder."""
-        vit = self.executor.config
         num = len(task.classes)
         images = task.train.images
         before = self.frozen
@@ -239,13 +238,13 @@ class MoeAdapters(OwnHeads):
         added = router.size + (0 if self.state else all_experts)
         self.state = MoeState(experts, freeze(before, uses))
         self.tasks.append(MoeTask(np.asarray(router), cut(head, num), autoencoder))
-        other_params = (vit.width + 1) * num + sum(leaf.size for leaf in autoencoder)
+        other_params = (self.vit.width + 1) * num + sum(leaf.size for leaf in autoencoder)
         # training also uses weights for the router's noise, which are not stored
         learned = (
             int((~before).sum()) * (all_experts // before.size) + 2 * router.size + other_params
         )
         return {
-            **params_report(vit, added=added, learned=learned, stored=added + other_params),
+            **params_report(self.vit, added=added, learned=learned, stored=added + other_params),
             "experts_free": (~before).sum(axis=1).tolist(),
             "experts_frozen": [np.flatnonzero(row).tolist() for row in self.state.frozen & ~before],
             "expert_uses": uses.tolist(),
@@ -257,7 +256,7 @@ class MoeAdapters(OwnHeads):
         tasks."""
         num = max(self.num_tasks, len(self.tasks))
         num_classes = len(self.classes.classes[-1])
-        return moe_costs(self.executor.config, self.encoder, self.config, num, num_classes)
+        return moe_costs(self.vit, self.encoder, self.config, num, num_classes)
 
     def bytes_beside(self, task: Task) -> int:
         """Return the bytes of an auto-encoder, estimated from its weights."""

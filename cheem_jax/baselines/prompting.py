@@ -119,8 +119,9 @@ class Prompting(OneHead):
             self.key(task, Phase.METHOD_INIT, Init.LEARNED), self.state.prompts, len(self.classes)
         )
         key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
-        width = self.executor.config.width
-        return prompts, grow_head(key, self.state.head, width, self.classes.num, len(task.classes))
+        return prompts, grow_head(
+            key, self.state.head, self.vit.width, self.classes.num, len(task.classes)
+        )
 
     def fixed(self, task: Task) -> Any:
         """Return the backbone, the number of the task, its first column, and its number of
@@ -139,17 +140,15 @@ class Prompting(OneHead):
         prompts, head = fitting.learned
         self.state = PromptingState(prompts, cut(head, self.classes.num + num))
         learned, added = self.num_params(len(self.classes))
-        vit = self.executor.config
-        head_params = (vit.width + 1) * num
+        head_params = (self.vit.width + 1) * num
         return params_report(
-            vit, added=added, learned=learned + head_params, stored=added + head_params
+            self.vit, added=added, learned=learned + head_params, stored=added + head_params
         )
 
     def costs(self) -> dict[str, int]:
         """Report the FLOPs per image: a pass for the query, and a pass with prompts and head."""
-        vit = self.executor.config
         encoder = self.features.encoder
-        return pass_costs(vit, self.classes.num, encoder=encoder, **self.added_flops())
+        return pass_costs(self.vit, self.classes.num, encoder=encoder, **self.added_flops())
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
         head = padded(self.state.head)
@@ -232,11 +231,10 @@ class OwnPrompts(OwnHeads):
         """Return the initial prompts and an initial head."""
         prompts = self.begin_prompts(self.key(task, Phase.METHOD_INIT, Init.LEARNED))
         key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
-        return prompts, grow_head(key, None, self.executor.config.width, 0, len(task.classes))
+        return prompts, grow_head(key, None, self.vit.width, 0, len(task.classes))
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
         """Store prompts and head, and fit the router's statistics of the task."""
-        vit = self.executor.config
         num = len(task.classes)
         prompts, head = fitting.learned
         with session.phase("features"):
@@ -247,8 +245,8 @@ class OwnPrompts(OwnHeads):
         added, statistics = (
             sum(values.size for values in arrays.values()) for arrays in (prompts, router)
         )
-        learned = added + (vit.width + 1) * num
-        return params_report(vit, added=added, learned=learned, stored=learned + statistics)
+        learned = added + (self.vit.width + 1) * num
+        return params_report(self.vit, added=added, learned=learned, stored=learned + statistics)
 
     def stack(self) -> dict[str, np.ndarray]:
         """Stack the prompts of all tasks, padded to a power of two with the prompts of the first

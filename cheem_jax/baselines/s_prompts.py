@@ -56,7 +56,7 @@ class SPrompts(OwnPrompts):
 
     def begin_prompts(self, key: jax.Array) -> Prompts:
         """Initialise the prompt tokens from U(-1/sqrt(D), 1/sqrt(D)), as in the official code."""
-        width = self.executor.config.width
+        width = self.vit.width
         bound = 1 / math.sqrt(width)
         shape = (self.config.length, width)
         return {"tokens": jax.random.uniform(key, shape, minval=-bound, maxval=bound)}
@@ -97,7 +97,7 @@ class SPrompts(OwnPrompts):
     def costs(self) -> dict[str, int]:
         """Report the FLOPs per image: 2 F0 + n TOK for n prompt tokens if the backbone itself
         infers the task ID."""
-        vit = self.executor.config
+        vit = self.vit
         extra = self.config.length
         num_classes = len(self.classes.classes[-1])
         attention = 4 * vit.depth * vit.width * ((vit.num_tokens + extra) ** 2 - vit.num_tokens**2)

@@ -130,7 +130,7 @@ class Tuna(AdapterBaseline):
         self._answer, self._sample = answer, sample
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        width = self.executor.config.width
+        width = self.vit.width
         images = np.concatenate(
             [np.bincount(task.train.labels, minlength=len(task.classes)) for task in tasks]
         )
@@ -171,7 +171,7 @@ class Tuna(AdapterBaseline):
             with session.phase("alignment", total, fitting.saved) as advance:
                 head, losses = self.aligned(head, advance)
         self.state = TunaState(head)
-        vit = self.executor.config
+        vit = self.vit
         added = adapter_params(vit, self.config.bottleneck)
         head_params = vit.width * num
         stored = added + head_params + sum(leaf.size for leaf in gaussians)
@@ -242,7 +242,7 @@ class Tuna(AdapterBaseline):
     def bytes_beside(self, task: Task) -> int:
         """Return the bytes of the task's Gaussians, and of the head's columns of earlier
         classes."""
-        width = self.executor.config.width
+        width = self.vit.width
         return 4 * (len(task.classes) * width * (1 + width) + width * self.classes.num)
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
