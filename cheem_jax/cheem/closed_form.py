@@ -40,10 +40,9 @@ class HeadFit(NamedTuple):
     """Number of correct predictions of a closed-form head, and its penalty."""
 
     left_out: Int[Array, ""]
-    """Number of fitted images that are classified correctly by the head fitted without the
-    image."""
+    """Number of fitted images with a correct leave-one-out prediction."""
     held_out: Int[Array, ""]
-    """Number of labelled images outside of the fit that are classified correctly."""
+    """Number of other labelled images with a correct prediction."""
     penalty: Float[Array, ""]
 
 

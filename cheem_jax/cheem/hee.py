@@ -78,10 +78,10 @@ def exploit_table(
 ) -> Float[np.ndarray, "L C"]:
     """Compute the exact probability of each candidate in each block under exploitation.
 
-    `experts[i][l]` is the expert that network i uses in block l, or None if the network skips the
-    block. The first level has one entry per network. If two networks use the same expert, their
-    probabilities add up on the same candidates. The candidate axis C is padded with zeros to a
-    power of two.
+    `experts[i][l]` is the index of the expert that network i uses in block l, or None if the
+    network skips the block. The first level has one entry per network. If two networks use the same
+    expert, their probabilities are added to the same candidates. The candidate axis C is padded
+    with zeros to a power of two.
     """
     table = _empty(sizes)
     for block, n in enumerate(sizes):

@@ -39,8 +39,8 @@ def _custom_gradient(static: int) -> Any:
 
 
 def is_narrow(precision: Precision) -> bool:
-    """Return whether matrix products return bfloat16. On an accelerator, small products are limited
-    by memory bandwidth."""
+    """Return whether matrix products return bfloat16. They do on an accelerator, where memory
+    bandwidth limits small products."""
     return precision == "bfloat16" and current().is_narrow
 
 

@@ -72,8 +72,8 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
         raise FileExistsError(f"{directory} exists already; a learned task is never overwritten")
     for remainder in directory.parent.glob(f".{directory.name}.*partial"):
         shutil.rmtree(remainder, ignore_errors=True)
-    # the directory name is unique per attempt: threads of a failed attempt can still write into
-    # theirs
+    # unique per attempt: threads of a failed attempt can still write into the directory of that
+    # attempt
     partial = directory.with_name(f".{directory.name}.{os.getpid()}-{next(_ATTEMPTS)}.partial")
     meta = {"format": FORMAT, **meta}
     try:

@@ -8,7 +8,7 @@ LONGEST, PART = 40, 25
 """Values of up to LONGEST characters are displayed in full; of longer values, only PART characters
 are displayed."""
 MISSING = object()
-"""Stands for the value of a key that only the other mapping has."""
+"""Marker for a key that is missing in one of the two mappings."""
 
 
 class Leaf(NamedTuple):

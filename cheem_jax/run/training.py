@@ -77,22 +77,23 @@ def fit(
 
     Args:
         step: trains on up to `steps_per_call` batches.
-        state: state to start with.
-        progress: progress to start with.
+        state: initial state.
+        progress: progress of the initial state.
         read: `read(epoch, pieces, begin)` returns the batches `pieces[begin:]` of the epoch.
         num_images: number of training images.
         batch_size: number of images per batch.
-        config: epochs, learning rate and treatment of non-finite losses.
-        order_key: determines the order of the images.
-        advance: is called after each call of `step` with its number of images.
+        config: epochs, learning rate and reaction to non-finite losses.
+        order_key: key of the random order of the images.
+        advance: called after each call of `step` with its number of images.
         steps_per_call: number of batches per call of `step`.
         layout: placement of the batches on the devices.
-        on_step: is called with state and progress before each call of `advance`, so that a rolling
+        on_step: called with state and progress before each call of `advance`, so that a rolling
             checkpoint can store them.
-        on_epoch: returns the state to continue with after each epoch.
+        on_epoch: called after each epoch; returns the state for the next epoch.
         describe: `describe(epoch, step)` is added to the error for a non-finite step.
 
-    Raises FloatingPointError if a loss or gradient is non-finite, unless `config` skips such steps.
+    Raises FloatingPointError if a loss or gradient is non-finite, unless `config` skips such steps
+    and another step of the epoch is finite.
     """
     steps = num_batches(num_images, batch_size)
     look_every = -(-NOTE_EVERY // steps_per_call)
