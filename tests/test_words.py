@@ -134,7 +134,6 @@ NAMES = {"found", "begun", "told", "taken", "known", "own", "seen", "kept", "dra
 functions."""
 
 PENDING = (
-    "cli",
     "report",
     "continual.py",
     "run_config.py",
@@ -262,8 +261,7 @@ def test_a_page_uses_the_words_of_the_field(page):
     assert not hits, "\n".join(hits)
 
 
-# the settings of `run` are in folders that are pending
-@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"run"}))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_the_help_of_a_command_uses_the_words_of_the_field(name):
     hits = hits_in(help_of(name))
     assert not hits, "\n".join(hits)

@@ -50,7 +50,7 @@ def parse(
         tyro.cli(kind, default=default, args=["--help"], **options)
     message = io.StringIO()
     try:
-        # tyro draws no box if standard output has no encoding
+        # without an encoding of standard output, tyro prints no box
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(message):
             parsed = tyro.cli(kind, default=default, args=words, **options)
     except SystemExit as stop:
@@ -98,10 +98,11 @@ def _hint(default: str) -> str:
 
 
 def arguments_of(settings: Any, prefix: str = "") -> list[str]:
-    """Write every field of a dataclass as an option, nested ones dotted and with absolute paths.
+    """Return command-line arguments for every field of a dataclass. Nested fields are dotted, and
+    paths are absolute.
 
-    `parse(defaults, arguments_of(settings))` gives the settings again for all defaults. Raises
-    ValueError for text that a parser would misread.
+    `parse(defaults, arguments_of(settings))` equals `settings` for all defaults. Raises ValueError
+    for text that a command line misreads.
     """
     hints = get_type_hints(type(settings))
     arguments = list[str]()

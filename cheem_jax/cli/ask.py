@@ -175,7 +175,7 @@ class Evaluate(OfData, Answering):
     """Split to measure on. For data without a test split, `test` means all images, or the held-out
     ones if the task was learned from these data."""
     open_set: float | None = None
-    """Share of a task's images that may be rejected, as for `cheem predict`; a rejected image
+    """Share of a task's images that can be rejected, as for `cheem predict`; a rejected image
     counts as wrong."""
     json: bool = False
     """Print JSON instead of a table."""
@@ -233,8 +233,8 @@ class Serve(Limits, Predicting):
     open_set: Annotated[
         float | Literal["auto", "off"], tyro.conf.arg(metavar="NUMBER|auto|off")
     ] = "auto"
-    """Share of a task's images that may be rejected as `none of my tasks`, as for `cheem predict`;
-    auto: 0.05 if every task is calibrated; off: every image gets a task."""
+    """Share of a task's images that can be rejected as `none of my tasks`, as for `cheem predict`;
+    `auto` is 0.05 if every task is calibrated; with `off`, every image gets a task."""
 
     def predictor(self, **options: Any) -> Predictor:
         """Return the memory's predictor with further options."""

@@ -286,8 +286,8 @@ def _nvidia_gpus() -> list[str]:
 
 
 def _has_small_pages() -> bool:
-    """Whether Linux gives huge pages on request, and the C library can request them but does
-    not."""
+    """Return whether Linux provides huge pages on request, and the C library can request them but
+    does not."""
     name, version = platform.libc_ver()
     return (
         HUGE_PAGES.exists()

@@ -1,7 +1,6 @@
-"""Commands that make, change and send a memory: learn, forget, export, push, pull.
+"""Commands that create, change and send a memory: `learn`, `forget`, `export`, `push`, `pull`.
 
-The settings at the top are shared with commands that answer: a memory, what it takes to answer with
-one, and data.
+The settings at the top are shared with `predict`, `evaluate` and `serve`.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ import tyro
 from cheem_jax.backbone.weights import named_config
 from cheem_jax.cheem.config import LearnPreset
 from cheem_jax.cli.arguments import ADVANCED
-from cheem_jax.cli.data import leave_out_broken
+from cheem_jax.cli.data import DataFolder, leave_out_broken
 from cheem_jax.cli.info import OfMemory, OfMemoryOrRun
 from cheem_jax.cli.report import refresh_page
 from cheem_jax.core.paths import shown
@@ -28,6 +27,7 @@ from cheem_jax.memory import OpenMemory, begin_with, create, open_memory
 from cheem_jax.memory.contents import read_config
 from cheem_jax.memory.data import decode
 from cheem_jax.memory.directory import remove_memory
+from cheem_jax.memory.forgetting import PoolPosition, RetainedExpert
 from cheem_jax.memory.hub import pull, push
 from cheem_jax.memory.making import read_base_task
 from cheem_jax.memory.predictor import Predictor
@@ -41,54 +41,49 @@ Repository = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REPO")]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answering(OfMemoryOrRun):
-    """A memory, or a finished run, that answers."""
+    """Options of commands that predict with a memory or a finished run."""
 
     def open(self) -> OpenMemory:
-        """The memory; raises as `open_memory`."""
+        """Open the memory. Raises ValueError, as `open_memory` does, for folders that are not
+        memories or runs."""
         return open_memory(self.memory, weights=self.weights, usable=self.usable)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predicting(Answering):
-    """How images without labels are answered."""
+    """Options of commands that predict images without labels."""
 
     top: int = 5
-    """How many classes to list for each image, the most probable first (a table shows two)."""
+    """Number of most probable classes per image; a table shows at most two."""
     memory_gb: Annotated[float | None, ADVANCED] = None
-    """Gigabytes for the networks of tasks that are ready; default: a quarter of the device's
-    memory. Least recently used ones are evicted and made again when needed; answers are the
-    same."""
+    """Gigabytes of cached task networks; default: a quarter of the device's memory. Least recently
+    used networks are evicted and made again on demand; predictions do not depend on the size."""
 
     def predictor(self, **more: Any) -> Predictor:
-        """The memory's predictor, with `more` of its settings."""
+        """Return the memory's predictor with further options."""
         return self.open().predictor(top=self.top, memory_gb=self.memory_gb, **more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfData:
-    """Tasks with labelled images."""
+class OfData(DataFolder):
+    """Options of commands that read tasks with labelled images."""
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """A folder with one folder of images per class, or with train, val and test folders of such
-    ones; a zip of either; a folder of several tasks; a list of images (CSV, Parquet) or of tasks
-    (TOML); a name of `cheem data list`; or hf:OWNER/NAME[:CONFIG], a data set of the Hugging Face
-    hub (extra `hub`)."""
+    """A folder with one folder of images per class, or with train, val and test folders of this
+    kind; a zip of such a folder; a folder of more than one task; a list of images (CSV, Parquet) or
+    of tasks (TOML); a name of `cheem data list`; or hf:OWNER/NAME[:CONFIG], a data set of the
+    Hugging Face hub (extra `hub`)."""
     tasks: str | None = None
-    """Names of the data's tasks to take, in this order, separated by commas; default: all."""
-    split_seed: Annotated[int, ADVANCED] = 0
-    """Where the data are not split into training, validation and test images: another number splits
-    them otherwise."""
-    data_dir: Path | None = None
-    """Folder of the data sets of `cheem data prepare`; default: $TFDS_DATA_DIR, else
-    ~/tensorflow_datasets."""
+    """Names of the tasks to use, in this order, separated by commas; default: all tasks of the
+    data."""
     images: Annotated[ImagesConfig, ADVANCED] = ImagesConfig()
-    """Where decoded images are kept."""
+    """Storage of decoded images."""
     skip_broken: bool = False
-    """Leave out images that cannot be read, and name them: at most 5 %, rounded up, of a class and
-    of a split. All are decoded once more for this."""
+    """Leave out unreadable images and print their names; at most 5 % (rounded up) of the images of
+    a class and split can be left out. All images are decoded one more time."""
 
     def plans(self, purpose: Purpose) -> tuple[Plan, ...]:
-        """The tasks before decoding; raises ValueError or OSError for data that do not fit."""
+        """Return the tasks before decoding. Raises ValueError or OSError for unsuitable data."""
         names = None if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
         return tuple(
             plan_source(
@@ -104,70 +99,70 @@ class OfData:
         *,
         only: str | None = None,
     ) -> tuple[Task, ...]:
-        """The tasks, decoded for a memory; `only` as for `load_tasks`."""
+        """Decode the tasks at the image size of the memory; `only` restricts decoding to one
+        split."""
         if self.skip_broken:
             plans = [leave_out_broken(plan, progress) for plan in plans]
         cache_dir = self.images.cache_dir or cache_dir_of(self.data, self.data_dir)
         images = dataclasses.replace(self.images, cache_dir=cache_dir)
-        known = memory.config
-        return decode(plans, known.image_size, images, progress, upright=known.upright, only=only)
+        size, upright = memory.config.image_size, memory.config.upright
+        return decode(plans, size, images, progress, upright=upright, only=only)
 
 
 @dataclasses.dataclass(frozen=True)
 class Learn(OfData, OfMemory):
-    """Learn tasks into a memory, which is made if there is none; images of earlier tasks are not
-    needed."""
+    """Learn tasks into a memory, which is created if it does not exist. Images of earlier tasks are
+    not needed."""
 
     name: str | None = None
-    """The task's name; default: that of its folder."""
+    """Name of the task; default: the name of its folder."""
     extend: str | None = None
-    """A learned task of which the data are more images: of classes that it has, of new ones, or
+    """Name of a learned task. The data are further images of its classes, of new classes, or of
     both."""
     backbone: str | None = None
-    """For a new memory: deit_tiny (the default), dinov2_small, vit_micro (bundled), another plain
-    timm ViT by name."""
+    """For a new memory: deit_tiny (the default), dinov2_small, vit_micro (bundled), or another
+    plain timm ViT by name."""
     weights: Path | None = None
     """For a new memory: a safetensors or npz file; default: bundled, else from the hub."""
     image_size: int | None = None
-    """For a new memory: pixels of the square images; default: the backbone's own."""
+    """For a new memory: pixels of the square images; default: the backbone's image size."""
     preset: LearnPreset | None = None
-    """For a new memory: auto (the default: quick, with up to 64 epochs for a task of fewer than
-    1,000 images), quick (sized for a CPU), paper (the paper's settings, ours where it states none),
-    demo (for a few hundred small images); quick_plus and cheem_plus are quick and paper with
-    another router, quick_plus with another search too."""
+    """For a new memory: `auto` is the default and is `quick` with up to 64 epochs for tasks with
+    fewer than 1,000 images; `quick` is sized for a CPU; `paper` has the paper's settings, and ours
+    if it states none; `demo` is for a few hundred small images; `quick_plus` and `cheem_plus` are
+    `quick` and `paper` with another router, `quick_plus` with another search, too."""
     augment: bool = False
-    """For a new memory: crop, flip and change training images at random, new in every epoch. For
-    images whose mirror image means the same; not for text or digits."""
+    """For a new memory: crop, flip and change training images at random, new in every epoch.
+    Unsuitable for images whose mirror image has another meaning, such as text or digits."""
     seed: int | None = None
-    """For a new memory: where random choices start; the same number gives the same memory; default:
-    0."""
+    """For a new memory: root of every PRNG key; default: 0."""
     base_data: str | None = None
-    """For a new memory: a folder or zip with images of the pretraining data, with which new tasks
-    are compared."""
+    """For a new memory: a folder or zip with images of the pretraining data. New tasks are compared
+    with them."""
     keep_base: bool = False
     """For a new memory: also predict the classes of the pretraining data (with --base-data)."""
     base_classes: Path | None = None
-    """For a new memory: a text file with the names of those classes, one a line."""
+    """For a new memory: a text file with the class names of the pretraining data, one per line."""
     begin_with: Path | None = None
-    """For a new memory: a run of CHEEM whose tasks it begins with."""
+    """For a new memory: a CHEEM run whose tasks the memory begins with."""
     engine: Annotated[EngineConfig, ADVANCED] = EngineConfig()
-    """How networks are run."""
+    """Execution of networks."""
     save_every: Annotated[float | None, ADVANCED] = None
-    """Seconds between saves of unfinished work; default: 30, more where saving would take over 2 %
-    of the time."""
+    """Seconds between rolling checkpoints; default: 30, or more if they would need over 2 % of the
+    time."""
     discard_unfinished: bool = False
-    """Give up a task that was interrupted; until it is finished, given up or forgotten, no other
-    task is learned."""
+    """Discard the progress of an interrupted task. No other task can be learned until that task is
+    finished, discarded or forgotten."""
 
     @property
     def run_dir(self) -> Path:
-        """Where work resumes after a stop."""
+        """Folder in which a stopped command resumes."""
         return self.memory
 
 
 def learn_tasks(settings: Learn) -> None:
-    """Read the data first, so that wrong ones leave no memory behind; then learn what is not
-    learned yet."""
+    """Read the data, create the memory if it does not exist, and learn the new tasks. Data errors
+    are raised before a memory is created."""
     progress = Progress()
     plans = settings.plans("learn" if settings.extend is None else "extend")
     if settings.name is not None and len(plans) > 1:
@@ -224,12 +219,16 @@ def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
             "seed",
             "keep_base",
         )
-        _refuse(settings, names, "a memory that begins with a run takes the run's")
-        progress.say(f"beginning with what {shown(settings.begin_with)} has learned")
+        if options := [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name)]:
+            raise ValueError(
+                f"{', '.join(options)}: a memory that begins with a run has the run's settings;"
+                f" leave {'it' if len(options) == 1 else 'them'} out"
+            )
+        progress.say(f"beginning with the tasks of {shown(settings.begin_with)}")
         return begin_with(
             settings.memory, settings.begin_with, weights=settings.weights, engine=settings.engine
         )
-    names = None if settings.base_classes is None else _names_in(settings.base_classes)
+    names = None if settings.base_classes is None else _read_names(settings.base_classes)
     return create(
         settings.memory,
         backbone=settings.backbone or "deit_tiny",
@@ -247,150 +246,147 @@ def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
 
 
 def _old_memory(settings: Learn, progress: Progress) -> OpenMemory:
-    """The memory that is there. The settings that it was made with are accepted; raises ValueError
-    for others."""
+    """Open an existing memory. Raises ValueError if an option differs from the setting with which
+    the memory was created."""
     memory = open_memory(settings.memory, weights=settings.weights, engine=settings.engine)
     memory.check_writable()
-    if apart := list(_differences(settings, memory, progress)):
+    if differences := list(_differences(settings, memory, progress)):
         raise ValueError(
             f"memory {str(settings.memory)!r} was made with other settings:"
-            f" {'; '.join(map(str, apart))}; leave them out, or make another memory"
+            f" {'; '.join(map(str, differences))}; leave them out, or make another memory"
         )
     return memory
 
 
 def _differences(settings: Learn, memory: OpenMemory, progress: Progress) -> Iterator[Leaf]:
-    """The settings that a memory is made with and that are given with other values; hashes stand
-    for files."""
+    """Yield the differences between the options and the settings with which the memory was created.
+    Files are compared by their hashes."""
     config = memory.config
-    there = dict[str, Any]()
-    here = dict[str, Any]()
-    for name in ("image_size", "preset", "seed"):
-        there[name], here[name] = getattr(config, name), getattr(settings, name)
+    # None: the option is left out
+    pairs: dict[str, tuple[Any, Any]] = {
+        "image_size": (config.image_size, settings.image_size),
+        "preset": (config.preset, settings.preset),
+        "seed": (config.seed, settings.seed),
+        "augment": (config.method.augment, settings.augment or None),
+        "keep_base": (config.keeps_base, settings.keep_base or None),
+    }
     if settings.backbone is not None:
-        known = named_config(name := settings.backbone.removeprefix("timm/"))
-        there["backbone"], here["backbone"] = config.backbone, name if known is None else known.name
-    for name, value in (("augment", config.method.augment), ("keep_base", config.keeps_base)):
-        there[name], here[name] = (
-            value,
-            getattr(settings, name) or None,
-        )  # a flag that is left out says nothing
+        name = settings.backbone.removeprefix("timm/")
+        backbone = named_config(name)
+        pairs["backbone"] = config.backbone, name if backbone is None else backbone.name
     if settings.base_classes is not None:
-        there["base_classes"] = memory.targets[-1].classes if config.keeps_base else None
-        here["base_classes"] = _names_in(settings.base_classes)
+        classes = memory.targets[-1].classes if config.keeps_base else None
+        pairs["base_classes"] = classes, _read_names(settings.base_classes)
     if settings.base_data is not None:
-        there["base_data"] = config.base_data_sha256
-        own = read_base_task(
+        base_task = read_base_task(
             settings.base_data, config.image_size, progress, upright=config.upright
         )
-        here["base_data"] = fingerprint(own)
+        pairs["base_data"] = config.base_data_sha256, fingerprint(base_task)
     if settings.begin_with is not None:
-        there["begin_with"] = config.begun_with_sha256
-        here["begin_with"] = digest(read_config(settings.begin_with))
-    for name, given in here.items():
-        if given is not None:
-            yield from find_differences(there[name], given, (name,))[:1]
+        pairs["begin_with"] = config.begun_with_sha256, digest(read_config(settings.begin_with))
+    for name, (recorded, value) in pairs.items():
+        if value is not None:
+            yield from find_differences(recorded, value, (name,))[:1]
 
 
-def _names_in(file: Path) -> tuple[str, ...]:
+def _read_names(file: Path) -> tuple[str, ...]:
     return tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
-
-
-def _refuse(settings: Learn, names: Sequence[str], reason: str) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name)]
-    if given:
-        raise ValueError(
-            f"{', '.join(given)}: {reason}; leave {'it' if len(given) == 1 else 'them'} out"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Forget(OfMemory):
-    """Drop tasks and what only they use; every other task answers as before, and this cannot be
-    undone."""
+    """Delete tasks and the experts that only they use. Predictions for other tasks do not change.
+    Deleting cannot be undone."""
 
     tasks: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TASK [TASK ...]")
     ]
-    """Names of tasks: all of them are forgotten, or none."""
+    """Names of the tasks. If one name is unknown, no task is forgotten."""
     erase: bool = False
-    """Also remove experts of the task that later tasks have adapted; what those tasks use is then
-    stored in full."""
+    """Also remove experts that later tasks have adapted; the adapted experts are then stored in
+    full."""
     json: bool = False
-    """Print JSON instead."""
+    """Print JSON instead of text."""
 
 
 def forget_tasks(settings: Forget) -> None:
-    """Forget them, and say what had to stay and why."""
+    """Forget the tasks, and print the retained experts and the reasons."""
     memory = open_memory(settings.memory)
     done = memory.forget(*settings.tasks, erase=settings.erase)
     if memory.tasks:
         refresh_page(memory.directory)
     if settings.json:
-        removed, made_full = (
-            [place._asdict() for place in places] for places in (done.removed, done.baked)
-        )
-        in_use, ancestors = (
-            [{**kept.place._asdict(), "tasks": list(kept.tasks)} for kept in group]
-            for group in (done.in_use, done.ancestors)
-        )
-        found = {
+        report = {
             "tasks": settings.tasks,
             "numbers": done.numbers,
-            "removed": removed,
-            "in_use": in_use,
+            "removed": done.removed,
+            "in_use": done.in_use,
+            "ancestors": done.ancestors,
+            "made_full": done.baked,
         }
-        print(json.dumps({**found, "ancestors": ancestors, "made_full": made_full}))
+        print(json.dumps({name: [*map(_json_value, items)] for name, items in report.items()}))
         return
     say = Progress().say
-    left = ", ".join(task.name for task in memory.tasks) or "no task"
+    remaining = ", ".join(task.name for task in memory.tasks) or "no task"
     num = len(done.removed)
     names = ", ".join(map(repr, settings.tasks))
     who = "it" if len(settings.tasks) == 1 else "they"
     say(
         f"{shown(settings.memory)} has forgotten {names} and {num} expert{'' if num == 1 else 's'}"
-        f" that only {who} used; {left} left"
+        f" that only {who} used; {remaining} left"
     )
-    for kept in done.in_use:
+    for expert in done.in_use:
         say(
-            f"block {kept.place.block + 1}, expert {kept.place.expert} stays: used by"
-            f" {', '.join(kept.tasks)}"
+            f"block {expert.place.block + 1}, expert {expert.place.expert} stays: used by"
+            f" {', '.join(expert.tasks)}"
         )
-    for kept in done.ancestors:
+    for expert in done.ancestors:
         say(
-            f"block {kept.place.block + 1}, expert {kept.place.expert} stays, no candidate for new"
-            f" tasks any more: what {', '.join(kept.tasks)} uses was adapted from it (--erase makes"
-            " that a full expert)"
+            f"block {expert.place.block + 1}, expert {expert.place.expert} stays, but not as a"
+            f" candidate for new tasks: experts of {', '.join(expert.tasks)} were adapted from it"
+            " (--erase stores them in full)"
         )
     for place in done.baked:
         say(f"block {place.block + 1}, expert {place.expert} is a full expert now")
 
 
+def _json_value(item: str | int | PoolPosition | RetainedExpert) -> Any:
+    """Return the JSON value of an item in a report on forgetting."""
+    match item:
+        case RetainedExpert(place, tasks):
+            return {**place._asdict(), "tasks": tasks}
+        case PoolPosition():
+            return item._asdict()
+        case _:
+            return item
+
+
 @dataclasses.dataclass(frozen=True)
 class Export(Answering):
-    """Write one task's network, or the whole memory behind its router, for use without this
+    """Export one task's network, or the whole memory with its router, for use without this
     library."""
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """The file to write: .onnx, .stablehlo (JAX's own), or .safetensors (a timm state dict of one
+    """File to write: .onnx, .stablehlo (JAX's format), or .safetensors (a timm state dict of one
     task)."""
     format: Format | None = None
-    """onnx, stablehlo or timm; default: by the file's ending."""
+    """`onnx`, `stablehlo` or `timm`; default: chosen by the suffix of the file."""
     task: str | None = None
-    """The task whose network is written; default: the whole memory (not for timm)."""
+    """Name of the task to export; default: the whole memory (not for `timm`)."""
     open_set: float | None = None
-    """As for `cheem predict`: the whole memory then answers -1 for `none of my tasks`."""
+    """Share of a task's images that the whole memory rejects with -1 (`none of my tasks`), as for
+    `cheem predict`."""
     overwrite: bool = False
-    """Replace a file that exists."""
+    """Replace an existing file."""
     json: bool = False
-    """Print JSON instead."""
+    """Print JSON instead of text."""
 
 
 def export_memory(settings: Export) -> None:
-    """Write it, check it against this library, and say its size and speed."""
-    kind = settings.format or kind_of(
-        settings.file
-    )  # before the memory is opened, which takes seconds
+    """Export the memory, compare the file's outputs with this library's, and print its size and
+    speed."""
+    # an error about the format is raised before the memory is opened, which is slow
+    kind = settings.format or kind_of(settings.file)
     done = settings.open().export(
         settings.file,
         kind,
@@ -402,13 +398,13 @@ def export_memory(settings: Export) -> None:
         print(json.dumps({**done._asdict(), "file": str(done.file)}))
         return
     say = Progress().say
-    took = (
+    speed = (
         ""
         if done.seconds_per_image is None
         else f", {1000 * done.seconds_per_image:.1f} ms for one image here"
     )
     say(
-        f"wrote {shown(done.file)}: {done.num_bytes / 2**20:.1f} MB{took}; differs from this"
+        f"wrote {shown(done.file)}: {done.num_bytes / 2**20:.1f} MB{speed}; differs from this"
         f" library by at most {done.largest_difference:.1e}"
     )
     for note in done.notes:
@@ -417,18 +413,18 @@ def export_memory(settings: Export) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Push(OfMemory):
-    """Put a memory on the Hugging Face hub, with a model card; no image is sent."""
+    """Upload a memory to the Hugging Face hub, with a model card. Images are not uploaded."""
 
     repository: Repository
-    """OWNER/NAME on the hub, made if it is not there; `hf auth login` logs in."""
+    """OWNER/NAME on the hub, created if it does not exist; `hf auth login` logs in."""
     license: str | None = None
-    """The licence that the model card names, such as apache-2.0; default: none."""
+    """Licence for the model card, such as apache-2.0; default: none."""
     public: bool = False
-    """A repository that is made is for everybody; default: for its owner alone."""
+    """Make a new repository public; default: private."""
 
 
 def push_memory(settings: Push) -> None:
-    """Push it, and say what was sent."""
+    """Upload the memory and print the number of files."""
     names = push(
         settings.memory, settings.repository, license=settings.license, public=settings.public
     )
@@ -439,16 +435,16 @@ def push_memory(settings: Push) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pull:
-    """Get a memory from the Hugging Face hub, whole or not at all."""
+    """Download a memory from the Hugging Face hub, completely or not at all."""
 
     repository: Repository
-    """OWNER/NAME on the hub."""
+    """Repository on the hub, OWNER/NAME."""
     memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
-    """A new or empty folder."""
+    """Folder of the memory, new or empty."""
 
 
 def pull_memory(settings: Pull) -> None:
-    """Pull it, and say what it knows."""
+    """Download the memory and print the names of its tasks."""
     memory = pull(settings.repository, settings.memory)
     place = shown(settings.memory)
     names = ", ".join(task.name for task in memory.tasks) or "no task"

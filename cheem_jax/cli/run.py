@@ -106,7 +106,7 @@ class RunSettings(Common):
     seed: int = 0
     """Root of every PRNG key in the run."""
     num_seeds: int | None = None
-    """Runs with this seed and the following ones, each in a separate folder below the run
+    """Number of runs, with this seed and the following ones, each in a separate folder in the run
     directory; default: 3 for the presets `paper` and `cheem_plus`, else 1."""
     seeds: SeedsConfig = SeedsConfig()
     """Separate seeds for parts of the run."""
@@ -155,7 +155,7 @@ def run_seeds(settings: RunSettings) -> None:
             f"{settings.method}: preset {settings.preset} changes CHEEM alone; the settings are"
             f" those of {preset}"
         )
-    make_layout(config.mesh)  # an error about missing devices comes before images are read
+    make_layout(config.mesh)  # raises errors about missing devices before images are read
     runs = split_seeds(settings)
     loaded = load(settings, progress)
     workshop = dict[Any, FrozenNetworks]()
@@ -172,7 +172,8 @@ def run_seeds(settings: RunSettings) -> None:
 
 
 def split_seeds(settings: RunSettings) -> list[RunSettings]:
-    """One run per seed; several runs have folders of their own below the run directory."""
+    """Return the settings of one run per seed. If there is more than one seed, every run has a
+    separate folder in the run directory."""
     num = settings.num_seeds
     if num is None:
         num = 3 if settings.preset in FULL else 1

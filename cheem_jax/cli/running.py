@@ -67,13 +67,13 @@ def errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        kept = ""
+        note = ""
         number = stop.signal_number if isinstance(stop, Stopped) else signal.SIGINT
         if directory is not None and isinstance(stop, Stopped):
-            kept = f" In {shown(directory)} {stop}; the same command resumes from there."
+            note = f" In {shown(directory)} {stop}; the same command resumes from there."
         elif directory is not None and directory.exists():
-            kept = f" Finished tasks are in {shown(directory)}; the same command resumes."
-        print(f"\nstopped.{kept}", file=sys.stderr)
+            note = f" Finished tasks are in {shown(directory)}; the same command resumes."
+        print(f"\nstopped.{note}", file=sys.stderr)
         raise SystemExit(128 + number) from None
     except Exception as error:
         if (sentence := _sentence(error, directory)) is None:
