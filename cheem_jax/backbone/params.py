@@ -136,7 +136,7 @@ def from_torch(
     used = {name: value for name, value in tensors.items() if name not in unused}
     if complaint := mismatches(dict(theirs.values()), used):
         raise ValueError(f"{what}: {complaint}")
-    axes = {2: (1, 0), 4: (2, 3, 1, 0)}  # of linear layers and convolutions
+    axes = {2: (1, 0), 4: (2, 3, 1, 0)}  # axes of linear layers and convolutions
     params = {}
     for name, shape in shapes.items():
         tensor = tensors[theirs[name][0]]

@@ -97,8 +97,8 @@ def _read_safetensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]
 def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
     name = f"{member.filename:.80}"
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        # zipfile unpacks other methods at once, without checking the size in the archive's
-        # directory
+        # for other methods, zipfile does not limit the unpacked size to the size in the archive's
+        # index
         raise ValueError(
             f"{name} is packed by method {member.compress_type}, which NumPy does not write"
         )

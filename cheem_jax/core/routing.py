@@ -255,7 +255,7 @@ def whitening_of(scatter: Float[np.ndarray, "E E"], shrinkage: float) -> Float[n
 
 
 def calibrate(distances: Float[np.ndarray, "N"]) -> Float[np.ndarray, "Q"]:
-    """Compute the quantiles of the distances between a task and its validation images, for open-set
+    """Compute quantiles of the distances from a task's validation images to the task, for open-set
     prediction."""
     return np.quantile(distances, np.linspace(0, 1, NUM_QUANTILES)).astype(np.float32)
 
