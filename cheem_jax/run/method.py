@@ -183,7 +183,8 @@ class FrozenFeatures:
 
 class FrozenNetworks(NamedTuple):
     """The executor of the frozen backbone, the backbone's features, and the features for task-ID
-    inference. Without a separate router network, both features are the same object."""
+    inference. Both features are the same object if the router reads the backbone's own final
+    features."""
 
     executor: Executor
     features: FrozenFeatures
