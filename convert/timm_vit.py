@@ -20,15 +20,16 @@ from cheem_jax.cli.running import run_command
 
 @dataclasses.dataclass(frozen=True)
 class Convert(command.Convert):
-    """Convert timm weights; they keep their own image size, and resize when they are loaded."""
+    """Convert timm weights. The output keeps the image size of the weights; loading resizes
+    them."""
 
     from_timm: bool = False
     """Let the installed timm load (and download) the weights instead."""
 
 
 def convert(options: Convert) -> Pretrained:
-    """Everything the command line does; raises ValueError, OSError or ImportError with one clear
-    message."""
+    """Convert the weights and write the output. Raises ValueError, OSError or ImportError with one
+    clear message."""
     command.check(options)
     if options.from_timm and options.weights is not None:
         raise ValueError("--weights and --from-timm name two sources; give one")
@@ -40,7 +41,8 @@ def convert(options: Convert) -> Pretrained:
 
 
 def read_timm(backbone: str, *, pretrained: bool = True) -> Pretrained:
-    """The weights as the installed timm loads them; `pretrained=False` takes timm's random ones."""
+    """Load weights with the installed timm; `pretrained=False` loads timm's random initial
+    weights."""
     known = named_config(backbone)
     if known is not None and known.timm_name is None:
         raise ValueError(f"{backbone!r} is not timm's; leave out --from-timm")
@@ -51,7 +53,7 @@ def read_timm(backbone: str, *, pretrained: bool = True) -> Pretrained:
     name = (known and known.timm_name) or backbone
     try:
         model: Any = timm.create_model(name, pretrained=pretrained)
-    except Exception as error:  # timm raises what its downloads raise
+    except Exception as error:  # timm passes on any error of its download libraries
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"timm cannot make {name!r}: {reason}; pass a local file with --weights FILE"
@@ -68,8 +70,8 @@ def read_timm(backbone: str, *, pretrained: bool = True) -> Pretrained:
 
 
 def hash_of(tensors: dict[str, np.ndarray]) -> str:
-    """SHA-256 over sorted names, dtypes, shapes and bytes, for weights that come from no single
-    file."""
+    """Return the SHA-256 hash over sorted names, dtypes, shapes and bytes; it identifies weights
+    that have no file."""
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {value.shape} ".encode())

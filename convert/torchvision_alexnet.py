@@ -1,11 +1,12 @@
-"""Writes torchvision's AlexNet, which may choose the task, as a safetensors file under
+"""Convert torchvision's AlexNet, an optional router backbone, to a safetensors file with
 torchvision's names.
 
-python convert/torchvision_alexnet.py --output alexnet.safetensors
-python convert/torchvision_alexnet.py --checkpoint alexnet.pth --output alexnet.safetensors
+    python convert/torchvision_alexnet.py --output alexnet.safetensors
+    python convert/torchvision_alexnet.py --checkpoint alexnet.pth --output alexnet.safetensors
 """
 
 import dataclasses
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,20 @@ from cheem_jax.core.atomic import write_atomically
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Convert torchvision's AlexNet; needs torch, which reading the result does not."""
+    """Convert torchvision's AlexNet. The conversion needs torch; loading the output does not."""
 
     output: Path
     """The .safetensors file to write."""
     checkpoint: Path | None = None
-    """Local .pth file with torchvision's state dict; else torchvision downloads its ImageNet
+    """Local .pth file with torchvision's state dict; by default, torchvision downloads its ImageNet
     weights."""
     overwrite: bool = False
     """Replace an output that exists."""
 
 
 def convert(options: Convert) -> dict[str, np.ndarray]:
-    """Everything the command line does; raises ValueError, OSError or ImportError with one clear
-    message."""
+    """Convert the weights and write the output. Raises ValueError, OSError or ImportError with one
+    clear message."""
     from safetensors.numpy import save
 
     if options.output.suffix != ".safetensors":
@@ -44,13 +45,10 @@ def convert(options: Convert) -> dict[str, np.ndarray]:
         raise FileNotFoundError(
             f"no checkpoint {str(options.checkpoint)!r}; expected torchvision's .pth file"
         )
-    try:
-        import torch  # noqa: F401
-        import torchvision  # noqa: F401
-    except ImportError as error:
+    if any(find_spec(package) is None for package in ("torch", "torchvision")):
         raise ImportError(
             "this conversion needs torch and torchvision: `pip install cheem_jax[convert]`"
-        ) from error
+        )
     checkpoint = options.checkpoint or download()
     tensors = read_checkpoint(checkpoint)
     metadata = {"format": FORMAT, "source": checkpoint.name, "sha256": sha256_of(checkpoint)}
@@ -60,8 +58,8 @@ def convert(options: Convert) -> dict[str, np.ndarray]:
 
 
 def download() -> Path:
-    """torchvision's own copy of its ImageNet weights, fetched and checked by torchvision unless it
-    is there already."""
+    """Return the path of torchvision's ImageNet weights; torchvision downloads and verifies them
+    unless they are cached."""
     import torch
     from torchvision.models import AlexNet_Weights
 
@@ -77,8 +75,8 @@ def download() -> Path:
 
 
 def read_checkpoint(checkpoint: Path) -> dict[str, np.ndarray]:
-    """A state dict's tensors in float32, found to be torchvision's AlexNet with or without its
-    classifier."""
+    """Read a state dict's tensors as float32. Raises ValueError unless they are torchvision's
+    AlexNet, with or without its classifier."""
     import torch
 
     try:
@@ -89,7 +87,7 @@ def read_checkpoint(checkpoint: Path) -> dict[str, np.ndarray]:
         }
     except Exception as error:  # unpickling raises almost anything on a broken file
         raise ValueError(
-            f"{checkpoint} is no readable state dict ({_reason(error)}); is it complete?"
+            f"{checkpoint} is not a readable state dict ({_reason(error)}); is it complete?"
         ) from error
     try:
         from_torchvision(tensors, AlexNetConfig())
@@ -103,7 +101,7 @@ def _reason(error: Exception) -> str:
 
 
 def main(options: Convert) -> None:
-    """Convert, and say what was written."""
+    """Convert the weights and print a summary of the output."""
     tensors = convert(options)
     print(f"{options.output}: alexnet, {sum(value.size for value in tensors.values()):,} numbers")
 

@@ -159,10 +159,10 @@ def test_a_checkpoint_without_classifier_is_enough_for_the_convolutions(tmp_path
 @pytest.mark.parametrize(
     ("content", "shown"),
     [
-        (b"", "is no readable state dict"),
-        (b"\x01garbage" * 99, "is no readable state dict"),
-        (["a list"], "is no readable state dict"),
-        ({"epoch": 3}, "is no readable state dict"),
+        (b"", "is not a readable state dict"),
+        (b"\x01garbage" * 99, "is not a readable state dict"),
+        (["a list"], "is not a readable state dict"),
+        ({"epoch": 3}, "is not a readable state dict"),
         ({"fc.weight": (2, 3)}, "bad.pth: .*missing: .*features.0.weight.*unexpected: fc.weight"),
         ({"classifier.6.bias": (10,)}, "missing: features.0.bias"),
     ],

@@ -480,7 +480,7 @@ def _assert_inferred(name: str) -> None:
 )
 def test_timm_models_that_are_not_plain_are_refused(name):
     tensors = _shapes_only(_on_meta(name))
-    with pytest.raises(ValueError, match="no plain timm ViT|missing: (blocks|norm)"):
+    with pytest.raises(ValueError, match="not a plain timm ViT|missing: (blocks|norm)"):
         config = infer_config(
             name, tensors, {"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 1, 1]}}
         )

@@ -27,7 +27,7 @@ from cheem_jax.core.pool import Head, StoredExpert, TaskMemory, base_pool
 from cheem_jax.core.routing import Router, RouterConfig, centroid_distances, normalise
 from cheem_jax.export import Subject, export, exporting, timm_weights
 from cheem_jax.export.exporting import check, random_images
-from cheem_jax.export.programs import memory_program, stablehlo, to_centroids
+from cheem_jax.export.programs import memory_function, stablehlo, to_centroids
 
 PICTURES = example.PICTURES
 
@@ -247,7 +247,7 @@ def test_weights_that_tasks_share_are_in_the_file_once():
             for i, used in enumerate(experts)
         )
         subject = Subject(vit, "mlp_down", pool, tasks, RouterConfig())
-        return len(stablehlo(memory_program(subject), 8).content)
+        return len(stablehlo(memory_function(subject), 8).content)
 
     one_expert = new.weight.nbytes
     alone, together = size((0, 0)), size((1, 0), (1, None), (1, 0), (None, 0))
@@ -325,7 +325,7 @@ def test_large_distances_excuse_no_wrong_logit():
         dataclasses.replace(task, head=head)
         for task, head in zip(subject.tasks, heads, strict=True)
     ]
-    program = jax.jit(memory_program(dataclasses.replace(subject, tasks=tuple(wrong))))
+    program = jax.jit(memory_function(dataclasses.replace(subject, tasks=tuple(wrong))))
     assert np.asarray(program(random_images(8, 6))["distance"]).max() > 100
     with pytest.raises(RuntimeError, match="differs from the network by 0.005"):
         check(subject, None, lambda images: jax.device_get(program(images)))
@@ -347,7 +347,7 @@ def test_every_task_is_compared_although_random_images_reach_few_of_them(
     subject = dataclasses.replace(
         begun, tasks=tuple(tasks), thresholds=(1.0,) * 8 if is_open else None
     )
-    program = jax.jit(memory_program(subject))
+    program = jax.jit(memory_function(subject))
     led = {int(task) for task in np.asarray(program(random_images(8, 24))["task"])}
     assert not led >= set(range(8))
     _, compared = check(subject, None, lambda images: jax.device_get(program(images)))

@@ -134,12 +134,12 @@ def test_clip_configs_have_a_norm_before_the_blocks_and_no_use_for_the_projectio
         ("fc_norm.weight", (64,), "fc_norm.weight"),
         ("rope.freqs", (3,), "rope.freqs"),
         ("blocks.0.mlp.fc2.weight", (64, 96), "gated MLP"),
-        ("pos_embed", (1, 11, 64), "pos_embed .* is no square grid"),
+        ("pos_embed", (1, 11, 64), "pos_embed .* is not a square grid"),
     ],
 )
 def test_what_is_no_plain_vit_is_refused_by_the_tensors_that_show_it(extra, shape, shown):
     tensors = timm_tensors() | {extra: np.zeros(shape, np.float32)}
-    with pytest.raises(ValueError, match=f"no plain timm ViT.*{shown}"):
+    with pytest.raises(ValueError, match=f"not a plain timm ViT.*{shown}"):
         infer_config(TINY, tensors, None)
 
 
@@ -219,7 +219,7 @@ def test_a_model_without_class_token_pools_its_tokens():
         ({"attn_pool.latent": None}, "lacks"),
     ):
         found = {key: value for key, value in (tensors | wrong).items() if value is not None}
-        with pytest.raises(ValueError, match=f"no plain timm ViT: {shown}"):
+        with pytest.raises(ValueError, match=f"not a plain timm ViT: {shown}"):
             infer_config(name, found, None)
     with pytest.raises(ValueError, match="pools with 'map', expected 'avg'"):
         infer_config("vit_tiny_patch4_siglip_gap_12.webli", tensors, {"global_pool": "map"})
@@ -589,7 +589,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, nano, monkeypatch):
     [
         ("patch_embed.proj.weight", (0, 3, 4, 4), "no plain ViT has 3 channels and a width of 0"),
         ("patch_embed.proj.weight", (64, 3, 0, 0), "patch_size is 0, expected a whole number"),
-        ("head.weight", (), r"head\.weight \(\) is no matrix"),
+        ("head.weight", (), r"head\.weight \(\) is not a matrix"),
         (
             "blocks.99999999999.norm1.weight",
             (64,),

@@ -241,7 +241,7 @@ def infer_config(
     try:
         check_fields(dataclasses.asdict(config))
     except ValueError as error:
-        raise ValueError(f"{name!r} is no plain timm ViT: {error}") from error
+        raise ValueError(f"{name!r} is not a plain timm ViT: {error}") from error
     return config
 
 
@@ -277,17 +277,19 @@ def _refuse_unless_plain(
         up = tensors[widened].shape
         down = tensors["blocks.0.mlp.fc2.weight"].shape
         if not rotary and (len(position) != 3 or not _grid(position[1], prefix)):
-            reasons.append(f"pos_embed {position} is no square grid behind the class token, if any")
+            reasons.append(
+                f"pos_embed {position} is not a square grid behind the class token, if any"
+            )
         if len(patch) != 4 or patch[2] != patch[3]:
             reasons.append(f"patch_embed.proj.weight {patch} has no square patches")
         if len(up) != 2 or len(down) != 2 or (up != down[::-1] and not gated):
             reasons.append(f"blocks.0.mlp.fc1.weight {up} and fc2.weight {down} make a gated MLP")
     if "head.weight" in tensors and len(tensors["head.weight"].shape) != 2:
-        reasons.append(f"head.weight {tensors['head.weight'].shape} is no matrix")
+        reasons.append(f"head.weight {tensors['head.weight'].shape} is not a matrix")
     reasons += other_pool(name, hub_config)
     if reasons:
         raise ValueError(
-            f"{name!r} is no plain timm ViT: {'; '.join(reasons)}; supported: {SUPPORTED}"
+            f"{name!r} is not a plain timm ViT: {'; '.join(reasons)}; supported: {SUPPORTED}"
         )
 
 

@@ -120,7 +120,7 @@ def named_config(backbone: str) -> ViTConfig | None:
             return config
     if _TIMM_NAME.fullmatch(backbone):
         if _OTHERS.search(backbone):
-            raise ValueError(f"{backbone!r} is no plain ViT; supported: {SUPPORTED}")
+            raise ValueError(f"{backbone!r} is not a plain ViT; supported: {SUPPORTED}")
         return None
     near = difflib.get_close_matches(backbone, CONFIGS, n=3, cutoff=0.5) or sorted(CONFIGS)
     raise ValueError(
@@ -258,7 +258,7 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
         raise FileNotFoundError(f"cannot download {repository!r} ({reason}); {way_out}") from error
     if weights is None:
         raise ValueError(
-            f"{timm_name!r} is no plain timm ViT: {refusal[0]}; supported: {SUPPORTED}"
+            f"{timm_name!r} is not a plain timm ViT: {refusal[0]}; supported: {SUPPORTED}"
         )
     return weights, config, f"hub:{repository}"
 

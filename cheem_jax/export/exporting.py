@@ -1,5 +1,5 @@
-"""Export a memory, or one task's network, to a file for other software; checked before it is
-written."""
+"""Export a memory, or one task's network, to a file for other software; the file is checked before
+it is written."""
 
 import dataclasses
 import importlib.metadata
@@ -25,17 +25,17 @@ from cheem_jax.data.task import check_names
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.export import onnx_model, timm_weights
 from cheem_jax.export.programs import (
-    Program,
-    Run,
+    FileFunction,
+    ImageFunction,
     Subject,
     dense_ops,
     distances_of,
-    memory_program,
+    memory_function,
     num_bytes,
     router_pass,
     stablehlo,
     stored_ops,
-    task_program,
+    task_function,
     to_centroids,
 )
 from cheem_jax.run.method import Backbone
@@ -48,34 +48,37 @@ PACKAGES: dict[Format, tuple[str, ...]] = {
     "timm": ("safetensors",),
 }
 LIMIT = 2**31 - 2**20
-"""Largest weights in bytes: flatbuffers and protobuf cannot write 2 GiB."""
+"""Largest accepted size of the weights in bytes: flatbuffers and protobuf cannot write 2 GiB."""
 TOLERANCE = 1e-4
-"""Largest accepted difference; relative to the largest logit if that exceeds 1."""
+"""Largest accepted difference; it is relative to the largest logit if that logit exceeds 1."""
 NUM_IMAGES = 6
-"""Images per call of the check, so that few functions are compiled."""
+"""Number of images per call of the check; a fixed number needs few compiled functions."""
 NUM_CANDIDATES = 4 * NUM_IMAGES
 NUM_STEPS = 100
-"""Steps that change an image until the router infers its task, at most."""
+"""Largest number of steps that change an image until the router infers the intended task."""
 LARGEST_STEP = 8
-"""Change of a pixel in the first step; it falls to 1 in the last."""
+"""Change of each pixel value in the first step, in units of 1/255; it falls to 1 in the last
+step."""
 NUM_TIMED = 5
 
 
 class Exported(NamedTuple):
-    """The file that was written, and the result of its check."""
+    """The written file and the result of its check."""
 
     file: Path
     num_bytes: int
     largest_difference: float
-    """Largest difference of logits and distances from the plain network, over images of every
-    task."""
+    """Largest difference of the file's logits and distances from those of the network, over images
+    of every task."""
     seconds_per_image: float | None
-    """Time of the file with one image on this machine; None if the file contains weights only."""
+    """Seconds that the file needs for one image on this machine; None if the file contains weights
+    only."""
     notes: tuple[str, ...]
 
 
 def kind_of(file: Path) -> Format:
-    """The format of a file's suffix; ValueError for others."""
+    """Return the format that belongs to a file's suffix. Raises ValueError for an unknown
+    suffix."""
     for kind, suffix in SUFFIXES.items():
         if suffix == file.suffix.lower():
             return kind
@@ -88,16 +91,17 @@ def kind_of(file: Path) -> Format:
 def export(
     subject: Subject, file: Path, kind: Format, *, task: str | None = None, overwrite: bool = False
 ) -> Exported:
-    """Write the network of one task, or without `task` the whole memory with its router.
+    """Write the network of one task, or the whole memory with its router if `task` is None.
 
-    A task's network: `images` to `logits`. A memory: `images` to `task`, `logits` and `distance`;
-    the router's pass is shared with the equal first blocks of each task network, and only the
-    inferred task's network runs. The file contains a description (classes, architectures, inputs
-    and outputs); for StableHLO it is `<file>.json`. timm weights contain one task, which `task`
-    selects unless it is the only one.
+    A task's network maps `images` to `logits`. A memory maps `images` to `task`, `logits` and
+    `distance`: the router runs once, each task's network continues from the router's pass at its
+    first block that differs from the backbone, and only the network of the inferred task runs. The
+    file contains a description (classes, architectures, inputs and outputs); for StableHLO the
+    description is the file `<file>.json`. timm weights contain one task; `task` is required if the
+    memory has more than one.
 
-    Raises ValueError for a subject or file that cannot be exported, and RuntimeError if the file's
-    results differ from the network's by more than 1e-4; then no file is written.
+    Raises ValueError if the subject or file cannot be exported. Raises RuntimeError, without
+    writing a file, if the file's results differ from the network's by more than 1e-4.
     """
     description_file = file.with_name(f"{file.name}.json") if kind == "stablehlo" else None
     if file.suffix != SUFFIXES[kind]:
@@ -143,7 +147,7 @@ def export(
         case "stablehlo":
             made = stablehlo(_program(subject, index), size)
     difference, compared = check(subject, index, made.run)
-    # timm weights cannot be run
+    # timm files contain weights only, so there is nothing to time
     seconds = None if kind == "timm" else seconds_per_image(made.run, size)
     notes = list(made.notes)
     if index is None:
@@ -161,17 +165,17 @@ def export(
         try:
             write_atomically(description_file, json.dumps(description, indent=1))
         except BaseException:
-            file.unlink()  # without its description the file has no class names
+            file.unlink()  # a file without its description has no class names
             raise
     return Exported(file, len(made.content), difference, seconds, tuple(notes))
 
 
-def _program(subject: Subject, index: int | None) -> Program:
-    return memory_program(subject) if index is None else task_program(subject, index)
+def _program(subject: Subject, index: int | None) -> ImageFunction:
+    return memory_function(subject) if index is None else task_function(subject, index)
 
 
 def _description(subject: Subject, index: int | None, kind: Format) -> dict[str, Any]:
-    """The description of one task's network, or of the memory (None), as JSON values."""
+    """Describe one task's network, or the memory if `index` is None, as JSON values."""
     config = subject.vit.config
     tasks = subject.tasks if index is None else (subject.tasks[index],)
     images = (
@@ -226,13 +230,15 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
     return description
 
 
-def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int]]:
-    """The largest difference of a file's results from ours, and the tasks that were compared.
+def check(subject: Subject, index: int | None, run: FileFunction) -> tuple[float, set[int]]:
+    """Compare a file's results with the network's; return the largest difference and the compared
+    tasks.
 
-    A memory's file is checked with images of each of its tasks, in batches and one alone. Our
-    results are those of the plain network and of the router in NumPy, from which no file is made. A
-    task's file has merged experts, so they are compared with low-rank pairs, and vice versa for a
-    memory. Raises RuntimeError if the difference is too large.
+    A memory's file is checked with images of each of its tasks, in batches and with one image
+    alone. The reference results are those of the unexported network and of the router in NumPy,
+    which are independent of the function in the file. A task's file has merged experts, so the
+    reference uses low-rank pairs; for a memory's file, the reference uses merged experts. Raises
+    RuntimeError if the difference is too large.
     """
     graphdef, state = nnx.split(subject.vit)
     features = jax.jit(
@@ -264,7 +270,7 @@ def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int
                 head = subject.tasks[task].head
                 ops = stored_ops(subject)[task] if routing is None else dense_ops(subject, task)
                 with jax.default_matmul_precision("highest"):
-                    # of whole batches, so that few functions are compiled
+                    # always a whole batch, so that few functions are compiled
                     features_of_images = np.asarray(
                         features(
                             state, ops, images[:NUM_IMAGES] if len(rows) == 1 else images[rows]
@@ -288,15 +294,16 @@ def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int
     return largest, compared
 
 
-def seconds_per_image(run: Run, image_size: int) -> float:
-    """Median time of one image in seconds; the first call is not counted."""
+def seconds_per_image(run: FileFunction, image_size: int) -> float:
+    """Measure the median seconds per image; the first call, which compiles, is excluded."""
     image = random_images(image_size, 1)
     run(image)
     return statistics.median(timeit.repeat(lambda: run(image), number=1, repeat=NUM_TIMED))
 
 
 def random_images(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
-    """Images of coloured squares of any size; their features differ more than those of noise."""
+    """Generate images of coloured squares of random sizes; their features differ more than those of
+    noise."""
     rng = np.random.default_rng(0)
     images = []
     for _ in range(num):
@@ -309,9 +316,10 @@ def random_images(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
 def leading(
     subject: Subject, images: UInt8[np.ndarray, "N S S 3"], tasks: Int[np.ndarray, "N"]
 ) -> UInt8[np.ndarray, "N S S 3"]:
-    """Change each image step by step until the router infers its task.
+    """Change each image step by step until the router infers the task given in `tasks`.
 
-    Each step follows the sign of the gradient: of the lead of other tasks, then of the distance
+    Each step follows the sign of a gradient. While another task is nearer, it is the gradient of
+    the difference between the distances to the two tasks; then it is the gradient of the distance
     beyond the task's threshold.
     """
     distances = distances_of(subject)
@@ -354,18 +362,19 @@ def leading(
 
 
 class _Routing:
-    """Images of each task, and the router's distances for them."""
+    """Images for which the router infers each task, and the router's distances for them."""
 
     def __init__(self, subject: Subject):
         candidates = random_images(subject.vit.config.image_size, NUM_CANDIDATES)
         distance, nearest, beyond = self._routed(subject, candidates)
         if unseen := sorted(set(range(len(subject.tasks))) - set(nearest[beyond <= 0].tolist())):
-            # the random image with the smallest lead of other tasks
+            # start with the random image for which the nearest other task leads by the smallest
+            # distance
             begin = (distance - distance.min(axis=1, keepdims=True)).argmin(axis=0)
             led = leading(subject, candidates[begin[unseen]], np.asarray(unseen, np.int32))
             candidates = np.concatenate([candidates, led])
             distance, nearest, beyond = self._routed(subject, candidates)
-        # one image per inferred task first, then others
+        # one image per inferred task first, then other images until the last batch is full
         _, first = np.unique(np.where(beyond <= 0, nearest, -1), return_index=True)
         others = [row for row in range(len(candidates)) if row not in first]
         rows = [*first, *others[: -len(first) % NUM_IMAGES]]
@@ -373,14 +382,16 @@ class _Routing:
         self.distance = distance[rows]
         self.nearest = nearest[rows]
         self.beyond = beyond[rows]
-        """Distance of the nearest task minus its threshold."""
-        # Mahalanobis distances can be thousands: errors are relative to a task's largest distance
+        """L1 distance to the nearest task minus that task's threshold."""
+        # Mahalanobis distances can be in the thousands, so errors are relative to a task's largest
+        # distance
         self.far = np.maximum(np.abs(distance).max(axis=0), 1)
 
     def _routed(
         self, subject: Subject, images: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Distances to all tasks, the nearest task, and its distance minus its threshold."""
+        """Return the distances to all tasks, the nearest task, and the nearest task's L1 distance
+        minus its threshold."""
         engine = EngineConfig(executor="stages")
         executor = make_executor(subject.vit, subject.placement, engine, batch_size=NUM_IMAGES)
         with jax.default_matmul_precision("highest"):
@@ -394,9 +405,9 @@ class _Routing:
         return distance, nearest, to_centroids[np.arange(len(read)), nearest] - thresholds[nearest]
 
     def difference(self, images: np.ndarray, tasks: np.ndarray, distances: np.ndarray) -> float:
-        """The largest error of the file's distances, and of the distances of its tasks.
+        """Return the largest relative error of the file's distances and of its choice of tasks.
 
-        A tie or threshold that rounding decides is a small error.
+        If rounding decides a tie or a threshold, the error is small.
         """
         distance = self.distance[images]
         nearest = self.nearest[images]
@@ -408,5 +419,5 @@ class _Routing:
 
 
 def _largest(values: np.ndarray) -> float:
-    """The largest absolute value; inf if a value is non-finite."""
+    """Return the largest absolute value, or inf if a value is non-finite."""
     return float(np.abs(values).max(initial=0)) if np.isfinite(values).all() else float("inf")

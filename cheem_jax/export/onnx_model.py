@@ -1,7 +1,7 @@
-"""ONNX files by jax2onnx, checked in onnxruntime; each weight is in the file once.
+"""ONNX files, converted by jax2onnx and checked in onnxruntime; each weight is stored once.
 
-Two passes over the graph improve jax2onnx's branches and loops: an inner graph, a branch or the
-body of a loop, can read values of the graph around it.
+Two passes over the converted graph improve its branches and loops. They use that an inner graph (a
+branch or the body of a loop) can read values of the graph around it.
 """
 
 import importlib.metadata
@@ -16,16 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.export.programs import Artefact, Program
+from cheem_jax.export.programs import Artefact, ImageFunction
 
 OPSET = 18
-"""The oldest version with all operators, for older runtimes."""
+"""ONNX operator set: the oldest version with all needed operators, so that older runtimes can run
+the file."""
 
 
 def make(
-    program: Program, image_size: int, outputs: Sequence[str], description: dict[str, Any]
+    program: ImageFunction, image_size: int, outputs: Sequence[str], description: dict[str, Any]
 ) -> Artefact:
-    """An ONNX file for any number of images, with the description as its metadata `cheem_jax`."""
+    """Make an ONNX file that accepts any batch size and has the description as its metadata entry
+    `cheem_jax`.
+
+    Raises ValueError if jax2onnx cannot convert the function.
+    """
     with _quiet():
         import jax2onnx  # pyright: ignore[reportMissingImports]
         import onnxruntime  # pyright: ignore[reportMissingImports]
@@ -47,14 +52,14 @@ def make(
             )
         _share_weights(model.graph)
         _keep_outside_loops(model.graph)
-        for output in model.graph.output:  # the converter uses another name
+        for output in model.graph.output:  # jax2onnx names the batch axis differently in outputs
             output.type.tensor_type.shape.dim[0].dim_param = "batch"
         entry = model.metadata_props.add()
         entry.key = "cheem_jax"
         entry.value = json.dumps(description)
         content = model.SerializeToString()
         session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    except Exception as error:  # the converter lags behind JAX and raises any error
+    except Exception as error:  # jax2onnx lags behind JAX and can raise errors of any type
         raise ValueError(
             f"jax2onnx {importlib.metadata.version('jax2onnx')} makes no ONNX of this with JAX"
             f" {jax.__version__} ({type(error).__name__}: {str(error):.200}); export task by task,"
@@ -72,7 +77,7 @@ def make(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence jax2onnx, which lists every optional library that is not installed."""
+    """Silence jax2onnx, which otherwise lists every optional library that is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable()
@@ -83,7 +88,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _share_weights(graph: Any) -> None:
-    """Store each distinct constant once, in the outermost graph; jax2onnx repeats it in each
+    """Store each distinct constant once, in the outermost graph; jax2onnx repeats constants in each
     branch."""
     names = dict[bytes, str]()
     constants = []
@@ -106,15 +111,16 @@ def _share_weights(graph: Any) -> None:
 def _keep_outside_loops(graph: Any) -> None:
     """Let loops read constant values from the graph around them.
 
-    jax2onnx passes them from iteration to iteration, and the runtime copies all weights for each
-    image.
+    jax2onnx passes constants from iteration to iteration, and the runtime then copies all weights
+    for each image.
     """
     for loop in [node for node in graph.node if node.op_type == "Loop"]:
         [body] = [attribute.g for attribute in loop.attribute if attribute.name == "body"]
         copied = {node.output[0]: node.input[0] for node in body.node if node.op_type == "Identity"}
         inside = {name for inner in _graphs(body) for node in inner.node for name in node.output}
         renamed, after = {}, {}
-        # the body's inputs begin with the iteration and a condition, its outputs with a condition
+        # the body's inputs start with the iteration number and a condition, its outputs with a
+        # condition
         for carried in reversed(range(len(loop.input) - 2)):
             outer = loop.input[carried + 2]
             given = body.input[carried + 2].name
@@ -137,7 +143,7 @@ def _keep_outside_loops(graph: Any) -> None:
 
 
 def _graphs(graph: Any) -> Iterator[Any]:
-    """A graph and its inner graphs, each before its name."""
+    """Yield a graph and then its inner graphs."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -146,13 +152,13 @@ def _graphs(graph: Any) -> Iterator[Any]:
 
 
 def _read(graph: Any) -> set[str]:
-    """Names that a graph and its inner graphs read or return."""
+    """Return the names of the values that a graph and its inner graphs read or return."""
     read = {name for inner in _graphs(graph) for node in inner.node for name in node.input}
     return read | {output.name for inner in _graphs(graph) for output in inner.output}
 
 
 def _rename(graph: Any, renamed: dict[str, str]) -> None:
-    """Rename inputs and outputs, also in inner graphs."""
+    """Rename node inputs and graph outputs, in inner graphs too."""
     for inner in _graphs(graph):
         for node in inner.node:
             for position, name in enumerate(node.input):

@@ -1,4 +1,4 @@
-"""The subject of an export, and the function of its file: one task's network, or a memory with its
+"""The content of an exported file as a JAX function: one task's network, or a memory with its
 router."""
 
 import dataclasses
@@ -18,30 +18,31 @@ from cheem_jax.core.pool import FAR, Head, Pool, TaskMemory, dense_expert
 from cheem_jax.core.routing import Router, RouterConfig
 from cheem_jax.core.settings import Placement
 
-Program = Callable[[UInt8[Array, "B S S 3"]], dict[str, Array]]
-"""Images to outputs by name."""
+ImageFunction = Callable[[UInt8[Array, "B S S 3"]], dict[str, Array]]
+"""Maps uint8 images `[B, S, S, 3]` to a dictionary of output arrays, keyed by output name."""
 Distances = Callable[[Float[Array, "B E"]], Float[Array, "B T"]]
-Run = Callable[[np.ndarray], dict[str, np.ndarray]]
-"""uint8 images `[B, S, S, 3]` to outputs by name, computed from the content of the file."""
+FileFunction = Callable[[np.ndarray], dict[str, np.ndarray]]
+"""Runs the content of an exported file: maps uint8 images `[B, S, S, 3]` to a dictionary of output
+arrays, keyed by output name."""
 PLATFORMS = ("cpu", "cuda", "tpu")
-"""Platforms of a StableHLO file."""
+"""Platforms for which a StableHLO file is compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The memory to export; ValueError if its precision is not float32."""
+    """The memory to export. Raises ValueError if its precision is not float32."""
 
     vit: ViT
-    """In float32, at the image size of the file."""
+    """Backbone in float32, with the image size of the exported file."""
     placement: Placement
     pool: Pool
-    """Expert 0 of each block is the pretrained one."""
+    """Experts of each block; expert 0 is the pretrained expert."""
     tasks: tuple[TaskMemory, ...]
-    """In the order of the router's tasks; a head has one column per class."""
+    """Tasks in the router's order; a head has one column per class."""
     router: RouterConfig
     thresholds: tuple[float, ...] | None = None
-    """Open set: the largest distance to the nearest centroid per task that is accepted; None:
-    off."""
+    """Largest accepted L1 distance to the nearest centroid, per task, for open-set rejection; None
+    accepts every image."""
 
     def __post_init__(self) -> None:
         if (precision := self.vit.config.precision) != "float32":
@@ -51,15 +52,16 @@ class Subject:
 
 
 class Artefact(NamedTuple):
-    """The bytes of a file, and a function that runs them."""
+    """The content of a file, the function that runs it, and notes for the user."""
 
     content: bytes
-    run: Run
+    run: FileFunction
     notes: tuple[str, ...] = ()
 
 
 def dense_ops(subject: Subject, index: int) -> Ops:
-    """A task's network with all low-rank pairs merged: as fast as the backbone."""
+    """Return a task's network with all low-rank pairs merged into dense experts; it has at most the
+    FLOPs of the backbone."""
     blocks = zip(subject.pool, subject.tasks[index].experts, strict=True)
     return [
         Skip() if expert is None else Reuse(dense_expert(block, expert)) for block, expert in blocks
@@ -67,15 +69,17 @@ def dense_ops(subject: Subject, index: int) -> Ops:
 
 
 def stored_ops(subject: Subject) -> list[Ops]:
-    """All tasks' networks as the memory stores them; experts of several tasks are one array.
+    """Return the networks of all tasks with low-rank pairs stored separately; tasks that use the
+    same expert share its arrays.
 
-    An adapted expert is a full expert and one low-rank pair, so a file grows no faster than the
-    memory.
+    An adapted expert is stored as a full expert and one low-rank pair, so a file grows no faster
+    than the memory.
     """
 
     @functools.cache
     def stored(block: int, index: int) -> Reuse | Adapt:
-        """The op of an expert: a chain of pairs is one pair with the sum of their ranks."""
+        """Return the op of an expert; a chain of pairs becomes one pair whose rank is the sum of
+        their ranks."""
         pool = subject.pool[block]
         pairs = []
         root = index
@@ -101,8 +105,8 @@ def stored_ops(subject: Subject) -> list[Ops]:
     ]
 
 
-def task_program(subject: Subject, index: int) -> Program:
-    """Images to the logits of one task's network."""
+def task_function(subject: Subject, index: int) -> ImageFunction:
+    """Return the function from images to the logits of one task's network."""
     ops = dense_ops(subject, index)
     head = subject.tasks[index].head
     return lambda images: {
@@ -110,12 +114,13 @@ def task_program(subject: Subject, index: int) -> Program:
     }
 
 
-def memory_program(subject: Subject) -> Program:
-    """Images to the inferred task, its logits and the distances to all tasks.
+def memory_function(subject: Subject) -> ImageFunction:
+    """Return the function from images to the inferred task, its logits and the distances to all
+    tasks.
 
-    The router's pass through the backbone is shared with each task's network up to its first
-    different block. The rest runs per image, for the inferred task only: the work per image does
-    not depend on the batch or on the number of tasks.
+    Each task's network shares the router's pass through the backbone up to the first block that
+    differs from the backbone. The remaining blocks run per image, for the inferred task only, so
+    the FLOPs per image depend neither on the batch size nor on the number of tasks.
     """
     vit = subject.vit
     placement = subject.placement
@@ -133,7 +138,8 @@ def memory_program(subject: Subject) -> Program:
     num_classes = max(len(task.classes) for task in subject.tasks)
 
     def rest(index, x):
-        """The logits of a task's network, from its first different block."""
+        """Return the logits of a task's network; the pass starts at its first block that differs
+        from the backbone."""
         for i in range(begins[index], depth):
             x, _ = vit.blocks[i].run(
                 networks[index][i], x, placement=placement, outputs=vit.outputs(i)
@@ -161,7 +167,7 @@ def memory_program(subject: Subject) -> Program:
                 )
             return logits
 
-        # only the tokens at which some network begins: the loop copies all of its inputs
+        # the loop copies all of its inputs, so it gets only the tokens at which a network starts
         logits = jax.lax.map(answer, (task, {begin: reached[begin] for begin in set(begins)}))
         return {"task": task, "logits": logits, "distance": distance}
 
@@ -171,9 +177,10 @@ def memory_program(subject: Subject) -> Program:
 def router_pass(
     subject: Subject, images: UInt8[Array, "B S S 3"] | Float[Array, "B S S 3"]
 ) -> tuple[Float[Array, "B E"], dict[int, Float[Array, "B N D"]]]:
-    """The router's pass through the backbone: its features, and the tokens before each block.
+    """Run the router's pass through the backbone; return the router's features and the tokens
+    before each block.
 
-    Float images are normalised already.
+    uint8 images are normalised here; float images must be normalised already.
     """
     vit = subject.vit
     placement = subject.placement
@@ -192,14 +199,15 @@ def router_pass(
         )
     reached[depth] = x
     parts += [vit.features(x)] if until == depth else []
-    # like `routing.join_tokens`
+    # must equal `routing.join_tokens`: each part has unit length before the concatenation
     return (
         parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1)
     ), reached
 
 
 def _widened(subject: Subject, head: Head) -> Head:
-    """Pad a head to the classes of the largest one, with the logit `FAR`."""
+    """Pad a head to the number of classes of the largest head; the logits of the padding are
+    `FAR`."""
     extra = max(len(task.classes) for task in subject.tasks) - head.bias.shape[0]
     weight = np.pad(np.asarray(head.weight), ((0, 0), (0, extra)))
     bias = np.pad(np.asarray(head.bias), (0, extra), constant_values=FAR)
@@ -207,14 +215,15 @@ def _widened(subject: Subject, head: Head) -> Head:
 
 
 def num_bytes(subject: Subject, index: int | None) -> int:
-    """Bytes of the distinct arrays of a file."""
+    """Return the number of bytes of the distinct arrays in a file."""
     networks = stored_ops(subject) if index is None else [dense_ops(subject, index)]
     leaves = jax.tree.leaves((nnx.state(subject.vit), networks))
     return sum({id(leaf): leaf.nbytes for leaf in leaves}.values())
 
 
 def distances_of(subject: Subject) -> Distances:
-    """The router's distances, in float32: features to the distance from each task."""
+    """Return the function from the router's features to the distances from each task, in
+    float32."""
     router = Router(subject.router, tuple(task.router_statistics for task in subject.tasks))
     if router.whitening is None:
         return to_centroids(subject)
@@ -229,12 +238,13 @@ def distances_of(subject: Subject) -> Distances:
 
 
 def to_centroids(subject: Subject) -> Distances:
-    """Features to the L1 distance from the nearest centroid of each task.
+    """Return the function from the router's features to the L1 distance from the nearest centroid
+    of each task.
 
-    Open-set thresholds apply to these distances with every router.
+    Open-set thresholds apply to these distances with every kind of router.
     """
     most = max(len(task.centroids) for task in subject.tasks)
-    # tasks with fewer centroids repeat their first one
+    # tasks with fewer centroids repeat their first centroid, which does not change the minimum
     padded = [
         np.concatenate([task.centroids, np.repeat(task.centroids[:1], most, axis=0)])[:most]
         for task in subject.tasks
@@ -249,7 +259,7 @@ def to_centroids(subject: Subject) -> Distances:
 
 
 def _nearest(points: Float[Array, "B E"], rows: Float[np.ndarray, "C E"]) -> Float[Array, "B"]:
-    # squared differences, because the expanded form cancels in float32
+    # squared differences are summed directly, because the expanded form cancels in float32
     return ((points[:, None] - rows) ** 2).sum(axis=-1).min(axis=1)
 
 
@@ -258,25 +268,27 @@ def _unit(features: Float[Array, "B E"]) -> Float[Array, "B E"]:
     return features / jnp.maximum(norm, 1e-12)
 
 
-def stablehlo(program: Program, image_size: int) -> Artefact:
-    """A StableHLO file for any number of images, with its weights, for any later JAX on CPU, CUDA
-    and TPU.
+def stablehlo(program: ImageFunction, image_size: int) -> Artefact:
+    """Make a StableHLO file that contains the weights and accepts any batch size.
+
+    Later JAX versions run it on CPU, CUDA and TPU:
 
       content = bytearray(Path("memory.stablehlo").read_bytes())
       outputs = jax.export.deserialize(content).call(images)
     """
-    from jax import export  # needs flatbuffers for writing
+    from jax import export  # needs flatbuffers to write a file
 
     (batch,) = export.symbolic_shape("batch")
     images = jax.ShapeDtypeStruct((batch, image_size, image_size, 3), jnp.uint8)
-    # JAX creates attributes of its settings at run time, which type checkers do not see
+    # JAX creates the attributes of its settings at run time, so type checkers do not know them
     before = jax.config.jax_traceback_in_locations_limit  # pyright: ignore[reportAttributeAccessIssue]
     # the file must not contain source paths of this machine
     jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
-        # float32 products: accelerators would round operands and predict differently from a CPU
+        # accelerators would otherwise round operands and predict differently from a CPU
         with jax.default_matmul_precision("highest"):
-            # a new function: the cache of the old one can have traces of another precision
+            # a new function object, because JAX's cache for `program` can contain traces of another
+            # precision
             exported = export.export(jax.jit(lambda images: program(images)), platforms=PLATFORMS)(
                 images
             )

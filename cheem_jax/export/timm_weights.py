@@ -1,12 +1,11 @@
-"""One task's network as a state dict that timm loads: the dense expert in place of each block's
-plastic layer.
+"""One task's network as a state dict that timm loads; dense experts replace the plastic layers.
 
     described = json.loads(safetensors.safe_open(file, "pt").metadata()["cheem_jax"])["timm"]
     model = timm.create_model(described["architecture"], **described["arguments"])
     model.load_state_dict(safetensors.torch.load_file(file))
 
-timm always runs a residual branch, so where a task skips it the branch's last layer is exactly
-zero.
+timm always runs a residual branch. If a task skips a branch, all weights of the branch's last layer
+are zero.
 """
 
 import dataclasses
@@ -26,7 +25,8 @@ from cheem_jax.export.programs import Artefact, Subject, dense_ops
 
 
 def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
-    """The state dict of one task's network; ValueError for a backbone that timm cannot build."""
+    """Make the state dict of one task's network. Raises ValueError if timm cannot build the
+    backbone."""
     from safetensors.numpy import load, save
 
     task = subject.tasks[index]
@@ -69,7 +69,8 @@ def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
 
 
 def to_timm(params: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
-    """Inverse of `from_timm`: timm's names and PyTorch's layout, in float32."""
+    """Convert parameters to timm's names and PyTorch's layout, in float32; the inverse of
+    `from_timm`."""
     return {
         timm_name_of(name): np.ascontiguousarray(
             _their_layout(name, value, config.patch_size), np.float32
@@ -87,7 +88,7 @@ def _their_layout(name: str, value: np.ndarray, patch_size: int) -> np.ndarray:
 
 
 def _architecture(config: ViTConfig) -> str:
-    # timm's plain ViT treats a distillation token as a register, and has one head
+    # timm's plain ViT treats a distillation token as a register, and has one head only
     return (
         config.timm_name.split(".")[0].replace("_distilled", "")
         if config.timm_name
@@ -96,7 +97,11 @@ def _architecture(config: ViTConfig) -> str:
 
 
 def _arguments(config: ViTConfig) -> dict[str, Any]:
-    """Arguments of `timm.create_model`; other backbones are timm's tiny ViT with other sizes."""
+    """Return the arguments of `timm.create_model`. A backbone without a timm name becomes timm's
+    tiny ViT with changed sizes.
+
+    Raises ValueError if the backbone has a setting that timm's ViT does not have.
+    """
     if config.rotary is not None or config.gated or config.pool != "class":
         raise ValueError(
             f"backbone {config.name!r} has rotary positions, a gated MLP or no class token, which"
@@ -106,7 +111,7 @@ def _arguments(config: ViTConfig) -> dict[str, Any]:
     if config.timm_name:
         if not config.num_registers and not re.search("deit3_|dinov2", config.timm_name):
             return arguments
-        # LayerScale is merged into the weights, and every token has a position
+        # LayerScale is merged into the weights, and every token has a position embedding
         return arguments | {
             "reg_tokens": config.num_registers,
             "no_embed_class": False,
