@@ -316,7 +316,7 @@ def random_images(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
 def leading(
     subject: Subject, images: UInt8[np.ndarray, "N S S 3"], tasks: Int[np.ndarray, "N"]
 ) -> UInt8[np.ndarray, "N S S 3"]:
-    """Change each image step by step until the router infers the task given in `tasks`.
+    """Change each image step by step until the router infers its task in `tasks`.
 
     Each step follows the sign of a gradient. While another task is nearer, it is the gradient of
     the difference between the distances to the two tasks; then it is the gradient of the distance
