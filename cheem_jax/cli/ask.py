@@ -42,9 +42,10 @@ COLUMNS: list[str] = [
 OPEN_SET = 0.05
 """Share of a task's images that a server rejects by default."""
 SHOW_PROGRESS_FROM = 500
-"""Number of images above which a bar is shown."""
+"""Minimum number of images for which a progress bar is displayed."""
 BATCH_SIZES = (1, 8, 16)
-"""Sizes that are compiled next to the largest one; of 32 clients, about ten share a batch."""
+"""Batch sizes that are compiled in addition to the largest one. About 10 of 32 clients share a
+batch."""
 SCORES_LEGEND = """\
 accuracy: share of images with the right task and class (task-agnostic)
 task ID given: share with the right class, if the task is given
@@ -62,7 +63,7 @@ class Predict(Predicting):
     """Images, folders of images, or - for standard input: one image, or a list of file names, one
     per line."""
     format: Literal["table", "csv", "json"] = "table"
-    """A table, CSV, or one JSON object per line."""
+    """Format of the output: a table, CSV, or one JSON object per line."""
     json: bool = False
     """Short for --format json."""
     task: str | None = None

@@ -30,14 +30,14 @@ from cheem_jax.report.grid import Grid
 from cheem_jax.run.progress import Progress
 
 IMAGE_SIZE = 96
-"""Pixels of the images in a figure."""
+"""Size in pixels of the square images in a figure."""
 MOST_LISTED = 10
-"""Broken files that are listed one by one."""
+"""Maximum number of broken files that are printed one by one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataFolder:
-    """A folder of data sets, and the splits of those without."""
+    """Options of commands that read data sets from a folder."""
 
     data_dir: Path | None = None
     """Folder of the prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
@@ -83,9 +83,10 @@ class Verify(DataFolder):
     """mtil, vdd, one of their tasks, a stream file (TOML), a manifest (CSV, Parquet), tfds:NAME,
     hf:NAME (the Hugging Face hub), a folder or a zip."""
     cache_dir: Path | None = None
-    """Another folder of decoded images whose hashes are checked."""
+    """Additional folder of decoded images whose hashes are checked."""
     skip_broken: bool = False
-    """Leave out broken images as `cheem learn --skip-broken` does; they are not a fault then."""
+    """Leave out broken images as `cheem learn --skip-broken` does, and do not report them as
+    errors."""
     json: bool = False
     """Print one JSON object instead of text."""
 
@@ -95,10 +96,10 @@ class Show(DataFolder):
     """Options of `cheem data show`."""
 
     what: Annotated[str | None, tyro.conf.Positional] = None
-    """A source as for `verify`: a contact sheet of each of its tasks."""
+    """Source, as for `cheem data verify`; every task gets a contact sheet."""
     stream: str | None = None
-    """mtil, vdd, a stream file or a folder of tasks: one figure of its tasks, images and
-    classes."""
+    """mtil, vdd, a stream file or a folder of tasks. The figure shows images and classes of every
+    task."""
     split: Literal["train", "val", "test"] = "train"
     """Split of the contact sheets."""
     output: Path | None = None
@@ -155,7 +156,8 @@ def list_data(settings: List) -> None:
 
 
 def prepare_data(settings: Prepare) -> None:
-    """Prepare task by task; report all failures at the end by a ValueError."""
+    """Prepare the tasks one after another. Raises ValueError at the end if some tasks cannot be
+    prepared."""
     data_dir = settings.run_dir
     progress = Progress()
     phase = functools.partial(_phase, progress)
@@ -182,7 +184,7 @@ def prepare_data(settings: Prepare) -> None:
 
 
 def verify_data(settings: Verify) -> None:
-    """Print the findings of every task; ValueError if a task is not sound."""
+    """Print the findings for every task. Raises ValueError if a task has errors."""
     name, plans = plan_source(settings.what, data_dir=settings.data_dir, seed=settings.split_seed)
     roots = [] if settings.cache_dir is None else [settings.cache_dir]
     if not all(root.is_dir() for root in roots):
@@ -219,7 +221,8 @@ def verify_data(settings: Verify) -> None:
 
 
 def leave_out_broken(plan: Plan, progress: Progress) -> Plan:
-    """Remove unreadable images from a plan, and name them; ValueError if they are too many."""
+    """Remove unreadable images from a plan and print their names. Raises ValueError if there are
+    too many."""
     with _phase(progress, "look", plan.name, plan.num_images) as on_progress:
         plan, reasons = without_broken(plan, on_progress=on_progress)
     for reason in reasons[:MOST_LISTED]:
@@ -232,7 +235,7 @@ def leave_out_broken(plan: Plan, progress: Progress) -> Plan:
 
 
 def show_data(settings: Show) -> None:
-    """Write the figures, and print their names."""
+    """Write the figures and print their file names."""
     source = settings.what or settings.stream
     if source is None or None not in (settings.what, settings.stream):
         raise ValueError(
@@ -299,8 +302,8 @@ def _decode(part: EncodedSplit, rows: np.ndarray) -> np.ndarray:
 
 
 def _first_of_each_class(labels: np.ndarray, num: int = 1) -> np.ndarray:
-    """Rows of up to `num` images of each class; those with the same rank in their class are
-    adjacent."""
+    """Return rows of up to `num` images per class, sorted by the rank in the class, then by
+    class."""
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], np.arange(labels.max() + 1))
     ranks = np.arange(len(labels)) - starts[labels[order]]

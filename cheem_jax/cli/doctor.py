@@ -37,7 +37,7 @@ class Doctor:
 
 
 class Problem(NamedTuple):
-    """A problem and its solution. Without `needed`, everything else works."""
+    """A problem and its solution. If `needed` is False, only the affected feature does not work."""
 
     what: str
     way_out: str
@@ -65,7 +65,7 @@ def examine(settings: Doctor) -> int:
 
 
 def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
-    """Return the findings as JSON values, by section and name, and the problems."""
+    """Return findings as JSON values, keyed by section and name, and problems."""
     results, problems = run_probe(settings)
     versions = _versions(problems)
     extras = _extras()
@@ -93,13 +93,14 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
 
 
 class Check(NamedTuple):
-    """A check of the other process; it imports the modules that it checks."""
+    """A check that runs in a separate process and imports the modules that it checks."""
 
     look: Callable[[bool], dict[str, Any]]
-    """Function of `network` that returns findings by name, or raises an error that is a problem."""
+    """Function of the option `network`. It returns findings keyed by name, or raises an error that
+    describes a problem."""
     way_out: str
     tolerates: type[Exception] | tuple[()] = ()
-    """Errors after which everything else works."""
+    """Types of errors that affect no other feature."""
 
 
 def run_probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
@@ -128,8 +129,8 @@ def run_probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem
 
 
 def probe(network: bool) -> None:
-    """Print name, findings and problem of each check as JSON, up to the first needed one that
-    fails."""
+    """Print name, findings and problem of each check as JSON. Stop after the first needed check
+    that fails."""
     for name, check in CHECKS.items():
         result, problem = {}, None
         try:
@@ -216,7 +217,8 @@ CHECKS = {
 
 
 def _versions(problems: list[Problem]) -> dict[str, str | None]:
-    """Versions of required packages, None: missing; problems with them are appended."""
+    """Return the versions of required packages (None: missing), and append problems with them to
+    `problems`."""
     versions = {
         "python": platform.python_version(),
         "cheem_jax": __version__,
@@ -239,7 +241,8 @@ def _versions(problems: list[Problem]) -> dict[str, str | None]:
 
 
 def _extras() -> dict[str, str]:
-    """Each extra: installed, or its missing packages and their installation."""
+    """Return the state of every extra: installed, or its missing packages and the command that
+    installs them."""
     extras = {}
     with contextlib.suppress(ImportError):  # reported with the versions
         for extra in importlib.metadata.metadata("cheem_jax").get_all("Provides-Extra") or []:
@@ -259,7 +262,7 @@ def _missing(package: str, extra: str) -> Iterator[str]:
 
 
 def _requirements(package: str, extra: str = "") -> Iterator[Any]:
-    """Requirements of a package, or only those of one of its extras, on this machine."""
+    """Yield the requirements of a package on this machine, or only those of one of its extras."""
     from packaging.requirements import Requirement
 
     def applies(requirement: Requirement, extra: str) -> bool:
@@ -276,7 +279,7 @@ def _version(package: str) -> str | None:
 
 
 def _nvidia_gpus() -> list[str]:
-    """Name, memory and driver of every GPU that NVIDIA's tool reports."""
+    """Return name, memory and driver of every GPU that nvidia-smi lists."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -299,7 +302,7 @@ def _has_small_pages() -> bool:
 
 
 def _machine() -> dict[str, Any]:
-    """System, cores, gigabytes of memory and of free disk."""
+    """Return the operating system, the number of cores, and gigabytes of memory and free disk."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "system": platform.platform(),

@@ -45,7 +45,7 @@ FULL = ("paper", "cheem_plus")
 
 @dataclasses.dataclass(frozen=True)
 class StreamInputs(StreamConfig):
-    """A stream and a backbone."""
+    """Settings of the stream and the backbone."""
 
     backbone: str | None = None
     """deit_tiny (the default), vit_base, vit_base_augreg, clip_vit_base, vit_micro (the default of
@@ -54,12 +54,12 @@ class StreamInputs(StreamConfig):
     """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from
     the hub."""
     image_size: int | None = None
-    """Pixels of the square images; default: the backbone's own."""
+    """Pixels of the square images; default: the backbone's image size."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Common(StreamInputs):
-    """Settings that a run shares with a study of several runs."""
+    """Settings that one run and a study of runs share."""
 
     base_data: str | None = None
     """Images of the pretraining data (a source of one task, as for `--stream`). Their mean CLS
@@ -122,7 +122,7 @@ class RunSettings(Common):
 
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> "RunSettings":
-        """The defaults for a command line: its preset and its method decide them."""
+        """Return the defaults of a command line, which depend on its preset and method."""
         preset: Preset = _last_value(arguments, "preset", PRESETS) or "paper"
         method: MethodName = _last_value(arguments, "method", NAMES) or "cheem"
         config = preset_of(method, preset)
@@ -131,7 +131,7 @@ class RunSettings(Common):
 
 
 class Loaded(NamedTuple):
-    """Images and weights of a run."""
+    """Loaded images and weights of a run."""
 
     stream: Stream
     pretrained: Pretrained
@@ -196,7 +196,8 @@ def split_seeds(settings: RunSettings) -> list[RunSettings]:
 
 
 def make_run_config(settings: RunSettings) -> RunConfig:
-    """Settings that decide the results. Raises ValueError for settings of another method."""
+    """Return the settings that determine the results. Raises ValueError for settings of a method
+    other than the chosen one."""
     bound = None
     if settings.upper_bound:
         bound = preset_of("full_finetune", settings.preset)
@@ -213,7 +214,8 @@ def make_run_config(settings: RunSettings) -> RunConfig:
 
 
 def make_method_config(settings: RunSettings) -> MethodConfig:
-    """Settings of the chosen method. Raises ValueError for settings of another one."""
+    """Return the settings of the chosen method. Raises ValueError for settings of a different
+    method."""
     preset = preset_of(settings.method, settings.preset)
     if isinstance(preset, CheemConfig):
         method = type(preset)(**vars(settings.cheem))
@@ -237,7 +239,7 @@ def make_method_config(settings: RunSettings) -> MethodConfig:
 
 
 def load(settings: RunSettings, progress: Progress) -> Loaded:
-    """Load weights and images; missing images are an error before weights are read."""
+    """Load weights and images. Missing images raise an error before weights are read."""
 
     def decoding(task: str, num_images: int) -> AbstractContextManager[OnProgress]:
         return progress.phase("decode", task=task, total=num_images)
@@ -262,7 +264,7 @@ def load(settings: RunSettings, progress: Progress) -> Loaded:
 
 
 def load_router(settings: RunSettings, image_size: int) -> RouterWeights | None:
-    """Load the network that infers the task ID; None: the backbone does."""
+    """Load the network that infers the task ID, or return None if the backbone infers it."""
     if settings.router is None:
         return None
     if settings.router != "alexnet":
@@ -303,14 +305,16 @@ def run_seed(
 
 
 def make_portable(settings: RunSettings) -> RunSettings:
-    """The same settings for another working directory."""
+    """Return a copy of the settings with absolute paths, for use in a different working
+    directory."""
     base_data = None if settings.base_data is None else located(settings.base_data)
     stream = DEMO if settings.stream == DEMO else located(settings.stream)
     return dataclasses.replace(settings, stream=stream, base_data=base_data)
 
 
 def describe_data(settings: RunSettings, stream: Stream) -> dict[str, Any]:
-    """The record's entry about the images: where they are and how they were split."""
+    """Return the entry about the data in the run's record: sources, tasks and the seed of the
+    splits."""
     names = [task.name for task in stream.tasks]
     if settings.stream == DEMO:
         return {"stream": DEMO, "tasks": names}
@@ -326,13 +330,13 @@ def describe_data(settings: RunSettings, stream: Stream) -> dict[str, Any]:
 def read_arguments(
     arguments: Sequence[str], description: str | None = None, **defaults: Any
 ) -> RunSettings:
-    """Parse a command line whose options have other `defaults` than those of `RunSettings`."""
+    """Parse a command line; `defaults` replace the defaults of `RunSettings`."""
     settings = dataclasses.replace(RunSettings.defaults(arguments), **defaults)
     return parse(settings, arguments, description=description)
 
 
 def _last_value(arguments: Sequence[str], option: str, values: Iterable[T]) -> T | None:
-    """The value of an option, of several the last; None if it is not one of `values`."""
+    """Return the last value of an option, or None if that value is not in `values`."""
     last = None
     for word, following in itertools.zip_longest(arguments, arguments[1:]):
         name, has_value, value = word.partition("=")

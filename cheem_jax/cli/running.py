@@ -1,4 +1,5 @@
-"""Running a command: bad input, full disks, Ctrl-C and closed pipes end in a line and a status."""
+"""Run a command. Bad input, full disks, Ctrl-C and closed pipes end with one line and an exit
+status."""
 
 import contextlib
 import errno
@@ -60,9 +61,10 @@ def _cache_compiled_functions() -> None:
 
 @contextlib.contextmanager
 def errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
-    """Replace expected errors and Ctrl-C by one line and SystemExit; others keep their traceback.
+    """Replace expected errors and Ctrl-C by one line and SystemExit. Unexpected errors keep their
+    traceback.
 
-    `directory` is named in errors that name no file, and after Ctrl-C.
+    `directory` is the folder named after Ctrl-C and in errors without a file name.
     """
     try:
         yield
@@ -85,7 +87,7 @@ def errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
 
 
 def _sentence(error: Exception, directory: Path | None) -> str | None:
-    """The line for the user; None for an error of this library."""
+    """Return the line for the user, or None if the error is a bug in this library."""
     text = f"{' '.join(str(error).split()):.4000}"
     jax = sys.modules.get("jax")
     match error:
@@ -126,7 +128,7 @@ def _sentence(error: Exception, directory: Path | None) -> str | None:
 
 
 def _missing_platforms() -> str | None:
-    """The value of JAX_PLATFORMS if JAX has no device for it."""
+    """Return the value of JAX_PLATFORMS if JAX has no device for it, else None."""
     jax = sys.modules["jax"]
     try:
         jax.devices()
@@ -158,7 +160,8 @@ def pipes_handled() -> Iterator[None]:
 
 
 def _output_is_closed() -> bool:
-    """Whether the reader of standard output has ended; a broken pipe can also be a worker's."""
+    """Return whether the reader of standard output has ended. A pipe to a worker process can break,
+    too."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
