@@ -1,9 +1,9 @@
 """Batches of one shape, and parts of a batch that two threads compute.
 
-The last, partial batch is padded and masked, so no data set needs separate compiled functions.
-Between its large products a network has operations that use one core of a CPU. A second part fills
-these gaps, and each part's activations stay in the caches of its core. On an accelerator a batch is
-one part.
+The last, partial batch is padded and masked, so no data set needs separate compiled functions. On a
+CPU, some operations between the large products of a network use one core only. Meanwhile the other
+core computes a second part, and the activations of each part stay in the caches of one core. On an
+accelerator, a batch is one part.
 """
 
 import collections
@@ -20,7 +20,8 @@ R = TypeVar("R")
 
 
 class Rows(NamedTuple):
-    """Indices `rows` `[B]` into a data set; padding repeats the first row and has mask 0."""
+    """Indices `rows` `[B]` into a data set, and a `mask` `[B]`. Padding repeats the first row and
+    has mask 0."""
 
     rows: np.ndarray
     mask: np.ndarray
@@ -38,12 +39,13 @@ def batches(order: np.ndarray, batch_size: int) -> Iterator[Rows]:
 
 
 def num_batches(num: int, batch_size: int) -> int:
-    """Number of batches of `num` rows, including the partial one."""
+    """Return the number of batches of `num` rows, including the partial one."""
     return -(-num // batch_size)
 
 
 NUM_AT_ONCE = 2
-"""Parts computed at a time: more would share the caches and need more memory."""
+"""Number of parts computed at a time; more parts would compete for the caches and increase memory
+use."""
 
 
 @functools.cache
@@ -58,8 +60,8 @@ def side_by_side(function: Callable[[P], R], parts: Iterable[P]) -> Iterator[R]:
     """
 
     def compute(part: P) -> R:
-        # JAX dispatches ahead of the computation: without this bound, the activations of all parts
-        # would be in memory at once
+        # JAX dispatches before earlier computations finish: without this wait, the activations of
+        # all parts would be in memory at once
         return jax.block_until_ready(function(part))
 
     waiting: collections.deque[Future[R]] = collections.deque()

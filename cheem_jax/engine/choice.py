@@ -1,4 +1,5 @@
-"""The executor of a network: the user's choice, or the fastest one measured on a similar device."""
+"""Choice of the executor: the user's setting, or the fastest executor measured on a similar
+device."""
 
 import dataclasses
 import json
@@ -24,28 +25,30 @@ from cheem_jax.engine.whole import Whole
 Name = Literal["stages", "whole", "scan"]
 DISPATCH_BOUND = 1.5e11
 """FLOPs of a batch's forward pass below which an unmeasured accelerator is assumed to wait for the
-host's dispatches; estimated for an H100 from its kernels and bytes."""
+host's dispatches; estimated for an H100 from the number of its kernels and the bytes that they
+read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """How networks are run; these settings change results by rounding only."""
+    """Settings for running networks; they change results by rounding only."""
 
     executor: Literal["auto", "stages", "whole", "scan"] = "auto"
     """stages: one compiled function per op kind; whole: one per architecture; scan: one for all;
     auto: as measured."""
     precision: Precision = "float32"
-    """Operands of matrix products; parameters, sums and the loss are float32 in both."""
+    """Type of the operands of matrix products; parameters, sums and the loss are float32 with both
+    settings."""
     memory_gb: float | None = None
-    """Memory for images and activations cached on the device per task, and as much again for merged
-    experts; default: a quarter of it; 0: nothing is cached."""
+    """Device memory in GB for cached images and activations per task; the same amount is available
+    for merged experts. Default: a quarter of the device's memory; 0 caches nothing."""
     deterministic: bool = False
-    """On an accelerator: compile networks for the same bits in every run, which is slower; a CPU
-    always computes so."""
+    """On an accelerator, compile functions that compute identical bits in every run, which is
+    slower; a CPU always computes identical bits."""
     programs: int = 64
-    """Compiled functions that the executor `whole` caches at most."""
+    """Largest number of compiled functions that the executor `whole` caches."""
     steps_per_call: int = 8
-    """Training steps in one dispatch of the executor `scan`."""
+    """Number of training steps in one dispatch of the executor `scan`."""
 
     def __post_init__(self) -> None:
         if self.memory_gb is not None and self.memory_gb < 0:
@@ -62,11 +65,11 @@ def choose(
     platform: str | None = None,
     layout: Layout = ONE,
 ) -> tuple[Name, str]:
-    """The executor of the settings, and the reason in words for the log.
+    """Return the name of the executor, and the reason for it as a text for the log.
 
-    `auto` is the fastest executor of the measurement in this precision whose FLOPs per device are
-    nearest. Without a measurement, accelerators run small backbones by `scan`, and all others run
-    by `stages`.
+    With `auto`, it is the fastest executor of the measurement on the same platform and in the same
+    precision whose FLOPs per device are nearest. Without such a measurement, accelerators use
+    `scan` for small backbones, and all other cases use `stages`.
     """
     if config.executor != "auto":
         return config.executor, "as set"
@@ -101,9 +104,10 @@ def make_executor(
     batch_size: int = 64,
     layout: Layout = ONE,
 ) -> Executor:
-    """The chosen executor over one backbone.
+    """Make the chosen executor for one backbone.
 
-    Raises ValueError if the memory for cached activations is smaller than one batch needs.
+    Raises ValueError if the memory for cached activations is smaller than the activations of one
+    batch.
     """
     settings: dict[str, Any] = {
         "token": token,
@@ -140,9 +144,9 @@ def make_executor(
 
 @cache
 def measurements() -> list[dict[str, Any]]:
-    """Seconds per supernet step of each executor, by platform, backbone and batch size.
+    """Read the seconds per supernet step of each executor, by platform, backbone and batch size.
 
-    `experiments/jit_profile.py` writes them.
+    `experiments/jit_profile.py` measures them and writes the file.
     """
     text = files("cheem_jax.engine").joinpath("measured.json").read_text()
     return json.loads(text)["measurements"]

@@ -1,4 +1,4 @@
-"""The compiler: its options, JAX's persistent cache, and the number and seconds of compilations."""
+"""Compiler options, JAX's persistent cache, and the number and seconds of compilations."""
 
 import contextlib
 import errno
@@ -23,14 +23,15 @@ _CACHE_BYTES = 2 * 2**30
 
 
 class Compilations(NamedTuple):
-    """Functions compiled, functions read from the persistent cache, and the seconds of both."""
+    """Number of compiled functions, number of functions read from the persistent cache, and the
+    seconds of both."""
 
     programs: int
     cached: int
     seconds: float
 
     def since(self, earlier: "Compilations") -> "Compilations":
-        """The compilations after an earlier count."""
+        """Return the compilations since an earlier count."""
         return Compilations(
             self.programs - earlier.programs,
             self.cached - earlier.cached,
@@ -42,7 +43,8 @@ _total = Compilations(0, 0, 0.0)
 
 
 def compilations() -> Compilations:
-    """The compilations since this module was imported, including those of JAX's own functions."""
+    """Return the compilations since this module was imported, including those of JAX's own
+    functions."""
     return _total
 
 
@@ -54,7 +56,7 @@ def _on_duration(event: str, duration_secs: float, **_: object) -> None:
 
 def _on_event(event: str, **_: object) -> None:
     global _total
-    if event == _HIT:  # JAX reports the time of reading a function as a compilation, too
+    if event == _HIT:  # JAX also reports reading a function as a compilation
         _total = _total._replace(programs=_total.programs - 1, cached=_total.cached + 1)
 
 
@@ -63,7 +65,7 @@ jax.monitoring.register_event_listener(_on_event)
 
 
 class Mark(NamedTuple):
-    """A moment, to count seconds and compilations from."""
+    """A point in time from which seconds and compilations are counted."""
 
     seconds: float
     compiled: Compilations
@@ -73,7 +75,7 @@ class Mark(NamedTuple):
         return cls(time.perf_counter(), compilations())
 
     def since(self) -> dict[str, Any]:
-        """The seconds and compilations since then, for the record."""
+        """Return the seconds and compilations since this point, for the record."""
         compiled = compilations().since(self.compiled)
         return {"seconds": time.perf_counter() - self.seconds, "compile": compiled._asdict()}
 
@@ -83,13 +85,14 @@ _STRICT = {
     "jax_numpy_dtype_promotion": (("strict",), "standard"),
     "jax_transfer_guard": (("disallow", "disallow_explicit"), "allow"),
 }
-"""Values of JAX's options that forbid correct functions of this library, and their substitutes."""
+"""Values of JAX's options that forbid correct functions of this library, and the values that
+replace them."""
 
 
 def allow_ordinary_programs() -> list[str]:
-    """Undo options of this process that forbid broadcasting, mixed types or transfers.
+    """Reset JAX options of this process that forbid broadcasting, mixed types or transfers.
 
-    Returns one line about each.
+    Returns one line of text about each reset option.
     """
     notes = []
     for name, (strict, instead) in _STRICT.items():
@@ -103,16 +106,16 @@ def allow_ordinary_programs() -> list[str]:
 
 
 class NotKept(ValueError):
-    """Compiled functions cannot be cached on disk."""
+    """Error: compiled functions cannot be cached on disk."""
 
 
 def keep_programs() -> Path | None:
-    """Switch on JAX's persistent compilation cache; returns its directory, or None if the user
+    """Switch on JAX's persistent compilation cache; return its directory, or None if the user
     switched it off.
 
-    `JAX_COMPILATION_CACHE_DIR` sets another directory, `JAX_ENABLE_COMPILATION_CACHE=false`
-    switches it off. Raises ValueError if the user's directory cannot be written, and its subclass
-    NotKept if the default one cannot.
+    `JAX_COMPILATION_CACHE_DIR` sets another directory; `JAX_ENABLE_COMPILATION_CACHE=false`
+    switches the cache off. Raises ValueError if the user's directory is not writable, and its
+    subclass NotKept if the default directory is not.
     """
     if not getattr(jax.config, "jax_enable_compilation_cache", True):
         return None
@@ -128,13 +131,13 @@ def keep_programs() -> Path | None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
-        # the cache's files are executed
+        # compiled functions are executed, so only this user must be able to write them
         if not chosen and (status.st_uid != os.getuid() or status.st_mode & 0o022):
             raise OSError(errno.EPERM, "others can write there")
         probe = directory / f".writable-{os.getpid()}"
         probe.touch()
         try:
-            # JAX asks for both names each time that it writes a function
+            # JAX looks up both names whenever it writes a function
             probe.owner()
             probe.group()
         finally:
@@ -159,8 +162,8 @@ def keep_programs() -> Path | None:
 
 
 def _remove_torn(directory: Path) -> None:
-    """Remove functions without a time of use, which a killed process left: JAX would write no
-    further function."""
+    """Remove functions without a time of use, which a killed process left: with them, JAX could not
+    write further functions."""
     with (
         contextlib.suppress(OSError, filelock.Timeout),
         filelock.FileLock(directory / ".lockfile", timeout=10),
@@ -171,7 +174,8 @@ def _remove_torn(directory: Path) -> None:
 
 
 def _machine() -> str:
-    """A name for the kind of processor: home directories are shared by different machines."""
+    """Return a name for the processor type, because different machines can share a home
+    directory."""
     features = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -183,18 +187,19 @@ def _machine() -> str:
 
 
 DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
-"""No sums in the order in which threads finish, and no kernels chosen by their measured time."""
+"""Options that forbid sums in the order in which threads finish, and kernels selected by measured
+time."""
 
 
 @functools.cache
 def jit_options(precision: Precision, deterministic: bool = False) -> dict[str, Any] | None:
-    """Compiler options of the blocks' functions.
+    """Return the compiler options for the functions of blocks; None for XLA's defaults.
 
-    With `deterministic`, an accelerator computes the same bits in every run, as a CPU always does.
-    On a CPU, float32 products are compiled for Eigen instead of YNNPACK, whose batched products
-    (attention) leave one of two cores idle. Sums and maxima stay with YNNPACK, because XLA's
-    process one number at a time. So do bfloat16 products, because only YNNPACK uses the processor's
-    bfloat16 instructions.
+    With `deterministic`, an accelerator computes identical bits in every run; a CPU always does. On
+    a CPU, Eigen computes float32 products instead of YNNPACK, because YNNPACK's batched products
+    (attention) use only one of two cores. YNNPACK still computes sums and maxima, because XLA's
+    versions process one number at a time. It also computes bfloat16 products, because only YNNPACK
+    uses the processor's bfloat16 instructions.
     """
     options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
     if jax.default_backend() != "cpu":
@@ -204,5 +209,5 @@ def jit_options(precision: Precision, deterministic: bool = False) -> dict[str, 
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
-        return None  # another version of jaxlib has other options
+        return None  # other versions of jaxlib do not have this option
     return options

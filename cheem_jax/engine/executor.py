@@ -1,12 +1,13 @@
 """The interface of all executors, and the functions that they share.
 
-A pass begins with `Tokens`, which every choice at a block shares (for `mlp_down` the tokens after
-the block's attention half). They are computed from images, cached, or part of another network's
-pass. The three executors cut the following blocks into compiled functions differently:
+A pass begins with `Tokens`: the tokens that are identical for every choice at a block (for
+`mlp_down`, the tokens after the attention half of the block). They are computed from images,
+cached, or reused from another network's pass. The three executors split the following blocks into
+compiled functions differently:
 
-- `stages`: one function per op kind, composed by the host;
-- `whole`: one function per signature, the tuple of op kinds;
-- `scan`: one function, with op kinds as data.
+  - `stages`: one function per op kind; the host calls them block by block;
+  - `whole`: one function per signature (the tuple of op kinds of an architecture);
+  - `scan`: one function for all architectures; op kinds are data.
 """
 
 import abc
@@ -32,14 +33,14 @@ from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.layout import ONE, Layout
 
 WORKING_SET = 5 * 2**20
-"""Bytes of a block's widest activations (the plastic layer's input) above which a CPU needs more
-time per image."""
+"""Size in bytes of a block's widest activations (the plastic layer's input) above which a CPU
+becomes slower per image."""
 
 
 class Dense(NamedTuple):
-    """One block of a forward-only network; expert None is Skip.
+    """One block of a forward-only network; the expert is None for Skip.
 
-    Two networks with equal codes at a block must have equal experts there.
+    If two networks have equal codes at a block, their experts at that block must be equal.
     """
 
     code: int
@@ -50,7 +51,7 @@ Network = Sequence[Dense]
 
 
 class Tokens(NamedTuple):
-    """The tokens `[B, N, D]` that every choice at `block` shares, where a pass begins.
+    """Tokens `[B, N, D]` at the start of a pass; they are identical for every choice at `block`.
 
     If `block` is L, the number of blocks, they are the network's last tokens, reduced to the CLS
     token.
@@ -61,10 +62,7 @@ class Tokens(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """The beginning of a pass as rows `[B]` of a data set `values` `[M, ...]` on the device.
-
-    `values` are tokens of `block`, or uint8 images if `block` is None.
-    """
+    """The start of a pass as rows `[B]` of a data set `values` `[M, ...]` on the device."""
 
     block: int | None
     values: jax.Array
@@ -72,9 +70,10 @@ class Gather(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """One network's results for a batch: its last tokens, and the sum of the CLS tokens per block.
+    """One network's results for a batch: its last tokens, and the sum of the CLS tokens at each
+    block.
 
-    A sum is None if the block is skipped, or before the block where the pass began.
+    A block's sum is None if the network skips the block or the pass began after it.
     """
 
     index: int
@@ -83,7 +82,8 @@ class Walked(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Tokens, labels `[B]` and the images' weights `[B]` in a step's mean loss (0 for padding)."""
+    """Tokens, labels `[B]`, and the weight `[B]` of each image in a step's mean loss (0 for
+    padding)."""
 
     tokens: Tokens | Gather
     labels: np.ndarray | jax.Array
@@ -94,7 +94,8 @@ Mask = np.ndarray | jax.Array
 """`[B]`, 1 for images and 0 for padding."""
 
 Step = Sequence[Batch]
-"""The parts of one gradient step. Their weights sum to 1, so losses and gradients are summed."""
+"""Parts of one gradient step. The weights of all parts sum to 1, so losses and gradients are
+summed."""
 
 Planned = tuple[Architecture, Step, float]
 """One training step: its architecture, its data and its learning rate."""
@@ -103,29 +104,31 @@ Place = tuple[int, Choice]
 """A block and a learnable choice at it (Adapt of an expert, or New)."""
 
 Learners = Mapping[Place, Any]
-"""Learned parameters by place: pytrees with parameters in `params`, and the state of their
-updates."""
+"""Learned parameters, keyed by block and choice: pytrees with parameters in `params` and the state
+of the optimiser."""
 
 Update = Callable[[Any, Any, Any, Any], Any]
-"""A traced function from a learner, its gradients, the rate and the loss to the next learner.
+"""Traced function that maps a learner, its gradients, the learning rate and the loss to the updated
+learner.
 
 The loss is NaN if a gradient is non-finite; the learner must then stay unchanged.
 """
 
 
 class Setup(NamedTuple):
-    """Constants of training steps. Functions are compiled per `update`: pass the same function."""
+    """Constants of training steps. Functions are compiled per `update` function, so every call must
+    pass the same object."""
 
     experts: Sequence[Sequence[Expert]]
-    """The frozen experts of each block."""
+    """Frozen experts of each block."""
     num_classes: int
     update: Update
     blank: tuple[Any, Any]
-    """An Adapt's and a New's learner of zeros, which fill unused slots."""
+    """Learners of zeros, for Adapt and for New, which fill unused slots."""
 
 
 class Trained(NamedTuple):
-    """The result of training steps: learners, the head's learner, and the loss of each step."""
+    """Learners, the head's learner, and the loss of each step after training."""
 
     learners: dict[Place, Any]
     head: Any
@@ -133,22 +136,22 @@ class Trained(NamedTuple):
 
 
 class Executor(abc.ABC):
-    """One frozen backbone at one placement of the memory, and the functions of every executor.
+    """A frozen backbone with one placement of the memory, and the functions that run its networks.
 
-    Arrays: images uint8 `[B, S, S, 3]`, tokens `[B, N, D]`, mask float32 `[B]`.
+    Arrays: images are uint8 `[B, S, S, 3]`, tokens `[B, N, D]`, masks float32 `[B]`.
     """
 
     name: ClassVar[str]
     composes: ClassVar[bool] = False
-    """Whether the host composes architectures of compiled functions, one per op kind."""
+    """Whether the host composes each architecture from compiled functions, one per op kind."""
     steps_per_call: int = 1
-    """Training steps in one dispatch."""
+    """Number of training steps in one dispatch."""
     reason: str = "as set"
-    """Why this executor was chosen, in words for the log."""
+    """Reason why this executor was chosen, as a text for the log."""
     budget: int = 2**30
-    """Bytes for cached results."""
+    """Largest number of bytes of cached results."""
     working: int = 2**30
-    """Bytes for the activations of a forward pass."""
+    """Largest number of bytes of a forward pass's activations."""
 
     def __init__(
         self,
@@ -173,7 +176,7 @@ class Executor(abc.ABC):
         splits = [nnx.split(block) for block in vit.blocks]
         placed = {id(leaf): layout.everywhere(leaf) for leaf in leaves}
         self.leaves = [placed[id(leaf)] for leaf in leaves]
-        # a block's matrices are only operands of products: they are rounded once instead of in
+        # a block's matrices are only operands of products, so they are rounded once and not in
         # every call
         operand = jnp.dtype(vit.config.precision)
         self.blocks = [
@@ -216,7 +219,7 @@ class Executor(abc.ABC):
 
         def classify(leaves, head, tokens, labels, mask, num_classes):
             logits = masked_logits(head, features(leaves, tokens), num_classes)
-            # -1 if a logit is NaN, so that a broken network does not seem to predict class 0
+            # -1 if a logit is non-finite: argmax would return class 0 for a broken network
             answers = jnp.where(jnp.isfinite(logits).all(axis=-1), logits.argmax(axis=-1), -1)
             return answers, ((answers == labels) & (mask > 0)).sum()
 
@@ -232,7 +235,8 @@ class Executor(abc.ABC):
 
     @property
     def cached_type(self) -> Any:
-        """Type of cached tokens: float32 on a CPU, the run's precision on an accelerator."""
+        """Type of cached tokens: float32 on a CPU, the precision of the settings on an
+        accelerator."""
         return jnp.dtype("float32" if self.device.is_host else self.config.precision)
 
     @property
@@ -240,8 +244,8 @@ class Executor(abc.ABC):
         return len(self.blocks)
 
     def on(self, place: int) -> "Executor":
-        """The executor on one of this process's devices; it shares the replicated arrays and
-        compiles its functions again."""
+        """Return a copy of the executor for one of this process's devices; it shares the replicated
+        arrays but compiles its functions again."""
         if place not in self._on:
             one = self._on[place] = copy.copy(self)
             one.layout = Layout([self.layout.devices[place]])
@@ -251,56 +255,59 @@ class Executor(abc.ABC):
         return self._on[place]
 
     def begin(self, images: np.ndarray | jax.Array) -> Tokens:
-        """Tokens of block 0; with several devices, the images are split already (`Layout.rows`)."""
+        """Compute the tokens of block 0. With more than one device, the images must be split
+        already (`Layout.rows`)."""
         return Tokens(0, self._begin(self.leaves, images))
 
     def resolve(self, source: Tokens | Gather) -> Tokens:
-        """The tokens of a source."""
+        """Return the tokens of a source: compute them from images or gather them."""
         if isinstance(source, Tokens):
             return source
         values = self.take(source.values, self.layout.rows(source.rows))
         return self.begin(values) if source.block is None else Tokens(source.block, values)
 
     def take(self, values: jax.Array, rows: Any) -> jax.Array:
-        """Rows `[...]` of a data set `[M, ...]` on the device."""
+        """Gather rows of a data set `[M, ...]` on the device."""
         return _take(values, rows)
 
     def features(self, tokens: jax.Array) -> jax.Array:
-        """Features `[B, D]` of the last block's tokens."""
+        """Compute features `[B, D]` from the tokens of the last block."""
         return self._features(self.leaves, tokens)
 
     def mean_patch(self, tokens: jax.Array) -> jax.Array:
-        """Mean patch token `[B, D]` of tokens `[B, N, D]`."""
+        """Compute the mean patch token `[B, D]` of tokens `[B, N, D]`."""
         return self._mean_patch(tokens)
 
     def classify(
         self, head: Head, tokens, labels, mask, num_classes: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Predicted classes `[B]` of a padded head, and the number of correct ones in the mask."""
+        """Predict classes `[B]` with a padded head; also return the number of correct predictions
+        within the mask."""
         return self._classify(self.leaves, head, tokens, labels, mask, self.number(num_classes))
 
     def put(self, values: Any) -> Any:
-        """Move an argument of several calls to an accelerator once; each call would copy it."""
+        """Move an argument to an accelerator once if more than one call uses it; otherwise each
+        call would copy it."""
         return values if self.device.is_host or self.layout.is_many else jax.device_put(values)
 
     def number(self, value: int) -> Any:
-        """`put` of an int32 constant, cached."""
+        """Return an int32 constant on the device; constants are cached."""
         if value not in self._numbers:
             self._numbers[value] = self.put(np.int32(value))
         return self._numbers[value]
 
     def rows(self, batch_size: int, working_set: int = WORKING_SET) -> int:
-        """Images per call in batches of `batch_size`: a divisor of it.
+        """Return the number of images per call, a divisor of `batch_size`.
 
-        On a CPU, `stages` limits a block's widest activations to `working_set` bytes.
+        On a CPU, `stages` limits the widest activations of a block to `working_set` bytes.
         """
         return batch_size
 
     def forward_rows(self, batch_size: int, num: int) -> int:
-        """Images per call of a forward pass over `num` images: `rows` on a CPU.
+        """Return the number of images per call of a forward pass over `num` images.
 
-        An accelerator can use more than a training step has: one of few sizes, the one with the
-        least padding in the last call.
+        On a CPU it equals `rows(batch_size)`. An accelerator can process more images per call than
+        in a training step: of a few sizes, the one with the least padding is used.
         """
         config = self.config
         per_image = 4 * self.num_blocks * config.num_tokens * (config.width + config.mlp_width)
@@ -314,14 +321,15 @@ class Executor(abc.ABC):
         return min(sizes, key=lambda size: (-(-num // size) * size, -size))
 
     def each(self, function: Callable[[P], R], pieces: Iterable[P]) -> Iterator[R]:
-        """`function` of each piece of a forward pass, in order; on a CPU, `stages` computes two at
-        a time."""
+        """Apply `function` to each piece of a forward pass; yield the results in order. On a CPU,
+        `stages` computes two pieces at a time."""
         return map(function, pieces)
 
     def walk(
         self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask
     ) -> Iterator[Walked]:
-        """Run every network forward from the same tokens; results are yielded in any order."""
+        """Run every network forward from the same tokens; the order of the results is
+        unspecified."""
         begin, values = self.resolve(tokens)
         for index, network in enumerate(networks):
             last, sums = self._forward(network[begin:], begin, self.num_blocks, values, mask)
@@ -371,10 +379,11 @@ class Executor(abc.ABC):
     def _train_call(
         self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
     ) -> Trained:
-        """Train at most `steps_per_call` steps; returns the changed learners only."""
+        """Train at most `steps_per_call` steps; return the changed learners only."""
 
     def _compose(self, blocks, ops: Sequence[Op], z, begin: int, until: int):
-        """Trace blocks `begin` to `until`, whose weights and ops are `blocks` and `ops`.
+        """Trace the blocks from `begin` up to, but not including, `until`; `blocks` are their
+        weights, `ops` their ops.
 
         Returns the tokens of block `until`, and the output and component of each block.
         """
@@ -393,9 +402,10 @@ class Executor(abc.ABC):
         return z, results
 
     def _compose_forward(self, blocks, experts: Sequence[Expert | None], z, mask, begin, until):
-        """Trace dense experts from the tokens of block `begin` to those of `until`.
+        """Trace a network of dense experts from the tokens of block `begin` to those of block
+        `until`.
 
-        Also returns each block's sum of CLS tokens over the mask; None if it is skipped.
+        Also returns the masked sum of CLS tokens at each block; None if the block is skipped.
         """
         ops = [Skip() if expert is None else Reuse(expert) for expert in experts]
         last, results = self._compose(blocks, ops, z, begin, until)
@@ -407,24 +417,25 @@ class Executor(abc.ABC):
         ]
 
     def start_of(self, block: int) -> int:
-        """The first block that is trained if `block` is the first with a learner: it, or an earlier
-        one."""
+        """Return the first block of the backward pass if `block` is the first with a learner; it
+        can be an earlier block."""
         return block
 
     def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
-        """Keys of the functions that a forward pass from block `begin` compiles; `skipped` says
-        which of its blocks are skipped."""
+        """Return the keys of the functions that a forward pass from block `begin` compiles;
+        `skipped` has one flag per block of the pass."""
         return {begin, *enumerate(skipped, begin)}
 
     def counters(self) -> dict[str, Any]:
-        """Statistics of the compiled functions, for the record."""
+        """Return statistics of the compiled functions, for the record."""
         return {"executor": self.name}
 
 
 def ops_of(
     architecture: Architecture, experts: Sequence[Sequence[Expert]], learners: Learners
 ) -> list[Op]:
-    """The ops of an architecture; `learners` contains those of its Adapts and News."""
+    """Return the ops of an architecture; `learners` contains the learners of its Adapt and New
+    ops."""
 
     def op(block: int, choice: Choice) -> Op:
         match choice.kind:
@@ -442,19 +453,20 @@ def ops_of(
 
 
 def shared_prefix(codes: Sequence[int], others: Sequence[int]) -> int:
-    """Number of leading codes that two networks have in common."""
+    """Return the number of leading codes that are equal in two networks."""
     pairs = enumerate(zip(codes, others, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(codes), len(others)))
 
 
 def guard(loss: jax.Array, grads: Any) -> jax.Array:
-    """The loss, or NaN if a gradient is non-finite, so that the step reaches no parameter."""
+    """Return the loss, or NaN if a gradient is non-finite; updates then leave all parameters
+    unchanged."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)]
     return jnp.where(jnp.stack(finite).all(), loss, jnp.nan) if finite else loss
 
 
 def masked_logits(head: Head, features: jax.Array, num_classes) -> jax.Array:
-    """Logits of a padded head; those of the padding are -1e30."""
+    """Compute the logits of a padded head; the logits of the padding are `FAR` (-1e30)."""
     logits = features @ head.weight + head.bias
     return jnp.where(jnp.arange(logits.shape[-1]) < num_classes, logits, FAR)
 
@@ -468,5 +480,5 @@ def _take(values, rows):
 
 @jax.jit
 def add(a, b):
-    """Sum of two equal pytrees."""
+    """Add two pytrees of the same structure."""
     return jax.tree.map(jnp.add, a, b)

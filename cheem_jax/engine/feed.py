@@ -1,9 +1,9 @@
-"""Feeds: the beginnings of a data set's passes, from images or from cached tokens.
+"""Feeds: data sets as images, or as cached tokens from which passes continue.
 
-Without augmentation, the results of the leading frozen blocks are the same in every epoch: in a
-supernet the tokens of block 0, in fine-tuning those of the first block that learns. They are cached
-if they fit a budget. Augmented images are new in every epoch, so their steps begin with pixels on
-the host.
+Without augmentation, the results of the leading frozen blocks are identical in every epoch. In a
+supernet these are the tokens of block 0; in fine-tuning, the tokens of the first block that learns.
+They are cached if they fit a memory budget. Augmented images differ in every epoch, so their steps
+start with pixels on the host.
 """
 
 import functools
@@ -27,30 +27,32 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Feed(Protocol):
-    """A data set as a source of passes: its images, or tokens cached behind a frozen prefix."""
+    """A data set as images, or as tokens that were cached after frozen leading blocks."""
 
     block: int | None = None
-    """The block whose tokens are cached; None: passes begin with images."""
+    """Block whose tokens are cached; None if passes start with images."""
 
     def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
         """Yield the tokens of each array of row numbers."""
         ...
 
     def at(self, epoch: int) -> "Feed":
-        """The data set of one training epoch: only augmented images differ between epochs."""
+        """Return the data set of one training epoch; only augmented images differ between
+        epochs."""
         return self
 
     def on(self, executor: Executor) -> "Feed":
-        """The same data set for an executor on one of the devices."""
+        """Return the data set for an executor on one of the devices."""
         ...
 
     def parts(self, order: Sequence[np.ndarray]) -> Iterator["Feed"]:
-        """Each array of row numbers as a separate data set."""
+        """Yield a separate data set for each array of row numbers."""
         return (Subset(self, rows) for rows in order)
 
 
 class HostImages(Feed):
-    """uint8 images `[N, S, S, 3]` in the host's memory or in files, copied batch by batch."""
+    """uint8 images `[N, S, S, 3]` in the host's memory or in files; each batch is copied to the
+    device."""
 
     def __init__(self, executor: Executor, images: Images):
         self.executor, self.images = executor, images
@@ -89,11 +91,11 @@ class Subset(Feed):
 
 
 class Cached(Feed):
-    """Tokens `[N, ...]` of one block, or uint8 images if `block` is None.
+    """Cached tokens `[N, ...]` of one block, or uint8 images if `block` is None.
 
-    On an accelerator they are in its memory: each batch is gathered there by row number, and images
-    are normalised inside the compiled function. A CPU caches tokens as NumPy arrays, which gather
-    without a compiled function, and no images.
+    An accelerator caches them in its memory: it gathers each batch by row number, and the compiled
+    function normalises images. A CPU caches tokens as NumPy arrays, because NumPy gathers rows
+    without a compiled function; it does not cache images.
     """
 
     def __init__(self, layout: Layout, block: int | None, values: np.ndarray | jax.Array):
@@ -117,8 +119,8 @@ class Cached(Feed):
 
 
 class Budget:
-    """Bytes that one task can still cache, and those in use; `refused` describes values that did
-    not fit."""
+    """Memory budget of one task in bytes: `free` bytes can still be cached, `used` bytes are
+    cached, and `refused` describes values that did not fit."""
 
     def __init__(self, num_bytes: int):
         self.free = num_bytes
@@ -126,9 +128,9 @@ class Budget:
         self.refused = list[str]()
 
     def make(self, name: str, num_bytes: int, function: Callable[[], T]) -> T | None:
-        """Call `function` if its result of `num_bytes` fits; None if it does not.
+        """Call `function` if its result of `num_bytes` fits the budget; otherwise return None.
 
-        If the device is full although the budget is not, nothing more is cached.
+        If the device's memory is exhausted earlier, nothing more is cached.
         """
         if num_bytes <= self.free:
             try:
@@ -147,7 +149,8 @@ class Budget:
 
 
 def feed_images(executor: Executor, images: Images, budget: Budget) -> Feed:
-    """Images on an accelerator if they are decoded and fit, else on the host."""
+    """Return a feed of images: on the accelerator if they are decoded and fit the budget, otherwise
+    on the host."""
     plain = HostImages(executor, images)
     if executor.device.is_host or not isinstance(images, np.ndarray):
         return plain
@@ -159,7 +162,7 @@ def feed_images(executor: Executor, images: Images, budget: Budget) -> Feed:
 
 
 def cached_bytes(executor: Executor, num_images: int, block: int) -> int:
-    """Bytes of the cached tokens of a block."""
+    """Return the number of bytes of the cached tokens of `num_images` images at a block."""
     config = executor.config
     is_trimmed = block == executor.num_blocks or (
         executor.outputs[block] is not None and executor.placement == "mlp_down"
@@ -178,9 +181,9 @@ def keep_tokens(
     batch_size: int,
     budget: Budget,
 ) -> Feed:
-    """Compute and cache the tokens behind the frozen blocks of `prefix`.
+    """Compute and cache the tokens after the frozen blocks of `prefix`.
 
-    Returns `images` if the tokens do not fit or are cached already.
+    Returns `images` if the tokens do not fit the budget or are cached already.
     """
     if images.block == len(prefix):
         return images
@@ -196,7 +199,7 @@ def keep_tokens(
 def _compute(
     executor: Executor, images: Feed, num_images: int, prefix: Network, batch_size: int
 ) -> np.ndarray | jax.Array:
-    """The tokens of every image behind `prefix`, where passes will begin."""
+    """Compute the tokens of every image after the blocks of `prefix`."""
     layout = executor.layout
     dtype = executor.cached_type
     stays = not executor.device.is_host and not layout.is_many
@@ -214,21 +217,21 @@ def _compute(
             cache[batch.rows[: batch.size]] = hosts.fetch(values)[: batch.size]
     if executor.device.is_host:
         return cache
-    # a full device raises its error here, before the tokens count as cached
+    # an exhausted device raises its error here, before the budget counts the tokens as cached
     return jax.block_until_ready(cache if stays else _on_device(layout, cache))
 
 
 @functools.partial(jax.jit, static_argnames="size", donate_argnums=0)
 def _write(cache, values, start, *, size: int):
-    """Write the first `size` of `values` to `cache` in place, beginning at row `start`."""
+    """Write the first `size` rows of `values` to `cache` in place, starting at row `start`."""
     return jax.lax.dynamic_update_slice_in_dim(cache, values[:size].astype(cache.dtype), start, 0)
 
 
 def ahead(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
     """Yield the items of `work`; another thread prepares up to `num` of them in advance.
 
-    With several devices the main thread prepares them: functions with sums over the devices must be
-    dispatched in the same order everywhere.
+    With more than one device, the main thread prepares them, because functions with sums over
+    devices must be dispatched in the same order in every process.
     """
     if layout.is_many:
         yield from work
@@ -243,9 +246,9 @@ def ahead(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
 
 
 def memory_budget(gigabytes: float | None) -> int:
-    """The setting in bytes; default: a quarter of the device's memory.
+    """Convert the setting `memory_gb` to bytes; None means a quarter of the device's memory.
 
-    Raises ValueError for a number below 0.
+    Raises ValueError for a negative number.
     """
     if gigabytes is not None:
         if gigabytes < 0:
@@ -255,7 +258,8 @@ def memory_budget(gigabytes: float | None) -> int:
     memory = statistics.get("bytes_limit")
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # all processes must cache the same; in MiB, because JAX's integers have 32 bits
+    # all processes must cache the same data sets; the unit is MiB because JAX's integers have 32
+    # bits
     return hosts.smallest(int(memory) // 4 >> 20) << 20
 
 
