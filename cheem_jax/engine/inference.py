@@ -1,9 +1,10 @@
-"""Features by the network of each image's inferred task, resumed from the frozen base network.
+"""Features by the network of each image's inferred task, computed from tokens of the frozen base
+network.
 
-A task's network that begins with Reuse of the base experts equals the base network up to its first
-difference. It continues there from the base network's tokens (paper section 'Inference' runs both
-from the image). Images are grouped by task within a batch and padded to few sizes, so that no
-request compiles.
+A task's network that starts with Reuse of base experts is identical to the base network up to its
+first different block. It continues there from the base network's tokens; in the paper (section
+'Inference'), both networks run from the image. Images are grouped by task within a batch and padded
+to few group sizes, so that no request compiles.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from cheem_jax.engine.passes import batch_features
 Route = Callable[[Float[np.ndarray, "N D"]], Int[np.ndarray, "N"]]
 
 SKIP = -1
-"""The code of a block that a finished network skips."""
+"""Code of a block that a network skips."""
 
 
 @runtime_checkable
@@ -32,21 +33,22 @@ class Networks(Protocol):
 
     @property
     def codes(self) -> Sequence[Sequence[int]]:
-        """The codes `[L]` of each network's blocks."""
+        """Codes `[L]` of the blocks of each network."""
         ...
 
     def network(self, index: int) -> Network: ...
 
 
 class Inferred(NamedTuple):
-    """The task and the class within it of each image; the class is -1 if a logit is non-finite."""
+    """Task of each image, and its class within the task; the class is -1 if a logit is
+    non-finite."""
 
     tasks: Int[np.ndarray, "N"]
     classes: Int[np.ndarray, "N"]
 
 
 class Inference:
-    """The base network and all task networks over one executor."""
+    """The base network and all task networks, run by one executor."""
 
     def __init__(
         self,
@@ -66,15 +68,16 @@ class Inference:
         self.sizes = bucket_sizes(self.rows) if sizes is None else tuple(sizes)
         self._blocks = reads.blocks(executor.num_blocks)
         self._until = reads.until(executor.num_blocks)
-        # the base network ends at the last block that the router reads: task networks that are
-        # equal to it beyond that block continue there
+        # the base network stops at the last block that the router reads; task networks that equal
+        # it beyond that block continue there
         base_codes = [step.code for step in base]
         self.differences = [
             min(shared_prefix(base_codes, codes), self._until) for codes in networks.codes
         ]
 
     def features(self, feed: Feed, num: int, route: Route) -> Float[np.ndarray, "N D"]:
-        """Features of `num` images by the networks of their tasks; zeros if the route is -1."""
+        """Compute features of `num` images with the networks of their tasks; they are zeros if the
+        route is -1."""
         features = np.zeros((num, self.executor.config.width), np.float32)
         for batch in batches(np.arange(num), self.batch_size):
             read, reached = self._run_base(feed, batch.rows)
@@ -85,7 +88,7 @@ class Inference:
         return features
 
     def prepare(self) -> None:
-        """Compile every function that a request can call, with blank images in groups of every
+        """Compile every function that a request can call, with blank images in groups of each
         size."""
         size = self.executor.config.image_size
         blank = np.zeros((self.batch_size, size, size, 3), np.uint8)
@@ -95,7 +98,7 @@ class Inference:
                 self._run_task(task, np.arange(num), reached)
 
     def _examples(self) -> Iterator[int]:
-        """Few networks that together call every compiled function of all networks."""
+        """Yield a few networks that together call every compiled function of all networks."""
         covered = set()
         for task, codes in enumerate(self.networks.codes):
             begin = self.differences[task]
@@ -107,8 +110,8 @@ class Inference:
     def _run_base(
         self, feed: Feed, rows: np.ndarray
     ) -> tuple[np.ndarray, dict[int, np.ndarray | jax.Array]]:
-        """The router's features of a batch, and the base network's tokens at every block where a
-        task network continues."""
+        """Compute the router's features of a batch, and the base network's tokens at every block
+        where a task network continues."""
         stops = sorted(set(self.differences))
 
         def run(source: Tokens | Gather) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -126,8 +129,8 @@ class Inference:
 
         parts = np.split(rows, range(self.rows, len(rows), self.rows))
         features, reached = zip(*self.executor.each(run, feed.follow(parts)), strict=True)
-        # on a CPU NumPy gathers without a compiled function; on an accelerator a batch is one part
-        # and stays in its memory
+        # on a CPU, NumPy gathers rows without a compiled function; on an accelerator a batch is one
+        # part and stays on the device
         join = np.concatenate if self.executor.device.is_host else jnp.concatenate
         read = [np.concatenate(part) for part in zip(*jax.device_get(features), strict=True)]
         return join_tokens(read), {
@@ -138,7 +141,7 @@ class Inference:
     def _run_task(
         self, task: int, rows: np.ndarray, reached: dict[int, np.ndarray | jax.Array]
     ) -> Float[np.ndarray, "N D"]:
-        """Features of some rows of a batch by a task's network."""
+        """Compute the features of some rows of a batch with a task's network."""
         block = self.differences[task]
         network = self.networks.network(task)
         values = reached[block]
@@ -157,14 +160,16 @@ class Inference:
 
 
 def bucket_sizes(rows: int) -> tuple[int, ...]:
-    """Sizes to which groups are padded: all rows, a half, a quarter."""
+    """Return the sizes to which groups are padded: all rows, a half, a quarter."""
     return tuple(sorted({rows, max(rows // 2, 1), max(rows // 4, 1)}, reverse=True))
 
 
 def pieces(rows: np.ndarray, sizes: Sequence[int]) -> list[tuple[np.ndarray, int]]:
-    """Cut `rows` into parts of these sizes, largest first, with the number of real rows of each.
+    """Cut `rows` into parts of the given sizes, largest first; return each padded part with its
+    number of real rows.
 
-    The rest is padded to the smallest size that contains it, if at least half of that size is real.
+    The last rows are padded to the smallest size that contains them, if at least half of that size
+    is real.
     """
     parts = []
     start = 0

@@ -1,8 +1,8 @@
-"""Arrays on one device, or on a mesh of devices of one or several machines (JAX's SPMD).
+"""Arrays on one device, or on a mesh of devices of one or more machines (JAX's SPMD).
 
 The rows of a batch are split over all devices. Learned parameters and the frozen backbone are
-replicated. The functions stay the same: XLA divides the work by the sharding of their arguments,
-and adds the sums over devices that gradients and counts need.
+replicated. The functions are the same in both cases: XLA divides the work according to the sharding
+of the arguments, and inserts the sums over devices for gradients and counts.
 """
 
 import collections
@@ -23,10 +23,10 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The devices of a run; they change results by rounding only."""
+    """Devices of a run; they change results by rounding only."""
 
     devices: Literal["all"] | int = 1
-    """Devices that share the work of a batch: a number, or all visible ones of all processes."""
+    """Number of devices that share each batch, or `all` visible devices of all processes."""
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, int) and self.devices < 1:
@@ -34,10 +34,10 @@ class MeshConfig:
 
 
 class Layout:
-    """One device, or a mesh of several; every process of a job has an equal one.
+    """One device, or a mesh of devices; all processes of a job construct identical layouts.
 
-    Each device gets equally many rows of a batch. The batch is padded by its first row, with weight
-    0 if rows are weighted, so predictions and sums of the real rows stay the same.
+    Each device gets the same number of rows of a batch. The batch is padded with its first row,
+    with weight 0 if rows are weighted, so predictions and sums of the real rows do not change.
     """
 
     def __init__(self, devices: Sequence[Any] = ()):
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """The devices' IDs, as a key of compiled functions."""
+        """IDs of the devices, as a key of compiled functions."""
         return tuple(device.id for device in self.devices)
 
     def _sharding(self, *axes: str | None) -> NamedSharding:
@@ -65,7 +65,8 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def mine(self, rows: np.ndarray, filler: Any = None) -> np.ndarray:
-        """This process's part of a batch, which is padded by its first row or by `filler`."""
+        """Return this process's part of a batch, which is padded with its first row or with
+        `filler`."""
         if not self.is_many:
             return rows
         share = -(-len(rows) // self.num)
@@ -74,7 +75,7 @@ class Layout:
         return padded[self.local[0] * share : (self.local[-1] + 1) * share]
 
     def joined(self, part: Any, axis: int = 0) -> Any:
-        """The batch whose parts the processes have, as one array split over all devices along
+        """Join the parts of all processes to one array that is split over all devices along
         `axis`."""
         if not self.is_many:
             return part
@@ -88,19 +89,20 @@ class Layout:
         return jax.make_array_from_single_device_arrays(tuple(shape), split, pieces)
 
     def rows(self, values: np.ndarray) -> Any:
-        """Rows `[B, ...]` that every process has, split over the devices."""
+        """Split rows `[B, ...]`, which every process has, over the devices."""
         return self.joined(self.mine(values))
 
     def weights(self, values: np.ndarray) -> Any:
-        """The weights or mask `[B]` of rows, split over the devices; padding has weight 0."""
+        """Split the weights or mask `[B]` of rows over the devices; padding has weight 0."""
         return self.joined(self.mine(values, 0))
 
     def read(self, images: Images, order: Sequence[np.ndarray]) -> Iterator[Any]:
-        """The images of each array of rows; each process reads those of its devices only."""
+        """Yield the images of each array of rows; each process reads only the images of its
+        devices."""
         return map(self.joined, in_turn(images, [self.mine(rows) for rows in order]))
 
     def everywhere(self, tree: Tree) -> Tree:
-        """Replicate arrays that every process has on all devices."""
+        """Replicate arrays, which every process has, on all devices."""
         if not self.is_many:
             return tree
         whole = self._sharding()
@@ -116,7 +118,7 @@ class Layout:
         return jax.tree.map(put, tree)
 
     def copy(self, tree: Tree, place: int) -> Tree:
-        """Replicated arrays on one of this process's devices, without copying."""
+        """Return replicated arrays on one of this process's devices, without copying."""
 
         def local(leaf):
             if not isinstance(leaf, jax.Array) or len(leaf.devices()) == 1:
@@ -128,10 +130,11 @@ class Layout:
         return jax.tree.map(local, tree)
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
-        """`jax.jit`; on several virtual devices of a CPU each call waits for its result.
+        """Compile with `jax.jit`; with more than one virtual device of a CPU, each call waits for
+        its result.
 
-        These devices share a pool of as many threads. If two functions with sums over the devices
-        ran at a time, all threads could wait for a device that gets no thread.
+        Virtual devices share a pool with one thread per device. If two functions with sums over
+        devices ran at the same time, all threads could wait for a device that has no thread.
         """
         if not self.is_many:
             return jax.jit(function, **options)
@@ -149,7 +152,8 @@ class Layout:
 
 
 class _Waiting:
-    """A function of `Layout.jit`: to be called, or lowered, compiled and called."""
+    """A function of `Layout.jit` that waits for its result; it can be called, or lowered, compiled
+    and called."""
 
     def __init__(self, function: Any):
         self._function = function
@@ -158,7 +162,7 @@ class _Waiting:
         return jax.block_until_ready(self._function(*arguments, **named))
 
     def lower(self, *arguments: Any, **named: Any) -> "_Waiting":
-        """Lower the function for arguments of these shapes."""
+        """Lower the function for arguments with these shapes."""
         return _Waiting(self._function.lower(*arguments, **named))
 
     def compile(self) -> "_Waiting":
@@ -167,11 +171,12 @@ class _Waiting:
 
 
 ONE = Layout()
-"""The default device alone."""
+"""Layout of the default device alone."""
 
 
 def make_layout(config: MeshConfig) -> Layout:
-    """The devices of the settings. Raises ValueError if there are too few, or processes differ."""
+    """Make the layout of the settings. Raises ValueError if there are too few devices, or if the
+    processes have different numbers of devices."""
     devices = jax.devices()
     shares = collections.Counter(device.process_index for device in devices)
     if len(set(shares.values())) > 1:

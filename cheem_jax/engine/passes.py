@@ -1,5 +1,5 @@
-"""Forward-only passes over whole data sets: mean CLS tokens, features, classes, numbers of correct
-predictions."""
+"""Forward-only passes over whole data sets, which compute mean CLS tokens, features, classes, or
+the number of correct predictions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 def unwatched(num_images: int, note: str = "", /) -> None:
-    """An `Advance` that shows nothing."""
+    """Ignore progress; an `Advance` without output."""
 
 
 class TokenMeans(NamedTuple):
-    """Mean CLS tokens `[E, L, D]` of E networks, zero for skipped blocks, and the first network's
-    features `[N, D]`."""
+    """Mean CLS tokens `[E, L, D]` of E networks (zeros for skipped blocks), and features `[N, D]`
+    of the first network."""
 
     means: Float[np.ndarray, "E L D"]
     features: Float[np.ndarray, "N D"]
@@ -39,7 +39,7 @@ def token_means(
     batch_size: int,
     advance: Advance,
 ) -> TokenMeans:
-    """Average the CLS tokens of several networks over the same `num` images (the paper's mu).
+    """Average the CLS tokens of each network over the same `num` images (mu in the paper).
 
     Sums over batches are float64.
     """
@@ -75,7 +75,7 @@ def network_features(
     batch_size: int,
     advance: Advance = unwatched,
 ) -> Float[np.ndarray, "P N D"]:
-    """Features of several networks for the same `num` images; shared prefixes run once per
+    """Compute the features of each network for the same `num` images; shared prefixes run once per
     batch."""
     features = np.empty((len(networks), num, executor.config.width), np.float32)
 
@@ -103,7 +103,8 @@ def intermediate_features(
     until: int,
     batch_size: int,
 ) -> list[Float[np.ndarray, "N D"]]:
-    """The mean patch token at each of `blocks`, and the features if the pass reaches the end."""
+    """Compute the mean patch token at each of `blocks`, and the features if `until` is the number
+    of blocks."""
 
     def run(batch: Rows, tokens: Tokens | Gather) -> list[jax.Array]:
         return batch_features(executor, network, tokens, blocks=blocks, until=until)
@@ -121,7 +122,8 @@ def batch_features(
     stops: Sequence[int] = (),
     keep: Callable[[Tokens], object] = lambda tokens: None,
 ) -> list[jax.Array]:
-    """`intermediate_features` of one batch; `keep` is called with the tokens at each of `stops`."""
+    """Compute `intermediate_features` for one batch; `keep` is called with the tokens at each of
+    `stops`."""
     features = []
     for block in sorted({*blocks, *stops, until}):
         tokens = executor.advance(network, tokens, block)
@@ -144,7 +146,7 @@ def answers(
     num_classes: int,
     batch_size: int,
 ) -> Int[np.ndarray, "N"]:
-    """Predict the class of each image by one network and its padded head."""
+    """Predict the class of each image with one network and its padded head."""
     (classes,) = _answers(executor, [network], head, images, num, num_classes, batch_size)
     return classes
 
@@ -160,7 +162,8 @@ def answers_and_features(
     num_classes: int,
     batch_size: int,
 ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-    """`answers` of `network` and the features of `base`; their shared prefix runs once."""
+    """Predict classes with `network` and compute features with `base`; their shared prefix runs
+    once."""
     classes, features = _answers(
         executor, [network, base], head, images, num, num_classes, batch_size
     )
@@ -176,7 +179,8 @@ def _answers(
     num_classes: int,
     batch_size: int,
 ) -> list[np.ndarray]:
-    """The classes by the first network, and the features by each of the others."""
+    """Predict classes with the first network, and compute features with each of the other
+    networks."""
 
     def run(batch: Rows, tokens: Tokens | Gather) -> list[jax.Array]:
         labels = executor.layout.rows(np.zeros(len(batch.rows), np.int32))
@@ -200,8 +204,8 @@ def count_right(
     batch_size: int,
     advance: Advance,
 ) -> Int[np.ndarray, "P"]:
-    """Count correct predictions of several networks with one head; shared prefixes run once per
-    batch."""
+    """Count the correct predictions of each network, all with the same head; shared prefixes run
+    once per batch."""
     counts = np.zeros(len(networks), np.int64)
 
     def run(batch: Rows, tokens: Tokens | Gather) -> dict[int, np.ndarray]:
@@ -226,7 +230,7 @@ def _collect(
     batch_size: int,
     run: Callable[[Rows, Tokens | Gather], list[jax.Array]],
 ) -> list[np.ndarray]:
-    """The arrays of all batches, concatenated without padding."""
+    """Compute the arrays of all batches; return them concatenated, without padding."""
 
     def fetch(batch: Rows, tokens: Tokens | Gather) -> list[np.ndarray]:
         return [hosts.fetch(values)[: batch.size] for values in run(batch, tokens)]
@@ -242,7 +246,7 @@ def _in_order(
     batch_size: int,
     run: Callable[[Rows, Tokens | Gather], T],
 ) -> Iterator[tuple[int, T]]:
-    """The number of images of each batch in order, and the result of `run` for it."""
+    """Yield the number of images of each batch and the result of `run` for the batch, in order."""
     pieces = list(batches(np.arange(num), executor.forward_rows(batch_size, num)))
     masked = (
         batch._replace(mask=executor.put(executor.layout.weights(batch.mask))) for batch in pieces

@@ -1,12 +1,13 @@
 """One compiled function for every architecture: op kinds are data, and many steps share a call.
 
-If the host's dispatch is the limit (a small backbone on a large accelerator), calls with many
-training steps save the most. The steps' architectures are sampled beforehand. Their parameters are
-stacked in tables with one slot per step, so the function depends on the number of steps per call
-and not on the pool. Every block computes one dense expert: its slot's expert with Adapt's change
-added, New's, or zeros if it is skipped. Nothing branches, so the device never waits for the host.
-In return, only the number of leading blocks without learners is static: all later blocks store the
-values that their gradients need, even if an architecture learns nothing there.
+If the host's dispatches limit the speed (a small backbone on a large accelerator), calls with many
+training steps save the most time. The architectures of the steps are sampled beforehand. Their
+parameters are stacked in tables with one slot per step, so the function depends on the number of
+steps per call and not on the size of the pool. Every block computes one dense expert: the expert in
+its slot with the change of Adapt added, the expert of New, or zeros if the block is skipped. The
+function does not branch, so the device never waits for the host. The disadvantage is that only the
+number of leading blocks without learners is static: all later blocks store residuals for their
+gradients, even if an architecture learns nothing there.
 """
 
 import math
@@ -39,23 +40,24 @@ from cheem_jax.engine.executor import (
 
 NEW = Choice("new")
 NUM_STARTS = 4
-"""Blocks at which a backward pass can end, evenly spaced; each has its own compiled function."""
+"""Number of blocks at which a backward pass can end, evenly spaced; each has a separate compiled
+function."""
 
 
 class Tables(NamedTuple):
-    """The parameters of K steps: experts of each block of the pass, and learners of each block that
-    can learn."""
+    """Parameters of K steps: experts of each block of the pass, and learners of each block that can
+    learn."""
 
     experts: tuple[tuple[Expert, ...], ...]
-    """K frozen experts, zeros for Skip."""
+    """K frozen experts per block; zeros for Skip."""
     pairs: tuple[tuple[Any, ...], ...]
-    """K learners of low-rank pairs."""
+    """K learners of low-rank pairs per block."""
     news: tuple[Any, ...]
-    """New's learner."""
+    """Learner of New per block."""
 
 
 class Calls(NamedTuple):
-    """The inputs of K steps: slots and op kinds per block, data, rate, and whether the step
+    """Inputs of K steps: slots and op kinds per block, data, learning rate, and whether the step
     counts."""
 
     slots: Int[np.ndarray, "K blocks"]
@@ -75,9 +77,9 @@ class Program(NamedTuple):
 
     update: Update
     block: int | None
-    """The block of the steps' data; None for images."""
+    """Block whose tokens are the data; None for images."""
     start: int
-    """The first block that can learn."""
+    """First block that can learn."""
     packed: tuple[tuple[tuple[int, ...], str] | None, ...]
     """Shape and type of one step's part of each packed field of `Calls`."""
 
@@ -92,7 +94,7 @@ class Scan(Executor):
         super().__init__(vit, placement, **settings)
         self.steps_per_call = steps_per_call
         self.nothing: Expert = jax.tree.map(jnp.zeros_like, self.base_pool[0][0].params)
-        """The expert of a skipped block; blocks have equal shapes."""
+        """Expert of a skipped block; all blocks have the same shapes."""
         self._train = self.jit(self._train_of, static_argnums=0)
         self._pass = self.jit(self._forward_of, static_argnums=(0, 1))
 
@@ -104,18 +106,19 @@ class Scan(Executor):
         return one
 
     def start_of(self, block: int) -> int:
-        """See `Executor.start_of`: few functions serve all. At L only the head learns."""
+        """See `Executor.start_of`: starts are rounded down, so that few functions are compiled. At
+        block L only the head learns."""
         spacing = -(-self.num_blocks // NUM_STARTS)
         return block if block == self.num_blocks else block - block % spacing
 
     def _train_call(
         self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
     ) -> Trained:
-        """See `Executor.train`; a short call is filled with steps that do not count.
+        """See `Executor.train`; a call with fewer steps is filled with steps that do not count.
 
-        The backward pass ends before the first block with a learner, even if these architectures do
-        not use it. A supernet soon has one at the first block, and then one function serves all of
-        its steps.
+        The backward pass ends at the start of the first block with a learner, even if these
+        architectures do not use that learner. A supernet soon has a learner at its first block;
+        after that, all of its steps use one function.
         """
         size = self.steps_per_call
         num = len(plan)
@@ -180,9 +183,9 @@ class Scan(Executor):
         return Trained(changed, head, list(losses)[:num])
 
     def _sources(self, sources: Sequence[Tokens | Gather]) -> tuple[int | None, jax.Array]:
-        """The block where the steps begin (None: images), and their stacked data.
+        """Return the block where the steps start (None: images), and the stacked data of the steps.
 
-        A separate function gathers rows, so that the one of the steps does not depend on the size
+        A separate function gathers rows, so that the training function does not depend on the size
         of the data set.
         """
         gathers = [source for source in sources if isinstance(source, Gather)]
@@ -245,7 +248,8 @@ class Scan(Executor):
             if learned is None:
                 loss = guard(loss, head_grad)
             else:
-                # a dense expert's gradient is New's; the chain rule turns it into those of a pair
+                # the gradient of the dense expert is the gradient of New; the chain rule turns it
+                # into the gradients of a low-rank pair
                 grad = _stack(grads)
                 pair_grad = LowRank(grad.weight @ pair.up.mT, pair.down.mT @ grad.weight)
                 new_grads = _masked(call.news, grad)
@@ -268,9 +272,10 @@ class Scan(Executor):
 
 
 def _pack(calls: Calls) -> tuple[Any, tuple[np.ndarray, list[Any]]]:
-    """How to read packed fields, and the inputs: NumPy fields as one array `[K, n]`, and the rest.
+    """Pack all NumPy fields into one array `[K, n]`; return the layout of the array, and the
+    inputs.
 
-    A copy to an accelerator is as slow for a few numbers as for thousands.
+    Copying a few numbers to an accelerator is as slow as copying thousands.
     """
     packed = tuple(
         (field.shape[1:], field.dtype.name) if isinstance(field, np.ndarray) else None
@@ -288,7 +293,7 @@ def _pack(calls: Calls) -> tuple[Any, tuple[np.ndarray, list[Any]]]:
 
 
 def _unpack(packed: Any, row: jax.Array, rest: Sequence[jax.Array]) -> Calls:
-    """One step's fields."""
+    """Unpack the fields of one step."""
     others = iter(rest)
     fields = []
     begin = 0
@@ -312,14 +317,14 @@ def _filled(row: list[Any], size: int) -> tuple[Any, ...]:
 
 
 def _stacked(arrays: Sequence[Any], dtype: type[np.generic]) -> Any:
-    """Equal arrays as one; NumPy arrays stay on the host."""
+    """Stack arrays of the same shape; NumPy arrays stay on the host."""
     if isinstance(arrays[0], np.ndarray):
         return np.stack(arrays).astype(dtype)
     return jnp.stack(arrays)
 
 
 def _stack(trees: Sequence[Any]) -> Any:
-    """Equal pytrees as one with a new first axis; None if there is none."""
+    """Stack pytrees of the same structure along a new first axis; None if there are none."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees) if trees else None
 
 
@@ -332,14 +337,14 @@ def _unstack(tree: Any, indices: range) -> list[Any]:
 
 
 def _in_slots(tree: Any, slots: Int[ArrayLike, "n"]) -> Any:
-    """The slot of each of n blocks in leaves `[n, K, ...]`."""
+    """Select the slot of each of n blocks from leaves `[n, K, ...]`."""
     slots = jnp.asarray(slots)
     blocks = jnp.arange(len(slots))
     return jax.tree.map(lambda leaf: leaf.at[blocks, slots].get(mode="promise_in_bounds"), tree)
 
 
 def _where(flags: Any, new: Any, old: Any) -> Any:
-    """`new` if the flag of the leading axes is set, else `old`."""
+    """Select `new` if the flag of the leading axes is set, else `old`."""
 
     def select(a, b):
         return jnp.where(flags.reshape(flags.shape + (1,) * (b.ndim - flags.ndim)), a, b)
@@ -348,5 +353,5 @@ def _where(flags: Any, new: Any, old: Any) -> Any:
 
 
 def _masked(flags: Any, tree: Any) -> Any:
-    """Zeros if the flag of the leading axes is not set, even for a NaN."""
+    """Replace values by zeros, also NaN, if the flag of the leading axes is not set."""
     return _where(flags, tree, jax.tree.map(jnp.zeros_like, tree))

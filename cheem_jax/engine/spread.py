@@ -1,7 +1,9 @@
-"""The search over several devices: each evaluates some of the candidates on all validation images.
+"""The search on more than one device: each device evaluates some of the candidates on all
+validation images.
 
-This needs no sums between devices, which a batch split over them would need at every block.
-Candidates with a common prefix stay together, so the prefix still runs once (`Stages.walk`).
+Splitting each batch over the devices instead would need a sum between devices at every block.
+Candidates with a common prefix are evaluated on the same device, so the prefix still runs once
+(`Stages.walk`).
 """
 
 import itertools
@@ -33,7 +35,8 @@ def count_right_spread(
     batch_size: int,
     advance: Advance,
 ) -> Int[np.ndarray, "P"]:
-    """`passes.count_right` with the networks divided over the devices."""
+    """Count correct predictions like `passes.count_right`, with the networks divided over the
+    devices."""
     sizes = {"num_classes": num_classes, "batch_size": batch_size}
     if not executor.layout.is_many:
         return count_right(executor, networks, head, images, labels, advance=advance, **sizes)
@@ -60,8 +63,8 @@ def features_spread(
     batch_size: int,
     advance: Advance,
 ) -> Float[np.ndarray, "P N D"]:
-    """`passes.network_features` with the networks divided over the devices; every process gets all
-    features."""
+    """Compute features like `passes.network_features`, with the networks divided over the devices;
+    every process gets all features."""
     if not executor.layout.is_many:
         return network_features(
             executor, networks, images, num, batch_size=batch_size, advance=advance
@@ -89,7 +92,7 @@ def _on_devices(
 ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
     """Yield the indices of a device's networks, the rows of a batch, and the result of `evaluate`.
 
-    All devices finish a batch before the next one begins, so every process reports its progress
+    All devices finish a batch before the next batch starts, so every process reports progress
     equally often.
     """
     layout = executor.layout
@@ -99,7 +102,7 @@ def _on_devices(
         for place in layout.local
         if groups[place]
     }
-    # a pass over a batch cuts it into `executor.rows`
+    # each pass cuts its batch into calls of `executor.rows` images
     size = max(batch_size, executor.forward_rows(batch_size, num))
     order = [batch.rows[: batch.size] for batch in batches(np.arange(num), size)]
     with ThreadPoolExecutor(len(layout.local), "search") as threads:
@@ -112,10 +115,11 @@ def _on_devices(
 
 
 def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[list[int]]:
-    """Indices of the networks in `num` groups of nearly equal work, in the order of `walk`.
+    """Divide the networks into `num` groups of nearly equal FLOPs, in the order of `walk`; return
+    their indices.
 
-    A group is a range of that order, so networks with a common prefix share a group. The largest
-    group is as small as such ranges allow.
+    A group is a range of that order, so networks with a common prefix tend to share a group. The
+    FLOPs of the largest group are as low as such ranges allow.
     """
     order = sorted(range(len(networks)), key=lambda i: _codes(networks[i]))
     alone = [added_flops(executor, (), networks[index]) for index in order]
@@ -123,7 +127,8 @@ def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[l
     added += [added_flops(executor, networks[a], networks[b]) for a, b in itertools.pairwise(order)]
 
     def cut(bound: float) -> list[list[int]]:
-        """Groups of at most `bound` FLOPs per image; a single network can exceed it."""
+        """Form groups of at most `bound` FLOPs per image; a group of one network can exceed the
+        bound."""
         groups: list[list[int]] = []
         filled = 0.0
         for index, first, more in zip(order, alone, added, strict=True):
@@ -145,7 +150,8 @@ def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[l
 
 
 def added_flops(executor: Executor, previous: Network, network: Network) -> float:
-    """FLOPs per image of a network without its common prefix with the previous one."""
+    """Count the FLOPs per image of a network without the prefix that it shares with the previous
+    network."""
     last = len(network) - 1
     total = 0
     for block in range(shared_prefix(_codes(previous), _codes(network)), len(network)):

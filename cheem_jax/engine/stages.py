@@ -1,8 +1,9 @@
 """Compiled stages that the host composes: any architecture runs without further compilation.
 
-Blocks have equal shapes, so one function per op kind, with or without the gradient of its input,
-serves every block, task and architecture. The backward pass ends at the first learnable op. Blocks
-before it run forward only and store no residuals, and Skip costs nothing.
+All blocks have the same shapes. One function per op kind, with or without the gradient of its
+input, therefore runs at every block, for every task and architecture. The backward pass ends at the
+first learnable op. Blocks before that op run forward only and store no residuals; Skip costs no
+FLOPs.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ from cheem_jax.engine.executor import (
 
 
 class Stages(Executor):
-    """The default if dispatching a compiled function is cheap compared with running it."""
+    """Executor for devices that dispatch a function in much less time than they run it."""
 
     name = "stages"
     composes = True
@@ -56,7 +57,8 @@ class Stages(Executor):
 
         def widen(leaves, z, *, outputs):
             u = block_of(leaves).widen(z, placement=placement, outputs=outputs)
-            # only products read it, in this precision: it is written once, in half of the bytes
+            # only matrix products use it, in this precision, so writing it in the lower precision
+            # halves the bytes
             return u.astype(vit.config.precision)
 
         def leave(leaves, expert, z, u, mask, *, outputs):
@@ -74,7 +76,8 @@ class Stages(Executor):
                 trained = with_learned(op, learned)
                 if not is_first:
                     return block.run(trained, x, **settings)[0]
-                # of the first block that learns, `x` has passed `enter` and needs no gradient
+                # at the first block that learns, `x` has passed `enter` already and needs no
+                # gradient
                 return block.leave(trained, x, block.widen(x, **settings), **settings)[0]
 
             learned = learned_of(op)
@@ -110,7 +113,8 @@ class Stages(Executor):
         return max(num for num in range(1, largest + 1) if batch_size % num == 0)
 
     def each(self, function: Callable[[P], R], pieces: Iterable[P]) -> Iterator[R]:
-        """See `Executor.each`. The first piece runs alone, so that its functions compile once."""
+        """See `Executor.each`. The first piece runs alone, so that two threads do not compile the
+        same functions."""
         if not self.device.is_host or self.layout.is_many:
             yield from map(function, pieces)
             return
@@ -131,7 +135,8 @@ class Stages(Executor):
         results = side_by_side(gradients, step) if len(step) > 1 else map(gradients, step)
         loss, grads, head_grad = next(results)
         for more_loss, more_grads, more_head in results:
-            # added block by block: a function for all blocks would compile per architecture
+            # added block by block: a function for all blocks would compile again for each
+            # architecture
             loss = add(loss, more_loss)
             head_grad = add(head_grad, more_head)
             grads = {block: add(grad, more_grads[block]) for block, grad in grads.items()}
@@ -144,7 +149,8 @@ class Stages(Executor):
     def gradients(
         self, ops: Ops, head: Head, batch: Batch, num_classes: int
     ) -> tuple[jax.Array, dict[int, Learned], Head]:
-        """The weighted loss of a batch, its gradients per block with a learner, and the head's.
+        """Compute the weighted loss of a batch, the gradients of each block with a learner, and the
+        head's gradients.
 
         The loss is NaN if a gradient is non-finite.
         """
@@ -164,7 +170,7 @@ class Stages(Executor):
         )
         grads: dict[int, Learned] = {}
         for i in reversed(range(first, num)):
-            # a linearisation is the largest value of a step: each is freed after its use
+            # linearisations are the largest arrays of a step, so each is freed after its use
             learned_grad, rest, loss = self._backward(tape.pop(), grad, loss)
             grad = rest[0] if rest else grad
             if learned_grad is not None:
@@ -174,16 +180,16 @@ class Stages(Executor):
     def walk(
         self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask
     ) -> Iterator[Walked]:
-        """Run every network over one batch, each shared prefix once.
+        """Run every network over one batch; each shared prefix runs once.
 
-        Networks are visited depth first, in the order of their codes, so sharing needs the memory
-        of one stack of activations (at most 2 L + 1). Siblings that differ at a block share its
-        start: for `mlp_down` attention and up-projection. Results equal those of separate passes,
-        because the same functions get the same inputs.
+        Networks are visited depth first, in the order of their codes, so at most 2 L + 1
+        activations are in memory. Networks that first differ at a block share the start of that
+        block: for `mlp_down`, its attention half and up-projection. Results are identical to those
+        of separate passes, because the same functions get the same inputs.
         """
         begin, values = self.resolve(tokens)
         num = self.num_blocks
-        # of blocks `begin`, `begin` + 1, ...; the last one has the network's output
+        # starts of blocks `begin`, `begin` + 1, ...; the last entry has the network's output
         starts = [Start(values)]
         sums: list[jax.Array | None] = []
         codes = [[step.code for step in network[begin:]] for network in networks]
@@ -209,7 +215,7 @@ class Stages(Executor):
         return values, sums
 
     def _enter_next(self, block: int, x: jax.Array) -> jax.Array:
-        # for attn_proj, a block's choices already differ in its first tokens
+        # for attn_proj, different choices at a block already have different first tokens
         if block == self.num_blocks or self.placement == "attn_proj":
             return x
         return self._enter(self.blocks[block], x, outputs=self.outputs[block])
@@ -233,17 +239,17 @@ class Stages(Executor):
 )
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """The leaves of a stage's linearisation without the stage's arguments, which `jit` would copy
+    """Leaves of a stage's linearisation without the stage's arguments; `jit` would copy arguments
     to return them."""
 
     stored: list[jax.Array]
     places: tuple[int | None, ...]
-    """Per leaf of the linearisation the number of the argument, or None for the next of
-    `stored`."""
+    """For each leaf of the linearisation, the number of the argument that it equals; None if it is
+    the next leaf in `stored`."""
     structure: Any
 
     def vjp(self, arguments: Any) -> Any:
-        """The linearisation, with the arguments of the stage's call."""
+        """Rebuild the linearisation with the arguments of the stage's call."""
         leaves = jax.tree.leaves(arguments)
         stored = iter(self.stored)
         return self.structure.unflatten(
@@ -252,7 +258,8 @@ class Residuals:
 
 
 def linearised(value_and_vjp: tuple[Any, Any], arguments: Any) -> tuple[Any, Residuals]:
-    """A stage's value, and the residuals of its linearisation; JAX's tracers identify arguments."""
+    """Return a stage's value and the residuals of its linearisation; arguments are recognised by
+    the identity of their tracers."""
     value, vjp = value_and_vjp
     leaves, structure = jax.tree.flatten(vjp)
     number = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(arguments))}
@@ -262,8 +269,8 @@ def linearised(value_and_vjp: tuple[Any, Any], arguments: Any) -> tuple[Any, Res
 
 @dataclasses.dataclass
 class Start:
-    """The values that a block's choices share: its first tokens, and the plastic layer's input once
-    a choice needs it."""
+    """Values that all choices at a block share: its first tokens `z`, and the plastic layer's input
+    `u`, which is computed when a choice first needs it."""
 
     z: jax.Array
     u: jax.Array | None = None

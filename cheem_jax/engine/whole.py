@@ -1,8 +1,9 @@
 """Whole networks as one compiled function each, cached by the architecture's signature.
 
 The signature is the tuple of op kinds. Experts are arguments, so architectures that differ only in
-their experts share a function. This suits one architecture that runs for long (fine-tuning). In the
-supernet nearly every sampled architecture has a new signature, which the counters show.
+their experts share a function. This executor suits fine-tuning, which runs one architecture for
+many steps. In a supernet, nearly every sampled architecture has a new signature; the counters
+report the resulting compilations.
 """
 
 import threading
@@ -33,12 +34,12 @@ from cheem_jax.engine.executor import (
 
 
 class ProgramCache:
-    """Compiled functions by key; the least recently used are evicted above `capacity`, or above
-    `max_maps`.
+    """Cache of compiled functions. The least recently used functions are evicted if there are more
+    than `capacity` functions or the process has more than `max_maps` memory maps.
 
-    A function compiled for a CPU uses hundreds of memory maps, a large network over a thousand.
-    Linux kills a process with more than `vm.max_map_count` of them, so `max_maps` defaults to half
-    of that.
+    A function compiled for a CPU uses hundreds of memory maps, and over a thousand for a large
+    network. Linux kills a process with more than `vm.max_map_count` maps, so `max_maps` is half of
+    that limit by default.
     """
 
     def __init__(self, capacity: int, *, max_maps: int | None = None):
@@ -50,7 +51,7 @@ class ProgramCache:
         self._lock = threading.Lock()  # the search has a thread per device
 
     def call(self, key: Hashable, function: Any, *arguments: Any) -> Any:
-        """Call `function`, compiled once per key and shapes of the arguments."""
+        """Call `function`, which is compiled once per key and shapes of the arguments."""
         leaves, structure = jax.tree.flatten(arguments)
         key = (key, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         with self._lock:
@@ -74,7 +75,7 @@ class ProgramCache:
 
 
 def memory_maps() -> int:
-    """Number of memory maps of this process; 0 if the system does not report it."""
+    """Return the number of memory maps of this process; 0 if the system does not report it."""
     try:
         with open("/proc/self/maps", "rb") as maps:
             return sum(1 for _ in maps)
@@ -83,7 +84,8 @@ def memory_maps() -> int:
 
 
 def memory_map_limit() -> int:
-    """Memory maps that Linux allows per process; its default if the system does not report it."""
+    """Return the number of memory maps that Linux allows per process; its default if the system
+    does not report it."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except OSError:
@@ -91,7 +93,7 @@ def memory_map_limit() -> int:
 
 
 class Whole(Executor):
-    """One compiled function per signature, in a bounded cache."""
+    """Executor with one compiled function per signature, in a bounded cache."""
 
     name = "whole"
 
@@ -162,7 +164,8 @@ class Whole(Executor):
         return {(begin, *skipped)}
 
     def counters(self) -> dict[str, Any]:
-        """Hits, misses and evictions of the cache, and the seconds of its compilations."""
+        """Return the cache's numbers of hits, misses and evictions, and the seconds of its
+        compilations."""
         cache = self.cache
         return {
             "executor": self.name,
