@@ -27,9 +27,10 @@ PORT = 8476
 """The coordinator's port if none is named."""
 CONNECT_SECONDS = 120
 SHUTDOWN_SECONDS = 15
-"""Time that an ending process waits for the others, which can hang in a sum with it."""
+"""Seconds that an ending process waits for the other processes, which can hang in a sum with it."""
 SECONDS_TO_LEAVE = 2
-"""Time that a failed first process leaves the others to end in order after the same failure."""
+"""Seconds that a failed first process waits, so that other processes with the same failure can end
+in order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,45 +149,45 @@ def _local_devices(config: HostsConfig, environment: Mapping[str, str]) -> list[
 
 
 def count() -> int:
-    """Number of processes in the job."""
+    """Return the number of processes in the job."""
     return jax.process_count()
 
 
 def index() -> int:
-    """This process's number."""
+    """Return this process's number."""
     return jax.process_index()
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes, prints and logs."""
+    """Return whether this process writes, prints and logs; only the first process does."""
     return index() == 0
 
 
 def _gather(values: np.ndarray) -> np.ndarray:
-    """The arrays of all processes, stacked."""
+    """Gather and stack the arrays of all processes."""
     return np.asarray(multihost_utils.process_allgather(values)).reshape(count(), *values.shape)
 
 
 def largest(value: int) -> int:
-    """The largest of the processes' values, each below 2^31; every process gets it."""
+    """Return the largest value of all processes, to every process; values must be below 2^31."""
     return value if count() == 1 else int(_gather(np.array(value, np.int32)).max())
 
 
 def smallest(value: int) -> int:
-    """The smallest of the processes' values, each below 2^31; every process gets it."""
+    """Return the smallest value of all processes, to every process; values must be below 2^31."""
     return -largest(-value)
 
 
 def total(values: np.ndarray) -> np.ndarray:
-    """The sum of the processes' arrays; every process gets it.
+    """Sum the arrays of all processes; every process gets the sum.
 
-    It is exact for integers, and for floats if all processes but one have zeros.
+    The sum is exact for integers, and for floats if only one process has nonzero values.
     """
     return values if count() == 1 else _gather(values).sum(axis=0)
 
 
 def fetch(tree: Any) -> Any:
-    """Arrays as NumPy in every process; parts on other processes' devices are gathered."""
+    """Convert arrays to NumPy in every process; parts on other processes' devices are gathered."""
 
     def whole(leaf):
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
@@ -223,14 +224,15 @@ def first_does(work: Callable[[], Any]) -> None:
 
 
 def in_order(work: Callable[[], Any]) -> Any:
-    """Call `work` in the first process, then in all others, which find the first one's files."""
+    """Call `work` in the first process, then in all others, which can read the first process's
+    files."""
     results = []
     first_does(lambda: results.append(work()))
     return together(lambda: results[0] if results else work())
 
 
 def agree_to_stop(stop: Stop) -> bool:
-    """Whether any process was asked to stop, which then counts for all."""
+    """Return whether any process was asked to stop; then all processes stop."""
     if number := largest(stop.signal_number or 0):
         # never reset to None: a signal can arrive in between
         stop.signal_number = number
