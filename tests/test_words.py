@@ -134,7 +134,6 @@ NAMES = {"found", "begun", "told", "taken", "known", "own", "seen", "kept", "dra
 functions."""
 
 PENDING = (
-    "report",
     "continual.py",
     "run_config.py",
 )

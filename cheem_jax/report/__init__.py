@@ -1,1 +1,1 @@
-"""What people look at: tables, figures, the written report and the page."""
+"""Tables, figures and pages that display results."""

@@ -1,4 +1,4 @@
-"""Where two runs first differ, in the order of what happened, in words."""
+"""The first difference between two runs, in the order in which they were recorded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +30,8 @@ CIRCUMSTANCES = frozenset(
         "device",
     )
 )
-"""What a clock, the memory, the history of a process, or the machine and who used it decide: no
-result of a run."""
+"""Keys with the circumstances of a run, such as times, memory use and the machine. They are not
+results."""
 
 STORY = (
     "index",
@@ -52,39 +52,40 @@ STORY = (
     "experts",
     "finetune_losses",
 )
-"""The order in which a task's report came about; everything else came later."""
+"""Keys of a task's report in the order in which they were measured; further keys were measured
+later."""
 
 
 class Difference(NamedTuple):
-    """The first place where two runs differ, and a sentence about it."""
+    """The first difference between two runs, and a sentence about it."""
 
     place: str
     said: str
     stopped: Literal["first", "second"] | None = None
-    """The run that is equal to the other one as far as it goes, if this is all there is."""
+    """The run that stopped earlier, if that is the only difference."""
 
     def __str__(self) -> str:
         return self.said
 
 
 def timeless(value: Any) -> Any:
-    """A record's entry or results without the circumstances of the run."""
+    """Return an entry or results without the circumstances of the run."""
     if isinstance(value, Mapping):
         return {key: timeless(item) for key, item in value.items() if key not in CIRCUMSTANCES}
     return [timeless(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def differences(first: Path, second: Path) -> Iterator[Difference]:
-    """The first one of each file that is not made from another: the config, the record."""
+    """Yield the first difference of the configs and the first difference of the records."""
     configs = config_of(first), config_of(second)
     for leaf in find_differences(*configs)[:1]:
         yield _different(NAME, leaf)
-    if found := difference_of_records(read(first), read(second), configs[0].get("tasks", ())):
-        yield found
+    if difference := difference_of_records(read(first), read(second), configs[0].get("tasks", ())):
+        yield difference
 
 
 def config_of(directory: Path) -> dict[str, Any]:
-    """The settings that a run directory was begun with; raises ValueError where it is none."""
+    """Read the config of a run directory; raises ValueError if the directory has no config."""
     if not (directory / NAME).exists():
         raise ValueError(
             f"{str(directory)!r} is not a run directory (it has no {NAME}); give one that a run"
@@ -96,14 +97,19 @@ def config_of(directory: Path) -> dict[str, Any]:
 def difference_of_records(
     first: Sequence[Entry], second: Sequence[Entry], tasks: Sequence[str]
 ) -> Difference | None:
-    """Between the entries of two records, which are paired by what they are about; `tasks` are
-    names in order."""
-    left, right = _by_subject(first, tasks), _by_subject(second, tasks)
-    for subject in left:
-        # where the order alone differs, nothing was measured differently
-        if subject in right and (found := find_differences(left[subject], right[subject])):
-            return _different(subject, found[0])
-    for one, other, which in ((left, right, "first"), (right, left, "second")):
+    """Find the first difference between two records, whose entries are paired by subject; `tasks`
+    are task names in learning order."""
+    first_entries, second_entries = _by_subject(first, tasks), _by_subject(second, tasks)
+    for subject in first_entries:
+        # A different order of entries is not a difference.
+        if subject in second_entries and (
+            leaves := find_differences(first_entries[subject], second_entries[subject])
+        ):
+            return _different(subject, leaves[0])
+    for one, other, which in (
+        (first_entries, second_entries, "first"),
+        (second_entries, first_entries, "second"),
+    ):
         for subject in one:
             if subject in other:
                 continue
@@ -121,28 +127,27 @@ def _different(subject: str, leaf: Leaf) -> Difference:
 
 
 def _by_subject(entries: Sequence[Entry], tasks: Sequence[str]) -> dict[str, Entry]:
-    """Entries by what they are about and, where one comes again, a count, each in the order in
-    which it came about.
+    """Return the entries keyed by subject, in their order; a repeated subject has a number.
 
-    Those of nothing but circumstances, such as that a process resumed the run, are left out.
+    Entries that contain only circumstances, such as a process that resumed the run, are omitted.
     """
-    found: dict[str, Entry] = {}
+    entries_by_subject: dict[str, Entry] = {}
     for entry in map(timeless, entries):
         if entry.keys() <= {"event"}:
             continue
         about = subject = _subject(entry, tasks)
         count = 1
-        while subject in found:
+        while subject in entries_by_subject:
             count += 1
             subject = f"{about} ({count})"
         report = entry.pop("report", {})
         keys = sorted(report, key=lambda key: STORY.index(key) if key in STORY else len(STORY))
-        found[subject] = entry | {key: report[key] for key in keys}
-    return found
+        entries_by_subject[subject] = entry | {key: report[key] for key in keys}
+    return entries_by_subject
 
 
 def _subject(entry: Entry, tasks: Sequence[str]) -> str:
-    """What an entry is about."""
+    """Name the subject of an entry, such as a task and a method."""
     index, method = (
         entry.get("index", entry.get("report", {}).get("index")),
         entry.get("method", ""),

@@ -1,4 +1,4 @@
-"""Methods compared: one table from the results of several runs, as text, CSV and numbers."""
+"""Comparison of methods: one table from the results of all runs, as text, CSV and numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from cheem_jax.core import metrics
 from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid, format_flops, number, percent
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Results by method, one per seed."""
+"""Results of runs, keyed by method, with one item per seed."""
 
 MEASURES = (
     "average_accuracy",
@@ -26,19 +26,20 @@ MEASURES = (
     "seconds",
     "fom",
 )
-"""What is compared of each method: accuracies in [0, 1], counts per image or per task, seconds of
+"""Compared measures: accuracies in [0, 1], FLOPs per image, numbers of parameters, and seconds of
 learning."""
 
 
-def comparison(found: Runs) -> list[dict[str, Any]]:
-    """A row per method: mean and standard deviation over the runs (n - 1; None for one run) of
-    every measure.
+def comparison(runs_by_method: Runs) -> list[dict[str, Any]]:
+    """Make one row per method with the mean and standard deviation (n - 1) of every measure over
+    its runs.
 
-    `fom` is CHEEM's figure of merit against the method, of the means over runs, where both and the
-    bound were run.
+    The standard deviation is None for one run; a measure is None if a run lacks it. `fom` is
+    CHEEM's figure of merit against the method, computed from means over runs. It is None without
+    runs of CHEEM and of the upper bound.
     """
     rows = []
-    for method, runs in found.items():
+    for method, runs in runs_by_method.items():
         values = {
             name: [v for v in (measure(run, name) for run in runs) if v is not None]
             for name in MEASURES
@@ -69,7 +70,8 @@ def comparison(found: Runs) -> list[dict[str, Any]]:
 
 
 def measure(run: Mapping[str, Any], name: str) -> float | None:
-    """One number of a run's results; upper bounds have no task-agnostic accuracy."""
+    """Return one measure of a run; None if the run lacks it. Upper bounds have no task-agnostic
+    accuracy."""
     if name.startswith("flops_"):
         return run["flops"][name.removeprefix("flops_")]
     is_bound = run["method"] in UPPER_BOUNDS
@@ -80,18 +82,21 @@ def measure(run: Mapping[str, Any], name: str) -> float | None:
 
 
 def _figure_of_merit(
-    rows: Mapping[str, Mapping[str, Any]], other: Mapping[str, Any]
+    rows: Mapping[str, Mapping[str, Any]], baseline: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    if not {"cheem", "full_finetune"} <= set(rows) or other["method"] in ("cheem", *UPPER_BOUNDS):
+    if not {"cheem", "full_finetune"} <= set(rows) or baseline["method"] in (
+        "cheem",
+        *UPPER_BOUNDS,
+    ):
         return None
     upper = rows["full_finetune"]["local_average_accuracy"]
-    own = rows["cheem"]
+    cheem = rows["cheem"]
     value = metrics.figure_of_merit(
         upper["mean"],
-        own["average_accuracy"]["mean"],
-        own["flops_paper"]["mean"],
-        other["average_accuracy"]["mean"],
-        other["flops_paper"]["mean"],
+        cheem["average_accuracy"]["mean"],
+        cheem["flops_paper"]["mean"],
+        baseline["average_accuracy"]["mean"],
+        baseline["flops_paper"]["mean"],
     )
     return None if value is None else {"mean": value, "std": None}
 
@@ -111,14 +116,13 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "fom": ("FoM of\nCHEEM", lambda v: number(v, 2)),
 }
 ONLY_WIDE = ("local_average_forgetting", "flops_explicit", "flops_executed")
-"""Measures that a terminal has no room for."""
+"""Measures that the terminal omits because the table would be too wide."""
 
 
-def comparison_grid(found: Runs, titles: Mapping[str, str] = METHODS) -> Grid:
-    """The table over methods, or over what else the runs are called; `titles` gives the names of
-    the rows."""
-    rows = comparison(found)
-    first = next(iter(found.values()))[0]
+def comparison_grid(runs_by_method: Runs, titles: Mapping[str, str] = METHODS) -> Grid:
+    """Make the table of a comparison; `titles` has the displayed name of each key of the runs."""
+    rows = comparison(runs_by_method)
+    first = next(iter(runs_by_method.values()))[0]
     several = any(row["runs"] > 1 for row in rows)
 
     def cell(row: Mapping[str, Any], name: str) -> str:
@@ -166,12 +170,12 @@ def comparison_grid(found: Runs, titles: Mapping[str, str] = METHODS) -> Grid:
 
 
 def narrow(grid: Grid) -> Grid:
-    """The table without the columns that a terminal has no room for."""
+    """Return the table without the columns that the terminal omits."""
     return grid.without({COLUMNS[name][0] for name in ONLY_WIDE})
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Means and standard deviations, empty where there is none."""
+    """Format a comparison as CSV with means and standard deviations; missing values are empty."""
     lines = [",".join(["method", "runs", *(f"{name},{name}_std" for name in MEASURES)])]
     for row in rows:
         cells = [row["method"], str(row["runs"])]

@@ -1,4 +1,4 @@
-"""PNG files: figures of a run from its results, and example images of a stream."""
+"""Figures of a run and example images of a stream, as PNG files."""
 
 import functools
 import io
@@ -27,28 +27,29 @@ from cheem_jax.run.results import Results
 INK, FAINT = "#262626", "#757575"
 DPI = 150
 MOST_ROWS, MOST_CELLS = 60, 30
-"""Tasks in a grid of architectures, and along a side of a heat map."""
+"""Maximum number of tasks in a grid of architectures, and on each axis of a heat map."""
 LONGEST_NAME = 28
 EMPTY, FRAME = "#f4f4f4", "#dcdcdc"
 COLUMNS, ROWS = 10, 8
-"""Images next to each other, and rows of a contact sheet."""
+"""Maximum number of images in a row, and of rows, of a contact sheet."""
 MOST_OF_CLASS, MOST_OF_TASK = 8, 5
-"""Images of a class in a contact sheet, and of a task in the figure of a stream."""
+"""Maximum number of images of a class in a contact sheet, and of a task in the figure of a
+stream."""
 SIDE = 112
-"""About the pixels of an image's side."""
+"""Approximate height and width of a displayed image in pixels."""
 MARGIN = 28
 GAP = 12
 TITLE = 50
 CAPTION = 24
-"""Pixels, as all positions are, so that images keep whole pixels."""
+"""Sizes and positions are in whole pixels, so that images are not resampled."""
 
 ExampleImages = UInt8[np.ndarray, "_ _ _ 3"]
-"""`[K, S, S, 3]`, of other sizes in each group."""
+"""Images `[K, S, S, 3]`; K differs between groups."""
 
 
 def write_figures(directory: Path, results: Results) -> Path:
-    """Write a run's figures (PNG) and tables (CSV) into `figures` in its directory, the folder
-    returned."""
+    """Write the figures (PNG) and tables (CSV) of a run into the folder `figures` of its directory,
+    and return that folder."""
     folder = directory / "figures"
     accuracy_heatmap(results, folder / "accuracy.png")
     if "pool" in results:
@@ -59,14 +60,16 @@ def write_figures(directory: Path, results: Results) -> Path:
 
 
 def architecture_grid(results: Results, file: Path, title: str | None = None) -> None:
-    """Tasks in rows under the base, blocks in columns; colour is the op, text the source of its
-    expert."""
+    """Write a figure of the target networks: rows are the base and the tasks, columns are blocks.
+
+    The colour of a cell is its op, and the text is the task that added its expert.
+    """
     pool = results["pool"]
     shown = spread(len(results["tasks"]), MOST_ROWS)
     names = _labels(results)
     num_blocks = len(pool)
     num_rows = len(shown) + 1
-    # the cells fill the figure, and saving adds room for what is around them
+    # The cells fill the figure; saving adds room for the text around them.
     figure = Figure(figsize=(num_blocks * 0.74, num_rows * 0.46), dpi=DPI)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, num_blocks), ylim=(num_rows, 0))
     axes.axis("off")
@@ -92,7 +95,9 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
             num_blocks + 0.2, row + 0.5, added, ha="left", va="center", color=FAINT, fontsize=9
         )
     title = title or f"The target network of each task: {results['stream']}, {results['backbone']}"
-    title += _of(shown, names) + (f" ({memories.MARK}: from a forgotten task)" if has_mark else "")
+    title += _selection(shown, names) + (
+        f" ({memories.MARK}: from a forgotten task)" if has_mark else ""
+    )
     axes.text(num_blocks / 2, -1.1, title, ha="center", va="bottom", fontsize=12, color=INK)
     axes.legend(
         [
@@ -113,11 +118,11 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
 
 
 def accuracy_heatmap(results: Results, file: Path) -> None:
-    """Accuracy after learning each task (row) on each task (column), task-agnostic and with the
-    task ID given."""
+    """Write two heat maps of the accuracy after learning each task (row) on each task (column): one
+    with the task ID inferred, one with the task ID given."""
     names = _labels(results)
     shown = spread(len(names), MOST_CELLS)
-    # room for the titles
+    # at least 2.9 inches, for the titles
     labels = [names[index] for index in shown]
     side = max(0.56 * len(shown), 2.9)
     figure = Figure(figsize=(2 * side + 3.5, side + 3), dpi=DPI, layout="constrained")
@@ -149,7 +154,7 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
             results[f"{prefix}average_forgetting"],
         )
         text = (
-            f"{title}{_of(shown, names)}\naverage {percent(average)} %, forgetting"
+            f"{title}{_selection(shown, names)}\naverage {percent(average)} %, forgetting"
             f" {percent(forgetting)} points"
         )
         axes.set_title(text, fontsize=10, color=INK)
@@ -162,7 +167,8 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
 
 
 def save(figure: Figure, file: Path, *, bbox_inches: Literal["tight"] | None = None) -> None:
-    """Write a PNG whole or not at all; `tight` fits it to all that is drawn."""
+    """Write a figure as a PNG file atomically; `tight` fits the image to the contents of the
+    figure."""
     file.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
     figure.savefig(
@@ -176,7 +182,7 @@ def save(figure: Figure, file: Path, *, bbox_inches: Literal["tight"] | None = N
 
 
 def _labels(results: Results) -> list[str]:
-    """`T1 food10` of the first task."""
+    """Return the label of each task, such as `T1 food10`."""
     names = [task["name"] for task in results["tasks"]]
     names = [
         name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names
@@ -185,7 +191,7 @@ def _labels(results: Results) -> list[str]:
     return [f"{memories.origin_name(index)} {name}" for index, name in enumerate(names)]
 
 
-def _of(shown: list[int], names: list[str]) -> str:
+def _selection(shown: list[int], names: list[str]) -> str:
     return "" if len(shown) == len(names) else f" ({len(shown)} of {len(names)} tasks)"
 
 
@@ -199,7 +205,7 @@ def _cell(axes: Axes, column: int, row: int, *, colour: str, text: str, ink: str
 
 
 class StreamRow(NamedTuple):
-    """One task of a stream as its figure shows it."""
+    """A row in the figure of a stream: one task."""
 
     name: str
     classes: int
@@ -207,7 +213,7 @@ class StreamRow(NamedTuple):
     num_val: int
     num_test: int
     examples: ExampleImages
-    """At most five are shown."""
+    """Test images `[K, S, S, 3]`; at most MOST_OF_TASK are displayed."""
 
 
 def contact_sheet(
@@ -218,9 +224,9 @@ def contact_sheet(
     *,
     title: str,
 ) -> None:
-    """Examples of each class over its name, as many as there is room for.
+    """Write example images of each class above the name of the class.
 
-    Where there are more classes than places, some are left out, evenly spread.
+    If there are more classes than COLUMNS * ROWS, evenly spaced ones are displayed.
     """
     chosen = spread(len(classes), COLUMNS * ROWS)
     groups = [(classes[label], images[labels == label]) for label in chosen]
@@ -228,7 +234,8 @@ def contact_sheet(
 
 
 def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
-    """Examples of each task in learning order over its name, its classes and images."""
+    """Write example images of each task in learning order, above its name and its numbers of
+    classes and images."""
     groups = [
         (
             (
@@ -243,28 +250,28 @@ def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
 
 
 def _draw(groups: Sequence[tuple[str, ExampleImages]], each: int, file: Path, title: str) -> None:
-    """A PNG of at most `each` images of every group over its caption; an empty box where it has
-    none."""
+    """Write a PNG file with at most `each` images of every group above its caption. A group without
+    images has an empty box."""
     num_columns = min(COLUMNS // each, len(groups)) * each
     num_rows = math.ceil(len(groups) * each / num_columns)
-    # small images in whole multiples, so that every pixel stays a square; large ones reduced
+    # Small images are enlarged by a whole factor, so that every pixel stays a square.
     side = groups[0][1].shape[1]
     side = SIDE if side > 1.5 * SIDE else side * max(1, round(SIDE / side))
     wide, tall = side + GAP, side + CAPTION
     title = _shortened(title, 10 * DPI, 12)
     width = max(num_columns * wide - GAP, math.ceil(_font(12).getlength(title))) + 2 * MARGIN
-    left = (width - num_columns * wide + GAP) // 2
+    indent = (width - num_columns * wide + GAP) // 2
     figure = Image.new("RGB", (width, TITLE + num_rows * tall + MARGIN // 2), "white")
     drawing = ImageDraw.Draw(figure)
     drawing.text((width / 2, TITLE / 2), title, font=_font(12), fill=INK, anchor="mm")
     for number, (caption, images) in enumerate(groups):
         row, column = divmod(number * each, num_columns)
-        x, y = left + column * wide, TITLE + row * tall
+        x, y = indent + column * wide, TITLE + row * tall
         num = min(each, len(images))
-        for place in range(num):
-            image = images[place * len(images) // num]
-            at = x + place * wide
-            # a thin frame, since many an image is white at its edge
+        for position in range(num):
+            image = images[position * len(images) // num]
+            at = x + position * wide
+            # a thin frame, because many images are white at the edge
             drawing.rectangle((at - 1, y - 1, at + side, y + side), fill=FRAME)
             method = Image.Resampling.NEAREST if len(image) <= side else Image.Resampling.LANCZOS
             figure.paste(Image.fromarray(image).resize((side, side), method), (at, y))
@@ -279,12 +286,12 @@ def _draw(groups: Sequence[tuple[str, ExampleImages]], each: int, file: Path, ti
 
 
 def _shortened(text: str, room: float, size: float) -> str:
-    """The text in one line, cut off at so many pixels."""
+    """Return the text in one line, shortened to at most `room` pixels."""
     text = " ".join(text.encode(errors="replace").decode().split())
-    kept = text[: int(room) + 1]  # no letter is narrower than a pixel
-    while len(kept) > 1 and _font(size).getlength(kept) > room:
-        kept = f"{kept[:-2].rstrip()}…"
-    return kept
+    line = text[: int(room) + 1]  # no letter is narrower than a pixel
+    while len(line) > 1 and _font(size).getlength(line) > room:
+        line = f"{line[:-2].rstrip()}…"
+    return line
 
 
 @functools.cache

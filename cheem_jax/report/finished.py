@@ -1,5 +1,5 @@
-"""The runs below some folders: what they measured, whether they may share a table, and how their
-settings differ."""
+"""Runs in folders: read them, check that one table can contain them, and describe how they
+differ."""
 
 import json
 import os
@@ -20,11 +20,11 @@ from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read_object
 
 MEMORY = "a memory, not a run of an experiment"
-"""Why it is in no table of runs."""
+"""The reason why a memory is excluded from tables of runs."""
 
 
 class RunRecord(NamedTuple):
-    """A run, or a memory: its folder, results and configuration."""
+    """The directory, results and configuration of a run or a memory."""
 
     directory: Path
     results: Mapping[str, Any]
@@ -44,30 +44,33 @@ class RunRecord(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Whether every task of the stream is learned and evaluated; a memory never is: there may
-        be another task."""
+        """Whether every task of the stream is learned and evaluated. A memory is never finished,
+        because further tasks can follow."""
         return not self.is_memory and len(self.order) == len(self.config["tasks"])
 
 
 class Recorded(NamedTuple):
-    """What the record contains of a run and `results.json` does not."""
+    """The information about a run that is in its record but not in `results.json`."""
 
     begin: dict[str, Any]
-    """The `run` entry: data, command and conditions; {} where the record cannot be read."""
+    """The `run` entry with data, command and conditions; empty if the record cannot be read."""
     reports: list[dict[str, Any]]
-    """Of each task, in order, by the run's own method; [] where the record cannot be read."""
+    """The report of each task in learning order, for the method of the run; empty if the record
+    cannot be read."""
     trouble: str = ""
-    """Why the record cannot be read."""
+    """The reason why the record cannot be read; empty if it can."""
 
 
 LeftOut = list[tuple[Path, str]]
-"""Folders that cannot be used, each with the reason."""
+"""Excluded folders, each with the reason."""
 
 
 def read(folders: Sequence[Path], *, others: bool = False) -> tuple[list[RunRecord], LeftOut]:
-    """All finished runs below the folders, each once, and what is left out.
+    """Read the finished runs in folders and their subfolders, without duplicates, and list the
+    excluded folders.
 
-    With `others` memories and unfinished runs follow, as far as they are.
+    With `others`, memories and unfinished runs follow the finished ones. Raises ValueError if one
+    of `folders` is not a folder.
     """
     unreadable: list[OSError] = []
     directories: dict[Path, Path] = {}
@@ -108,7 +111,7 @@ def read(folders: Sequence[Path], *, others: bool = False) -> tuple[list[RunReco
 
 
 def _read_one(directory: Path) -> RunRecord | str:
-    """A run or memory, or why there is nothing to show of it yet."""
+    """Read a run or a memory; return the reason as text if it has no results yet."""
     config = read_object(directory / NAME)
     has_results = (directory / "results.json").exists()
     if is_memory(config) and (config.get("forgetting") or not has_results):
@@ -128,36 +131,36 @@ def _read_one(directory: Path) -> RunRecord | str:
             f"its method is {run.results['method']!r:.40}; expected one of {', '.join(METHODS)}"
         )
     if not run.is_memory:
-        numbers_of(run.results)  # a run measures every task
+        numbers_of(run.results)  # raises an error if a task is not measured
         if len(run.order) > len(config["tasks"]):
             raise ValueError("it contains more tasks than its stream")
     return run
 
 
 def _identity_of(run: RunRecord) -> object:
-    """Equal for copies of one run: how networks were run decides no result, but for the
-    precision."""
+    """Return a value that is identical for copies of one run. Engine settings do not count, except
+    for the precision, because they do not affect results."""
     seeds = run.results["seed"], run.config.get("seeds")
     return *cell_of(run), json.dumps([seeds, _without_seeds(run.config)], sort_keys=True)
 
 
 def record_of(run: RunRecord) -> Recorded:
-    """The record of a run; where it is corrupted, why."""
+    """Read the record of a run; if it is corrupted, the result has the reason as `trouble`."""
     try:
         entries = record.read(run.directory)
     except (ValueError, OSError) as error:
         return Recorded({}, [], f"{error}")
     begin = next((entry for entry in entries if entry["event"] == "run"), {})
-    own = [
+    reports = [
         e["report"]
         for e in entries
         if e["event"] == "learned" and e["method"] == run.results["method"]
     ]
-    return Recorded(begin, sorted(own, key=lambda report: report["index"])[: len(run.order)])
+    return Recorded(begin, sorted(reports, key=lambda report: report["index"])[: len(run.order)])
 
 
 def check_comparable(runs: Sequence[RunRecord]) -> None:
-    """Raises ValueError where runs of one table differ in data, weights or pixels, or runs of one
+    """Raise ValueError if runs of one table differ in data, weights or image size, or runs of one
     cell in settings."""
     first: dict[tuple[str, str], RunRecord] = {}
     settings: dict[tuple[object, ...], RunRecord] = {}
@@ -168,16 +171,16 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
                 f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but"
                 f" only one of them has {', '.join(apart)}; tabulate them separately"
             )
-        if found := find_differences(_identity(reference), _identity(run)):
+        if differing := find_differences(_identity(reference), _identity(run)):
             raise ValueError(
                 f"{reference.directory} and {run.directory} are both {' on '.join(run.place)}, but "
-                f"{summary(found, 'values')}; tabulate them separately"
+                f"{summary(differing, 'values')}; tabulate them separately"
             )
         alike = settings.setdefault(cell_of(run), run)
-        if found := find_differences(_without_seeds(alike.config), _without_seeds(run.config)):
+        if differing := find_differences(_without_seeds(alike.config), _without_seeds(run.config)):
             raise ValueError(
                 f"{alike.directory} and {run.directory} would share cells, but"
-                f" {summary(found, 'settings')}; tabulate them separately"
+                f" {summary(differing, 'settings')}; tabulate them separately"
             )
 
 
@@ -188,76 +191,84 @@ def _identity(run: RunRecord) -> dict[str, Any]:
 
 
 def cell_of(run: RunRecord) -> tuple[object, ...]:
-    """Runs of one cell differ in their seeds alone."""
+    """Return the key of a run's cell in a table; runs of one cell differ only in their seeds."""
     return (*run.place, run.results["method"], variant_of(run), run.order)
 
 
 def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in config.items() if key not in ("seed", "seeds", "engine")}
-    return {**kept, "precision": config.get("engine", {}).get("precision", "float32")}
+    settings = {
+        key: value for key, value in config.items() if key not in ("seed", "seeds", "engine")
+    }
+    return {**settings, "precision": config.get("engine", {}).get("precision", "float32")}
 
 
 def variant_of(run: RunRecord) -> str:
-    """How a run differs from the usual one of its method: placement, sampling and other settings of
-    CHEEM that an ablation changes, and the router; empty for the usual one."""
+    """Describe the settings of a run that differ from its method's default: placement, sampling and
+    further settings of CHEEM that an ablation changes, and the router. Empty if there are none."""
     results = run.results
-    found = []
+    parts = []
     settings = run.config.get(run.results["method"], {})
     if results["method"] in ("cheem", "cheem_lite"):
-        found += [results["placement"]] if results["placement"] != "mlp_down" else []
-        found += _unusual(settings)
-    found += ["from the nearest task"] if settings.get("begin") == "nearest" else []
+        parts += [results["placement"]] if results["placement"] != "mlp_down" else []
+        parts += _unusual(settings)
+    parts += ["from the nearest task"] if settings.get("begin") == "nearest" else []
     router = settings.get("router", {})
     kind = router.get("kind", "kmeans"), router.get("features", "last")
-    found += [f"router {' '.join(kind)}"] if kind != ("kmeans", "last") else []
+    parts += [f"router {' '.join(kind)}"] if kind != ("kmeans", "last") else []
     if results["router"] != results["backbone"]:
-        found.append(results["router"])
-    return ", ".join(found)
+        parts.append(results["router"])
+    return ", ".join(parts)
 
 
 def _unusual(cheem: Mapping[str, Any]) -> list[str]:
-    """The settings of CHEEM that are not the paper's, as far as a study changes them."""
-    found = [cheem["sampling"]] if cheem.get("sampling", "hee") != "hee" else []
-    found += [f"without {kind}" for kind in cheem.get("remove", ())]
-    found += ["inherited weights"] if cheem.get("weights", "initial") != "initial" else []
-    found += ["neutral base means"] if cheem.get("base_means", "known") != "known" else []
+    """List the settings of CHEEM that an ablation changes and that differ from the paper's."""
+    parts = [cheem["sampling"]] if cheem.get("sampling", "hee") != "hee" else []
+    parts += [f"without {kind}" for kind in cheem.get("remove", ())]
+    parts += ["inherited weights"] if cheem.get("weights", "initial") != "initial" else []
+    parts += ["neutral base means"] if cheem.get("base_means", "known") != "known" else []
     search, exploration = cheem.get("search", {}), cheem.get("exploration", {})
     epsilons = exploration.get("epsilon", 0.3), search.get("epsilon", 0.5)
     if epsilons != (0.3, 0.5):
-        found.append(f"eps1 {epsilons[0]:g}, eps2 {epsilons[1]:g}")
+        parts.append(f"eps1 {epsilons[0]:g}, eps2 {epsilons[1]:g}")
     if cheem.get("score") == "closed_form":
-        found.append("closed-form score")  # which comes without a tolerance
+        parts.append("closed-form score")  # the closed-form score has no tolerance
     elif (tolerance := search.get("tolerance", 0.02)) != 0.02:
-        found.append(f"tau {tolerance:g}")
-    return found
+        parts.append(f"tau {tolerance:g}")
+    return parts
 
 
 def order_names(runs: Sequence[RunRecord]) -> dict[tuple[str, tuple[str, ...]], str]:
-    """What each stream's orders of tasks are called.
+    """Name each order of tasks, keyed by stream and task names.
 
-    `default` is the benchmark's own, else the one that most runs have; others have the benchmark's
-    names, or `reversed` or a number.
+    `default` is the benchmark's default order, or else the most frequent order of the stream.
+    Further orders have their name in the benchmark, `reversed`, or a number.
     """
-    named = {("mtil", tuple(tasks.split())): str(name) for name, tasks in MTIL.items()}
-    named["vdd", tuple(VDD.split())] = "default"
+    benchmark_names = {("mtil", tuple(tasks.split())): str(name) for name, tasks in MTIL.items()}
+    benchmark_names["vdd", tuple(VDD.split())] = "default"
     counts = Counter((run.results["stream"], run.order) for run in runs)
-    found: dict[tuple[str, tuple[str, ...]], str] = {}
-    for place, _ in sorted(counts.most_common(), key=lambda counted: counted[0] not in named):
+    names: dict[tuple[str, tuple[str, ...]], str] = {}
+    for place, _ in sorted(
+        counts.most_common(), key=lambda counted: counted[0] not in benchmark_names
+    ):
         has_default = "default" in (
-            name for (stream, _), name in found.items() if stream == place[0]
+            name for (stream, _), name in names.items() if stream == place[0]
         )
-        others = sum(stream == place[0] for stream, _ in found)
-        is_reversed = found.get((place[0], place[1][::-1])) == "default"
+        others = sum(stream == place[0] for stream, _ in names)
+        is_reversed = names.get((place[0], place[1][::-1])) == "default"
         number = "reversed" if is_reversed else f"order{others + 1}"
-        found[place] = named.get(place) or (number if has_default else "default")
-    return found
+        names[place] = benchmark_names.get(place) or (number if has_default else "default")
+    return names
 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
-    """What one run measured, in the paper's units, by measure and task."""
+    """Return the measurements of a run, keyed by measure and task: accuracies and forgetting in
+    percent, GFLOPs per image, and hours per task.
+
+    The key of a mean over tasks has an empty task; hours of a phase have the phase in its place.
+    """
     key = accuracy_key(results["method"])
     is_bound = key == "local_accuracy"
-    found: dict[tuple[str, str], float | None] = {
+    numbers: dict[tuple[str, str], float | None] = {
         ("average_accuracy", ""): (
             100 * results["local_average_accuracy" if is_bound else "average_accuracy"]
         ),
@@ -271,13 +282,13 @@ def numbers_of(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None
         ("hours", ""): results["seconds"] / 3600 / len(results["tasks"]),
     }
     for task, accuracy in zip(results["tasks"], last_row(results[key]), strict=False):
-        found["accuracy", task["name"]] = _scaled(accuracy, 100)
-        found["flops", task["name"]] = _scaled(task.get("flops_method"), 1e-9)
+        numbers["accuracy", task["name"]] = _scaled(accuracy, 100)
+        numbers["flops", task["name"]] = _scaled(task.get("flops_method"), 1e-9)
     for phase in ("supernet", "search", "finetune"):
         seconds = [task["seconds"].get(phase) for task in results["tasks"]]
         if None not in seconds:
-            found["hours", phase] = float(np.mean(seconds)) / 3600
-    return found
+            numbers["hours", phase] = float(np.mean(seconds)) / 3600
+    return numbers
 
 
 def _scaled(value: float | None, factor: float) -> float | None:

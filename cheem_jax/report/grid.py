@@ -1,4 +1,4 @@
-"""A table as text, for the terminal, for the report and for other programs."""
+"""A table as text, with output to the terminal, Markdown and CSV."""
 
 import csv
 import io
@@ -11,8 +11,7 @@ from rich.text import Text
 
 
 class Grid(NamedTuple):
-    """A table as text; the first `num_left` columns are aligned to the left, the others to the
-    right."""
+    """A table as text; the first `num_left` columns are aligned left, the remaining ones right."""
 
     title: str
     columns: tuple[str, ...]
@@ -22,24 +21,25 @@ class Grid(NamedTuple):
 
     @property
     def heads(self) -> list[str]:
-        """The titles of the columns without line breaks."""
+        """Titles of the columns without line breaks."""
         return [column.replace("-\n", "").replace("\n", " ") for column in self.columns]
 
     def without(self, titles: Collection[str]) -> "Grid":
-        """The table without some columns, for places that have no room for them."""
-        kept = [index for index, column in enumerate(self.columns) if column not in titles]
-        rows = tuple(tuple(row[index] for index in kept) for row in self.rows)
-        return self._replace(columns=tuple(self.columns[index] for index in kept), rows=rows)
+        """Return the table without the columns of some titles."""
+        indices = [index for index, column in enumerate(self.columns) if column not in titles]
+        rows = tuple(tuple(row[index] for index in indices) for row in self.rows)
+        return self._replace(columns=tuple(self.columns[index] for index in indices), rows=rows)
 
     @property
     def width(self) -> int:
-        """Characters of a row, with two after each column."""
+        """Number of characters in a row, including two blanks after each column."""
         cells = zip(self.columns, *self.rows, strict=True)
         return sum(max(map(len, [*column.split("\n"), *rest])) + 2 for column, *rest in cells)
 
     def to_rich(self) -> rich.table.Table:
-        """For the terminal; moves the columns together where 80 characters would not do."""
-        gap = 1 if self.width <= 80 else 0  # besides the one that the box has
+        """Make a table for the terminal. Columns are one character closer if the table exceeds 80
+        characters."""
+        gap = 1 if self.width <= 80 else 0  # in addition to one blank of the box
         table = rich.table.Table(
             title=Text(self.title),
             caption=Text(self.caption) if self.caption else None,
@@ -56,11 +56,11 @@ class Grid(NamedTuple):
                 column, justify=justify, overflow="fold", no_wrap=index == 1 and is_left
             )
         for row in self.rows:
-            table.add_row(*map(Text, row))  # a task's name may contain brackets
+            table.add_row(*map(Text, row))  # names of tasks can contain brackets
         return table
 
     def to_csv(self) -> str:
-        """For other programs, every cell as it is shown."""
+        """Format the table as CSV, with cells as displayed."""
         text = io.StringIO()
         lines = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
         lines.writerow(self.heads)
@@ -68,7 +68,7 @@ class Grid(NamedTuple):
         return text.getvalue()
 
     def to_markdown(self) -> str:
-        """For the report; the title and caption are left to the text around it."""
+        """Format the table as Markdown, without the title and caption."""
         aligns = ["---" if index < self.num_left else "---:" for index in range(len(self.columns))]
         rows = (self.heads, aligns, *self.rows)
         return "\n".join(

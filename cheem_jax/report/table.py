@@ -1,4 +1,4 @@
-"""The tables of a run, for the terminal and for the report, made from `results.json`."""
+"""Tables of a run for the terminal and the report, made from `results.json`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ METHODS = {
     "full_finetune": "full fine-tuning",
 }
 UPPER_BOUNDS = ("full_finetune", "lora_finetune")
-"""Upper bounds, which are given the task ID."""
+"""Methods that are upper bounds: they are given the task ID."""
 EXPLAINED = {
     "frozen_linear": (
         "frozen, linear heads: on the pretrained backbone's features, with the same router"
@@ -63,15 +63,16 @@ MEANING = {
     "new": "a new expert",
     "skip": "the branch left out",
 }
-"""What each op runs at its block."""
+"""Description of each op, displayed in legends."""
 ARCHITECTURE = "archi-\ntecture"
 SIZES = ("classes", "train\nimages")
-"""Columns that only a wide page has room for."""
+"""Columns that the terminal omits because they are too wide."""
 NONE = "–"
 
 
 def method_grid(results: Results) -> Grid:
-    """The run's method, its baselines and upper bounds."""
+    """Make the table with one row for the run's method and each of its baselines and upper
+    bounds."""
     columns = (
         "method",
         "average\naccuracy\n%",
@@ -86,7 +87,7 @@ def method_grid(results: Results) -> Grid:
     for name, run in _runs(results).items():
         is_bound = (
             name in UPPER_BOUNDS
-        )  # it is given the task ID, so it has no task-agnostic accuracy
+        )  # An upper bound is given the task ID, so it has no task-agnostic accuracy.
         local = run.get("local_average_accuracy", run.get("average_accuracy") if is_bound else None)
         flops = run.get("flops") or {}
         rows.append(
@@ -109,7 +110,11 @@ def method_grid(results: Results) -> Grid:
 
 
 def task_grid(results: Results) -> Grid:
-    """Accuracies after the last task, in %; `given`: with the task ID given."""
+    """Make the table with one row per task: accuracies in % after the last task, and FLOPs per
+    image.
+
+    `given` in a title means that the task ID is given.
+    """
     runs = _runs(results)
     has_architecture = all("architecture" in task for task in results["tasks"])
     columns = ["task", *([ARCHITECTURE] if has_architecture else []), *SIZES]
@@ -161,9 +166,9 @@ def task_grid(results: Results) -> Grid:
         ]:
             caption += f"; the latter is more accurate and used for {', '.join(used)}"
     for index, task in enumerate(results["tasks"]):
-        if told := task.get("extended"):
-            images = told[0]["num_train"][0]
-            classes = told[0]["num_classes"][0]
+        if additions := task.get("extended"):
+            images = additions[0]["num_train"][0]
+            classes = additions[0]["num_classes"][0]
             caption += (
                 f"\nT{index + 1} was learned from {images:,} training images of {classes} classes"
                 " and extended since"
@@ -183,7 +188,7 @@ def task_grid(results: Results) -> Grid:
 
 
 def setting_rows(results: Results) -> list[tuple[str, str]]:
-    """What a run was made with, as names and values."""
+    """List the settings of a run as names and values."""
     keys = (
         "method",
         "backbone",
@@ -206,8 +211,11 @@ def setting_rows(results: Results) -> list[tuple[str, str]]:
 
 
 def fom_line(results: Results) -> str:
-    """Figure of merit against each baseline, a dash where undefined, with both gaps to the upper
-    bound."""
+    """Describe CHEEM's figure of merit against each baseline, and the gaps of both to the upper
+    bound in percentage points.
+
+    An undefined figure is a dash; the text is empty if the upper bound is missing.
+    """
     fom, others = results.get("fom") or {}, results.get("yardsticks") or {}
     upper = others.get("full_finetune", {}).get("average_accuracy")
     if upper is None:
@@ -217,43 +225,43 @@ def fom_line(results: Results) -> str:
         gaps = [100 * (upper - run["average_accuracy"]) for run in (results, others[name])]
         short = SHORT.get(name, name)
         text = number(value, 2)
-        own = SHORT.get(results.get("method", "cheem"), "this method")
-        below = f"points below full FT: {own} {gaps[0]:.1f}, {short} {gaps[1]:.1f}"
+        method = SHORT.get(results.get("method", "cheem"), "this method")
+        below = f"points below full FT: {method} {gaps[0]:.1f}, {short} {gaps[1]:.1f}"
         parts.append(f"FoM against {short}: {text} ({below})")
     return "\n".join(parts)
 
 
 def letters(architecture: Sequence[str]) -> str:
-    """R, A, N and S in block order."""
+    """Abbreviate an architecture to R, A, N or S per block."""
     return "".join(choice.kind[0].upper() for choice in from_strings(architecture))
 
 
 def accuracy_key(method: str) -> str:
-    """Where a method's accuracies are in its results: upper bounds are given the task ID."""
+    """Return the key in the results with a method's accuracies; upper bounds are given the task
+    ID."""
     return "local_accuracy" if method in UPPER_BOUNDS else "accuracy"
 
 
 def last_row(accuracy: Sequence[Any]) -> Sequence[int | float | None]:
-    """Accuracy per task after the last one, from a matrix or from a list that is that row
-    already."""
+    """Return the accuracy of each task after the last one, from a matrix or from that row alone."""
     return accuracy[-1] if isinstance(accuracy[-1], Sequence) else accuracy
 
 
 def plain_flops(results: Results) -> int | None:
-    """The plain backbone's FLOPs by the paper's convention; None where its config is not built
-    in."""
+    """FLOPs of the plain backbone per image by the paper's convention; None if its config is not
+    built in."""
     config = CONFIGS.get(results["backbone"])
     return backbone_flops(at_image_size(config, results["image_size"])) if config else None
 
 
 def spread(num: int, most: int) -> list[int]:
-    """At most `most` of the positions 0..num-1, evenly spread, the first and the last among
-    them."""
+    """Select at most `most` evenly spaced positions in 0..num-1, including the first and the
+    last."""
     return np.unique(np.linspace(0, num - 1, min(num, most)).round().astype(int)).tolist()
 
 
 def percent(value: int | float | None) -> str:
-    """A fraction in percent with one decimal."""
+    """Format a fraction in percent with one decimal; None becomes a dash."""
     return NONE if value is None else f"{100 * value:.1f}"
 
 
@@ -262,7 +270,8 @@ def number(value: int | float | None, decimals: int) -> str:
 
 
 def format_flops(value: int | float | None) -> str:
-    """Four digits with a unit: G, or M below one billion."""
+    """Format FLOPs with two decimals in G, or with one decimal in M below one billion; None becomes
+    a dash."""
     if value is None:
         return NONE
     return f"{value / 1e9:.2f} G" if value >= 1e9 else f"{value / 1e6:.1f} M"
@@ -273,7 +282,8 @@ def _runs(results: Results) -> dict[str, Results]:
 
 
 def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:
-    """The tables of a finished run, and where its files are."""
+    """Print the tables of a finished run, the number of compiled functions, and the paths of the
+    report and the results."""
     progress.console.print(task_grid(results).without(SIZES).to_rich())
     progress.console.print(method_grid(results).to_rich())
     compiled = results["compile"]

@@ -109,8 +109,8 @@ def page(
             " name a run directory with an evaluated task, such as runs/demo after `cheem demo`, a"
             " memory with a learned one, or a folder that contains some"
         )
-    drawn = [run for run in runs if run.directory in views]
-    finished = [run for run in drawn if run.is_finished]
+    displayed = [run for run in runs if run.directory in views]
+    finished = [run for run in displayed if run.is_finished]
     first = next(iter(views.values()))
     comparison, links = None, {}
     if len(finished) > 1:
@@ -153,7 +153,7 @@ def page(
         most_rows=ROWS,
         links=links,
     )
-    return text.lstrip(), drawn, left_out
+    return text.lstrip(), displayed, left_out
 
 
 def _check_alike(finished: Sequence[RunRecord]) -> None:
@@ -164,10 +164,10 @@ def _check_alike(finished: Sequence[RunRecord]) -> None:
         return {"stream": stream, "backbone": backbone, "order of tasks": run.order}
 
     for run in finished[1:]:
-        if found := find_differences(identity(finished[0]), identity(run)):
+        if differing := find_differences(identity(finished[0]), identity(run)):
             raise ValueError(
-                f"{finished[0].directory} and {run.directory} differ: {summary(found, 'values')};"
-                " give each a separate report"
+                f"{finished[0].directory} and {run.directory} differ:"
+                f" {summary(differing, 'values')}; give each a separate report"
             )
     check_comparable(finished)
 

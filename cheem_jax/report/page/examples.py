@@ -1,4 +1,4 @@
-"""Test images of each task with right and wrong predictions, inside the page."""
+"""Test images with right and wrong predictions of each task, embedded in the page."""
 
 import base64
 import functools
@@ -20,27 +20,29 @@ from cheem_jax.report.page.charts import EmptySection
 from cheem_jax.report.table import spread
 
 TASKS = 24
-"""Tasks with images: the first ones."""
+"""Maximum number of tasks with displayed images."""
 EACH = 4
-"""Right and wrong predictions per task, at most."""
+"""Maximum number of right predictions per task, and of wrong ones."""
 LARGEST = 224
-"""Pixels along a side of an image, at most."""
+"""Maximum height and width of an image in pixels."""
 CRISP = 64
-"""Pixels up to which an image is enlarged with its pixels visible, and kept as PNG."""
+"""Maximum height and width, in pixels, of an image that is stored as PNG and enlarged without
+smoothing."""
 
 
 class Example(NamedTuple):
     source: str
-    """A data URI."""
+    """The image as a data URI."""
     truth: str
     answer: str
-    """The wrong prediction; empty where it is right."""
+    """The wrong prediction; empty if the prediction is right."""
     given: str = ""
-    """The prediction with the task ID given, where another task was inferred."""
+    """The class predicted with the task ID given, if the inferred task ID is wrong."""
 
 
 class Examples(NamedTuple):
-    """Per task its name, right and wrong ones, and how many of each there are."""
+    """Examples of each task: its name, right and wrong ones, and the numbers of right and wrong
+    predictions."""
 
     tasks: tuple[tuple[str, list[Example], list[Example], int, int], ...]
     is_crisp: bool
@@ -50,8 +52,10 @@ class Examples(NamedTuple):
 def examples(
     run: RunRecord, recorded: Recorded, tests: Mapping[str, Split | EncodedSplit] | None = None
 ) -> Examples:
-    """Raises EmptySection if predictions or images are not available; `tests` are test images by
-    task."""
+    """Select examples for the page; `tests` are the test images by task.
+
+    Raises EmptySection if predictions or images are not available.
+    """
     data = recorded.begin.get("data")
     size = run.results["image_size"]
     tasks = run.results["tasks"]
@@ -64,9 +68,9 @@ def examples(
     answers = _answers(run.directory)
     try:
         is_checked = tests is not None or data["stream"] == "demo"
-        tests = tests or _tests_of(run, data)
+        tests = tests or _recorded_tests(run, data)
         shown = tuple(
-            _of_task(run, index, answers, tests[task["name"]])
+            _task_examples(run, index, answers, tests[task["name"]])
             for index, task in enumerate(tasks[:TASKS])
         )
     except EmptySection:
@@ -81,14 +85,15 @@ def examples(
     return Examples(shown, size <= CRISP, " ".join(notes))
 
 
-def _tests_of(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, Split | EncodedSplit]:
-    """The test split of each task by its name; EmptySection where they are not those of the run."""
-    known = run.results["split_sha256"]
-    trouble = "Other files or labels are there now than the run has seen"
+def _recorded_tests(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, Split | EncodedSplit]:
+    """Return the test split of each task by name; raises EmptySection if it differs from the split
+    of the run."""
+    hashes = run.results["split_sha256"]
+    message = "Other files or labels are there now than the run has seen"
     if data["stream"] == "demo":
-        known = run.config["data_sha256"]
-        trouble = "This version makes other images than the run has seen"
-    found = _known_tests(
+        hashes = run.config["data_sha256"]
+        message = "This version makes other images than the run has seen"
+    tests = _hashed_tests(
         run.results["image_size"],
         data["stream"],
         data["tasks"] and tuple(data["tasks"]),
@@ -97,14 +102,14 @@ def _tests_of(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, Split | E
         data.get("split_seed", 0),
     )
     if changed := [
-        name for name in run.order if name not in found or found[name][1] != known.get(name)
+        name for name in run.order if name not in tests or tests[name][1] != hashes.get(name)
     ]:
-        raise EmptySection(f"{trouble}: {', '.join(changed)}.")
-    return {name: test for name, (test, _) in found.items()}
+        raise EmptySection(f"{message}: {', '.join(changed)}.")
+    return {name: test for name, (test, _) in tests.items()}
 
 
-@functools.cache  # several runs of one stream share its images
-def _known_tests(
+@functools.cache  # runs of one stream share its images
+def _hashed_tests(
     size: int,
     stream: str,
     tasks: tuple[str, ...] | None,
@@ -112,7 +117,7 @@ def _known_tests(
     order: Any,
     seed: int,
 ) -> Mapping[str, tuple[Split | EncodedSplit, str]]:
-    """The test split of each task of a stream, and the hash by which a run knows its images."""
+    """Return the test split of each task of a stream, and the hash that a run records of it."""
     if stream == "demo":
         return {
             task.name: (task.test, fingerprint(task)) for task in demo_stream(image_size=size).tasks
@@ -126,13 +131,13 @@ def _known_tests(
 def _answers(directory: Path) -> Mapping[str, np.ndarray]:
     file = directory / "answers.npz"
     try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
-            return {name: held[name] for name in held.files}
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise EmptySection(f"{file} cannot be read: {error}.") from error
 
 
-def _of_task(
+def _task_examples(
     run: RunRecord, index: int, answers: Mapping[str, np.ndarray], test: Split | EncodedSplit
 ) -> tuple[str, list[Example], list[Example], int, int]:
     tasks = run.results["tasks"]
@@ -159,7 +164,7 @@ def _of_task(
         other = f"routed to T{routed[row] + 1} {tasks[routed[row]]['name']}"
         return Example(source, truth, other, task["classes"][classes[row]])
 
-    def some_of(rows: np.ndarray) -> list[Example]:
+    def select(rows: np.ndarray) -> list[Example]:
         chosen = rows[spread(len(rows), EACH)]
         if isinstance(test, Split):
             images = test.images[chosen]
@@ -170,11 +175,11 @@ def _of_task(
         return list(map(example, chosen.tolist(), images))
 
     right, wrong = np.flatnonzero(is_right), np.flatnonzero(~is_right)
-    return f"T{index + 1} {task['name']}", some_of(right), some_of(wrong), len(right), len(wrong)
+    return f"T{index + 1} {task['name']}", select(right), select(wrong), len(right), len(wrong)
 
 
 def data_uri(image: np.ndarray) -> str:
-    """An image `[S, S, 3]` as text inside a page."""
+    """Encode an image `[S, S, 3]` as a data URI."""
     small = Image.fromarray(image)
     stream = io.BytesIO()
     if len(image) <= CRISP:
