@@ -1,12 +1,12 @@
 """Comparison of methods: one table from the results of all runs, as text, CSV and numbers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cheem_jax.core import metrics
-from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid, format_flops, number, percent
+from cheem_jax.report.table import COLUMNS, METHODS, NONE, UPPER_BOUNDS, Grid, percent
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Results of runs, keyed by method, with one item per seed."""
@@ -101,20 +101,6 @@ def _figure_of_merit(
     return None if value is None else {"mean": value, "std": None}
 
 
-COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "average_accuracy": ("average\naccuracy\n%", percent),
-    "local_average_accuracy": ("task ID\ngiven\n%", percent),
-    "just_trained": ("right after\nlearning\n%", percent),
-    "average_forgetting": ("forget-\nting\npoints", percent),
-    "local_average_forgetting": ("forget-\nting, task\nID given", percent),
-    "flops_paper": ("FLOPs\npaper", format_flops),
-    "flops_explicit": ("FLOPs with\nattention", format_flops),
-    "flops_executed": ("FLOPs\nexecuted", format_flops),
-    "params_learned": ("params\nlearned\nper task", lambda v: f"{v / 1e3:,.1f} k"),
-    "params_stored": ("params\nstored,\nall tasks", lambda v: f"{v / 1e3:,.1f} k"),
-    "seconds": ("time\ns", lambda v: number(v, 0)),
-    "fom": ("FoM of\nCHEEM", lambda v: number(v, 2)),
-}
 ONLY_WIDE = ("local_average_forgetting", "flops_explicit", "flops_executed")
 """Measures that the terminal omits because the table would be too wide."""
 
@@ -123,6 +109,7 @@ def comparison_grid(runs_by_method: Runs, titles: Mapping[str, str] = METHODS) -
     """Make the table of a comparison; `titles` has the displayed name of each key of the runs."""
     rows = comparison(runs_by_method)
     first = next(iter(runs_by_method.values()))[0]
+    names = [name for name in COLUMNS if name != "params_added_percent"]
     several = any(row["runs"] > 1 for row in rows)
 
     def cell(row: Mapping[str, Any], name: str) -> str:
@@ -136,11 +123,11 @@ def comparison_grid(runs_by_method: Runs, titles: Mapping[str, str] = METHODS) -
         (
             titles[row["method"]],
             *([str(row["runs"])] if several else []),
-            *(cell(row, name) for name in COLUMNS),
+            *(cell(row, name) for name in names),
         )
         for row in rows
     )
-    columns = ("method", *(["runs"] if several else []), *(title for title, _ in COLUMNS.values()))
+    columns = ("method", *(["runs"] if several else []), *(COLUMNS[name][0] for name in names))
     captions = [
         (
             "average accuracy: task-agnostic, the task ID inferred per image; right after learning:"

@@ -1,6 +1,6 @@
 """Tables of a run for the terminal and the report, made from `results.json`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,35 +73,29 @@ NONE = "–"
 def method_grid(results: Results) -> Grid:
     """Make the table with one row for the run's method and each of its baselines and upper
     bounds."""
-    columns = (
-        "method",
-        "average\naccuracy\n%",
-        "task ID\ngiven\n%",
-        "average\nforgetting\npoints",
-        "FLOPs\npaper",
-        "FLOPs\nexecuted",
-        "params\nadded\n%",
-        "time\ns",
+    names = (
+        "average_accuracy",
+        "local_average_accuracy",
+        "average_forgetting",
+        "flops_paper",
+        "flops_executed",
+        "params_added_percent",
+        "seconds",
     )
+    columns = ("method", *(COLUMNS[name][0] for name in names))
     rows = []
-    for name, run in _runs(results).items():
-        is_bound = (
-            name in UPPER_BOUNDS
-        )  # An upper bound is given the task ID, so it has no task-agnostic accuracy.
-        local = run.get("local_average_accuracy", run.get("average_accuracy") if is_bound else None)
-        flops = run.get("flops") or {}
-        rows.append(
-            (
-                METHODS.get(name, name),
-                NONE if is_bound else percent(run.get("average_accuracy")),
-                percent(local),
-                NONE if is_bound else percent(run.get("average_forgetting")),
-                format_flops(flops.get("paper")),
-                format_flops(flops.get("executed")),
-                number(run.get("params_added_percent"), 2),
-                number(run.get("seconds"), 0),
-            )
-        )
+    for method, run in _runs(results).items():
+        values = {
+            **run,
+            **{f"flops_{key}": flops for key, flops in (run.get("flops") or {}).items()},
+        }
+        if method in UPPER_BOUNDS:  # it is given the task ID: it has no task-agnostic accuracy
+            average = values.pop("average_accuracy", None)
+            values = {"local_average_accuracy": average, **values, "average_forgetting": None}
+        cells = [
+            NONE if values.get(name) is None else COLUMNS[name][1](values[name]) for name in names
+        ]
+        rows.append((METHODS.get(method, method), *cells))
     title = f"{results['stream']}: {len(results['tasks'])} tasks, {results['backbone']}"
     explained = [EXPLAINED[name] for name in _runs(results) if name in EXPLAINED]
     return Grid(
@@ -275,6 +269,24 @@ def format_flops(value: int | float | None) -> str:
     if value is None:
         return NONE
     return f"{value / 1e9:.2f} G" if value >= 1e9 else f"{value / 1e6:.1f} M"
+
+
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "average_accuracy": ("average\naccuracy\n%", percent),
+    "local_average_accuracy": ("task ID\ngiven\n%", percent),
+    "just_trained": ("right after\nlearning\n%", percent),
+    "average_forgetting": ("forget-\nting\npoints", percent),
+    "local_average_forgetting": ("forget-\nting, task\nID given", percent),
+    "flops_paper": ("FLOPs\npaper", format_flops),
+    "flops_explicit": ("FLOPs with\nattention", format_flops),
+    "flops_executed": ("FLOPs\nexecuted", format_flops),
+    "params_learned": ("params\nlearned\nper task", lambda v: f"{v / 1e3:,.1f} k"),
+    "params_stored": ("params\nstored,\nall tasks", lambda v: f"{v / 1e3:,.1f} k"),
+    "params_added_percent": ("params\nadded\n%", lambda v: number(v, 2)),
+    "seconds": ("time\ns", lambda v: number(v, 0)),
+    "fom": ("FoM of\nCHEEM", lambda v: number(v, 2)),
+}
+"""Title and format of the column of each measure of a method."""
 
 
 def _runs(results: Results) -> dict[str, Results]:
