@@ -1,7 +1,9 @@
-"""The order of the modules: what each may import, and what must not come along with them."""
+"""The structure of the package: the order of imports, optional packages, and rules of design."""
 
 import ast
+import collections
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
+PACKAGE = REPOSITORY / "cheem_jax"
 # Each imports only from its own folder and from what stands before it: in an earlier row, or
 # further left.
 ROWS = (
@@ -104,7 +107,7 @@ def layer_errors(root: Path) -> list[str]:
 
 
 def test_each_module_imports_only_from_its_own_folder_and_from_earlier_ones():
-    assert layer_errors(REPOSITORY / "cheem_jax") == []
+    assert layer_errors(PACKAGE) == []
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,7 @@ def test_an_import_against_the_order_is_found(tmp_path, file, line, error):
 
 
 def test_importing_every_module_needs_no_extra_and_no_device():
-    names = sorted(set(modules(REPOSITORY / "cheem_jax")) - {"cheem_jax.__main__"} - NEEDS_AN_EXTRA)
+    names = sorted(set(modules(PACKAGE)) - {"cheem_jax.__main__"} - NEEDS_AN_EXTRA)
     program = (
         # scikit-learn imports pandas where it is installed, and that imports pyarrow
         "import importlib, sys; sys.modules['pandas'] = None; [importlib.import_module(name) for"
@@ -190,3 +193,63 @@ def test_commands_of_a_memory_do_not_wait_for_packages_that_others_need(commands
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stdout == "[]\n", done.stdout + done.stderr
+
+
+def trees() -> dict[str, ast.Module]:
+    """The syntax tree of each module, by its dotted name."""
+    return {name: ast.parse(file.read_text()) for name, file in modules(PACKAGE).items()}
+
+
+def test_no_class_has_more_than_300_lines():
+    classes = [
+        f"{name}.{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.end_lineno - node.lineno >= 300
+    ]
+    assert classes == []
+
+
+def test_no_code_reads_a_private_attribute_of_another_object():
+    # of NamedTuples; `os._exit` is documented
+    public = {"_asdict", "_exit", "_field_defaults", "_fields", "_make", "_replace"}
+    accesses = [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_[a-z]", node.attr)
+        and node.attr not in public
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
+    ]
+    assert accesses == []
+
+
+def test_a_name_for_a_type_is_defined_once():
+    definitions = collections.defaultdict(list)
+    for module, tree in trees().items():
+        for node in tree.body:
+            match node:
+                case ast.ClassDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
+                    # `S`, `T` and the like are type variables
+                    if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name):
+                        definitions[name].append(module)
+    assert {name: where for name, where in definitions.items() if len(where) > 1} == {}
+
+
+def test_a_feed_is_used_by_its_protocol_alone():
+    feeds = {"AugmentedImages", "Cached", "Feed", "HostImages", "Subset"}
+    checks = [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call | ast.match_case)
+        and (isinstance(node, ast.match_case) or ast.unparse(node.func) == "isinstance")
+        and feeds
+        & {
+            part.id
+            for part in ast.walk(node.pattern if isinstance(node, ast.match_case) else node)
+            if isinstance(part, ast.Name)
+        }
+    ]
+    assert checks == []
