@@ -11,9 +11,8 @@ from cheem_jax.core.architecture import Choice
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.metrics import matrix_from_json, matrix_to_json
 from cheem_jax.run.record import read_object
-from cheem_jax.run.results import averages
+from cheem_jax.run.results import Results, averages
 
-Results = Mapping[str, Any]
 FORGOTTEN = "forgotten"
 """Origin of an expert of a forgotten task."""
 MARK = "†"
