@@ -38,7 +38,7 @@ from cheem_jax.run_config import (
 )
 
 ROUTING_COST = 10
-"""If the router loses at least this many percentage points, say which task took the images."""
+"""Percentage points lost to task-ID inference above which a message names the wrong task."""
 
 
 def run_stream(
@@ -94,7 +94,7 @@ def run_stream(
 
 
 def _restore_run(session: Session, run: PreparedRun) -> int:
-    """Return the number of finished tasks."""
+    """Restore the methods of a resumed run; returns the number of finished tasks."""
     names = [task.name for task in run.inputs.stream.tasks]
     if not session.is_resumed:
         return 0

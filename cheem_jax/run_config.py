@@ -87,16 +87,16 @@ class RunInputs(NamedTuple):
             if shape != (size, size, 3):
                 raise ValueError(
                     f"stream {self.stream.name!r} contains images of shape {shape}, but"
-                    f" {network.config.name} takes {(size, size, 3)}; load both with the same image"
-                    " size"
+                    f" {network.config.name} expects {(size, size, 3)}; load both with the same"
+                    " image size"
                 )
         if self.config.upper_bound is not None and self.config.method.name == "full_finetune":
             raise ValueError("full_finetune is the upper bound itself: leave out --upper-bound")
 
     def identity(self) -> dict[str, Any]:
-        """The content of `config.json`: everything that determines what is learned.
+        """Return the content of `config.json`: everything that determines the results.
 
-        The upper bound is no part of it, so that it can be added to a finished run.
+        The upper bound is not included, so that it can be added to a finished run.
         """
         stream, pretrained, router, config, base = self
         return {
@@ -119,7 +119,7 @@ class RunInputs(NamedTuple):
         }
 
     def settings(self) -> dict[str, Any]:
-        """The first entry of the record: the settings that tables and reports display."""
+        """Return the first entry of the record: the settings that tables and reports display."""
         stream, pretrained, router, config, base = self
         method = config.method
         is_preset = preset_of(method.name, config.preset) == method
@@ -142,7 +142,7 @@ class RunInputs(NamedTuple):
         }
 
     def remarks(self, executor: Executor) -> list[str]:
-        """Sentences about the settings, displayed when the run begins."""
+        """Write sentences about the settings, displayed when the run begins."""
         engine, method = self.config.engine, self.config.method
         sentences = [
             f"networks run in {engine.precision} by the executor {executor.name!r}:"

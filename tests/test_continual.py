@@ -449,7 +449,7 @@ def test_images_of_another_size_than_the_backbones_are_refused(tmp_path):
     val = dataclasses.replace(big.val, images=np.repeat(np.repeat(big.val.images, 2, 1), 2, 2))
     test = dataclasses.replace(big.test, images=np.repeat(np.repeat(big.test.images, 2, 1), 2, 2))
     task = dataclasses.replace(big, train=split, val=val, test=test)
-    with pytest.raises(ValueError, match=r"shape \(16, 16, 3\), but vit_test takes \(8, 8, 3\)"):
+    with pytest.raises(ValueError, match=r"shape \(16, 16, 3\), but vit_test expects \(8, 8, 3\)"):
         run_stream(Stream("big", (task,)), small.pretrained(), CONFIG, tmp_path / "run", quiet())
     assert not (tmp_path / "run").exists()
 

@@ -117,6 +117,8 @@ class CheemConfig:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}; expected at least 1")
+        if self.score_images < 0:
+            raise ValueError(f"score_images is {self.score_images}; expected 0 (all) or more")
         if not len(set(self.remove)) == len(self.remove) < len(KINDS):
             raise ValueError(
                 f"remove names {', '.join(self.remove)}; expected some of {', '.join(KINDS)}, each"

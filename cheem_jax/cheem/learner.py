@@ -119,18 +119,16 @@ class Cheem(ExpertMemory):
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """Learn the next task in all phases, and return its report (see `Method.learn`)."""
         learning = self.begin(task, session)
-        index = learning.index
         similarity = self.similarity(learning)
-        tables = self.tables(learning, similarity)
+        tables = sampling_tables(self.config, learning.candidates, similarity)
         trained = self.train_supernet(learning, tables)
         codes = self.search(learning, tables, trained)
         finished = self.finetune(learning, trained, codes)
         supernet, state, _ = finished
         choices = decode(codes, learning.candidates.sizes)
         architecture = learning.candidates.in_pool(choices)
-        pool, experts = grow(
-            self.memory.pool, architecture, supernet.learned(state, choices), index
-        )
+        learned = supernet.learned(state, choices)
+        pool, experts = grow(self.memory.pool, architecture, learned, learning.index)
         network = task_network(DenseExperts(pool, 0), experts)
         head = supernet.trained_head(state)
         compared = None
@@ -138,11 +136,11 @@ class Cheem(ExpertMemory):
             compared = compare_with_frozen(
                 self.executor, self.features, learning, network, head, self.batch_size
             )
-        if compared is not None and self.config.fallback and compared.is_frozen_better:
+        if compared and self.config.fallback and compared.is_frozen_better:
             architecture = (Choice("reuse", 0),) * len(pool)
             network = base_network(self.executor)
             head = compared.head
-            pool, experts = grow(self.memory.pool, architecture, {}, index)
+            pool, experts = grow(self.memory.pool, architecture, {}, learning.index)
         summary = self.finished_means(learning, finished, network)
         self.remember(
             task,
@@ -151,25 +149,18 @@ class Cheem(ExpertMemory):
             experts=experts,
             head=head,
             means=summary.means[0],
-            seed=self.keys.seed_at(index, Phase.CENTROIDS),
+            seed=self.keys.seed_at(learning.index, Phase.CENTROIDS),
             session=session,
         )
         self.calibrate(learning, summary.features)
-        report = {
-            **self.costs(len(self.memory.tasks) - 1),
+        report = self.costs(len(self.memory.tasks) - 1) | {
             "pool": self.memory.history(),
-            "similarity": [
-                [None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity
-            ],
-            "supernet_losses": trained.progress.losses,
-            "finetune_losses": finished.progress.losses,
-            "skipped_steps": learning.underway.skipped,
-            **search_report(learning, codes, len(self._scored_rows(learning)), self.config),
-            "not_kept": list(dict.fromkeys(learning.budget.refused)),
+            **phase_report(learning, similarity, trained, finished),
+            **search_report(learning, codes, self.config),
             "engine": self.executor.counters(),
             "seconds": session.seconds,
         }
-        if compared is not None:
+        if compared:
             report["frozen_head"] = compared.report(self.config.fallback)
         return report
 
@@ -180,7 +171,16 @@ class Cheem(ExpertMemory):
 
         def feed_of(name: str, split: Split) -> Feed:
             feed = feed_images(self.executor, split.images, budget)
-            return self._cache_tokens(session, budget, name, feed, len(split.labels))
+            with session.phase("keep"):
+                return keep_tokens(
+                    name,
+                    self.executor,
+                    feed,
+                    len(split.labels),
+                    (),
+                    batch_size=self.batch_size,
+                    budget=budget,
+                )
 
         return Learning(
             self.memory.next_number,
@@ -198,25 +198,19 @@ class Cheem(ExpertMemory):
         the earlier task skips the block (section 'Task similarity')."""
         underway = learning.underway
         if underway.similarity is None:
+            stored = [task.means for task in self.memory.tasks]
             with learning.session.phase("similarity"):
-                means = self._earlier_means(learning)
-                base = np.zeros_like(means[0]) if self.base_means is None else self.base_means
-                stored = np.stack([base, *(task.means for task in self.memory.tasks)])
-                present = np.array(
-                    [[e is not None for e in experts] for experts in learning.candidates.earlier]
+                means = earlier_means(
+                    self.executor,
+                    self.features,
+                    learning,
+                    limit=self.dense.limit,
+                    batch_size=self.batch_size,
                 )
-                neutral = (np.arange(len(stored)) == 0) & (self.base_means is None)
-                underway.similarity = norm_cosine(cosines(stored, means, present), neutral)
+                underway.similarity = similarity_to(
+                    self.base_means, stored, means, learning.candidates.earlier
+                )
         return underway.similarity
-
-    def tables(self, learning: Learning, similarity: np.ndarray) -> SamplingTables:
-        """Compute the candidate probabilities for supernet training and search."""
-        candidates = learning.candidates
-        exploit = exploit_table(similarity, candidates.earlier, candidates.sizes)
-        uniform = uniform_table(candidates.sizes)
-        return SamplingTables(
-            *(without(table, self.config.remove, candidates.sizes) for table in (exploit, uniform))
-        )
 
     def train_supernet(self, learning: Learning, tables: SamplingTables) -> SupernetFit:
         """Train the supernet (section 'Supernet Training')."""
@@ -244,7 +238,9 @@ class Cheem(ExpertMemory):
         underway = learning.underway
         if self.config.sampling == "uniform":
             config = dataclasses.replace(config, epsilon=1.0)
-        rows = self._scored_rows(learning)
+        rng = np.random.default_rng(self.keys.seed_at(learning.index, Phase.SCORE))
+        shuffled = rng.permutation(len(learning.task.train.labels))
+        rows = np.sort(shuffled[: num_scored(self.config, learning.task)])
         num = len(rows) + len(learning.task.val.labels)
         done = 0 if underway.searched is None else underway.searched.generations
         total = config.population * num * (config.generations - done)
@@ -288,27 +284,28 @@ class Cheem(ExpertMemory):
         images = self._training_images(learning, Phase.FINETUNE_AUGMENTATION)
         if not config.augment:
             prefix = frozen_prefix(supernet, architecture)
-            images = self._cache_tokens(
-                learning.session,
-                learning.budget,
-                "what fine-tuning leaves unchanged",
-                images,
-                len(learning.task.train.labels),
-                prefix[: self.executor.start_of(len(prefix))],
-            )
-        draws = constant_draws(codes)
-        return self._train(learning, "finetune", fitting, images, draws, Phase.FINETUNE_ORDER)
+            with learning.session.phase("keep"):
+                images = keep_tokens(
+                    "what fine-tuning leaves unchanged",
+                    self.executor,
+                    images,
+                    len(learning.task.train.labels),
+                    prefix[: self.executor.start_of(len(prefix))],
+                    batch_size=self.batch_size,
+                    budget=learning.budget,
+                )
+        samples = constant_draws(codes)
+        return self._train(learning, "finetune", fitting, images, samples, Phase.FINETUNE_ORDER)
 
     def finished_means(
         self, learning: Learning, finished: SupernetFit, network: Network
     ) -> TokenMeans:
         """Compute the mean CLS tokens mu of the target network over the training images, and their
         features."""
-        session = learning.session
         num = len(learning.task.train.labels)
         with (
-            session.phase("finetune"),
-            session.phase("means", num, learning.underway.saved) as advance,
+            learning.session.phase("finetune"),
+            learning.session.phase("means", num, learning.underway.saved) as advance,
         ):
             return token_means(
                 self.executor,
@@ -374,38 +371,6 @@ class Cheem(ExpertMemory):
         seed = self.keys.seed_at(learning.index, phase)
         return AugmentedImages(self.executor, learning.task.train.images, seed)
 
-    def _cache_tokens(
-        self,
-        session: Session,
-        budget: Budget,
-        name: str,
-        images: Feed,
-        num: int,
-        prefix: Network = (),
-    ) -> Feed:
-        with session.phase("keep"):
-            return keep_tokens(
-                name,
-                self.executor,
-                images,
-                num,
-                prefix,
-                batch_size=self.batch_size,
-                budget=budget,
-            )
-
-    def _scored_rows(self, learning: Learning) -> Int[np.ndarray, "N"]:
-        """Return the rows of the training images that the score uses: no rows for `shared_head`;
-        all rows or a sorted, seeded subsample for `closed_form`."""
-        if self.config.score == "shared_head":
-            return np.arange(0)
-        num = len(learning.task.train.labels)
-        wanted = self.config.score_images
-        if not 0 < wanted < num:
-            return np.arange(num)
-        rng = np.random.default_rng(self.keys.seed_at(learning.index, Phase.SCORE))
-        return np.sort(rng.permutation(num)[:wanted])
-
     def _score(
         self, learning: Learning, trained: SupernetFit, rows: Int[np.ndarray, "N"], advance: Advance
     ) -> Score:
@@ -427,43 +392,95 @@ class Cheem(ExpertMemory):
             **common,
         )
 
-    def _earlier_means(self, learning: Learning) -> Float[np.ndarray, "E L D"]:
-        """Compute the mean CLS tokens mu of the task's images with the base network and with each
-        earlier task's network. Skipped blocks are 0."""
-        task = learning.task
-        experts, earlier = learning.candidates.experts, learning.candidates.earlier
-        num = len(task.train.labels)
-        vit = self.executor.config
-        means = np.zeros((len(earlier), self.executor.num_blocks, vit.width), np.float32)
-        with learning.session.phase("similarity", num * len(earlier)) as advance:
-            for part in together(earlier, experts, self.dense.limit):
-                networks = [task_network(experts, earlier[i]) for i in part]
-                tokens = token_means(
-                    self.executor,
-                    networks,
-                    learning.train,
-                    num,
-                    batch_size=self.batch_size,
-                    advance=advance,
-                )
-                means[part] = tokens.means
-                if part[0] == 0 and self.features.ends(self.executor):
-                    self.features.store(task.train.images, tokens.features)
-        return means
+
+def earlier_means(
+    executor: Executor,
+    frozen: FrozenFeatures,
+    learning: Learning,
+    *,
+    limit: int,
+    batch_size: int,
+) -> Float[np.ndarray, "E L D"]:
+    """Compute the mean CLS tokens mu of the task's images with the base network and with each
+    earlier task's network. Skipped blocks are 0.
+
+    One pass computes networks of at most `limit` bytes of experts. If the base network's features
+    are `frozen`'s, they are stored there.
+    """
+    task = learning.task
+    experts, earlier = learning.candidates.experts, learning.candidates.earlier
+    num = len(task.train.labels)
+    means = np.zeros((len(earlier), executor.num_blocks, executor.config.width), np.float32)
+    with learning.session.phase("similarity", num * len(earlier)) as advance:
+        for part in together(earlier, experts, limit):
+            networks = [task_network(experts, earlier[i]) for i in part]
+            tokens = token_means(
+                executor, networks, learning.train, num, batch_size=batch_size, advance=advance
+            )
+            means[part] = tokens.means
+            if part[0] == 0 and frozen.ends(executor):
+                frozen.store(task.train.images, tokens.features)
+    return means
+
+
+def similarity_to(
+    base_means: Float[np.ndarray, "L D"] | None,
+    stored: Sequence[Float[np.ndarray, "L D"]],
+    means: Float[np.ndarray, "E L D"],
+    earlier: Sequence[Sequence[int | None]],
+) -> Float[np.ndarray, "E L"]:
+    """Compute S from `means`, mu of the new task by every earlier network, and from mu of the base
+    task and the `stored` ones of earlier tasks.
+
+    S is 0 for a base task without means, and NaN in blocks that an earlier task skips.
+    """
+    base = np.zeros_like(means[0]) if base_means is None else base_means
+    present = np.array([[expert is not None for expert in experts] for experts in earlier])
+    neutral = (np.arange(len(earlier)) == 0) & (base_means is None)
+    return norm_cosine(cosines(np.stack([base, *stored]), means, present), neutral)
+
+
+def sampling_tables(
+    config: CheemConfig, candidates: Candidates, similarity: Float[np.ndarray, "E L"]
+) -> SamplingTables:
+    """Compute the probabilities that supernet training and search sample from."""
+    exploit = exploit_table(similarity, candidates.earlier, candidates.sizes)
+    tables = (exploit, uniform_table(candidates.sizes))
+    return SamplingTables(*(without(table, config.remove, candidates.sizes) for table in tables))
+
+
+def num_scored(config: CheemConfig, task: Task) -> int:
+    """Count the training images that the score uses: none for the supernet's own head."""
+    num = len(task.train.labels)
+    return 0 if config.score == "shared_head" else min(config.score_images or num, num)
+
+
+def phase_report(
+    learning: Learning,
+    similarity: Float[np.ndarray, "E L"],
+    trained: SupernetFit,
+    finished: SupernetFit,
+) -> dict[str, Any]:
+    """Report the similarity, the losses of both trainings, and steps and images left out."""
+    return {
+        "similarity": [
+            [None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity
+        ],
+        "supernet_losses": trained.progress.losses,
+        "finetune_losses": finished.progress.losses,
+        "skipped_steps": learning.underway.skipped,
+        "not_kept": list(dict.fromkeys(learning.budget.refused)),
+    }
 
 
 def search_report(
-    learning: Learning, codes: Int[np.ndarray, "L"], num_train: int, config: CheemConfig
+    learning: Learning, codes: Int[np.ndarray, "L"], config: CheemConfig
 ) -> dict[str, Any]:
-    """Report a finished search.
-
-    `codes` is the selected architecture. `num_train` is the number of training images that were
-    scored in addition to the validation images.
-    """
+    """Report a finished search. `codes` is the selected architecture."""
     searched = learning.underway.searched
     assert searched is not None, "the search has ended"
     genomes, correct, flops = searched.scored
-    num_images = num_train + len(learning.task.val.labels)
+    num_images = num_scored(config, learning.task) + len(learning.task.val.labels)
     chosen = int(np.flatnonzero((genomes == codes).all(axis=1))[0])
     search = {
         "correct": correct.tolist(),
@@ -550,9 +567,7 @@ def expected_seconds(
     generations = config.search.generations
     if underway.searched is not None:
         generations -= underway.searched.generations
-    scored = len(task.val.labels)
-    if config.score == "closed_form":
-        scored += min(config.score_images or num, num)
+    scored = len(task.val.labels) + num_scored(config, task)
     passes = 3 * trained + config.search.population * generations * scored
     seconds = passes * _fastest(one_pass, 4) / len(rows)
     if config.augment:

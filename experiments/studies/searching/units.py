@@ -16,7 +16,7 @@ from cheem_jax.cheem.closed_form import closed_form_score
 from cheem_jax.cheem.config import PRESETS, CheemConfig
 from cheem_jax.cheem.evolution import Score
 from cheem_jax.cheem.hee import sample
-from cheem_jax.cheem.learner import Cheem, Learning, SamplingTables
+from cheem_jax.cheem.learner import Cheem, Learning, SamplingTables, sampling_tables
 from cheem_jax.cheem.training import SupernetFit, architecture_flops, dense_network, supernet_score
 from cheem_jax.core.architecture import decode, to_strings
 from cheem_jax.core.interruption import Stop
@@ -112,7 +112,7 @@ class TaskUnits:
         cheem, learning, counted = self._begin(
             config, seed, f"{recipe}, rate {rate:g}, seed {seed}"
         )
-        tables = cheem.tables(learning, cheem.similarity(learning))
+        tables = sampling_tables(cheem.config, learning.candidates, cheem.similarity(learning))
         try:
             trained = cheem.train_supernet(learning, tables)
             codes = cheem.search(learning, tables, trained)
@@ -155,7 +155,7 @@ class TaskUnits:
         ):
             return
         cheem, learning, _ = self._begin(config, 0, f"{num} sampled, rate {rate:g}")
-        tables = cheem.tables(learning, cheem.similarity(learning))
+        tables = sampling_tables(cheem.config, learning.candidates, cheem.similarity(learning))
         trained = cheem.train_supernet(learning, tables)
         genomes = sample_both(cheem.keys, learning.index, tables, num)
         if sampled is None:
