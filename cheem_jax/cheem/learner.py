@@ -39,6 +39,7 @@ from cheem_jax.core.pool import (
     Candidates,
     DenseExperts,
     Head,
+    Pool,
     candidates_of,
     grow,
     pool_sizes,
@@ -168,26 +169,17 @@ class Cheem(ExpertMemory):
         """Prepare learning of the next task. If `session` has saved progress, the task resumes from
         it."""
         budget = Budget(self.executor.budget)
-
-        def feed_of(name: str, split: Split) -> Feed:
-            feed = feed_images(self.executor, split.images, budget)
-            with session.phase("keep"):
-                return keep_tokens(
-                    name,
-                    self.executor,
-                    feed,
-                    len(split.labels),
-                    (),
-                    batch_size=self.batch_size,
-                    budget=budget,
-                )
-
+        with session.phase("keep"):
+            train, val = (
+                feed_split(name, self.executor, split, budget, self.batch_size)
+                for name, split in (("training", task.train), ("validation", task.val))
+            )
         return Learning(
             self.memory.next_number,
             task,
             candidates_of(self.memory, self.dense),
-            feed_of("training images", task.train),
-            feed_of("validation images", task.val),
+            train,
+            val,
             budget,
             Underway.resume(session.saved),
             session,
@@ -325,12 +317,7 @@ class Cheem(ExpertMemory):
     def bytes_needed(self, task: Task) -> int:
         """See `Method.bytes_needed`. The estimate counts all candidates with their Adam moments in
         two rolling checkpoints, plus the router's statistics."""
-        num_inputs, width = self.memory.pool[0][0].params[0].shape
-        pair = self.config.ops.rank * (num_inputs + width)
-        new = (num_inputs + 1) * width
-        head = (width + 1) * next_power_of_two(len(task.classes))
-        sizes = pool_sizes(self.memory.pool)
-        supernet = sum(sizes) * pair + len(sizes) * new + head
+        supernet = supernet_size(self.memory.pool, self.config.ops.rank, len(task.classes))
         return 4 * (3 * 2 * supernet + self.router_numbers(task))
 
     def _train(
@@ -391,6 +378,32 @@ class Cheem(ExpertMemory):
             val_labels=task.val.labels,
             **common,
         )
+
+
+def feed_split(
+    name: str, executor: Executor, split: Split, budget: Budget, batch_size: int
+) -> Feed:
+    """Return the images of a split, or their tokens before the first expert if these fit into
+    `budget`."""
+    return keep_tokens(
+        f"{name} images",
+        executor,
+        feed_images(executor, split.images, budget),
+        len(split.labels),
+        (),
+        batch_size=batch_size,
+        budget=budget,
+    )
+
+
+def supernet_size(pool: Pool, rank: int, num_classes: int) -> int:
+    """Count the parameters of a task's supernet: every Adapt and New, and the padded head."""
+    num_inputs, width = pool[0][0].params[0].shape
+    pair = rank * (num_inputs + width)
+    new = (num_inputs + 1) * width
+    head = (width + 1) * next_power_of_two(num_classes)
+    sizes = pool_sizes(pool)
+    return sum(sizes) * pair + len(sizes) * new + head
 
 
 def earlier_means(
