@@ -146,8 +146,8 @@ class Block(nnx.Module):
         if isinstance(prefix, Prefix):
             key = jnp.concatenate([heads(prefix.keys), key], axis=2)
             value = jnp.concatenate([heads(prefix.values), value], axis=2)
-        # products cast their operands to this type in any case; bfloat16 halves the bytes of the
-        # transposed heads
+        # cast before the products, which cast their operands anyway: in bfloat16 this halves the
+        # bytes of the transposed heads
         query, key, value = (part.astype(self.precision) for part in (query, key, value))
         mixed = attend(query, key, value, self.precision)
         if isinstance(prefix, SidePrefix):

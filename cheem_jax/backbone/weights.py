@@ -1,5 +1,5 @@
-"""Pretrained weights from the package, a file or the hub, resizing to another image size, and the
-format of converted files.
+"""Load pretrained weights (from the package, a file or the hub), resize them to another image size,
+and define the format of converted files.
 
 A converted file is a safetensors file. It contains the parameters under our names, the mean CLS
 tokens of the pretraining data under `base_means/<image size>/<placement>/<token>`, and a header

@@ -219,8 +219,8 @@ def _take(fresh: list, history: set, candidates, total: int) -> None:
 
 
 def _fill(fresh: list, history: set, key, exploit, uniform, config: SearchConfig) -> None:
-    """Complete a population with uniform samples. In a small search space, the remaining
-    architectures are then added in order."""
+    """Complete a population with uniform samples. If these do not suffice, as in a small search
+    space, add the architectures that are not evaluated yet, in order."""
     num = config.population
     if len(fresh) < num:
         _take(fresh, history, _draw(key, KeyPurpose.FILL, uniform, uniform, config), num)

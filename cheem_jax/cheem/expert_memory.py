@@ -288,8 +288,8 @@ class ExpertMemory:
         return Inferred(np.asarray(tasks, np.int32), classes)
 
     def _classes(self, task: TaskMemory, images: Images) -> Int[np.ndarray, "N"]:
-        """Predict the classes of images with a task's network. If the same pass computes the
-        router's features, these features are cached."""
+        """Predict the classes of images with a task's network. If its forward pass also computes
+        the router's features, these features are cached."""
         network = task_network(self.dense, task.experts)
         head = padded(task.head)
         feed = HostImages(self.executor, images)

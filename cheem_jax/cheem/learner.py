@@ -600,8 +600,8 @@ def _fastest(work: Callable[[], None], repeats: int) -> float:
 
 
 FEW = 4
-"""Number of networks that the similarity pass computes together even if their experts exceed the
-limit."""
+"""The similarity pass computes at least this many networks together, even if their experts exceed
+`limit` bytes."""
 
 
 def together(

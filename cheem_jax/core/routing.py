@@ -234,7 +234,8 @@ def _nearest_in_l1(
     # SciPy's float64 loop needs 0.3 ms per image and core for 5,000 rows of width 96, and 3 ms for
     # rows of width 768. A compiled float32 loop needs a third of the time, but its rounding
     # requires a correction, and each number of rows would compile a new function.
-    from scipy.spatial.distance import cdist  # slow to import, and settings do not need SciPy
+    # imported here: SciPy is slow to import, and only distances need it
+    from scipy.spatial.distance import cdist
 
     size = max(BLOCK_BYTES // (8 * len(rows)), 1)
     blocks = [points[begin : begin + size] for begin in range(0, max(len(points), 1), size)]

@@ -78,8 +78,8 @@ def _arc(
 
 
 def _regular(num: int, inner: float = 1.0, start: float = -90.0) -> np.ndarray:
-    """Build a regular polygon with a corner on top; with every second corner at radius `inner`, a
-    star."""
+    """Build a regular polygon with a corner on top. If `inner` is not 1, every second corner has
+    the radius `inner`, so the polygon is a star."""
     corners = _arc(start, start + 360.0, num + 1)[:-1]
     corners[1::2] *= inner
     return corners

@@ -169,7 +169,7 @@ class OpenMemory:
         """The predictor for decoded images `[N, S, S, 3]`, cached for equal settings.
 
         Args:
-            task: the true task of all images, whose network alone predicts.
+            task: the true task of all images; only its network predicts.
             memory_gb: size of the cache of merged experts in 2^30 bytes; default: the engine's
                 budget. Predictions do not depend on it.
             batch_sizes, top, open_set: see `Predictor`.

@@ -39,7 +39,7 @@ from cheem_jax.run.results import Results
 PAGE = "report.html"
 HERE = Path(__file__).parent
 ROWS, MOST_ARCHITECTURES = 1000, 400
-"""Maximum number of rows in a table, and of tasks with an architecture."""
+"""Maximum number of table rows, and maximum number of tasks whose architectures are shown."""
 CORRUPTED = (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError)
 """Errors that corrupted results raise."""
 
