@@ -63,10 +63,10 @@ def parse(
 
 @dataclasses.dataclass
 class HelpRule:
-    """A rule of tyro that makes options readable in help.
+    """A rule of tyro that makes the help on options readable.
 
-    Descriptions are paragraphs, defaults None and False are implied, and advanced options are
-    hidden unless `shows_advanced`.
+    It prints each description as a paragraph, omits the defaults None and False, and hides advanced
+    options unless `shows_advanced` is set.
     """
 
     shows_advanced: bool

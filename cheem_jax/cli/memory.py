@@ -372,7 +372,7 @@ class Export(Answering):
     format: Format | None = None
     """`onnx`, `stablehlo` or `timm`; default: chosen by the suffix of the file."""
     task: str | None = None
-    """Name of the task to export; default: the whole memory (not for `timm`)."""
+    """Name of the task to export. Without it, the whole memory is exported; `timm` needs a task."""
     open_set: float | None = None
     """Share of a task's images that the whole memory rejects with -1 (`none of my tasks`), as for
     `cheem predict`."""

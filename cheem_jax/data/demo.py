@@ -398,7 +398,7 @@ def _digits(sizes: dict[str, int], image_size: int, rng: np.random.Generator) ->
     # imported here, because importing scikit-learn takes a second
     from sklearn.datasets import load_digits
 
-    # its stubs include types of pandas
+    # converted, because scikit-learn's stubs also allow pandas types
     small, labels = (np.asarray(array) for array in load_digits(return_X_y=True))
     if sum(sizes.values()) > len(labels):
         raise ValueError(f"there are {len(labels)} digits in all, the splits ask for {sizes}")

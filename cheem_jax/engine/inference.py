@@ -76,8 +76,8 @@ class Inference:
         ]
 
     def features(self, feed: Feed, num: int, route: Route) -> Float[np.ndarray, "N D"]:
-        """Compute features of `num` images with the networks of their tasks; they are zeros if the
-        route is -1."""
+        """Compute the features of `num` images, each with the network of its task. Images with the
+        route -1 get zeros."""
         features = np.zeros((num, self.executor.config.width), np.float32)
         for batch in batches(np.arange(num), self.batch_size):
             read, reached = self._run_base(feed, batch.rows)

@@ -132,10 +132,10 @@ def check_new(state: MemoryState, hashes: Mapping[str, str]) -> None:
 
 
 def finish_first(state: MemoryState, hashes: Mapping[str, str], discard: bool) -> MemoryState:
-    """Return the state without the interrupted task if `discard` is set.
+    """Return the state. If `discard` is set, the interrupted task is removed from it.
 
-    Otherwise the interrupted task has to be the first of the new tasks; raises ValueError if it is
-    not.
+    Raises ValueError if `discard` is not set and the interrupted task is not the first of the new
+    tasks.
     """
     interrupted = state.interrupted
     new = [one for one in hashes.items() if one[1] not in state.learned_from(one[0])]

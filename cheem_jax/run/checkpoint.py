@@ -147,9 +147,9 @@ def _checkpointer(num_processes: int, process: int) -> Any:
 def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load the arrays (NumPy) and the metadata of one task.
 
-    Raises CorruptedCheckpoint if files are missing, changed or do not parse, ValueError for another
-    format, and OSError or MemoryError if the checkpoint cannot be read now. Each error names the
-    directory and the reason.
+    Raises CorruptedCheckpoint if a file is missing, has changed or cannot be parsed, ValueError for
+    another format, and OSError or MemoryError if the checkpoint cannot be read now. Each error
+    names the directory and the reason.
     """
     directory = absolute(directory)
     meta = load_meta(directory)
