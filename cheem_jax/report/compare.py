@@ -1,4 +1,4 @@
-"""The first difference between two runs, in the order in which they were recorded."""
+"""Find the first difference between two runs, in the order in which their values were recorded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
