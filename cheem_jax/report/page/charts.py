@@ -243,7 +243,7 @@ def time(results: Results) -> Chart:
     x = task_axis(results, tasks)
     traces: list[Spec] = []
     for place, phase in enumerate(dict.fromkeys(phase for task in seconds for phase in task)):
-        title = shown(PHASES.get(phase, phase))
+        title = shown(PHASES[phase] if phase in PHASES else phase)
         traces.append(
             {
                 "type": "bar",

@@ -56,10 +56,10 @@ def examples(
 
     Raises EmptySection if predictions or images are not available.
     """
-    data = recorded.begin.get("data")
+    data: Mapping[str, Any] = recorded.begin.get("data") or {}
     size = run.results["image_size"]
     tasks = run.results["tasks"]
-    if tests is None and data is None:
+    if tests is None and not data:
         raise EmptySection(
             f"The record cannot be read: {recorded.trouble}."
             if recorded.trouble
