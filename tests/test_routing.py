@@ -478,7 +478,7 @@ def test_a_memory_with_another_router_answers_alike_when_it_is_opened(learned):
     answered = memory.predictor().answer(TESTED)
     np.testing.assert_allclose(answered.distances, router.distances(features(TESTED)), rtol=1e-4)
     assert np.mean(answered.targets == np.repeat([0, 1], 20)) > 0.8
-    assert [score.found for score in memory.evaluate(STREAM)] == [
+    assert [score.task_accuracy for score in memory.evaluate(STREAM)] == [
         np.mean(answered.targets[:20] == 0),
         np.mean(answered.targets[20:] == 1),
     ]
@@ -526,8 +526,8 @@ def test_what_the_router_keeps_is_on_the_disk_and_is_told(learned, capsys):
         min(first["bytes"], second["bytes"]) > 4 * triangle
         and info["bytes"] > first["bytes"] + second["bytes"]
     )
-    costs = memory._learner.costs(0)
-    assert costs["centroid_params"] == triangle + 3 * 32
+    (cost, _) = memory.setup.costs(memory.internal)
+    assert cost["centroid_params"] == triangle + 3 * 32
     show_info(Info(memory=memory.directory))
     told = capsys.readouterr().out
     assert "task0" in told and f"{first['bytes'] / 2**10:.0f} kB" in told
@@ -552,7 +552,7 @@ def test_forgetting_leaves_a_router_that_never_knew_the_task(learned, tmp_path):
     memory.forget("task0")
     wanted = Router(EARLY, (rest,))
     for opened in (memory, cheem_jax.open(tmp_path / "pets")):
-        index = opened.predictor().index
+        index = opened.predictor().router
         np.testing.assert_array_equal(index.whitening, wanted.whitening)
         np.testing.assert_array_equal(index.rows, wanted.rows)
         assert {answer.task for answer in opened.predict(TESTED)} == {"task1"}
