@@ -1,4 +1,4 @@
-"""What every test runs under: shapes checked, reused PRNG keys refused, compiled programs counted."""  # noqa: E501
+"""Settings of all tests: check shapes, refuse reused PRNG keys, count compiled functions."""
 
 import os
 

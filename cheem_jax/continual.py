@@ -122,7 +122,7 @@ def _record_start(
     elif num_finished < num_tasks or (run.bound and _missing_bounds(session, num_tasks)):
         session.record.write("continued", **shared, **start.since())
         if changed := fingerprint.apart(begin["conditions"], run.conditions):
-            session.say(f"begun under other conditions, so numbers may differ: {changed}")
+            session.say(f"this run began under other conditions, so numbers may differ: {changed}")
     for remark in run.remarks:
         session.say(remark)
     directory = shown(session.directory)

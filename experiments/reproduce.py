@@ -159,9 +159,9 @@ def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
     )
     if not command:
         raise ValueError(
-            f"the record of {str(directory)!r} names no command: it was begun by your own Python"
-            " code, or before commands were recorded; run that again yourself and compare with"
-            " --against"
+            f"the record of {str(directory)!r} contains no command: your own Python code made"
+            " the run, or it was made before commands were recorded; run that again yourself and"
+            " compare with --against"
         )
     name = next((name for name in COMMANDS if command[: len(name.split())] == name.split()), None)
     if name is None:

@@ -255,7 +255,7 @@ def test_what_is_no_run_or_has_no_command_is_refused_in_one_line(capsys, run_dir
     edit(run_dir, command=["small", "--sead", "1"])
     assert "--sead" in refused(capsys, run_dir)
     edit(run_dir, command=None)
-    assert "names no command: it was begun by your own Python code" in refused(capsys, run_dir)
+    assert "contains no command: your own Python code made" in refused(capsys, run_dir)
     assert not run_dir.with_name("run-again").exists()
 
 

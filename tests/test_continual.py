@@ -132,7 +132,7 @@ def test_the_results_hold_what_a_reader_expects(finished):
         assert {"similarity", "supernet", "search", "finetune", "router"} <= set(task["seconds"])
     assert results["compile"]["programs"] > 0
     assert results["flops"]["executed"] > 0 and results["params_added_percent"] >= 0
-    bound = results["yardsticks"]["full_finetune"]
+    bound = results["references"]["full_finetune"]
     assert len(bound["local_accuracy"]) == 2 and set(results["fom"]) == {"frozen_linear"}
 
 
@@ -224,7 +224,7 @@ def test_a_signal_saves_after_the_running_step_and_the_run_goes_on_exactly(
 def alone(finished):
     """The finished run's results less its upper bound."""
     results = json.loads(json.dumps(finished[1]))
-    del results["yardsticks"]["full_finetune"]
+    del results["references"]["full_finetune"]
     return results | {"fom": None}
 
 
@@ -410,10 +410,10 @@ def test_an_upper_bound_can_be_added_to_a_finished_run(tmp_path):
     stream = small.stream(1)
     directory = tmp_path / "run"
     alone = run_stream(stream, small.pretrained(), CONFIG, directory, quiet())
-    assert set(alone["yardsticks"]) == {"frozen_linear"} and alone["average_forgetting"] is None
+    assert set(alone["references"]) == {"frozen_linear"} and alone["average_forgetting"] is None
     bound = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(1, (1e-3,), 16))
     both = run_stream(stream, small.pretrained(), bound, directory, quiet())
-    assert both["accuracy"] == alone["accuracy"] and "full_finetune" in both["yardsticks"]
+    assert both["accuracy"] == alone["accuracy"] and "full_finetune" in both["references"]
 
 
 def test_a_run_whose_record_was_lost_is_refused(finished, tmp_path):
@@ -511,7 +511,7 @@ def test_any_method_runs_stops_goes_on_and_has_a_report(method, tmp_path):
     found = run_stream(stream, small.pretrained(), config, tmp_path / "run", quiet())
     assert timeless(found) == timeless(whole)
     assert (
-        found["method"] == method.name and found["yardsticks"] == {} and found["base_means"] is None
+        found["method"] == method.name and found["references"] == {} and found["base_means"] is None
     )
     assert found["flops"].keys() == {"paper", "explicit", "executed"}
     assert found["params_stored"] == sum(task["params_stored"] for task in found["tasks"])

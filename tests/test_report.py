@@ -83,7 +83,7 @@ def made_up(names: list[str], num_blocks: int, backbone: str, image_size: int) -
         "similarity": similarity,
         "compile": {"programs": 41, "seconds": 33.3},
         "seconds_total": 222.2,
-        "yardsticks": {
+        "references": {
             "frozen_linear": {
                 "accuracy": routed,
                 "local_accuracy": local,
@@ -145,7 +145,7 @@ def test_the_task_table_keeps_each_task_on_one_line_of_100_columns(
 
 def test_a_run_without_references_has_its_tables():
     results = made_up(["only"], 4, "some_other_vit", 64) | {
-        "yardsticks": {},
+        "references": {},
         "fom": None,
         "average_forgetting": None,
     }

@@ -342,7 +342,7 @@ def test_a_finished_run_shows_its_result_and_ends(tmp_path):
     bound(record, 0, 0.846)
     assert "84.6" in line_with(
         "full fine-tuning  ", text_of(tmp_path)
-    )  # the table of the run and its yardsticks
+    )  # the table of the run and its references
 
 
 def test_without_a_terminal_there_is_a_line_after_every_task_and_the_view_at_the_end(

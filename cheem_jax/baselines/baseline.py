@@ -263,19 +263,9 @@ class TrainedBaseline(Baseline):
 
 
 class OwnHeads(TrainedBaseline):
-    """A baseline with a network and a head per task; each element of `tasks` has a `head`.
+    """A baseline with a network and a head per task; each element of `tasks` has a `head`."""
 
-    Subclasses define `route` and `features_by`, or `run` if one pass computes both.
-    """
-
-    def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
-        """Infer the task ID of each image from the router's features."""
-        raise NotImplementedError
-
-    def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
-        """Compute the features of each image with the network of its task."""
-        raise NotImplementedError
-
+    @abc.abstractmethod
     def run(
         self, images: Images, task_ids: Int[np.ndarray, "N"] | None
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
@@ -284,8 +274,6 @@ class OwnHeads(TrainedBaseline):
         The features are computed with the network of the task in `task_ids`, or else of the
         inferred task. A method that needs the task ID returns `task_ids` as the inferred ones.
         """
-        tasks: Any = task_ids if self.needs_task_id else self.route(self.router_features(images))
-        return tasks, self.features_by(images, tasks if task_ids is None else task_ids)
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""

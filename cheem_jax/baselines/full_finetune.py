@@ -202,14 +202,17 @@ class FullFinetune(OwnHeads):
         """Return the bytes of the best parameters so far in two rolling checkpoints."""
         return 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
 
-    def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
+    def run(
+        self, images: Images, task_ids: Int[np.ndarray, "N"] | None
+    ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
+        assert task_ids is not None, "`predict` refuses images without a task ID"
         features = np.zeros((len(images), self.vit.width), np.float32)
-        for index in np.unique(tasks):
-            rows = np.flatnonzero(tasks == index)
+        for index in np.unique(task_ids):
+            rows = np.flatnonzero(task_ids == index)
             # streamed images of a single task are read batch by batch
             selected = images if len(rows) == len(images) else images[rows]
             features[rows] = self.over(self._features, Inputs(selected), self.tasks[index].backbone)
-        return features
+        return task_ids, features
 
     def _accuracy(
         self, learned: tuple[list[jax.Array], Head], num_classes: int, split: Split

@@ -262,12 +262,19 @@ class MoeAdapters(OwnHeads):
         """Return the bytes of an auto-encoder, estimated from its weights."""
         return 4 * 4 * self.encoder.width * HIDDEN
 
+    def run(
+        self, images: Images, task_ids: Int[np.ndarray, "N"] | None
+    ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
+        tasks = self.route(self.router_features(images))
+        return tasks, self.features_by(images, tasks if task_ids is None else task_ids)
+
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
         """Infer the task of each image: the task of the auto-encoder with the lowest error."""
         learned = self.placed([task.autoencoder for task in self.tasks])
         return self.autoencoders.route(features, learned, batch_size=self.config.batch_size)
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
+        """Compute the features of each image with the network of its task."""
         routers = np.zeros(
             (next_power_of_two(len(self.tasks)), *self.tasks[0].router.shape), np.float32
         )

@@ -80,12 +80,19 @@ class SPrompts(OwnPrompts):
         seed = self.keys.seed_at(self.number(task), Phase.CENTROIDS)
         return {"centroids": fit_centroids(features, self.config.router.num_centroids, seed=seed)}
 
+    def run(
+        self, images: Images, task_ids: Int[np.ndarray, "N"] | None
+    ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
+        tasks = self.route(self.router_features(images))
+        return tasks, self.features_by(images, tasks if task_ids is None else task_ids)
+
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
         """Infer the task of each image: the task of the nearest centroid."""
         centroids = [task.router["centroids"] for task in self.tasks]
         return centroid_distances(features, centroids).argmin(axis=1).astype(np.int32)
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
+        """Compute the features of each image with the network of its task."""
         return self.over(
             self._answer, Inputs(images, task=tasks), self.executor.leaves, self.stack()
         )

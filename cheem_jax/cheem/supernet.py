@@ -92,7 +92,7 @@ class Supernet:
         key = key_at(self.key, len(self.experts), 0)
         return SupernetState({}, init_head_learner(key, width, next_power_of_two(self.num_classes)))
 
-    def begun_with(self, learned: Mapping[Place, Expert | LowRank], head: Head) -> SupernetState:
+    def start_from(self, learned: Mapping[Place, Expert | LowRank], head: Head) -> SupernetState:
         """Make a state from a network's learned parameters and a padded head, with zero Adam
         moments."""
         learners = {
@@ -145,8 +145,8 @@ class Supernet:
         """Make a state with the learners of one architecture and the head; all Adam moments are
         reset to zero."""
         places = learned_places(architecture)
-        learners = {place: _begun_again(self.learner(state, place)) for place in places}
-        return SupernetState(learners, _begun_again(state.head))
+        learners = {place: _restarted(self.learner(state, place)) for place in places}
+        return SupernetState(learners, _restarted(state.head))
 
     def frozen(self, block: int, choice: Choice) -> Expert | None:
         """Return the frozen expert of a choice, or None for New and Skip."""
@@ -221,7 +221,7 @@ def init_learner(key: jax.Array, base: Expert, *, kind: Kind, settings: OpSettin
 
 
 @jax.jit
-def _begun_again(learner: Learner) -> Learner:
+def _restarted(learner: Learner) -> Learner:
     """Reset the Adam state of a learner."""
     return learner._replace(adam=_adam.init(learner.params))
 

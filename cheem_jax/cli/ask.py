@@ -48,7 +48,7 @@ BATCH_SIZES = (1, 8, 16)
 batch."""
 SCORES_LEGEND = """\
 accuracy: share of images with the right task and class (task-agnostic)
-task ID given: share with the right class, if the task is given
+task ID given: share with the right class, given the task ID
 task ID right: share with the right task
 ECE: expected calibration error, with the task ID given"""
 

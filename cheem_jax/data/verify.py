@@ -234,7 +234,7 @@ def without_broken(
     ]:
         raise ValueError(
             f"{plan.name}: {len(reasons)} images cannot be read, more than 5 % of a class or split"
-            f" ({'; '.join(many[:5])}); replace or remove these files, the first of which is"
+            f" ({'; '.join(many[:5])}); replace or remove these files, beginning with"
             f" {reasons[0]}"
         )
     if not skipped:

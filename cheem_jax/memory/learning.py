@@ -287,7 +287,7 @@ class MemoryLearner(Cheem):
             num_classes - len(before.classes),
         )
         params = {(block, chosen[block]): params for block, params in experts.items()}
-        fitting = SupernetFit(supernet, supernet.begun_with(params, head))
+        fitting = SupernetFit(supernet, supernet.start_from(params, head))
         if "finetune" not in learning.underway.fits:  # a rolling checkpoint cannot be empty
             learning.underway.keep("finetune", fitting)
 

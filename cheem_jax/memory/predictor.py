@@ -94,8 +94,8 @@ class Answered(NamedTuple):
 class Predictor:
     """Predictor for a set of targets, which are tasks and possibly the pretraining data.
 
-    Functions are compiled for few batch sizes. Raises ValueError if there is no target, and with
-    `open_set` if a target was not calibrated.
+    It compiles one function per batch size. Raises ValueError if there is no target, or if
+    `open_set` is set and a target was not calibrated.
 
     Args:
         networks: networks of the targets, whose experts are merged on first use.

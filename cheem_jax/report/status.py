@@ -124,7 +124,7 @@ class Snapshot(NamedTuple):
     def is_finished(self) -> bool:
         """Whether no process works on it and all tasks and upper bounds are measured."""
         is_bound_missing = any(entry.get("upper_bound") for entry in self.entries) and (
-            "full_finetune" not in self.results.get("yardsticks", ())
+            "full_finetune" not in self.results.get("references", ())
         )
         return self.is_over and 0 < len(self.names) <= self.num_finished and not is_bound_missing
 

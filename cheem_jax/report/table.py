@@ -210,7 +210,7 @@ def fom_line(results: Results) -> str:
 
     An undefined figure is a dash; the text is empty if the upper bound is missing.
     """
-    fom, others = results.get("fom") or {}, results.get("yardsticks") or {}
+    fom, others = results.get("fom") or {}, results.get("references") or {}
     upper = others.get("full_finetune", {}).get("average_accuracy")
     if upper is None:
         return ""
@@ -290,7 +290,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def _runs(results: Results) -> dict[str, Results]:
-    return {results.get("method", "cheem"): results, **(results.get("yardsticks") or {})}
+    return {results.get("method", "cheem"): results, **(results.get("references") or {})}
 
 
 def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:

@@ -55,7 +55,7 @@ def check_held(directory: Path, config: Mapping[str, Any], *, is_whole: bool = F
         raise ValueError(
             f"run directory {str(directory)!r} contains another run:"
             f" {summary(differences, 'settings')}. Choose another --run-dir, or give the"
-            " settings that it was begun with"
+            " settings of that run"
         )
 
 

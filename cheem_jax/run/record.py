@@ -104,7 +104,7 @@ class Record:
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """Read all entries in order; returns [] if there is no record. An incomplete last line is
+    """Read all entries in order. Without a record, the result is empty. An incomplete last line is
     ignored.
 
     Raises ValueError with a message that names the first changed line.

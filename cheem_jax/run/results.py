@@ -68,7 +68,7 @@ def write_results(directory: Path) -> None:
 
 def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     """Compute the results after the last evaluated task. References and upper bounds are under
-    `yardsticks`.
+    `references`.
 
     Raises ValueError if the record is incomplete.
     """
@@ -97,10 +97,10 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     name = setting["method"]
     main = learned[name]
     measured = {method: _method(evaluated, learned[method], method) for method in methods}
-    yardsticks = {method: measured[method] for method in methods if method != name}
+    references = {method: measured[method] for method in methods if method != name}
     bound = _upper_bound([e for e in entries if e["event"] == "upper_bound"], num_tasks)
     if bound:
-        yardsticks["full_finetune"] = bound
+        references["full_finetune"] = bound
     result = {
         **{key: setting[key] for key in SETTING},
         **measured[name],
@@ -122,7 +122,7 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
             for key in ("programs", "cached", "seconds")
         },
         "seconds_total": sum(entry["seconds"] for entry in timed),
-        "yardsticks": yardsticks,
+        "references": references,
     }
     if "pool" in main[-1]:
         result["pool"] = main[-1]["pool"]
@@ -231,10 +231,10 @@ def _upper_bound(entries: Sequence[Entry], num_tasks: int) -> dict[str, Any] | N
 
 
 def _figure_of_merit(result: Mapping[str, Any]) -> dict[str, float | None] | None:
-    yardsticks = result["yardsticks"]
-    if "full_finetune" not in yardsticks:
+    references = result["references"]
+    if "full_finetune" not in references:
         return None
-    upper = yardsticks["full_finetune"]["average_accuracy"]
+    upper = references["full_finetune"]["average_accuracy"]
     return {
         name: metrics.figure_of_merit(
             upper,
@@ -243,7 +243,7 @@ def _figure_of_merit(result: Mapping[str, Any]) -> dict[str, float | None] | Non
             other["average_accuracy"],
             other["flops"]["paper"],
         )
-        for name, other in yardsticks.items()
+        for name, other in references.items()
         if name != "full_finetune"
     }
 

@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
     unit: str = "points"
     """`points` for fractions, which are shown in %; any other value is shown unscaled."""
     missing: str = ""
-    """Why there is no estimate."""
+    """The reason why there is no estimate."""
 
 
 def verdict(estimate: Estimate, agree: Range) -> str:
@@ -149,8 +149,8 @@ def _skips(cells: Cells, ours: Cell) -> Verdict:
     for seed, collected in cells.get(ours, {}).items():
         results = collected.run.results
         heads = cells.get(Cell("frozen_linear"), {}).get(seed)
-        if "frozen_linear" in results["yardsticks"]:
-            accuracies[seed] = results["yardsticks"]["frozen_linear"]["local_accuracy"][-1]
+        if "frozen_linear" in results["references"]:
+            accuracies[seed] = results["references"]["frozen_linear"]["local_accuracy"][-1]
         elif heads is not None:
             correct = heads.correct_by_task(collected.run.order, given=True)
             accuracies[seed] = [float(task.mean()) for task in correct]

@@ -127,8 +127,8 @@ def write(
     results["average_accuracy"] = float(np.mean(results["accuracy"][-1]))
     results["local_average_accuracy"] = float(np.mean(results["local_accuracy"][-1]))
     if method == "cheem":
-        heads = {**results, "local_accuracy": [[0.9, 0.2, 0.5]], "yardsticks": {}}
-        results["yardsticks"] = {"frozen_linear": heads}
+        heads = {**results, "local_accuracy": [[0.9, 0.2, 0.5]], "references": {}}
+        results["references"] = {"frozen_linear": heads}
     if config.get("sampling") == "uniform":
         for task in results["tasks"]:
             task["params_added_percent"] += 1 + task["name"].count("e")

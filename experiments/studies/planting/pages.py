@@ -52,7 +52,7 @@ def tasks_grid(runs: Runs, costs: Costs) -> Grid:
     for index, name in enumerate(NAMES):
         for sampling, group in runs.items():
             counts = [count(structure_of(results, costs)) for results in group]
-            heads = [results["yardsticks"]["frozen_linear"] for results in group]
+            heads = [results["references"]["frozen_linear"] for results in group]
             flops = np.mean([100 * one.flops[0, index] / costs.plain for one in counts])
             blocks = np.mean([one.source[0, index] for one in counts], axis=0)
             adapts = np.mean([one.adapts[0, index] for one in counts])

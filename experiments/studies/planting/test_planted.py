@@ -92,7 +92,7 @@ def results_of(architectures, similarity=None, seed=0):
         "similarity": similarity,
         "seed": seed,
         "local_accuracy": matrix,
-        "yardsticks": {"frozen_linear": {"local_accuracy": matrix}},
+        "references": {"frozen_linear": {"local_accuracy": matrix}},
         "stream": "planted",
         "backbone": "vit_micro",
         "local_average_accuracy": 0.9,
