@@ -18,7 +18,7 @@ from cheem_jax.data.task import Stream, Task
 from cheem_jax.engine import hosts
 from cheem_jax.engine.compilation import Mark
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.report.page.assemble import PAGE, write_page
+from cheem_jax.report.page.assemble import refresh_page
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_manifest, saved_tasks
@@ -85,11 +85,10 @@ def run_stream(
             evaluate(stream.tasks[: index + 1], run.methods, session, saving)
             run.networks.forget(task)
             _write_results(session, tensorboard)
+        results = _write_results(session, tensorboard, stream)
         if run.bound is not None:
             _measure_bounds(stream, run.bound, session)
-        results = _write_results(session, tensorboard)
-        tests = {task.name: task.test for task in stream.tasks}
-        hosts.first_does(lambda: write_page([directory], directory / PAGE, tests=tests))
+            results = _write_results(session, tensorboard, stream)
         return results
 
 
@@ -132,15 +131,9 @@ def _record_start(
         session.say(f"resuming {directory} with task {num_finished + 1} of {num_tasks}")
 
 
-def learn_task(
-    task: Task, number: int, method: Method, session: Session, *, index: int | None = None
-) -> float:
+def learn_task(task: Task, number: int, method: Method, session: Session) -> float:
     """Learn one task, save it, and reload it from disk, as a restart would; returns the seconds
-    that checkpoints took.
-
-    `index` is its position among the tasks in memory, which is less than its number after a task
-    was forgotten; default: its number.
-    """
+    that checkpoints took."""
     root = session.root(method.name)
     start = Mark.now()
     session.check_stop()
@@ -151,7 +144,7 @@ def learn_task(
     session.begin(method.name, task.name, number)
     report = method.learn(task, session)
     report = {
-        "index": number if index is None else index,
+        "index": number,
         "name": task.name,
         "classes": list(task.classes),
         **{f"num_{name}": len(split.labels) for name, split in task.splits.items()},
@@ -212,6 +205,7 @@ def evaluate(
                 given = np.full(len(task.test.labels), index, np.int32)
                 predictions[index] = method.predict(task.test.images, given)
                 advance(len(task.test.labels))
+                session.check_stop()  # `advance` does not ask the other processes every time
         if not measured:
             hosts.first_does(lambda made=predictions: write_answers(session.directory, made))
         measured[method.name] = accuracies(predictions, present, num)
@@ -289,10 +283,16 @@ def _missing_bounds(session: Session, num_tasks: int) -> list[int]:
     return [index for index in range(num_tasks) if index not in measured]
 
 
-def _write_results(session: Session, tensorboard: bool) -> dict[str, Any]:
+def _write_results(
+    session: Session, tensorboard: bool, stream: Stream | None = None
+) -> dict[str, Any]:
+    """Write `results.json`, event files, and the report if `stream` has the images for it."""
     if tensorboard:
         hosts.first_does(lambda: write_events(session.directory))
     hosts.first_does(lambda: write_results(session.directory))
+    if stream is not None:
+        tests = {task.name: task.test for task in stream.tasks}
+        hosts.first_does(lambda: refresh_page(session.directory, tests))
     return results_of(read(session.directory))
 
 

@@ -41,7 +41,7 @@ class Ablations(Study):
     tolerances: tuple[float, ...] = (0.01, 0.02, 0.04, 0.06, 0.08)
     """Values of tau."""
     num_orders: int = 3
-    """Number of orders, the stream's names included; MTIL has the paper's three."""
+    """Number of orders, the stream's own order included; MTIL has the paper's three."""
     order_seed: int = 0
     """Seed of the shuffled orders."""
     run_dir: Path = Path("runs/ablations")
@@ -114,7 +114,7 @@ def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
             Variant("inherited", "inherited from the supernet", config={"weights": "inherited"}),
         ],
         "base_means": [
-            plain("base means where every"),
+            plain("measured base means"),
             Variant("neutral", "neutral base means", config={"base_means": "neutral"}),
         ],
         "plus": [
@@ -130,7 +130,7 @@ def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
 
 
 def orders_of(settings: Ablations) -> list[Variant]:
-    """CHEEM on other orders of the tasks than the stream's names."""
+    """CHEEM on other orders of the tasks than the stream's own order."""
     if settings.order != "default":
         raise ValueError(
             f"--order is {settings.order}; the study `orders` runs several, leave it out"

@@ -266,6 +266,14 @@ def test_out_of_memory_names_what_to_change(capsys, error):
     assert "out of memory" in said and "batch size" in said and "memory_gb" in said
 
 
+@pytest.mark.parametrize("words", [("data", "list"), ("data", "prepare", "mtil")])
+def test_without_a_home_folder_a_command_asks_for_the_data_folder(capsys, monkeypatch, words):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # Python's answer without a home
+    monkeypatch.delenv("TFDS_DATA_DIR", raising=False)
+    status, _, error = cheem(capsys, *words)
+    assert status == 2 and error.count("\n") == 1 and "set HOME" in error
+
+
 def test_a_cache_of_programs_that_cannot_be_written_is_no_reason_to_stop(
     capsys, monkeypatch, tmp_path
 ):

@@ -81,7 +81,7 @@ def test_without_a_home_folder_a_note_says_so(monkeypatch, sound, capsys):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "CHECKS", {"caches": doctor.CHECKS["caches"]})
     doctor.probe(network=False)
-    name, _, problem = json.loads(capsys.readouterr().out)
+    name, _, problem = json.loads(capsys.readouterr().out.removeprefix(doctor.MARK))
     monkeypatch.setattr(doctor, "run_probe", lambda _: ({name: {}}, [doctor.Problem(*problem)]))
     assert doctor.examine(doctor.Doctor()) == 0
     note, verdict = capsys.readouterr().out.splitlines()[-2:]
@@ -95,7 +95,7 @@ def test_without_a_home_folder_a_note_says_so(monkeypatch, sound, capsys):
 def test_a_broken_jax_is_reported_last_with_the_way_out(tmp_path):
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text(
-        "raise RuntimeError('jaxlib is too old\\nfor this jax')"
+        "print('loading')\nraise RuntimeError('jaxlib is too old\\nfor this jax')"
     )
     done = run(before=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr

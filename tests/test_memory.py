@@ -1020,7 +1020,7 @@ def test_the_backbones_own_classes_can_be_a_target(tmp_path):
     own = small.task("photos", 11)
     with pytest.raises(ValueError, match="give base_data"):
         begin(tmp_path / "a", num_classes=3, keep_base=True)
-    with pytest.raises(ValueError, match="carries no head"):
+    with pytest.raises(ValueError, match="has no head"):
         begin(tmp_path / "b", base_data=own, keep_base=True)
     memory = begin(tmp_path / "c", num_classes=3, base_data=own, keep_base=True)
     memory.learn(STREAM.tasks[0])
@@ -1251,6 +1251,15 @@ FALLBACK = dataclasses.replace(
 )
 """The head of the learned network stays as it began, so that the frozen backbone with a ridge head
 is better."""
+
+
+def test_a_task_whose_measurement_was_interrupted_is_learned_in_this_process_too(tmp_path):
+    memory = begin(tmp_path / "pets")
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn(STREAM.tasks[0], progress=Killed("evaluate"))
+    assert [task.name for task in memory.tasks] == [STREAM.tasks[0].name]
+    assert memory.info()["tasks"][0]["bytes"] > 0
+    assert memory.predict(STREAM.tasks[0].test.images[:1])[0].task == STREAM.tasks[0].name
 
 
 def test_a_network_worse_than_the_frozen_backbone_is_not_kept(tmp_path, capsys):

@@ -21,7 +21,7 @@ from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.cli.report import Report, write_report_page
 from cheem_jax.report.finished import read, record_of
-from cheem_jax.report.page.assemble import text_of
+from cheem_jax.report.page.assemble import refresh_page, text_of
 from cheem_jax.report.page.charts import EmptySection, search_chart
 from cheem_jax.report.page.examples import data_uri
 from cheem_jax.report.table import spread
@@ -548,6 +548,15 @@ def test_folders_without_a_run_are_refused(tmp_path):
 def test_a_folder_is_no_file_to_write(run):
     with pytest.raises(ValueError, match="is a folder"):
         write_report_page(Report((run,), run))
+
+
+def test_a_run_shows_itself_alone_on_its_own_page_and_needs_no_page(run, capsys):
+    write_run(run / "inner", names=("zebras",))
+    refresh_page(run)
+    assert capsys.readouterr().err == "" and "zebras" not in (run / "report.html").read_text()
+    (run / "results.json").write_text("[]")
+    refresh_page(run)
+    assert "note: report.html is not written" in capsys.readouterr().err
 
 
 def test_only_pages_are_overwritten(run):

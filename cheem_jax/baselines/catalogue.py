@@ -86,7 +86,7 @@ LEARNERS: dict[type, Any] = dict(
         strict=True,
     )
 )
-"""BaselineConfig classes, keyed by the type of their settings."""
+"""Learner classes, keyed by the type of their settings."""
 TAKE_A_ROUTER = ("lora_cl", "s_prompts", "moe_adapters", "frozen_linear")
 """Baselines that infer the task ID from the router's features."""
 

@@ -403,12 +403,12 @@ class AutoEncoders:
             rate = AUTOENCODER_RATE * 0.1 ** (epoch // DECAY_EVERY)
             order = order_at(key_at(order_key, epoch), num)
             rest = ITERATIONS - epoch * steps
-            parts = [
+            parts = (
                 FitBatch(
                     {"features": features[piece.rows]}, no_labels, piece.mask / piece.mask.sum()
                 )
                 for piece in itertools.islice(batches(order, AUTOENCODER_BATCH), rest)
-            ]
+            )
             error = (
                 f"non-finite error of an auto-encoder in epoch {epoch + 1}; check that the"
                 " router's features are finite"

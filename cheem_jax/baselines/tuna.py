@@ -225,10 +225,10 @@ class Tuna(AdapterBaseline):
             )
             order = order_at(keys.at(index, Phase.ALIGNMENT_ORDER, epoch), len(labels))
             rate = ALIGNMENT_RATE * 0.5 * (1 + math.cos(math.pi * epoch / ALIGNMENT_PERIOD))
-            parts = [
+            parts = (
                 FitBatch({"features": sampled[rows]}, labels[rows], weights)
                 for rows in order.reshape(-1, size)
-            ]
+            )
             error = (
                 f"tuna: non-finite loss of the alignment in epoch {epoch + 1}; check that the"
                 " features are finite, or set a smaller fit.learning_rate"

@@ -273,23 +273,26 @@ class ExpertMemory:
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """Infer task IDs with the router, and predict each class with the network of the task (see
         `Method.predict`)."""
+        inferred = task_ids if self.needs_task_id else None
         if task_ids is None:
             if self.needs_task_id:
                 raise ValueError(
                     f"{self.name} is an upper bound: give the true task ID of each image"
                 )
-            task_ids = self.index.route(self.features(images))
+            task_ids = inferred = self.index.route(self.features(images))
         classes = np.zeros(len(images), np.int32)
         for index in np.unique(task_ids):
             rows = np.flatnonzero(task_ids == index)
-            part = images if len(rows) == len(images) else images[rows]
-            classes[rows] = self._classes(self.memory.tasks[index], part)
-        tasks = task_ids if self.needs_task_id else self.index.route(self.features(images))
-        return Inferred(np.asarray(tasks, np.int32), classes)
+            is_whole = len(rows) == len(images)
+            part = images if is_whole else images[rows]
+            classes[rows] = self._classes(self.memory.tasks[index], part, shares=is_whole)
+        if inferred is None:
+            inferred = self.index.route(self.features(images))
+        return Inferred(np.asarray(inferred, np.int32), classes)
 
-    def _classes(self, task: TaskMemory, images: Images) -> Int[np.ndarray, "N"]:
-        """Predict the classes of images with a task's network. If its forward pass also computes
-        the router's features, these features are cached."""
+    def _classes(self, task: TaskMemory, images: Images, *, shares: bool) -> Int[np.ndarray, "N"]:
+        """Predict the classes of images with a task's network. If it `shares` its forward pass with
+        the router, the router's features are cached."""
         network = task_network(self.dense, task.experts)
         head = padded(task.head)
         feed = HostImages(self.executor, images)
@@ -298,8 +301,8 @@ class ExpertMemory:
             "num_classes": len(task.classes),
             "batch_size": self.batch_size,
         }
-        is_shared = not self.needs_task_id and self.features.ends(self.executor)
-        if self.features.has(images) or not is_shared:
+        shares = shares and not self.needs_task_id and self.features.ends(self.executor)
+        if not shares or self.features.has(images):
             return answers(self.executor, network, head, feed, **sizes)
         base = base_network(self.executor)
         classes, features = answers_and_features(self.executor, base, network, head, feed, **sizes)

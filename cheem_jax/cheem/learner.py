@@ -46,7 +46,7 @@ from cheem_jax.core.pool import (
 )
 from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.data.augmentation import AugmentedImages
-from cheem_jax.data.task import Split, Task
+from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
 from cheem_jax.engine.passes import TokenMeans, network_features, token_means, unwatched
@@ -169,11 +169,7 @@ class Cheem(ExpertMemory):
         """Prepare learning of the next task. If `session` has saved progress, the task resumes from
         it."""
         budget = Budget(self.executor.budget)
-        with session.phase("keep"):
-            train, val = (
-                feed_split(name, self.executor, split, budget, self.batch_size)
-                for name, split in (("training", task.train), ("validation", task.val))
-            )
+        train, val = feed_splits(self.executor, task, session, budget, self.batch_size)
         return Learning(
             self.memory.next_number,
             task,
@@ -380,20 +376,30 @@ class Cheem(ExpertMemory):
         )
 
 
-def feed_split(
-    name: str, executor: Executor, split: Split, budget: Budget, batch_size: int
-) -> Feed:
-    """Return the images of a split, or their tokens before the first expert if these fit into
-    `budget`."""
-    return keep_tokens(
-        f"{name} images",
-        executor,
-        feed_images(executor, split.images, budget),
-        len(split.labels),
-        (),
-        batch_size=batch_size,
-        budget=budget,
-    )
+def feed_splits(
+    executor: Executor, task: Task, session: Session, budget: Budget, batch_size: int
+) -> tuple[Feed, Feed]:
+    """Return the training and the validation images, or their tokens before the first expert, if
+    these fit into `budget`.
+
+    The budget is used for the images of both splits first, then for tokens.
+    """
+    splits = (task.train, task.val)
+    feeds = [feed_images(executor, split.images, budget) for split in splits]
+    with session.phase("keep"):
+        train, val = (
+            keep_tokens(
+                f"{name} images",
+                executor,
+                feed,
+                len(split.labels),
+                (),
+                batch_size=batch_size,
+                budget=budget,
+            )
+            for name, feed, split in zip(("training", "validation"), feeds, splits, strict=True)
+        )
+    return train, val
 
 
 def supernet_size(pool: Pool, rank: int, num_classes: int) -> int:

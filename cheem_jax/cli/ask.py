@@ -19,12 +19,12 @@ from rich.console import Console
 
 from cheem_jax.cli.info import print_grid
 from cheem_jax.cli.memory import Answering, OfData, Predicting
-from cheem_jax.cli.report import refresh_page
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import shown
 from cheem_jax.memory.data import files_in
 from cheem_jax.memory.predictor import Asked, Prediction, Predictor, predict_files
 from cheem_jax.report.grid import Grid
+from cheem_jax.report.page.assemble import refresh_page
 from cheem_jax.run.progress import Progress, on_screen
 from cheem_jax.serve import Limits
 

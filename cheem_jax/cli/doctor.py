@@ -92,6 +92,10 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
     return findings, problems
 
 
+MARK = "cheem doctor: "
+"""Start of each line that the process of the checks prints."""
+
+
 class Check(NamedTuple):
     """A check that runs in a separate process and imports the modules that it checks."""
 
@@ -120,10 +124,15 @@ def run_probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem
     results = dict[str, dict[str, Any]]()
     problems = []
     for line in output.splitlines():
-        name, results[name], problem = json.loads(line)
+        # libraries can print to standard output, too
+        if not line.startswith(MARK):
+            continue
+        name, results[name], problem = json.loads(line.removeprefix(MARK))
         problems += [] if problem is None else [Problem(*problem)]
     if process.returncode:
-        name, check = next(item for item in CHECKS.items() if item[0] not in results)
+        # a process can also fail at its end, after all checks
+        running = [item for item in CHECKS.items() if item[0] not in results]
+        name, check = running[0] if running else list(CHECKS.items())[-1]
         problems.append(Problem(f"{name}: {end}", check.way_out, check.tolerates is not Exception))
     return results, problems
 
@@ -141,7 +150,7 @@ def probe(network: bool) -> None:
             if check.tolerates is ValueError and isinstance(error, ValueError):
                 what, _, way_out = text.partition("; ")  # this library's messages
             problem = Problem(what, way_out, not isinstance(error, check.tolerates))
-        print(json.dumps((name, result, problem)), flush=True)
+        print(f"{MARK}{json.dumps((name, result, problem))}", flush=True)
         if problem is not None and problem.needed:
             return
 

@@ -44,7 +44,7 @@ def main() -> None:
             kind, function = command.load()
             defaults = kind.defaults(rest) if hasattr(kind, "defaults") else kind
             settings = parse(defaults, rest, prog=f"cheem {name}", description=command.help)
-        directory = getattr(settings, "run_dir", None)
+            directory = getattr(settings, "run_dir", None)
         run_command(function, settings, directory, computes=command.computes)
 
 

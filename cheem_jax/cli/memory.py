@@ -16,7 +16,6 @@ from cheem_jax.cheem.config import LearnPreset
 from cheem_jax.cli.arguments import ADVANCED
 from cheem_jax.cli.data import DataFolder, leave_out_broken
 from cheem_jax.cli.info import OfMemory, OfMemoryOrRun
-from cheem_jax.cli.report import refresh_page
 from cheem_jax.core.paths import shown
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import cache_dir_of, plan_source
@@ -31,6 +30,7 @@ from cheem_jax.memory.forgetting import PoolPosition, RetainedExpert
 from cheem_jax.memory.hub import pull, push
 from cheem_jax.memory.making import read_base_task
 from cheem_jax.memory.predictor import Predictor
+from cheem_jax.report.page.assemble import refresh_page
 from cheem_jax.run.differences import Leaf, find_differences
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.fingerprint import digest

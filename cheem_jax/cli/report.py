@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,15 +72,6 @@ def write_report_page(settings: Report) -> None:
         for run in runs:
             progress.say(f"wrote {shown(write_figures(run.directory, run.results))}")
     progress.say(f"wrote {shown(file)} ({file.stat().st_size / 1e6:.1f} MB): open it in a browser")
-
-
-def refresh_page(memory: Path) -> None:
-    """Write `report.html` of a memory. If that fails, print one line instead of raising an
-    error."""
-    try:
-        write_page([memory], memory / PAGE)
-    except (ValueError, OSError) as error:
-        print(f"note: {PAGE} is not written ({error})", file=sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True)

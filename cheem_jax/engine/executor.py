@@ -169,7 +169,7 @@ class Executor(abc.ABC):
         self.device = device = device or here(deterministic=deterministic)
         self.placement: Placement = placement
         self.outputs = [vit.outputs(block) for block in range(vit.config.depth)]
-        self._numbers: dict[int, Any] = {}
+        self.numbers: dict[int, Any] = {}
         self._on: dict[int, Executor] = {}
         graphdef, state = nnx.split(vit)
         leaves, treedef = jax.tree.flatten(state)
@@ -249,6 +249,7 @@ class Executor(abc.ABC):
         if place not in self._on:
             one = self._on[place] = copy.copy(self)
             one.layout = Layout([self.layout.devices[place]])
+            one.numbers = {}  # constants on this device
             one.leaves, one.blocks, one.base_pool = self.layout.copy(
                 (self.leaves, self.blocks, self.base_pool), place
             )
@@ -292,9 +293,9 @@ class Executor(abc.ABC):
 
     def number(self, value: int) -> Any:
         """Return an int32 constant on the device; constants are cached."""
-        if value not in self._numbers:
-            self._numbers[value] = self.put(np.int32(value))
-        return self._numbers[value]
+        if value not in self.numbers:
+            self.numbers[value] = self.put(np.int32(value))
+        return self.numbers[value]
 
     def rows(self, batch_size: int, working_set: int = WORKING_SET) -> int:
         """Return the number of images per call, a divisor of `batch_size`.

@@ -108,8 +108,9 @@ def learn_tasks(
             session.say(f"{task.name}: learned already")
         else:
             state = learn_task(state, task, extend is not None, sha256, setup, session)
-        measure(state, tasks, setup, session)
+        # before the measurement, which can be interrupted although the task is saved
         yield state
+        measure(state, tasks, setup, session)
     setup.features.clear()
 
 
@@ -171,6 +172,16 @@ def learn_task(
                 f" {method.finetune.epochs} for fine-tuning, at the learning rate"
                 f" {method.finetune.learning_rate:g}"
             )
+    reports = {
+        entry["report"]["index"]: entry["report"]
+        for entry in read(state.directory)
+        if entry["event"] == "learned"
+    }
+    if is_extension and state.index(task.name) not in reports:
+        raise ValueError(
+            f"the record of {str(state.directory)!r} has no entry of task {task.name!r}, so it"
+            " cannot be extended; restore the record from a copy"
+        )
     state = state.write(
         learning={"name": task.name, "number": number, "data_sha256": data_sha256},
         tasks=tuple(dict.fromkeys((*state.names, task.name))),
@@ -192,12 +203,7 @@ def learn_task(
         say_learned(report, session)
         return dataclasses.replace(state, internal=with_task(before, saved)).tidy()
     old = state.index(task.name)
-    earlier = next(
-        entry["report"]
-        for entry in read(state.directory)
-        if entry["event"] == "learned" and entry["report"]["index"] == old
-    )
-    after, report = extend(before, old, task, setup, session, earlier)
+    after, report = extend(before, old, task, setup, session, reports[old])
     session.record.write("learned", method=learner.name, report=report, **start.since())
     history = [
         *state.config.extended.get(task.name, []),

@@ -140,7 +140,8 @@ def describe(
     lost: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Build the JSON values that `cheem info` displays; sizes are in bytes on the disk."""
-    sizes = [_bytes_below(folder) for folder in saved_tasks(root)]
+    # by number; another process can remove folders meanwhile
+    sizes = {number: _bytes_below(folder) for number, folder in enumerate(saved_tasks(root))}
     reports = {}
     with contextlib.suppress(OSError, ValueError):  # a corrupted record does not prevent answers
         reports = {report["name"]: report for report in _reports(directory)}
@@ -159,7 +160,7 @@ def describe(
                     name: task[name]
                     for name in ("name", "classes", "architecture", "number", *COSTS)
                 },
-                "bytes": sizes[task["number"]],
+                "bytes": sizes.get(task["number"], 0),
                 "flops": task["flops_method"],
                 "calibrated": task["calibrated"],
                 "extended": config.extended.get(task["name"], []),

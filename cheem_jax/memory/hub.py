@@ -58,6 +58,7 @@ def push(
             folder / name for folder in folders if folder.is_dir() for name in files_of(folder)
         ]
         names = [NAME, WEIGHTS, RECORD, *(file.relative_to(directory).as_posix() for file in files)]
+        card = model_card(memory, repository, license).encode()
         api = HfApi()
         get_session().timeout = COMMIT_TIMEOUT  # the default is no limit
         with hub_errors(repository, "push to"):
@@ -71,7 +72,7 @@ def push(
                 repository,
                 [
                     *(CommitOperationAdd(name, str(directory / name)) for name in names),
-                    CommitOperationAdd(CARD, model_card(memory, repository, license).encode()),
+                    CommitOperationAdd(CARD, card),
                     *(
                         CommitOperationDelete(name)
                         for name in pushed

@@ -106,13 +106,13 @@ def create(
     )
     base = None
     if base_data is not None:
-        task = read_base_task(base_data, settings.image_size, progress, upright=settings.upright)
-        settings = dataclasses.replace(settings, base_data_sha256=data_hash(task))
         vit = build(
             dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params
         )
         if keep_base and vit.head is None:
-            raise ValueError(f"{settings.backbone} carries no head, so it has no classes to keep")
+            raise ValueError(f"{settings.backbone} has no head, so it has no classes to keep")
+        task = read_base_task(base_data, settings.image_size, progress, upright=settings.upright)
+        settings = dataclasses.replace(settings, base_data_sha256=data_hash(task))
         means = base_means(vit, task.train.images, batch_size=config.batch_size)
         del vit
         pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **means})

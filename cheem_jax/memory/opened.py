@@ -19,7 +19,6 @@ from cheem_jax.core.interruption import stop_requests
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.pool import DenseExperts, InternalMemory, TaskMemory
 from cheem_jax.data.task import SPLITS, check_names
-from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.feed import memory_budget
 from cheem_jax.export import Exported, Format, Subject, export, kind_of
@@ -75,6 +74,7 @@ class OpenMemory:
         self.setup = make_setup(pretrained, config, engine)
         self.executor = self.setup.executor
         self._predictors: dict[Any, Predictor] = {}
+        self._experts = DenseExperts(self.executor.base_pool, 0)
         self._set(MemoryState(directory, config, InternalMemory(self.executor.base_pool)))
         self.refresh()
 
@@ -97,7 +97,7 @@ class OpenMemory:
 
     def _set(self, state: MemoryState) -> None:
         self.state = state
-        self._experts = DenseExperts(state.internal.pool, self.executor.budget)
+        self._experts = DenseExperts(state.internal.pool, self.executor.budget, self._experts)
         self._predictors.clear()
 
     @property
@@ -238,18 +238,18 @@ class OpenMemory:
         size = self.config.image_size
         tasks = read_tasks(data, size, upright=self.config.upright, purpose="measure", only=split)
         if task is not None and len(tasks) != 1:
-            raise ValueError(
-                f"{task!r} is one task, and the data hold {len(tasks)}: {[t.name for t in tasks]}"
+            raise ValueError(f"{task!r} is one task, but the data have {[t.name for t in tasks]}")
+        names = [self.state.names[self.state.index(task or one.name)] for one in tasks]
+        return [
+            score_task(
+                one,
+                split,
+                self.predictor(open_set=open_set),
+                self.predictor(task=name),
+                is_learned="test" in one.cut and self.state.is_learned(name, one),
             )
-        scores = []
-        for one in tasks:
-            name = self.state.names[self.state.index(task or one.name)]
-            sha256 = data_hash(dataclasses.replace(one, name=name))
-            is_learned = sha256 in self.state.learned_from(name)
-            agnostic = self.predictor(open_set=open_set)
-            given = self.predictor(task=name)
-            scores.append(score_task(one, split, agnostic, given, is_learned=is_learned))
-        return scores
+            for name, one in zip(names, tasks, strict=True)
+        ]
 
     def keep_scores(self, scores: Sequence[TaskScore]) -> None:
         """Store scores on test images for `cheem report`, until the next change."""
@@ -275,13 +275,12 @@ class OpenMemory:
             )
         kind = kind or kind_of(Path(file))
         thresholds = self.predictor(open_set=open_set).thresholds
-        method = self.config.method
         subject = Subject(
             self.vit,
-            method.placement,
+            self.config.method.placement,
             self.internal.pool,
             self.targets,
-            method.router,
+            self.config.method.router,
             None if thresholds is None else tuple(map(float, thresholds)),
         )
         return export(subject, absolute(file), kind, task=task, overwrite=overwrite)

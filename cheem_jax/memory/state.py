@@ -11,7 +11,7 @@ from cheem_jax.backbone.vit import ViT
 from cheem_jax.cheem.saved_memory import open_memory
 from cheem_jax.core.architecture import Choice
 from cheem_jax.core.pool import Head, InternalMemory, Pool, TaskMemory
-from cheem_jax.data.task import check_names, spelled_as
+from cheem_jax.data.task import Task, check_names, fingerprint, spelled_as
 from cheem_jax.memory.contents import (
     BASE,
     MemoryConfig,
@@ -70,6 +70,11 @@ class MemoryState:
             return []
         extensions = self.config.extended.get(name, [])
         return [self.config.data_sha256[name], *(one["data_sha256"] for one in extensions)]
+
+    def is_learned(self, name: str, task: Task) -> bool:
+        """Whether the task called `name` was learned or extended from the data of `task`, so that
+        its test images are those that were held out."""
+        return fingerprint(dataclasses.replace(task, name=name)) in self.learned_from(name)
 
     def write(self, **changes: Any) -> "MemoryState":
         """Change settings in `config.json`."""

@@ -65,9 +65,11 @@ LeftOut = list[tuple[Path, str]]
 """Excluded folders, each with the reason."""
 
 
-def read(folders: Sequence[Path], *, others: bool = False) -> tuple[list[RunRecord], LeftOut]:
-    """Read the finished runs in folders and their subfolders, without duplicates, and list the
-    excluded folders.
+def read(
+    folders: Sequence[Path], *, others: bool = False, below: bool = True
+) -> tuple[list[RunRecord], LeftOut]:
+    """Read the finished runs in folders and, with `below`, in their subfolders, without duplicates,
+    and list the excluded folders.
 
     With `others`, memories and unfinished runs follow the finished ones. Raises ValueError if one
     of `folders` is not a folder.
@@ -79,7 +81,9 @@ def read(folders: Sequence[Path], *, others: bool = False) -> tuple[list[RunReco
             raise ValueError(
                 f"runs are expected in {folder}, which is not a folder; give a folder with runs"
             )
-        for place, _, files in os.walk(folder, onerror=unreadable.append):
+        for place, subfolders, files in os.walk(folder, onerror=unreadable.append):
+            if not below:
+                subfolders.clear()
             if NAME in files:
                 directories[Path(place).resolve()] = Path(place)
     left_out: LeftOut = [

@@ -121,8 +121,8 @@ class Session:
         """Measure the seconds of a phase and display its progress. Yields a function that reports
         finished images.
 
-        Each report saves a rolling checkpoint if one is due, and raises Stopped if a signal
-        requested it.
+        A report saves a rolling checkpoint if one is due, and raises Stopped if a signal requested
+        it. The processes of a job agree on both at every `CALLS_BETWEEN`-th report.
 
         Args:
             name: name of the phase.

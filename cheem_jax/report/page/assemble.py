@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,11 +70,7 @@ class Section(NamedTuple):
 
 
 def write_page(
-    folders: Sequence[Path],
-    file: Path,
-    *,
-    images: bool = True,
-    tests: Mapping[str, Split] | None = None,
+    folders: Sequence[Path], file: Path, *, images: bool = True
 ) -> tuple[list[RunRecord], LeftOut]:
     """Write the page of all runs below the folders; returns the runs on it and the others.
 
@@ -81,20 +78,36 @@ def write_page(
 
     Args:
         images: show test images with predictions.
-        tests: the test images of every task by its name; default: read from the data set again.
     """
-    text, runs, left_out = page(folders, images=images, tests=tests)
+    text, runs, left_out = page(folders, images=images)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text)
     return runs, left_out
 
 
+def refresh_page(directory: Path, tests: Mapping[str, Split] | None = None) -> None:
+    """Write `report.html` of one run or memory into its directory. If that fails, print one line
+    instead of raising an error, because the run itself is complete.
+
+    `tests` are the test images of every task, keyed by its name; default: read the data set again.
+    """
+    try:
+        text, _, _ = page([directory], images=True, tests=tests, below=False)
+        write_atomically(directory / PAGE, text)
+    except (ValueError, OSError) as error:
+        print(f"note: {PAGE} is not written ({error})", file=sys.stderr)
+
+
 def page(
-    folders: Sequence[Path], *, images: bool, tests: Mapping[str, Split] | None = None
+    folders: Sequence[Path],
+    *,
+    images: bool,
+    tests: Mapping[str, Split] | None = None,
+    below: bool = True,
 ) -> tuple[str, list[RunRecord], LeftOut]:
-    """The page of all runs below the folders as text, the runs on it, and the others with the
-    reason."""
-    runs, left_out = read(folders, others=True)
+    """Return the page of all runs in folders (with `below`, also in subfolders) as text, the runs
+    on it, and the excluded folders with reasons."""
+    runs, left_out = read(folders, others=True, below=below)
     _check_alike([run for run in runs if run.is_finished])
     views: dict[Path, dict[str, Any]] = {}
     for run in runs:

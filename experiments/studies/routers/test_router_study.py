@@ -10,8 +10,7 @@ import pytest
 import router_study
 
 from cheem_jax.cli import run as cheem_run
-from cheem_jax.core.routing import RouterConfig
-from studies.routers.trying import PAPER
+from cheem_jax.core.routing import PAPER, RouterConfig
 
 HEAD = "--stream demo --preset demo --backbone vit_nano --tasks shapes,letters"
 SHORT = (

@@ -60,9 +60,6 @@ def read_features(features: Features, split: str, config: RouterConfig) -> Float
     return join_tokens(parts)
 
 
-PAPER = RouterConfig()
-
-
 class Trial(NamedTuple):
     """One router over all tasks of a stream."""
 
