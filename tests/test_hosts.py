@@ -95,7 +95,9 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_numbe
     until(lambda: list(run.glob("checkpoints/cheem/running-*/manifest.json")), job)
     job[victim].kill()
     status, said = spmd.finish(job)[1 - victim]
-    assert status != 0 and "Traceback" not in said, said
+    assert status != 0, said
+    # the broken connection is raised as an error, unless JAX's runtime ends the process first
+    assert "Traceback" not in said or "start the job again" in said, said
     ((status, said),) = spmd.finish(
         [spmd.start("stream", tmp_path / "again.json", devices=devices, **settings)]
     )
