@@ -2,6 +2,7 @@
 cache."""
 
 import io
+import json
 import logging
 
 import numpy as np
@@ -210,3 +211,76 @@ def test_a_broken_image_or_folder_is_named(saved):
     (folder / "train" / "state.json").write_text("{}")
     with pytest.raises(ValueError, match="pets cannot be read"):
         plan_hub(folder)
+
+
+def naming(files):
+    """Rows without bytes, which name files instead."""
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    )
+    rows = [{"bytes": None, "path": str(file)} for file in files]
+    labels = [at % 2 for at in range(len(rows))]
+    return datasets.Dataset.from_dict({"image": rows, "label": labels}, features=features)
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """Images of the user, beside the data set."""
+    files = [tmp_path / "private" / f"{at:02}.png" for at in range(20)]
+    files[0].parent.mkdir()
+    for at, file in enumerate(files):
+        file.write_bytes(png(PIXELS[at]))
+    return files
+
+
+def test_rows_of_a_hub_data_set_read_its_cached_files_and_no_other_file(
+    monkeypatch, tmp_path, outside
+):
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(HfApi, "dataset_info", lambda self, name, timeout: None)
+    monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", tmp_path / "downloads")
+    cached = []
+    for folder in ("cache/datasets--a--pets/snapshots/1", "downloads/extracted/1"):
+        (tmp_path / folder).mkdir(parents=True)
+        cached += [tmp_path / folder / file.name for file in outside]
+    for file, source in zip(cached, outside * 2, strict=True):
+        file.write_bytes(source.read_bytes())
+    link = tmp_path / "cache/datasets--a--pets/snapshots/1/link.png"
+    link.symlink_to(outside[0])
+    relative = tmp_path / "cache" / "datasets--a--pets" / ".." / ".." / "private" / "00.png"
+    other = tmp_path / "cache/datasets--b--pets/snapshots/1/00.png"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(outside[0].read_bytes())
+
+    def read(files):
+        rows = naming(files)
+        monkeypatch.setattr(
+            datasets, "load_dataset", lambda *words: datasets.DatasetDict(train=rows)
+        )
+        plan = plan_hub("a/pets")
+        return [plan.train.files.read(row) for row in range(len(plan.train.files.keys))]
+
+    kept = {file.read_bytes() for file in outside}
+    assert set(read(cached)) <= kept
+    for file in (outside[0], link, relative, other):
+        with pytest.raises(ValueError, match="which is outside of the data set; save"):
+            read([file] * 20)
+
+
+def test_a_saved_data_set_reads_no_file_outside_of_its_folder(tmp_path, saved, outside):
+    folder = saved(train=table(range(20)).remove_columns("id"))
+    (arrow,) = (folder / "train").glob("*.arrow")
+    with datasets.arrow_writer.ArrowWriter(path=str(arrow)) as writer:
+        writer.write_table(naming(outside).data.table)
+    with pytest.raises(ValueError, match=r"#\d+ cannot be read: it names the file .*private"):
+        load_tasks([plan_hub(folder)], 6, ImagesConfig("memory"))
+    other = tmp_path / "other.arrow"
+    arrow.rename(other)
+    state = json.loads((folder / "train" / "state.json").read_text())
+    for name in (str(other), "../../other.arrow"):
+        state["_data_files"] = [{"filename": name}]
+        (folder / "train" / "state.json").write_text(json.dumps(state))
+        with pytest.raises(ValueError, match="outside of this folder; save the data set again"):
+            plan_hub(folder)

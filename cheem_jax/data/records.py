@@ -61,6 +61,8 @@ class Records(Encoded):
     """Opens the examples of a split. The function can be pickled, and threads share its result."""
     places: Sequence[tuple[str, int]]
     keys: Sequence[str]
+    roots: Sequence[Path]
+    """Folders of the data set. Files that its rows name must be inside one of them."""
 
     def where(self, row: int) -> str:
         split, position = self.places[row]
@@ -70,13 +72,22 @@ class Records(Encoded):
         split, position = self.places[row]
         try:
             example = self._splits[split][position][self.image]
-            return (
-                example
-                if isinstance(example, bytes)
-                else example["bytes"] or FolderFiles(Path(), [example["path"]]).read(0)
-            )
+            if isinstance(example, bytes):
+                return example
+            return example["bytes"] or self._read_file(example["path"])
         except Exception as error:  # array_record, protobuf and pyarrow raise their own types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
+
+    def _read_file(self, name: str) -> bytes:
+        """Read a file that a row names. The rows of a downloaded data set could name any file of
+        this machine, also through a link."""
+        file = (self.roots[0] / name).resolve()
+        if not any(file.is_relative_to(root.resolve()) for root in self.roots):
+            raise ValueError(
+                f"it names the file {name!r}, which is outside of the data set; save the data set"
+                " with save_to_disk, which stores the images themselves"
+            )
+        return FolderFiles(file.parent, [file.name]).read(0)
 
     @functools.cached_property
     def _splits(self) -> dict[str, Any]:
@@ -170,7 +181,7 @@ class Prepared:
     def records(self, places: Sequence[tuple[str, int]], keys: Sequence[str]) -> Records:
         """Return the images at some positions of TFDS's splits."""
         opened = functools.partial(_source, self.directory, self.image)
-        return Records(self.directory, self.image, opened, places, keys)
+        return Records(self.directory, self.image, opened, places, keys, [self.directory])
 
     def _keys_and_labels(
         self, split: str, key: str, on_progress: OnProgress | None
@@ -442,10 +453,12 @@ def plan_hub(
         if isinstance(source, Path):
             loaded = datasets.load_from_disk(str(source))
             default = source.resolve().name
+            roots = [source]
         else:
             repository, _, config = source.partition(":")
             loaded = datasets.load_dataset(repository, config or None)
             default = name_in(source)
+            roots = _cache_folders(repository)
     except Exception as error:  # the hub, Arrow and the library raise their own types
         reason = " ".join(f"{error or type(error).__name__}".split())[:300]
         raise ValueError(
@@ -484,7 +497,14 @@ def plan_hub(
             image, datasets.Image(decode=False)
         )
     files = {Path(file["filename"]) for rows in splits.values() for file in rows.cache_files}
-    records = functools.partial(Records, title, image, splits.__getitem__)
+    if isinstance(source, Path) and (
+        outside := [file for file in files if not file.resolve().is_relative_to(source.resolve())]
+    ):
+        raise ValueError(
+            f"{title}: its state.json names the file {str(outside[0])!r}, which is outside of this"
+            " folder; save the data set again with save_to_disk"
+        )
+    records = functools.partial(Records, title, image, splits.__getitem__, roots=roots)
     return plan_rows(
         name or default,
         classes,
@@ -496,6 +516,17 @@ def plan_hub(
         is_benchmark=False,
         purpose=purpose,
     )
+
+
+def _cache_folders(repository: str) -> list[Path]:
+    """Return the folders of a data set's downloaded files: its folder in the hub's cache, and the
+    downloads of the library `datasets`."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    name = f"datasets--{repository.replace('/', '--')}"
+    downloads = (config.DOWNLOADED_DATASETS_PATH, config.EXTRACTED_DATASETS_PATH)
+    return [Path(constants.HF_HUB_CACHE, name), *map(Path, downloads)]
 
 
 def _ask_hub(repository: str) -> None:
