@@ -87,7 +87,7 @@ def plain_alexnet(tensors, images):
     return conv5.reshape(len(images), -1), pooled.reshape(len(images), -1)
 
 
-def test_both_convolutional_features_are_what_numpy_computes(tensors):
+def test_both_convolutional_features_equal_numpys(tensors):
     conv5, pooled = plain_alexnet(tensors, IMAGES)
     params = from_torchvision(tensors, SMALL)
     np.testing.assert_allclose(
@@ -248,7 +248,9 @@ def test_building_from_parameters_that_do_not_fit_names_them(tensors):
         ("broken.safetensors", ValueError, "broken.safetensors is not a readable safetensors file"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_the_way_to_get_it(tmp_path, name, kind, shown):
+def test_an_unreadable_checkpoint_is_named_with_the_command_that_gets_it(
+    tmp_path, name, kind, shown
+):
     for existing in ("alexnet.pth", "broken.safetensors"):
         (tmp_path / existing).write_bytes(b"\x01garbage" * 9)
     with pytest.raises(kind, match=shown) as error:

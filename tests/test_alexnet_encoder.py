@@ -24,7 +24,7 @@ def network() -> AlexNet:
     )
 
 
-def test_the_encoder_gives_the_networks_features_and_its_cost(network):
+def test_the_encoder_returns_the_networks_features_and_its_cost(network):
     encoder = AlexNetEncoder(network)
     assert isinstance(encoder, Encoder) and (encoder.name, encoder.width) == ("alexnet", 2304)
     found = FrozenFeatures(encoder, 4)(IMAGES)
@@ -44,7 +44,9 @@ def test_the_encoder_gives_the_networks_features_and_its_cost(network):
     )
 
 
-def test_all_numbers_of_images_share_one_program_and_company_changes_nothing(network, compilations):
+def test_every_batch_size_shares_one_compiled_function_and_features_do_not_depend_on_the_batch(
+    network, compilations
+):
     features = FrozenFeatures(AlexNetEncoder(network), 4)
     together = features(IMAGES)
     with compilations() as programs:

@@ -54,7 +54,7 @@ def test_a_folder_and_every_archive_of_it_hold_the_same(tmp_path):
         )  # nothing was unpacked
 
 
-def test_what_an_archiver_on_a_mac_adds_is_left_out(tmp_path):
+def test_files_that_macos_adds_to_an_archive_are_left_out(tmp_path):
     extra = {"__MACOSX/top/._a.txt": b"x", "top/._a.txt": b"x", "top/.DS_Store": b"x"}
     for name, data in {
         "a.zip": official.zipped(FILES | extra),
@@ -63,7 +63,7 @@ def test_what_an_archiver_on_a_mac_adds_is_left_out(tmp_path):
         assert contents(with_file(tmp_path, name, data)) == FILES
 
 
-def test_nothing_but_the_files_of_a_tar_is_read_and_nothing_is_written(tmp_path):
+def test_only_the_files_of_a_tar_are_read_and_nothing_is_written(tmp_path):
     others = [
         header("evil", tarfile.SYMTYPE, linkname="/etc/passwd"),
         header("evil", tarfile.LNKTYPE, linkname="good"),
@@ -132,7 +132,7 @@ def test_flipped_bytes_are_noticed(tmp_path):
 @pytest.mark.parametrize(
     "data", [b"<!DOCTYPE html><html>404</html>", b"quite another thing" * 99, b""]
 )
-def test_what_is_no_archive_or_not_there_is_named(tmp_path, data):
+def test_a_missing_or_invalid_archive_is_named(tmp_path, data):
     for name in ("a.zip", "a.tar.gz"):
         with pytest.raises(
             ValueError, match=rf"{name}: corrupted, truncated or neither a zip nor a tar\.gz"

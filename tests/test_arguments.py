@@ -106,7 +106,7 @@ MTILS = st.builds(
 
 @given(DEMOS, st.booleans())
 @settings(max_examples=15)
-def test_a_demos_arguments_give_it_again_whatever_the_defaults_are(demo, bound):
+def test_the_arguments_of_a_demo_rebuild_its_settings_from_any_defaults(demo, bound):
     assert parse(Demo, arguments_of(demo)) == demo
     assert parse(Demo(upper_bound=bound, seed=7), arguments_of(demo)) == demo
 
@@ -117,13 +117,13 @@ def test_a_demos_arguments_give_it_again_whatever_the_defaults_are(demo, bound):
 )
 @given(MTILS)
 @settings(max_examples=25)
-def test_the_arguments_of_mtil_give_it_again_from_any_preset(given_settings):
+def test_the_arguments_of_mtil_rebuild_its_settings_from_any_preset(given_settings):
     assert cheem_run.read_arguments(arguments_of(given_settings)) == given_settings
 
 
 @pytest.mark.parametrize("method", catalogue.NAMES)
 @pytest.mark.parametrize("preset", ["paper", "demo"])
-def test_the_arguments_of_every_method_give_its_settings_again(method, preset):
+def test_the_arguments_of_every_method_rebuild_its_settings(method, preset):
     options = None if method in ("cheem", "cheem_lite") else catalogue.preset_of(method, preset)
     if hasattr(options, "fit"):
         options = dataclasses.replace(

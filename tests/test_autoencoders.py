@@ -66,7 +66,7 @@ def test_equal_errors_go_to_the_first_task(programs):
 @pytest.mark.parametrize(
     ("num", "iterations", "images"), [(20, 7, 20 + 20 + 8), (20, 6, 40), (5, 3, 15), (64, 3, 24)]
 )
-def test_a_fit_takes_all_its_steps(programs, num, iterations, images, monkeypatch):
+def test_a_fit_runs_all_its_steps(programs, num, iterations, images, monkeypatch):
     monkeypatch.setattr(moe_module, "ITERATIONS", iterations)
     reported = []
     _, losses = fitted(
@@ -95,14 +95,14 @@ def test_the_rate_falls_to_a_tenth_and_the_error_with_it(programs, monkeypatch):
     assert losses[-1] < losses[0] / 3
 
 
-def test_data_sets_of_any_size_share_one_program(programs, compilations):
+def test_data_sets_of_any_size_share_one_compiled_function(programs, compilations):
     fitted(programs, clusters()[0])
     with compilations() as compiled:
         fitted(programs, clusters()[1][:27])
     assert compiled.count == 0
 
 
-def test_features_that_are_no_numbers_are_not_learned_from(programs):
+def test_non_finite_features_are_refused(programs):
     with pytest.raises(FloatingPointError, match="non-finite error of an auto-encoder in epoch 1"):
         fitted(programs, np.full((9, 12), np.nan, np.float32))
 

@@ -121,7 +121,7 @@ def test_params_survive_the_way_through_a_module(nano):
         np.testing.assert_array_equal(value, again[name])
 
 
-def test_one_message_lists_all_that_is_missing_unexpected_and_misshapen(nano):
+def test_one_message_lists_every_missing_unexpected_and_misshapen_parameter(nano):
     params = params_of(nano)
     for index in (0, 1, 2, 4):
         del params[f"blocks.{index}.up.bias"]

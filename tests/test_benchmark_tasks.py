@@ -122,7 +122,7 @@ def test_every_task_loads_as_a_users_run_loads_it(prepared, name):
     assert [*np.unique(task.test.labels)] == [*range(len(plan.classes))]
 
 
-def test_classes_that_a_benchmark_leaves_out_take_their_pictures_along(prepared):
+def test_classes_that_a_benchmark_leaves_out_take_their_images_along(prepared):
     data_dir, tasks = prepared
     plan = plan_of(tasks["caltech101"], data_dir)
     assert "background_google" not in plan.classes and plan.classes[:5] == (
@@ -169,7 +169,7 @@ def test_splits_other_than_those_written_down_are_refused(prepared):
         plan_of(tasks["pets"], data_dir, seed=5)
 
 
-def test_wrong_counts_name_the_task_and_both_numbers(prepared):
+def test_wrong_counts_are_refused_with_the_task_and_both_numbers(prepared):
     data_dir, _ = prepared
     with pytest.raises(
         ValueError,
@@ -217,7 +217,7 @@ def test_any_prepared_data_set_is_a_task(prepared):
     assert plan.split_sha256 == plan_tfds("eurosat", data_dir).split_sha256
 
 
-def test_what_is_not_prepared_is_named(prepared, tmp_path):
+def test_a_data_set_that_is_not_prepared_is_named(prepared, tmp_path):
     data_dir, _ = prepared
     with pytest.raises(FileNotFoundError, match="'mnist:9.9.9' is not prepared in"):
         find_prepared("mnist:9.9.9", data_dir)
@@ -229,7 +229,7 @@ def test_what_is_not_prepared_is_named(prepared, tmp_path):
         plan_of(BY_NAME["food101"], tmp_path)
 
 
-def test_a_damaged_data_set_is_named(prepared, tmp_path):
+def test_a_corrupted_data_set_is_named(prepared, tmp_path):
     data_dir, tasks = prepared
     shutil.copytree(data_dir / "dtd", tmp_path / "dtd")
     directory = tmp_path / "dtd" / "3.0.1"
@@ -243,7 +243,7 @@ def test_a_damaged_data_set_is_named(prepared, tmp_path):
         open_prepared("dtd", tmp_path)
 
 
-def test_a_data_set_in_tfrecord_format_says_what_to_do(prepared, tmp_path):
+def test_a_data_set_in_tfrecord_format_is_refused_with_the_way_out(prepared, tmp_path):
     data_dir, _ = prepared
     shutil.copytree(data_dir / "dtd", tmp_path / "dtd")
     info = tmp_path / "dtd" / "3.0.1" / "dataset_info.json"
@@ -254,7 +254,7 @@ def test_a_data_set_in_tfrecord_format_says_what_to_do(prepared, tmp_path):
         open_prepared("dtd", tmp_path)
 
 
-def test_the_documents_table_is_the_programs():
+def test_the_table_of_the_docs_lists_the_benchmarks_tasks():
     lines = (Path(__file__).parent.parent / "docs" / "data.md").read_text().splitlines()
     rows = {
         cells[1].strip("` "): cells
@@ -271,7 +271,7 @@ def test_the_documents_table_is_the_programs():
         assert (told[3], told[4], told[6]) == (task.rule, task.spec, task.licence)
 
 
-def test_a_stream_file_takes_prepared_data_sets_and_tasks_of_the_benchmarks(
+def test_a_stream_file_accepts_prepared_data_sets_and_tasks_of_the_benchmarks(
     prepared, tmp_path, monkeypatch
 ):
     data_dir, tasks = prepared
@@ -304,7 +304,7 @@ def test_a_benchmark_is_planned_in_the_order_asked_for(prepared, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut off"])
-def test_a_damaged_index_is_made_again(prepared, content):
+def test_a_corrupted_index_is_made_again(prepared, content):
     data_dir, tasks = prepared
     plan = plan_of(tasks["flowers"], data_dir)
     files = list((data_dir / "oxford_flowers102" / "2.1.1" / ".cheem_jax").glob("*.npz"))
@@ -396,7 +396,7 @@ def test_metadata_that_promises_more_than_the_files_hold_is_refused(prepared, tm
         {"other": np.zeros(1)},
     ],
 )
-def test_an_index_beside_a_data_set_that_makes_no_sense_is_made_anew(prepared, tmp_path, arrays):
+def test_an_index_next_to_a_data_set_that_makes_no_sense_is_made_again(prepared, tmp_path, arrays):
     data_dir, _ = prepared
     want = plan_tfds("mnist", data_dir)
 
@@ -409,7 +409,7 @@ def test_an_index_beside_a_data_set_that_makes_no_sense_is_made_anew(prepared, t
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "3", '{"sha256": 7}'])
-def test_a_record_of_splits_that_makes_no_sense_is_told(prepared, tmp_path, text):
+def test_a_record_of_splits_that_makes_no_sense_is_reported(prepared, tmp_path, text):
     data_dir, tasks = prepared
     plan_of(tasks["mnist"], data_dir, seed=77)
     file = splits_file(data_dir, "mnist", 77)

@@ -93,7 +93,7 @@ def files_below(folder: Path) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", BUILDERS)
-def test_what_a_builder_stores_is_what_its_reader_reads(tfds, prepare, tmp_path, capfd, name):
+def test_a_reader_reads_every_record_that_its_builder_stores(tfds, prepare, tmp_path, capfd, name):
     stored, read, contents, key_feature, text = BUILDERS[name]
     place = official.put(tmp_path / "place", contents())
     directory = prepare(name, tmp_path / "data", place)
@@ -137,7 +137,7 @@ def test_class_names_are_in_the_order_of_the_stock_builders(tfds, tmp_path):
         assert tuple(builder.info.features["label"].names) == BY_NAME[name].class_names
 
 
-def test_the_description_tells_where_the_images_come_from(tfds, prepare, tmp_path):
+def test_the_description_of_a_data_set_names_its_source(tfds, prepare, tmp_path):
     directory = prepare(
         SUN397, tmp_path / "data", official.put(tmp_path / "place", official.sun397())
     )
@@ -145,7 +145,7 @@ def test_the_description_tells_where_the_images_come_from(tfds, prepare, tmp_pat
     assert "folder that the user filled" in info.description and "original" in info.description
 
 
-def test_a_prepared_data_set_stays_and_the_folder_may_go(prepare, tmp_path):
+def test_a_prepared_data_set_stays_and_the_folder_can_go(prepare, tmp_path):
     place = official.put(tmp_path / "place", official.sun397())
     directory = prepare(SUN397, tmp_path / "data", place)
     before = {file: file.stat().st_mtime_ns for file in directory.iterdir()}

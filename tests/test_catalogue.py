@@ -64,7 +64,7 @@ def test_every_method_is_made_from_its_settings(name):
 @pytest.mark.parametrize(
     "name", ["frozen_linear", pytest.param("cheem_lite", marks=pytest.mark.full)]
 )
-def test_what_every_method_holds_to_holds_for(name, tmp_path):
+def test_every_method_keeps_the_laws_of_a_method(name, tmp_path):
     config = preset_of(name, "demo")
     if name == "cheem_lite":
         config = CheemLiteConfig(**vars(small.QUICK))

@@ -66,7 +66,7 @@ def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(leaves_a, leaves_b, strict=True))
 
 
-def test_a_memory_comes_back_from_its_directories(tmp_path):
+def test_a_memory_is_restored_from_its_directories(tmp_path):
     memory = two_tasks()
     for index in range(2):
         save_memory_task(tmp_path, memory, index, rank=2)
@@ -84,7 +84,7 @@ def test_a_memory_comes_back_from_its_directories(tmp_path):
     assert same(dense_expert(opened.pool[0], 2), dense_expert(memory.pool[0], 2))
 
 
-def test_a_directory_holds_only_what_the_task_added(tmp_path):
+def test_a_directory_contains_only_the_additions_of_its_task(tmp_path):
     memory = two_tasks()
     for index in range(2):
         save_memory_task(tmp_path, memory, index, rank=2)
@@ -112,7 +112,7 @@ def test_an_unfinished_write_is_not_a_task(tmp_path):
     assert len(saved_tasks(tmp_path)) == 2 and not (tmp_path / ".001-b.partial").exists()
 
 
-def test_a_damaged_task_is_named(tmp_path):
+def test_a_corrupted_task_is_named(tmp_path):
     save_task(tmp_path / "000-a", {"x": np.ones(2)}, {"name": "a"})
     (tmp_path / "000-a" / "task.json").write_text("{")
     with pytest.raises(ValueError, match="000-a is corrupted"):
@@ -127,7 +127,7 @@ def test_a_memory_whose_earlier_task_is_from_another_run_is_refused(tmp_path):
         open_memory(tmp_path, POOL)
 
 
-def test_a_task_that_added_no_expert_comes_back(tmp_path):
+def test_a_task_that_added_no_expert_is_restored(tmp_path):
     memory = grown(InternalMemory(POOL), "easy", ["reuse:0", "skip", "skip", "reuse:0"], 0)
     save_memory_task(tmp_path, memory, 0, rank=2)
     opened = open_memory(tmp_path, POOL)
@@ -162,7 +162,7 @@ def test_the_content_hash_depends_on_content_alone(tmp_path):
     assert len(hashes) == 4 and first["content_sha256"] not in hashes
 
 
-def test_every_damaged_or_missing_file_is_found(tmp_path):
+def test_every_corrupted_or_missing_file_is_found(tmp_path):
     memory = two_tasks()
     whole = save_memory_task(tmp_path, memory, 0, rank=2)
     names = [file.relative_to(whole) for file in sorted(whole.rglob("*")) if file.is_file()]
@@ -190,7 +190,7 @@ def test_every_damaged_or_missing_file_is_found(tmp_path):
                 load_task(copy)
 
 
-def test_foreign_files_beside_what_belongs_there_change_nothing(tmp_path):
+def test_foreign_files_in_a_checkpoint_change_nothing(tmp_path):
     memory = two_tasks()
     for index in range(2):
         save_memory_task(tmp_path, memory, index, rank=2)
@@ -225,7 +225,7 @@ def test_foreign_files_beside_what_belongs_there_change_nothing(tmp_path):
     load_task(tmp_path / "copied" / first.name)
 
 
-def test_a_checkpoint_of_the_first_public_format_opens_for_ever():
+def test_a_checkpoint_of_the_first_public_format_still_opens():
     sys.path.insert(0, str(FIXTURES))
     try:
         made = importlib.import_module("make_checkpoint")
@@ -257,7 +257,7 @@ def three_tasks():
     return grown(two_tasks(), "letters", ["reuse:0", "adapt:1", "skip", "reuse:1"], 2)
 
 
-def test_all_damaged_tasks_are_named_at_once(tmp_path):
+def test_all_corrupted_tasks_are_named_at_once(tmp_path):
     directories = [save_memory_task(tmp_path, three_tasks(), index, rank=2) for index in range(3)]
     for directory in directories[1:]:
         (directory / "task.json").unlink()
@@ -268,7 +268,7 @@ def test_all_damaged_tasks_are_named_at_once(tmp_path):
         open_memory(tmp_path, POOL)
 
 
-def test_what_does_not_build_on_a_damaged_task_stays_usable(tmp_path):
+def test_tasks_that_do_not_build_on_a_corrupted_task_stay_usable(tmp_path):
     memory = three_tasks()
     directories = [save_memory_task(tmp_path, memory, index, rank=2) for index in range(3)]
     (directories[0] / "manifest.json").unlink()
@@ -328,7 +328,7 @@ def test_swapped_contents_are_found(tmp_path):
         open_memory(tmp_path, POOL)
 
 
-def test_only_what_is_corrupted_is_called_so(tmp_path, monkeypatch):
+def test_only_corrupted_tasks_are_reported_as_corrupted(tmp_path, monkeypatch):
     whole = save_memory_task(tmp_path, two_tasks(), 0, rank=2)
 
     def fails(error):

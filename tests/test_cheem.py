@@ -58,7 +58,7 @@ def leaves_of(memory, index):
 @pytest.mark.parametrize(
     "placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)]
 )
-def test_learning_a_task_changes_no_byte_of_what_earlier_tasks_need(placement, tmp_path):
+def test_learning_a_task_changes_no_byte_that_earlier_tasks_need(placement, tmp_path):
     cheem = learner(dataclasses.replace(small.QUICK, placement=placement))
     tasks = small.stream(3).tasks
     kept, answers = [], []
@@ -252,7 +252,7 @@ def test_a_recoloured_task_is_more_similar_to_its_original_than_an_unrelated_one
 
 
 @pytest.mark.full
-def test_a_lighter_router_gives_its_own_centroids():
+def test_a_lighter_router_stores_centroids_of_the_lighter_features():
     stages, lighter = Stages(small.backbone(), "mlp_down"), Stages(small.backbone(5), "mlp_down")
     cheem = Cheem(stages, small.QUICK, Keys(0), None, FrozenFeatures(lighter, 16))
     own = learner(stages=stages)

@@ -43,7 +43,7 @@ MEASURED = [
 ]
 
 
-def test_auto_takes_the_fastest_of_the_nearest_measurement(monkeypatch):
+def test_auto_chooses_the_fastest_executor_of_the_nearest_measurement(monkeypatch):
     monkeypatch.setattr(choice, "measurements", lambda: MEASURED)
     small_one, large_one = (
         choose(EngineConfig(), SMALL, 16, "gpu"),
@@ -67,7 +67,7 @@ def test_a_measurement_of_this_very_batch_is_reported_as_it_is(monkeypatch):
     )
 
 
-def test_where_nothing_was_measured_it_says_so(monkeypatch):
+def test_without_a_measurement_auto_says_so(monkeypatch):
     monkeypatch.setattr(choice, "measurements", lambda: MEASURED)
     for config, batch_size, platform, name in (
         (SMALL, 16, "tpu", "scan"),  # small backbones wait for the host's dispatches
@@ -91,7 +91,7 @@ def test_a_measurement_in_another_precision_is_none(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["stages", "whole", "scan"])
-def test_the_users_choice_stands(name):
+def test_the_users_choice_of_executor_is_kept(name):
     executor = make_executor(
         small.backbone(), "mlp_down", EngineConfig(name, memory_gb=0.25), batch_size=4
     )
@@ -100,7 +100,7 @@ def test_the_users_choice_stands(name):
     assert choose(EngineConfig(name), SMALL, 16) == (name, "as set")
 
 
-def test_what_was_measured_names_executors_that_exist():
+def test_every_measured_executor_exists():
     for entry in choice.measurements():
         assert {"stages"} <= set(entry["seconds"]) <= set(get_args(choice.Name)) and entry[
             "flops"

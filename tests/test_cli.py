@@ -93,7 +93,7 @@ def test_a_stream_that_is_not_there_is_named(capsys, tmp_path):
     assert code == 2 and "gone" in error and error.count("\n") == 1
 
 
-def test_without_prepared_data_every_missing_task_is_told_with_its_command(capsys, tmp_path):
+def test_without_prepared_data_every_missing_task_is_reported_with_its_command(capsys, tmp_path):
     code, error = error_of(capsys, "--backbone", "vit_micro", "--data-dir", str(tmp_path / "EMPTY"))
     first, *lines = error.splitlines()
     assert code == 2 and first.startswith(
@@ -107,7 +107,7 @@ def test_without_prepared_data_every_missing_task_is_told_with_its_command(capsy
     assert "cars_train.tgz" in error and not (tmp_path / "EMPTY").exists()
 
 
-def test_a_mistyped_stream_is_answered_with_what_lies_beside_it(capsys, stream, tmp_path):
+def test_a_mistyped_stream_is_answered_with_the_names_next_to_it(capsys, stream, tmp_path):
     code, error = error_of(capsys, "--backbone", "vit_micro", "--stream", str(tmp_path / "streem"))
     assert code == 2 and f"did you mean {stream}?" in error
     code, error = error_of(capsys, "--backbone", "vit_micro", "--stream", "mtill")
@@ -161,7 +161,7 @@ def test_help_is_a_command_too(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_takes_nothing_is_reported_with_path_room_and_way_out(
+def test_a_full_or_read_only_disk_is_reported_with_path_room_and_way_out(
     capsys, monkeypatch, tmp_path, number
 ):
     def refuse(*_):
@@ -221,7 +221,7 @@ def test_a_senseless_setting_of_the_method_is_named(capsys, stream):
     assert code == 2 and "tolerance is 2" in error
 
 
-def test_ctrl_c_says_how_to_go_on(capsys, tmp_path):
+def test_ctrl_c_prints_the_command_that_resumes(capsys, tmp_path):
     def interrupted(settings):
         raise KeyboardInterrupt
 
@@ -255,7 +255,7 @@ def test_the_preset_decides_the_defaults_and_options_change_them():
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
     ],
 )
-def test_out_of_memory_names_what_to_change(capsys, error):
+def test_out_of_memory_names_the_settings_to_change(capsys, error):
     def command(settings):
         raise error
 
@@ -274,7 +274,7 @@ def test_without_a_home_folder_a_command_asks_for_the_data_folder(capsys, monkey
     assert status == 2 and error.count("\n") == 1 and "set HOME" in error
 
 
-def test_a_cache_of_programs_that_cannot_be_written_is_no_reason_to_stop(
+def test_a_compilation_cache_that_cannot_be_written_does_not_stop_a_command(
     capsys, monkeypatch, tmp_path
 ):
     (tmp_path / "file").write_text("")
@@ -329,7 +329,7 @@ def test_hidden_options_are_parsed():
     assert settings.engine.executor == "scan"
 
 
-def test_the_version_is_told(capsys):
+def test_the_version_is_reported(capsys):
     assert cheem(capsys, "--version") == (0, f"cheem_jax {cheem_jax.__version__}\n", "")
 
 
@@ -348,7 +348,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys, words, nearest)
 @pytest.mark.parametrize(
     "words", [[], ["--help"], ["--version"], ["demmo"], ["doctor", "--json", "--timeout", "0.01"]]
 )
-def test_what_computes_nothing_imports_neither_jax_nor_the_commands_that_need_it(words):
+def test_a_command_that_computes_nothing_imports_neither_jax_nor_the_commands_that_need_it(words):
     program = (
         f"import sys; sys.argv = {['cheem', *words]}\nfrom cheem_jax.cli.main import main\ntry:"
         " main()\nexcept SystemExit: pass\nprint([name for name in ('jax', 'jaxlib', 'flax',"
@@ -408,7 +408,7 @@ def test_output_that_is_closed_from_the_start_is_no_failure(closed, tmp_path):
 @pytest.mark.parametrize(
     "error", [AssertionError(), RuntimeError("Unable to initialize backend 'tpu'")], ids=repr
 )
-def test_a_platform_that_is_not_there_is_told_in_a_line(monkeypatch, capsys, error):
+def test_a_platform_that_is_not_there_is_reported_in_a_line(monkeypatch, capsys, error):
     def fails(*_):
         raise error
 
@@ -453,7 +453,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
     assert process.wait() == 141
 
 
-def test_a_broken_pipe_of_somebody_else_is_told(capsys):
+def test_a_broken_pipe_of_somebody_else_is_reported(capsys):
     def command(settings):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 

@@ -130,7 +130,7 @@ def test_padding_of_images_and_classes_changes_nothing():
     assert [int(n) for n in padded[:2]] == [int(n) for n in fit[:2]]
 
 
-def test_features_that_never_change_or_are_no_numbers_say_nothing():
+def test_constant_or_non_finite_features_score_nothing():
     labels = np.arange(30) % 3
     features = images(30, 6, labels)
     alone = fit_head(features, labels, np.ones(30, bool), 3, num_outputs=4)
@@ -174,7 +174,7 @@ def executor_of(name, precision="float32"):
     )
 
 
-def test_each_candidate_is_scored_on_the_features_of_its_own_network():
+def test_each_candidate_is_scored_on_the_features_of_its_network():
     executor = executor_of("stages")
     supernet, right = scored(executor)
     labels = np.concatenate([TASK.train.labels, TASK.val.labels])
@@ -209,7 +209,7 @@ def test_candidates_in_parts_score_as_all_at_once(monkeypatch):
     "name, precision, apart",
     [("whole", "float32", 1), ("scan", "float32", 1), ("stages", "bfloat16", 3)],
 )
-def test_every_executor_and_precision_gives_the_same_scores_but_for_rounding(
+def test_every_executor_and_precision_computes_the_same_scores_up_to_rounding(
     name, precision, apart
 ):
     found = scored(executor_of(name, precision))[1]
@@ -226,7 +226,7 @@ def test_more_candidates_compile_nothing(compilations):
 
 
 @pytest.mark.full
-def test_the_report_says_what_the_search_ranked_by():
+def test_the_report_names_the_score_that_ranked_the_search():
     config = dataclasses.replace(small.QUICK, score="closed_form", score_images=24)
     stages = executor_of("stages")
     report = Cheem(stages, config, Keys(0), None, FrozenFeatures(stages, 16)).learn(TASK, Session())

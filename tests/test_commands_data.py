@@ -106,7 +106,7 @@ def test_prepare_verify_and_show_a_task_from_its_archives(cheem, gtsrb, tmp_path
     assert status == 0 and picture(file).shape[1] > 500
 
 
-def test_prepare_goes_on_with_the_others_and_tells_at_the_end_what_is_to_be_done(cheem, gtsrb):
+def test_prepare_continues_with_the_other_tasks_and_lists_at_the_end_the_steps_to_do(cheem, gtsrb):
     status, out, err = cheem("data", "prepare", "cars,gtsrb", "--data-dir", gtsrb)
     assert status == 2 and "cars: not ready" in out and "gtsrb: ready" in out
     assert "cars_train.tgz" in err and err.splitlines()[-1].startswith(
@@ -114,7 +114,7 @@ def test_prepare_goes_on_with_the_others_and_tells_at_the_end_what_is_to_be_done
     )
 
 
-def test_a_damaged_cache_is_found(cheem, gtsrb):
+def test_a_corrupted_cache_is_found(cheem, gtsrb):
     cheem("data", "prepare", "gtsrb", "--data-dir", gtsrb, "--image-size", "8")
     (file,) = (gtsrb / "cheem_jax" / "images").glob("gtsrb-8-*/val.npy")
     content = bytearray(file.read_bytes())
@@ -149,9 +149,7 @@ def test_a_stream_of_ones_own_is_verified_from_its_file(cheem, tmp_path):
     assert json.loads(out)["tasks"]["pets"]["skipped"] == ["test/dog/3.png"]
 
 
-def test_copies_that_the_cut_separates_are_told_apart_from_those_in_two_given_splits(
-    cheem, tmp_path
-):
+def test_copies_separated_by_the_cut_differ_from_copies_in_two_given_splits(cheem, tmp_path):
     pets = pictures(tmp_path / "pets")
     shutil.rmtree(pets / "val")
     copied = (pets / "train" / "cat" / "0.png").read_bytes()
@@ -169,7 +167,7 @@ def test_copies_that_the_cut_separates_are_told_apart_from_those_in_two_given_sp
     assert "copies in two splits" in out and "copies that the cut" in out
 
 
-def test_show_draws_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch):
+def test_show_plots_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("birds", "fish"):
         pictures(tmp_path / "stream" / name)

@@ -112,7 +112,7 @@ def png(width, height):
     )
 
 
-def test_info_tells_what_there_is(capsys, memory):
+def test_info_lists_tasks_settings_and_sizes(capsys, memory):
     status, out, _ = cheem(capsys, "info", memory)
     assert status == 0 and FIRST in out and SECOND in out and "calibrated" in out
     status, out, _ = cheem(capsys, "info", memory, "--json")
@@ -176,7 +176,7 @@ def test_answers_need_no_compiler(memory, photos):
     assert json.loads(done.stdout)["task"] in TASKS
 
 
-def test_a_folder_is_answered_and_what_is_left_out_is_counted(capsys, memory, photos, tmp_path):
+def test_a_folder_is_answered_and_the_skipped_files_are_counted(capsys, memory, photos, tmp_path):
     shutil.copy(next((photos / FIRST / "test").rglob("*.png")), tmp_path / "no_suffix")
     (tmp_path / "video.mp4").write_bytes(b"x")
     status, out, err = cheem(capsys, "predict", memory, tmp_path, "--json")
@@ -188,7 +188,7 @@ def test_a_folder_is_answered_and_what_is_left_out_is_counted(capsys, memory, ph
 
 
 @pytest.mark.full
-def test_a_list_with_missing_and_broken_files_is_answered_as_far_as_it_goes(
+def test_a_list_with_missing_and_broken_files_is_answered_up_to_its_last_entry(
     capsys, memory, photos, tmp_path, monkeypatch
 ):
     good = next((photos / FIRST / "test").rglob("*.png"))
@@ -216,7 +216,7 @@ def test_a_list_with_missing_and_broken_files_is_answered_as_far_as_it_goes(
 
 
 @pytest.mark.parametrize("is_image", [True, False])
-def test_an_image_may_come_on_standard_input(capsys, memory, photos, monkeypatch, is_image):
+def test_an_image_can_be_read_from_standard_input(capsys, memory, photos, monkeypatch, is_image):
     file = next((photos / FIRST / "test").rglob("*.png"))
     data = file.read_bytes() if is_image else bytes(range(256))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
@@ -520,7 +520,7 @@ def test_a_task_is_extended_by_new_classes_and_info_tells(capsys, copied, photos
     assert not (tmp_path / "no").exists()
 
 
-def test_forget_says_what_went(capsys, copied, photos):
+def test_forget_lists_the_removed_experts(capsys, copied, photos):
     status, out, _ = cheem(capsys, "forget", copied, FIRST)
     assert status == 0 and f"has forgotten '{FIRST}'" in out
     page = (copied / "report.html").read_text()
@@ -538,7 +538,7 @@ def test_forget_says_what_went(capsys, copied, photos):
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate", "info", "forget", "export"])
-def test_no_memory_is_told_by_every_command(capsys, tmp_path, command):
+def test_no_memory_is_reported_by_every_command(capsys, tmp_path, command):
     words = {
         "predict": ["a.png"],
         "evaluate": [tmp_path],

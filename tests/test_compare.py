@@ -188,7 +188,7 @@ def test_a_changed_value_is_named_where_it_came_about(place, value, said):
     assert str(found) == said and found is not None and found.stopped is None
 
 
-def test_the_first_of_several_differences_is_that_which_happened_first():
+def test_the_first_of_several_differences_is_the_earliest():
     backwards = [
         ((6, "methods", "cheem", "accuracy", 0), "accuracy[0]"),
         ((4, "report", "flops"), "flops"),
@@ -249,7 +249,7 @@ def test_clocks_memory_and_the_history_of_a_process_make_no_difference():
     assert entries != story() and difference_of_records(story(), entries, TASKS) is None
 
 
-def test_a_run_that_stopped_is_equal_as_far_as_both_go():
+def test_a_run_that_stopped_is_equal_up_to_its_last_entry():
     found = difference_of_records(story(), story()[:4], TASKS)
     assert (
         str(found)
@@ -270,7 +270,7 @@ def test_a_difference_before_the_stop_counts_more_than_the_stop():
     assert str(found) == "task 1 'colours', cheem: flops is 1 there and 300 here"
 
 
-def test_an_entry_that_only_one_run_has_is_told_as_such():
+def test_an_entry_that_only_one_run_has_is_reported():
     without = [entry for entry in story() if entry.get("method") != "frozen_linear"]
     assert (
         str(difference_of_records(story(), without, TASKS))
@@ -282,7 +282,7 @@ def test_an_entry_that_only_one_run_has_is_told_as_such():
     )
 
 
-def test_what_nobody_knows_yet_is_compared_all_the_same():
+def test_events_of_unknown_kinds_are_compared_too():
     new = {"event": "pruned", "index": 1, "share": {"kept": [0.5, 0.25]}}
     other = copy.deepcopy(new)
     other["share"]["kept"][1] = 0.125
@@ -334,7 +334,7 @@ def test_directories_are_compared_config_first_and_then_the_record(runs):
     assert places == ["config.json: seed", "task 1 'colours', cheem: searched"]
 
 
-def test_what_is_no_run_directory_or_damaged_is_named(runs, tmp_path):
+def test_an_invalid_or_corrupted_run_directory_is_named(runs, tmp_path):
     first, second = runs
     with pytest.raises(ValueError, match="gone' is not a run directory"):
         next(differences(first, tmp_path / "gone"), None)

@@ -67,7 +67,7 @@ def test_upper_bounds_have_no_accuracy_without_the_task():
     assert grid.rows[0][1] == "–"
 
 
-def test_the_table_says_which_network_names_the_task_and_fits_a_terminal_when_narrow():
+def test_the_table_names_the_routers_network_and_fits_a_narrow_terminal():
     grid = comparison_grid(FOUND)
     assert "MoE-Adapters: vit_nano infers the task ID" in grid.caption
     assert grid.rows[0][:3] == ("CHEEM", "2", "82.0 ± 2.8")
@@ -76,7 +76,7 @@ def test_the_table_says_which_network_names_the_task_and_fits_a_terminal_when_na
     assert all(len(row) == len(small.columns) for row in small.rows)
 
 
-def test_the_csv_holds_every_number_and_leaves_empty_what_there_is_not():
+def test_the_csv_contains_every_number_and_leaves_missing_ones_empty():
     rows = list(csv.DictReader(io.StringIO(csv_of(comparison(FOUND)))))
     assert [row["method"] for row in rows] == list(FOUND)
     assert float(rows[0]["average_accuracy"]) == pytest.approx(0.82)

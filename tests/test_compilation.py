@@ -40,7 +40,7 @@ def run(tmp_path, **environment):
     return done.stdout.split("\n")
 
 
-def test_a_second_process_reads_what_the_first_compiled(tmp_path):
+def test_a_second_process_reads_the_functions_that_the_first_compiled(tmp_path):
     first, second = run(tmp_path), run(tmp_path)
     assert first[0] == second[0] and first[0].startswith(
         str(tmp_path / ".cache" / "cheem_jax" / "programs")
@@ -49,7 +49,7 @@ def test_a_second_process_reads_what_the_first_compiled(tmp_path):
 
 
 @pytest.mark.full
-def test_programs_torn_by_a_kill_are_removed_so_that_others_are_kept(tmp_path):
+def test_compiled_functions_torn_by_a_kill_are_removed_so_that_others_are_stored(tmp_path):
     kept = Path(run(tmp_path)[0])
     (time_of_use,) = kept.glob("*-atime")
     time_of_use.unlink()
@@ -104,7 +104,7 @@ def test_a_user_whom_the_system_does_not_know_does_without_in_one_line(tmp_path,
 
 
 @pytest.mark.full
-def test_a_folder_that_others_can_write_to_keeps_no_programs(monkeypatch, tmp_path):
+def test_a_folder_that_others_can_write_to_stores_no_compiled_functions(monkeypatch, tmp_path):
     kept = run(tmp_path)[0]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     os.chmod(kept, 0o777)
@@ -117,7 +117,7 @@ def test_a_folder_that_others_can_write_to_keeps_no_programs(monkeypatch, tmp_pa
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_every_program_is_counted():
+def test_every_compiled_function_is_counted():
     before = compilations()
     jax.jit(lambda x: x - 7)(1.0)
     found = compilations().since(before)

@@ -112,7 +112,7 @@ def test_a_run_leaves_its_files_and_the_record_tells_its_numbers(finished):
     )
 
 
-def test_the_results_hold_what_a_reader_expects(finished):
+def test_the_results_contain_every_documented_key(finished):
     _, results = finished
     assert (results["method"], results["backbone"], results["stream"], results["seed"]) == (
         "cheem",
@@ -204,7 +204,7 @@ STOPS = [
 
 
 @pytest.mark.parametrize(("phase", "task", "number", "saved"), STOPS, ids=lambda value: str(value))
-def test_a_signal_saves_after_the_running_step_and_the_run_goes_on_exactly(
+def test_a_signal_saves_after_the_running_step_and_the_run_resumes_exactly(
     finished, tmp_path, phase, task, number, saved
 ):
     directory = tmp_path / "run"
@@ -229,7 +229,7 @@ def alone(finished):
 
 
 @pytest.mark.full
-def test_the_sweep_of_the_upper_bound_goes_on_in_the_middle(finished, tmp_path):
+def test_the_sweep_of_the_upper_bound_resumes_in_the_middle(finished, tmp_path):
     stream = small.stream(2)
     directory = tmp_path / "run"
     config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-9, 1e-3), 16))
@@ -249,7 +249,7 @@ def test_the_sweep_of_the_upper_bound_goes_on_in_the_middle(finished, tmp_path):
 @pytest.mark.parametrize(
     "name, score", [("whole", "shared_head"), ("scan", "shared_head"), ("stages", "closed_form")]
 )
-def test_going_on_is_exact_with_every_executor_and_score(tmp_path, name, score):
+def test_resuming_is_exact_with_every_executor_and_score(tmp_path, name, score):
     method = dataclasses.replace(CONFIG.method, score=score, score_images=24)
     config = dataclasses.replace(
         CONFIG, method=method, engine=EngineConfig(executor=name, steps_per_call=2)
@@ -265,7 +265,7 @@ def test_going_on_is_exact_with_every_executor_and_score(tmp_path, name, score):
 
 
 @pytest.mark.full
-def test_what_ran_before_in_the_process_changes_nothing(finished, tmp_path):
+def test_earlier_runs_in_the_process_change_nothing(finished, tmp_path):
     run_stream(small.stream(1), small.pretrained(3), CONFIG, tmp_path / "other", quiet())
     found = run_stream(small.stream(2), small.pretrained(), CONFIG, tmp_path / "run", quiet())
     assert found["checkpoints"] == finished[1]["checkpoints"]
@@ -289,7 +289,7 @@ def test_seeds_of_parts_vary_that_part_alone(tmp_path):
         assert run(**{part: 7})[0] != plain[0]
 
 
-def test_a_full_disk_is_told_before_a_task_begins(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_a_task_begins(tmp_path, monkeypatch):
     free = shutil.disk_usage(tmp_path)._replace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda directory: free)
     with pytest.raises(
@@ -300,7 +300,7 @@ def test_a_full_disk_is_told_before_a_task_begins(tmp_path, monkeypatch):
     run_stream(small.stream(1), small.pretrained(), CONFIG, tmp_path / "run", quiet())
 
 
-def test_a_damaged_task_is_named_and_the_others_are_not(finished, tmp_path):
+def test_a_corrupted_task_is_named_and_the_others_are_not(finished, tmp_path):
     directory = tmp_path / "copy"
     shutil.copytree(finished[0], directory)
     (directory / "checkpoints" / "cheem" / "001-task1" / "task.json").write_text("{}")
@@ -373,7 +373,7 @@ def test_the_same_tasks_in_another_order_are_another_run(finished):
 
 
 @pytest.mark.full
-def test_a_run_that_measured_base_means_goes_on_where_they_are_rounded_otherwise(
+def test_a_run_that_measured_base_means_resumes_where_they_are_rounded_otherwise(
     tmp_path, monkeypatch
 ):
     stream = small.stream(2)
@@ -501,7 +501,7 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_pa
     ],
     ids=lambda config: config.name,
 )
-def test_any_method_runs_stops_goes_on_and_has_a_report(method, tmp_path):
+def test_any_method_runs_stops_resumes_and_has_a_report(method, tmp_path):
     config = RunConfig(method, "quick")
     stream = small.stream(2)
     whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
@@ -542,7 +542,7 @@ def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_i
 
 
 @pytest.mark.full
-def test_a_run_writes_event_files_as_it_goes_and_tells_beforehand_where_it_cannot(
+def test_a_run_writes_event_files_while_it_runs_and_refuses_early_if_it_cannot(
     tmp_path, monkeypatch
 ):
     config = RunConfig(preset_of("frozen_linear", "quick"), "quick")
@@ -564,7 +564,7 @@ def test_a_run_writes_event_files_as_it_goes_and_tells_beforehand_where_it_canno
     assert not (tmp_path / "other").exists()
 
 
-def test_the_answers_of_a_run_give_its_accuracies_again(finished):
+def test_accuracies_can_be_computed_from_the_answers_of_a_run(finished):
     directory, results = finished
     with np.load(directory / "answers.npz", allow_pickle=False) as answers:
         for index, task in enumerate(small.stream(2).tasks):

@@ -195,7 +195,7 @@ def test_bad_checkpoints_end_in_one_line_and_leave_the_old_output(tmp_path, caps
 
 
 @pytest.mark.convert
-def test_without_a_network_the_way_out_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+def test_without_a_network_the_way_out_is_reported_in_one_line(tmp_path, monkeypatch, capsys):
     import torch
 
     def refuse(*args, **kwargs):

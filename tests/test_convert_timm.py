@@ -103,7 +103,7 @@ def test_the_command_line_adds_base_means_of_the_training_images_and_keeps_the_r
         np.testing.assert_allclose(after.base_means[key], value, rtol=1e-5, atol=1e-4)
 
 
-def test_cheem_convert_writes_what_the_script_writes(tmp_path, nano_file, monkeypatch, capsys):
+def test_cheem_convert_writes_the_same_file_as_the_script(tmp_path, nano_file, monkeypatch, capsys):
     arguments = ["--backbone", "vit_nano", "--weights", str(nano_file), "--output"]
     monkeypatch.setattr(
         "sys.argv", ["cheem", "convert", *arguments, str(tmp_path / "a.safetensors")]
@@ -290,7 +290,7 @@ def _assert_parity(config, params, model) -> None:
 
 @pytest.mark.convert
 @pytest.mark.parametrize("config", FROM_TIMM, ids=lambda config: config.name)
-def test_known_backbones_compute_what_timm_computes(config):
+def test_named_backbones_compute_the_same_as_timm(config):
     config = dataclasses.replace(config, depth=12 if config.width < 384 else 3)
     model = _random_model(config.timm_name, depth=config.depth)
     tensors = _numpy(model)
@@ -311,7 +311,7 @@ def test_known_backbones_compute_what_timm_computes(config):
         *("vit_large_patch14_clip_224.openai", "vit_large_patch14_clip_quickgelu_224.openai"),
     ],
 )
-def test_other_plain_vits_compute_what_timm_computes_from_an_inferred_config_and_load_in_timm(name):
+def test_other_plain_vits_compute_the_same_as_timm_from_an_inferred_config_and_load_in_timm(name):
     import torch
 
     model = _random_model(name, depth=3)
@@ -346,7 +346,7 @@ SWIGLU = {"embed_dim": 128, "num_heads": 2}
         ],
     ],
 )
-def test_rotary_and_gated_models_compute_what_timm_computes_at_two_image_sizes(name, options):
+def test_rotary_and_gated_models_compute_the_same_as_timm_at_two_image_sizes(name, options):
     model = _random_model(name, depth=2, dynamic_img_size=True, **options)
     hub_config = {"global_pool": "avg"} if "dinov3" in name else {}
     config = infer_config(
@@ -370,7 +370,7 @@ def test_rotary_and_gated_models_compute_what_timm_computes_at_two_image_sizes(n
         *("vit_so400m_patch14_siglip_224.webli", "vit_base_patch16_siglip_gap_224.webli"),
     ],
 )
-def test_models_without_a_class_token_compute_what_timm_computes_at_two_image_sizes(name):
+def test_models_without_a_class_token_compute_the_same_as_timm_at_two_image_sizes(name):
     model = _random_model(name, depth=2, dynamic_img_size=True)
     config = infer_config(name, _numpy(model), {"pretrained_cfg": model.pretrained_cfg})
     assert config.pool == ("mean" if "_gap_" in name else "attention")
@@ -395,7 +395,7 @@ def test_every_siglip_of_timm_is_known_by_its_tensors():
 
 @pytest.mark.convert
 @pytest.mark.parametrize("size", [96, 384])
-def test_a_network_at_another_image_size_computes_what_timm_computes(size):
+def test_a_network_at_another_image_size_computes_the_same_as_timm(size):
     config = dataclasses.replace(CONFIGS["deit_tiny"], depth=2)
     model = _random_model("deit_tiny_patch16_224", depth=2)
     sized = resize(Pretrained(config, from_timm(_numpy(model), config), "", ""), size)

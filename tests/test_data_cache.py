@@ -115,7 +115,7 @@ def test_another_decoder_makes_another_cache(tmp_path, monkeypatch):
     assert cache_place(plan, 8, tmp_path) != first
 
 
-def test_a_broken_picture_is_named_and_nothing_is_left(tmp_path):
+def test_a_broken_image_is_named_and_nothing_is_left(tmp_path):
     folder = pictures(tmp_path / "pets")
     root = tmp_path / "cache"
     file = folder / "val" / "dog" / "3.png"
@@ -126,7 +126,7 @@ def test_a_broken_picture_is_named_and_nothing_is_left(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_disk_that_fills_up_is_told_and_nothing_is_left(tmp_path, monkeypatch):
+def test_a_disk_that_fills_up_is_reported_and_nothing_is_left(tmp_path, monkeypatch):
     plan = plan_task(pictures(tmp_path / "pets"))
     root = tmp_path / "cache"
     write = load._write
@@ -143,7 +143,7 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_left(tmp_path, monkeypatch)
     assert not any(entry.is_dir() for entry in root.iterdir())
 
 
-def test_too_little_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
+def test_too_little_room_is_reported_before_anything_is_written(tmp_path, monkeypatch):
     plan = plan_task(pictures(tmp_path / "pets"))
     root = tmp_path / "cache"
     usage = load.shutil.disk_usage(tmp_path)
@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
         kept(plan, tmp_path / "file" / "cache", "cache")
 
 
-def test_damaged_caches_say_what_to_remove(tmp_path):
+def test_a_corrupted_cache_is_refused_with_the_folder_to_remove(tmp_path):
     plan = plan_task(pictures(tmp_path / "pets"))
     root = tmp_path / "cache"
     kept(plan, root, "cache")
@@ -222,7 +222,7 @@ def test_a_second_process_waits_for_the_first_and_both_have_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("keep", ["memory", "cache", "auto"])
-def test_only_the_training_pictures_of_the_backbones_own_task_are_decoded(tmp_path, keep):
+def test_only_the_training_images_of_the_backbones_own_task_are_decoded(tmp_path, keep):
     folder = pictures(tmp_path / "pets")
     (folder / "test" / "dog" / "1.png").write_bytes(b"broken")
     split = load_train(plan_task(folder), 8, ImagesConfig(keep, tmp_path / "cache"))
@@ -230,7 +230,9 @@ def test_only_the_training_pictures_of_the_backbones_own_task_are_decoded(tmp_pa
 
 
 @pytest.mark.parametrize("keep", ["memory", "cache", "stream"])
-def test_only_what_is_measured_is_decoded_and_from_the_copy_of_all_if_there_is_one(tmp_path, keep):
+def test_only_measured_splits_are_decoded_and_from_the_cache_of_all_splits_if_there_is_one(
+    tmp_path, keep
+):
     if keep == "stream":
         pytest.importorskip("grain", reason="needs the extra `datasets`")
     folder = pictures(tmp_path / "pets")
@@ -251,9 +253,7 @@ def test_only_what_is_measured_is_decoded_and_from_the_copy_of_all_if_there_is_o
     assert "test" in task.cut and sum(len(split.images) for split in task.splits.values()) == 18
 
 
-def test_auto_streams_what_is_too_large_and_caches_the_rest_of_a_large_stream(
-    tmp_path, monkeypatch
-):
+def test_auto_streams_large_tasks_and_caches_the_rest_of_a_large_stream(tmp_path, monkeypatch):
     pytest.importorskip("grain", reason="needs the extra `datasets`")
     plans = [
         plan_task(pictures(tmp_path / name, num), name=name)
@@ -267,7 +267,7 @@ def test_auto_streams_what_is_too_large_and_caches_the_rest_of_a_large_stream(
     )
 
 
-def test_folders_of_one_name_and_time_are_told_apart(tmp_path, monkeypatch):
+def test_folders_of_one_name_and_time_have_different_caches(tmp_path, monkeypatch):
     """Copies that keep their times differ in nothing but where they lie; of BMP all have one
     size."""
     found = []
@@ -307,7 +307,7 @@ def test_a_manifest_over_two_roots_is_two_caches(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"image_size": 8, "splits": {}}', b"[]"])
-def test_a_cache_whose_description_was_lost_is_damaged(tmp_path, content):
+def test_a_cache_whose_description_was_lost_is_corrupted(tmp_path, content):
     plan = plan_task(pictures(tmp_path / "pets"))
     root = tmp_path / "cache"
     kept(plan, root, "cache")
@@ -316,7 +316,7 @@ def test_a_cache_whose_description_was_lost_is_damaged(tmp_path, content):
         kept(plan, root, "cache")
 
 
-def test_an_empty_file_of_pictures_is_damage(tmp_path):
+def test_an_empty_file_of_images_is_refused(tmp_path):
     plan = plan_task(pictures(tmp_path / "pets"))
     root = tmp_path / "cache"
     kept(plan, root, "cache")
@@ -360,7 +360,7 @@ def test_senseless_settings_are_refused():
         "[" * 3000,
     ],
 )
-def test_a_header_that_promises_other_numbers_than_there_are_is_damage(tmp_path, header):
+def test_a_header_that_contradicts_the_data_is_refused(tmp_path, header):
     plan = plan_task(pictures(tmp_path / "pets"))
     kept(plan, tmp_path / "cache", "cache")
     place = cache_place(plan, 8, tmp_path / "cache")
@@ -375,14 +375,14 @@ def test_a_header_that_promises_other_numbers_than_there_are_is_damage(tmp_path,
 @pytest.mark.parametrize(
     "meta", ["[]", '{"splits": 3}', '{"splits": {"../../x": {}}}', "[" * 100_000, "\ud800"]
 )
-def test_any_other_json_is_a_damaged_cache(tmp_path, meta):
+def test_any_other_json_is_a_corrupted_cache(tmp_path, meta):
     plan = plan_task(pictures(tmp_path / "pets"))
     (tmp_path / "cache.json").write_bytes(meta.encode("utf-8", "surrogatepass"))
     with pytest.raises(ValueError, match=f"the cache {tmp_path} is corrupted"):
         open_cache(tmp_path, plan)
 
 
-def test_a_cache_that_lacks_a_split_is_damaged(tmp_path):
+def test_a_cache_that_lacks_a_split_is_corrupted(tmp_path):
     plan = plan_task(pictures(tmp_path / "pets"))
     kept(plan, tmp_path / "cache", "cache")
     file = cache_place(plan, 8, tmp_path / "cache") / "cache.json"

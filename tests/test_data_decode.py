@@ -30,7 +30,7 @@ def corners(data: bytes) -> tuple[list[int], list[int]]:
     return pixels[0, 0].tolist(), pixels[-1, -1].tolist()
 
 
-def test_rgb_pixels_come_back_unchanged_at_their_own_size():
+def test_rgb_pixels_are_restored_unchanged_at_their_own_size():
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
     np.testing.assert_array_equal(decode_image(encode(Image.fromarray(pixels)), 8), pixels)
 
@@ -59,7 +59,7 @@ def test_avif_is_read():
     assert min(left) > 240 and max(right) < 15
 
 
-def test_heic_is_read_with_its_extra_and_told_without(monkeypatch):
+def test_heic_is_read_with_its_extra_and_reported_without(monkeypatch):
     monkeypatch.setattr(decode, "READS_HEIF", False)
     with pytest.raises(
         ValueError, match=r"phone: .*HEIC images need pillow-heif: pip install 'cheem_jax\[heic\]'"
@@ -142,7 +142,7 @@ def four_colours(width: int = 24, height: int = 16) -> Image.Image:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "MPO", "WEBP", "TIFF", "AVIF", "HEIF"])
-def test_eight_orientations_give_the_upright_image_in_every_format(kind):
+def test_eight_orientations_decode_to_the_upright_image_in_every_format(kind):
     if kind == "HEIF":
         pytest.importorskip("pillow_heif", reason="needs the extra `heic`").register_heif_opener()
     if kind == "AVIF" and not features.check("avif"):
@@ -168,7 +168,7 @@ def test_sixteen_bit_grey_is_turned_too():
         np.testing.assert_array_equal(decode_image(stored(grey, orientation), 8), want)
 
 
-def test_images_may_be_decoded_as_stored():
+def test_images_can_be_decoded_as_stored():
     turned = four_colours(16, 16).transpose(Image.Transpose.ROTATE_90)
     found = decode_image(stored(four_colours(16, 16), 6), 16, upright=False)
     np.testing.assert_array_equal(found, np.asarray(turned))
@@ -241,12 +241,12 @@ def test_a_file_cut_off_anywhere_is_refused_or_still_whole(kind):
     "data",
     [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0junk", b"%!PS-Adobe-3.0 EPSF-3.0\n"],
 )
-def test_files_that_are_no_images_are_refused_by_name(data):
+def test_files_that_do_not_contain_an_image_are_refused_by_name(data):
     with pytest.raises(ValueError, match=r"notes\.png: "):
         decode_image(data, 8, name="notes.png")
 
 
-def test_damage_inside_a_png_is_noticed():
+def test_corrupted_chunks_of_a_png_are_noticed():
     data = bytearray(encode(Image.fromarray(np.zeros((32, 32, 3), np.uint8))))
     data[data.index(b"IDAT") + 6] ^= 0xFF
     with pytest.raises(ValueError, match="x.png: the image cannot be decoded"):
@@ -307,7 +307,7 @@ def test_decode_many_reports_all_broken_files_at_once(tmp_path):
         decode_many(FolderFiles(tmp_path, ["d.png"] * 9), 4)
 
 
-def test_a_jpeg_of_very_many_scans_is_refused_since_each_passes_over_the_whole_picture():
+def test_a_jpeg_of_very_many_scans_is_refused_since_each_passes_over_the_whole_image():
     data = encode(Image.new("RGB", (16, 16), (9, 99, 199)), "JPEG", progressive=True)
     start, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
     assert decode_image(data[:end] + 50 * data[start:end] + data[end:], 8).shape == (8, 8, 3)

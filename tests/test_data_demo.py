@@ -38,7 +38,7 @@ def test_test_images_do_not_depend_on_the_number_of_training_images():
         np.testing.assert_array_equal(a.test.labels, b.test.labels)
 
 
-def test_no_picture_occurs_twice(stream):
+def test_no_image_occurs_twice(stream):
     for task in stream.tasks:
         pictures = [image.tobytes() for split in task.splits.values() for image in split.images]
         # scikit-learn's digits are real and small; two of them may look alike, copies of one may
@@ -63,7 +63,7 @@ def test_difficulties_differ_clearly_for_a_linear_classifier_on_pixels(stream):
     assert accuracy["textures"] < 0.3
 
 
-def test_the_planted_kin_shares_the_shapes_and_not_the_colours(stream):
+def test_the_planted_variant_shares_the_shapes_and_not_the_colours(stream):
     original, kin = stream.tasks[0], stream.tasks[4]
     assert original.classes == kin.classes
     means = [task.train.images.mean(axis=(0, 1, 2)) for task in (original, kin)]
@@ -76,7 +76,7 @@ def test_the_planted_kin_shares_the_shapes_and_not_the_colours(stream):
         assert np.corrcoef(a.ravel(), b.ravel())[0, 1] > 0.8
 
 
-def test_other_sizes_show_the_same_kind_of_picture():
+def test_other_sizes_show_the_same_kind_of_image():
     large = demo_stream(image_size=64, num_train=16, num_val=16, num_test=16)
     assert all(task.train.images.shape == (16, 64, 64, 3) for task in large.tasks)
 
@@ -103,7 +103,7 @@ def test_hues_turn_into_the_colours_one_expects():
     )
 
 
-def test_letters_stand_inside_their_pictures(stream):
+def test_letters_fit_into_their_images(stream):
     letters: Task = stream.tasks[1]
     dark = letters.train.images.max(axis=-1) < 128
     assert (dark.sum(axis=(1, 2)) > 8).mean() > 0.98

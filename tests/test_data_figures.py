@@ -48,7 +48,7 @@ def test_few_classes_get_several_examples_each(tmp_path):
     assert count(pixels, RED) == 4 * 112**2
 
 
-def test_several_examples_are_different_pictures(tmp_path):
+def test_several_examples_are_different_images(tmp_path):
     colours = [(index, 0, 90) for index in range(3)]
     pixels = sheet(tmp_path / "a.png", plain(colours), [0, 0, 0], ["only"])
     assert [count(pixels, colour) for colour in colours] == [112**2] * 3
@@ -64,7 +64,7 @@ def test_many_classes_are_chosen_evenly_with_the_first_and_the_last(tmp_path):
 
 
 @pytest.mark.parametrize("side", [1, 28, 72, 100, 224])
-def test_small_pictures_are_enlarged_in_whole_steps_and_large_ones_reduced(tmp_path, side):
+def test_small_images_are_enlarged_in_whole_steps_and_large_ones_reduced(tmp_path, side):
     board = np.zeros((1, side, side, 3), np.uint8)
     board[:, ::2] = RED
     pixels = sheet(tmp_path / "a.png", board, [0], ["stripes"])
@@ -91,7 +91,9 @@ def test_small_pictures_are_enlarged_in_whole_steps_and_large_ones_reduced(tmp_p
     ],
 )
 @pytest.mark.parametrize("num_classes", [1, 6, 30])
-def test_any_class_name_is_drawn_and_leaves_the_size_as_it_is(tmp_path, name, num_classes):
+def test_any_class_name_is_rendered_without_changing_the_size_of_the_figure(
+    tmp_path, name, num_classes
+):
     images = plain([RED] * num_classes)
     labels = list(range(num_classes))
     odd = sheet(tmp_path / "odd.png", images, labels, [name] * num_classes)
@@ -144,7 +146,7 @@ def test_a_task_shows_at_most_five_examples_or_an_empty_box(tmp_path):
         [row(f"task_{index}", num_train=10**index) for index in range(1, 13)],
     ],
 )
-def test_odd_streams_are_drawn_at_a_sane_size(tmp_path, rows):
+def test_figures_of_unusual_streams_have_a_readable_size(tmp_path, rows):
     pixels = stream(tmp_path / "a.png", rows, title="$x_" * 100)
     assert 150 < pixels.shape[0] < 1300 and 600 < pixels.shape[1] < 2000
     assert (pixels[:, -10:] == 255).all() and (pixels[:, :10] == 255).all()

@@ -54,7 +54,7 @@ def values(split) -> list[tuple[int, int]]:
     return list(zip(split.labels.tolist(), split.images[:, 0, 0, 0].tolist(), strict=True))
 
 
-def test_a_folder_and_a_zip_give_the_same_task(tmp_path):
+def test_a_folder_and_a_zip_load_as_the_same_task(tmp_path):
     folder = load_task(write(tmp_path / "pets", FULL), image_size=4)
     zipped = load_task(write_zip(tmp_path / "pets.zip", FULL), image_size=4)
     assert (folder.name, folder.classes) == ("pets", ("cat", "dog"))
@@ -73,7 +73,7 @@ def test_a_folder_and_a_zip_give_the_same_task(tmp_path):
         ("train-images", "dev", "TestSet"),
     ],
 )
-def test_split_folders_may_bear_other_usual_names(tmp_path, names):
+def test_split_folders_can_bear_other_usual_names(tmp_path, names):
     renamed = {
         file.replace("train/", f"{names[0]}/")
         .replace("val/", f"{names[1]}/")
@@ -216,7 +216,7 @@ def test_a_wrong_meta_json_is_refused(tmp_path, meta, complaint):
         load_task(write(tmp_path / "pets", FULL | {"meta.json": meta}), image_size=4)
 
 
-def test_missing_validation_takes_a_tenth_of_train_rounded_up(tmp_path):
+def test_a_missing_validation_split_becomes_a_tenth_of_train_rounded_up(tmp_path):
     files = layout(train={"cat": 20, "dog": 11}, test={"cat": 2, "dog": 1})
     task = load_task(write(tmp_path / "pets", files), image_size=4)
     assert [len(split.labels) for split in task.splits.values()] == [27, 4, 3]  # ceil(3.1) = 4
@@ -227,7 +227,7 @@ def test_missing_validation_takes_a_tenth_of_train_rounded_up(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["train/", "", "photos/"])
-def test_without_splits_test_takes_three_tenths_first(tmp_path, prefix):
+def test_without_splits_test_is_cut_first_as_three_tenths(tmp_path, prefix):
     files = {
         f"{prefix}{name}/{i:02d}.png": png(i)
         for name, n in {"cat": 30, "dog": 11}.items()
@@ -276,7 +276,7 @@ def test_the_cut_depends_on_the_seed_alone(tmp_path):
         (layout(train={"cat": 1}, val={"cat": 2}), (1, 2, 0), ("test",)),
     ],
 )
-def test_what_is_too_little_to_learn_from_can_be_measured(tmp_path, zipped, files, counts, cut):
+def test_data_that_are_too_few_to_learn_from_can_be_measured(tmp_path, zipped, files, counts, cut):
     place = tmp_path / "pets"
     if zipped:
         place = write_zip(tmp_path / "pets.zip", files)
@@ -290,7 +290,7 @@ def test_what_is_too_little_to_learn_from_can_be_measured(tmp_path, zipped, file
         plan_stream(place)
 
 
-def test_what_can_be_learned_is_split_alike_to_be_measured_and_otherwise_to_extend(tmp_path):
+def test_data_are_split_alike_for_learning_and_measuring_and_otherwise_for_extending(tmp_path):
     files = {f"{name}/{i}.png": png(i) for name in ("cat", "dog") for i in range(30)}
     place = write_zip(tmp_path / "pets.zip", files)
     learned, measured, more = (
@@ -458,7 +458,7 @@ def test_absurd_zip_members_are_refused(tmp_path, monkeypatch):
         load_task(write(tmp_path / "big", FULL), image_size=4)
 
 
-def test_encrypted_and_damaged_zip_members_are_refused_by_name(tmp_path):
+def test_encrypted_and_corrupted_zip_members_are_refused_by_name(tmp_path):
     file = write_zip(tmp_path / "x.zip", FULL)
     whole = file.read_bytes()
     # the central directory's first entry; its flags are 8 bytes further on
@@ -478,7 +478,7 @@ def test_a_link_to_a_parent_folder_does_not_hang(tmp_path):
     assert 0 < len(list_files(folder)) < 200
 
 
-def test_a_stream_takes_all_tasks_sorted_or_the_named_ones_in_order(tmp_path):
+def test_a_stream_loads_all_tasks_sorted_or_the_named_ones_in_order(tmp_path):
     for name in ("cars", "birds"):
         write(tmp_path / name, FULL)
     write_zip(tmp_path / "digits.zip", FULL)
@@ -530,21 +530,21 @@ def test_a_real_pack_is_read_with_its_class_names(shared):
     np.testing.assert_array_equal(mnist.test.images[index], np.asarray(picture))
 
 
-def test_a_class_folder_without_files_is_told(tmp_path):
+def test_a_class_folder_without_files_is_reported(tmp_path):
     folder = write(tmp_path / "pets", FULL)
     (folder / "train" / "eel").mkdir()
     with pytest.raises(ValueError, match=r"folders without any image: \['train/eel'\]"):
         load_task(folder, image_size=4)
 
 
-def test_a_pipe_among_the_pictures_is_refused(tmp_path):
+def test_a_pipe_among_the_images_is_refused(tmp_path):
     folder = write(tmp_path / "pets", FULL)
     os.mkfifo(folder / "train" / "cat" / "x.png")
     with pytest.raises(ValueError, match="train/cat/x.png: not a regular file"):
         load_task(folder, image_size=4)
 
 
-def test_a_name_that_is_no_unicode_is_told(tmp_path):
+def test_a_name_that_is_no_unicode_is_reported(tmp_path):
     folder = write(tmp_path / "pets", FULL)
     try:
         Path(os.fsdecode(os.fsencode(folder / "train" / "cat") + b"/\xff.png")).write_bytes(png())
@@ -590,7 +590,7 @@ def test_packings_that_are_unpacked_without_bound_are_refused(tmp_path, method):
         load_task(tmp_path / "x.zip", image_size=4)
 
 
-def test_a_member_gives_no_more_than_the_directory_tells(tmp_path):
+def test_a_member_decompresses_to_at_most_the_size_in_the_directory(tmp_path):
     file = tmp_path / "x.zip"
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("1.png", bytes(2**28))
@@ -612,7 +612,7 @@ def test_too_many_files_are_refused(tmp_path, monkeypatch):
             load_task(place, image_size=4)
 
 
-def test_a_link_to_itself_is_no_task_and_no_endless_loop(tmp_path):
+def test_a_link_to_itself_is_refused_without_an_endless_loop(tmp_path):
     (tmp_path / "loop.zip").symlink_to("loop.zip")
     with pytest.raises(OSError, match=r"loop\.zip"):
         load_stream(tmp_path, image_size=4)
@@ -623,7 +623,7 @@ def test_a_meta_json_nested_without_end_is_refused(tmp_path):
         load_task(write(tmp_path / "pets", FULL | {"meta.json": b"[" * 100_000}), image_size=4)
 
 
-def test_a_folder_of_class_folders_is_a_task_of_its_own(tmp_path):
+def test_a_folder_of_class_folders_is_a_task(tmp_path):
     pets = write(
         tmp_path / "photos" / "pets",
         {f"{name}/{i}.png": png(i) for name in ("cat", "dog") for i in range(8)},
@@ -686,7 +686,7 @@ def test_names_of_tasks_are_compared_in_composed_form(tmp_path):
 
 
 @pytest.mark.parametrize("names", [("Testing", "valid"), ("test",)])
-def test_splits_without_train_are_no_tasks(tmp_path, names):
+def test_splits_without_train_are_refused_as_tasks(tmp_path, names):
     pets = write(tmp_path / "pets", layout(**{name: {"cat": 9, "dog": 9} for name in names}))
     for read in (plan_stream, plan_task):
         with pytest.raises(ValueError, match=r"pets: no split 'train', only \['test'"):
@@ -724,7 +724,7 @@ def test_folders_that_look_like_parts_of_one_task_are_tasks_only_if_they_are_nam
         plan_stream(tmp_path / "zips")
 
 
-def test_tasks_with_splits_of_their_own_or_listed_classes_may_have_the_same_classes(tmp_path):
+def test_tasks_with_separate_splits_or_listed_classes_can_have_the_same_classes(tmp_path):
     for name in ("real", "sketch"):
         write(tmp_path / "domains" / name, FULL)
         write_zip(

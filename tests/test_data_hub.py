@@ -196,7 +196,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_not_at_all_offline(monkeyp
         ),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(saved, splits, said):
+def test_unsuitable_data_sets_are_refused_in_one_line(saved, splits, said):
     with pytest.raises(ValueError, match=said) as caught:
         plan_hub(saved(**splits))
     assert "\n" not in str(caught.value)

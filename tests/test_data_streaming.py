@@ -42,7 +42,7 @@ def test_a_stream_behaves_like_an_array(plan):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_pictures_come_in_the_order_asked_for(plan, workers):
+def test_images_are_streamed_in_the_requested_order(plan, workers):
     memory = kept(plan, None, "memory").train.images
     stream = kept(plan, None, "stream", workers=workers).train.images
     found = list(in_turn(stream, ORDER))
@@ -51,7 +51,7 @@ def test_pictures_come_in_the_order_asked_for(plan, workers):
         np.testing.assert_array_equal(images, memory[rows])
 
 
-def test_a_stream_goes_on_exactly_where_it_was(plan):
+def test_a_stream_resumes_exactly_where_it_was(plan):
     stream = kept(plan, None, "stream").train.images
     unbroken = list(stream.follow(ORDER))
     iterator = stream.follow(ORDER)
@@ -65,7 +65,7 @@ def test_a_stream_goes_on_exactly_where_it_was(plan):
 
 @pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_picture_that_breaks_later_is_named(tmp_path, workers):
+def test_a_image_that_breaks_later_is_named(tmp_path, workers):
     plan = plan_task(pictures(tmp_path / "pets"))
     stream = kept(plan, None, "stream", workers=workers).train.images
     (tmp_path / "pets" / plan.train.files.key(2)).write_bytes(b"broken")
@@ -99,7 +99,7 @@ def test_a_zip_that_is_replaced_is_noticed(tmp_path):
 
 
 @pytest.mark.full
-def test_training_on_streamed_pictures_is_training_on_the_same_pictures(plan):
+def test_training_on_streamed_images_is_training_on_the_same_images(plan):
     executor = Stages(small.backbone(), "mlp_down")
 
     def losses(keep):

@@ -20,7 +20,7 @@ def make_task(name="pets", classes=("cat", "dog"), purpose="learn", **splits) ->
     return Task(name, classes, **splits, purpose=purpose)
 
 
-def test_a_sound_task_keeps_what_it_was_given():
+def test_a_sound_task_keeps_its_arguments():
     task = make_task()
     assert (task.name, task.classes, list(task.splits)) == (
         "pets",
@@ -45,7 +45,7 @@ def test_an_empty_split_is_refused():
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2], [0, 1, -1]])
-def test_labels_out_of_range_are_told(labels):
+def test_labels_out_of_range_are_reported(labels):
     with pytest.raises(ValueError, match=rf"split 'train': labels \[{labels[-1]}\] outside 0..1"):
         make_task(train=make_split(labels))
 

@@ -57,7 +57,7 @@ def test_a_task_starts_exactly_at_the_plain_network(begun):
 
 
 @pytest.mark.full
-def test_prefixes_have_a_softmax_of_their_own_in_numpy():
+def test_prefixes_have_a_separate_softmax_in_numpy():
     method = learner(Diki, dataclasses.replace(CONFIG, layers=(3,)))
     vit = small.backbone()
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 5, 16)), np.float64)
@@ -170,7 +170,7 @@ def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(begun
 
 
 @pytest.mark.parametrize("backbone, printed", [("vit_base", 42.4), ("deit_tiny", 2.8)])
-def test_a_fused_pass_and_three_blocks_with_explicit_attention_come_near_the_papers_flops(
+def test_a_fused_pass_and_three_blocks_with_explicit_attention_are_near_the_papers_flops(
     backbone, printed, begun
 ):
     method: Any = fresh(begun)
@@ -189,7 +189,7 @@ def test_a_fused_pass_and_three_blocks_with_explicit_attention_come_near_the_pap
     assert method.costs()["flops_method"] == twice
 
 
-def test_impossible_settings_are_refused_and_thin_covariances_told(begun):
+def test_impossible_settings_are_refused_and_thin_covariances_reported(begun):
     with pytest.raises(ValueError, match="length is 0"):
         dataclasses.replace(CONFIG, length=0)
     with pytest.raises(ValueError, match=r"cov_shrinkage is 2; expected a share in \[0, 1\]"):

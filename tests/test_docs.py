@@ -105,7 +105,7 @@ def test_every_page_is_on_the_site_or_left_out_on_purpose():
     }
 
 
-def test_the_hook_brings_every_page_that_stands_outside_of_docs():
+def test_the_hook_adds_every_page_outside_of_docs_to_the_site():
     tree = ast.parse((DOCS / "site_hook.py").read_text())
     values = {
         node.targets[0].id: ast.literal_eval(node.value)
@@ -188,7 +188,7 @@ def test_every_drawing_has_a_page():
     assert shown == {drawing.stem for drawing in DRAWINGS}
 
 
-def test_the_worked_sampling_is_what_the_code_computes():
+def test_the_worked_sampling_example_equals_the_code():
     text = (DOCS / "concepts" / "sampling.md").read_text()
     rows = re.findall(r"^\|.*\| ((?:Reuse|Adapt) \d|New|Skip) \| (0\.\d+) \|$", text, re.MULTILINE)
     told = {candidate: float(probability) for candidate, probability in rows}

@@ -172,7 +172,7 @@ def test_a_cut_connection_is_resumed_where_it_broke(server, tmp_path):
     )
 
 
-def test_a_later_call_resumes_what_an_earlier_one_left(server, tmp_path):
+def test_a_later_call_resumes_an_interrupted_download(server, tmp_path):
     file = tmp_path / "a.zip"
     seen = []
     interrupted(server, file)
@@ -217,7 +217,7 @@ def test_a_server_that_ignores_ranges_sends_all_again(server, tmp_path):
     assert server.requested == [None, f"bytes={CUT}-"] and sum(seen) == len(BODY)
 
 
-def test_a_mixture_of_two_versions_is_told_and_the_next_call_starts_again(server, tmp_path):
+def test_a_mixture_of_two_versions_is_reported_and_the_next_call_starts_again(server, tmp_path):
     file = tmp_path / "a.zip"
     interrupted(server, file)
     server.body = BODY[::-1]
@@ -252,7 +252,7 @@ def test_a_part_that_is_too_long_is_downloaded_again(server, tmp_path):
     )
 
 
-def test_a_corrupted_part_is_told_and_the_next_call_starts_again(server, tmp_path):
+def test_a_corrupted_part_is_reported_and_the_next_call_starts_again(server, tmp_path):
     (tmp_path / "a.zip.part").write_bytes(bytes(CUT))
     with pytest.raises(ValueError, match="does not match the known hash"):
         download(server.url, tmp_path / "a.zip", SHA256)
@@ -289,7 +289,7 @@ def test_a_busy_server_is_asked_again(server, tmp_path, code):
         download(server.url, tmp_path / "b.zip", SHA256)
 
 
-def test_a_server_is_waited_for_as_long_as_it_asks_but_not_for_ever(server, tmp_path, monkeypatch):
+def test_a_download_waits_as_long_as_the_server_asks_up_to_a_limit(server, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_PAUSE", 1)
     date = formatdate(0, usegmt=True)  # gone by
     server.faults = [
@@ -314,7 +314,7 @@ def test_a_hanging_server_ends_in_an_error(server, tmp_path, monkeypatch):
     assert not (tmp_path / "a.zip").exists()
 
 
-def test_a_port_where_nothing_listens_is_a_clear_error(tmp_path):
+def test_a_port_without_a_server_is_a_clear_error(tmp_path):
     with Server() as gone:
         url = gone.url
     with pytest.raises(OSError, match="cannot be downloaded: .*Connection refused"):

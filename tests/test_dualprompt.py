@@ -93,7 +93,7 @@ def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flop
     )
 
 
-def test_the_pool_holds_at_least_one_slot_per_task():
+def test_the_pool_contains_at_least_one_slot_per_task():
     assert learner(DualPrompt, CONFIG).pool == 10
     assert learner(DualPrompt, CONFIG, num_tasks=11).pool == 11
     with pytest.raises(

@@ -43,7 +43,7 @@ def test_no_architecture_is_scored_twice():
     assert len(np.unique(scored.genomes, axis=0)) == len(scored.genomes) == 120
 
 
-def test_the_same_key_finds_the_same_and_another_key_goes_another_way():
+def test_the_same_key_repeats_a_search_and_another_key_searches_elsewhere():
     first = run(seed=1)[1]
     again = run(seed=1)[1]
     other = run(seed=2)[1]
@@ -68,7 +68,7 @@ def test_an_infinite_score_never_wins():
 
 
 @pytest.mark.parametrize("generations", [1, 3])
-def test_a_search_that_goes_on_ends_as_one_that_was_not_stopped(generations):
+def test_a_search_that_resumes_ends_as_one_that_was_not_stopped(generations):
     config = SearchConfig(population=12, generations=5, num_parents=3)
     key = jax.random.key(4)
     winner, scored = search(key, toy_score, no_cost, config=config, **SPACE)

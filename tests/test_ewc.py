@@ -134,7 +134,7 @@ def test_the_first_task_pays_no_penalty_and_a_larger_one_keeps_later_tasks_neare
 
 
 @pytest.mark.full
-def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_goes_on(tmp_path):
+def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_resumes(tmp_path):
     tasks = small.stream(3).tasks
     searching = ewc_with(penalties=(0.0, 1e2, 1e9))
     assert searching.check(tasks) == [

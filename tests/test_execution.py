@@ -97,7 +97,7 @@ def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(co
     assert programs.count == 0
 
 
-def test_networks_that_share_prefixes_give_exactly_what_each_gives_alone():
+def test_networks_that_share_prefixes_compute_exactly_the_same_as_alone():
     stages = STAGES["mlp_down"]
     supernet = supernet_of(stages)
     rng = np.random.default_rng(1)

@@ -114,7 +114,7 @@ def close(found, wanted, tolerance=1e-5):
         pytest.param("scan", marks=pytest.mark.full),
     ],
 )
-def test_a_gradient_that_is_no_finite_number_makes_the_loss_nan_and_reaches_nothing(name):
+def test_a_non_finite_gradient_makes_the_loss_nan_and_changes_no_parameter(name):
     supernet = Supernet(
         jax.random.key(0), dense_experts(pool_of("mlp_down", 0)), 3, OpSettings(rank=2)
     )
@@ -313,7 +313,7 @@ def test_a_pass_resumed_at_a_block_ends_as_an_unbroken_one(name, until, placemen
 
 
 @pytest.mark.full
-def test_a_batch_in_parts_gives_the_gradients_of_the_whole():
+def test_a_batch_in_parts_has_the_gradients_of_the_whole_batch():
     (supernet, state), stages = trained_supernet("mlp_down", 1), executor("stages")
     architecture = decode([2, 4, 5, 0], supernet.sizes)
     parts = [
@@ -358,7 +358,7 @@ def test_an_error_in_one_part_is_raised():
 
 
 @pytest.mark.full
-def test_one_program_serves_every_architecture_of_the_scan_and_one_each_signature_of_whole(
+def test_scan_compiles_one_function_for_all_architectures_and_whole_one_per_signature(
     compilations,
 ):
     rng = np.random.default_rng(0)
@@ -445,13 +445,13 @@ def test_a_scan_learns_as_the_stages_wherever_its_backward_pass_ends(kept, choic
     assert counts == {place: int(learner.adam.count) for place, learner in theirs.learners.items()}
 
 
-def test_few_programs_serve_all_networks_that_begin_to_learn_at_different_blocks():
+def test_few_compiled_functions_serve_networks_that_learn_from_different_blocks():
     assert [deep("scan").start_of(block) for block in range(6)] == [0, 0, 2, 2, 4, 5]
     assert [deep("stages").start_of(block) for block in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.full
-def test_what_a_step_of_the_scan_does_not_hold_may_be_nan():
+def test_unused_slots_of_a_scan_step_can_be_nan():
     supernet, state = trained_supernet("mlp_down", 0)
     sick, well = (
         from_strings(["new", "adapt:0", "reuse:0", "skip"]),
@@ -516,7 +516,7 @@ def test_a_call_of_the_scan_sends_two_arrays_and_nothing_in_it_branches(block):
     )
 
 
-def test_the_program_cache_keeps_what_was_used_last():
+def test_the_cache_of_compiled_functions_evicts_the_least_recently_used():
     cache = ProgramCache(2)
     double = jax.jit(lambda x: 2 * x)
     for key in ("a", "b", "a", "c", "a", "b"):
@@ -541,7 +541,7 @@ def test_a_process_short_of_memory_maps_keeps_only_the_newest_compiled_function(
     assert alive == alive[:1] * 4  # what is evicted is freed
 
 
-def test_a_stage_returns_no_argument_of_its_own_as_a_residual():
+def test_a_stage_returns_none_of_its_arguments_as_a_residual():
     stages = executor("stages")
     tokens = stages.begin(IMAGES).values
     leaves = stages.blocks[1]

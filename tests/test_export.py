@@ -118,7 +118,9 @@ def test_stablehlo_answers_in_a_process_without_the_library(tmp_path):
         pytest.param("attn_proj", "lda", "levels", False, marks=pytest.mark.full),
     ],
 )
-def test_every_router_becomes_part_of_the_program(tmp_path, placement, kind, features, is_open):
+def test_every_router_is_part_of_the_exported_function(
+    tmp_path, placement, kind, features, is_open
+):
     router = RouterConfig(kind, features, num_centroids=2)
     # no distance is small enough for the last task
     subject = example.routed(placement, router, (9.0, 9.0, 9.0, -1.0) if is_open else None)
@@ -201,7 +203,7 @@ def test_onnx_answers_in_onnxruntime_and_says_which_images_belong_to_no_task(tmp
 
 
 @pytest.mark.full
-def test_onnx_of_one_task_takes_any_number_of_images(tmp_path):
+def test_onnx_of_one_task_accepts_any_batch_size(tmp_path):
     pytest.importorskip("jax2onnx")
     runtime = pytest.importorskip("onnxruntime")
     subject = example.subject("attn_proj")
@@ -255,7 +257,7 @@ def test_weights_that_tasks_share_are_in_the_file_once():
 
 
 @pytest.mark.full
-def test_a_state_dict_for_timm_holds_the_merged_expert_and_exact_zeros_where_a_branch_is_skipped(
+def test_a_state_dict_for_timm_contains_the_merged_expert_and_exact_zeros_where_a_branch_is_skipped(
     tmp_path,
 ):
     subject = example.subject()
@@ -408,7 +410,7 @@ def test_a_memory_in_bfloat16_is_refused():
 
 
 @pytest.mark.full
-def test_a_rotary_gated_backbone_is_exported_as_a_program_and_refused_for_timm(tmp_path):
+def test_a_rotary_gated_backbone_is_exported_as_a_function_and_refused_for_timm(tmp_path):
     config = dataclasses.replace(small.CONFIG, rotary=100.0, gated=True, activation="silu")
     params = init_params(config, jax.random.key(0)) | params_of(
         example.VIT

@@ -38,7 +38,7 @@ def timm_logits(file: Path, images: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("placement", "name", "index"), [("mlp_down", "chained", 2), ("attn_proj", "early", 3)]
 )
-def test_timm_gives_the_logits_of_chained_and_skipped_blocks(tmp_path, placement, name, index):
+def test_timm_computes_the_logits_of_chained_and_skipped_blocks(tmp_path, placement, name, index):
     done = export(example.subject(placement), tmp_path / "task.safetensors", "timm", task=name)
     np.testing.assert_allclose(
         timm_logits(done.file, example.PICTURES), example.logits(placement, index), atol=1e-4

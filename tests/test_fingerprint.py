@@ -30,7 +30,7 @@ def no_variables(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_it_holds_settings_data_weights_code_versions_and_device_as_plain_json():
+def test_it_contains_settings_data_weights_code_versions_and_device_as_plain_json():
     taken = fingerprint.take(IDENTITY)
     assert list(taken) == [
         "config_sha256",
@@ -54,7 +54,7 @@ def test_it_holds_settings_data_weights_code_versions_and_device_as_plain_json()
     assert fingerprint.take(IDENTITY) == taken
 
 
-def test_the_identity_counts_as_its_file_holds_it_whatever_the_order_of_its_keys():
+def test_the_identity_of_settings_equals_that_of_their_file_in_any_order_of_keys():
     held = dict(reversed(json.loads(json.dumps(to_json(IDENTITY))).items()))
     assert fingerprint.digest(fingerprint.take(held)) == fingerprint.digest(
         fingerprint.take(IDENTITY)
@@ -76,7 +76,7 @@ def test_another_setting_data_or_weights_change_their_hash(change, places):
     assert len(fingerprint.digest(one)) == 16 and int(fingerprint.digest(one), 16) >= 0
 
 
-def test_variables_that_change_numbers_are_told_and_caches_are_not(monkeypatch):
+def test_variables_that_change_numbers_are_reported_and_caches_are_not(monkeypatch):
     before = fingerprint.take(IDENTITY)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
@@ -90,7 +90,7 @@ def test_variables_that_change_numbers_are_told_and_caches_are_not(monkeypatch):
     ]
 
 
-def test_differences_are_told_leaf_by_leaf_in_words():
+def test_differences_are_reported_leaf_by_leaf_in_words():
     was = {
         "versions": {"jax": "0.10.1", "flax": "1"},
         "code": {"commit": None},

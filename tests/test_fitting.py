@@ -35,7 +35,7 @@ def fitted(fitter, x=X, config=CONFIG, *, batch_size=8, **more):
     )
 
 
-def test_a_batch_computed_in_parts_learns_what_it_learns_as_a_whole():
+def test_a_batch_computed_in_parts_trains_the_same_as_the_whole_batch():
     whole, parts = (
         fitted(Fitter(loss)),
         fitted(Fitter(loss, rows=lambda batch_size, working_set: 2)),
@@ -54,7 +54,7 @@ def test_a_fit_of_least_squares_ends_where_the_closed_form_is():
 
 
 @pytest.mark.parametrize("rows", [8, 2])
-def test_a_step_that_is_no_number_stops_the_fit_or_is_left_out_and_reaches_no_parameter(rows):
+def test_a_non_finite_step_stops_the_fit_or_is_left_out_and_changes_no_parameter(rows):
     x = X.copy()
     x[5] = np.nan
     fitter = Fitter(loss, rows=lambda batch_size, working_set: rows)

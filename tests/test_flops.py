@@ -15,7 +15,7 @@ from cheem_jax.core.architecture import from_strings
         ("deit_tiny", 2.149318656, 2.5069824, 0.11620, 0.05810),
     ],
 )
-def test_the_papers_figures_come_out(backbone, plain, with_attention, ffn, attention):
+def test_the_papers_flops_are_reproduced(backbone, plain, with_attention, ffn, attention):
     config = config_of(backbone)
     assert flops.backbone_flops(config) / 1e9 == pytest.approx(plain, abs=1e-12)
     assert flops.backbone_flops(config, count_attention=True) / 1e9 == pytest.approx(
@@ -32,7 +32,7 @@ def test_a_task_network_pays_for_its_own_adapt_only():
     assert flops.network_flops(config, "mlp_down", mixed, 40) == expected
 
 
-def test_what_runs_is_counted_block_by_block():
+def test_flops_are_counted_block_by_block():
     config = config_of("deit_tiny")
     tokens = 197
     width = 192

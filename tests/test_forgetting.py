@@ -58,7 +58,7 @@ def assert_same_networks(before: InternalMemory, after: InternalMemory) -> None:
                 np.testing.assert_array_equal(old.bias, new.bias)
 
 
-def test_what_only_the_task_used_is_gone_and_keeps_its_place():
+def test_experts_that_only_the_task_used_are_removed_and_their_numbers_stay_reserved():
     before = memory(("cats", "new skip"), ("dogs", "new reuse:0"))
     done = forget(before, "cats")
     assert done.removed == (PoolPosition(0, 1),) and done.numbers == (0,)
@@ -121,7 +121,7 @@ def test_an_ancestor_waits_until_nothing_descends_from_it():
     assert_same_networks(before, done.memory)
 
 
-def test_the_history_tells_what_is_forgotten_and_counts_origins_by_place():
+def test_the_history_marks_forgotten_experts_and_counts_origins_by_number():
     done = forget(
         memory(("cats", "new skip"), ("dogs", "adapt:1 skip"), ("owls", "new skip")), "cats"
     ).memory
@@ -130,7 +130,7 @@ def test_the_history_tells_what_is_forgotten_and_counts_origins_by_place():
     assert [expert["kind"] for expert in gone] == ["full", "gone", "gone", "full"]
 
 
-def test_an_unknown_task_is_answered_with_all_names_where_none_is_near():
+def test_an_unknown_task_without_a_near_name_is_answered_with_all_names():
     with pytest.raises(ValueError, match="no task 'dogs'; it has hands, cats"):
         forget(memory(("hands", "new skip"), ("cats", "new skip")), "dogs")
 

@@ -55,7 +55,7 @@ def test_unknown_base_means_are_neutral_and_stay_out_of_the_extremes():
     np.testing.assert_array_equal(alone, [[0, 0]])
 
 
-def test_equal_cosines_give_no_preference():
+def test_equal_cosines_lead_to_equal_probabilities():
     np.testing.assert_array_equal(hee.norm_cosine(np.array([[0.5, 0.5]])), [[0, 0]])
 
 
@@ -109,7 +109,7 @@ def test_a_mixture_with_epsilon_one_is_uniform_and_with_zero_exploits():
     assert stats.chisquare(np.bincount(explored[:, 0], minlength=4)).pvalue > 1e-3
 
 
-def test_the_first_draws_do_not_depend_on_how_many_are_drawn():
+def test_the_first_samples_do_not_depend_on_the_number_of_samples():
     table = hee.uniform_table([3, 3]).astype(np.float32)
     few, many = (np.asarray(hee.sample(jax.random.key(7), table, num=n)) for n in (8, 64))
     np.testing.assert_array_equal(few, many[:8])
@@ -148,7 +148,7 @@ def test_tables_are_padded_to_powers_of_two(sizes):
     assert width & (width - 1) == 0 and width >= num_candidates(max(sizes))
 
 
-def test_what_is_removed_has_no_probability_and_the_rest_keeps_its_proportions():
+def test_removed_candidates_have_probability_zero_and_the_rest_keep_their_proportions():
     table = np.array([[0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.5, 0.5]])
     np.testing.assert_allclose(
         hee.without(table, ("skip",), [1, 1]), [[1 / 6, 1 / 3, 1 / 2, 0], [0, 0, 1, 0]]

@@ -58,7 +58,7 @@ def alone(tmp_path_factory) -> Path:
 
 
 @pytest.mark.full
-def test_two_processes_learn_what_one_learns_and_only_the_first_writes_and_speaks(alone, tmp_path):
+def test_two_processes_learn_the_same_as_one_and_only_the_first_writes_and_prints(alone, tmp_path):
     job = spmd.finish(
         spmd.start_job("stream", tmp_path, method="cheem", run_dir=str(tmp_path / "run"), **STEPS)
     )
@@ -86,7 +86,7 @@ def test_two_processes_learn_what_one_learns_and_only_the_first_writes_and_speak
 @pytest.mark.parametrize(
     ("victim", "devices"), [(1, 1), pytest.param(0, 4, marks=pytest.mark.slow)]
 )
-def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(
+def test_a_killed_process_ends_the_others_and_the_run_continues_with_another_number(
     victim, devices, alone, tmp_path
 ):
     run = tmp_path / "run"
@@ -130,7 +130,7 @@ def test_a_request_to_stop_one_process_stops_all_at_the_same_step(tmp_path):
         if name != "cheem"
     ],
 )
-def test_every_method_learns_in_two_processes_what_it_learns_in_one(method, tmp_path):
+def test_every_method_learns_the_same_in_two_processes_as_in_one(method, tmp_path):
     settings = {"method": method, "tasks": 2}
     (one,) = spmd.finish(
         [
@@ -157,7 +157,7 @@ def test_every_method_learns_in_two_processes_what_it_learns_in_one(method, tmp_
 
 
 @pytest.mark.full
-def test_processes_that_would_do_different_things_are_told_apart_before_anything_is_written(
+def test_processes_with_different_settings_are_refused_before_anything_is_written(
     tmp_path,
 ):
     job = spmd.start_job(
@@ -211,9 +211,7 @@ def test_settings_of_a_job_that_cannot_work_are_refused(settings, told):
         ({}, None),
     ],
 )
-def test_one_process_on_a_machine_takes_all_its_devices_and_several_share_them(
-    environment, devices
-):
+def test_one_process_on_a_machine_uses_all_its_devices_and_several_share_them(environment, devices):
     assert hosts._local_devices(HostsConfig("auto"), environment) == devices
     assert hosts._local_devices(HostsConfig("node:1", 2, 0), environment) == []
 

@@ -189,7 +189,7 @@ def test_a_pushed_memory_contains_no_image_and_answers_the_same_once_pulled(
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_what_was_forgotten_is_gone_with_the_next_push(monkeypatch, hub, memory, is_killed):
+def test_a_forgotten_task_is_removed_by_the_next_push(monkeypatch, hub, memory, is_killed):
     from cheem_jax.memory.hub import push
 
     push(memory, REPO)
@@ -226,7 +226,7 @@ def test_what_was_forgotten_is_gone_with_the_next_push(monkeypatch, hub, memory,
     ],
     ids=str,
 )
-def test_a_hub_that_fails_is_told_in_one_line(
+def test_a_hub_that_fails_is_reported_in_one_line(
     capsys, monkeypatch, hub, memory, tmp_path, command, fault, said
 ):
     hub.repositories[REPO] = {}

@@ -30,7 +30,7 @@ def test_a_second_ctrl_c_stops_at_once():
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_background_process_goes_on_ignoring_ctrl_c():
+def test_a_background_process_resumes_ignoring_ctrl_c():
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with stop_requests() as stop:
@@ -41,7 +41,7 @@ def test_a_background_process_goes_on_ignoring_ctrl_c():
         signal.signal(signal.SIGINT, usual)
 
 
-def test_what_signals_do_otherwise_comes_back():
+def test_earlier_signal_handlers_are_restored():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with stop_requests():
         assert signal.getsignal(signal.SIGTERM) is not before[1]

@@ -122,7 +122,7 @@ def test_no_operand_of_a_bfloat16_product_is_transposed_on_a_cpu(name):
     assert len(found) >= 3 and {int(left) - int(right) for left, right in found} == {1}
 
 
-def test_a_product_keeps_only_what_the_other_operands_gradient_needs():
+def test_a_product_stores_only_the_operands_that_the_gradient_needs():
     x, weight = array(64, 32), array(32, 16)
     frozen = jax.vjp(lambda x: product(x, weight), x)[1]
     learned = jax.vjp(lambda weight: product(x, weight), weight)[1]

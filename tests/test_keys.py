@@ -16,7 +16,7 @@ def test_a_key_depends_on_every_part_of_its_position():
     assert tuple(jax.random.key_data(again).tolist()) == bits[5]
 
 
-def test_an_order_is_a_permutation_and_few_programs_serve_all_lengths(compilations):
+def test_an_order_is_a_permutation_and_few_compiled_functions_serve_all_lengths(compilations):
     order_at(jax.random.key(0), 100)
     with compilations() as programs:
         orders = [order_at(jax.random.key(i), num) for i, num in enumerate(range(65, 129))]

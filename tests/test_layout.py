@@ -63,7 +63,7 @@ def fake(num: int, own: range) -> Layout:
     return layout
 
 
-def test_each_process_takes_its_part_of_a_batch_that_is_filled_up_by_the_first_row():
+def test_each_process_reads_its_part_of_a_batch_which_is_padded_with_the_first_row():
     rows = np.arange(10, 17)
     first, second = fake(4, range(0, 2)), fake(4, range(2, 4))
     assert first.mine(rows).tolist() == [10, 11, 12, 13] and second.mine(rows).tolist() == [
@@ -76,7 +76,7 @@ def test_each_process_takes_its_part_of_a_batch_that_is_filled_up_by_the_first_r
     assert ONE.mine(rows) is rows
 
 
-def test_a_mesh_of_one_device_holds_whole_arrays():
+def test_a_mesh_of_one_device_contains_whole_arrays():
     layout = Layout([jax.devices()[0]])
     values = np.arange(6.0, dtype=np.float32).reshape(3, 2)
     np.testing.assert_array_equal(hosts.fetch(layout.rows(values)), values)
@@ -101,7 +101,7 @@ class Noted:
         return self.images[rows]
 
 
-def test_a_process_reads_no_pictures_but_those_of_its_own_devices(monkeypatch):
+def test_a_process_reads_only_the_images_of_its_devices(monkeypatch):
     images = Noted()
     second = fake(4, range(2, 4))
     monkeypatch.setattr(second, "joined", lambda part: part)

@@ -31,7 +31,7 @@ def test_lora_cl_learns_saves_opens_and_answers_per_image(begun, tmp_path):
     check_method(begun, tmp_path)
 
 
-def test_lora_finetuning_is_told_the_task_and_refuses_to_guess(tmp_path):
+def test_lora_finetuning_is_reported_the_task_and_refuses_to_guess(tmp_path):
     method = check_method(
         learner(LoraFinetune, LoraFinetuneConfig(**SETTINGS)), tmp_path, needs_task_id=True
     )

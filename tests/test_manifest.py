@@ -70,7 +70,7 @@ def test_the_order_of_the_rows_changes_nothing(tmp_path):
     assert members(plans[0]) == members(plans[1]) and plans[0].split_sha256 == plans[1].split_sha256
 
 
-def test_a_manifest_of_a_folder_gives_what_the_folder_gives(tmp_path):
+def test_a_manifest_of_a_folder_loads_the_same_task_as_the_folder(tmp_path):
     photos(tmp_path / "pets", num=9)
     file = table(tmp_path / "list.csv", "path,label", *rows(9))
     folder = plan_task(tmp_path / "pets", seed=5)
@@ -84,7 +84,7 @@ def test_a_manifest_of_a_folder_gives_what_the_folder_gives(tmp_path):
 @pytest.mark.parametrize(
     ("newline", "encoding"), [("\n", "utf-8"), ("\r\n", "utf-8-sig"), ("\r", "utf-8")]
 )
-def test_tables_come_in_the_usual_dialects(tmp_path, delimiter, newline, encoding):
+def test_tables_are_read_in_the_usual_dialects(tmp_path, delimiter, newline, encoding):
     lines = [
         'Note, Label ,SPLIT,"path"',
         *(f"é,{label},{s},{p}" for p, label, s in map(_fields, WITH_SPLITS)),
@@ -118,7 +118,7 @@ def test_splits_bear_the_usual_names_in_either_case(tmp_path):
     assert [len(part.labels) for part in plan.splits.values()] == [4, 2, 2]
 
 
-def test_what_is_missing_is_cut_from_train(tmp_path):
+def test_missing_splits_are_cut_from_train(tmp_path):
     photos(tmp_path, num=10)
     plan = plan_manifest(table(tmp_path / "all.csv", "path,label", *rows(10)))
     # ceil(6.0), then ceil(1.4)
@@ -394,7 +394,7 @@ def test_the_time_grows_with_the_rows_and_not_with_their_square(tmp_path):
     assert seconds(16000) < 100 * seconds(1000)  # by the square it would be 256 times
 
 
-def test_a_first_line_too_long_for_a_field_is_told(tmp_path):
+def test_a_first_line_too_long_for_a_field_is_reported(tmp_path):
     file = tmp_path / "cars.csv"
     file.write_text("path,label," + "x" * 200_000 + "\n")
     with pytest.raises(
@@ -403,7 +403,7 @@ def test_a_first_line_too_long_for_a_field_is_told(tmp_path):
         plan_manifest(file)
 
 
-def test_one_class_alone_is_told_with_the_file(tmp_path):
+def test_one_class_alone_is_reported_with_the_file(tmp_path):
     (tmp_path / "1.png").write_bytes(b"x")
     (tmp_path / "cars.csv").write_text("path,label\n1.png,car\n")
     with pytest.raises(ValueError, match="cars.csv, .* too few in 'car'"):

@@ -190,7 +190,7 @@ def test_a_memory_opens_as_it_was_saved(saved, executor):
 # ---- dense experts
 
 
-def test_every_chain_is_merged_once_whatever_is_asked_for_first(memory, merges):
+def test_every_chain_is_merged_once_in_any_order_of_requests(memory, merges):
     everything = adapted(memory)
     assert any(
         memory.pool[b][memory.pool[b][e].parent].parent is not None for b, e in everything
@@ -204,7 +204,7 @@ def test_every_chain_is_merged_once_whatever_is_asked_for_first(memory, merges):
         chex.assert_trees_all_equal(expert, dense_expert(memory.pool[block], index))
 
 
-def test_a_full_expert_is_the_pools_own_and_takes_no_room(memory):
+def test_a_full_expert_is_shared_with_the_pool_and_uses_no_room(memory):
     experts = DenseExperts(memory.pool, 2**30)
     for b, block in enumerate(memory.pool):
         for e, stored in enumerate(block):
@@ -213,7 +213,7 @@ def test_a_full_expert_is_the_pools_own_and_takes_no_room(memory):
     assert experts.bytes == experts.merged == 0
 
 
-def test_what_was_used_longest_ago_goes_first_and_comes_back_as_the_same_bits(memory):
+def test_the_least_recently_used_expert_is_evicted_first_and_merged_again_to_the_same_bits(memory):
     size = sum(leaf.nbytes for leaf in memory.pool[0][0].params)
     alone = [
         (b, e)
@@ -235,7 +235,7 @@ def test_what_was_used_longest_ago_goes_first_and_comes_back_as_the_same_bits(me
     assert experts.bytes <= 2 * size
 
 
-def test_a_pool_that_grew_keeps_what_is_merged(memory, merges):
+def test_a_pool_that_grew_keeps_its_merged_experts(memory, merges):
     shorter = tuple(block[: len(block) // 2] for block in memory.pool)
     young = DenseExperts(shorter, 2**30)
     known = [(b, e) for b, e in adapted(memory) if e < len(shorter[b])]
@@ -272,7 +272,7 @@ def test_the_similarity_of_many_networks_is_the_same_in_parts_of_a_bounded_size(
     np.testing.assert_array_equal(*found)
 
 
-def test_what_a_task_added_is_found_without_looking_through_the_pool(memory):
+def test_the_additions_of_a_task_are_listed_without_a_search_through_the_pool(memory):
     for index in range(NUM_TASKS):
         own = memory.added(index)
         looked = [
@@ -327,7 +327,7 @@ def chain_of(memory, block, index) -> list[int]:
     return found
 
 
-def test_networks_that_were_there_are_hits_and_no_network_that_comes_back_compiles(
+def test_networks_that_were_there_are_hits_and_no_network_that_is_restored_compiles(
     memory, executor, images, compilations
 ):
     predictor = predictor_of(executor, memory, 0)

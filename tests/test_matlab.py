@@ -60,7 +60,7 @@ def test_a_file_that_ends_scipys_process_is_one_error():
         read_variable(bytes(data), "annotations", "list.mat")
 
 
-def test_what_promises_more_than_there_is_takes_no_memory(monkeypatch):
+def test_a_header_that_promises_too_much_allocates_nothing(monkeypatch):
     header = b"x" * 124 + b"\0\1IM"
     flags = struct.pack("<IIII", 6, 8, 1, 0)  # a cell
     size = struct.pack("<IIii", 5, 8, 2**31 - 1, 2**31 - 1)
@@ -73,7 +73,7 @@ def test_what_promises_more_than_there_is_takes_no_memory(monkeypatch):
         read_variable(header + struct.pack("<II", 15, len(bomb)) + bomb, "x", "list.mat")
 
 
-def test_a_file_that_takes_too_long_is_refused(monkeypatch):
+def test_a_file_that_needs_too_long_is_refused(monkeypatch):
     monkeypatch.setattr(builders, "SECONDS", 0.001)
     with pytest.raises(
         ValueError, match="list.mat: variable 'names' was not read within 0.001 seconds"

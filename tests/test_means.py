@@ -24,7 +24,7 @@ def nano():
 
 
 @pytest.mark.full
-def test_base_means_are_the_mean_class_tokens_of_component_and_block(nano):
+def test_base_means_are_the_mean_cls_tokens_of_component_and_block(nano):
     @nnx.jit(static_argnames="placement")
     def class_tokens(vit, images, placement):
         x = vit.embed(images)
@@ -52,7 +52,7 @@ def test_base_means_do_not_depend_on_how_the_images_fall_into_batches(nano):
         np.testing.assert_allclose(mean, whole[key], rtol=1e-5, atol=1e-5)
 
 
-def test_base_means_compile_one_program_for_full_and_partial_batches(nano, compilations):
+def test_base_means_compile_one_function_for_full_and_partial_batches(nano, compilations):
     with compilations() as programs:
         base_means(nano, IMAGES, batch_size=5)
     assert programs.count == 1

@@ -142,7 +142,7 @@ def test_answers_do_not_depend_on_the_company_of_an_image(learned):
         np.testing.assert_allclose(a.probability, b.probability, atol=1e-5)
 
 
-def test_a_picture_may_come_as_a_file_bytes_pil_or_pixels(learned, tmp_path):
+def test_an_image_can_be_a_file_bytes_a_pil_image_or_pixels(learned, tmp_path):
     memory = cheem_jax.open(learned)
     image = STREAM.tasks[0].test.images[0]
     Image.fromarray(image).save(tmp_path / "a.png")
@@ -225,7 +225,7 @@ def test_an_open_image_is_refused_as_its_file_is(mode, reason, tmp_path):
     assert len({error.partition(": ")[2] for error in errors}) == 1
 
 
-def test_an_image_is_answered_upright_however_it_comes(copied, tmp_path):
+def test_an_image_is_answered_upright_in_every_form(copied, tmp_path):
     image = four_colours(8, 8)
     files = {f"{orientation}.png": stored(image, orientation) for orientation in STORED}
     for name, data in files.items():
@@ -257,14 +257,14 @@ def test_an_image_is_answered_upright_however_it_comes(copied, tmp_path):
     assert found == pytest.approx(memory.predict(files["6.png"])[0].probability, abs=1e-6)
 
 
-def test_a_memory_of_the_papers_settings_takes_images_as_stored(tmp_path):
+def test_a_memory_with_the_papers_settings_reads_images_as_stored(tmp_path):
     file = weights(tmp_path)
     for preset, upright in (("paper", False), ("quick", True)):
         memory = cheem_jax.create(tmp_path / preset, backbone=NAME, weights=file, preset=preset)
         assert memory.config.upright is upright and read(memory.directory)[0]["upright"] is upright
 
 
-def test_what_is_no_picture_is_named(learned, tmp_path):
+def test_an_invalid_image_is_named(learned, tmp_path):
     memory = cheem_jax.open(learned)
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no picture")
@@ -371,7 +371,7 @@ def test_the_temperature_changes_probabilities_for_the_better_and_no_class(learn
     assert found[0] > found[1]
 
 
-def test_the_record_tells_what_was_measured_and_null_for_the_rest(learned):
+def test_the_record_contains_every_measurement_and_null_for_the_rest(learned):
     found = results_of(read(learned))
     assert found["accuracy"][2][:2] == [None, None] and found["accuracy"][2][2] is not None
     assert found["average_accuracy"] is None and found["average_forgetting"] is None
@@ -412,7 +412,7 @@ class Killed(Progress):
         pytest.param("evaluate", marks=pytest.mark.full),
     ],
 )
-def test_a_killed_learning_goes_on_and_ends_with_the_same_bits(learned, tmp_path, phase, capsys):
+def test_a_killed_learning_resumes_and_ends_with_the_same_bits(learned, tmp_path, phase, capsys):
     memory = begin(tmp_path / "pets")
     memory.learn(STREAM.tasks[:2])
     with pytest.raises(KeyboardInterrupt):
@@ -429,7 +429,7 @@ def test_a_killed_learning_goes_on_and_ends_with_the_same_bits(learned, tmp_path
 
 
 @pytest.mark.full
-def test_another_task_does_not_take_the_place_of_a_half_learned_one(copied):
+def test_another_task_does_not_take_the_place_of_a_interrupted_one(copied):
     memory = cheem_jax.open(copied)
     before = contents(copied)
     with pytest.raises(KeyboardInterrupt):
@@ -478,7 +478,7 @@ def test_a_task_that_is_saved_is_not_interrupted(copied):
     assert cheem_jax.open(copied).info()["learning"] is None
 
 
-def test_a_half_learned_task_can_be_given_up(copied):
+def test_a_interrupted_task_can_be_given_up(copied):
     memory = cheem_jax.open(copied)
     before = contents(copied)
     with pytest.raises(KeyboardInterrupt):
@@ -493,7 +493,7 @@ def test_a_half_learned_task_can_be_given_up(copied):
     ]
 
 
-def test_a_lost_task_and_a_damaged_record_are_told_before_anything_changes(copied):
+def test_a_lost_task_and_a_corrupted_record_are_reported_before_anything_changes(copied):
     root = copied / "generation-0001" / "cheem"
     shutil.move(root / "002-task2", copied.parent / "away")
     with pytest.raises(ValueError, match="lacks tasks that were learned .task2"):
@@ -609,7 +609,7 @@ def killed(*_):
 
 
 @pytest.mark.parametrize("names", [("task0",), ("task0", "task1")])
-def test_what_a_killed_forgetting_leaves_is_finished_by_the_next_writer(copied, monkeypatch, names):
+def test_the_next_writer_finishes_a_killed_forgetting(copied, monkeypatch, names):
     memory = cheem_jax.open(copied)
     with monkeypatch.context() as patched:
         patched.setattr(MemoryState, "write", dying(MemoryState.write, "forgetting"))
@@ -640,7 +640,9 @@ def deep(tmp_path_factory) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("erase", [False, True])
-def test_forgetting_what_others_stand_on_keeps_their_answers_on_the_disk_too(deep, tmp_path, erase):
+def test_forgetting_the_parents_of_other_tasks_experts_keeps_their_predictions_on_the_disk_too(
+    deep, tmp_path, erase
+):
     directory = Path(shutil.copytree(deep, tmp_path / "pets"))
     memory = cheem_jax.open(directory)
     others = {name: given(memory, name) for name in ("task1", "task2")}
@@ -694,7 +696,7 @@ def extension_in(directory: Path) -> dict:
     ]
 
 
-def test_what_would_cost_the_old_images_is_refused(copied):
+def test_an_extension_that_would_cost_the_old_images_is_refused(copied):
     memory = cheem_jax.open(copied)
     before = given(memory, "task0")
     memory.learn(SWAPPED, extend="task0")
@@ -951,7 +953,9 @@ def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone
 
 @pytest.mark.full
 @pytest.mark.parametrize("erased", [False, True])
-def test_extending_what_others_stand_on_keeps_their_answers(deep, tmp_path, erased):
+def test_extending_the_parents_of_other_tasks_experts_keeps_their_predictions(
+    deep, tmp_path, erased
+):
     directory = Path(shutil.copytree(deep, tmp_path / "pets"))
     memory = cheem_jax.open(directory)
     name = "task1" if erased else "task0"
@@ -1036,7 +1040,7 @@ def test_the_backbones_own_classes_can_be_a_target(tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_answers_and_a_new_memory_may_begin_with_it(tmp_path):
+def test_a_run_answers_and_a_new_memory_can_begin_with_it(tmp_path):
     pretrained = dataclasses.replace(
         small.pretrained(), config=dataclasses.replace(small.CONFIG, name=NAME)
     )
@@ -1133,7 +1137,7 @@ def test_a_memory_on_a_backbone_of_another_family_learns_answers_exports_serves_
     np.testing.assert_array_equal(given(opened, "task2"), before)
 
 
-def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):
+def test_an_invalid_memory_is_reported_before_anything_is_read(tmp_path, copied):
     with pytest.raises(ValueError, match="cheem learn"):
         cheem_jax.open(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="is not a memory"):
@@ -1154,7 +1158,7 @@ def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):
         begin(copied)
 
 
-def test_a_damaged_task_is_named_and_the_others_may_answer(copied, learned):
+def test_a_corrupted_task_is_named_and_the_others_can_answer(copied, learned):
     victim = next((copied / "generation-0001" / "cheem").glob("001-*/arrays/**/d/*"), None)
     assert victim is not None
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
@@ -1195,7 +1199,7 @@ def test_info_needs_no_network_and_tells_the_same(copied):
         {"begun_with_sha256": "0" * 64},
     ],
 )
-def test_info_leaves_what_only_opening_tells(copied, changed):
+def test_info_omits_the_facts_that_only_opening_finds_out(copied, changed):
     file = copied / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     assert read_info(copied) is None
@@ -1204,7 +1208,7 @@ def test_info_leaves_what_only_opening_tells(copied, changed):
         read_info(copied)
 
 
-def test_auto_takes_256_steps_within_bounds_and_the_rate_of_demo_where_images_are_few():
+def test_auto_chooses_256_steps_within_bounds_and_the_rate_of_demo_for_few_images():
     fits = {num: auto(QUICK, num).finetune for num in (10, 127, 600, 992, 993, 5000)}
     assert [fit.epochs for fit in fits.values()] == [64, 64, 14, 9, 8, 8]
     assert [fit.learning_rate for fit in fits.values()] == [2e-3] * 4 + [1e-3] * 2

@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_made_is_named_in_one_line(tmp_path, monkeypatch
         raise AssertionError
 
 
-def test_what_is_taken_away_leaves_foreign_files(volume, tmp_path):
+def test_removing_a_memory_leaves_foreign_files(volume, tmp_path):
     for folder, left in ((volume, set(FOREIGN)), (tmp_path / "mem", None)):
         with new_directory(folder) as partial:
             fill(partial)
@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_replaced_is_named_and_not_its_sibling(tmp_path, m
     assert not names(tmp_path)
 
 
-def test_a_read_only_disk_is_told_with_the_name_of_the_file(tmp_path, monkeypatch):
+def test_a_read_only_disk_is_reported_with_the_name_of_the_file(tmp_path, monkeypatch):
     def refuses(self, *_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
 

@@ -121,7 +121,7 @@ def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_
     )
 
 
-def test_a_page_shows_what_was_evaluated_until_the_memory_changes(moment):
+def test_a_page_shows_the_last_evaluation_until_the_memory_changes(moment):
     directory = moment("three")
     memory = cheem_jax.open(directory)
     memory.keep_scores([TaskScore("task0", 40, 0.5, 0.75, 0.6, 0.1)])
@@ -214,7 +214,7 @@ def test_tasks_forgotten_together_all_count():
     assert num_forgotten(config) == 2
 
 
-def test_a_page_tells_of_forgotten_and_half_learned_tasks(moment):
+def test_a_page_tells_of_forgotten_and_interrupted_tasks(moment):
     assert "1 task was forgotten here" not in parsed(moment("three")).text
     assert "1 task was forgotten here" in parsed(moment("forgot")).text
     text = parsed(moment("half")).text
@@ -234,7 +234,7 @@ def test_a_memory_that_cannot_be_shown_says_why(moment):
     assert "stopped while it forgot 'task0'" in watched(directory)
 
 
-def test_what_was_measured_before_a_task_was_forgotten_is_told_to_be_older(moment):
+def test_measurements_from_before_a_task_was_forgotten_are_marked_as_older(moment):
     directory = moment("forgot")
     results = results_in(directory)
     results["routing"][-1] = [0.25, 0.25]  # the other half went to the task that is gone
@@ -248,7 +248,7 @@ def test_what_was_measured_before_a_task_was_forgotten_is_told_to_be_older(momen
     assert "forgotten: 1, to which images could still be sent" in watched(directory)
 
 
-def test_memories_stand_beside_each_other_on_a_page_and_in_no_table_of_runs(moment):
+def test_a_page_compares_memories_and_no_table_of_runs_lists_them(moment):
     one, other = moment("three"), moment("later")
     page = parsed(one, other)
     assert (
@@ -260,7 +260,7 @@ def test_memories_stand_beside_each_other_on_a_page_and_in_no_table_of_runs(mome
     assert runs == [] and {reason for _, reason in left_out} == {finished.MEMORY}
 
 
-def test_what_one_watches_of_a_memory(moment):
+def test_watch_follows_a_memory(moment):
     empty = watched(moment("empty"))
     assert (
         "no task yet; `cheem learn" in empty and "0 tasks learned" in empty and "now" not in empty
@@ -282,7 +282,7 @@ def test_what_one_watches_of_a_memory(moment):
     assert line(look(later, 0.0)).endswith(told)
 
 
-def test_event_files_hold_what_was_measured_and_no_average_that_was_not(moment):
+def test_event_files_contain_every_measurement_and_no_average_that_is_missing(moment):
     directory = moment("three")
     write_tensorboard(Tensorboard((directory,)))
     file = directory / "tensorboard" / "cheem" / NAME

@@ -110,7 +110,7 @@ def test_recursive_least_squares_is_the_ridge_regression_on_all_images(sizes):
 
 
 @pytest.mark.full
-def test_without_factor_and_rumination_two_tasks_give_the_ridge_regression_on_both(
+def test_without_factor_and_rumination_two_tasks_fit_the_ridge_regression_on_both(
     no_rumination, monkeypatch
 ):
     tasks = small.stream(2).tasks
@@ -166,7 +166,7 @@ def test_a_penalty_too_small_for_float64_grows_until_it_is_not():
 
 
 @pytest.mark.full
-def test_adapters_follow_their_average_by_epochs_from_the_second_task_on():
+def test_adapters_follow_their_average_by_epochs_after_the_first_task():
     tasks = small.stream(2).tasks
     moal = fresh(begun())
     ends = []
@@ -210,7 +210,7 @@ def test_old_classes_are_stood_for_by_images_of_the_new_class_nearest_by_cosine(
 
 
 @pytest.mark.full
-def test_rumination_learns_again_what_the_head_gets_wrong_and_nothing_else(request):
+def test_rumination_learns_again_only_the_images_that_the_head_gets_wrong(request):
     tasks = list(small.stream(2).tasks)
     # labels by chance, so that much is wrong
     chance = np.random.default_rng(0).permutation(tasks[1].train.labels)

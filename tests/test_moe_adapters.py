@@ -113,7 +113,7 @@ def test_a_task_stopped_at_its_auto_encoder_ends_as_an_unbroken_one(begun):
     chex.assert_trees_all_equal(parts(resumed), parts(whole))
 
 
-def test_zero_routers_give_two_gates_of_a_half():
+def test_zero_routers_return_two_gates_of_a_half():
     token = jax.random.normal(jax.random.key(0), (5, 16))
     gates = gate(jnp.zeros((4, 16, 6)), token, jnp.arange(5) % 4)
     np.testing.assert_array_equal(gates.weights, 0.5)
@@ -182,7 +182,7 @@ def plain_block(block, x, experts, router):
 
 
 @pytest.mark.full
-def test_every_image_runs_the_two_experts_of_its_own_task_as_numpy_does(begun):
+def test_every_image_runs_the_two_experts_of_its_task_as_in_numpy(begun):
     moe = anew(begun)
     vit = small.backbone()
     experts = random_experts()
@@ -265,7 +265,7 @@ def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn
 
 
 @pytest.mark.full
-def test_what_later_tasks_change_is_what_earlier_ones_share(begun):
+def test_later_tasks_change_only_the_parameters_that_earlier_ones_share(begun):
     moe = anew(begun)
     one = small.task("one", 1)
     moe.learn(one, Session())
@@ -277,7 +277,7 @@ def test_what_later_tasks_change_is_what_earlier_ones_share(begun):
 
 
 @pytest.mark.full
-def test_a_fourth_task_compiles_nothing_anew(begun, compilations):
+def test_a_fourth_task_compiles_nothing_again(begun, compilations):
     moe = anew(begun)
     for index in range(3):
         moe.learn(small.task(f"task{index}", index), Session())

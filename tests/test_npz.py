@@ -21,7 +21,7 @@ def npy(header: str, body: bytes = b"") -> bytes:
     return b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header.encode() + body
 
 
-def test_arrays_come_back_as_they_were_saved(tmp_path):
+def test_arrays_are_restored_as_they_were_saved(tmp_path):
     arrays = {
         "a": np.arange(6.0).reshape(2, 3),
         "b": np.array([b"x", b"yz"]),

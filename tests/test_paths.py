@@ -140,7 +140,7 @@ def test_a_url_is_refused_with_the_way_out(here, url):
     assert absolute(f"./{url}").is_relative_to(here)  # a folder may be called so
 
 
-def test_urls_of_files_and_of_the_hub_are_told_how_to_be_written(here):
+def test_urls_of_files_and_of_the_hub_are_answered_with_the_right_spelling(here):
     with pytest.raises(ValueError, match=r"expected a path; give '/data/pets'"):
         absolute("file:///data/pets")
     with pytest.raises(ValueError, match="written hf:OWNER/NAME"):
@@ -305,7 +305,7 @@ def test_commands_that_look_at_a_memory(capsys, root, mine, spelled, tmp_path):
 
 
 @pytest.mark.full
-def test_learning_and_forgetting_beside_the_working_directory(capsys, root, mine, here):
+def test_learning_and_forgetting_next_to_the_working_directory(capsys, root, mine, here):
     shutil.copytree(mine, root / ELSEWHERE / "two tasks")
     memory = f"../{ELSEWHERE}/two tasks/"
     status, out, err = cheem(capsys, "learn", memory, f"../{ELSEWHERE}/photos/{SECOND}")
@@ -370,7 +370,7 @@ def test_folders_that_the_environment_names(here, monkeypatch):
 
 
 @pytest.mark.full
-def test_a_run_beside_the_working_directory_is_resumed(here, capsys):
+def test_a_run_next_to_the_working_directory_is_resumed(here, capsys):
     words = [
         "--backbone",
         "vit_micro",

@@ -68,7 +68,7 @@ def server(tmp_path):
     server.server_close()
 
 
-def test_archives_that_lie_in_the_manual_folder_are_prepared_and_stay(tmp_path, gtsrb):
+def test_archives_in_the_manual_folder_are_prepared_and_stay(tmp_path, gtsrb):
     gtsrb(official.put(manual_dir(tmp_path), official.gtsrb()))
     assert status_of(BY_NAME["gtsrb"], tmp_path).state == "archives"
     plan = prepare("gtsrb", tmp_path, silent)
@@ -131,7 +131,7 @@ def test_archives_that_must_be_brought_are_all_named(tmp_path):
         prepare("sun397", tmp_path, silent)
 
 
-def test_wrong_counts_after_preparing_name_the_task_and_both_numbers(tmp_path, gtsrb):
+def test_wrong_counts_after_preparing_are_refused_with_the_task_and_both_numbers(tmp_path, gtsrb):
     gtsrb(official.put(manual_dir(tmp_path), official.gtsrb()), (23976, 2664, 12630))
     with pytest.raises(
         ValueError, match=r"task 'gtsrb' has 43/43/43 .* expected 23,976/2,664/12,630"
@@ -172,7 +172,7 @@ def test_commands_that_are_advised_can_be_pasted(tmp_path):
     assert f"--data-dir '{folder}'`" in status_of(BY_NAME["gtsrb"], folder).advice
 
 
-def test_what_a_killed_preparation_left_is_no_data_set_and_is_cleared_away(tmp_path, gtsrb):
+def test_the_rest_of_a_killed_preparation_is_invalid_and_is_cleared_away(tmp_path, gtsrb):
     gtsrb(official.put(manual_dir(tmp_path), official.gtsrb()))
     leftover = tmp_path / "gtsrb" / "incomplete.ABCDEF_1.0.0"
     leftover.mkdir(parents=True)
@@ -182,7 +182,7 @@ def test_what_a_killed_preparation_left_is_no_data_set_and_is_cleared_away(tmp_p
     assert not leftover.exists() and status_of(BY_NAME["gtsrb"], tmp_path).state == "ready"
 
 
-def test_a_half_unpacked_folder_is_told_and_nothing_is_downloaded(tmp_path, monkeypatch):
+def test_a_half_unpacked_folder_is_reported_and_nothing_is_downloaded(tmp_path, monkeypatch):
     official.put(manual_dir(tmp_path), official.aircraft(), unpacked=True)
     (lists,) = manual_dir(tmp_path).rglob("images_variant_val.txt")
     lists.unlink()

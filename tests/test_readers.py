@@ -54,7 +54,7 @@ def pixels(data: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(data)))
 
 
-def test_aircraft_variants_may_hold_spaces_and_slashes(tmp_path, unpacked):
+def test_aircraft_variants_can_hold_spaces_and_slashes(tmp_path, unpacked):
     contents = official.aircraft()
     reading = read_aircraft(official.put(tmp_path, contents, unpacked=unpacked))
     assert reading.classes == ("707-320", "Boeing 737-700", "F/A-18")
@@ -202,7 +202,7 @@ def test_everything_missing_is_listed_at_once(tmp_path, name):
 @pytest.mark.parametrize(
     "damage", [lambda data: data[: len(data) * 2 // 3], lambda data: b"<!DOCTYPE html>404"]
 )
-def test_damaged_archives_are_named_and_give_no_data_set(tmp_path, name, damage):
+def test_corrupted_archives_are_named_and_leave_no_data_set(tmp_path, name, damage):
     read, contents = READERS[name]
     for archive in contents():
         place = official.put(tmp_path / archive, contents())
@@ -248,7 +248,7 @@ def test_a_class_without_images_is_named(tmp_path):
         read_eurosat(place)
 
 
-def test_an_empty_folder_holds_no_class(tmp_path):
+def test_an_empty_folder_contains_no_class(tmp_path):
     (tmp_path / "2750").mkdir()
     with pytest.raises(ValueError, match="no image of 10 of 10 classes"):
         read_eurosat(tmp_path)
@@ -332,7 +332,7 @@ def test_an_archive_without_its_lists_is_another_version(tmp_path):
         read_aircraft(official.put(tmp_path, contents))
 
 
-def test_an_image_that_lies_there_twice_is_refused(tmp_path):
+def test_an_image_that_is_there_twice_is_refused(tmp_path):
     place = official.put(tmp_path, official.cars(), unpacked=True)
     shutil.copytree(place / "cars_train", place / "cars_train" / "cars_train")
     with pytest.raises(ValueError, match="cars_train: image '00001.jpg' occurs twice"):

@@ -217,6 +217,6 @@ def test_a_thousand_tasks_with_long_names_still_make_figures_that_can_be_read(tm
         assert picture.width < 2 * 30 * 0.6 * figures.DPI + 1000
 
 
-def test_what_is_shown_of_many_is_spread_evenly_from_the_first_to_the_last():
+def test_a_selection_of_many_is_spread_evenly_from_the_first_to_the_last():
     assert spread(5, 9) == [0, 1, 2, 3, 4] and spread(1, 9) == [0]
     assert spread(1000, 4) == [0, 333, 666, 999]

@@ -143,7 +143,7 @@ def test_a_method_without_a_pool_has_neither_architectures_nor_a_search(tmp_path
     ]
 
 
-def test_nothing_on_the_page_comes_from_elsewhere(run):
+def test_the_page_loads_nothing_from_elsewhere(run):
     page = parsed(run)
     places = [
         value or ""
@@ -173,7 +173,7 @@ def test_hostile_names_are_text_and_nothing_else(tmp_path):
     assert label.startswith("T1 &lt;/script&gt;")  # plotly reads markup and entities
 
 
-def test_json_cannot_end_the_script_it_stands_in():
+def test_json_cannot_end_the_script_that_contains_it():
     text = text_of({"name": "</script><!--&"})
     assert not set("<>&") & set(text) and json.loads(text) == {"name": "</script><!--&"}
 
@@ -195,7 +195,7 @@ def test_the_tiles_are_the_headline_numbers(run):
     ]
 
 
-def test_a_cell_names_the_task_that_its_expert_comes_from(run):
+def test_a_cell_names_the_origin_of_its_expert(run):
     cells = re.findall(
         r'<td class="(\w+)" tabindex="-1"(?: data-e="(\d)")?><span>(.*?)</span>', report(run)
     )
@@ -246,7 +246,7 @@ def test_charts_hold_the_numbers_of_the_run(run):
     )
 
 
-def test_examples_are_the_pictures_with_what_was_answered(run):
+def test_examples_are_images_with_their_answers(run):
     text = report(run)
     found = re.findall(
         r'<figure class="example (\w+)">\n<img'
@@ -292,7 +292,7 @@ def test_answers_of_another_moment_than_the_record_are_not_shown(run):
     assert told in parsed(run).text
 
 
-def test_small_pictures_keep_their_pixels_and_large_ones_become_smaller():
+def test_small_images_keep_their_pixels_and_large_ones_become_smaller():
     rng = np.random.default_rng(0)
     small = rng.integers(0, 256, (8, 8, 3), np.uint8)
     kind, _, text = data_uri(small).partition(";base64,")
@@ -305,13 +305,13 @@ def test_small_pictures_keep_their_pixels_and_large_ones_become_smaller():
     )
 
 
-def test_pictures_that_have_moved_are_told_and_stop_nothing(run):
+def test_images_that_have_moved_are_reported_and_stop_nothing(run):
     shutil.move(run.parent / "small", run.parent / "elsewhere")
     page = parsed(run)
     assert "The images are not where the run found them" in page.text and "search" in sections(page)
 
 
-def test_other_pictures_than_the_run_has_seen_are_not_shown(run):
+def test_other_images_than_the_run_has_seen_are_not_shown(run):
     (run.parent / "small" / "two" / "test" / "cat" / "0.png").rename(
         run.parent / "small" / "two" / "test" / "cat" / "z.png"
     )
@@ -320,14 +320,14 @@ def test_other_pictures_than_the_run_has_seen_are_not_shown(run):
     assert not any(tag == "img" for tag, _ in page.elements)
 
 
-def test_a_page_says_what_it_does_not_check_of_the_pictures(run):
+def test_a_page_lists_the_checks_that_it_does_not_make_of_the_images(run):
     assert (
         "Files and labels are those of the run; whether their pixels are is not checked."
         in parsed(run).text
     )
 
 
-def test_runs_that_do_not_tell_their_files_show_no_pictures(run):
+def test_runs_that_do_not_tell_their_files_show_no_images(run):
     change(run, lambda held: held.update(split_sha256={}))
     assert (
         "Other files or labels are there now than the run has seen: one, two, three."
@@ -335,7 +335,7 @@ def test_runs_that_do_not_tell_their_files_show_no_pictures(run):
     )
 
 
-def test_the_demo_streams_pictures_are_held_against_what_the_run_has_seen(tmp_path):
+def test_the_images_of_the_demo_stream_are_compared_with_those_of_the_run(tmp_path):
     run = write_run(tmp_path / "run", names=("colours", "digits"))
     lines = record.read(run)
     lines[0]["data"] = {"stream": "demo", "tasks": ["colours", "digits"]}
@@ -350,7 +350,7 @@ def test_the_demo_streams_pictures_are_held_against_what_the_run_has_seen(tmp_pa
     )
 
 
-def test_damaged_answers_are_told(run):
+def test_corrupted_answers_are_reported(run):
     (run / "answers.npz").write_bytes(b"PK\x03\x04 no archive")
     assert "answers.npz cannot be read" in parsed(run).text
 
@@ -365,7 +365,7 @@ def test_a_run_of_a_script_says_that_its_images_are_unknown(tmp_path):
     assert "made by a script that did not record where its images are" in page.text
 
 
-def test_a_damaged_record_costs_only_what_it_alone_holds(run):
+def test_a_corrupted_record_costs_only_the_sections_that_need_it(run):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text(
         "".join([*lines[:2], lines[2].replace("0.9", "0.8"), *lines[3:]])
@@ -378,7 +378,7 @@ def test_a_damaged_record_costs_only_what_it_alone_holds(run):
     )
 
 
-def test_an_unfinished_run_is_shown_as_far_as_it_is(tmp_path):
+def test_an_unfinished_run_is_shown_up_to_its_last_entry(tmp_path):
     page = parsed(write_run(tmp_path / "run", planned=5))
     assert "Unfinished: 3 of 5 tasks so far" in page.text and "search" in sections(page)
 
@@ -419,7 +419,7 @@ def test_several_runs_are_compared_with_their_spread_over_seeds(tmp_path):
     ]
 
 
-def test_variants_of_a_method_have_rows_of_their_own(tmp_path):
+def test_variants_of_a_method_have_separate_rows(tmp_path):
     write_run(tmp_path / "runs/usual")
     changed = write_run(tmp_path / "runs/uniform", accuracy=0.7)
     config = json.loads((changed / "config.json").read_text())
@@ -459,7 +459,7 @@ def test_runs_of_other_settings_are_refused(tmp_path, key, other):
         report(tmp_path / "runs")
 
 
-def test_damaged_runs_are_listed_apart(tmp_path):
+def test_corrupted_runs_are_listed_apart(tmp_path):
     write_run(tmp_path / "runs/good")
     broken = write_run(tmp_path / "runs/broken", method="l2p")
     (broken / "results.json").write_text("{")
@@ -471,7 +471,7 @@ def test_damaged_runs_are_listed_apart(tmp_path):
     assert "run-1" in page.ids() and "run-2" not in page.ids()
 
 
-def test_damage_costs_only_the_section_that_needs_what_is_damaged(run):
+def test_a_corrupted_file_costs_only_the_section_that_needs_it(run):
     change(run, lambda held: held["tasks"][1].update(experts=[7, None]))
     text = report(run)
     assert text.count('class="missing"') == 1 and "uses expert 7 of a block with 4" in text
@@ -486,7 +486,7 @@ def test_a_comparison_that_cannot_be_made_costs_no_run(tmp_path):
     assert {"comparison", "run-1", "run-2"} <= set(page.ids())
 
 
-def test_an_accuracy_that_is_no_number_is_told_with_its_run(tmp_path):
+def test_a_non_numeric_accuracy_is_reported_with_its_run(tmp_path):
     finished = write_run(tmp_path / "finished")
     change(finished, lambda held: held.update(average_accuracy=None))
     unfinished = write_run(tmp_path / "unfinished", accuracy=float("nan"), planned=5)
@@ -503,7 +503,7 @@ def test_an_accuracy_that_is_no_number_is_told_with_its_run(tmp_path):
     assert page.text.count("Corrupted: a value here") == 1  # the pictures
 
 
-def test_unfinished_runs_are_shown_as_far_as_they_are_and_not_compared(tmp_path):
+def test_unfinished_runs_are_shown_up_to_its_last_entry_and_not_compared(tmp_path):
     write_run(tmp_path / "runs/a", planned=5)
     write_run(tmp_path / "runs/b", method="ewc", planned=4)
     broken = write_run(tmp_path / "runs/broken", planned=4)
@@ -526,7 +526,7 @@ def test_unfinished_runs_are_shown_as_far_as_they_are_and_not_compared(tmp_path)
     }
 
 
-def test_runs_without_flops_are_not_drawn_among_the_others(tmp_path):
+def test_runs_without_flops_are_left_out_of_the_chart(tmp_path):
     for method, paper in (("cheem", 30e6), ("ewc", 300e6), ("l2p", 0.0)):
         run = write_run(tmp_path / f"runs/{method}", method=method)
         change(run, lambda held, paper=paper: held["flops"].update(paper=paper))
@@ -545,7 +545,7 @@ def test_folders_without_a_run_are_refused(tmp_path):
         write_report_page(Report(()))
 
 
-def test_a_folder_is_no_file_to_write(run):
+def test_a_folder_cannot_be_written_as_a_file(run):
     with pytest.raises(ValueError, match="is a folder"):
         write_report_page(Report((run,), run))
 

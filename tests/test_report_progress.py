@@ -47,7 +47,7 @@ def test_a_phase_that_is_over_at_once_tells_no_speed():
     assert text.getvalue().splitlines()[-1] == "[evaluate] digits: done in 0.0 s, 2,000 images"
 
 
-def test_ctrl_c_passes_through_and_the_cursor_comes_back():
+def test_ctrl_c_passes_through_and_the_cursor_is_restored():
     terminal = io.StringIO()
     progress = Progress(
         Console(file=terminal, force_terminal=True, width=120, _environ={"TERM": "xterm"})
@@ -99,7 +99,7 @@ def test_a_terminal_with_colours_shows_the_four_of_the_figures():
         assert f"48;2;{red};{green};{blue}" in row
 
 
-def test_a_program_without_a_console_shows_nothing(monkeypatch):
+def test_without_a_console_nothing_is_shown(monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     progress = Progress()

@@ -75,7 +75,7 @@ def test_lines_of_an_unfinished_task_can_be_dropped(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [record.NAME]
 
 
-def test_what_has_no_json_form_is_refused_and_nothing_is_written(tmp_path):
+def test_a_value_without_a_json_form_is_refused_and_nothing_is_written(tmp_path):
     written = record.Record(tmp_path)
     with pytest.raises(TypeError, match="object"):
         written.write("epoch", value=object())

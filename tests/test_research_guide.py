@@ -13,7 +13,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "guides" / "research.md"
 
 
 @pytest.mark.full
-def test_the_code_of_the_page_runs_and_does_what_it_says():
+def test_the_code_of_the_page_runs_and_does_the_things_it_says():
     found = {}
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(

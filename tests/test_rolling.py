@@ -48,14 +48,14 @@ def test_it_is_due_after_thirty_seconds_and_later_where_saving_is_slow(tmp_path)
     assert not kept.due()
 
 
-def test_seconds_between_two_can_be_told(tmp_path):
+def test_the_seconds_between_two_checkpoints_can_be_set(tmp_path):
     clock = Clock()
     kept = Rolling(tmp_path, every=5, clock=clock)
     clock.now = 5.0
     assert kept.due()
 
 
-def test_the_newest_one_of_the_task_comes_back_and_only_it_is_kept(tmp_path):
+def test_the_newest_one_of_the_task_is_restored_and_only_it_is_kept(tmp_path):
     kept = Rolling(tmp_path)
     for step in range(3):
         saved = Saved({"x": np.full(2, step)}, {"step": step})
@@ -66,13 +66,13 @@ def test_the_newest_one_of_the_task_comes_back_and_only_it_is_kept(tmp_path):
     assert saved_tasks(tmp_path) == []
 
 
-def test_what_is_left_over_from_another_task_is_removed(tmp_path):
+def test_checkpoints_of_another_task_are_removed(tmp_path):
     Rolling(tmp_path).save(1, lambda: SAVED)
     assert Rolling(tmp_path).open(2, print) is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_one_is_told_and_the_one_before_counts(tmp_path):
+def test_a_corrupted_one_is_reported_and_the_one_before_counts(tmp_path):
     kept = Rolling(tmp_path)
     said = []
     kept.save(0, lambda: SAVED)
@@ -83,7 +83,7 @@ def test_a_damaged_one_is_told_and_the_one_before_counts(tmp_path):
     assert len(said) == 1 and "running-000002 is corrupted" in said[0]
 
 
-def test_one_that_another_version_wrote_is_left_and_the_task_begins_anew(tmp_path, monkeypatch):
+def test_one_that_another_version_wrote_is_left_and_the_task_begins_again(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rolling, "ROLLING_FORMAT", "cheem_jax-running/0")
         Rolling(tmp_path).save(0, lambda: SAVED)
@@ -102,7 +102,7 @@ def test_one_that_cannot_be_read_now_is_not_removed(tmp_path, monkeypatch):
     assert Rolling(tmp_path).open(0, print) is not None
 
 
-def test_what_a_killed_process_left_half_done_goes_with_the_rest(tmp_path):
+def test_a_half_written_checkpoint_of_a_killed_process_is_removed_with_the_rest(tmp_path):
     for name in (".running-000004.partial", ".running-000003.old", "000-kept"):
         (tmp_path / name).mkdir()
     Rolling(tmp_path).clear()

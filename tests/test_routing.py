@@ -322,7 +322,7 @@ def by_hand():
     "placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("kind", [Stages, Whole, pytest.param(Scan, marks=pytest.mark.full)])
-def test_a_router_reads_what_the_blocks_compute(by_hand, kind, placement):
+def test_a_router_reads_the_features_that_the_blocks_compute(by_hand, kind, placement):
     executor = kind(small.backbone(), placement)
     means, last = by_hand[placement]
     wanted = {"early": means[1:3], "levels": [*means[1:3], last]}
@@ -518,7 +518,7 @@ def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_
 
 
 @pytest.mark.full
-def test_what_the_router_keeps_is_on_the_disk_and_is_told(learned, capsys):
+def test_the_routers_statistics_are_on_the_disk_and_in_the_report(learned, capsys):
     memory, _ = learned
     (first, second), info = memory.info()["tasks"], memory.info()
     triangle = 32 * 33 // 2

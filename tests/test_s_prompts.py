@@ -36,7 +36,9 @@ def test_s_prompts_learn_save_open_and_answer_per_image(begun, tmp_path):
     check_method(begun, tmp_path)
 
 
-def test_tasks_learn_the_same_in_any_order_and_images_of_all_share_one_program(begun, compilations):
+def test_tasks_learn_the_same_in_any_order_and_images_of_all_share_one_compiled_function(
+    begun, compilations
+):
     def learned(order):
         method: Any = fresh(begun)
         for index in order:
@@ -63,7 +65,7 @@ def test_tasks_learn_the_same_in_any_order_and_images_of_all_share_one_program(b
 
 
 @pytest.mark.full
-def test_the_prompt_tokens_stand_between_class_token_and_patches(begun):
+def test_the_prompt_tokens_are_between_class_token_and_patches(begun):
     vit = small.backbone()
     images = jnp.asarray(small.task("any", 0).test.images[:2])
     prompts = jax.random.normal(jax.random.key(0), (2, 3, 16))

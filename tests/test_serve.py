@@ -154,7 +154,7 @@ def animation(*colours: tuple[int, int, int]) -> bytes:
 # ---- answers
 
 
-def test_a_picture_gets_its_task_its_class_and_the_blocks_that_ran(served: Served):
+def test_a_image_gets_its_task_its_class_and_the_blocks_that_ran(served: Served):
     answer = served.predict(picture(RED)).json
     assert (
         answer["task"] == "bright red"
@@ -170,7 +170,7 @@ def test_a_picture_gets_its_task_its_class_and_the_blocks_that_ran(served: Serve
     assert 0 < answer["seconds"] < 20
 
 
-def test_a_picture_of_no_task_says_so(served: Served):
+def test_a_image_of_no_task_says_so(served: Served):
     answer = served.predict(picture((0, 0, 0)), "application/octet-stream").json
     assert answer["task"] is None and answer["class"] is None and answer["blocks"] == []
     assert len(answer["near"]) == 2
@@ -213,7 +213,7 @@ def test_of_an_animation_the_first_frame_counts(served: Served):
     assert served.predict(animation(RED, BLUE), "image/gif").json["class"] == "224-32-32"
 
 
-def test_concurrent_clients_each_get_the_answer_to_their_own_picture(gated: Colours):
+def test_concurrent_clients_each_get_the_answer_to_their_own_image(gated: Colours):
     with serving(gated, Limits(max_batch=8)) as served, ThreadPoolExecutor(32) as clients:
         colours = COLOURS[::2]
         answers = [clients.submit(served.predict, picture(colour)) for colour in colours]
@@ -229,7 +229,7 @@ def test_concurrent_clients_each_get_the_answer_to_their_own_picture(gated: Colo
         assert gated.sizes[-128:] == [1] * 128
 
 
-def test_what_waited_while_the_predictor_worked_is_answered_together(gated: Colours):
+def test_requests_that_waited_while_the_predictor_worked_are_answered_together(gated: Colours):
     with serving(gated, Limits(max_batch=8)) as served, ThreadPoolExecutor(12) as clients:
         first = clients.submit(served.predict, picture(RED))
         assert gated.entered.wait(20)
@@ -319,7 +319,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_what_is_no_picture_gets_one_sentence_that_says_why(what: str, served: Served):
+def test_an_invalid_image_is_answered_with_one_sentence_that_says_why(what: str, served: Served):
     body, kind, status, sentence = HOSTILE[what]
     answer = served.predict(body, kind)
     assert (
@@ -330,7 +330,7 @@ def test_what_is_no_picture_gets_one_sentence_that_says_why(what: str, served: S
     assert served.predict(PNG).json["class"] == "224-32-32"
 
 
-def test_pixels_of_a_picture_that_is_too_large_are_never_made(monkeypatch):
+def test_pixels_of_a_image_that_is_too_large_are_never_made(monkeypatch):
     monkeypatch.setattr(service, "decode_image", None)  # whoever calls it gets a TypeError
     for side in (1001, 10_000, 14_000):
         with pytest.raises(Refused, match="too many") as refused:
@@ -372,7 +372,7 @@ def test_a_body_in_chunks_is_cut_at_the_limit(served: Served):
     ],
     ids=["a huge header", "a length in words", "a negative length", "TLS"],
 )
-def test_what_is_no_http_ends_in_400(data: bytes, served: Served):
+def test_invalid_http_ends_in_400(data: bytes, served: Served):
     assert received(send(served.port, data))[0] == 400
     assert served.predict(PNG).status == 200
 
@@ -398,7 +398,7 @@ def test_a_wrong_method_is_405_and_names_the_right_one(served: Served):
     assert served.ask("POST", "/health", b"").status == 405
 
 
-def test_another_host_name_is_refused_where_only_this_machine_may_ask(served: Served):
+def test_another_host_name_is_refused_where_only_this_machine_can_ask(served: Served):
     assert served.ask("GET", "/health", Host="evil.example").status == 400
     for host in ("localhost", "127.0.0.1:1", "[::1]:8000"):
         assert served.ask("GET", "/health", Host=host).status == 200
@@ -408,7 +408,7 @@ def test_another_host_name_is_refused_where_only_this_machine_may_ask(served: Se
         assert "*" not in hosts_of(listening, "0.0.0.0", ("pets.example.org",))
 
 
-def test_a_refused_host_is_told_what_to_set_and_is_counted(served: Served):
+def test_a_refused_host_is_answered_with_the_setting_that_allows_it_and_is_counted(served: Served):
     counted = 'cheem_refused_total{reason="unknown_host"}'
     before = served.metric(counted)
     answer = served.ask("GET", "/health", Host="pets.example.org:8443")
@@ -420,7 +420,7 @@ def test_a_refused_host_is_told_what_to_set_and_is_counted(served: Served):
     assert served.ask("GET", "/health", Host="evil.example/localhost").status == 400
 
 
-def test_behind_a_proxy_the_public_names_are_answered_below_a_path_of_their_own():
+def test_behind_a_proxy_the_public_names_are_answered_below_a_separate_path():
     with serving(Colours(), public=("pets.example.org", "[2001:db8::1]")) as served:
         with behind_a_proxy(served.port, "/pets") as port:
             for host in (
@@ -460,7 +460,7 @@ def test_a_public_name_that_no_browser_sends_is_refused(wrong: str):
 # ---- too much, too slow, gone
 
 
-def test_beyond_the_queue_a_client_is_refused_before_it_sends_its_picture(gated: Colours):
+def test_beyond_the_queue_a_client_is_refused_before_it_sends_its_image(gated: Colours):
     with serving(gated, Limits(max_queue=2)) as served, ThreadPoolExecutor(2) as clients:
         waiting = [clients.submit(served.predict, PNG) for _ in range(2)]
         wait_until(lambda: served.service.num_images == 2)
@@ -477,7 +477,7 @@ def test_beyond_the_queue_a_client_is_refused_before_it_sends_its_picture(gated:
         assert served.predict(PNG).status == 200
 
 
-def test_an_answer_that_takes_too_long_is_503_and_later_ones_are_not(gated: Colours):
+def test_an_answer_that_needs_too_long_is_503_and_later_ones_are_not(gated: Colours):
     with serving(gated, Limits(timeout_s=0.15)) as served:
         answer = served.predict(PNG)
         assert answer.status == 503 and "no answer within 0.15 s" in answer.json["error"]
@@ -519,7 +519,7 @@ def test_a_failing_predictor_is_500_and_the_server_lives_on(caplog):
 # ---- beginning and end
 
 
-def test_before_it_is_warm_it_says_so_and_afterwards_it_tells_what_it_knows():
+def test_before_it_is_warm_the_server_says_so_and_afterwards_it_lists_its_tasks():
     predictor = Colours()
     predictor.prepared.clear()
     with serving(predictor, is_warm=False) as served:
@@ -556,7 +556,7 @@ def command(monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_command_in_a_line_after_it_has_told_where_it_listens(
+def test_a_signal_ends_the_command_in_a_line_after_it_has_printed_its_address(
     number, status, command, capsys
 ):
     _, settings = command
@@ -618,7 +618,7 @@ def test_the_open_set_is_on_where_every_task_is_calibrated(monkeypatch, given, d
     assert parse(Serve, ["pets", *words]).predictor().open_set == expected
 
 
-def test_what_is_counted_has_few_labels(served: Served):
+def test_the_counters_have_few_labels(served: Served):
     before = served.metric('cheem_images_total{task="bright red"}')
     served.predict(form(PNG, PNG), FORM)
     assert served.metric('cheem_images_total{task="bright red"}') == before + 2
@@ -628,7 +628,7 @@ def test_what_is_counted_has_few_labels(served: Served):
     assert 'cheem_request_seconds_count{path="/predict"}' in text
 
 
-def test_a_taken_port_and_wrong_settings_are_told_in_a_sentence():
+def test_a_taken_port_and_wrong_settings_are_reported_in_a_sentence():
     with listen("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
         with pytest.raises(
@@ -661,7 +661,7 @@ def test_the_load_script_counts_answers_and_sees_wrong_ones(served: Served):
     )
 
 
-def test_the_page_may_load_nothing_from_anywhere_else(served: Served):
+def test_the_page_can_load_nothing_from_anywhere_else(served: Served):
     answer = served.ask("GET", "/")
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy

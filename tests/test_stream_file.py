@@ -55,7 +55,7 @@ def test_a_stream_lists_folders_and_manifests_in_its_own_order(two):
     assert [task.classes for task in tasks] == [("a", "b"), ("a", "b")]
 
 
-def test_names_default_to_the_file_and_to_what_the_tasks_point_at(two):
+def test_names_default_to_the_file_and_to_the_paths_of_the_tasks(two):
     write(two, '[[task]]\npath = "photos/birds"\n[[task]]\nmanifest = "cars.csv"\nroot = "images"')
     name, plans = plan_stream_file(two)
     assert (name, [plan.name for plan in plans]) == ("stream", ["birds", "cars"])
@@ -98,7 +98,7 @@ def test_only_the_named_tasks_are_looked_at_and_in_their_order(two):
         plan_stream_file(two, ["car"])
 
 
-def test_the_seed_of_the_file_comes_before_the_argument(two):
+def test_the_seed_of_the_file_overrides_the_argument(two):
     def hashes(text: str, seed: int) -> list[str]:
         return [plan.split_sha256 for plan in plan_stream_file(write(two, text), seed=seed)[1]]
 
@@ -169,7 +169,7 @@ def test_a_file_that_is_missing_or_in_another_encoding_is_refused(tmp_path):
         ("# " + "x" * 2**20, "expected at most 1048576 in a stream"),
     ],
 )
-def test_hostile_values_are_told_with_the_file(tmp_path, line, told):
+def test_hostile_values_are_reported_with_the_file(tmp_path, line, told):
     file = tmp_path / "stream.toml"
     file.write_text(
         f"[[task]]\n{line}\n" if line.startswith("path") else f'{line}\n[[task]]\npath = "x"\n'
@@ -178,7 +178,7 @@ def test_hostile_values_are_told_with_the_file(tmp_path, line, told):
         plan_stream_file(file)
 
 
-def test_a_path_that_links_to_itself_is_told(tmp_path):
+def test_a_path_that_links_to_itself_is_reported(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "stream.toml").write_text('[[task]]\npath = "loop"\n')
     with pytest.raises(OSError, match="loop"):

@@ -132,7 +132,7 @@ def test_the_first_adam_step_moves_every_entry_by_the_rate():
     "executor",
     ["stages", *(pytest.param(name, marks=pytest.mark.full) for name in ("whole", "scan"))],
 )
-def test_new_may_move_by_a_multiple_of_the_rate(executor):
+def test_new_can_move_by_a_multiple_of_the_rate(executor):
     settings = OpSettings(rank=2, new_init="copy", new_rate=0.1)
     choices = ["adapt:0", "new", "reuse:0", "skip"]
     net = dataclasses.replace(NET, settings=settings)
@@ -158,7 +158,7 @@ def test_frozen_experts_are_never_updated():
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_is_inherited_has_one_architectures_parameters_and_fresh_moments():
+def test_an_inherited_state_has_the_parameters_of_one_architecture_and_fresh_moments():
     trained = stepped(NET.init(), ["adapt:0", "new", "skip", "adapt:0"])
     found = NET.inherit(trained, from_strings(["adapt:0", "reuse:0", "new", "skip"]))
     assert set(found.learners) == {(0, ADAPT), (2, NEW)}
@@ -220,7 +220,7 @@ def test_steps_whose_gradient_is_non_finite_can_be_left_out_and_are_counted():
     assert np.isfinite(snapshot(state.head)[0]).all()
 
 
-def test_a_phase_in_which_no_step_counts_stops_even_if_such_steps_may_be_left_out():
+def test_a_phase_in_which_no_step_counts_stops_even_if_such_steps_can_be_left_out():
     state = NET.init()
     bias = state.head.params.bias.at[0].set(jnp.inf)
     state = state._replace(head=state.head._replace(params=state.head.params._replace(bias=bias)))
@@ -230,7 +230,7 @@ def test_a_phase_in_which_no_step_counts_stops_even_if_such_steps_may_be_left_ou
 
 
 @pytest.mark.parametrize("stop_at", [1, 3, 4, 6])
-def test_a_fit_that_goes_on_ends_as_one_that_was_not_stopped(stop_at):
+def test_a_fit_that_resumes_ends_as_one_that_was_not_stopped(stop_at):
     def draws(epoch, steps):
         return np.random.default_rng(epoch).integers(0, 4, (steps, 4))
 
@@ -293,7 +293,7 @@ def test_senseless_settings_are_refused(make):
         make()
 
 
-def test_what_fine_tuning_leaves_unchanged_is_kept_and_changes_nothing():
+def test_features_below_the_first_trained_block_are_cached_and_change_nothing():
     found = {}
     for budget in (0, 2**20):
         room = Budget(budget)
@@ -307,7 +307,7 @@ def test_what_fine_tuning_leaves_unchanged_is_kept_and_changes_nothing():
     chex.assert_trees_all_equal(found[0], found[2**20])
 
 
-def test_where_nothing_else_learns_the_head_alone_is_trained_on_kept_features():
+def test_if_nothing_else_learns_the_head_alone_is_trained_on_cached_features():
     prefix = frozen_prefix(NET, from_strings(["reuse:0", "skip", "reuse:0", "reuse:0"]))
     feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=Budget(2**20))
     (tokens,) = feed.follow([np.arange(40)])
@@ -326,7 +326,7 @@ def test_memory_is_a_quarter_of_the_devices_unless_set():
         memory_budget(-1)
 
 
-def test_work_prepared_ahead_comes_in_order_and_its_errors_reach_the_one_who_waits():
+def test_prefetched_batches_arrive_in_order_and_their_errors_reach_the_reader():
     assert list(ahead(ONE, iter(range(7)))) == list(range(7))
 
     def failing():
@@ -339,7 +339,7 @@ def test_work_prepared_ahead_comes_in_order_and_its_errors_reach_the_one_who_wai
         next(found)
 
 
-def test_an_accelerator_computes_the_same_in_larger_calls_from_tokens_that_it_holds():
+def test_an_accelerator_computes_the_same_in_larger_calls_with_tokens_stored_on_the_device():
     """Its code on a CPU: tokens written on the device, in sizes of their own, and gathered
     there."""
     found = {}

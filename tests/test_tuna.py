@@ -81,7 +81,7 @@ def test_new_adapters_leave_the_backbone_as_it_is_and_others_do_not():
 
 
 @pytest.mark.full
-def test_an_adapter_adds_relu_of_a_product_beside_its_ffn():
+def test_an_adapter_adds_relu_of_a_product_next_to_its_ffn():
     tuna = begun()
     image = small.task("colours", 0).test.images[:1]
     adapters = random_adapters(1)

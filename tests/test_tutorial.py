@@ -32,7 +32,7 @@ def names_in(source: str) -> set[str]:
     return found
 
 
-def test_the_notebook_is_small_valid_and_holds_the_outputs_of_one_run_from_top_to_bottom():
+def test_the_notebook_is_small_valid_and_contains_the_outputs_of_one_run_from_top_to_bottom():
     book = nbformat.read(FILE, as_version=4)
     nbformat.validate(book)
     assert FILE.stat().st_size < MOST_BYTES

@@ -69,7 +69,7 @@ def test_every_broken_file_is_named_and_the_others_are_counted(tmp_path):
     assert "cannot be decoded" in found.broken[0] and "not an image file" in found.broken[3]
 
 
-def test_a_damaged_member_of_a_zip_is_named(tmp_path):
+def test_a_corrupted_member_of_a_zip_is_named(tmp_path):
     with zipfile.ZipFile(tmp_path / "pets.zip", "w") as archive:
         for name, data in full().items():
             archive.writestr(name, data)
@@ -80,7 +80,7 @@ def test_a_damaged_member_of_a_zip_is_named(tmp_path):
     assert "train/cat/0.png cannot be read: Bad CRC-32" in line
 
 
-def test_copies_across_splits_are_told_and_leave_the_task_sound(tmp_path):
+def test_copies_across_splits_are_reported_and_leave_the_task_sound(tmp_path):
     files = full()
     files["test/cat/0.png"] = files["test/cat/1.png"] = files["val/cat/1.png"] = files[
         "train/cat/1.png"
@@ -94,7 +94,7 @@ def test_copies_across_splits_are_told_and_leave_the_task_sound(tmp_path):
     ]
 
 
-def test_the_same_bytes_under_two_labels_are_told(tmp_path):
+def test_the_same_bytes_under_two_labels_are_reported(tmp_path):
     files = full()
     files["train/dog/0.png"] = files["train/cat/2.png"]
     found = verify(plan_task(write(tmp_path / "pets", files)))
@@ -113,7 +113,7 @@ def deep(value: int) -> bytes:
 @pytest.mark.parametrize(
     ("brightest", "is_dim"), [(4095, True), (16383, True), (16384, False), (65535, False)]
 )
-def test_16_bit_images_that_use_a_part_of_the_range_are_told(
+def test_16_bit_images_that_use_a_part_of_the_range_are_reported(
     tmp_path, capsys, monkeypatch, brightest, is_dim
 ):
     files = {name: deep(number) for number, name in enumerate(full())} | {

@@ -80,7 +80,7 @@ def line_with(word: str, text: str) -> str:
     return line
 
 
-def test_a_phase_tells_what_is_done_every_two_seconds(tmp_path):
+def test_a_phase_reports_its_progress_every_two_seconds(tmp_path):
     clock = Clock()
     shown = []
 
@@ -133,7 +133,7 @@ def test_a_status_that_cannot_be_written_stops_nothing_and_leaves_nothing(
     assert shown == [10] and list(tmp_path.iterdir()) == []
 
 
-def test_a_slow_disk_makes_the_status_rarer_so_that_it_takes_a_share_of_the_time_at_most(
+def test_a_slow_disk_makes_the_status_rarer_so_that_it_uses_a_bounded_share_of_the_time(
     tmp_path, monkeypatch
 ):
     clock = Clock()
@@ -199,7 +199,7 @@ def test_a_running_run_shows_tasks_phase_and_the_time_that_the_finished_ones_for
         assert part in said and "\n" not in said
 
 
-def test_a_killed_run_is_told_with_the_phase_it_was_in_and_ends_the_view(tmp_path):
+def test_a_killed_run_is_reported_with_the_phase_it_was_in_and_ends_the_view(tmp_path):
     learn(begin(tmp_path), 0, [0.9])
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     os.waitid(
@@ -290,7 +290,7 @@ def test_the_tasks_shown_fill_the_room_and_hold_the_current_one():
                 assert current in shown and len(shown) == min(num, rows) and shown.stop <= num
 
 
-def test_a_damaged_record_is_told_and_the_rest_is_shown(tmp_path):
+def test_a_corrupted_record_is_reported_and_the_rest_is_shown(tmp_path):
     record = begin(tmp_path)
     learn(record, 0, [0.9])
     learn(record, 1, [0.8, 0.7])
@@ -312,7 +312,7 @@ def test_the_record_is_read_again_only_where_it_changed(tmp_path):
     assert len(look(tmp_path, 2.0).entries) == 3
 
 
-def test_what_is_no_run_is_named_with_the_way_out(tmp_path):
+def test_an_invalid_run_is_named_with_the_way_out(tmp_path):
     with pytest.raises(ValueError, match="no folder .*/nowhere'; a run makes it when it begins"):
         look(tmp_path / "nowhere", 0.0)
     with pytest.raises(
@@ -365,9 +365,7 @@ def test_without_a_terminal_there_is_a_line_after_every_task_and_the_view_at_the
     assert "stopped" in shown.getvalue() and steps == []
 
 
-def test_ctrl_c_ends_the_view_gives_the_terminal_back_and_leaves_the_run_alone(
-    tmp_path, monkeypatch
-):
+def test_ctrl_c_ends_the_view_restores_the_terminal_and_leaves_the_run_alone(tmp_path, monkeypatch):
     def interrupted(seconds):
         raise KeyboardInterrupt
 

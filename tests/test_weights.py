@@ -137,7 +137,7 @@ def test_clip_configs_have_a_norm_before_the_blocks_and_no_use_for_the_projectio
         ("pos_embed", (1, 11, 64), "pos_embed .* is not a square grid"),
     ],
 )
-def test_what_is_no_plain_vit_is_refused_by_the_tensors_that_show_it(extra, shape, shown):
+def test_other_models_than_plain_vits_are_refused_by_the_tensors_that_show_it(extra, shape, shown):
     tensors = timm_tensors() | {extra: np.zeros(shape, np.float32)}
     with pytest.raises(ValueError, match=f"not a plain timm ViT.*{shown}"):
         infer_config(TINY, tensors, None)
@@ -156,7 +156,7 @@ def scaled(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return tensors | scales | {"reg_token": registers, "pos_embed": tensors["pos_embed"][:, 1:]}
 
 
-def test_layer_scale_is_folded_and_registers_come_behind_the_class_token():
+def test_layer_scale_is_folded_and_registers_follow_the_class_token():
     tensors = scaled(timm_tensors())
     config = infer_config("vit_tiny_patch4_reg4_dinov2", tensors, None)
     assert (config.num_registers, config.num_tokens, config.image_size) == (4, 14, 12)
@@ -226,7 +226,7 @@ def test_a_model_without_class_token_pools_its_tokens():
 
 
 @pytest.mark.parametrize("damage", [None, np.zeros(3), np.zeros(())])
-def test_damaged_layer_scale_is_refused(damage):
+def test_corrupted_layer_scale_is_refused(damage):
     tensors = scaled(timm_tensors()) | {"blocks.1.ls2.gamma": damage}
     tensors = {name: value for name, value in tensors.items() if value is not None}
     config = infer_config("vit_tiny_patch4_reg4_dinov2", tensors, None)
@@ -286,7 +286,7 @@ def test_local_files_under_timms_names_are_read_in_float32_with_their_hash(tmp_p
     )
 
 
-def test_the_config_beside_local_weights_brings_the_preprocessing(tmp_path):
+def test_the_config_next_to_local_weights_brings_the_preprocessing(tmp_path):
     safetensors.numpy.save_file(timm_tensors(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(
         json.dumps({"pretrained_cfg": {"mean": [0, 0, 0], "std": [2, 2, 2]}})
@@ -318,7 +318,7 @@ def test_weights_of_another_architecture_are_refused_in_one_message_under_timms_
     )
 
 
-def test_a_converted_file_gives_back_what_was_saved(tmp_path, nano):
+def test_a_converted_file_restores_everything_that_was_saved(tmp_path, nano):
     file = tmp_path / "nano.safetensors"
     save_converted(file, nano)
     loaded = load_pretrained("vit_nano", weights=file)
@@ -426,7 +426,7 @@ def test_unknown_names_are_answered_with_the_nearest(name, near):
 
 
 @pytest.mark.parametrize("name", ["vit_micro", "vit_nano"])
-def test_bundled_weights_come_with_the_package_and_their_base_means(name):
+def test_the_package_contains_bundled_weights_and_their_base_means(name):
     pretrained = load_pretrained(name)
     assert pretrained.config == CONFIGS[name] and pretrained.source == "bundled"
     assert all(np.isfinite(value).all() for value in pretrained.params.values())
@@ -548,7 +548,7 @@ def test_a_model_that_the_hub_does_not_hold_is_named(hub):
         load_pretrained("vit_tiny_patch4_12.theirs")
 
 
-def test_without_network_the_error_says_how_to_go_on(hub, monkeypatch):
+def test_without_network_the_error_says_how_to_continue(hub, monkeypatch):
     import huggingface_hub.constants as constants
 
     monkeypatch.setattr(
@@ -611,7 +611,7 @@ def test_odd_shapes_and_block_numbers_are_refused_and_not_computed_with(
 @pytest.mark.parametrize(
     "value", ["text", 1j, np.float32("nan"), np.float16("inf"), np.float64(1e39)]
 )
-def test_tensors_that_are_no_finite_numbers_are_refused(tmp_path, value):
+def test_non_finite_tensors_are_refused(tmp_path, value):
     np.savez(
         tmp_path / "model.npz",
         allow_pickle=False,
@@ -689,7 +689,7 @@ def test_tensors_that_no_answer_depends_on_need_not_fit(tmp_path, change, classe
     assert again.config == found.config and again.params.keys() == found.params.keys()
 
 
-def test_a_mismatch_is_told_in_a_few_words_whatever_the_file_contains(tmp_path):
+def test_a_mismatch_is_reported_in_a_few_words_for_any_contents_of_the_file(tmp_path):
     names = [
         f"vit.encoder.layer.{block}.part{part}.weight" for block in range(12) for part in range(30)
     ]
@@ -729,7 +729,7 @@ def test_a_mismatch_is_told_in_a_few_words_whatever_the_file_contains(tmp_path):
         ("[" * 100_000, "config.json is not readable JSON"),
     ],
 )
-def test_a_config_beside_the_weights_that_makes_no_sense_is_told(tmp_path, config, told):
+def test_a_config_next_to_the_weights_that_makes_no_sense_is_reported(tmp_path, config, told):
     safetensors.numpy.save_file(timm_tensors(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match=told):
@@ -776,7 +776,7 @@ def test_base_means_of_another_shape_are_refused(tmp_path, nano):
         load_pretrained("vit_nano", weights=tmp_path / "own.safetensors")
 
 
-def test_a_network_on_a_cpu_shares_the_weights_it_was_loaded_with_and_copies_what_could_change(
+def test_a_network_on_a_cpu_shares_the_loaded_weights_and_copies_the_values_that_could_change(
     tmp_path, nano
 ):
     file = tmp_path / "random.safetensors"

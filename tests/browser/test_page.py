@@ -35,14 +35,14 @@ def cell(page, row: int, block: int):
 
 
 @pytest.mark.parametrize("which", ["one_run", "three_runs"])
-def test_every_chart_is_drawn_and_nothing_is_wider_than_the_page(which, opened, request):
+def test_every_chart_is_rendered_and_nothing_is_wider_than_the_page(which, opened, request):
     page = opened(request.getfixturevalue(which))
     read_to_the_end(page)
     assert page.locator(".plot:visible .main-svg").count() >= 9
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_charts_and_images_are_drawn_without_scrolling(one_run, opened):
+def test_charts_and_images_are_rendered_without_scrolling(one_run, opened):
     page = opened(one_run)
     page.wait_for_function(
         f"{UNDRAWN} === 0 && [...document.images].every(image => image.naturalWidth)"
@@ -50,7 +50,7 @@ def test_charts_and_images_are_drawn_without_scrolling(one_run, opened):
     assert page.evaluate("scrollY") == 0
 
 
-def test_what_is_cut_fades_at_its_edge(one_run, opened):
+def test_text_that_is_cut_off_fades_at_its_edge(one_run, opened):
     page = opened(one_run)
     page.wait_for_function(f"{UNDRAWN} === 0")
     page.locator("summary").click()

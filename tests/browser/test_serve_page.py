@@ -78,7 +78,7 @@ def lit(page):
     return page.locator("#tasks tr.lit")
 
 
-def test_a_chosen_picture_is_shown_with_task_class_runners_up_and_the_blocks_that_ran(page):
+def test_a_chosen_image_is_shown_with_task_class_runners_up_and_the_blocks_that_ran(page):
     assert page.locator("#lead").inner_text().startswith("Knows 64 classes of 2 tasks.")
     assert page.locator("#tasks tr").count() == 2 and lit(page).count() == 0
     choose(page, DARK)
@@ -142,7 +142,7 @@ def test_a_chosen_picture_is_shown_with_task_class_runners_up_and_the_blocks_tha
     assert lit(page).locator("th").inner_text() == "bright red" and lit(page).count() == 1
 
 
-def test_the_page_names_the_memory_and_several_pictures_are_listed_with_their_answers(page):
+def test_the_page_names_the_memory_and_several_images_are_listed_with_their_answers(page):
     expect(page.locator("#name")).to_have_text("Memory pets")
     assert page.title() == "pets · cheem serve"
     invitation = page.locator("#another")
@@ -213,7 +213,7 @@ def test_below_a_path_of_a_proxy_the_page_asks_there(browser):
                 expect(page.locator("#class")).to_have_text("224-32-32")
 
 
-def test_a_picture_of_no_task_is_told_as_such(page):
+def test_a_image_of_no_task_is_reported(page):
     choose(page, (0, 0, 0))
     page.locator("#found").wait_for()
     assert page.locator("#class").inner_text() == "None of my tasks"
@@ -223,7 +223,7 @@ def test_a_picture_of_no_task_is_told_as_such(page):
     assert page.locator("#ran").inner_text() == "No task's network answered."
 
 
-def test_what_cannot_be_answered_is_told_in_a_sentence_and_the_next_picture_is_answered(page):
+def test_a_file_without_an_answer_is_explained_in_a_sentence_and_the_next_image_is_answered(page):
     choose(page, BRIGHT)
     page.locator("#found").wait_for()
     page.set_input_files(
@@ -268,7 +268,7 @@ def test_the_keyboard_opens_the_file_chooser_and_reaches_the_networks(page):
     assert page.evaluate("document.activeElement.id") == "box"
 
 
-def test_a_picture_is_dropped_or_pasted(page):
+def test_a_image_is_dropped_or_pasted(page):
     transfer = page.evaluate_handle(
         """bytes => { const data = new DataTransfer();
         data.items.add(new File([new Uint8Array(bytes)], "dropped.png", { type: "image/png" })); return data; }""",  # noqa: E501

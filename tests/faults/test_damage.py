@@ -152,7 +152,7 @@ def test_files_added_to_any_folder_change_nothing(saved, tmp_path):
 
 
 @pytest.mark.full
-def test_damaged_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path):
+def test_corrupted_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path):
     found = nursery.call(
         "damaged_records",
         source=str(undisturbed.directory),
@@ -165,7 +165,7 @@ def test_damaged_records_are_refused_by_name(nursery, tally, undisturbed, tmp_pa
 
 
 @pytest.mark.slow
-def test_many_damaged_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path):
+def test_many_corrupted_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path):
     child = nursery.start(
         "damaged_records",
         source=str(undisturbed.directory),

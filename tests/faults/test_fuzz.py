@@ -80,7 +80,7 @@ def test_many_hostile_files_are_read_or_refused_by_name(name, num, tally):
     assert not tried.bad, "\n".join(tried.bad[:20])
 
 
-def test_the_fuzzer_notices_what_it_is_for(tmp_path, monkeypatch):
+def test_the_fuzzer_notices_every_kind_of_fault(tmp_path, monkeypatch):
     def faulty(folder: Path) -> hostile.Attempts:
         deeds = iter(
             [
@@ -108,7 +108,7 @@ def test_the_fuzzer_notices_what_it_is_for(tmp_path, monkeypatch):
     assert (tried.num, tried.accepted, tried.refused) == (5, 2, 3)
 
 
-def test_the_fuzzer_ends_what_hangs(tmp_path, monkeypatch):
+def test_the_fuzzer_ends_a_call_that_hangs(tmp_path, monkeypatch):
     def endless() -> None:
         while True:
             pass
@@ -124,7 +124,7 @@ def test_the_fuzzer_ends_what_hangs(tmp_path, monkeypatch):
     st.binary(max_size=300),
     st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"BM", b"II*\0"]),
 )
-def test_bytes_of_any_kind_are_no_picture_or_one(data, magic):
+def test_arbitrary_bytes_decode_to_an_image_or_are_refused(data, magic):
     try:
         pixels = decode_image(magic + data, 4, name="x.img")
     except ValueError as error:
@@ -135,7 +135,7 @@ def test_bytes_of_any_kind_are_no_picture_or_one(data, magic):
 
 @settings(max_examples=100)
 @given(st.lists(st.text(st.sampled_from("reuseadaptnwskip:0123²٣ "), max_size=9), max_size=4))
-def test_texts_of_any_kind_are_no_architecture_or_one(texts):
+def test_arbitrary_texts_parse_to_an_architecture_or_are_refused(texts):
     try:
         architecture = from_strings(texts)
     except ValueError as error:

@@ -150,7 +150,7 @@ def stop_and_go_on(
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_run_asked_to_stop_does_so_and_goes_on_exactly(
+def test_a_run_asked_to_stop_does_so_and_resumes_exactly(
     nursery, tally, undisturbed, tmp_path, number
 ):
     assert not stop_and_go_on(
@@ -160,7 +160,7 @@ def test_a_run_asked_to_stop_does_so_and_goes_on_exactly(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_run_asked_to_stop_at_many_moments_goes_on_exactly(
+def test_a_run_asked_to_stop_at_many_moments_resumes_exactly(
     nursery, tally, undisturbed, tmp_path, number
 ):
     rng = random.Random(1000 + int(number))
@@ -174,7 +174,7 @@ def test_a_run_asked_to_stop_at_many_moments_goes_on_exactly(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", ["before", "after", "within"])
-def test_a_run_killed_once_at_any_file_operation_goes_on_exactly(
+def test_a_run_killed_once_at_any_file_operation_resumes_exactly(
     faulty, tally, undisturbed, tmp_path, kill
 ):
     rng = random.Random(kill)

@@ -75,7 +75,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(faulty, tally, undisturbed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_a_run_on_a_failing_disk_says_so_and_goes_on_exactly(
+def test_a_run_on_a_failing_disk_says_so_and_resumes_exactly(
     faulty, tally, undisturbed, tmp_path, seed
 ):
     child = faulty.start(
@@ -128,7 +128,7 @@ def test_a_clock_set_back_by_a_year_changes_nothing(faulty, undisturbed, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", range(1, 9))
-def test_a_run_that_ran_out_of_memory_goes_on_exactly(nursery, tally, undisturbed, tmp_path, phase):
+def test_a_run_that_ran_out_of_memory_resumes_exactly(nursery, tally, undisturbed, tmp_path, phase):
     from jobs import outcome
 
     more = random.Random(phase).randrange(64) << 20
