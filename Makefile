@@ -44,7 +44,7 @@ test-all: $(VENV)/.test ## those of `make test` and those marked `full`; a quart
 test-slow: $(VENV)/.test ## the tests that take minutes or install packages
 	@$(VENV)/bin/python -m pytest -m slow --ignore tests/faults --ignore tests/test_hosts.py --ignore tests/test_layout.py $(PYTEST_ARGS)
 
-faults: $(VENV)/.test ## kills, full disks, damaged files and hostile input by the thousand, counted; about an hour
+faults: $(VENV)/.test ## kills, full disks, corrupted files and hostile input by the thousand, counted; about an hour
 	@$(VENV)/bin/python -m pytest -m "slow or not slow" tests/faults $(PYTEST_ARGS)
 
 scale: $(VENV)/.test ## several devices, several processes, jobs and a thousand tasks, in full; about half an hour

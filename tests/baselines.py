@@ -30,7 +30,7 @@ class Watched(Session):
 
     def __init__(self, until: int | None = None, saved: Saved | None = None):
         super().__init__()
-        self.until, self.saved, self.left = until, saved, saved
+        self.until, self.saved, self.checkpoint = until, saved, saved
         self.reports = 0
 
     @contextmanager
@@ -48,7 +48,7 @@ class Watched(Session):
                 if state is not None:
                     # as it comes back from a disk: host arrays that nobody changes
                     arrays, meta = state()
-                    self.left = Saved(_copied(arrays), dict(meta))
+                    self.checkpoint = Saved(_copied(arrays), dict(meta))
                 raise Interrupted
 
         with super().phase(name, total, state):
@@ -94,7 +94,7 @@ def learner(
 
 
 def check_method(
-    begun: Method, directory: Path, *, needs_task_id: bool = False, stops: bool = True
+    untrained: Method, directory: Path, *, needs_task_id: bool = False, stops: bool = True
 ) -> Method:
     """Every law that holds for any method, from before its first task.
 
@@ -102,7 +102,7 @@ def check_method(
     """
 
     def make() -> Method:
-        return fresh(begun)
+        return fresh(untrained)
 
     method = make()
     tasks = small.stream(3).tasks
@@ -122,15 +122,15 @@ def check_method(
     images = np.concatenate([task.test.images[:9] for task in tasks])
     true = np.repeat(np.arange(3), 9).astype(np.int32)
     given = true if needs_task_id else None
-    found = method.predict(images, given)
-    assert found.tasks.max() <= 2 and found.classes.min() >= 0
+    result = method.predict(images, given)
+    assert result.tasks.max() <= 2 and result.classes.min() >= 0
 
     # the same image in other company: reversed, and among few
     backwards = method.predict(images[::-1], given[::-1] if needs_task_id else None)
     few = method.predict(images[3:8], given[3:8] if needs_task_id else None)
     for part, rows in ((backwards, slice(None, None, -1)), (few, slice(3, 8))):
-        np.testing.assert_array_equal(part.tasks, found.tasks[rows])
-        np.testing.assert_array_equal(part.classes, found.classes[rows])
+        np.testing.assert_array_equal(part.tasks, result.tasks[rows])
+        np.testing.assert_array_equal(part.classes, result.classes[rows])
 
     # given the task ID, the inferred one stays, and the class too if that is right
     test = tasks[1].test.images
@@ -144,7 +144,7 @@ def check_method(
     # from the disk alone
     again = make()
     again.open(directory / "one")
-    chex.assert_trees_all_equal(again.predict(images, given), found)
+    chex.assert_trees_all_equal(again.predict(images, given), result)
 
     # stopped in the middle of the second task and gone on with elsewhere
     if stops:
@@ -160,10 +160,10 @@ def check_method(
             raise AssertionError("the task ended before it could be stopped")
         resumed = make()
         resumed.open(directory / "two")
-        resumed.learn(tasks[1], Watched(saved=watched.left))
+        resumed.learn(tasks[1], Watched(saved=watched.checkpoint))
         resumed.save(directory / "two")
         resumed.learn(tasks[2], Watched())
-        chex.assert_trees_all_equal(resumed.predict(images, given), found)
+        chex.assert_trees_all_equal(resumed.predict(images, given), result)
 
     # a fourth task, whose classes and place find room in what is padded to a power of two
     later = fresh(method)

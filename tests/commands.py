@@ -18,8 +18,8 @@ def cheem(capsys, *words):
             main()
         except SystemExit as stop:
             status = stop.code or 0
-    told = capsys.readouterr()
-    return status, told.out, told.err
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
 
 
 def status_of(script, arguments):

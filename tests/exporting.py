@@ -97,14 +97,14 @@ def routed(
 ) -> Subject:
     """The same tasks behind another router, each fitted to its picture with noise."""
     rng = np.random.default_rng(6)
-    begun = subject(placement)
+    memory = subject(placement)
     tasks = []
-    for picture, task in zip(PICTURES, begun.tasks, strict=False):
+    for picture, task in zip(PICTURES, memory.tasks, strict=False):
         noisy = np.clip(picture + rng.normal(0, 12, (12, 8, 8, 3)), 0, 255).astype(np.uint8)
         features = encoder(placement, router.features).features(noisy, batch_size=12)
         place = fit_statistics(features, np.arange(12, dtype=np.int32) % 2, router, seed=0)
         tasks.append(dataclasses.replace(task, centroids=place.centroids, moments=place.moments))
-    return dataclasses.replace(begun, tasks=tuple(tasks), router=router, thresholds=thresholds)
+    return dataclasses.replace(memory, tasks=tuple(tasks), router=router, thresholds=thresholds)
 
 
 @functools.cache

@@ -162,7 +162,7 @@ def entries(
 
 
 def _report(index: int, name: str, classes: Sequence[str], *, last: bool, blocks: int):
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "index": index,
         "name": name,
         "classes": list(classes),
@@ -178,14 +178,14 @@ def _report(index: int, name: str, classes: Sequence[str], *, last: bool, blocks
         "seconds": {"train": 1.0},
     }
     if blocks:
-        found["seconds"] = {"supernet": 1.0, "search": 0.5}
-        found |= {"flops": 20e6, "params_added": 90, "head_params": 20, "centroid_params": 10}
-        found["architecture"] = [
+        result["seconds"] = {"supernet": 1.0, "search": 0.5}
+        result |= {"flops": 20e6, "params_added": 90, "head_params": 20, "centroid_params": 10}
+        result["architecture"] = [
             f"adapt:{index}",
             *["new" if index == 0 else "skip"] * (blocks - 1),
         ]
-        found["experts"] = [index + 1, *[1 if index == 0 else None] * (blocks - 1)]
-        found["similarity"] = [[0.5, *[-0.5] * (blocks - 1)]] + [
+        result["experts"] = [index + 1, *[1 if index == 0 else None] * (blocks - 1)]
+        result["similarity"] = [[0.5, *[-0.5] * (blocks - 1)]] + [
             [0.25, *[None] * (blocks - 1)]
         ] * index
         chain = (
@@ -194,7 +194,7 @@ def _report(index: int, name: str, classes: Sequence[str], *, last: bool, blocks
             else []
         )
         base = {"origin": "base", "kind": "full", "parent": None}
-        found["pool"] = (
+        result["pool"] = (
             [
                 [base, *chain],
                 *[[base, {"origin": 0, "kind": "full", "parent": None}]] * (blocks - 1),
@@ -202,26 +202,26 @@ def _report(index: int, name: str, classes: Sequence[str], *, last: bool, blocks
             if last
             else []
         )
-        found["search"] = {
+        result["search"] = {
             "correct": [5, 6, None, 8, 9, 9],
             "flops": [10e6, 20e6, 5e6, 15e6, 30e6, 12e6],
             "population": 2,
             "num_images": 10,
             "chosen": 5,
         }
-    return found
+    return result
 
 
 def _answers(num_tasks: int, num_classes: int) -> dict[str, np.ndarray]:
-    found = {}
+    result = {}
     labels = np.repeat(np.arange(num_classes, dtype=np.int32), EACH)
     for index in range(num_tasks):
         routed = np.full_like(labels, index)
         answered = labels.copy()
         routed[0] = (index + 1) % num_tasks
         answered[1] = (labels[1] + 1) % num_classes
-        found |= {
+        result |= {
             f"given_task_{index}": answered,
             f"chosen_task_{index}": routed,
         }
-    return found
+    return result

@@ -138,9 +138,9 @@ class Served(NamedTuple):
 
     def metric(self, line: str) -> float:
         """The value of one line of /metrics, 0 where it is not there yet."""
-        for found in self.ask("GET", "/metrics").body.decode().splitlines():
-            if found.startswith(line + " "):
-                return float(found.rpartition(" ")[2])
+        for result in self.ask("GET", "/metrics").body.decode().splitlines():
+            if result.startswith(line + " "):
+                return float(result.rpartition(" ")[2])
         return 0.0
 
 

@@ -77,12 +77,12 @@ def start_job(
 
 def finish(processes: list, seconds: float = 500) -> list[tuple[int, str]]:
     """Exit status and output of each; none is left running."""
-    found = []
+    result = []
     try:
         for process in processes:
             said, _ = process.communicate(timeout=seconds)
-            found.append((process.returncode, said))
-        return found
+            result.append((process.returncode, said))
+        return result
     finally:
         for process in processes:
             process.kill()
@@ -145,16 +145,16 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     draws = supernet_draws(
         jax.random.key(2), jax.random.key(3), exploit=table, uniform=table, epsilon=0.3
     )
-    drawn = np.concatenate([draws(epoch, NUM // BATCH) for epoch in range(STEPS * BATCH // NUM)])
+    samples = np.concatenate([draws(epoch, NUM // BATCH) for epoch in range(STEPS * BATCH // NUM)])
     # `whole` compiles every signature anew, so it repeats one
-    followed = constant_draws(drawn[0]) if name == "whole" else draws
+    followed = constant_draws(samples[0]) if name == "whole" else draws
     losses: list[float] = []
     train = executor.train
 
     def noted(*arguments, **named):
-        found = train(*arguments, **named)
-        losses.extend(float(loss) for loss in found.losses)
-        return found
+        result = train(*arguments, **named)
+        losses.extend(float(loss) for loss in result.losses)
+        return result
 
     executor.train = noted  # pyright: ignore[reportAttributeAccessIssue]
     quiet = lambda num_images, note="", /: None  # noqa: E731
@@ -172,7 +172,7 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
         order_key=jax.random.key(4),
         advance=quiet,
     ).state
-    genomes = np.unique(drawn, axis=0)[: 3 if name == "whole" else 12]
+    genomes = np.unique(samples, axis=0)[: 3 if name == "whole" else 12]
     score = supernet_score(executor, network, state, feed, labels, batch_size=BATCH, advance=quiet)(
         genomes
     )
@@ -192,7 +192,7 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
         executor, base, state.head.params, plain, num=NUM, num_classes=3, batch_size=BATCH
     )
     return {
-        "drawn": drawn.tolist(),
+        "drawn": samples.tolist(),
         "losses": losses,
         "score": score.tolist(),
         "closed_form": closed_form.tolist(),
@@ -242,7 +242,7 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
     progress = Progress(
         Console(file=sys.stdout if hosts.is_first() else open(os.devnull, "w"), width=200)
     )
-    found = run_stream(
+    result = run_stream(
         small.stream(settings.get("tasks", 2)),
         small.pretrained(),
         RunConfig(method, "demo", settings.get("seed", 0), mesh=MeshConfig("all")),
@@ -251,7 +251,7 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
         save_every=settings.get("save_every"),
         router=router,
     )
-    return {"accuracy": found["accuracy"], "process": hosts.index(), "count": hosts.count()}
+    return {"accuracy": result["accuracy"], "process": hosts.index(), "count": hosts.count()}
 
 
 if __name__ == "__main__":
@@ -260,7 +260,7 @@ if __name__ == "__main__":
     name, out, text = sys.argv[1:]
 
     def main(settings: dict[str, Any]) -> None:
-        found = {"devices": devices, "stream": stream}[name](settings)
-        Path(out).write_text(json.dumps(found))
+        result = {"devices": devices, "stream": stream}[name](settings)
+        Path(out).write_text(json.dumps(result))
 
     run_command(main, json.loads(text), computes=False)

@@ -31,12 +31,12 @@ def tensors() -> dict[str, np.ndarray]:
     """Random convolutions under torchvision's names, scaled to keep the size of what goes through
     them."""
     rng = np.random.default_rng(0)
-    found = {}
+    result = {}
     for index, (outputs, inputs, kernel) in LAYERS.items():
         weight = rng.standard_normal((outputs, inputs, kernel, kernel), np.float32)
-        found[f"features.{index}.weight"] = weight * (2 / (inputs * kernel**2)) ** 0.5
-        found[f"features.{index}.bias"] = rng.standard_normal(outputs, np.float32)
-    return found
+        result[f"features.{index}.weight"] = weight * (2 / (inputs * kernel**2)) ** 0.5
+        result[f"features.{index}.bias"] = rng.standard_normal(outputs, np.float32)
+    return result
 
 
 def run(config: AlexNetConfig, params, images) -> np.ndarray:
@@ -118,8 +118,10 @@ def test_normalised_floats_are_taken_as_they_are(tensors):
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2), (5, 4), (6, 6), (7, 13), (12, 6)])
 def test_adaptive_pooling_averages_torchs_bins(shape):
     x = np.random.default_rng(0).standard_normal((2, 3, *shape)).astype(np.float32)
-    found = adaptive_average_pool(jnp.asarray(x.transpose(0, 2, 3, 1)), 6)
-    np.testing.assert_allclose(found, plain_adaptive(x, 6).transpose(0, 2, 3, 1), rtol=0, atol=1e-6)
+    result = adaptive_average_pool(jnp.asarray(x.transpose(0, 2, 3, 1)), 6)
+    np.testing.assert_allclose(
+        result, plain_adaptive(x, 6).transpose(0, 2, 3, 1), rtol=0, atol=1e-6
+    )
 
 
 def test_bins_of_seven_rows_in_three_overlap():

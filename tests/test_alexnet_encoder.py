@@ -27,13 +27,13 @@ def network() -> AlexNet:
 def test_the_encoder_returns_the_networks_features_and_its_cost(network):
     encoder = AlexNetEncoder(network)
     assert isinstance(encoder, Encoder) and (encoder.name, encoder.width) == ("alexnet", 2304)
-    found = FrozenFeatures(encoder, 4)(IMAGES)
-    assert found.shape == (7, 2304) and found.dtype == np.float32
+    result = FrozenFeatures(encoder, 4)(IMAGES)
+    assert result.shape == (7, 2304) and result.dtype == np.float32
     wanted = np.asarray(network(jnp.asarray(IMAGES)))
     np.testing.assert_allclose(
-        found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max()
+        result, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max()
     )  # which is above 10
-    assert np.abs(found[0] - found[1]).max() > 1e-3
+    assert np.abs(result[0] - result[1]).max() > 1e-3
     # 15, 7, 3, 3 and 3 pixels a side
     products = 15**2 * 23_232 + 7**2 * 307_200 + 9 * (663_552 + 884_736 + 589_824)
     assert (

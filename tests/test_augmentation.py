@@ -40,10 +40,10 @@ def test_a_change_keeps_the_form_and_only_the_identity_keeps_the_image(monkeypat
     monkeypatch.setattr("cheem_jax.data.augmentation.SMALLEST_AREA", 1)
     monkeypatch.setattr("cheem_jax.data.augmentation.CHANGES", {name: CHANGES[name]})
     image = np.random.default_rng(2).integers(32, 256, (32, 32, 3), np.uint8)
-    found = augment(image, np.random.default_rng(1))
-    assert found.shape == image.shape and found.dtype == np.uint8
+    result = augment(image, np.random.default_rng(1))
+    assert result.shape == image.shape and result.dtype == np.uint8
     assert (name == "identity") == any(
-        np.array_equal(found, like) for like in (image, image[:, ::-1])
+        np.array_equal(result, like) for like in (image, image[:, ::-1])
     )
 
 
@@ -73,8 +73,8 @@ def test_an_augmented_run_resumes_with_the_same_bits_and_the_setting_is_in_its_i
         with pytest.raises(Stopped):
             progress = Signalling((phase, "task0"), number, signal.SIGINT)
             run_stream(stream, small.pretrained(), config, tmp_path / "run", progress)
-    found = run_stream(stream, small.pretrained(), config, tmp_path / "run", quiet())
-    assert timeless(found) == timeless(whole)
+    result = run_stream(stream, small.pretrained(), config, tmp_path / "run", quiet())
+    assert timeless(result) == timeless(whole)
     held = json.loads((tmp_path / "run" / "config.json").read_text())
     assert held["cheem"]["augment"] is True
     # a run without it is identified as before there was such a setting

@@ -48,19 +48,21 @@ def test_the_error_of_an_image_is_the_mean_square_that_numpy_computes(programs):
 
 def test_each_tasks_images_go_to_their_own_auto_encoder_in_any_company(programs):
     parts = clusters()
-    known = [fitted(programs, part[:20])[0] for part in parts]
+    values = [fitted(programs, part[:20])[0] for part in parts]
     held_out = np.concatenate([part[20:] for part in parts])
-    found = programs.route(held_out, known, batch_size=8)
-    np.testing.assert_array_equal(found, np.repeat(np.arange(3), 10))
-    assert found.dtype == np.int32
-    np.testing.assert_array_equal(programs.route(held_out[::-1], known, batch_size=8)[::-1], found)
-    np.testing.assert_array_equal(programs.route(held_out[5:8], known, batch_size=8), found[5:8])
+    result = programs.route(held_out, values, batch_size=8)
+    np.testing.assert_array_equal(result, np.repeat(np.arange(3), 10))
+    assert result.dtype == np.int32
+    np.testing.assert_array_equal(
+        programs.route(held_out[::-1], values, batch_size=8)[::-1], result
+    )
+    np.testing.assert_array_equal(programs.route(held_out[5:8], values, batch_size=8), result[5:8])
 
 
 def test_equal_errors_go_to_the_first_task(programs):
     zero = Bottleneck(*(jnp.zeros(shape) for shape in ((12, 5), 5, (5, 12), 12)))
-    found = programs.route(clusters()[0], [zero, zero], batch_size=8)
-    np.testing.assert_array_equal(found, 0)
+    result = programs.route(clusters()[0], [zero, zero], batch_size=8)
+    np.testing.assert_array_equal(result, 0)
 
 
 @pytest.mark.parametrize(

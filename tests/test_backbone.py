@@ -41,13 +41,13 @@ def test_deit_tiny_agrees_with_the_float64_reference_in_every_block_and_in_the_l
     def outputs(state, images):
         vit = nnx.merge(graphdef, state)
         x = vit.embed(images)
-        found = {"embed_first5": x[:, :5]}
+        result = {"embed_first5": x[:, :5]}
         class_tokens = []
         for block in vit.blocks:
             x, _ = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
             class_tokens.append(x[:, 0])
         features = vit.features(x)
-        return found | {
+        return result | {
             "cls_after_block": jnp.stack(class_tokens, axis=1),
             "tokens_normed_first5": vit.norm(x)[:, :5],
             "features": features,
@@ -55,10 +55,10 @@ def test_deit_tiny_agrees_with_the_float64_reference_in_every_block_and_in_the_l
         }
 
     images = np.random.default_rng(0).standard_normal((2, 224, 224, 3)).astype(np.float32)
-    found = outputs(state, images)
+    result = outputs(state, images)
     with np.load(shared / "weights" / "deit_tiny_reference.npz", allow_pickle=False) as reference:
-        assert set(found) <= set(reference)
-        for name, value in found.items():
+        assert set(result) <= set(reference)
+        for name, value in result.items():
             np.testing.assert_allclose(value, reference[name], rtol=0, atol=1e-4, err_msg=name)
 
 
@@ -96,8 +96,8 @@ def test_rotated_products_depend_on_offsets_and_class_token_and_registers_do_not
     one = products[2, 2, 2, 2]
     right = products[2, 2, 2, 3]
     below = products[2, 2, 3, 2]
-    left = products[2, 2, 2, 1]
-    assert min(abs(np.diff(sorted([one, right, below, left])))) > 1e-2
+    rest = products[2, 2, 2, 1]
+    assert min(abs(np.diff(sorted([one, right, below, rest])))) > 1e-2
 
 
 @pytest.mark.full

@@ -52,14 +52,14 @@ def test_the_papers_counts_follow_from_the_split_rules(task):
     before = {key: label for labels in members.values() for key, label in labels.items()}
     classes = [f"class {label}" for label in range(task.num_classes)]
     cut_missing(task.name, classes, members, 0, floor=task.rule == "decathlon")
-    found = Counts(*(len(members[split]) for split in ("train", "val", "test")))
+    result = Counts(*(len(members[split]) for split in ("train", "val", "test")))
     if task.name == "imagenet12":
-        assert found.val == 61608 // 10 and 1232167 // 10 == task.counts.val
-        assert 1232167 - task.counts.val == task.counts.train and found.test == task.counts.test
+        assert result.val == 61608 // 10 and 1232167 // 10 == task.counts.val
+        assert 1232167 - task.counts.val == task.counts.train and result.test == task.counts.test
     else:
-        assert found == task.counts
+        assert result == task.counts
     assert {key: label for labels in members.values() for key, label in labels.items()} == before
-    assert len(before) == sum(found)
+    assert len(before) == sum(result)
 
 
 def test_the_streams_are_those_of_the_paper():
@@ -145,8 +145,8 @@ def test_splits_depend_on_the_seed_and_are_written_down(prepared):
     data_dir, tasks = prepared
     plans = [plan_of(tasks["pets"], data_dir, seed=seed) for seed in (3, 3, 4)]
     assert plans[0].split_sha256 == plans[1].split_sha256 != plans[2].split_sha256
-    told = json.loads(splits_file(data_dir, "pets", 3).read_text())
-    assert told["sha256"] == plans[0].split_sha256 and told["counts"] == {
+    record = json.loads(splits_file(data_dir, "pets", 3).read_text())
+    assert record["sha256"] == plans[0].split_sha256 and record["counts"] == {
         "train": 111,
         "val": 37,
         "test": 148,
@@ -158,8 +158,8 @@ def test_splits_other_than_those_written_down_are_refused(prepared):
     data_dir, tasks = prepared
     plan_of(tasks["pets"], data_dir, seed=5)
     file = splits_file(data_dir, "pets", 5)
-    told = json.loads(file.read_text())
-    file.write_text(json.dumps(told | {"sha256": "0" * 64}))
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps(record | {"sha256": "0" * 64}))
     with pytest.raises(
         ValueError, match="task 'pets': the splits are not those of .*pets-seed5.json"
     ):
@@ -264,11 +264,11 @@ def test_the_table_of_the_docs_lists_the_benchmarks_tasks():
     assert set(rows) == set(BY_NAME)
     for name, cells in rows.items():
         task = BY_NAME[name]
-        told = [cell.strip(" `") for cell in cells[2:]]
+        values = [cell.strip(" `") for cell in cells[2:]]
         benchmarks = [benchmark for benchmark in ("mtil", "vdd") if name in members_of(benchmark)]
-        assert told[0].split() == benchmarks and told[1] == f"{task.num_classes:,}"
-        assert told[2] == " / ".join(f"{num:,}" for num in task.counts)
-        assert (told[3], told[4], told[6]) == (task.rule, task.spec, task.licence)
+        assert values[0].split() == benchmarks and values[1] == f"{task.num_classes:,}"
+        assert values[2] == " / ".join(f"{num:,}" for num in task.counts)
+        assert (values[3], values[4], values[6]) == (task.rule, task.spec, task.licence)
 
 
 def test_a_stream_file_accepts_prepared_data_sets_and_tasks_of_the_benchmarks(
@@ -344,11 +344,11 @@ def test_a_data_set_cannot_have_modules_imported(prepared, tmp_path, monkeypatch
         text = file.read_text()
         if legacy:
             inner = json.dumps({"image": {"type": "hostile_module.Feature", "content": {}}})
-            told = {
+            record = {
                 "type": "tensorflow_datasets.core.features.features_dict.FeaturesDict",
                 "content": inner,
             }
-            file.write_text(json.dumps(told))
+            file.write_text(json.dumps(record))
         else:
             file.write_text(
                 text.replace(
@@ -404,8 +404,8 @@ def test_an_index_next_to_a_data_set_that_makes_no_sense_is_made_again(prepared,
         for index in place.glob(".cheem_jax/train-*.npz"):  # of one key or another
             np.savez(index, allow_pickle=False, **arrays)
 
-    found = opened(prepared, tmp_path, change)
-    assert found.split_sha256 == want.split_sha256
+    result = opened(prepared, tmp_path, change)
+    assert result.split_sha256 == want.split_sha256
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "3", '{"sha256": 7}'])

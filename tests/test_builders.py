@@ -105,8 +105,8 @@ def test_a_reader_reads_every_record_that_its_builder_stores(tfds, prepare, tmp_
     assert tuple(builder.info.features["label"].names) == reading.classes
     for split, images in reading.sources.items():
         source = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
-        found = [(e[key_feature].decode(), e["image"], int(e["label"])) for e in source]
-        assert sorted(found) == sorted(
+        result = [(e[key_feature].decode(), e["image"], int(e["label"])) for e in source]
+        assert sorted(result) == sorted(
             (text(key), image, label) for key, image, label in images.read()
         )
 

@@ -83,7 +83,7 @@ POOLED = ("diki", "l2p", "moe_adapters", "s_prompts")
 def test_given_the_task_id_every_baseline_is_as_accurate_as_frozen_heads_on_an_easy_stream(name):
     executor = pooled_stages() if name in POOLED else stages()
     reference = FrozenFeatures(executor, 16)
-    own = FrozenFeatures(stages(), 16) if name in NEED_A_ROUTER else reference
+    features = FrozenFeatures(stages(), 16) if name in NEED_A_ROUTER else reference
     config: Any = fitting_config(name)
     if name == "full_finetune":
         config = dataclasses.replace(config, batch_size=8, epochs=30, learning_rates=(1e-3,))
@@ -96,7 +96,7 @@ def test_given_the_task_id_every_baseline_is_as_accurate_as_frozen_heads_on_an_e
         config = dataclasses.replace(config, penalties=(10.0,))
     tasks = small.stream(2).tasks
     reached = []
-    for settings, router in ((preset_of("frozen_linear", "demo"), reference), (config, own)):
+    for settings, router in ((preset_of("frozen_linear", "demo"), reference), (config, features)):
         method = make(settings, FrozenNetworks(executor, reference, router), Keys(0), 2)
         method.check(tasks)
         right = []

@@ -158,7 +158,7 @@ def test_the_content_hash_depends_on_content_alone(tmp_path):
         ({"w": arrays["x"], "y": arrays["y"]}, meta),
         (arrays, {**meta, "name": "c"}),
     ]
-    hashes = {content_hash(changed, {"format": FORMAT, **told}) for changed, told in others}
+    hashes = {content_hash(changed, {"format": FORMAT, **fields}) for changed, fields in others}
     assert len(hashes) == 4 and first["content_sha256"] not in hashes
 
 
@@ -195,10 +195,10 @@ def test_foreign_files_in_a_checkpoint_change_nothing(tmp_path):
     for index in range(2):
         save_memory_task(tmp_path, memory, index, rank=2)
     first, second = saved = saved_tasks(tmp_path)
-    own = {place: sorted(files_of(place)) for place in saved}
+    files = {place: sorted(files_of(place)) for place in saved}
     assert all(
         names == sorted(f.relative_to(p).as_posix() for f in p.rglob("*") if f.is_file())
-        for p, names in own.items()
+        for p, names in files.items()
     )
     for folder in [tmp_path, *(place for place in tmp_path.rglob("*") if place.is_dir())]:
         for name in (
@@ -220,7 +220,7 @@ def test_foreign_files_in_a_checkpoint_change_nothing(tmp_path):
             for f in (tmp_path / "copied").rglob("*")
             if f.is_file()
         )
-        == own[first]
+        == files[first]
     )
     load_task(tmp_path / "copied" / first.name)
 
@@ -294,9 +294,11 @@ def test_tasks_that_do_not_build_on_a_corrupted_task_stay_usable(tmp_path):
     assert [task.name for task in usable.tasks] == ["Textures, two", "alone"] and set(lost) == {
         "001-shapes"
     }
-    for kept, whole in zip(usable.tasks, (independent.tasks[0], independent.tasks[2]), strict=True):
-        assert kept.experts == whole.experts and same(kept.head, whole.head)
-        for block, expert in enumerate(kept.experts):
+    for usable_task, whole in zip(
+        usable.tasks, (independent.tasks[0], independent.tasks[2]), strict=True
+    ):
+        assert usable_task.experts == whole.experts and same(usable_task.head, whole.head)
+        for block, expert in enumerate(usable_task.experts):
             if expert is not None:
                 assert same(
                     dense_expert(usable.pool[block], expert),
@@ -343,9 +345,9 @@ def test_only_corrupted_tasks_are_reported_as_corrupted(tmp_path, monkeypatch):
         )
         with pytest.raises(
             OSError, match=r"000-textures-two cannot be read .*Permission denied"
-        ) as found:
+        ) as result:
             load_task(whole)
-        assert "from a copy" not in str(found.value)
+        assert "from a copy" not in str(result.value)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_hash_file", fails(MemoryError("full")))
         with pytest.raises(MemoryError, match="full"):
@@ -358,9 +360,9 @@ def test_only_corrupted_tasks_are_reported_as_corrupted(tmp_path, monkeypatch):
         )
         with pytest.raises(
             OSError, match="have the hashes of its manifest, but .*Invalid file path"
-        ) as found:
+        ) as result:
             load_task(whole)
-        assert "from a copy" not in str(found.value)
+        assert "from a copy" not in str(result.value)
     (whole / "task.json").write_text(
         (whole / "task.json").read_text().replace(FORMAT, "cheem_jax-task/99")
     )

@@ -61,7 +61,7 @@ def leaves_of(memory, index):
 def test_learning_a_task_changes_no_byte_that_earlier_tasks_need(placement, tmp_path):
     cheem = learner(dataclasses.replace(small.QUICK, placement=placement))
     tasks = small.stream(3).tasks
-    kept, answers = [], []
+    snapshots, answers = [], []
     for index, task in enumerate(tasks):
         report = cheem.learn(task, Session())
         cheem.save(tmp_path)
@@ -76,11 +76,11 @@ def test_learning_a_task_changes_no_byte_that_earlier_tasks_need(placement, tmp_
         }
         assert report["searched"] == 12
         for earlier in range(index):
-            chex.assert_trees_all_equal(kept[earlier], leaves_of(cheem.memory, earlier))
+            chex.assert_trees_all_equal(snapshots[earlier], leaves_of(cheem.memory, earlier))
             np.testing.assert_array_equal(
                 answers[earlier], predicted(cheem, earlier, tasks[earlier])
             )
-        kept.append(leaves_of(cheem.memory, index))
+        snapshots.append(leaves_of(cheem.memory, index))
         answers.append(predicted(cheem, index, task))
 
     # the same answers from the checkpoints alone, in a process that knows nothing else
@@ -121,9 +121,9 @@ def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_sco
     )
     underway.fits = {"supernet": FitState(config.supernet.epochs * steps)}
     underway.searched = Searched(1, Scored(*[np.zeros(1)] * len(Scored._fields)))
-    left = 3 * len(task.train.labels) * config.finetune.epochs
-    left += searched - searched // config.search.generations
-    assert expected_seconds(executor, config, task, underway.saved()) == left / 8
+    remaining = 3 * len(task.train.labels) * config.finetune.epochs
+    remaining += searched - searched // config.search.generations
+    assert expected_seconds(executor, config, task, underway.saved()) == remaining / 8
 
     # changing eight images takes a second as well
     augmented = trained // 3
@@ -158,8 +158,8 @@ def test_a_new_task_sees_the_base_neutral_without_means_and_measured_with_them()
     assert first["similarity"] == [[0.0] * 4]
     second = neutral.learn(small.task("more", 1), Session())
     assert second["similarity"][0] == [0.0] * 4
-    known = [s for s in second["similarity"][1] if s is not None]
-    assert known and max(known) <= 1 and min(known) >= -1
+    numbers = [s for s in second["similarity"][1] if s is not None]
+    assert numbers and max(numbers) <= 1 and min(numbers) >= -1
 
     means = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
     report = learner(stages=stages, base_means=means).learn(small.task("colours", 0), Session())
@@ -255,13 +255,13 @@ def test_a_recoloured_task_is_more_similar_to_its_original_than_an_unrelated_one
 def test_a_lighter_router_stores_centroids_of_the_lighter_features():
     stages, lighter = Stages(small.backbone(), "mlp_down"), Stages(small.backbone(5), "mlp_down")
     cheem = Cheem(stages, small.QUICK, Keys(0), None, FrozenFeatures(lighter, 16))
-    own = learner(stages=stages)
+    method = learner(stages=stages)
     task = small.task("colours", 0)
     cheem.learn(task, Session())
-    own.learn(task, Session())
-    assert not np.allclose(cheem.memory.tasks[0].centroids, own.memory.tasks[0].centroids)
+    method.learn(task, Session())
+    assert not np.allclose(cheem.memory.tasks[0].centroids, method.memory.tasks[0].centroids)
     np.testing.assert_array_equal(
-        cheem.memory.tasks[0].head.weight, own.memory.tasks[0].head.weight
+        cheem.memory.tasks[0].head.weight, method.memory.tasks[0].head.weight
     )
 
 
@@ -288,11 +288,11 @@ def test_no_feature_of_an_earlier_task_is_kept():
 def test_features_are_cached_per_images_while_these_exist():
     features = FrozenFeatures(Stages(small.backbone(), "mlp_down"), 16)
     first, other = small.task("colours", 0), small.task("colours", 1)
-    kept = features(first.test.images)
-    assert features(first.test.images) is kept
-    assert np.abs(features(other.test.images) - kept).max() > 1e-3
+    cached = features(first.test.images)
+    assert features(first.test.images) is cached
+    assert np.abs(features(other.test.images) - cached).max() > 1e-3
     copied = first.test.images.copy()
-    np.testing.assert_array_equal(features(copied), kept)
+    np.testing.assert_array_equal(features(copied), cached)
     num = len(features._cache)
     del copied
     assert len(features._cache) == num - 1

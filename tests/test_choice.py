@@ -75,9 +75,9 @@ def test_without_a_measurement_auto_says_so(monkeypatch):
         (LARGE, 32, "tpu", "stages"),
         (dataclasses.replace(SMALL, precision="bfloat16"), 16, "cpu", "stages"),
     ):
-        taken, reason = choose(EngineConfig(), config, batch_size, platform)
+        chosen, reason = choose(EngineConfig(), config, batch_size, platform)
         assert (
-            taken == name and f"nothing was measured on {platform} in {config.precision}" in reason
+            chosen == name and f"nothing was measured on {platform} in {config.precision}" in reason
         )
 
 
@@ -128,10 +128,10 @@ def test_counts_below_one_are_refused(field):
 def test_the_precision_reaches_the_blocks_and_the_answers():
     given = small.pretrained()
     images = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)
-    found = []
+    result = []
     for precision in ("float32", "bfloat16"):
         vit = build(dataclasses.replace(given.config, precision=precision), given.params)
         assert {block.precision for block in vit.blocks} == {precision}
-        found.append(np.asarray(vit(jnp.asarray(images))))
-    assert found[1].dtype == np.float32
-    assert 0 < np.abs(found[1] - found[0]).max() < 0.2
+        result.append(np.asarray(vit(jnp.asarray(images))))
+    assert result[1].dtype == np.float32
+    assert 0 < np.abs(result[1] - result[0]).max() < 0.2

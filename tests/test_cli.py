@@ -394,15 +394,15 @@ def test_a_missing_package_is_one_line_and_a_fault_of_our_own_is_not_hidden(caps
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_output_that_is_closed_from_the_start_is_no_failure(closed, tmp_path):
-    kept = tmp_path / "kept"  # the next file that is opened would get the number of standard output
+    sink = tmp_path / "kept"  # the next file that is opened would get the number of standard output
     words = "import sys; from cheem_jax.cli.main import main; sys.argv = ['cheem', '{}']; main(); "
-    words += f"open({str(kept)!r}, 'w')"
+    words += f"open({str(sink)!r}, 'w')"
     for word, status in (("--version", 0), ("nothing", 2)):
         line = f"{shlex.quote(sys.executable)} -c {shlex.quote(words.format(word))} {closed}"
         done = subprocess.run(line, shell=True, capture_output=True, text=True)
         assert done.returncode == status and "Traceback" not in done.stdout + done.stderr
         assert "error" not in done.stdout  # nor does one stream get what the other would have
-    assert kept.read_text() == ""
+    assert sink.read_text() == ""
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def brute_force(features: np.ndarray, labels: np.ndarray, num_classes: int) -> t
     for penalty in sorted(PENALTIES, reverse=True):
         right[penalty] = 0
         for out in range(num):
-            kept = np.arange(num) != out
-            head = Ridge(alpha=penalty * num).fit(x[kept], y[kept])
+            rest = np.arange(num) != out
+            head = Ridge(alpha=penalty * num).fit(x[rest], y[rest])
             right[penalty] += int(head.predict(x[[out]]).argmax() == labels[out])
     best = max(right, key=lambda penalty: right[penalty])
     return right[best], best
@@ -75,9 +75,9 @@ def test_the_ridge_head_is_that_of_the_least_squared_error_without_each_image(la
     y = np.eye(num_classes)[labels]
     errors = {}
     for penalty in HEAD_PENALTIES:
-        left = [np.arange(num) != out for out in range(num)]
+        rests = [np.arange(num) != out for out in range(num)]
         alone = [
-            Ridge(alpha=penalty * num).fit(x[kept], y[kept]).predict(x[~kept])[0] for kept in left
+            Ridge(alpha=penalty * num).fit(x[rest], y[rest]).predict(x[~rest])[0] for rest in rests
         ]
         errors[penalty] = np.square(np.array(alone) - y).sum()
     head, penalty = ridge_head(features, labels, num_classes)
@@ -178,7 +178,7 @@ def test_each_candidate_is_scored_on_the_features_of_its_network():
     executor = executor_of("stages")
     supernet, right = scored(executor)
     labels = np.concatenate([TASK.train.labels, TASK.val.labels])
-    for codes, found in zip(GENOMES, right, strict=True):
+    for codes, result in zip(GENOMES, right, strict=True):
         network = dense_network(supernet, supernet.init(), codes, {})
         features = [
             network_features(
@@ -192,7 +192,7 @@ def test_each_candidate_is_scored_on_the_features_of_its_network():
         ]
         alone = np.concatenate(features, axis=1)[0]
         fit = fit_head(alone, labels, np.arange(len(labels)) < 40, 3, num_outputs=4)
-        assert found == int(fit.left_out) + int(fit.held_out)
+        assert result == int(fit.left_out) + int(fit.held_out)
     assert len(set(right)) > 1
 
 
@@ -212,9 +212,9 @@ def test_candidates_in_parts_score_as_all_at_once(monkeypatch):
 def test_every_executor_and_precision_computes_the_same_scores_up_to_rounding(
     name, precision, apart
 ):
-    found = scored(executor_of(name, precision))[1]
+    result = scored(executor_of(name, precision))[1]
     expected = scored(executor_of("stages"))[1]
-    np.testing.assert_allclose(found, expected, atol=apart)
+    np.testing.assert_allclose(result, expected, atol=apart)
 
 
 def test_more_candidates_compile_nothing(compilations):

@@ -33,7 +33,7 @@ CONFIG = CodaPromptConfig(
 
 
 @pytest.fixture(scope="module")
-def begun():
+def method():
     return learner(CodaPrompt, CONFIG)
 
 
@@ -49,8 +49,8 @@ def test_coda_prompt_learns_saves_opens_and_answers_per_image(tmp_path):
 
 
 @pytest.mark.full
-def test_earlier_rows_and_head_columns_keep_their_bytes_and_later_rows_stay_empty(begun):
-    coda: Any = fresh(begun)
+def test_earlier_rows_and_head_columns_keep_their_bytes_and_later_rows_stay_empty(method):
+    coda: Any = fresh(method)
     reports = [coda.learn(small.task("first", 0), Session())]
     before = jax.tree.map(np.array, coda.state.prompts)
     head = np.array(coda.state.head.weight[:, :3])
@@ -71,11 +71,11 @@ def test_each_task_starts_orthonormal_to_all_rows_before():
     prompts = {}
     for index in range(4):
         prompts = coda.begin_task(jax.random.key(index), prompts, index)
-        seen = 3 * (index + 1)
+        num_rows = 3 * (index + 1)
         for values in prompts.values():
-            rows = np.asarray(values).reshape(2, 12, -1)[:, :seen]
+            rows = np.asarray(values).reshape(2, 12, -1)[:, :num_rows]
             np.testing.assert_allclose(
-                rows @ rows.swapaxes(1, 2), np.tile(np.eye(seen), (2, 1, 1)), atol=1e-5
+                rows @ rows.swapaxes(1, 2), np.tile(np.eye(num_rows), (2, 1, 1)), atol=1e-5
             )
 
 
@@ -96,8 +96,8 @@ def test_eleven_tasks_own_nine_of_a_hundred_components_each():
 
 
 @pytest.mark.full
-def test_prompts_are_weighted_sums_of_the_rows_so_far_in_numpy(begun):
-    coda = begun
+def test_prompts_are_weighted_sums_of_the_rows_so_far_in_numpy(method):
+    coda = method
     prompts = {}
     for index in range(2):
         prompts = coda.begin_task(jax.random.key(index), prompts, index)

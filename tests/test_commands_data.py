@@ -98,9 +98,9 @@ def test_prepare_verify_and_show_a_task_from_its_archives(cheem, gtsrb, tmp_path
     status, out, _ = cheem("data", "list", "gtsrb", "--data-dir", gtsrb)
     assert status == 0 and "1 of 1 ready" in out
     status, out, _ = cheem("data", "verify", "gtsrb", "--data-dir", gtsrb, "--json")
-    found = json.loads(out)["tasks"]["gtsrb"]
-    assert status == 0 and found["sound"] and found["num"] == {"train": 43, "val": 43, "test": 43}
-    assert len(found["caches"]) == 1
+    result = json.loads(out)["tasks"]["gtsrb"]
+    assert status == 0 and result["sound"] and result["num"] == {"train": 43, "val": 43, "test": 43}
+    assert len(result["caches"]) == 1
     file = tmp_path / "signs.png"
     status, out, _ = cheem("data", "show", "gtsrb", "--data-dir", gtsrb, "--output", file)
     assert status == 0 and picture(file).shape[1] > 500

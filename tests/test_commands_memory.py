@@ -116,11 +116,11 @@ def test_info_lists_tasks_settings_and_sizes(capsys, memory):
     status, out, _ = cheem(capsys, "info", memory)
     assert status == 0 and FIRST in out and SECOND in out and "calibrated" in out
     status, out, _ = cheem(capsys, "info", memory, "--json")
-    found = json.loads(out)
-    assert [task["name"] for task in found["tasks"]] == [FIRST, SECOND] and found[
+    result = json.loads(out)
+    assert [task["name"] for task in result["tasks"]] == [FIRST, SECOND] and result[
         "backbone"
     ] == "vit_micro"
-    assert all(len(task["architecture"]) == 8 and task["bytes"] > 0 for task in found["tasks"])
+    assert all(len(task["architecture"]) == 8 and task["bytes"] > 0 for task in result["tasks"])
 
 
 def test_predict_answers_in_three_forms(capsys, memory, photos):
@@ -221,13 +221,13 @@ def test_an_image_can_be_read_from_standard_input(capsys, memory, photos, monkey
     data = file.read_bytes() if is_image else bytes(range(256))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     status, out, err = cheem(capsys, "predict", memory, "-", "--json")
-    found = json.loads(out)
+    result = json.loads(out)
     if is_image:
         _, alone, _ = cheem(capsys, "predict", memory, file, "--json")
-        assert status == 0 and found == {**json.loads(alone), "file": "-"}
+        assert status == 0 and result == {**json.loads(alone), "file": "-"}
     else:
         assert (
-            status == 1 and found["error"].startswith("not an image file") and err.count("\n") == 1
+            status == 1 and result["error"].startswith("not an image file") and err.count("\n") == 1
         )
 
 
@@ -273,8 +273,8 @@ def test_evaluate_measures_tasks_by_name(capsys, memory, photos):
     status, out, _ = cheem(capsys, "evaluate", memory, photos, "--json")
     scores = json.loads(out)["tasks"]
     assert status == 0 and {score["task"] for score in scores} == {FIRST, SECOND}
-    kept = json.loads((memory / "evaluated.json").read_text())["tasks"]
-    assert {(name, one["accuracy"]) for name, one in kept.items()} == {
+    tasks = json.loads((memory / "evaluated.json").read_text())["tasks"]
+    assert {(name, one["accuracy"]) for name, one in tasks.items()} == {
         (s["task"], s["accuracy"]) for s in scores
     }
     assert all(0 <= score["calibration_error"] <= 1 for score in scores)
@@ -410,14 +410,14 @@ def test_wrong_data_leave_no_memory_behind(capsys, tmp_path, photos):
     for data, said in ((tmp_path / "nowhere", "no such folder"), (twice, "differ only in")):
         status, _, err = cheem(capsys, "learn", tmp_path / "new", data, "--backbone", "vit_micro")
         assert status == 2 and said in err and not (tmp_path / "new").exists()
-    taken = tmp_path / "taken"
-    taken.mkdir()
-    (taken / "letter.txt").write_text("dear")
-    status, _, err = cheem(capsys, "learn", taken, photos / FIRST, "--backbone", "vit_micro")
+    occupied = tmp_path / "taken"
+    occupied.mkdir()
+    (occupied / "letter.txt").write_text("dear")
+    status, _, err = cheem(capsys, "learn", occupied, photos / FIRST, "--backbone", "vit_micro")
     assert (
         status == 2
         and "not empty" in err
-        and [file.name for file in taken.iterdir()] == ["letter.txt"]
+        and [file.name for file in occupied.iterdir()] == ["letter.txt"]
     )
 
 

@@ -184,8 +184,8 @@ def changed(*places_and_values):
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
 )
 def test_a_changed_value_is_named_where_it_came_about(place, value, said):
-    found = difference_of_records(story(), changed((place, value)), TASKS)
-    assert str(found) == said and found is not None and found.stopped is None
+    result = difference_of_records(story(), changed((place, value)), TASKS)
+    assert str(result) == said and result is not None and result.stopped is None
 
 
 def test_the_first_of_several_differences_is_the_earliest():
@@ -205,12 +205,12 @@ def test_the_first_of_several_differences_is_the_earliest():
     changes = []
     for place, words in backwards:
         changes.append((place, "other"))
-        found = difference_of_records(story(), changed(*changes), TASKS)
-        assert found is not None and words in found.place
+        result = difference_of_records(story(), changed(*changes), TASKS)
+        assert result is not None and words in result.place
 
 
 def test_clocks_memory_and_the_history_of_a_process_make_no_difference():
-    kept = {"executor": "whole", "flops": {"paper": 3}, "tasks": [{"searched": 12}]}
+    report = {"executor": "whole", "flops": {"paper": 3}, "tasks": [{"searched": 12}]}
     names = (
         "time",
         "seconds",
@@ -233,11 +233,11 @@ def test_clocks_memory_and_the_history_of_a_process_make_no_difference():
         "device",
     )
     one = {
-        **kept,
+        **report,
         **dict.fromkeys(names, 1),
         "tasks": [{"searched": 12, "seconds": {"search": 1.0}}],
     }
-    assert timeless(one) == kept and set(names) == CIRCUMSTANCES
+    assert timeless(one) == report and set(names) == CIRCUMSTANCES
     entries = changed(
         *(((i, "time"), "later") for i in range(8)),
         ((1, "report", "seconds", "search"), 9.0),
@@ -250,15 +250,15 @@ def test_clocks_memory_and_the_history_of_a_process_make_no_difference():
 
 
 def test_a_run_that_stopped_is_equal_up_to_its_last_entry():
-    found = difference_of_records(story(), story()[:4], TASKS)
+    result = difference_of_records(story(), story()[:4], TASKS)
     assert (
-        str(found)
+        str(result)
         == "equal as far as both go, but the second run stopped before task 2 'textures', cheem"
     )
-    assert found is not None and found.stopped == "second"
-    found = difference_of_records(story()[:7], story(), TASKS)
+    assert result is not None and result.stopped == "second"
+    result = difference_of_records(story()[:7], story(), TASKS)
     assert (
-        str(found)
+        str(result)
         == "equal as far as both go, but the first run stopped before the upper bound of task 1"
         " 'colours'"
     )
@@ -266,8 +266,8 @@ def test_a_run_that_stopped_is_equal_up_to_its_last_entry():
 
 
 def test_a_difference_before_the_stop_counts_more_than_the_stop():
-    found = difference_of_records(changed(((1, "report", "flops"), 1)), story()[:4], TASKS)
-    assert str(found) == "task 1 'colours', cheem: flops is 1 there and 300 here"
+    result = difference_of_records(changed(((1, "report", "flops"), 1)), story()[:4], TASKS)
+    assert str(result) == "task 1 'colours', cheem: flops is 1 there and 300 here"
 
 
 def test_an_entry_that_only_one_run_has_is_reported():
@@ -293,15 +293,15 @@ def test_events_of_unknown_kinds_are_compared_too():
     assert str(
         difference_of_records([*story(), new, new], [*story(), new, other], TASKS)
     ).startswith("event 'pruned', task 2 'textures' (2)")
-    found = difference_of_records(story(), changed(((1, "report", "warmth"), 3)), TASKS)
-    assert str(found) == "task 1 'colours', cheem: warmth is missing there and 3 here"
+    result = difference_of_records(story(), changed(((1, "report", "warmth"), 3)), TASKS)
+    assert str(result) == "task 1 'colours', cheem: warmth is missing there and 3 here"
 
 
 def test_settings_of_another_method_are_reported_without_their_values():
     here = {"seed": 0, "cheem": {"rank": 4, "search": {"cost": "network"}}}
-    found = find_differences({"seed": 1, "l2p": {"rank": 4}}, here)
-    assert summary(found, "settings") == "seed is 1 there and 0 here (2 more settings differ)"
-    assert list(map(str, found[1:])) == [
+    result = find_differences({"seed": 1, "l2p": {"rank": 4}}, here)
+    assert summary(result, "settings") == "seed is 1 there and 0 here (2 more settings differ)"
+    assert list(map(str, result[1:])) == [
         "l2p is given there and missing here",
         "cheem is missing there and given here",
     ]
@@ -330,7 +330,7 @@ def test_directories_are_compared_config_first_and_then_the_record(runs):
     assert next(differences(first, second), None) is None
     write(second, changed(((1, "report", "searched"), 3)))
     (second / "config.json").write_text(json.dumps({"seed": 1, "tasks": TASKS}))
-    places = [found.place for found in differences(first, second)]
+    places = [result.place for result in differences(first, second)]
     assert places == ["config.json: seed", "task 1 'colours', cheem: searched"]
 
 

@@ -50,12 +50,12 @@ def test_a_second_process_reads_the_functions_that_the_first_compiled(tmp_path):
 
 @pytest.mark.full
 def test_compiled_functions_torn_by_a_kill_are_removed_so_that_others_are_stored(tmp_path):
-    kept = Path(run(tmp_path)[0])
-    (time_of_use,) = kept.glob("*-atime")
+    folder = Path(run(tmp_path)[0])
+    (time_of_use,) = folder.glob("*-atime")
     time_of_use.unlink()
-    (kept / "torn-cache").write_bytes(b"half a program")
+    (folder / "torn-cache").write_bytes(b"half a program")
     assert run(tmp_path)[1] == "1 0 True"  # compiled anew, and kept
-    assert run(tmp_path)[1] == "0 1 True" and not (kept / "torn-cache").exists()
+    assert run(tmp_path)[1] == "0 1 True" and not (folder / "torn-cache").exists()
 
 
 @pytest.mark.full
@@ -105,9 +105,9 @@ def test_a_user_whom_the_system_does_not_know_does_without_in_one_line(tmp_path,
 
 @pytest.mark.full
 def test_a_folder_that_others_can_write_to_stores_no_compiled_functions(monkeypatch, tmp_path):
-    kept = run(tmp_path)[0]
+    folder = run(tmp_path)[0]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
-    os.chmod(kept, 0o777)
+    os.chmod(folder, 0o777)
     before = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", None)
@@ -120,8 +120,8 @@ def test_a_folder_that_others_can_write_to_stores_no_compiled_functions(monkeypa
 def test_every_compiled_function_is_counted():
     before = compilations()
     jax.jit(lambda x: x - 7)(1.0)
-    found = compilations().since(before)
-    assert found.programs >= 1 and found.seconds > 0
+    result = compilations().since(before)
+    assert result.programs >= 1 and result.seconds > 0
     assert Compilations(5, 1, 2.5).since(Compilations(3, 1, 1.0)) == Compilations(2, 0, 1.5)
 
 

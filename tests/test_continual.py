@@ -92,7 +92,7 @@ def test_a_run_leaves_its_files_and_the_record_tells_its_numbers(finished):
     directory, results = finished
     assert json.loads((directory / "results.json").read_text()) == json.loads(json.dumps(results))
     names = {file.name for file in directory.iterdir()}
-    left = {
+    files = {
         "config.json",
         "metrics.jsonl",
         "results.json",
@@ -101,9 +101,9 @@ def test_a_run_leaves_its_files_and_the_record_tells_its_numbers(finished):
         "checkpoints",
         ".lock",
     }
-    assert names == left
+    assert names == files
     hashes = results["checkpoints"]["cheem"] + results["checkpoints"]["frozen_linear"]
-    assert len(set(hashes)) == 4 and all(len(found) == 64 for found in hashes)
+    assert len(set(hashes)) == 4 and all(len(result) == 64 for result in hashes)
     events = [entry["event"] for entry in read(directory)]
     assert (
         events
@@ -216,8 +216,8 @@ def test_a_signal_saves_after_the_running_step_and_the_run_resumes_exactly(
         )
     assert stopped.value.signal_number == kind
     assert saved == any((directory / "checkpoints" / "cheem").glob("running-*"))
-    found = run_stream(stream, small.pretrained(), CONFIG, directory, quiet())
-    assert timeless(found) == timeless(alone(finished))
+    result = run_stream(stream, small.pretrained(), CONFIG, directory, quiet())
+    assert timeless(result) == timeless(alone(finished))
     assert not any((directory / "checkpoints" / "cheem").glob("*running-*"))
 
 
@@ -260,15 +260,15 @@ def test_resuming_is_exact_with_every_executor_and_score(tmp_path, name, score):
         with pytest.raises(Stopped):
             progress = Signalling((phase, "task0"), number, signal.SIGINT)
             run_stream(stream, small.pretrained(), config, tmp_path / "run", progress)
-    found = run_stream(stream, small.pretrained(), config, tmp_path / "run", quiet())
-    assert timeless(found) == timeless(whole)
+    result = run_stream(stream, small.pretrained(), config, tmp_path / "run", quiet())
+    assert timeless(result) == timeless(whole)
 
 
 @pytest.mark.full
 def test_earlier_runs_in_the_process_change_nothing(finished, tmp_path):
     run_stream(small.stream(1), small.pretrained(3), CONFIG, tmp_path / "other", quiet())
-    found = run_stream(small.stream(2), small.pretrained(), CONFIG, tmp_path / "run", quiet())
-    assert found["checkpoints"] == finished[1]["checkpoints"]
+    result = run_stream(small.stream(2), small.pretrained(), CONFIG, tmp_path / "run", quiet())
+    assert result["checkpoints"] == finished[1]["checkpoints"]
 
 
 @pytest.mark.full
@@ -508,17 +508,19 @@ def test_any_method_runs_stops_resumes_and_has_a_report(method, tmp_path):
     with pytest.raises(Stopped):
         progress = Signalling(("train", "task1"), 2, signal.SIGINT)
         run_stream(stream, small.pretrained(), config, tmp_path / "run", progress)
-    found = run_stream(stream, small.pretrained(), config, tmp_path / "run", quiet())
-    assert timeless(found) == timeless(whole)
+    result = run_stream(stream, small.pretrained(), config, tmp_path / "run", quiet())
+    assert timeless(result) == timeless(whole)
     assert (
-        found["method"] == method.name and found["references"] == {} and found["base_means"] is None
+        result["method"] == method.name
+        and result["references"] == {}
+        and result["base_means"] is None
     )
-    assert found["flops"].keys() == {"paper", "explicit", "executed"}
-    assert found["params_stored"] == sum(task["params_stored"] for task in found["tasks"])
-    told = method.name == "lora_finetune"
-    assert (found["accuracy"] == found["local_accuracy"]) == told
+    assert result["flops"].keys() == {"paper", "explicit", "executed"}
+    assert result["params_stored"] == sum(task["params_stored"] for task in result["tasks"])
+    is_given = method.name == "lora_finetune"
+    assert (result["accuracy"] == result["local_accuracy"]) == is_given
     page = (tmp_path / "run" / "report.html").read_text()
-    assert ("<h2>Architectures</h2>" in page) == told and "<h2>Similarity" not in page
+    assert ("<h2>Architectures</h2>" in page) == is_given and "<h2>Similarity" not in page
 
 
 def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_is_made(tmp_path):

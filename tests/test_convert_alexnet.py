@@ -80,8 +80,8 @@ def _torch_features(model, images: np.ndarray) -> dict[str, np.ndarray]:
         x = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())
         conv5 = model.features[:11](x)
         pooled = torch.flatten(model.avgpool(model.features(x)), 1)
-        found = {"conv5": conv5.flatten(1), "pooled_conv": pooled}
-    return {name: value.numpy() for name, value in found.items()}
+        result = {"conv5": conv5.flatten(1), "pooled_conv": pooled}
+    return {name: value.numpy() for name, value in result.items()}
 
 
 @pytest.mark.convert
@@ -94,13 +94,13 @@ def test_every_feature_is_torchvisions(model, size):
         config = AlexNetConfig(size, feature)
         built = build_alexnet(config, from_torchvision(tensors, config))
         graphdef, state = nnx.split(built)
-        found = jax.jit(
+        result = jax.jit(
             lambda state, images, graphdef=graphdef: nnx.merge(graphdef, state)(images)
         )(state, images)
-        np.testing.assert_allclose(found, expected[feature], rtol=0, atol=1e-4, err_msg=feature)
+        np.testing.assert_allclose(result, expected[feature], rtol=0, atol=1e-4, err_msg=feature)
         # random weights make numbers so small that 1e-4 alone would say little
         np.testing.assert_allclose(
-            found, expected[feature], rtol=0, atol=1e-4 * np.abs(expected[feature]).max()
+            result, expected[feature], rtol=0, atol=1e-4 * np.abs(expected[feature]).max()
         )
 
 

@@ -109,9 +109,9 @@ def test_cheem_convert_writes_the_same_file_as_the_script(tmp_path, nano_file, m
         "sys.argv", ["cheem", "convert", *arguments, str(tmp_path / "a.safetensors")]
     )
     cli.main()
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert status_of(timm_vit, [*arguments, str(tmp_path / "b.safetensors")]) == 0
-    assert capsys.readouterr().out == told.replace("a.safetensors", "b.safetensors")
+    assert capsys.readouterr().out == printed.replace("a.safetensors", "b.safetensors")
     a, b = (
         load_pretrained("vit_nano", weights=tmp_path / name)
         for name in ("a.safetensors", "b.safetensors")
@@ -271,8 +271,8 @@ def _our_outputs(config, params, images: np.ndarray) -> dict[str, np.ndarray]:
             x, _ = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
             tokens.append(x[:, 0])
         features = vit.features(x)
-        found = {"blocks": jnp.stack(tokens, axis=1), "features": features}
-        return found | ({"logits": vit.logits(features)} if vit.head is not None else {})
+        result = {"blocks": jnp.stack(tokens, axis=1), "features": features}
+        return result | ({"logits": vit.logits(features)} if vit.head is not None else {})
 
     return {name: np.asarray(value) for name, value in outputs(state, images).items()}
 

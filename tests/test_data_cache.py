@@ -33,14 +33,14 @@ def pictures(root: Path, per_class: int = 6) -> Path:
     return root
 
 
-def kept(plan, root, keep, **options):
+def make_cache(plan, root, keep, **options):
     (task,) = load_tasks([plan], 8, ImagesConfig(keep, root, **options))
     return task
 
 
 def test_memory_and_cache_hold_the_same_pixels_and_have_one_fingerprint(tmp_path):
     plan = plan_task(pictures(tmp_path / "pets"))
-    memory, mapped = (kept(plan, tmp_path / "cache", keep) for keep in ("memory", "cache"))
+    memory, mapped = (make_cache(plan, tmp_path / "cache", keep) for keep in ("memory", "cache"))
     assert isinstance(mapped.train.images, np.memmap) and not mapped.train.images.flags.writeable
     for split in plan.splits:
         np.testing.assert_array_equal(memory.splits[split].images, mapped.splits[split].images)
@@ -81,15 +81,15 @@ def test_photos_are_turned_in_folders_and_zips_and_keep_another_place_than_as_st
         )
         places.append(tmp_path / name / "pets")
     upright, _, photos, folder, plain, _ = map(plan_task, places)
-    want = kept(upright, tmp_path / "cache", keep).train.images[:]
+    want = make_cache(upright, tmp_path / "cache", keep).train.images[:]
     for plan in (photos, folder):
-        found = kept(plan.turned(True), tmp_path / "cache", keep)
-        np.testing.assert_array_equal(found.train.images[:], want)
-        assert fingerprint(found) != fingerprint(kept(plan, tmp_path / "cache", keep))
+        result = make_cache(plan.turned(True), tmp_path / "cache", keep)
+        np.testing.assert_array_equal(result.train.images[:], want)
+        assert fingerprint(result) != fingerprint(make_cache(plan, tmp_path / "cache", keep))
         assert cache_place(plan, 8, tmp_path) != cache_place(plan.turned(True), 8, tmp_path)
         np.testing.assert_array_equal(
-            kept(plan, tmp_path / "cache", keep).train.images[:],
-            kept(plain, tmp_path / "cache", keep).train.images[:],
+            make_cache(plan, tmp_path / "cache", keep).train.images[:],
+            make_cache(plain, tmp_path / "cache", keep).train.images[:],
         )
 
 
@@ -98,9 +98,9 @@ def test_a_cache_is_made_once_and_again_when_something_changes(tmp_path):
     root = tmp_path / "cache"
     plan = plan_task(folder)
     first = cache_place(plan, 8, root)
-    kept(plan, root, "cache")
+    make_cache(plan, root, "cache")
     made = first.stat().st_mtime_ns
-    kept(plan_task(folder), root, "cache")
+    make_cache(plan_task(folder), root, "cache")
     assert first.stat().st_mtime_ns == made
     assert cache_place(plan, 9, root) != first
     file = folder / "train" / "cat" / "0.png"
@@ -121,7 +121,7 @@ def test_a_broken_image_is_named_and_nothing_is_left(tmp_path):
     file = folder / "val" / "dog" / "3.png"
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(ValueError, match="1 image file.*val/dog/3.png"):
-        kept(plan_task(folder), root, "cache")
+        make_cache(plan_task(folder), root, "cache")
     assert [entry.name for entry in root.iterdir() if entry.is_dir()] == []
 
 
@@ -139,7 +139,7 @@ def test_a_disk_that_fills_up_is_reported_and_nothing_is_left(tmp_path, monkeypa
     with pytest.raises(
         OSError, match=r"'pets' cannot be kept in .*No space left on device.*name another folder"
     ):
-        kept(plan, root, "cache")
+        make_cache(plan, root, "cache")
     assert not any(entry.is_dir() for entry in root.iterdir())
 
 
@@ -149,7 +149,7 @@ def test_too_little_room_is_reported_before_anything_is_written(tmp_path, monkey
     usage = load.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(load.shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(OSError, match="0.0 GB are needed and 0.0 GB free"):
-        kept(plan, root, "cache")
+        make_cache(plan, root, "cache")
     assert not any(entry.is_dir() for entry in root.iterdir())
 
 
@@ -157,17 +157,17 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     plan = plan_task(pictures(tmp_path / "pets"))
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="cannot be kept in .*file/cache"):
-        kept(plan, tmp_path / "file" / "cache", "cache")
+        make_cache(plan, tmp_path / "file" / "cache", "cache")
 
 
 def test_a_corrupted_cache_is_refused_with_the_folder_to_remove(tmp_path):
     plan = plan_task(pictures(tmp_path / "pets"))
     root = tmp_path / "cache"
-    kept(plan, root, "cache")
+    make_cache(plan, root, "cache")
     place = cache_place(plan, 8, root)
     (place / "train.npy").write_bytes((place / "train.npy").read_bytes()[:-5])
     with pytest.raises(ValueError, match=f"{place.name} is corrupted .*remove this folder"):
-        kept(plan, root, "cache")
+        make_cache(plan, root, "cache")
     (place / "cache.json").write_text("{")
     with pytest.raises(ValueError, match="is corrupted"):
         open_cache(place, plan)
@@ -207,8 +207,8 @@ def test_a_process_that_is_killed_midway_leaves_nothing_that_is_trusted(tmp_path
     process.stdout.close()
     plan = plan_task(folder)
     assert not cache_place(plan, 8, root).exists() and any(root.glob("*.partial"))
-    task = kept(plan, root, "cache")
-    assert fingerprint(task) == fingerprint(kept(plan, root, "memory"))
+    task = make_cache(plan, root, "cache")
+    assert fingerprint(task) == fingerprint(make_cache(plan, root, "memory"))
     assert not any(root.glob("*.partial"))
 
 
@@ -216,9 +216,9 @@ def test_a_second_process_waits_for_the_first_and_both_have_the_same(tmp_path):
     folder = pictures(tmp_path / "pets")
     root = tmp_path / "cache"
     first, second = start(folder, root, 0.3), start(folder, root, 0.3)
-    told = [process.communicate()[0].split() for process in (first, second)]
-    assert [words[-2:] for words in told] == [told[0][-2:]] * 2 and told[0][-2] == "done"
-    assert sorted(words.count("writing") for words in told) == [0, 3]  # only one of them decoded
+    outputs = [process.communicate()[0].split() for process in (first, second)]
+    assert [words[-2:] for words in outputs] == [outputs[0][-2:]] * 2 and outputs[0][-2] == "done"
+    assert sorted(words.count("writing") for words in outputs) == [0, 3]  # only one of them decoded
 
 
 @pytest.mark.parametrize("keep", ["memory", "cache", "auto"])
@@ -270,7 +270,7 @@ def test_auto_streams_large_tasks_and_caches_the_rest_of_a_large_stream(tmp_path
 def test_folders_of_one_name_and_time_have_different_caches(tmp_path, monkeypatch):
     """Copies that keep their times differ in nothing but where they lie; of BMP all have one
     size."""
-    found = []
+    result = []
     for version, value in (("v1", 0), ("v2", 255)):
         folder = tmp_path / version / "birds"
         for split in ("train", "val", "test"):
@@ -280,10 +280,10 @@ def test_folders_of_one_name_and_time_have_different_caches(tmp_path, monkeypatc
                 Image.new("L", (4, 4), value).save(file)
                 os.utime(file, ns=(1, 1))
         monkeypatch.chdir(folder.parent)
-        found.append(
-            kept(plan_task(Path("birds")), tmp_path / "cache", "cache").train.images.mean()
+        result.append(
+            make_cache(plan_task(Path("birds")), tmp_path / "cache", "cache").train.images.mean()
         )
-    assert found == [0, 255]
+    assert result == [0, 255]
 
 
 def test_a_manifest_over_two_roots_is_two_caches(tmp_path):
@@ -294,7 +294,7 @@ def test_a_manifest_over_two_roots_is_two_caches(tmp_path):
         for name in ("cat", "dog")
     ]
     (tmp_path / "list.csv").write_text("\n".join(["path,label,split", *rows]) + "\n")
-    found = []
+    result = []
     for version, value in (("v1", 0), ("v2", 255)):
         for row in rows:
             file = tmp_path / version / row.split(",")[0]
@@ -302,27 +302,27 @@ def test_a_manifest_over_two_roots_is_two_caches(tmp_path):
             Image.new("L", (4, 4), value).save(file)
             os.utime(file, ns=(1, 1))
         plan = plan_manifest(tmp_path / "list.csv", root=tmp_path / version)
-        found.append(kept(plan, tmp_path / "cache", "cache").train.images.mean())
-    assert found == [0, 255]
+        result.append(make_cache(plan, tmp_path / "cache", "cache").train.images.mean())
+    assert result == [0, 255]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"image_size": 8, "splits": {}}', b"[]"])
 def test_a_cache_whose_description_was_lost_is_corrupted(tmp_path, content):
     plan = plan_task(pictures(tmp_path / "pets"))
     root = tmp_path / "cache"
-    kept(plan, root, "cache")
+    make_cache(plan, root, "cache")
     (cache_place(plan, 8, root) / "cache.json").write_bytes(content)
     with pytest.raises(ValueError, match="is corrupted"):
-        kept(plan, root, "cache")
+        make_cache(plan, root, "cache")
 
 
 def test_an_empty_file_of_images_is_refused(tmp_path):
     plan = plan_task(pictures(tmp_path / "pets"))
     root = tmp_path / "cache"
-    kept(plan, root, "cache")
+    make_cache(plan, root, "cache")
     (cache_place(plan, 8, root) / "train.npy").write_bytes(b"")
     with pytest.raises(ValueError, match="is corrupted"):
-        kept(plan, root, "cache")
+        make_cache(plan, root, "cache")
 
 
 def test_ctrl_c_while_decoding_leaves_nothing_behind(tmp_path):
@@ -339,9 +339,11 @@ def test_ctrl_c_while_decoding_leaves_nothing_behind(tmp_path):
 def test_auto_keeps_a_small_stream_in_memory_and_a_large_one_on_the_disk(tmp_path, monkeypatch):
     plan = plan_task(pictures(tmp_path / "pets"))
     root = tmp_path / "cache"
-    assert not isinstance(kept(plan, root, "auto").train.images, np.memmap) and not root.exists()
+    assert (
+        not isinstance(make_cache(plan, root, "auto").train.images, np.memmap) and not root.exists()
+    )
     monkeypatch.setattr(load, "IN_MEMORY", 1000)
-    assert isinstance(kept(plan, root, "auto").train.images, np.memmap)
+    assert isinstance(make_cache(plan, root, "auto").train.images, np.memmap)
 
 
 def test_senseless_settings_are_refused():
@@ -362,7 +364,7 @@ def test_senseless_settings_are_refused():
 )
 def test_a_header_that_contradicts_the_data_is_refused(tmp_path, header):
     plan = plan_task(pictures(tmp_path / "pets"))
-    kept(plan, tmp_path / "cache", "cache")
+    make_cache(plan, tmp_path / "cache", "cache")
     place = cache_place(plan, 8, tmp_path / "cache")
     whole = (place / "train.npy").read_bytes()
     (place / "train.npy").write_bytes(
@@ -384,10 +386,10 @@ def test_any_other_json_is_a_corrupted_cache(tmp_path, meta):
 
 def test_a_cache_that_lacks_a_split_is_corrupted(tmp_path):
     plan = plan_task(pictures(tmp_path / "pets"))
-    kept(plan, tmp_path / "cache", "cache")
+    make_cache(plan, tmp_path / "cache", "cache")
     file = cache_place(plan, 8, tmp_path / "cache") / "cache.json"
     meta = json.loads(file.read_text())
     del meta["splits"]["val"]
     file.write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=r"is corrupted \(KeyError\('val'\)\); remove this folder"):
-        kept(plan, tmp_path / "cache", "cache")
+        make_cache(plan, tmp_path / "cache", "cache")

@@ -16,9 +16,9 @@ def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     return buffer.getvalue()
 
 
-def halves(mode: str, left, right, size=(8, 8)) -> Image.Image:
+def halves(mode: str, left_colour, right, size=(8, 8)) -> Image.Image:
     """Left half and right half of two values."""
-    image = Image.new(mode, size, left)
+    image = Image.new(mode, size, left_colour)
     image.paste(right, (size[0] // 2, 0, *size))
     return image
 
@@ -55,8 +55,8 @@ def test_a_transparent_palette_keeps_its_colours_without_warning(transparency):
 def test_avif_is_read():
     if not features.check("avif"):
         pytest.skip("this Pillow reads no AVIF")
-    left, right = corners(encode(halves("RGB", "white", "black"), "AVIF", quality=100))
-    assert min(left) > 240 and max(right) < 15
+    at_left, right = corners(encode(halves("RGB", "white", "black"), "AVIF", quality=100))
+    assert min(at_left) > 240 and max(right) < 15
 
 
 def test_heic_is_read_with_its_extra_and_reported_without(monkeypatch):
@@ -69,8 +69,8 @@ def test_heic_is_read_with_its_extra_and_reported_without(monkeypatch):
     monkeypatch.setattr(decode, "READS_HEIF", True)
     packed = io.BytesIO()
     pillow_heif.from_pillow(halves("RGB", "white", "black", (64, 64))).save(packed, quality=100)
-    left, right = corners(packed.getvalue())
-    assert min(left) > 240 and max(right) < 15
+    at_left, right = corners(packed.getvalue())
+    assert min(at_left) > 240 and max(right) < 15
 
 
 def test_one_bit_pixels_become_0_and_255():
@@ -106,10 +106,10 @@ def test_alpha_is_dropped_and_no_background_assumed():
 
 
 def test_cmyk_jpeg_has_the_right_colours():
-    left, right = corners(
+    at_left, right = corners(
         encode(halves("CMYK", (0, 255, 255, 0), (0, 0, 0, 255), (16, 16)), "JPEG", quality=100)
     )
-    np.testing.assert_allclose(left, (255, 0, 0), atol=3)
+    np.testing.assert_allclose(at_left, (255, 0, 0), atol=3)
     np.testing.assert_allclose(right, (0, 0, 0), atol=3)
 
 
@@ -157,8 +157,8 @@ def test_eight_orientations_decode_to_the_upright_image_in_every_format(kind):
     image = four_colours(96, 64)
     want = np.asarray(image.resize((16, 16), Image.Resampling.BICUBIC)).astype(int)
     for orientation in STORED:
-        found = decode_image(stored(image, orientation, kind, **options), 16)
-        assert abs(found - want).max() < 12 * bool(options) + 1, orientation
+        result = decode_image(stored(image, orientation, kind, **options), 16)
+        assert abs(result - want).max() < 12 * bool(options) + 1, orientation
 
 
 def test_sixteen_bit_grey_is_turned_too():
@@ -170,8 +170,8 @@ def test_sixteen_bit_grey_is_turned_too():
 
 def test_images_can_be_decoded_as_stored():
     turned = four_colours(16, 16).transpose(Image.Transpose.ROTATE_90)
-    found = decode_image(stored(four_colours(16, 16), 6), 16, upright=False)
-    np.testing.assert_array_equal(found, np.asarray(turned))
+    result = decode_image(stored(four_colours(16, 16), 6), 16, upright=False)
+    np.testing.assert_array_equal(result, np.asarray(turned))
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,10 @@ def test_an_image_with_corrupted_exif_is_decoded_as_stored(kind, exif):
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF"])
 def test_every_accepted_format_is_decoded(kind):
     options = {"lossless": True} if kind == "WEBP" else {}
-    left, right = corners(
+    at_left, right = corners(
         encode(halves("RGB", (255, 255, 255), (0, 0, 0), (16, 16)), kind, **options)
     )
-    assert min(left) > 250 and max(right) < 5
+    assert min(at_left) > 250 and max(right) < 5
 
 
 def test_the_size_is_square_bicubic_and_does_not_keep_the_aspect():

@@ -113,8 +113,8 @@ def test_folders_of_network_storage_are_left_out_with_a_note(tmp_path):
     for place in (write(tmp_path / "pets", files), write_zip(tmp_path / "pets.zip", files)):
         plan = plan_task(place)
         assert plan.counts == {"train": 5, "val": 2, "test": 3}
-        told = "hidden or system folders ignored: #recycle; .thumbnails; @eaDir (2); __MACOSX"
-        assert plan.ignored == (f"{place.name}: {told}",)
+        message = "hidden or system folders ignored: #recycle; .thumbnails; @eaDir (2); __MACOSX"
+        assert plan.ignored == (f"{place.name}: {message}",)
 
 
 def test_suffixes_count_in_either_case_and_other_files_are_left_out(tmp_path):

@@ -34,9 +34,9 @@ def table(rows, labels=None, *, image="image", label="label", more=(), broken=()
     ]
     features = dict.fromkeys((image, *more), datasets.Image())
     features |= {label: datasets.ClassLabel(names=["cat", "dog"]), "id": datasets.Value("int64")}
-    found = dict.fromkeys((image, *more), images) | {"id": list(rows)}
-    found[label] = [row % 2 for row in rows] if labels is None else labels
-    return datasets.Dataset.from_dict(found, features=datasets.Features(features))
+    result = dict.fromkeys((image, *more), images) | {"id": list(rows)}
+    result[label] = [row % 2 for row in rows] if labels is None else labels
+    return datasets.Dataset.from_dict(result, features=datasets.Features(features))
 
 
 @pytest.fixture
@@ -88,11 +88,13 @@ def test_photos_of_a_saved_data_set_are_turned(saved):
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
     )
-    found = {
+    result = {
         "image": [{"bytes": data, "path": None} for data in rows],
         "label": [row % 2 for row in range(40)],
     }
-    (plan,) = plan_source(str(saved(train=datasets.Dataset.from_dict(found, features=features))))[1]
+    (plan,) = plan_source(str(saved(train=datasets.Dataset.from_dict(result, features=features))))[
+        1
+    ]
     task, plain = load_tasks([plan.turned(True), plan], 6, ImagesConfig("memory"))
     for name, split in task.splits.items():
         want = PIXELS[[int(key.partition("/")[2]) for key in plan.splits[name].files.keys]]

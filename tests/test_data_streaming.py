@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import small
-from test_data_cache import kept, pictures
+from test_data_cache import make_cache, pictures
 
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import SupernetFit, constant_draws, fit
@@ -31,8 +31,8 @@ ORDER = [np.array(rows) for rows in ([3, 1, 11, 0], [5, 5, 2, 10], [9, 8, 7, 6],
 
 
 def test_a_stream_behaves_like_an_array(plan):
-    memory = kept(plan, None, "memory").train.images
-    stream = kept(plan, None, "stream").train.images
+    memory = make_cache(plan, None, "memory").train.images
+    stream = make_cache(plan, None, "stream").train.images
     assert (
         stream.shape == memory.shape and stream.dtype == memory.dtype and len(stream) == len(memory)
     )
@@ -43,16 +43,16 @@ def test_a_stream_behaves_like_an_array(plan):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_images_are_streamed_in_the_requested_order(plan, workers):
-    memory = kept(plan, None, "memory").train.images
-    stream = kept(plan, None, "stream", workers=workers).train.images
-    found = list(in_turn(stream, ORDER))
-    assert len(found) == len(ORDER)
-    for images, rows in zip(found, ORDER, strict=True):
+    memory = make_cache(plan, None, "memory").train.images
+    stream = make_cache(plan, None, "stream", workers=workers).train.images
+    result = list(in_turn(stream, ORDER))
+    assert len(result) == len(ORDER)
+    for images, rows in zip(result, ORDER, strict=True):
         np.testing.assert_array_equal(images, memory[rows])
 
 
 def test_a_stream_resumes_exactly_where_it_was(plan):
-    stream = kept(plan, None, "stream").train.images
+    stream = make_cache(plan, None, "stream").train.images
     unbroken = list(stream.follow(ORDER))
     iterator = stream.follow(ORDER)
     first = [next(iterator), next(iterator)]
@@ -67,7 +67,7 @@ def test_a_stream_resumes_exactly_where_it_was(plan):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_image_that_breaks_later_is_named(tmp_path, workers):
     plan = plan_task(pictures(tmp_path / "pets"))
-    stream = kept(plan, None, "stream", workers=workers).train.images
+    stream = make_cache(plan, None, "stream", workers=workers).train.images
     (tmp_path / "pets" / plan.train.files.key(2)).write_bytes(b"broken")
     with pytest.raises(ValueError, match=plan.train.files.key(2)):
         list(stream.follow(ORDER))
@@ -75,7 +75,7 @@ def test_a_image_that_breaks_later_is_named(tmp_path, workers):
 
 def test_streams_have_fingerprints_that_tell_other_files_apart(tmp_path):
     plans = [plan_task(pictures(tmp_path / name / "pets")) for name in ("a", "b")]
-    prints = [fingerprint(kept(plan, None, "stream")) for plan in (*plans, plans[0])]
+    prints = [fingerprint(make_cache(plan, None, "stream")) for plan in (*plans, plans[0])]
     assert prints[0] == prints[2] != prints[1]
 
 
@@ -83,7 +83,7 @@ def test_a_zip_streams_as_its_folder_does(tmp_path):
     folder = pictures(tmp_path / "pets")
     shutil.make_archive(str(tmp_path / "zips" / "pets"), "zip", folder)
     (zipped,) = load_tasks(plan_stream(tmp_path / "zips"), 8, ImagesConfig("stream", workers=1))
-    memory = kept(plan_task(folder), None, "memory")
+    memory = make_cache(plan_task(folder), None, "memory")
     assert zipped.split_sha256 == memory.split_sha256
     for images, rows in zip(in_turn(zipped.train.images, ORDER), ORDER, strict=True):
         np.testing.assert_array_equal(images, memory.train.images[rows])
@@ -92,7 +92,7 @@ def test_a_zip_streams_as_its_folder_does(tmp_path):
 def test_a_zip_that_is_replaced_is_noticed(tmp_path):
     folder, other = pictures(tmp_path / "pets"), pictures(tmp_path / "other" / "pets", per_class=7)
     zipped = Path(shutil.make_archive(str(tmp_path / "zips" / "pets"), "zip", folder))
-    stream = kept(plan_task(zipped), None, "stream").train.images
+    stream = make_cache(plan_task(zipped), None, "stream").train.images
     shutil.make_archive(str(tmp_path / "zips" / "pets"), "zip", other)
     with pytest.raises(ValueError, match="the zip has changed"):
         stream[:]
@@ -103,7 +103,7 @@ def test_training_on_streamed_images_is_training_on_the_same_images(plan):
     executor = Stages(small.backbone(), "mlp_down")
 
     def losses(keep):
-        task = kept(plan, None, keep)
+        task = make_cache(plan, None, keep)
         net = Supernet(jax.random.key(1), dense_experts(executor.base_pool), 2, small.QUICK.ops)
         return fit(
             executor,

@@ -157,6 +157,6 @@ def test_to_extend_a_tenth_is_cut_for_validation_and_nothing_for_test(sizes, num
     ] == given
     assert set(members["train"].values()) == set(range(len(sizes)))
     assert set(members["val"].values()) == {label for label, size in enumerate(sizes) if size > 1}
-    own = {"train": dict(given), "val": {"v": 0}, "test": {"t": 0}}
-    cut_for_extension(own, 0)
-    assert own == {"train": given, "val": {"v": 0}, "test": {"t": 0}}
+    groups = {"train": dict(given), "val": {"v": 0}, "test": {"t": 0}}
+    cut_for_extension(groups, 0)
+    assert groups == {"train": given, "val": {"v": 0}, "test": {"t": 0}}

@@ -30,30 +30,30 @@ CONFIG = DikiConfig(length=2, layers=(1, 3), fit=FitConfig(2, 1e-2), batch_size=
 
 
 @pytest.fixture(scope="module")
-def begun():
+def untrained():
     return learner(Diki, CONFIG)
 
 
 @pytest.mark.full
-def test_diki_learns_saves_opens_and_answers_per_image(begun, tmp_path):
-    check_method(begun, tmp_path)
+def test_diki_learns_saves_opens_and_answers_per_image(untrained, tmp_path):
+    check_method(untrained, tmp_path)
 
 
 @pytest.mark.full
-def test_a_task_starts_exactly_at_the_plain_network(begun):
+def test_a_task_starts_exactly_at_the_plain_network(untrained):
     vit = small.backbone()
     images = jnp.asarray(small.task("any", 0).test.images[:4])
     prompts = {
         name: jnp.broadcast_to(values, (4, *values.shape))
-        for name, values in begun.begin_prompts(jax.random.key(0)).items()
+        for name, values in untrained.begin_prompts(jax.random.key(0)).items()
     }
     assert not prompts["values"].any() and 0.9 < float(jnp.abs(prompts["keys"]).max()) <= 1.0
-    tokens = begun.enter(vit, images)
+    tokens = untrained.enter(vit, images)
     np.testing.assert_array_equal(
-        begun.prompted(vit, tokens, prompts),
+        untrained.prompted(vit, tokens, prompts),
         vit.features(vit.run_blocks(tokens, begin=1)),
     )
-    np.testing.assert_allclose(begun.prompted(vit, tokens, prompts), vit(images), atol=1e-5)
+    np.testing.assert_allclose(untrained.prompted(vit, tokens, prompts), vit(images), atol=1e-5)
 
 
 @pytest.mark.full
@@ -92,8 +92,8 @@ def test_prefixes_have_a_separate_softmax_in_numpy():
         )
         expected.append(norm(vit.norm, (z + linear(block.down, up))[0]))
     prompts = {"keys": jnp.asarray(keys, jnp.float32), "values": jnp.asarray(values, jnp.float32)}
-    found = method.prompted(vit, jnp.asarray(x, jnp.float32), prompts)
-    np.testing.assert_allclose(found, np.stack(expected), atol=1e-4)
+    result = method.prompted(vit, jnp.asarray(x, jnp.float32), prompts)
+    np.testing.assert_allclose(result, np.stack(expected), atol=1e-4)
 
 
 def test_log_densities_are_scipys():
@@ -121,20 +121,20 @@ def test_shrinkage_moves_a_covariance_to_a_multiple_of_the_identity():
     )
     # twelve images in sixteen dimensions: unseen images of the same kind look far less strange
     rng = np.random.default_rng(0)
-    seen, unseen = (
+    training, unseen = (
         rng.normal(1, 1, (12, 16)).astype(np.float32),
         rng.normal(1, 1, (12, 16)).astype(np.float32),
     )
-    plain, shrunk = fit_gaussian(seen), fit_gaussian(seen, 0.5)
+    plain, shrunk = fit_gaussian(training), fit_gaussian(training, 0.5)
     assert log_density(unseen, plain).max() < -1e3 < log_density(unseen, shrunk).min()
-    one = fit_gaussian(seen[:1])
+    one = fit_gaussian(training[:1])
     np.testing.assert_allclose(one.factor, np.sqrt(1e-7) * np.eye(16))
 
 
 @pytest.mark.full
-def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(begun):
+def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(untrained):
     def learned(order, budget):
-        method: Any = fresh(begun)
+        method: Any = fresh(untrained)
         method.executor.budget = budget
         reports = {
             f"task{index}": method.learn(small.task(f"task{index}", index), Session())
@@ -142,13 +142,13 @@ def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(begun
         }
         return dict(zip(method.classes.names, method.tasks, strict=True)), reports, method
 
-    before = begun.executor.budget
+    before = untrained.executor.budget
     try:
         forwards, reports, method = learned([0, 1], before)
         backwards, _, _ = learned([1, 0], before)
         from_images, images_reports, _ = learned([1, 0], 40 * 5 * 16 * 4 - 1)
     finally:
-        begun.executor.budget = before
+        untrained.executor.budget = before
     for name, task in forwards.items():
         for part in ("keys", "values"):
             np.testing.assert_array_equal(task.prompts[part], backwards[name].prompts[part])
@@ -164,32 +164,32 @@ def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(begun
         assert reports[name]["params_learned"] == 128 + 51
         assert reports[name]["params_stored"] == 128 + 51 + 16 + 136
     features = method.features(small.task("task1", 1).train.images)
-    found = gaussian_of(method.tasks[1])
+    result = gaussian_of(method.tasks[1])
     expected = fit_gaussian(features)
-    np.testing.assert_array_equal(found.factor, expected.factor)
+    np.testing.assert_array_equal(result.factor, expected.factor)
 
 
 @pytest.mark.parametrize("backbone, printed", [("vit_base", 42.4), ("deit_tiny", 2.8)])
 def test_a_fused_pass_and_three_blocks_with_explicit_attention_are_near_the_papers_flops(
-    backbone, printed, begun
+    backbone, printed, untrained
 ):
-    method: Any = fresh(begun)
+    method: Any = fresh(untrained)
     method.vit = vit = config_of(backbone)
     method.config = DikiConfig()
     method.layers = layers_of("last3", 12)
     method.classes.add("headless", ())
-    found = method.costs()
-    assert round(found["flops_as_printed"] / 1e9, 1) == printed  # the paper prints 42.5 and 2.8
+    result = method.costs()
+    assert round(result["flops_as_printed"] / 1e9, 1) == printed  # the paper prints 42.5 and 2.8
     # all attention counted, the routing pass's too, is more
     attention = backbone_flops(vit, count_attention=True) - backbone_flops(vit)
-    assert found["flops_explicit"] - found["flops_as_printed"] == attention
+    assert result["flops_explicit"] - result["flops_as_printed"] == attention
     # as is the official first eight blocks: two passes but for the patch embedding
     method.layers = layers_of("first8", 12)
     twice = 2 * backbone_flops(vit) - 2 * 196 * 768 * vit.width
     assert method.costs()["flops_method"] == twice
 
 
-def test_impossible_settings_are_refused_and_thin_covariances_reported(begun):
+def test_impossible_settings_are_refused_and_thin_covariances_reported(untrained):
     with pytest.raises(ValueError, match="length is 0"):
         dataclasses.replace(CONFIG, length=0)
     with pytest.raises(ValueError, match=r"cov_shrinkage is 2; expected a share in \[0, 1\]"):
@@ -201,7 +201,7 @@ def test_impossible_settings_are_refused_and_thin_covariances_reported(begun):
         learner(Diki, CONFIG, router_features=other)
     assert layers_of("last3", 4) == (1, 2, 3) and layers_of("first8", 12) == tuple(range(8))
     tasks = [small.task("small", 0, num=16), small.task("large", 1)]
-    assert [note.split(": ")[-1] for note in begun.check(tasks)] == ["small"]
-    shrunk: Any = fresh(begun)
+    assert [note.split(": ")[-1] for note in untrained.check(tasks)] == ["small"]
+    shrunk: Any = fresh(untrained)
     shrunk.config = dataclasses.replace(CONFIG, cov_shrinkage=0.1)
     assert shrunk.check(tasks) == []

@@ -52,8 +52,8 @@ def commands_in(text: str) -> Iterator[list[str]]:
     for code in CODE.findall(text):
         for line in code.strip("`").replace("\\\n", " ").splitlines():
             for command in line.split("|"):
-                if found := re.match(r"\s*(?:\$ )?cheem ([^#]*)", command):
-                    yield shlex.split(found[1])
+                if result := re.match(r"\s*(?:\$ )?cheem ([^#]*)", command):
+                    yield shlex.split(result[1])
 
 
 def unknown_in(words: list[str]) -> str | None:
@@ -62,13 +62,13 @@ def unknown_in(words: list[str]) -> str | None:
     if name is None:
         return None if words[:1] in ([], ["--help"], ["data"]) else f"cheem {words[0]}"
     settings, _ = COMMANDS[name].load()
-    known = {field.name.replace("_", "-") for field in dataclasses.fields(settings)} | {"help"}
+    accepted = {field.name.replace("_", "-") for field in dataclasses.fields(settings)} | {"help"}
     options = [
         word.removeprefix("--").split("=")[0].split(".")[0]
         for word in words
         if word.startswith("--")
     ]
-    return next((f"cheem {name} --{option}" for option in options if option not in known), None)
+    return next((f"cheem {name} --{option}" for option in options if option not in accepted), None)
 
 
 def resolves(name: str) -> bool:
@@ -76,13 +76,13 @@ def resolves(name: str) -> bool:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:end]))
+            result = importlib.import_module(".".join(parts[:end]))
         except ModuleNotFoundError:
             continue
         for part in parts[end:]:
-            if not hasattr(found, part):
+            if not hasattr(result, part):
                 return False
-            found = getattr(found, part)
+            result = getattr(result, part)
         return True
     return False
 
@@ -191,12 +191,14 @@ def test_every_drawing_has_a_page():
 def test_the_worked_sampling_example_equals_the_code():
     text = (DOCS / "concepts" / "sampling.md").read_text()
     rows = re.findall(r"^\|.*\| ((?:Reuse|Adapt) \d|New|Skip) \| (0\.\d+) \|$", text, re.MULTILINE)
-    told = {candidate: float(probability) for candidate, probability in rows}
+    stated = {candidate: float(probability) for candidate, probability in rows}
     [table] = hee.exploit_table(np.array([[0.6], [-0.2]]), [[0], [1]], [2])
     order = ("Reuse 0", "Reuse 1", "Adapt 0", "Adapt 1", "New", "Skip")
-    assert told == {name: round(float(value), 3) for name, value in zip(order, table, strict=False)}
-    drawn = (DOCS / "drawings" / "sampling.svg").read_text()
-    assert all(f">{value:.3f}<" in drawn for value in told.values())
+    assert stated == {
+        name: round(float(value), 3) for name, value in zip(order, table, strict=False)
+    }
+    drawing = (DOCS / "drawings" / "sampling.svg").read_text()
+    assert all(f">{value:.3f}<" in drawing for value in stated.values())
     psi, aux = hee.first_level(np.array([0.6, -0.2]))
     assert [f"{value:.3f}" for value in (*psi, aux)] == re.findall(
         r"^\| (?:base|cars|Aux) \| (0\.\d+)", text, re.MULTILINE
@@ -208,17 +210,17 @@ def figures_of(record: dict) -> list[float]:
     in its notes."""
     if "cells" in record:  # of an accelerator: every number of every cell
         return numbers_in([record["cells"], record["before"]])
-    found = []
+    result = []
     for row in record["rows"]:
-        found += [
+        result += [
             *row["seconds"].values(),
             row["reached"],
             row["goal"],
             row["ceiling"],
             row.get("share"),
         ]
-        found += re.findall(r"\d+(?:\.\d+)?", row["note"].replace(",", ""))
-    return [float(value) for value in found if value is not None]
+        result += re.findall(r"\d+(?:\.\d+)?", row["note"].replace(",", ""))
+    return [float(value) for value in result if value is not None]
 
 
 def numbers_in(values) -> list[float]:
@@ -241,7 +243,7 @@ def test_the_figures_of_the_benchmarks_are_those_of_their_records():
             head = cells
         if (record := records.get(cells[-1].strip("`"))) is None:
             continue
-        known = figures_of(record)
+        figures = figures_of(record)
         described = (
             2 if "time" in head else 1
         )  # the other cells have figures: times, ratios and goals
@@ -250,7 +252,7 @@ def test_the_figures_of_the_benchmarks_are_those_of_their_records():
         ):
             decimals = len(number.partition(".")[2])
             printed = {
-                f"{scale * value:.{decimals}f}" for value in known for scale in (1, 100, 1000)
+                f"{scale * value:.{decimals}f}" for value in figures for scale in (1, 100, 1000)
             }  # as is, %, ms
             checked += 1
             if number.replace(",", "") not in printed:
@@ -279,7 +281,7 @@ def test_the_bytes_that_a_task_leaves_are_those_of_its_arrays():
         if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 4
     }
 
-    def told(num: int) -> str:
+    def percent(num: int) -> str:
         kilobytes = 4 * num / 1000
         return (
             f"{kilobytes / 1000:.1f} MB"
@@ -299,5 +301,5 @@ def test_the_bytes_that_a_task_leaves_are_those_of_its_arrays():
             "centroids, K = 5": 5 * vit.width,
         }
         assert {part: rows[part][column] for part in sizes} == {
-            part: told(num) for part, num in sizes.items()
+            part: percent(num) for part, num in sizes.items()
         }

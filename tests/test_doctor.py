@@ -65,14 +65,14 @@ def test_a_sound_installation_computes_and_names_its_caches(tmp_path):
         XDG_CACHE_HOME=str(tmp_path / "c"),
         JAX_COMPILATION_CACHE_DIR="",
     )
-    found = json.loads(done.stdout)
-    assert done.returncode == 0 and found["works"] is True, done.stdout + done.stderr
-    assert {"python", "cheem_jax", *PACKAGES} <= {name.lower() for name in found["versions"]}
-    assert found["devices"]["platform"] == "cpu" and found["devices"]["count"] >= 1
-    assert found["vit_micro"]["seconds"] > 0
-    assert found["compiled functions"]["folder"].startswith(str(tmp_path / "c"))
-    assert found["caches"]["decoded images"] == str(tmp_path / "c" / "cheem_jax" / "images")
-    assert found["extras"]["tensorboard"] == "installed"
+    result = json.loads(done.stdout)
+    assert done.returncode == 0 and result["works"] is True, done.stdout + done.stderr
+    assert {"python", "cheem_jax", *PACKAGES} <= {name.lower() for name in result["versions"]}
+    assert result["devices"]["platform"] == "cpu" and result["devices"]["count"] >= 1
+    assert result["vit_micro"]["seconds"] > 0
+    assert result["compiled functions"]["folder"].startswith(str(tmp_path / "c"))
+    assert result["caches"]["decoded images"] == str(tmp_path / "c" / "cheem_jax" / "images")
+    assert result["extras"]["tensorboard"] == "installed"
 
 
 def test_without_a_home_folder_a_note_says_so(monkeypatch, sound, capsys):
@@ -128,9 +128,9 @@ def test_a_gpu_that_jax_does_not_use_is_reported_with_the_extra(installed, sound
         "cheem_jax", "Provides-Extra: cuda12", "Requires-Dist: jax[cuda12] ; extra == 'cuda12'"
     )
     installed("jax", "Provides-Extra: cuda12", "Requires-Dist: a-plugin ; extra == 'cuda12'")
-    found, (note,) = doctor.look(doctor.Doctor())
-    assert found["gpus"]["nvidia-smi 0"] == "NVIDIA H200, 143771 MiB, 570.1"
-    assert found["extras"]["cuda12"] == "missing: a-plugin; pip install 'cheem_jax[cuda12]'"
+    result, (note,) = doctor.look(doctor.Doctor())
+    assert result["gpus"]["nvidia-smi 0"] == "NVIDIA H200, 143771 MiB, 570.1"
+    assert result["extras"]["cuda12"] == "missing: a-plugin; pip install 'cheem_jax[cuda12]'"
     assert note == (
         "JAX does not use NVIDIA H200, 143771 MiB, 570.1",
         "pip install 'cheem_jax[cuda12]'",
@@ -173,12 +173,12 @@ def test_a_missing_package_is_a_problem_and_an_old_one_a_note(installed, sound, 
         "Requires-Dist: no-such-extra; extra == 'more'",
     )
     assert doctor.examine(doctor.Doctor(json=True)) == 1
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     assert (
-        found["versions"]["no-such-package"] is None and "only-elsewhere" not in found["versions"]
+        result["versions"]["no-such-package"] is None and "only-elsewhere" not in result["versions"]
     )
-    assert found["extras"] == {"more": "missing: no-such-extra; pip install 'cheem_jax[more]'"}
-    missing, old = found["problems"][:2]
+    assert result["extras"] == {"more": "missing: no-such-extra; pip install 'cheem_jax[more]'"}
+    missing, old = result["problems"][:2]
     assert missing == {
         "what": "no-such-package is missing",
         "way_out": "pip install 'no-such-package>=2'",

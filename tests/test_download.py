@@ -146,12 +146,12 @@ def interrupted(server: Server, file: Path) -> None:
 
 def test_a_plain_download_leaves_the_file_alone_and_reports_its_bytes(server, tmp_path):
     file = tmp_path / "sub" / "images.zip"
-    seen = []
-    download(server.url, file, SHA256.upper(), on_progress=seen.append)
+    progress = []
+    download(server.url, file, SHA256.upper(), on_progress=progress.append)
     assert (
         file.read_bytes() == BODY
         and names(file.parent) == ["images.zip"]
-        and sum(seen) == len(BODY)
+        and sum(progress) == len(BODY)
     )
     download(server.url, tmp_path / "b.zip", f"md5:{MD5}")
     assert server.requested == [None, None]
@@ -159,29 +159,29 @@ def test_a_plain_download_leaves_the_file_alone_and_reports_its_bytes(server, tm
 
 def test_a_body_without_a_length_ends_with_the_connection(server, tmp_path):
     server.sized = False
-    seen = []
-    download(server.url, tmp_path / "a.zip", SHA256, on_progress=seen.append)
-    assert (tmp_path / "a.zip").read_bytes() == BODY and sum(seen) == len(BODY)
+    progress = []
+    download(server.url, tmp_path / "a.zip", SHA256, on_progress=progress.append)
+    assert (tmp_path / "a.zip").read_bytes() == BODY and sum(progress) == len(BODY)
 
 
 def test_a_cut_connection_is_resumed_where_it_broke(server, tmp_path):
-    server.faults, seen = [cut_after(CUT), cut_after(2 * CUT)], []
-    download(server.url, tmp_path / "a.zip", SHA256, on_progress=seen.append)
-    assert server.requested == [None, f"bytes={CUT}-", f"bytes={2 * CUT}-"] and sum(seen) == len(
-        BODY
-    )
+    server.faults, progress = [cut_after(CUT), cut_after(2 * CUT)], []
+    download(server.url, tmp_path / "a.zip", SHA256, on_progress=progress.append)
+    assert server.requested == [None, f"bytes={CUT}-", f"bytes={2 * CUT}-"] and sum(
+        progress
+    ) == len(BODY)
 
 
 def test_a_later_call_resumes_an_interrupted_download(server, tmp_path):
     file = tmp_path / "a.zip"
-    seen = []
+    progress = []
     interrupted(server, file)
     assert names(tmp_path) == ["a.zip.part"]
-    download(server.url, file, SHA256, on_progress=seen.append)
+    download(server.url, file, SHA256, on_progress=progress.append)
     assert (
         server.requested == [f"bytes={CUT}-"]
         and file.read_bytes() == BODY
-        and sum(seen) == len(BODY)
+        and sum(progress) == len(BODY)
     )
     assert names(tmp_path) == ["a.zip"]
 
@@ -212,9 +212,9 @@ def test_retries_count_failures_without_headway(server, tmp_path, monkeypatch):
 def test_a_server_that_ignores_ranges_sends_all_again(server, tmp_path):
     server.ranges = False
     server.faults = [cut_after(CUT)]
-    seen = []
-    download(server.url, tmp_path / "a.zip", SHA256, on_progress=seen.append)
-    assert server.requested == [None, f"bytes={CUT}-"] and sum(seen) == len(BODY)
+    progress = []
+    download(server.url, tmp_path / "a.zip", SHA256, on_progress=progress.append)
+    assert server.requested == [None, f"bytes={CUT}-"] and sum(progress) == len(BODY)
 
 
 def test_a_mixture_of_two_versions_is_reported_and_the_next_call_starts_again(server, tmp_path):

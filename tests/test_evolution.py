@@ -72,17 +72,22 @@ def test_a_search_that_resumes_ends_as_one_that_was_not_stopped(generations):
     config = SearchConfig(population=12, generations=5, num_parents=3)
     key = jax.random.key(4)
     winner, scored = search(key, toy_score, no_cost, config=config, **SPACE)
-    kept = []
+    populations = []
     part = dataclasses.replace(config, generations=generations)
-    search(key, toy_score, no_cost, config=part, on_generation=kept.append, **SPACE)
-    assert kept[-1].generations == generations and len(kept[-1].scored.genomes) == 12 * generations
+    search(key, toy_score, no_cost, config=part, on_generation=populations.append, **SPACE)
+    assert (
+        populations[-1].generations == generations
+        and len(populations[-1].scored.genomes) == 12 * generations
+    )
     calls = []
 
     def counted(genomes):
         calls.append(len(genomes))
         return toy_score(genomes)
 
-    again, all_scored = search(key, counted, no_cost, config=config, earlier=kept[-1], **SPACE)
+    again, all_scored = search(
+        key, counted, no_cost, config=config, earlier=populations[-1], **SPACE
+    )
     np.testing.assert_array_equal(again, winner)
     chex.assert_trees_all_equal(all_scored, scored)
     assert sum(calls) == 12 * (5 - generations)
@@ -173,7 +178,7 @@ def test_senseless_settings_are_refused_by_name(settings):
 def test_the_first_generation_is_scored_in_the_order_sampled():
     config = SearchConfig(population=12, generations=1)
     first_key = key_at(jax.random.key(3), 0)
-    drawn = hee.sample_mixed(key_at(first_key, 0), UNIFORM, UNIFORM, config.epsilon, num=120)
+    samples = hee.sample_mixed(key_at(first_key, 0), UNIFORM, UNIFORM, config.epsilon, num=120)
     _, scored = search(jax.random.key(3), toy_score, no_cost, config=config, **SPACE)
-    unseen = list(dict.fromkeys(tuple(genome) for genome in np.asarray(drawn).tolist()))
+    unseen = list(dict.fromkeys(tuple(genome) for genome in np.asarray(samples).tolist()))
     assert [tuple(genome) for genome in scored.genomes.tolist()] == unseen[:12]

@@ -28,7 +28,7 @@ CONFIG = EwcConfig(
 
 
 @functools.cache
-def begun() -> Ewc:
+def untrained() -> Ewc:
     ewc = learner(Ewc, CONFIG)
     ewc.chunk = 16  # so that the last one is padded
     return ewc
@@ -36,7 +36,7 @@ def begun() -> Ewc:
 
 def ewc_with(**changed) -> Ewc:
     """Other settings with the same compiled programs."""
-    ewc = fresh(begun())
+    ewc = fresh(untrained())
     ewc.config = dataclasses.replace(CONFIG, **changed)
     ewc.penalty = ewc.config.penalties[0] if len(ewc.config.penalties) == 1 else None
     return ewc
@@ -44,7 +44,7 @@ def ewc_with(**changed) -> Ewc:
 
 @pytest.mark.full
 def test_ewc_learns_saves_opens_and_answers_per_image(tmp_path):
-    check_method(begun(), tmp_path)
+    check_method(untrained(), tmp_path)
 
 
 def logistic(weight, x, y):
@@ -74,7 +74,7 @@ def test_the_fisher_information_of_logistic_regression_is_the_analytic_one():
 @functools.cache
 def spelled_out():
     """Log-probabilities of one image, and the gradient of one of them."""
-    vit_of = begun().executor.vit_of
+    vit_of = untrained().executor.vit_of
 
     def log_probabilities(leaves, head, image):
         features = vit_of(leaves)(image[None])
@@ -88,7 +88,7 @@ def spelled_out():
 
 @pytest.mark.full
 def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images():
-    ewc = fresh(begun())
+    ewc = fresh(untrained())
     task = small.task("colours", 0)
     leaves, head = ewc.fitter.begin(ewc.start(task)).learned
     fisher = ewc.add_fisher(ewc.state.fisher, (leaves, head), task, unwatched)
@@ -108,9 +108,9 @@ def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images():
         gradient(leaves, head, image, label)
         for image, label in zip(task.train.images, labels, strict=True)
     ]
-    for leaf, own in zip(fisher, zip(*images, strict=True), strict=True):
-        own = np.stack(own).astype(np.float64)
-        expected = (own**2).mean(axis=0)
+    for leaf, gradients in zip(fisher, zip(*images, strict=True), strict=True):
+        gradients = np.stack(gradients).astype(np.float64)
+        expected = (gradients**2).mean(axis=0)
         np.testing.assert_allclose(leaf, expected, rtol=2e-3, atol=2e-5 * expected.max() + 1e-12)
 
 
@@ -155,8 +155,8 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_resumes(tmp_
     for task in tasks:
         alone.learn(task, Session())
     for index, task in enumerate(tasks):
-        found = alone.predict(task.val.images)
-        right.append(((found.tasks == index) & (found.classes == task.val.labels)).mean())
+        result = alone.predict(task.val.images)
+        right.append(((result.tasks == index) & (result.classes == task.val.labels)).mean())
     assert accuracies["100.0"] == pytest.approx(np.mean(right), abs=1e-9)
 
     # training takes 6 steps, the Fisher information 3 chunks, each penalty 2 x (6 + 3)
@@ -164,9 +164,9 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_resumes(tmp_
     watched = Watched(until=9 + 18 + 3)
     with pytest.raises(Interrupted):
         stopped.learn(tasks[0], watched)
-    assert np.isnan(watched.left.arrays["tried"]).tolist() == [False, True, True]
+    assert np.isnan(watched.checkpoint.arrays["tried"]).tolist() == [False, True, True]
     again = fresh(searching)
-    counted = Watched(saved=watched.left)
+    counted = Watched(saved=watched.checkpoint)
     assert again.learn(tasks[0], counted)["penalty_accuracies"] == accuracies
     assert counted.reports == 3 + 2 * 18
     again.save(tmp_path)
@@ -177,7 +177,7 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_resumes(tmp_
 
 @pytest.mark.full
 def test_costs_are_those_of_one_plain_forward_pass():
-    ewc = fresh(begun())
+    ewc = fresh(untrained())
     report = ewc.learn(small.task("colours", 0), Session())
     vit = ewc.executor.config
     assert report["flops_method"] == flops.backbone_flops(vit)

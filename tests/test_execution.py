@@ -119,7 +119,7 @@ def test_mean_tokens_of_the_base_equal_a_plain_average():
     images = np.concatenate([IMAGES, IMAGES[:5]])  # the last batch is padded
     networks = [network, [*network[:2], Dense(-1, None), network[3]]]
     feed = HostImages(stages, images)
-    found = token_means(
+    result = token_means(
         stages, networks, feed, len(images), batch_size=16, advance=lambda num, note="": None
     )
 
@@ -133,9 +133,9 @@ def test_mean_tokens_of_the_base_equal_a_plain_average():
         return tokens, VIT.features(x)
 
     tokens, features = components(images)
-    np.testing.assert_allclose(found.means[0], [t.mean(axis=0) for t in tokens], atol=1e-5)
-    np.testing.assert_allclose(found.features, features, atol=1e-5)
-    assert not found.means[1, 2].any() and found.means[1, 3].any()
+    np.testing.assert_allclose(result.means[0], [t.mean(axis=0) for t in tokens], atol=1e-5)
+    np.testing.assert_allclose(result.features, features, atol=1e-5)
+    assert not result.means[1, 2].any() and result.means[1, 3].any()
 
 
 def test_the_block_output_can_be_the_token():
@@ -171,7 +171,7 @@ def test_padding_of_the_head_never_wins():
 
 def test_batches_cover_every_row_once_and_mask_the_padding():
     order = np.arange(10)[::-1]
-    found = list(batches(order, 4))
-    assert [b.size for b in found] == [4, 4, 2]
-    assert [int(b.mask.sum()) for b in found] == [4, 4, 2]
-    np.testing.assert_array_equal(np.concatenate([b.rows[: b.size] for b in found]), order)
+    result = list(batches(order, 4))
+    assert [b.size for b in result] == [4, 4, 2]
+    assert [int(b.mask.sum()) for b in result] == [4, 4, 2]
+    np.testing.assert_array_equal(np.concatenate([b.rows[: b.size] for b in result]), order)

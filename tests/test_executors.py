@@ -89,17 +89,17 @@ def gradients(one: Executor, supernet: Supernet, state: SupernetState, architect
     """A step's loss, its gradients by block, and the head's."""
     learners = supernet.with_learners(state, [architecture]).learners
     setup = supernet.setup._replace(update=kept_gradients)
-    found = one.train(learners, state.head, [architecture], [[data]], rates=[0.0], setup=setup)
+    result = one.train(learners, state.head, [architecture], [[data]], rates=[0.0], setup=setup)
     learned = [
         block for block, choice in enumerate(architecture) if choice.kind in ("adapt", "new")
     ]
-    own = {block: found.learners[block, architecture[block]].params for block in learned}
-    return found.losses[0], own, found.head.params
+    params = {block: result.learners[block, architecture[block]].params for block in learned}
+    return result.losses[0], params, result.head.params
 
 
-def close(found, wanted, tolerance=1e-5):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def close(result, wanted, tolerance=1e-5):
+    assert jax.tree.structure(result) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(wanted), strict=True):
         # what nearly cancels keeps the rounding of its terms, which are up to 1
         assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(
             float(np.abs(b).max()), 1e-2
@@ -140,11 +140,11 @@ def reference(head, ops, placement, vit=VIT):
     learned = {block: learned_of(op) for block, op in enumerate(ops) if learned_of(op) is not None}
 
     def loss(learned, head):
-        own = [
+        classes = [
             with_learned(op, learned[block]) if block in learned else op
             for block, op in enumerate(ops)
         ]
-        logits = masked_logits(head, vit(jnp.asarray(IMAGES), own, placement=placement), 3)
+        logits = masked_logits(head, vit(jnp.asarray(IMAGES), classes, placement=placement), 3)
         return (optax.softmax_cross_entropy_with_integer_labels(logits, LABELS) * WEIGHTS).sum()
 
     value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(learned, head)
@@ -173,7 +173,7 @@ def test_loss_and_gradients_of_all_executors_equal_the_plain_modules(placement, 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "own",
+    "other",
     [
         {"rotary": 100.0, "gated": True, "activation": "silu", "num_registers": 2},
         {"pool": "attention", "activation": "gelu_tanh"},
@@ -181,8 +181,8 @@ def test_loss_and_gradients_of_all_executors_equal_the_plain_modules(placement, 
     ],
     ids=["rotary and gated", "attention pooling", "mean"],
 )
-def test_other_backbones_are_the_plain_modules_in_all_executors(own, precision):
-    config = dataclasses.replace(small.CONFIG, precision=precision, **own)
+def test_other_backbones_are_the_plain_modules_in_all_executors(other, precision):
+    config = dataclasses.replace(small.CONFIG, precision=precision, **other)
     params = init_params(config, jax.random.key(0))
     vit = build(
         config,
@@ -217,10 +217,10 @@ def test_training_leaves_every_learner_where_the_stages_leave_it(name):
     ours, wanted = train_steps(
         executor("stages"), supernet, state, draws, [[batch()]] * 4, rates=rates
     )
-    theirs, found = train_steps(
+    theirs, result = train_steps(
         executor(name), supernet, state, draws, [[batch()]] * 4, rates=rates
     )
-    close(found, wanted)
+    close(result, wanted)
     assert theirs.learners.keys() == ours.learners.keys()
     # Adam divides by the root of a tiny second moment: rounding of a gradient is magnified in the
     # parameters
@@ -250,10 +250,10 @@ def test_images_and_tokens_on_the_device_train_as_those_of_the_host(name):
         supernet, state = trained_supernet("mlp_down", 1)
         architecture = decode([0, 2, 4, 5], supernet.sizes)
         step = [Batch(tokens, LABELS, WEIGHTS)]
-        _, found = train_steps(
+        _, result = train_steps(
             executor(name), supernet, state, [architecture] * 2, [step] * 2, rates=[1e-2, 1e-2]
         )  # fmt: skip
-        losses.append(found)
+        losses.append(result)
     close(losses[1], losses[0])
     close(losses[2], losses[0])
 
@@ -272,14 +272,14 @@ def test_forward_passes_equal_those_of_the_stages(name, placement):
     wanted = {
         w.index: w for w in stages.walk(networks, stages.begin(IMAGES), np.ones(8, np.float32))
     }
-    found = {
+    result = {
         w.index: w
         for w in executor(name, placement).walk(
             networks, stages.begin(IMAGES), np.ones(8, np.float32)
         )
     }
-    assert sorted(found) == [0, 1, 2]
-    for index, walked in found.items():
+    assert sorted(result) == [0, 1, 2]
+    for index, walked in result.items():
         close(walked.tokens, wanted[index].tokens, 1e-4)
         close(walked.sums, wanted[index].sums, 1e-4)
 
@@ -308,8 +308,8 @@ def test_a_pass_resumed_at_a_block_ends_as_an_unbroken_one(name, until, placemen
     (unbroken,) = one.walk([network], one.begin(IMAGES), np.ones(8, np.float32))
     close(resumed.tokens, unbroken.tokens)
     assert resumed.sums[:until] == [None] * until
-    found = gradients(one, supernet, state, architecture, Batch(halfway, LABELS, WEIGHTS))
-    close(found, gradients(one, supernet, state, architecture, batch(placement)))
+    result = gradients(one, supernet, state, architecture, Batch(halfway, LABELS, WEIGHTS))
+    close(result, gradients(one, supernet, state, architecture, batch(placement)))
 
 
 @pytest.mark.full
@@ -397,7 +397,7 @@ def deep(name: str) -> Executor:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "kept, choices",
+    "trained, choices",
     [
         (
             0,
@@ -413,7 +413,7 @@ def deep(name: str) -> Executor:
     ],
     ids=["block 2", "kept tokens", "no block", "block 0"],
 )
-def test_a_scan_learns_as_the_stages_wherever_its_backward_pass_ends(kept, choices):
+def test_a_scan_learns_as_the_stages_wherever_its_backward_pass_ends(trained, choices):
     architectures = [
         from_strings(choices[i % len(choices)].split()) for i in range(4)
     ]  # a call of three, one of one
@@ -422,13 +422,13 @@ def test_a_scan_learns_as_the_stages_wherever_its_backward_pass_ends(kept, choic
         Dense(0, block[0].params if choice.expert == 0 else None)
         for block, choice in zip(base, architectures[0], strict=True)
     ]
-    tokens = deep("stages").advance(frozen, deep("stages").begin(IMAGES), kept)
-    step, found = [Batch(tokens, LABELS, WEIGHTS)], []
+    tokens = deep("stages").advance(frozen, deep("stages").begin(IMAGES), trained)
+    step, result = [Batch(tokens, LABELS, WEIGHTS)], []
     for name in ("stages", "scan"):
         supernet = Supernet(
             jax.random.key(0), dense_experts(deep(name).base_pool), 3, OpSettings(rank=2)
         )
-        found.append(
+        result.append(
             train_steps(
                 deep(name),
                 supernet,
@@ -438,7 +438,7 @@ def test_a_scan_learns_as_the_stages_wherever_its_backward_pass_ends(kept, choic
                 rates=[1e-3, 2e-3, 3e-3, 4e-3],
             )
         )
-    (ours, wanted), (theirs, losses) = found
+    (ours, wanted), (theirs, losses) = result
     close(losses, wanted, 1e-6)
     close((theirs.learners, theirs.head), (ours.learners, ours.head), 1e-3)
     counts = {place: int(learner.adam.count) for place, learner in ours.learners.items()}
@@ -589,7 +589,7 @@ def test_a_gpu_is_given_operands_in_the_precision_and_sums_in_float32(precision)
         products = re.findall(
             r"dot_general.*: \(tensor<(.*?)>, tensor<(.*?)>\) -> tensor<(.*?)>", text
         )
-        assert len(products) >= 6 and all(found.endswith("xf32") for *_, found in products)
+        assert len(products) >= 6 and all(result.endswith("xf32") for *_, result in products)
         # the mean of a row in LayerNorm is a product as well, with one column, and in float32
         short = {"float32": "f32", "bfloat16": "bf16"}[precision]
         wide = [pair for *pair, _ in products if not any("x1x" in side for side in pair)]

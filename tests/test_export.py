@@ -64,18 +64,18 @@ np.savez("found.npz", **found)
 """
 
 
-def check_memory(subject: Subject, found: dict[str, np.ndarray], tasks: list[int]) -> None:
+def check_memory(subject: Subject, result: dict[str, np.ndarray], tasks: list[int]) -> None:
     """The answers to the first pictures, which belong to these tasks."""
     num = len(tasks)
-    np.testing.assert_array_equal(found["task"], tasks)
-    assert found["task"].dtype == np.int32 and found["logits"].shape == (num, 5)
+    np.testing.assert_array_equal(result["task"], tasks)
+    assert result["task"].dtype == np.int32 and result["logits"].shape == (num, 5)
     centroids = [task.centroids for task in subject.tasks]
     wanted = centroid_distances(example.FEATURES[:num], centroids)
-    np.testing.assert_allclose(found["distance"], wanted, atol=1e-5)
+    np.testing.assert_allclose(result["distance"], wanted, atol=1e-5)
     for row, task in enumerate(tasks):
         logits = example.logits(subject.placement, task)[row] if task >= 0 else np.zeros(0)
-        np.testing.assert_allclose(found["logits"][row, : len(logits)], logits, atol=1e-4)
-        assert (found["logits"][row, len(logits) :] < -1e29).all()
+        np.testing.assert_allclose(result["logits"][row, : len(logits)], logits, atol=1e-4)
+        assert (result["logits"][row, len(logits) :] < -1e29).all()
 
 
 @pytest.mark.full
@@ -91,17 +91,19 @@ def test_stablehlo_answers_in_a_process_without_the_library(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     with np.load(tmp_path / "found.npz") as loaded:
-        found = dict(loaded)
-    tasks = [0, 1, 2, 3, int(found["memory 5 task"][4])]
+        result = dict(loaded)
+    tasks = [0, 1, 2, 3, int(result["memory 5 task"][4])]
     names = ("task", "logits", "distance")
     for num in (1, 3, 5):
-        check_memory(subject, {name: found[f"memory {num} {name}"] for name in names}, tasks[:num])
-    np.testing.assert_allclose(found["chained 5 logits"], example.logits("attn_proj", 2), atol=1e-4)
+        check_memory(subject, {name: result[f"memory {num} {name}"] for name in names}, tasks[:num])
+    np.testing.assert_allclose(
+        result["chained 5 logits"], example.logits("attn_proj", 2), atol=1e-4
+    )
 
     description = json.loads((tmp_path / "memory.stablehlo.json").read_text())
-    assert [known["name"] for known in description["tasks"]] == list(example.NUM_CLASSES)
+    assert [entry["name"] for entry in description["tasks"]] == list(example.NUM_CLASSES)
     assert description["tasks"][2]["architecture"] == ["reuse:0", "reuse:0", "adapt:1", "skip"]
-    assert [known["temperature"] for known in description["tasks"]] == [1, 1, 1, 1]
+    assert [entry["temperature"] for entry in description["tasks"]] == [1, 1, 1, 1]
     assert description["tasks"][1]["classes"][3] == "grown 3" and description[
         "outputs"
     ].keys() == set(names)
@@ -125,22 +127,22 @@ def test_every_router_is_part_of_the_exported_function(
     # no distance is small enough for the last task
     subject = example.routed(placement, router, (9.0, 9.0, 9.0, -1.0) if is_open else None)
     file = export(subject, tmp_path / "memory.stablehlo", "stablehlo").file
-    found = jax.device_get(
+    result = jax.device_get(
         jax.jit(jax.export.deserialize(bytearray(file.read_bytes())).call)(PICTURES)
     )
     tasks = [0, 1, 2, -1 if is_open else 3]
-    np.testing.assert_array_equal(found["task"][:4], tasks)
-    seen = example.encoder(placement, features).features(PICTURES, batch_size=5)
+    np.testing.assert_array_equal(result["task"][:4], tasks)
+    inputs = example.encoder(placement, features).features(PICTURES, batch_size=5)
     statistics = tuple(task.router_statistics for task in subject.tasks)
-    wanted = Router(router, statistics).distances(seen)
-    np.testing.assert_allclose(found["distance"], wanted, atol=1e-4 * max(1, np.abs(wanted).max()))
+    wanted = Router(router, statistics).distances(inputs)
+    np.testing.assert_allclose(result["distance"], wanted, atol=1e-4 * max(1, np.abs(wanted).max()))
     for row, task in enumerate(tasks):
         logits = example.logits(placement, task)[row] if task >= 0 else np.zeros(0)
-        np.testing.assert_allclose(found["logits"][row, : len(logits)], logits, atol=1e-4)
-        assert (found["logits"][row, len(logits) :] < -1e29).all()
-    told = json.loads((tmp_path / "memory.stablehlo.json").read_text())["router"]
-    assert (told["kind"], told["features"]) == (kind, features) and (
-        told["thresholds"] is not None
+        np.testing.assert_allclose(result["logits"][row, : len(logits)], logits, atol=1e-4)
+        assert (result["logits"][row, len(logits) :] < -1e29).all()
+    router_fields = json.loads((tmp_path / "memory.stablehlo.json").read_text())["router"]
+    assert (router_fields["kind"], router_fields["features"]) == (kind, features) and (
+        router_fields["thresholds"] is not None
     ) == is_open
 
 
@@ -160,12 +162,12 @@ def test_onnx_contains_the_lda_router(tmp_path):
     file = export(subject, tmp_path / "memory.onnx", "onnx").file
     session = runtime.InferenceSession(file)
     names = [output.name for output in session.get_outputs()]
-    found = dict(zip(names, session.run(None, {"images": PICTURES}), strict=True))
-    np.testing.assert_array_equal(found["task"][:4], [0, 1, 2, 3])
-    seen = example.encoder("mlp_down", "early").features(PICTURES, batch_size=5)
+    result = dict(zip(names, session.run(None, {"images": PICTURES}), strict=True))
+    np.testing.assert_array_equal(result["task"][:4], [0, 1, 2, 3])
+    features = example.encoder("mlp_down", "early").features(PICTURES, batch_size=5)
     statistics = tuple(task.router_statistics for task in subject.tasks)
-    wanted = Router(subject.router, statistics).distances(seen)
-    np.testing.assert_allclose(found["distance"], wanted, atol=1e-4 * max(1, np.abs(wanted).max()))
+    wanted = Router(subject.router, statistics).distances(features)
+    np.testing.assert_allclose(result["distance"], wanted, atol=1e-4 * max(1, np.abs(wanted).max()))
 
 
 @pytest.mark.full
@@ -180,8 +182,8 @@ def test_onnx_answers_in_onnxruntime_and_says_which_images_belong_to_no_task(tmp
     session = runtime.InferenceSession(done.file)
     names = [output.name for output in session.get_outputs()]
     for num in (1, 3, 5):
-        found = dict(zip(names, session.run(None, {"images": PICTURES[:num]}), strict=True))
-        check_memory(subject, found, [0, 1, 2, -1, -1][:num])
+        result = dict(zip(names, session.run(None, {"images": PICTURES[:num]}), strict=True))
+        check_memory(subject, result, [0, 1, 2, -1, -1][:num])
     description = json.loads(session.get_modelmeta().custom_metadata_map["cheem_jax"])
     assert description["router"] == {
         **dataclasses.asdict(subject.router),
@@ -220,8 +222,8 @@ def test_the_distances_of_a_file_are_the_routers():
     features = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
     features[4] = 0.0
     centroids = [task.centroids for task in subject.tasks]
-    found = jax.jit(to_centroids(subject))(features)
-    np.testing.assert_allclose(found, centroid_distances(features, centroids), atol=1e-5)
+    result = jax.jit(to_centroids(subject))(features)
+    np.testing.assert_allclose(result, centroid_distances(features, centroids), atol=1e-5)
 
 
 @pytest.mark.full
@@ -338,16 +340,16 @@ def test_large_distances_excuse_no_wrong_logit():
 def test_every_task_is_compared_although_random_images_reach_few_of_them(
     is_open,
 ):
-    begun = example.subject()
+    memory = example.subject()
     rng = np.random.default_rng(3)
     pictures = rng.integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)
     features = normalise(np.asarray(jax.jit(lambda images: example.VIT(images))(pictures)))
     tasks = [
-        dataclasses.replace(begun.tasks[i % 4], name=f"task {i}", centroids=features[i : i + 1])
+        dataclasses.replace(memory.tasks[i % 4], name=f"task {i}", centroids=features[i : i + 1])
         for i in range(8)
     ]
     subject = dataclasses.replace(
-        begun, tasks=tuple(tasks), thresholds=(1.0,) * 8 if is_open else None
+        memory, tasks=tuple(tasks), thresholds=(1.0,) * 8 if is_open else None
     )
     program = jax.jit(memory_function(subject))
     led = {int(task) for task in np.asarray(program(random_images(8, 24))["task"])}
@@ -356,8 +358,8 @@ def test_every_task_is_compared_although_random_images_reach_few_of_them(
     assert compared == set(range(8))
 
     def wrong(images):
-        found = jax.device_get(program(images))
-        return {**found, "logits": found["logits"] + 0.05 * (found["task"] == missed)[:, None]}
+        result = jax.device_get(program(images))
+        return {**result, "logits": result["logits"] + 0.05 * (result["task"] == missed)[:, None]}
 
     missed = min(set(range(8)) - led)
     with pytest.raises(RuntimeError, match="differs from the network by 0.05"):
@@ -432,5 +434,7 @@ def test_a_backbone_that_timm_does_not_build_is_refused(tmp_path):
         ValueError, match="'own' has no name in timm.*activation='quick_gelu'.*stablehlo or onnx"
     ):
         timm_weights._arguments(clip)
-    known = timm_weights._arguments(dataclasses.replace(CONFIGS["clip_vit_base"], num_classes=7))
-    assert known == {"num_classes": 7, "img_size": 224}
+    arguments = timm_weights._arguments(
+        dataclasses.replace(CONFIGS["clip_vit_base"], num_classes=7)
+    )
+    assert arguments == {"num_classes": 7, "img_size": 224}

@@ -31,8 +31,8 @@ def no_variables(monkeypatch):
 
 
 def test_it_contains_settings_data_weights_code_versions_and_device_as_plain_json():
-    taken = fingerprint.take(IDENTITY)
-    assert list(taken) == [
+    identity = fingerprint.take(IDENTITY)
+    assert list(identity) == [
         "config_sha256",
         "data_sha256",
         "weights_sha256",
@@ -40,18 +40,18 @@ def test_it_contains_settings_data_weights_code_versions_and_device_as_plain_jso
         "versions",
         "device",
     ]
-    assert json.loads(json.dumps(taken)) == taken
-    assert taken["weights_sha256"] == "w" and taken["versions"]["jax"] == jax.__version__
-    assert all(taken["versions"].values()) and len(taken["versions"]) == 1 + len(
+    assert json.loads(json.dumps(identity)) == identity
+    assert identity["weights_sha256"] == "w" and identity["versions"]["jax"] == jax.__version__
+    assert all(identity["versions"].values()) and len(identity["versions"]) == 1 + len(
         fingerprint.PACKAGES
     )
     assert (
-        taken["device"]["platform"] == "cpu"
-        and taken["device"]["threads"] >= 1
-        and taken["device"]["processor"]
+        identity["device"]["platform"] == "cpu"
+        and identity["device"]["threads"] >= 1
+        and identity["device"]["processor"]
     )
-    assert taken["device"]["environment"] == {}
-    assert fingerprint.take(IDENTITY) == taken
+    assert identity["device"]["environment"] == {}
+    assert fingerprint.take(IDENTITY) == identity
 
 
 def test_the_identity_of_settings_equals_that_of_their_file_in_any_order_of_keys():

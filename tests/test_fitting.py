@@ -46,11 +46,11 @@ def test_a_batch_computed_in_parts_trains_the_same_as_the_whole_batch():
 
 
 def test_a_fit_of_least_squares_ends_where_the_closed_form_is():
-    found = fitted(
+    result = fitted(
         Fitter(loss), config=FitConfig(epochs=400, learning_rate=0.05), batch_size=21
     ).learned
     wanted = np.linalg.lstsq(X, Y - 0.5, rcond=None)[0]
-    np.testing.assert_allclose(found, wanted, atol=2e-3)
+    np.testing.assert_allclose(result, wanted, atol=2e-3)
 
 
 @pytest.mark.parametrize("rows", [8, 2])

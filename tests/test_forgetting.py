@@ -20,32 +20,32 @@ def pair(value: float) -> LowRank:
 
 def memory(*tasks: tuple[str, str]) -> InternalMemory:
     """Tasks as (name, the choices of two blocks): the base's experts come first."""
-    found = InternalMemory(tuple((StoredExpert(full(1.0), None, None),) for _ in range(2)))
+    result = InternalMemory(tuple((StoredExpert(full(1.0), None, None),) for _ in range(2)))
     for name, choices in tasks:
         architecture = from_strings(choices.split())
         learned = {
             block: (
-                full(10.0 + found.next_number)
+                full(10.0 + result.next_number)
                 if choice.kind == "new"
-                else pair(1.0 + found.next_number)
+                else pair(1.0 + result.next_number)
             )
             for block, choice in enumerate(architecture)
             if choice.kind in ("new", "adapt")
         }
-        pool, used = grow(found.pool, architecture, learned, found.next_number)
+        pool, used = grow(result.pool, architecture, learned, result.next_number)
         task = TaskMemory(
             name, ("a", "b"), architecture, used, Head(jnp.zeros((2, 2)), jnp.zeros(2)),
             np.zeros((2, 2), np.float32), np.zeros((1, 2), np.float32),
         )  # fmt: skip
-        found = InternalMemory(pool, (*found.tasks, task), found.forgotten)
-    return found
+        result = InternalMemory(pool, (*result.tasks, task), result.forgotten)
+    return result
 
 
-def dense(found: InternalMemory, name: str) -> list[Expert | None]:
-    task = next(task for task in found.tasks if task.name == name)
+def dense(result: InternalMemory, name: str) -> list[Expert | None]:
+    task = next(task for task in result.tasks if task.name == name)
     return [
         None if e is None else dense_expert(block, e)
-        for block, e in zip(found.pool, task.experts, strict=True)
+        for block, e in zip(result.pool, task.experts, strict=True)
     ]
 
 

@@ -26,9 +26,9 @@ def test_the_rate_is_selected_on_validation_and_every_task_starts_from_the_pretr
     task = small.task("colours", 0)
     config = FullFinetuneConfig(epochs=6, learning_rates=(1e-9, 1e-2), batch_size=16)
     method = learner(FullFinetune, config)
-    found = method.bound(0, task, Session())
-    assert found.learning_rate == 1e-2 and found.test_accuracy > 0.6
-    assert method.bound(0, task, Session()) == found
+    result = method.bound(0, task, Session())
+    assert result.learning_rate == 1e-2 and result.test_accuracy > 0.6
+    assert method.bound(0, task, Session()) == result
 
 
 def test_a_rate_that_ends_in_nan_loses_to_one_that_does_not():

@@ -15,10 +15,10 @@ NAN = float("nan")
 
 def test_similarity_of_a_two_task_example_worked_by_hand():
     # base and one task over three blocks; the task skipped block 1
-    known = np.array([[[1, 0], [1, 0], [1, 0]], [[0, 2], [0, 0], [3, 0]]], np.float32)
-    seen = np.array([[[1, 1], [3, 0], [0, 1]], [[0, 1], [0, 0], [4, 3]]], np.float32)
+    one = np.array([[[1, 0], [1, 0], [1, 0]], [[0, 2], [0, 0], [3, 0]]], np.float32)
+    other = np.array([[[1, 1], [3, 0], [0, 1]], [[0, 1], [0, 0], [4, 3]]], np.float32)
     present = np.array([[True, True, True], [True, False, True]])
-    cosine = hee.cosines(known, seen, present)
+    cosine = hee.cosines(one, other, present)
     np.testing.assert_allclose(cosine, [[2**-0.5, 1.0, 0.0], [1.0, NAN, 0.8]], rtol=1e-6)
     similarity = hee.norm_cosine(cosine)  # extremes 0 and 1, so S = 2 c - 1
     np.testing.assert_allclose(similarity, [[2**0.5 - 1, 1.0, -1.0], [1.0, NAN, 0.6]], rtol=1e-6)

@@ -71,10 +71,10 @@ def test_two_processes_learn_the_same_as_one_and_only_the_first_writes_and_print
         )
         for phase in ("supernet_losses", "finetune_losses"):
             np.testing.assert_allclose(two[phase], one[phase], rtol=1e-4)
-    found = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(2)]
+    result = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(2)]
     assert (
-        found[0]["accuracy"]
-        == found[1]["accuracy"]
+        result[0]["accuracy"]
+        == result[1]["accuracy"]
         == json.loads((alone / "results.json").read_text())["accuracy"]
     )
     assert [entry["event"] for entry in read(alone)] == [
@@ -184,7 +184,7 @@ def test_a_coordinator_that_cannot_be_reached_is_an_error_after_the_patience():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"coordinator": "node:x", "num_processes": 2, "process_id": 0}, "expected HOST:PORT"),
         ({"coordinator": "node:1"}, "expected num_processes and process_id with it, or auto"),
@@ -196,8 +196,8 @@ def test_a_coordinator_that_cannot_be_reached_is_an_error_after_the_patience():
         ({"timeout": 1}, "expected at least 5 s"),
     ],
 )
-def test_settings_of_a_job_that_cannot_work_are_refused(settings, told):
-    with pytest.raises(ValueError, match=told):
+def test_settings_of_a_job_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
         HostsConfig(**settings)
 
 

@@ -62,9 +62,13 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 files := repositories.get(f"{owner}/{name}")
             ) is not None:
                 if rest[:1] == ["preupload"]:
-                    told = {"uploadMode": "regular", "shouldIgnore": False}
+                    answer = {"uploadMode": "regular", "shouldIgnore": False}
                     return self.reply(
-                        {"files": [{"path": f["path"], **told} for f in json.loads(body)["files"]]}
+                        {
+                            "files": [
+                                {"path": f["path"], **answer} for f in json.loads(body)["files"]
+                            ]
+                        }
                     )
                 for line in map(json.loads, body.splitlines()):
                     value = line["value"]
@@ -76,12 +80,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
                     "commitUrl": f"http://{self.headers['Host']}/{REPO}/commit/1",
                     "commitOid": "1" * 40,
                 }
-                known = {
+                hashes = {
                     "id": REPO,
                     "sha": "1" * 40,
                     "siblings": [{"rfilename": name} for name in files],
                 }
-                return self.reply(commit if rest else known)
+                return self.reply(commit if rest else hashes)
             case [owner, name, "resolve", _, *path] if "/".join(path) in repositories.get(
                 f"{owner}/{name}", {}
             ):

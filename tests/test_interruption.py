@@ -49,13 +49,13 @@ def test_earlier_signal_handlers_are_restored():
 
 
 def test_a_thread_other_than_the_main_one_leaves_signals_alone():
-    found = []
+    result = []
 
     def work():
         with stop_requests() as stop:
-            found.append((bool(stop), signal.getsignal(signal.SIGINT)))
+            result.append((bool(stop), signal.getsignal(signal.SIGINT)))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [(False, signal.getsignal(signal.SIGINT))]
+    assert result == [(False, signal.getsignal(signal.SIGINT))]

@@ -99,12 +99,12 @@ def test_attention_survives_scores_that_overflow_an_exponential():
 def test_bfloat16_rounds_operands_and_nothing_else(name):
     ours, plain, arguments = CASES[name]
     grad = array(*jax.eval_shape(plain, *arguments).shape)
-    found = value_and_gradients(lambda *given: ours(*given, "bfloat16"), grad, *arguments)
+    result = value_and_gradients(lambda *given: ours(*given, "bfloat16"), grad, *arguments)
     expected = value_and_gradients(plain, grad, *arguments)
-    assert not np.array_equal(found[0], expected[0])
-    np.testing.assert_allclose(found[0], expected[0], atol=0.06)
-    chex.assert_trees_all_equal_dtypes(found, expected)
-    chex.assert_trees_all_close(found[1], expected[1], atol=0.1)
+    assert not np.array_equal(result[0], expected[0])
+    np.testing.assert_allclose(result[0], expected[0], atol=0.06)
+    chex.assert_trees_all_equal_dtypes(result, expected)
+    chex.assert_trees_all_close(result[1], expected[1], atol=0.1)
 
 
 @pytest.mark.parametrize("name", ["product", "attention"])
@@ -113,13 +113,13 @@ def test_no_operand_of_a_bfloat16_product_is_transposed_on_a_cpu(name):
     ours, plain, arguments = CASES[name]
     grad = array(*jax.eval_shape(plain, *arguments).shape)
     program = jax.jit(
-        lambda *given: value_and_gradients(lambda *own: ours(*own, "bfloat16"), grad, *given)
+        lambda *given: value_and_gradients(lambda *args: ours(*args, "bfloat16"), grad, *given)
     )
-    found = re.findall(
+    result = re.findall(
         r"lhs_contracting_dims={(\d)}.*rhs_contracting_dims={(\d)}",
         program.lower(*arguments).compile().as_text(),
     )
-    assert len(found) >= 3 and {int(left) - int(right) for left, right in found} == {1}
+    assert len(result) >= 3 and {int(first) - int(right) for first, right in result} == {1}
 
 
 def test_a_product_stores_only_the_operands_that_the_gradient_needs():
@@ -143,9 +143,9 @@ def test_attention_of_a_library_equals_ours_for_even_and_odd_numbers_of_tokens(n
     other = traced_for(dataclasses.replace(ACCELERATOR, attention="xla"), loss)
     text = str(jax.make_jaxpr(other)(*parts))
     assert f"bf16[2,{num + num % 2},3,16]" in text and "custom_vjp" not in text
-    wanted, found = (jax.value_and_grad(one, argnums=(0, 1, 2))(*parts) for one in (loss, other))
-    assert abs(found[0] / wanted[0] - 1) < 5e-3
-    for ours, theirs in zip(wanted[1], found[1], strict=True):
+    wanted, result = (jax.value_and_grad(one, argnums=(0, 1, 2))(*parts) for one in (loss, other))
+    assert abs(result[0] / wanted[0] - 1) < 5e-3
+    for ours, theirs in zip(wanted[1], result[1], strict=True):
         ours, theirs = (np.asarray(one, np.float32) for one in (ours, theirs))
         assert np.abs(ours - theirs).max() < 2e-2 * np.abs(ours).max()
 
@@ -177,9 +177,9 @@ def test_an_accelerator_writes_bfloat16_products_and_learns_from_float32_gradien
     plain = jax.value_and_grad(loss, argnums=(0, 1))
     narrow = traced_for(ACCELERATOR, plain)
     wanted = plain(x, weight)
-    found = narrow(x, weight)
-    assert abs(found[0] / wanted[0] - 1) < 5e-3
-    for ours, theirs in zip(wanted[1], found[1], strict=True):
+    result = narrow(x, weight)
+    assert abs(result[0] / wanted[0] - 1) < 5e-3
+    for ours, theirs in zip(wanted[1], result[1], strict=True):
         assert theirs.dtype == jnp.float32
         np.testing.assert_allclose(theirs, ours, atol=1e-2 * float(jnp.abs(ours).max()))
     text = str(jax.make_jaxpr(narrow)(x, weight))
@@ -190,7 +190,7 @@ def test_an_accelerator_writes_bfloat16_products_and_learns_from_float32_gradien
 def test_without_cudnn_the_attention_stays_and_the_log_says_so(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     device.flash_problem.cache_clear()
-    found = device.here()
+    result = device.here()
     device.flash_problem.cache_clear()
-    assert found.attention == "ours" and "does not compile (" in found.remark
+    assert result.attention == "ours" and "does not compile (" in result.remark
     assert device.here(deterministic=True) == ACCELERATOR

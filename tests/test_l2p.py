@@ -28,15 +28,15 @@ def test_l2p_learns_saves_opens_and_answers_per_image(tmp_path):
 @pytest.mark.full
 def test_keys_that_no_image_selects_keep_their_bytes():
     l2p = learner(L2p, dataclasses.replace(CONFIG, pool=40, top_k=1))
-    begun = l2p.begin_task(jax.random.key(1), {}, 0)
-    l2p.state = l2p.state._replace(prompts=begun)
+    state = l2p.begin_task(jax.random.key(1), {}, 0)
+    l2p.state = l2p.state._replace(prompts=state)
     task = small.task("colours", 0)
     query = l2p.features(task.train.images)
     report = l2p.learn(task, Session())
     assert sum(report["prompts_picked"][0]) == len(task.train.labels)
-    near = query @ begun["keys"][0].T / np.linalg.norm(begun["keys"][0], axis=1)
+    near = query @ state["keys"][0].T / np.linalg.norm(state["keys"][0], axis=1)
     never = sorted(set(range(40)) - set(near.argmax(axis=1).tolist()))
-    moved = np.abs(np.asarray(l2p.state.prompts["pool"][0]) - np.asarray(begun["pool"][0])).max(
+    moved = np.abs(np.asarray(l2p.state.prompts["pool"][0]) - np.asarray(state["pool"][0])).max(
         axis=(1, 2)
     )
     assert len(never) > 30
@@ -84,11 +84,11 @@ def test_one_layer_has_the_papers_flops_of_vit_base_and_five_those_of_deit_tiny(
     """70.3 / 5.1 in the paper: the first fits one layer, the second five; no setting gives both."""
     for name, expected in (("vit_base", (70.28, 70.40)), ("deit_tiny", (5.02, 5.05))):
         config = CONFIGS[name]
-        found = []
+        result = []
         for layers in (1, 5):
             plain = 2 * backbone_flops(config, count_attention=True)
-            found.append((plain + prefix_flops(config, 50, layers)) / 1e9)
-        np.testing.assert_allclose(found, expected, atol=0.005)
+            result.append((plain + prefix_flops(config, 50, layers)) / 1e9)
+        np.testing.assert_allclose(result, expected, atol=0.005)
     task = small.task("colours", 0)
     report = learner(L2p, CONFIG).learn(task, Session())
     assert report["flops_method"] == 2 * backbone_flops(small.CONFIG)

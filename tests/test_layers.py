@@ -70,17 +70,17 @@ def imported(name: str, file: Path) -> set[str]:
     """Dotted names that the module imports, at the top or inside functions, relative ones
     resolved."""
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
-    found = set()
+    result = set()
     for node in ast.walk(ast.parse(file.read_text(), str(file))):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            result.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*start, *filter(None, [node.module])])
             # `from cheem_jax import ops` names a module, `from cheem_jax.core.ops import Expert`
             # what is in one
-            found.update(f"{source}.{alias.name}" for alias in node.names)
-    return found
+            result.update(f"{source}.{alias.name}" for alias in node.names)
+    return result
 
 
 def layer_errors(root: Path) -> list[str]:
@@ -152,8 +152,8 @@ def test_an_import_against_the_order_is_found(tmp_path, file, line, error):
     (root / "cheem" / "supernet.py").write_text("")
     assert layer_errors(root) == []
     (root / file).write_text(line)
-    [found] = layer_errors(root)
-    assert error in found
+    [result] = layer_errors(root)
+    assert error in result
 
 
 def test_importing_every_module_needs_no_extra_and_no_device():

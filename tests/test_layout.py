@@ -43,23 +43,23 @@ def compare(one: dict, many: dict) -> None:
 
 @pytest.mark.full
 def test_eight_devices_draw_learn_score_and_answer_as_one(tmp_path):
-    found = found_by(["stages"], ["one", "all"], tmp_path)["stages"]
-    compare(found["one"], found["all"])
-    assert found["all"]["weight_bytes"] == found["one"]["weight_bytes"]
+    result = found_by(["stages"], ["one", "all"], tmp_path)["stages"]
+    compare(result["one"], result["all"])
+    assert result["all"]["weight_bytes"] == result["one"]["weight_bytes"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["stages", "whole", "scan"])
 def test_every_executor_computes_the_same_on_eight_devices(executor, tmp_path):
-    found = found_by([executor], ["one", "all"], tmp_path)[executor]
-    compare(found["one"], found["all"])
+    result = found_by([executor], ["one", "all"], tmp_path)[executor]
+    compare(result["one"], result["all"])
 
 
-def fake(num: int, own: range) -> Layout:
+def fake(num: int, devices: range) -> Layout:
     """A layout of several devices of which this process has some, as far as rows are counted."""
     layout = Layout([jax.devices()[0]])
     layout.num = num
-    layout.local = list(own)
+    layout.local = list(devices)
     return layout
 
 
@@ -129,12 +129,12 @@ def test_candidates_are_divided_so_that_no_device_has_much_more_to_do():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"devices": 0}, "devices is 0; expected a number of at least 1, or all"),
         ({"devices": 99}, "devices is 99, but JAX sees 1 .*JAX_NUM_CPU_DEVICES"),
     ],
 )
-def test_devices_that_are_not_there_are_refused(settings, told):
-    with pytest.raises(ValueError, match=told):
+def test_devices_that_are_not_there_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
         make_layout(MeshConfig(**settings))

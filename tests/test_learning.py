@@ -73,27 +73,27 @@ def learner(stages, generations=3):
 
 def test_the_report_has_everything_that_the_search_scored_and_which_it_chose(stages):
     report = learner(stages).learn(small.task("colours", 0), Session())
-    found = report["search"]
-    assert set(found) == {"correct", "flops", "population", "num_images", "chosen"}
+    result = report["search"]
+    assert set(result) == {"correct", "flops", "population", "num_images", "chosen"}
     assert (
         report["searched"]
-        == len(found["correct"])
-        == len(found["flops"])
-        == 3 * found["population"]
+        == len(result["correct"])
+        == len(result["flops"])
+        == 3 * result["population"]
     )
     # genomes, which break ties, are not in the report
     scored = Scored(
-        np.zeros((report["searched"], 4)), np.array(found["correct"]), np.array(found["flops"])
+        np.zeros((report["searched"], 4)), np.array(result["correct"]), np.array(result["flops"])
     )
-    best = rank(scored, found["num_images"], small.QUICK.search.tolerance)[0]
-    chosen = found["chosen"]
-    assert (found["correct"][best], found["flops"][best]) == (
-        found["correct"][chosen],
-        found["flops"][chosen],
+    best = rank(scored, result["num_images"], small.QUICK.search.tolerance)[0]
+    chosen = result["chosen"]
+    assert (result["correct"][best], result["flops"][best]) == (
+        result["correct"][chosen],
+        result["flops"][chosen],
     )
-    assert found["flops"][chosen] == report["flops"]
-    assert report["validation_accuracy"] == found["correct"][chosen] / found["num_images"]
-    assert report["best_validation_accuracy"] == max(found["correct"]) / found["num_images"]
+    assert result["flops"][chosen] == report["flops"]
+    assert report["validation_accuracy"] == result["correct"][chosen] / result["num_images"]
+    assert report["best_validation_accuracy"] == max(result["correct"]) / result["num_images"]
 
 
 def test_a_search_resumes_from_a_rolling_checkpoint(stages, tmp_path):
@@ -107,7 +107,7 @@ def test_a_search_resumes_from_a_rolling_checkpoint(stages, tmp_path):
         learner(stages).learn(task, Halting(rolling, 240))
     resumed = Resumed(rolling.open(0, print))
     assert resumed.saved is not None
-    found = learner(stages).learn(task, resumed)
+    result = learner(stages).learn(task, resumed)
     assert resumed.num_images == resumed.totals["search"] == 120
     for name in ("search", "searched", "architecture", "finetune_losses"):
-        assert found[name] == expected[name]
+        assert result[name] == expected[name]

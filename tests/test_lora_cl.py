@@ -23,12 +23,12 @@ SETTINGS = {"rank": 2, "fit": FitConfig(epochs=2, learning_rate=1e-2), "batch_si
 
 
 @pytest.fixture(scope="module")
-def begun():
+def method():
     return learner(LoraCl, LoraClConfig(**SETTINGS))
 
 
-def test_lora_cl_learns_saves_opens_and_answers_per_image(begun, tmp_path):
-    check_method(begun, tmp_path)
+def test_lora_cl_learns_saves_opens_and_answers_per_image(method, tmp_path):
+    check_method(method, tmp_path)
 
 
 def test_lora_finetuning_is_reported_the_task_and_refuses_to_guess(tmp_path):
@@ -72,7 +72,7 @@ def test_merged_and_unmerged_pairs_agree_and_a_zero_pair_changes_nothing():
     )
 
 
-def test_every_task_adapts_the_pretrained_layer_and_not_the_task_before(begun):
+def test_every_task_adapts_the_pretrained_layer_and_not_the_task_before(method):
     method = learner(LoraCl, LoraClConfig(**SETTINGS))
     for task in small.stream(2).tasks:
         method.learn(task, Session())

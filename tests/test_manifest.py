@@ -254,7 +254,7 @@ def test_some_of_the_numbers_do_for_more_images_and_to_measure(tmp_path):
     for purpose in ("extend", "measure"):
         plan = plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines), purpose=purpose)
         assert plan.classes == ("2", "10") and plan.num_images == 8
-        assert {(key[:3], name) for own in members(plan).values() for key, name in own} == {
+        assert {(key[:3], name) for groups in members(plan).values() for key, name in groups} == {
             ("cat", "2"),
             ("dog", "10"),
         }
@@ -288,8 +288,8 @@ def test_files_that_are_not_there_are_broken_images_unless_all_are(tmp_path, kee
         match="2 image file.*/(cat|dog)/19.png: no such file; .*/19.png: no such file; rep",
     ):
         load_tasks([plan], 4, ImagesConfig(keep, tmp_path / "cache"))
-    kept, reasons = without_broken(plan)
-    assert len(reasons) == 2 and kept.num_images == 38
+    rest, reasons = without_broken(plan)
+    assert len(reasons) == 2 and rest.num_images == 38
     Image.new("L", (4, 4)).save(tmp_path / "cat" / "19.png")
     assert plan_manifest(file).stamp != plan.stamp
     (tmp_path / "elsewhere").mkdir()

@@ -47,20 +47,20 @@ def images():
 @pytest.fixture(scope="module")
 def memory(executor, images):
     """Thirty tasks that were drawn, as if they had been learned; task t is that of image t."""
-    drawn = sampled_memory(executor, NUM_TASKS, rank=RANK)
-    own = routing.normalise(FrozenFeatures(executor, 8)(images))
+    memory = sampled_memory(executor, NUM_TASKS, rank=RANK)
+    features = routing.normalise(FrozenFeatures(executor, 8)(images))
     rng = np.random.default_rng(0)
     tasks = [
         dataclasses.replace(
             task,
-            centroids=own[i : i + 1],
+            centroids=features[i : i + 1],
             head=Head(
                 jnp.asarray(rng.normal(size=task.head.weight.shape), jnp.float32), task.head.bias
             ),
         )
-        for i, task in enumerate(drawn.tasks)
+        for i, task in enumerate(memory.tasks)
     ]
-    return InternalMemory(drawn.pool, tuple(tasks))
+    return InternalMemory(memory.pool, tuple(tasks))
 
 
 @pytest.fixture(scope="module")
@@ -168,20 +168,22 @@ def test_tasks_are_found_by_one_look_into_the_folder_also_beyond_a_thousand(tmp_
     looks = []
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", lambda place: looks.append(place) or listdir(place))
-    found = saved_tasks(tmp_path)
+    result = saved_tasks(tmp_path)
     assert looks == [tmp_path]
-    assert len(found) == 1002 and found[1001].name == "1001-task" and found[7].name == "007-another"
+    assert (
+        len(result) == 1002 and result[1001].name == "1001-task" and result[7].name == "007-another"
+    )
     assert saved_tasks(tmp_path / "nothing") == []
 
 
 def test_a_memory_opens_as_it_was_saved(saved, executor):
     root, memory = saved
-    found = open_memory(root, executor.base_pool)
-    assert [task.experts for task in found.tasks] == [task.experts for task in memory.tasks]
-    for a, b in zip(found.pool, memory.pool, strict=True):
+    result = open_memory(root, executor.base_pool)
+    assert [task.experts for task in result.tasks] == [task.experts for task in memory.tasks]
+    for a, b in zip(result.pool, memory.pool, strict=True):
         assert [(one.parent, one.origin) for one in a] == [(one.parent, one.origin) for one in b]
         chex.assert_trees_all_equal([one.params for one in a], [other.params for other in b])
-    for one, other in zip(found.tasks, memory.tasks, strict=True):
+    for one, other in zip(result.tasks, memory.tasks, strict=True):
         chex.assert_trees_all_equal(
             (one.head, one.means, one.centroids), (other.head, other.means, other.centroids)
         )
@@ -198,9 +200,9 @@ def test_every_chain_is_merged_once_in_any_order_of_requests(memory, merges):
     for order in (everything, everything[::-1]):
         merges.clear()
         experts = DenseExperts(memory.pool, 2**30)
-        found = {place: experts(*place) for place in order}
+        result = {place: experts(*place) for place in order}
         assert len(merges) == experts.merged == len(everything)
-    for (block, index), expert in list(found.items())[::7]:
+    for (block, index), expert in list(result.items())[::7]:
         chex.assert_trees_all_equal(expert, dense_expert(memory.pool[block], index))
 
 
@@ -238,13 +240,13 @@ def test_the_least_recently_used_expert_is_evicted_first_and_merged_again_to_the
 def test_a_pool_that_grew_keeps_its_merged_experts(memory, merges):
     shorter = tuple(block[: len(block) // 2] for block in memory.pool)
     young = DenseExperts(shorter, 2**30)
-    known = [(b, e) for b, e in adapted(memory) if e < len(shorter[b])]
-    for place in known:
+    unchanged = [(b, e) for b, e in adapted(memory) if e < len(shorter[b])]
+    for place in unchanged:
         young(*place)
     grown = DenseExperts(memory.pool, 2**30, young)
     num = len(merges)
     assert grown.bytes == young.bytes > 0
-    for place in known:
+    for place in unchanged:
         assert grown(*place) is young(*place)
     assert len(merges) == num
 
@@ -254,14 +256,14 @@ def test_a_pool_that_grew_keeps_its_merged_experts(memory, merges):
 
 def test_the_similarity_of_many_networks_is_the_same_in_parts_of_a_bounded_size(memory, executor):
     task = small.task("new", 1)
-    found = []
+    result = []
     for limit in (2**30, 0):
         cheem = Cheem(executor, small.QUICK, Keys(0), None, FrozenFeatures(executor, 16))
         cheem.memory = memory
         cheem._dense = DenseExperts(memory.pool, limit)
         learning = cheem.begin(task, Session())
         earlier, experts = learning.candidates.earlier, learning.candidates.experts
-        found.append(cheem.similarity(learning))
+        result.append(cheem.similarity(learning))
         size = sum(leaf.nbytes for leaf in memory.pool[0][0].params)
         parts = list(together(earlier, experts, limit))
         assert sorted(sum(parts, [])) == list(range(NUM_TASKS + 1)) and parts[0][0] == 0
@@ -269,16 +271,16 @@ def test_the_similarity_of_many_networks_is_the_same_in_parts_of_a_bounded_size(
         for part in parts:
             held = {(block, e) for i in part for block, e in enumerate(earlier[i]) if e is not None}
             assert len(held) * size <= max(limit, 4 * executor.num_blocks * size)
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(*result)
 
 
 def test_the_additions_of_a_task_are_listed_without_a_search_through_the_pool(memory):
     for index in range(NUM_TASKS):
-        own = memory.added(index)
+        added = memory.added(index)
         looked = [
             (b, one) for b, block in enumerate(memory.pool) for one in block if one.origin == index
         ]
-        assert [(b, id(one)) for b, one in own.items()] == [(b, id(one)) for b, one in looked]
+        assert [(b, id(one)) for b, one in added.items()] == [(b, id(one)) for b, one in looked]
 
 
 # ---- answering
@@ -308,10 +310,10 @@ def test_answers_are_the_same_bits_within_any_limit_and_nothing_is_merged_before
     for limit in (3 * size, 0):
         bounded = predictor_of(executor, memory, limit)
         for _ in range(2):
-            found = bounded.answer(images)
-            np.testing.assert_array_equal(found.targets, wanted.targets)
-            assert all(map(np.array_equal, found.logits, wanted.logits))
-            np.testing.assert_array_equal(found.distances, wanted.distances)
+            result = bounded.answer(images)
+            np.testing.assert_array_equal(result.targets, wanted.targets)
+            assert all(map(np.array_equal, result.logits, wanted.logits))
+            np.testing.assert_array_equal(result.distances, wanted.distances)
             assert bounded.counters()["bytes"] <= limit
         assert (
             bounded.counters()["evictions"] > 0
@@ -320,11 +322,11 @@ def test_answers_are_the_same_bits_within_any_limit_and_nothing_is_merged_before
 
 
 def chain_of(memory, block, index) -> list[int]:
-    found = []
+    result = []
     while index is not None:
-        found.append(index)
+        result.append(index)
         index = memory.pool[block][index].parent
-    return found
+    return result
 
 
 def test_networks_that_were_there_are_hits_and_no_network_that_is_restored_compiles(
@@ -351,7 +353,9 @@ def test_preparing_asks_for_few_networks_however_many_there_are(memory, executor
     few = list(inference._examples())
     # each start and each kind at each block: not every task
     assert len(few) <= 3 * executor.num_blocks + 2 < NUM_TASKS
-    seen = {(i, code == -1) for t in few for i, code in enumerate(inference.networks.codes[t])}
+    signatures = {
+        (i, code == -1) for t in few for i, code in enumerate(inference.networks.codes[t])
+    }
     assert {inference.differences[t] for t in few} == set(inference.differences) and len(
-        seen
+        signatures
     ) >= executor.num_blocks

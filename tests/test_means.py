@@ -28,18 +28,18 @@ def test_base_means_are_the_mean_cls_tokens_of_component_and_block(nano):
     @nnx.jit(static_argnames="placement")
     def class_tokens(vit, images, placement):
         x = vit.embed(images)
-        found = []
+        result = []
         for block in vit.blocks:
             x, component = block.run(Reuse(block.expert(placement)), x, placement=placement)
-            found.append((component[:, 0], x[:, 0]))
-        return found
+            result.append((component[:, 0], x[:, 0]))
+        return result
 
     means = base_means(nano, IMAGES, batch_size=3)
     assert len(means) == 4
     for placement in ("mlp_down", "attn_proj"):
-        found = class_tokens(nano, IMAGES, placement)
+        result = class_tokens(nano, IMAGES, placement)
         for position, token in enumerate(("component", "block")):
-            expected = np.stack([np.mean(tokens[position], axis=0) for tokens in found])
+            expected = np.stack([np.mean(tokens[position], axis=0) for tokens in result])
             measured = means[f"32/{placement}/{token}"]
             assert measured.dtype == np.float32
             np.testing.assert_allclose(measured, expected, rtol=1e-5, atol=1e-5)

@@ -156,11 +156,11 @@ def test_an_image_can_be_a_file_bytes_a_pil_image_or_pixels(learned, tmp_path):
         Image.fromarray(image),
     ):
         assert memory.predict(picture) == wanted
-    (found,) = wanted
-    assert found.task in {task.name for task in memory.tasks}
-    assert sum(guess.probability for guess in found.guesses) == pytest.approx(1, abs=1e-6)
-    assert [near.distance for near in found.near] == sorted(near.distance for near in found.near)
-    assert len(found.blocks) == small.CONFIG.depth and json.dumps(found.to_json())
+    (result,) = wanted
+    assert result.task in {task.name for task in memory.tasks}
+    assert sum(guess.probability for guess in result.guesses) == pytest.approx(1, abs=1e-6)
+    assert [near.distance for near in result.near] == sorted(near.distance for near in result.near)
+    assert len(result.blocks) == small.CONFIG.depth and json.dumps(result.to_json())
 
 
 MODES = (
@@ -238,8 +238,8 @@ def test_an_image_is_answered_upright_in_every_form(copied, tmp_path):
     assert memory.predict([*files.values()]) == wanted
     assert memory.predict([Image.open(io.BytesIO(data)) for data in files.values()]) == wanted
     with serving(memory.predictor(batch_sizes=(1,)), Limits(max_batch=1)) as served:
-        found = [served.predict(data).json["probability"] for data in files.values()]
-    assert found == pytest.approx([want.probability] * 8, abs=1e-6)
+        result = [served.predict(data).json["probability"] for data in files.values()]
+    assert result == pytest.approx([want.probability] * 8, abs=1e-6)
 
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "upright": False}))
@@ -253,8 +253,8 @@ def test_an_image_is_answered_upright_in_every_form(copied, tmp_path):
         != [want]
     )
     with serving(memory.predictor(batch_sizes=(1,)), Limits(max_batch=1)) as served:
-        found = served.predict(files["6.png"]).json["probability"]
-    assert found == pytest.approx(memory.predict(files["6.png"])[0].probability, abs=1e-6)
+        result = served.predict(files["6.png"]).json["probability"]
+    assert result == pytest.approx(memory.predict(files["6.png"])[0].probability, abs=1e-6)
 
 
 def test_a_memory_with_the_papers_settings_reads_images_as_stored(tmp_path):
@@ -269,12 +269,14 @@ def test_an_invalid_image_is_named(learned, tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no picture")
     good = STREAM.tasks[0].test.images[0]
-    found = memory.predict([broken, good, tmp_path / "nowhere.png", b""])
-    assert [one.error.split(": ")[-1] for one in found][
+    result = memory.predict([broken, good, tmp_path / "nowhere.png", b""])
+    assert [one.error.split(": ")[-1] for one in result][
         2
-    ] == "no such file" and "broken.png" in found[0].error
-    assert [bool(one.error) for one in found] == [True, False, True, True]
-    assert found[1] == memory.predict(good)[0] and found[3].to_json() == {"error": found[3].error}
+    ] == "no such file" and "broken.png" in result[0].error
+    assert [bool(one.error) for one in result] == [True, False, True, True]
+    assert result[1] == memory.predict(good)[0] and result[3].to_json() == {
+        "error": result[3].error
+    }
     with pytest.raises(ValueError, match=r"image 0 is float64 \[8, 8\]"):
         memory.predict([np.zeros((8, 8))])
     with pytest.raises(ValueError, match=r"uint8 \[1, 9, 8, 3\], expected uint8 \[N, 8, 8, 3\]"):
@@ -359,7 +361,7 @@ def test_the_temperature_changes_probabilities_for_the_better_and_no_class(learn
     ]
     assert order[0] == order[1]
     wanted = [STREAM.tasks[0].classes[label] for label in labels]
-    found = [
+    result = [
         np.mean(
             [
                 np.log(dict(answer.guesses)[name])
@@ -368,14 +370,14 @@ def test_the_temperature_changes_probabilities_for_the_better_and_no_class(learn
         )
         for answers in (fitted, plain)
     ]
-    assert found[0] > found[1]
+    assert result[0] > result[1]
 
 
 def test_the_record_contains_every_measurement_and_null_for_the_rest(learned):
-    found = results_of(read(learned))
-    assert found["accuracy"][2][:2] == [None, None] and found["accuracy"][2][2] is not None
-    assert found["average_accuracy"] is None and found["average_forgetting"] is None
-    assert json.loads((learned / "results.json").read_text())["accuracy"] == found["accuracy"]
+    result = results_of(read(learned))
+    assert result["accuracy"][2][:2] == [None, None] and result["accuracy"][2][2] is not None
+    assert result["average_accuracy"] is None and result["average_forgetting"] is None
+    assert json.loads((learned / "results.json").read_text())["accuracy"] == result["accuracy"]
 
 
 def test_equal_data_are_learned_once_and_other_data_not_under_the_same_name(copied):
@@ -551,14 +553,14 @@ def test_forgetting_leaves_other_answers_and_no_trace(copied, erase):
         for name, logits in others.items():
             np.testing.assert_allclose(given(opened, name), logits, atol=1e-5, rtol=0)
             assert erase or (given(opened, name) == logits).all()
-    left = [file for file in copied.rglob("*") if file.is_file()]
+    files = [file for file in copied.rglob("*") if file.is_file()]
     assert not [
         file
-        for file in left
+        for file in files
         if b"task1" in file.read_bytes() or "task1" in str(file.relative_to(copied))
     ]
-    found = results_of(read(copied))
-    assert [task["name"] for task in found["tasks"]] == ["task0", "task2"]
+    result = results_of(read(copied))
+    assert [task["name"] for task in result["tasks"]] == ["task0", "task2"]
     memory.learn(small.task("task3", 3))
     assert memory.tasks[-1].number == 3
     assert [entry["report"]["index"] for entry in read(copied) if entry["event"] == "learned"] == [
@@ -618,8 +620,8 @@ def test_the_next_writer_finishes_a_killed_forgetting(copied, monkeypatch, names
     config = json.loads((copied / "config.json").read_text())
     assert len(config["forgetting"]) == len(names)
     reopened = cheem_jax.open(copied)
-    left = [task for task in ("task0", "task1", "task2") if task not in names]
-    assert [task.name for task in reopened.tasks] == left, "it counts from that moment on"
+    remaining = [task for task in ("task0", "task1", "task2") if task not in names]
+    assert [task.name for task in reopened.tasks] == remaining, "it counts from that moment on"
     assert len(list(copied.glob("generation-*"))) == 2
     reopened.learn(STREAM.tasks[2])  # nothing to learn, but a writer
     assert len(list(copied.glob("generation-*"))) == 1
@@ -652,10 +654,10 @@ def test_forgetting_the_parents_of_other_tasks_experts_keeps_their_predictions_o
     for opened in (memory, cheem_jax.open(directory)):
         for name, logits in others.items():
             np.testing.assert_array_equal(given(opened, name), logits)
-    kept = memory.internal.candidates()
-    assert kept == cheem_jax.open(directory).internal.candidates()
-    for place in (kept.place for kept in done.ancestors):
-        assert place.expert not in kept[place.block]
+    candidates = memory.internal.candidates()
+    assert candidates == cheem_jax.open(directory).internal.candidates()
+    for place in (candidates.place for candidates in done.ancestors):
+        assert place.expert not in candidates[place.block]
     memory.learn(small.task("task3", 3))
     assert memory.tasks[-1].number == 3
     for name, logits in others.items():
@@ -700,9 +702,9 @@ def test_an_extension_that_would_cost_the_old_images_is_refused(copied):
     memory = cheem_jax.open(copied)
     before = given(memory, "task0")
     memory.learn(SWAPPED, extend="task0")
-    found = extension_in(copied)
-    assert found["candidates"]["network"]["new"] > found["candidates"]["unchanged"]["new"]
-    assert found["candidates"]["network"]["old"] < 0.9 and found["kept"] == "unchanged"
+    result = extension_in(copied)
+    assert result["candidates"]["network"]["new"] > result["candidates"]["unchanged"]["new"]
+    assert result["candidates"]["network"]["old"] < 0.9 and result["kept"] == "unchanged"
     np.testing.assert_array_equal(given(memory, "task0"), before)
 
 
@@ -717,8 +719,8 @@ def test_more_images_of_every_class_change_one_task_alone(copied, capsys):
         for name, logits in others.items():
             np.testing.assert_array_equal(given(opened, name), logits)
         np.testing.assert_array_equal(given(opened, "task0"), before, "100 % cannot become better")
-        told = opened.info()["tasks"][2]["extended"][0]
-        assert (told["num_train"], told["num_classes"]) == ([40, 88], [3, 3])
+        extension = opened.info()["tasks"][2]["extended"][0]
+        assert (extension["num_train"], extension["num_classes"]) == ([40, 88], [3, 3])
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "as many as before or more, so fine-tuning is tried" in said
@@ -744,22 +746,22 @@ def test_more_images_of_every_class_change_one_task_alone(copied, capsys):
         assert "task0: learned already" in capsys.readouterr().out and contents(copied) == after
     memory.learn(small.task("task3", 3))
     memory.forget("task0")
-    left = [file for file in copied.rglob("*") if file.is_file()]
-    assert not [file for file in left if b"task0" in file.read_bytes()]
+    files = [file for file in copied.rglob("*") if file.is_file()]
+    assert not [file for file in files if b"task0" in file.read_bytes()]
 
 
 def test_an_extended_task_changes_only_for_the_better():
     head = Head(jnp.zeros((1, 1)), jnp.zeros(1))
 
-    def kept(*shares: tuple[str, float, float | None]) -> str:
+    def best(*shares: tuple[str, float, float | None]) -> str:
         return best_candidate([Candidate(kind, head, new, old) for kind, new, old in shares]).kind
 
     same = ("unchanged", 0.8, 0.9)
-    assert kept(same, ("head", 0.8, 0.99), ("network", 0.9, 0.85)) == "unchanged"
-    assert kept(same, ("head", 0.85, 0.9), ("network", 0.95, 0.85)) == "head"
-    assert kept(same, ("head", 0.85, 0.9), ("network", 0.95, 0.9)) == "network"
-    assert kept(("unchanged", 0.8, None), ("network", 0.9, None)) == "network"
-    assert kept(("head", 0.8, 0.9), ("network", 0.9, 0.7)) == "head"
+    assert best(same, ("head", 0.8, 0.99), ("network", 0.9, 0.85)) == "unchanged"
+    assert best(same, ("head", 0.85, 0.9), ("network", 0.95, 0.85)) == "head"
+    assert best(same, ("head", 0.85, 0.9), ("network", 0.95, 0.9)) == "network"
+    assert best(("unchanged", 0.8, None), ("network", 0.9, None)) == "network"
+    assert best(("head", 0.8, 0.9), ("network", 0.9, 0.7)) == "head"
 
 
 def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabilities_calibrated(
@@ -782,8 +784,8 @@ def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabiliti
         jax.tree.map(np.testing.assert_array_equal, expert.params, experts[block].params)
     new = memory.internal.tasks[2]
     assert new.statistics["counts"].sum() == 52
-    found = extension_in(copied)
-    assert found["kept"] in ("unchanged", "head") and set(found["candidates"]) == {
+    result = extension_in(copied)
+    assert result["kept"] in ("unchanged", "head") and set(result["candidates"]) == {
         "unchanged",
         "head",
     }
@@ -791,8 +793,8 @@ def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabiliti
     head = discriminant_head(new.statistics, old.head)
     temperature = new_temperature(old, head, samples, labels)
     before, after = (
-        log_probability(logits_of(samples, own) / by, labels)
-        for own, by in ((old.head, old.temperature), (head, temperature))
+        log_probability(logits_of(samples, used_head) / by, labels)
+        for used_head, by in ((old.head, old.temperature), (head, temperature))
     )
     assert (
         temperature in (pytest.approx(0.2, rel=0.01), pytest.approx(5, rel=0.01))
@@ -809,9 +811,9 @@ def test_samples_move_with_the_features_that_they_stand_for():
     samples, labels = sample_features(
         {"means": means, "covariance": packed(spread), "counts": np.ones(3)}, 0
     )
-    own = np.stack([samples[labels == label].mean(axis=0) for label in range(3)])
-    np.testing.assert_allclose(own, means, atol=0.2)
-    np.testing.assert_allclose(np.cov((samples - own[labels]).T), spread, atol=0.05)
+    centres = np.stack([samples[labels == label].mean(axis=0) for label in range(3)])
+    np.testing.assert_allclose(centres, means, atol=0.2)
+    np.testing.assert_allclose(np.cov((samples - centres[labels]).T), spread, atol=0.05)
     turn, points = rng.normal(size=(4, 4)), rng.normal(size=(200, 4))
     np.testing.assert_allclose(
         move_samples(samples, points, points @ turn + 1), samples @ turn + 1, atol=0.2
@@ -1002,8 +1004,8 @@ def test_one_process_writes_at_a_time(copied):
 
 def test_an_image_far_from_every_task_belongs_to_none_if_asked(learned):
     memory = cheem_jax.open(learned)
-    own = memory.predict(STREAM.tasks[0].val.images, open_set=0.1)
-    refused = np.mean([answer.task is None for answer in own])
+    answers = memory.predict(STREAM.tasks[0].val.images, open_set=0.1)
+    refused = np.mean([answer.task is None for answer in answers])
     assert refused <= 0.3, "about a tenth of a task's own images may be refused"
     noise = np.random.default_rng(0).integers(0, 2, (4, 8, 8, 3), dtype=np.uint8) * 255
     for answer in memory.predict(noise, open_set=0.1):
@@ -1021,20 +1023,20 @@ def test_an_image_far_from_every_task_belongs_to_none_if_asked(learned):
 
 @pytest.mark.full
 def test_the_backbones_own_classes_can_be_a_target(tmp_path):
-    own = small.task("photos", 11)
+    base = small.task("photos", 11)
     with pytest.raises(ValueError, match="give base_data"):
         begin(tmp_path / "a", num_classes=3, keep_base=True)
     with pytest.raises(ValueError, match="has no head"):
-        begin(tmp_path / "b", base_data=own, keep_base=True)
-    memory = begin(tmp_path / "c", num_classes=3, base_data=own, keep_base=True)
+        begin(tmp_path / "b", base_data=base, keep_base=True)
+    memory = begin(tmp_path / "c", num_classes=3, base_data=base, keep_base=True)
     memory.learn(STREAM.tasks[0])
     memory = cheem_jax.open(tmp_path / "c")
     assert [target.name for target in memory.targets] == ["task0", "base"]
-    wanted = np.asarray(memory.vit.logits(memory.vit(jnp.asarray(own.test.images)))).argmax(axis=1)
-    answers = memory.predict(own.test.images)
+    wanted = np.asarray(memory.vit.logits(memory.vit(jnp.asarray(base.test.images)))).argmax(axis=1)
+    answers = memory.predict(base.test.images)
     mine = [i for i, answer in enumerate(answers) if answer.task == "base"]
     assert len(mine) > len(answers) / 2
-    assert [answers[i].label for i in mine] == [own.classes[wanted[i]] for i in mine]
+    assert [answers[i].label for i in mine] == [base.classes[wanted[i]] for i in mine]
     with pytest.raises(ValueError, match="the pretraining data"):
         memory.learn(small.task("Base", 5))
 
@@ -1065,10 +1067,10 @@ def test_a_run_answers_and_a_new_memory_can_begin_with_it(tmp_path):
     save_converted(other, dataclasses.replace(pretrained, sha256="1" * 64))
     with pytest.raises(ValueError, match="was learned with weights of SHA-256"):
         cheem_jax.open(run, weights=other)
-    begun = cheem_jax.begin_with(tmp_path / "pets", run, weights=file)
-    assert begun.predict(STREAM.tasks[1].test.images) == wanted
-    begun.learn(STREAM.tasks[2])
-    assert [(task.name, task.number) for task in begun.tasks] == [
+    started = cheem_jax.begin_with(tmp_path / "pets", run, weights=file)
+    assert started.predict(STREAM.tasks[1].test.images) == wanted
+    started.learn(STREAM.tasks[2])
+    assert [(task.name, task.number) for task in started.tasks] == [
         ("task0", 0),
         ("task1", 1),
         ("task2", 2),
@@ -1092,8 +1094,8 @@ def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_c
     )
     pictures = small.task("base", 9).train.images
     save_converted(lacking, pretrained)
-    found = base_means(build(pretrained.config, pretrained.params), pictures)
-    save_converted(carrying, dataclasses.replace(pretrained, base_means=found))
+    result = base_means(build(pretrained.config, pretrained.params), pictures)
+    save_converted(carrying, dataclasses.replace(pretrained, base_means=result))
     config = RunConfig(small.QUICK, "quick")
     run_stream(
         Stream("one", STREAM.tasks[:1]), pretrained, config, run, Progress(), base_images=pictures
@@ -1102,8 +1104,8 @@ def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_c
         ValueError, match="measured mean CLS tokens of the pretraining data, which .* lacks"
     ):
         cheem_jax.begin_with(tmp_path / "pets", run, weights=lacking)
-    begun = cheem_jax.begin_with(tmp_path / "pets", run, weights=carrying)
-    assert [task.name for task in begun.tasks] == ["task0"]
+    memory = cheem_jax.begin_with(tmp_path / "pets", run, weights=carrying)
+    assert [task.name for task in memory.tasks] == ["task0"]
 
 
 @pytest.mark.full
@@ -1122,14 +1124,14 @@ def test_a_memory_on_a_backbone_of_another_family_learns_answers_exports_serves_
     memory = begin(tmp_path / "pets", depth=2, **fields)
     memory.learn(STREAM)
     images = STREAM.tasks[1].test.images
-    found = memory.predict(images)
-    assert np.mean([one.task == "task1" for one in found]) > 0.5
+    result = memory.predict(images)
+    assert np.mean([one.task == "task1" for one in result]) > 0.5
     assert memory.export(tmp_path / "pets.stablehlo").largest_difference < 1e-4
     file = io.BytesIO()
     Image.fromarray(images[0]).save(file, "PNG")
     with serving(memory.predictor(batch_sizes=(1,)), Limits(max_batch=1)) as served:
         answer = served.predict(file.getvalue()).json
-    assert (answer["task"], answer["class"]) == (found[0].task, found[0].label)
+    assert (answer["task"], answer["class"]) == (result[0].task, result[0].label)
     before = given(memory, "task2")
     memory.forget("task0")
     opened = cheem_jax.open(tmp_path / "pets")
@@ -1300,14 +1302,14 @@ def test_a_network_worse_than_the_frozen_backbone_is_not_kept(tmp_path, capsys):
 
 
 def test_the_network_stays_where_it_is_better_or_the_preset_is_the_papers(tmp_path):
-    kept = begin(tmp_path / "kept", method=dataclasses.replace(FALLBACK, fallback=False))
-    kept.learn(STREAM.tasks[0])
-    compared = kept.info()["tasks"][0]["frozen_head"]
+    other = begin(tmp_path / "kept", method=dataclasses.replace(FALLBACK, fallback=False))
+    other.learn(STREAM.tasks[0])
+    compared = other.info()["tasks"][0]["frozen_head"]
     assert compared["kept"] == "network" and compared["network"] < compared["frozen"]
-    head = kept.internal.tasks[0].head
+    head = other.internal.tasks[0].head
     right = (9, 9)
-    for found, better in (((9, 8), False), ((8, 9), True)):
-        assert HeadComparison(head, 1.0, 10, found, (-2.0, -1.0)).is_frozen_better == better
+    for result, better in (((9, 8), False), ((8, 9), True)):
+        assert HeadComparison(head, 1.0, 10, result, (-2.0, -1.0)).is_frozen_better == better
     assert HeadComparison(head, 1.0, 10, right, (-2.0, -1.0)).is_frozen_better
     assert not HeadComparison(head, 1.0, 10, right, (-1.0, -1.0)).is_frozen_better
     presets = {

@@ -69,11 +69,11 @@ def test_a_folder_that_is_there_is_filled_and_never_replaced(volume, monkeypatch
     order = []
     rename = os.rename
 
-    def told(source, target):
+    def note(source, target):
         order.append(Path(target).name)
         rename(source, target)
 
-    monkeypatch.setattr(os, "rename", told)
+    monkeypatch.setattr(os, "rename", note)
     with new_directory(volume) as partial:
         fill(partial)
         assert not OURS & names(volume)
@@ -110,12 +110,12 @@ def test_a_folder_that_cannot_be_made_is_named_in_one_line(tmp_path, monkeypatch
 
 
 def test_removing_a_memory_leaves_foreign_files(volume, tmp_path):
-    for folder, left in ((volume, set(FOREIGN)), (tmp_path / "mem", None)):
+    for folder, remaining in ((volume, set(FOREIGN)), (tmp_path / "mem", None)):
         with new_directory(folder) as partial:
             fill(partial)
         (folder / ".lock").touch()
         remove_memory(folder)
-        assert not folder.exists() if left is None else names(folder) == left
+        assert not folder.exists() if remaining is None else names(folder) == remaining
 
 
 def test_only_generations_of_the_memory_are_removed(tmp_path):

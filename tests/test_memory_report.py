@@ -38,10 +38,10 @@ METHOD = dataclasses.replace(small.QUICK, remove=("skip", "adapt"))
 class Halt(Progress):
     """Ends the process's work when the last phase of learning begins."""
 
-    def phase(self, phase: str, **told: Any):
+    def phase(self, phase: str, **fields: Any):
         if phase == "finetune":
             raise KeyboardInterrupt
-        return super().phase(phase, **told)
+        return super().phase(phase, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +129,9 @@ def test_a_page_shows_the_last_evaluation_until_the_memory_changes(moment):
     memory.keep_scores(
         [TaskScore("task1", 20, 0.25, 0.5, 0.5, 0.1), TaskScore("task2", 30, 0.75, 1.0, 1.0, 0.1)]
     )
-    told = parsed(directory).text
-    assert "50.0" in told and "task-agnostic; cheem evaluate on 90 test images" in told
-    assert "Measured by cheem evaluate" in told and "fills this in" not in told
+    text = parsed(directory).text
+    assert "50.0" in text and "task-agnostic; cheem evaluate on 90 test images" in text
+    assert "Measured by cheem evaluate" in text and "fills this in" not in text
     (directory / "evaluated.json").write_text('{"state": [1, 3], "tasks": {"task0": {}}}')
     assert "(0 measured so far)" in parsed(directory).text  # not as it is written
     memory.keep_scores([TaskScore("task0", 40, 0.5, 0.75, 0.6, 0.1)])
@@ -184,11 +184,12 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
         "The task ID is right for 60.0 % on average" in page.text
         and "does not report the tasks of the other images" in page.text
     )
-    told = watched(directory)
+    status = watched(directory)
     assert (
-        f"average accuracy 35.0 %, task ID given 75.0 %, forgetting {forgetting:.1f} points" in told
+        f"average accuracy 35.0 %, task ID given 75.0 %, forgetting {forgetting:.1f} points"
+        in status
     )
-    assert "not measured" not in told
+    assert "not measured" not in status
 
 
 def test_a_memory_that_another_process_works_on_is_not_said_to_be_stopped(moment):
@@ -278,8 +279,10 @@ def test_watch_follows_a_memory(moment):
     )
     later = moment("later")
     diagonal = [row[index] for index, row in enumerate(results_in(later)["accuracy"])]
-    told = f"3 tasks learned, right after learning {100 * sum(diagonal) / 3:.1f} %, mean of 3 tasks"
-    assert line(look(later, 0.0)).endswith(told)
+    sentence = (
+        f"3 tasks learned, right after learning {100 * sum(diagonal) / 3:.1f} %, mean of 3 tasks"
+    )
+    assert line(look(later, 0.0)).endswith(sentence)
 
 
 def test_event_files_contain_every_measurement_and_no_average_that_is_missing(moment):
@@ -335,12 +338,12 @@ def test_an_expert_of_a_forgotten_task_counts_from_the_start_and_is_named():
             },
         ],
     }  # fmt: skip
-    drawn = architectures(results)
-    assert [[text for _, text, _ in cells] for _, cells, _ in drawn.rows[1:]] == [
+    charts = architectures(results)
+    assert [[text for _, text, _ in cells] for _, cells, _ in charts.rows[1:]] == [
         ["skip", "†+Δ", "base", "skip"],
         ["†", "skip", "skip", "new"],
     ]
-    assert "†: from a forgotten task" in drawn.caption and drawn.pool[1] == [
+    assert "†: from a forgotten task" in charts.caption and charts.pool[1] == [
         (-1, -1),
         (-2, -1),
         (0, 1),

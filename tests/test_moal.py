@@ -56,20 +56,20 @@ def smaller():
 
 @pytest.fixture
 def no_rumination(monkeypatch):
-    def own_images(labels, means, seen):
+    def own_images(labels, means, classes):
         return labels[:0], labels[:0]
 
     monkeypatch.setattr(moal_module, "shifted_sources", own_images)
 
 
 @functools.cache
-def begun() -> Any:
+def method() -> Any:
     return learner(Moal, CONFIG)
 
 
 def moal_with(**changed) -> Any:
     """Other settings of the head with the same compiled programs."""
-    moal = fresh(begun())
+    moal = fresh(method())
     moal.config = dataclasses.replace(CONFIG, **changed)
     return moal
 
@@ -82,10 +82,10 @@ def learned(moal: Any, tasks) -> Any:
 
 @pytest.mark.full
 def test_moal_learns_saves_opens_and_answers_per_image(tmp_path):
-    moal: Any = check_method(begun(), tmp_path)
+    moal: Any = check_method(method(), tmp_path)
     # x64 is off in JAX, and yet nothing is lost on the way to the disk and back
     assert moal.state.analytic.inverse.dtype == moal.state.analytic.weight.dtype == np.float64
-    again = fresh(begun())
+    again = fresh(method())
     again.open(tmp_path / "one")
     chex.assert_trees_all_equal(moal.state, again.state)
     np.testing.assert_array_equal(moal.state.analytic.inverse, moal.state.analytic.inverse.T)
@@ -115,7 +115,7 @@ def test_without_factor_and_rumination_two_tasks_fit_the_ridge_regression_on_bot
 ):
     tasks = small.stream(2).tasks
     # with ema 1 the adapters stay, so features of the first task are still known
-    moal = fresh(begun())
+    moal = fresh(method())
     monkeypatch.setattr(moal_module, "FIRST_SCALE", 1.0)
     moal._average = lambda old, new: old
     report = moal.learn(tasks[0], Session())
@@ -137,7 +137,7 @@ def test_without_factor_and_rumination_two_tasks_fit_the_ridge_regression_on_bot
         atol=1e-6,
     )
     # the factor is the first task's alone
-    scaled = fresh(begun())
+    scaled = fresh(method())
     monkeypatch.setattr(moal_module, "FIRST_SCALE", 0.9)
     scaled.learn(tasks[0], Session())
     alone = np.linalg.solve(x[:40].T @ x[:40] + report["ridge"] * np.eye(40), x[:40].T @ y[:40, :3])
@@ -168,12 +168,12 @@ def test_a_penalty_too_small_for_float64_grows_until_it_is_not():
 @pytest.mark.full
 def test_adapters_follow_their_average_by_epochs_after_the_first_task():
     tasks = small.stream(2).tasks
-    moal = fresh(begun())
+    moal = fresh(method())
     ends = []
 
     def average(old, new):
         ends.append((old, jax.tree.map(np.asarray, new)))
-        return begun()._average(old, new)
+        return method()._average(old, new)
 
     moal._average = average
     learned(moal, tasks[:1])
@@ -215,9 +215,9 @@ def test_rumination_learns_again_only_the_images_that_the_head_gets_wrong(reques
     # labels by chance, so that much is wrong
     chance = np.random.default_rng(0).permutation(tasks[1].train.labels)
     tasks[1] = dataclasses.replace(tasks[1], train=Split(tasks[1].train.images, chance))
-    first = learned(fresh(begun()), tasks[:1])
-    with_it = fresh(begun())
-    without = fresh(begun())
+    first = learned(fresh(method()), tasks[:1])
+    with_it = fresh(method())
+    without = fresh(method())
     with_it.state, without.state = first.state, first.state
     for moal in (with_it, without):
         moal.classes.add(tasks[0].name, tasks[0].classes)
@@ -225,25 +225,25 @@ def test_rumination_learns_again_only_the_images_that_the_head_gets_wrong(reques
     request.getfixturevalue("no_rumination")
     assert without.learn(tasks[1], Session())["ruminated"] == 0
     # once more by hand, from where plain least squares ends
-    known = with_it.state
+    state = with_it.state
     labels = 3 + tasks[1].train.labels
     analytic = Analytic(*(part.copy() for part in without.state.analytic))
-    features = with_it.features_with(known.adapters, tasks[1].train.images)
+    features = with_it.features_with(state.adapters, tasks[1].train.images)
     examples = [(feature, int(c)) for feature, c in zip(features, labels, strict=True)]
-    for c, new in enumerate(nearest_new(known.means, 3)):
-        examples += [(f - known.means[new] + known.means[c], c) for f in features[labels == new]]
+    for c, new in enumerate(nearest_new(state.means, 3)):
+        examples += [(f - state.means[new] + state.means[c], c) for f in features[labels == new]]
     assert report["ruminated"] == len(examples) and 0 < report["ruminated_wrong"] < len(examples)
     order = order_at(with_it.keys.at(1, Phase.ALIGNMENT_ORDER, 1), len(examples))
     wrong = 0
     for begin in range(0, len(order), 16):
         chunk = [examples[i] for i in order[begin : begin + 16]]
-        x = lift(np.stack([f for f, _ in chunk]), known.projection)
+        x = lift(np.stack([f for f, _ in chunk]), state.projection)
         y = np.array([c for _, c in chunk])
         missed = (x @ analytic.weight).argmax(axis=1) != y
         least_squares(analytic, x[missed], one_hot(y[missed], 7))
         wrong += missed.sum()
     assert wrong == report["ruminated_wrong"]
-    np.testing.assert_allclose(known.analytic.weight, analytic.weight, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state.analytic.weight, analytic.weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.full
@@ -251,17 +251,17 @@ def test_classes_of_one_image_are_learned():
     split = small.task("few", 1, num_classes=3, num=6).val
     lone = Task("few", ("c0", "c1", "c2"), split, split, split)
     for tasks in ((lone, small.task("colours", 0)), (small.task("colours", 0), lone)):
-        moal = learned(fresh(begun()), tasks)
+        moal = learned(fresh(method()), tasks)
         assert moal.predict(split.images).classes.min() >= 0
         assert np.isfinite(moal.state.analytic.weight).all()
 
 
 @pytest.mark.full
 def test_costs_are_those_of_one_forward_pass():
-    moal = fresh(begun())
+    moal = fresh(method())
     reports = [moal.learn(task, Session()) for task in small.stream(2).tasks]
     vit = moal.executor.config
-    own = adapter_params(moal.executor.config, 3)
+    per_task = adapter_params(moal.executor.config, 3)
     adapters, head = 4 * 5 * 2 * 2 * 16 * 3, 2 * 40 * (16 + 7)
     assert reports[1]["flops_method"] == flops.backbone_flops(vit)
     assert (
@@ -272,8 +272,14 @@ def test_costs_are_those_of_one_forward_pass():
         reports[1]["flops_executed"]
         == flops.executed_backbone_flops(vit) + adapters * 16 // 20 + head
     )
-    kept = own + 1 + 16 * 7 + moal.state.means.size + sum(part.size for part in moal.state.analytic)
-    assert sum(report["params_stored"] for report in reports) == kept + moal.state.projection.size
+    stored = (
+        per_task
+        + 1
+        + 16 * 7
+        + moal.state.means.size
+        + sum(part.size for part in moal.state.analytic)
+    )
+    assert sum(report["params_stored"] for report in reports) == stored + moal.state.projection.size
     assert [report["params_added_percent"] > 0 for report in reports] == [True, False]
     # the table's row is the plain pass; the adapters it leaves out would make it 34.2
     base = config_of("vit_base")
@@ -291,7 +297,7 @@ def test_impossible_settings_are_refused_and_much_memory_is_said():
     ):
         with pytest.raises(ValueError, match=sentence):
             dataclasses.replace(CONFIG, **wrong)
-    assert begun().check(small.stream(2).tasks) == []
+    assert method().check(small.stream(2).tasks) == []
     assert moal_with(hidden=20000).check(small.stream(2).tasks) == [
         "20000 random features take up to 8.9 GiB of memory on the host"
     ]

@@ -52,14 +52,14 @@ def smaller():
 
 
 @pytest.fixture(scope="module")
-def begun(smaller) -> MoeAdapters:
+def untrained(smaller) -> MoeAdapters:
     """Before its first task; each test goes on with one made `anew`, which shares the compiled
     programs."""
     return learner(MoeAdapters, CONFIG, num_tasks=3)
 
 
-def anew(begun: MoeAdapters) -> MoeAdapters:
-    copied = fresh(begun)
+def fresh_method(untrained: MoeAdapters) -> MoeAdapters:
+    copied = fresh(untrained)
     assert isinstance(copied, MoeAdapters)
     return copied
 
@@ -79,8 +79,8 @@ def random_experts(seed: int = 0, experts: int = 6) -> Bottleneck:
 
 
 @pytest.mark.full
-def test_moe_adapters_learn_save_open_and_answer_per_image(begun, tmp_path):
-    method = check_method(begun, tmp_path)
+def test_moe_adapters_learn_save_open_and_answer_per_image(untrained, tmp_path):
+    method = check_method(untrained, tmp_path)
     tasks = small.stream(3).tasks
     given, inferred = [], []
     for index, task in enumerate(tasks):
@@ -98,16 +98,16 @@ def test_so_do_they_with_another_encoder_when_experts_run_out(tmp_path):
 
 
 @pytest.mark.full
-def test_a_task_stopped_at_its_auto_encoder_ends_as_an_unbroken_one(begun):
+def test_a_task_stopped_at_its_auto_encoder_ends_as_an_unbroken_one(untrained):
     task = small.task("colours", 0)
-    whole = anew(begun)
+    whole = fresh_method(untrained)
     watched = Watched(2 * 3 + 3 + 5)
     whole.learn(task, Session())
-    halted = anew(begun)
+    halted = fresh_method(untrained)
     with pytest.raises(Interrupted):
         halted.learn(task, watched)
-    resumed = anew(begun)
-    report = resumed.learn(task, Watched(saved=watched.left))
+    resumed = fresh_method(untrained)
+    report = resumed.learn(task, Watched(saved=watched.checkpoint))
     assert len(report["losses"]) == 2
     chex.assert_trees_all_equal(resumed.tasks[0], whole.tasks[0])
     chex.assert_trees_all_equal(parts(resumed), parts(whole))
@@ -125,8 +125,8 @@ def test_training_noise_chooses_other_experts_per_image_and_only_there():
     token = jax.random.normal(jax.random.key(0), (200, 16))
     routers = jnp.zeros((1, 16, 6))
     tasks = jnp.zeros(200, jnp.int32)
-    drawn = sample(jax.random.key(1), jnp.zeros((1, 16, 6)), 200, 5, CONFIG)
-    gates = gate(routers, token, tasks, jax.tree.map(lambda leaf: leaf[0], drawn))
+    samples = sample(jax.random.key(1), jnp.zeros((1, 16, 6)), 200, 5, CONFIG)
+    gates = gate(routers, token, tasks, jax.tree.map(lambda leaf: leaf[0], samples))
     counts = np.bincount(np.asarray(gates.chosen).ravel(), minlength=6)
     assert counts.min() > 40  # 66.7 of 200 each by chance
     np.testing.assert_allclose(gates.weights.sum(axis=1), 1.0, rtol=1e-6)
@@ -138,14 +138,14 @@ def test_training_noise_chooses_other_experts_per_image_and_only_there():
 
 
 @pytest.mark.full
-def test_experts_add_nothing_before_they_have_learned(begun):
-    moe = anew(begun)
+def test_experts_add_nothing_before_they_have_learned(untrained):
+    moe = fresh_method(untrained)
     images = small.task("colours", 0).test.images
     experts = init_experts(jax.random.key(0), small.CONFIG, CONFIG)
-    found, _ = moe._over(
+    result, _ = moe._over(
         experts, np.ones((1, 4, 16, 6), np.float32), images, np.zeros(20, np.int32)
     )
-    np.testing.assert_allclose(found, moe.router_features(images), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(result, moe.router_features(images), rtol=0, atol=1e-5)
 
 
 def plain_norm(x, layer, epsilon=1e-6):
@@ -182,14 +182,14 @@ def plain_block(block, x, experts, router):
 
 
 @pytest.mark.full
-def test_every_image_runs_the_two_experts_of_its_task_as_in_numpy(begun):
-    moe = anew(begun)
+def test_every_image_runs_the_two_experts_of_its_task_as_in_numpy(untrained):
+    moe = fresh_method(untrained)
     vit = small.backbone()
     experts = random_experts()
     routers = np.random.default_rng(1).normal(0, 1, (4, 4, 16, 6)).astype(np.float32)
     images = small.task("colours", 0).test.images[:3]
     tasks = np.array([2, 0, 1], np.int32)
-    found, chosen = moe._over(experts, routers, images, tasks)
+    result, chosen = moe._over(experts, routers, images, tasks)
     host = [np.asarray(leaf, np.float64) for leaf in experts]
     for image, task in enumerate(tasks):
         x = np.asarray(vit.embed(jnp.asarray(images[image : image + 1])), np.float64)[0]
@@ -198,7 +198,7 @@ def test_every_image_runs_the_two_experts_of_its_task_as_in_numpy(begun):
             np.testing.assert_array_equal(chosen[image, index], picked)
         expected = plain_norm(x[0], vit.norm)
         np.testing.assert_allclose(
-            found[image], expected, rtol=0, atol=1e-4 * np.abs(expected).max()
+            result[image], expected, rtol=0, atol=1e-4 * np.abs(expected).max()
         )
     assert len(set(map(bytes, chosen))) == 3
 
@@ -213,10 +213,10 @@ def test_dropout_leaves_hidden_values_out_and_scales_the_others(monkeypatch):
     mixed = jax.jit(mixture)
     np.testing.assert_allclose(mixed(experts, gates, z), 1.0)
     config = dataclasses.replace(CONFIG, bottleneck=4)
-    kept = sample(jax.random.key(0), jnp.zeros((1, 4, 6)), 3, 50, config).is_kept
-    assert kept.shape == (1, 3, 50, 8)
+    is_kept = sample(jax.random.key(0), jnp.zeros((1, 4, 6)), 3, 50, config).is_kept
+    assert is_kept.shape == (1, 3, 50, 8)
     # each of two experts gives 0.5 * 2 or 0
-    values, counts = np.unique(mixed(experts, gates, z, kept[0]), return_counts=True)
+    values, counts = np.unique(mixed(experts, gates, z, is_kept[0]), return_counts=True)
     np.testing.assert_allclose(values, [0, 1, 2])
     np.testing.assert_allclose(counts / 600, [0.25, 0.5, 0.25], atol=0.08)
 
@@ -231,8 +231,8 @@ def test_the_most_used_experts_of_each_block_are_frozen():
 
 
 @pytest.mark.full
-def test_frozen_experts_keep_their_bytes_while_others_learn(begun):
-    moe = anew(begun)
+def test_frozen_experts_keep_their_bytes_while_others_learn(untrained):
+    moe = fresh_method(untrained)
     first = moe.learn(small.task("one", 1), Session())
     frozen = moe.state.frozen
     before = parts(moe)
@@ -251,8 +251,8 @@ def test_frozen_experts_keep_their_bytes_while_others_learn(begun):
 
 
 @pytest.mark.full
-def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn(begun):
-    moe = anew(begun)
+def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn(untrained):
+    moe = fresh_method(untrained)
     moe.learn(small.task("one", 1), Session())
     moe.state, before = moe.state._replace(frozen=np.ones((4, 6), bool)), parts(moe)
     report = moe.learn(small.task("two", 2), Session())
@@ -265,20 +265,22 @@ def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn
 
 
 @pytest.mark.full
-def test_later_tasks_change_only_the_parameters_that_earlier_ones_share(begun):
-    moe = anew(begun)
+def test_later_tasks_change_only_the_parameters_that_earlier_ones_share(untrained):
+    moe = fresh_method(untrained)
     one = small.task("one", 1)
     moe.learn(one, Session())
-    kept = jax.tree.map(np.copy, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder))
+    earlier = jax.tree.map(
+        np.copy, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder)
+    )
     moe.learn(small.task("two", 2), Session())
     chex.assert_trees_all_equal(
-        kept, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder)
+        earlier, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder)
     )
 
 
 @pytest.mark.full
-def test_a_fourth_task_compiles_nothing_again(begun, compilations):
-    moe = anew(begun)
+def test_a_fourth_task_compiles_nothing_again(untrained, compilations):
+    moe = fresh_method(untrained)
     for index in range(3):
         moe.learn(small.task(f"task{index}", index), Session())
         moe.predict(small.task(f"task{index}", index).test.images, np.full(20, index))
@@ -308,23 +310,23 @@ def test_the_papers_flops_are_twelve_auto_encoders_and_two_experts_of_rank_8(
     vit = config_of(name)
     config = MoeAdaptersConfig()
     costs = moe_costs(vit, conv5, config, 12)
-    found = costs["flops_method"]
+    result = costs["flops_method"]
     assert (
-        found - moe_costs(vit, conv5, config, 11)["flops_method"] == 17_305_600
+        result - moe_costs(vit, conv5, config, 11)["flops_method"] == 17_305_600
     )  # one auto-encoder
-    assert round(found / 1e9, 2) == with_adapters
-    assert abs(found / 1e9 - paper) < 0.08
+    assert round(result / 1e9, 2) == with_adapters
+    assert abs(result / 1e9 - paper) < 0.08
     adapters = 2 * 197 * 12 * 2 * width * 2 * 8
-    assert round((found - adapters) / 1e9, 2) == without
+    assert round((result - adapters) / 1e9, 2) == without
     official = moe_costs(vit, conv5, dataclasses.replace(config, bottleneck=64), 12)
     assert official["flops_method"] / 1e9 > paper + 0.19
     attention = 2 * 12 * 2 * 197**2 * width
-    assert costs["flops_explicit"] == found + attention
+    assert costs["flops_explicit"] == result + attention
 
 
 @pytest.mark.full
-def test_a_report_counts_the_auto_encoders_of_the_whole_stream(begun):
-    moe = anew(begun)
+def test_a_report_counts_the_auto_encoders_of_the_whole_stream(untrained):
+    moe = fresh_method(untrained)
     first, second = (moe.learn(small.task(f"task{i}", i), Session()) for i in range(2))
     vit = small.CONFIG
     encoder = moe.encoder
@@ -333,8 +335,8 @@ def test_a_report_counts_the_auto_encoders_of_the_whole_stream(begun):
     # two passes (the encoder is the backbone), 3 auto-encoders 16-6-16, experts of rank 4 in all at
     # 3 x 5 + 1 tokens of 16 values, the logits of 4 routers (3 padded) of 6 experts in 4 blocks,
     # and a head of 3 classes
-    own = 3 * 4 * 16 * 6 + 16 * 4 * 16 * 4 + 4 * 4 * 2 * 16 * 6 + 2 * 16 * 3
-    assert first["flops_executed"] == 2 * encoder.executed_flops() + own
+    params = 3 * 4 * 16 * 6 + 16 * 4 * 16 * 4 + 4 * 4 * 2 * 16 * 6 + 2 * 16 * 3
+    assert first["flops_executed"] == 2 * encoder.executed_flops() + params
     experts, router = 4 * 6 * (2 * 2 * 16 + 2 + 16), 4 * 16 * 6
     rest = 17 * 3 + 2 * 16 * 6 + 6 + 16
     assert (
@@ -345,9 +347,9 @@ def test_a_report_counts_the_auto_encoders_of_the_whole_stream(begun):
     assert second["params_learned"] == experts * 2 // 3 + 2 * router + rest
 
 
-def test_the_stream_is_looked_at_before_it_is_learned(begun, conv5):
+def test_the_stream_is_looked_at_before_it_is_learned(untrained, conv5):
     tasks = small.stream(3).tasks
-    assert anew(begun).check(tasks) == []
+    assert fresh_method(untrained).check(tasks) == []
     (said,) = learner(MoeAdapters, dataclasses.replace(CONFIG, experts=4)).check(tasks)
     assert (
         "2 of 4 experts per block can be frozen after each task, so since task 3 of 3 fewer than"

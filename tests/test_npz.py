@@ -30,15 +30,15 @@ def test_arrays_are_restored_as_they_were_saved(tmp_path):
     }
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "x.npz", allow_pickle=False, **arrays)
-        found = read_npz(tmp_path / "x.npz")
-        assert list(found) == list(arrays)
+        result = read_npz(tmp_path / "x.npz")
+        assert list(result) == list(arrays)
         for name, value in arrays.items():
-            np.testing.assert_array_equal(found[name], value)
-            assert found[name].dtype == value.dtype
+            np.testing.assert_array_equal(result[name], value)
+            assert result[name].dtype == value.dtype
 
 
 @pytest.mark.parametrize(
-    ("header", "told"),
+    ("header", "message"),
     [
         (
             "{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }",
@@ -61,10 +61,10 @@ def test_arrays_are_restored_as_they_were_saved(tmp_path):
         ("__import__('os').abort()", "not a readable npz"),
     ],
 )
-def test_a_header_is_not_believed(tmp_path, header, told):
+def test_a_header_is_not_believed(tmp_path, header, message):
     file = write(tmp_path / "x.npz", {"w.npy": npy(header, bytes(8))})
     with pytest.raises(
-        ValueError, match=f"x.npz is not a readable npz file .*{told}|x.npz is {told}"
+        ValueError, match=f"x.npz is not a readable npz file .*{message}|x.npz is {message}"
     ):
         read_npz(file)
 

@@ -117,9 +117,9 @@ def test_the_spellings_mean_one_place(root, spelled):
     )
 )
 def test_a_path_is_absolute_and_normal_and_stays_so(text):
-    found = absolute(f"./{text}")
-    assert found.is_absolute() and not {".", ".."} & set(found.parts)
-    assert absolute(found) == found == absolute(os.path.join(found, "."))
+    result = absolute(f"./{text}")
+    assert result.is_absolute() and not {".", ".."} & set(result.parts)
+    assert absolute(result) == result == absolute(os.path.join(result, "."))
 
 
 @pytest.mark.parametrize(
@@ -216,9 +216,9 @@ def test_paths_in_settings_become_absolute_and_nothing_else_changes(here):
         size: int = 3
         none: Path | None = None
 
-    found = with_absolute_paths(Outer())
-    assert found == Outer(Inner(here.parent / "x"), (here / "a", here.parent / "b"))
-    assert with_absolute_paths(found) is found
+    result = with_absolute_paths(Outer())
+    assert result == Outer(Inner(here.parent / "x"), (here / "a", here.parent / "b"))
+    assert with_absolute_paths(result) is result
 
 
 # fmt: skip
@@ -262,16 +262,16 @@ def test_every_path_on_a_command_line_becomes_absolute(here, settings):
                 if "Positional" in text
                 else [f"--{field.name.replace('_', '-')}", "x"]
             )
-    found = parse(settings, words)
+    result = parse(settings, words)
     for name, place in wanted.items():
-        assert getattr(found, name) in (place, (place,))
+        assert getattr(result, name) in (place, (place,))
 
 
 def test_nested_paths_of_a_command_line_become_absolute(here):
-    found = cheem_run.read_arguments(
+    result = cheem_run.read_arguments(
         ["--run-dir", "../r 1", "--weights", "~/w", "--images.cache-dir", "./c"]
     )
-    assert (found.run_dir, found.weights, found.images.cache_dir) == (
+    assert (result.run_dir, result.weights, result.images.cache_dir) == (
         here.parent / "r 1",
         here.parent / "w",
         here / "c",

@@ -82,22 +82,22 @@ def test_archives_in_the_manual_folder_are_prepared_and_stay(tmp_path, gtsrb):
 def test_archives_are_downloaded_where_they_can_be(tmp_path, gtsrb, server):
     folder, address = server
     archives = gtsrb(official.put(folder, official.gtsrb()), url=address)
-    seen = []
+    fetched = []
 
     @contextmanager
     def phase(name, task, total):
-        yield lambda num: seen.append((name, task, total, num))
+        yield lambda num: fetched.append((name, task, total, num))
 
     plan = prepare("gtsrb", tmp_path / "data", phase)
     assert plan.num_images == 129
     for archive in archives:
-        told = [
+        messages = [
             num
-            for name, task, _, num in seen
+            for name, task, _, num in fetched
             if name == "download" and task == f"gtsrb {archive.file}"
         ]
-        assert sum(told) == archive.num_bytes
-    assert sum(num for name, *_, num in seen if name == "index") == 129
+        assert sum(messages) == archive.num_bytes
+    assert sum(num for name, *_, num in fetched if name == "index") == 129
 
 
 def test_a_download_of_other_bytes_prepares_nothing(tmp_path, gtsrb, server):

@@ -38,15 +38,15 @@ def unpacked(request) -> bool:
 
 def examples(reading: Reading) -> dict[str, dict[str, LabelledImage]]:
     """By split and key."""
-    found = {split: list(source.read()) for split, source in reading.sources.items()}
-    assert all(len({example.key for example in split}) == len(split) for split in found.values())
-    return {split: {example.key: example for example in sorted(found[split])} for split in found}
+    result = {split: list(source.read()) for split, source in reading.sources.items()}
+    assert all(len({example.key for example in split}) == len(split) for split in result.values())
+    return {split: {example.key: example for example in sorted(result[split])} for split in result}
 
 
 def labels(reading: Reading) -> dict[str, dict[str, int]]:
     return {
-        split: {key: e.label for key, e in found.items()}
-        for split, found in examples(reading).items()
+        split: {key: e.label for key, e in result.items()}
+        for split, result in examples(reading).items()
     }
 
 
@@ -94,15 +94,15 @@ def test_traffic_signs_become_png_of_the_same_pixels(tmp_path, unpacked):
         "Stop",
         "End of no passing by vehicles over 3.5 metric tons",
     ]
-    found = examples(reading)
-    assert {split: len(members) for split, members in found.items()} == {"train": 86, "test": 43}
-    assert found["train"]["00014/00000_00001.ppm"].label == 14
-    assert found["test"]["00002.ppm"].label == 40  # from the list between semicolons
+    result = examples(reading)
+    assert {split: len(members) for split, members in result.items()} == {"train": 86, "test": 43}
+    assert result["train"]["00014/00000_00001.ppm"].label == 14
+    assert result["test"]["00002.ppm"].label == 40  # from the list between semicolons
     for split, key, name in [
         ("train", "00014/00000_00001.ppm", "GTSRB/Training/00014/00000_00001.ppm"),
         ("test", "00002.ppm", "GTSRB/Final_Test/Images/00002.ppm"),
     ]:
-        image = found[split][key].image
+        image = result[split][key].image
         assert image.startswith(b"\x89PNG")
         original = next(files[name] for files in contents.values() if name in files)
         np.testing.assert_array_equal(pixels(image), pixels(original))
@@ -116,8 +116,8 @@ def test_car_labels_count_from_one_in_the_files_and_from_zero_here(tmp_path, unp
         "train": {"00001.jpg": 1, "00002.jpg": 0, "00003.jpg": 1},
         "test": {"00001.jpg": 0, "00002.jpg": 1, "00003.jpg": 0},
     }
-    for split, found in examples(reading).items():
-        for key, example in found.items():
+    for split, result in examples(reading).items():
+        for key, example in result.items():
             assert example.image == contents[f"cars_{split}.tgz"][f"cars_{split}/{key}"]
 
 
@@ -134,8 +134,8 @@ def test_sun397_keys_are_the_lines_of_the_first_partition(tmp_path, unpacked):
         },
         "test": {"/a/abbey/sun_c.jpg": 0, "/c/church/outdoor/sun_c.jpg": 1},
     }
-    for found in examples(reading).values():
-        for key, example in found.items():
+    for result in examples(reading).values():
+        for key, example in result.items():
             assert example.image == contents["SUN397.tar.gz"][f"SUN397{key}"]
 
 
@@ -143,23 +143,23 @@ def test_eurosat_has_one_split(tmp_path, unpacked):
     contents = official.eurosat()
     reading = read_eurosat(official.put(tmp_path, contents, unpacked=unpacked))
     assert list(reading.sources) == ["train"]
-    found = examples(reading)["train"]
-    assert {key: e.label for key, e in found.items()} == {
+    result = examples(reading)["train"]
+    assert {key: e.label for key, e in result.items()} == {
         f"{name}/{name}_{i}.jpg": label
         for label, name in enumerate(BY_NAME["eurosat"].class_names)
         for i in (1, 2)
     }
-    assert found["River/River_2.jpg"].image == contents["EuroSAT.zip"]["2750/River/River_2.jpg"]
+    assert result["River/River_2.jpg"].image == contents["EuroSAT.zip"]["2750/River/River_2.jpg"]
 
 
 def test_caltech101_is_one_split_with_its_background_class(tmp_path, unpacked):
     reading = read_caltech101(official.put(tmp_path, official.caltech101(), unpacked=unpacked))
     assert len(reading.classes) == 102 and reading.classes[4] == "background_google"
-    found = examples(reading)["train"]
-    assert len(found) == 102
-    assert found["BACKGROUND_Google/image_0001.jpg"].label == 4
-    assert found["Faces/image_0001.jpg"].label == reading.classes.index("faces")
-    assert pixels(found["accordion/image_0001.jpg"].image).ndim == 2  # grey stays grey
+    result = examples(reading)["train"]
+    assert len(result) == 102
+    assert result["BACKGROUND_Google/image_0001.jpg"].label == 4
+    assert result["Faces/image_0001.jpg"].label == reading.classes.index("faces")
+    assert pixels(result["accordion/image_0001.jpg"].image).ndim == 2  # grey stays grey
 
 
 def test_the_inner_archive_of_caltech101_will_do(tmp_path):

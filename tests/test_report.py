@@ -180,7 +180,7 @@ def test_figures_are_png_files_that_grow_with_the_stream_and_leave_no_text_outsi
     assert 0.05 < (pixels != 255).any(axis=-1).mean() < 0.9  # neither blank nor flooded
     frame = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
     assert (frame == 255).all()  # ink on the edge would be cut-off text
-    assert [found.name for found in file.parent.iterdir()] == ["drawn.png"]
+    assert [result.name for result in file.parent.iterdir()] == ["drawn.png"]
 
 
 def test_the_grid_paints_every_op_in_its_colour(tmp_path):

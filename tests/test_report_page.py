@@ -147,8 +147,8 @@ def test_the_page_loads_nothing_from_elsewhere(run):
     page = parsed(run)
     places = [
         value or ""
-        for _, found in page.elements
-        for name, value in found.items()
+        for _, result in page.elements
+        for name, value in result.items()
         if name in ("src", "href")
     ]
     assert len(places) > 10 and all(place.startswith(("data:", "#")) for place in places)
@@ -179,8 +179,8 @@ def test_json_cannot_end_the_script_that_contains_it():
 
 
 def test_the_tiles_are_the_headline_numbers(run):
-    found = re.findall(r"<dt>(.*)</dt><dd><b>(.*)</b> <i>(.*)</i><small>(.*)</small>", report(run))
-    assert found == [
+    result = re.findall(r"<dt>(.*)</dt><dd><b>(.*)</b> <i>(.*)</i><small>(.*)</small>", report(run))
+    assert result == [
         ("Average accuracy", "83.3", "%", "task-agnostic: task ID inferred per image"),
         ("Task ID given", "91.7", "%", "class predicted within the given task"),
         (
@@ -248,29 +248,31 @@ def test_charts_hold_the_numbers_of_the_run(run):
 
 def test_examples_are_images_with_their_answers(run):
     text = report(run)
-    found = re.findall(
+    result = re.findall(
         r'<figure class="example (\w+)">\n<img'
         r' src="data:image/png;base64,(.*?)".*\n<figcaption><b>(.*?)</b>(.*)</fig',
         text,
     )
     greys = [
         int(np.unique(np.asarray(Image.open(io.BytesIO(base64.b64decode(source)))))[0])
-        for _, source, *_ in found
+        for _, source, *_ in result
     ]
-    told = [
+    messages = [
         (kind, truth, re.sub("<.*?>", " ", html.unescape(rest)).split("  "))
-        for kind, _, truth, rest in found
+        for kind, _, truth, rest in result
     ]
     # dogs are 60 lighter than cats; of ten right answers four, both wrong ones
     assert greys == 3 * [2, 5, 62, 65, 0, 1]
-    assert [answer[:2] for answer in told[:4]] == [("right", "cat")] * 2 + [("right", "dog")] * 2
+    assert [answer[:2] for answer in messages[:4]] == [("right", "cat")] * 2 + [
+        ("right", "dog")
+    ] * 2
     for index, next_one in enumerate(("T2 two", "T3 three", "T1 one")):
-        assert told[6 * index + 4] == (
+        assert messages[6 * index + 4] == (
             "wrong",
             "cat",
             [f" routed to {next_one}", "task ID given: cat "],
         )
-        assert told[6 * index + 5] == ("wrong", "cat", [" dog "])
+        assert messages[6 * index + 5] == ("wrong", "cat", [" dog "])
     assert text.count("10 right") == 3 and text.count("2 wrong") == 3
 
 
@@ -285,11 +287,11 @@ def test_answers_of_another_moment_than_the_record_are_not_shown(run):
     assert "answers.npz is from another moment than the record: of 'one'" in parsed(run).text
     later = answers | {"given_task_1": answers["given_task_0"][::-1]}
     np.savez(run / "answers.npz", **later)  # pyright: ignore[reportArgumentType]
-    told = (
+    messages = (
         "answers.npz is from another moment than the record: of 'two' 0.0833 are right there,"
         " 0.8333 here"
     )
-    assert told in parsed(run).text
+    assert messages in parsed(run).text
 
 
 def test_small_images_keep_their_pixels_and_large_ones_become_smaller():
@@ -404,9 +406,9 @@ def test_several_runs_are_compared_with_their_spread_over_seeds(tmp_path):
     assert "82.0 ± 2.8" in table
     assert "CHEEM, seed 1" in page.text and "EWC, seed 0" in page.text
     links = [
-        found["href"]
-        for tag, found in page.elements
-        if tag == "a" and (found.get("href") or "").startswith("#run")
+        result["href"]
+        for tag, result in page.elements
+        if tag == "a" and (result.get("href") or "").startswith("#run")
     ]
     assert {"#run-1", "#run-2", "#run-3"} <= set(links)
     assert [
@@ -432,17 +434,17 @@ def test_variants_of_a_method_have_separate_rows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"names": ("one", "two")}, "differ: order of tasks."),
         ({"names": ("three", "two", "one")}, "differ: order of tasks."),
         ({"data_sha256": "y"}, "data_sha256.one is .x. there and .y. here"),
     ],
 )
-def test_runs_that_saw_something_else_are_refused(tmp_path, changed, told):
+def test_runs_that_saw_something_else_are_refused(tmp_path, changed, message):
     write_run(tmp_path / "runs/a")
     write_run(tmp_path / "runs/b", method="ewc", **changed)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         report(tmp_path / "runs")
 
 
@@ -466,8 +468,8 @@ def test_corrupted_runs_are_listed_apart(tmp_path):
     strange = write_run(tmp_path / "runs/strange", seed=1)
     change(strange, lambda held: held["compile"].clear())
     page = parsed(tmp_path / "runs")
-    told = page.text[page.text.index("Not shown") :]
-    assert "broken corrupted" in told and "strange corrupted (KeyError('seconds'))" in told
+    text = page.text[page.text.index("Not shown") :]
+    assert "broken corrupted" in text and "strange corrupted (KeyError('seconds'))" in text
     assert "run-1" in page.ids() and "run-2" not in page.ids()
 
 
@@ -514,8 +516,8 @@ def test_unfinished_runs_are_shown_up_to_its_last_entry_and_not_compared(tmp_pat
         and "EWC, seed 0, unfinished: 3 of 4" in page.text
     )
     assert "comparison" not in page.ids() and {"run-1", "run-2", "runs"} <= set(page.ids())
-    told = page.text[page.text.index("Not shown") :]
-    assert "broken corrupted" in told and "the command that began" not in told
+    text = page.text[page.text.index("Not shown") :]
+    assert "broken corrupted" in text and "the command that began" not in text
     for method in ("l2p", "coda_prompt"):
         write_run(tmp_path / f"runs/{method}", method=method)
     page = parsed(tmp_path / "runs")
@@ -585,10 +587,10 @@ def test_a_folder_that_cannot_be_written_to_asks_for_another_place(run, monkeypa
 
 
 def test_a_search_without_any_score_says_so(run):
-    [found], _ = read([run])
-    recorded = record_of(found)
-    for found in recorded.reports:
-        found["search"]["correct"] = [None] * 6
+    [result], _ = read([run])
+    recorded = record_of(result)
+    for result in recorded.reports:
+        result["search"]["correct"] = [None] * 6
     with pytest.raises(EmptySection, match="No architecture of the search has a score"):
         search_chart(recorded, 0.02)
 
@@ -607,7 +609,7 @@ def test_a_thousand_tasks_stay_small(tmp_path):
     text = report(tmp_path)
     assert len(text) < 8_500_000
     page = Parsed(text)
-    cells = [found for tag, found in page.elements if tag == "td" and "data-e" in found]
+    cells = [result for tag, result in page.elements if tag == "td" and "data-e" in result]
     assert len(cells) <= 2 * 401
     assert max(len(trace.get("z", ())) for spec in page.charts for trace in spec["data"]) == 60
     assert "Of 1,000 tasks, 60 are shown, evenly spread." in page.text
@@ -642,8 +644,8 @@ def test_cells_without_an_accuracy_stay_empty(run):
 
 
 def test_the_ring_is_around_the_chosen_candidate(run):
-    [found], _ = read([run])
-    chart = search_chart(record_of(found), 0.02)
+    [result], _ = read([run])
+    chart = search_chart(record_of(result), 0.02)
     spec = next(iter(chart.variants.values()))
     dots, ring = spec["data"]
     assert (ring["x"], ring["y"]) == ([12.0], [90.0])

@@ -32,37 +32,37 @@ class Clock:
 
 def test_it_is_due_after_thirty_seconds_and_later_where_saving_is_slow(tmp_path):
     clock = Clock()
-    kept = Rolling(tmp_path, clock=clock)
-    assert not kept.due()
+    rolling = Rolling(tmp_path, clock=clock)
+    assert not rolling.due()
     clock.now = 30.0
-    assert kept.due()
+    assert rolling.due()
     clock.step = 2.0
-    assert kept.save(0, lambda: SAVED) == 2.0
+    assert rolling.save(0, lambda: SAVED) == 2.0
     saved_at = clock.now
     clock.step = 0.0
     clock.now = saved_at + 97.9
-    assert not kept.due()  # 2 % of the time at most
+    assert not rolling.due()  # 2 % of the time at most
     clock.now = saved_at + 98.1
-    assert kept.due()
-    kept.clear()
-    assert not kept.due()
+    assert rolling.due()
+    rolling.clear()
+    assert not rolling.due()
 
 
 def test_the_seconds_between_two_checkpoints_can_be_set(tmp_path):
     clock = Clock()
-    kept = Rolling(tmp_path, every=5, clock=clock)
+    rolling = Rolling(tmp_path, every=5, clock=clock)
     clock.now = 5.0
-    assert kept.due()
+    assert rolling.due()
 
 
 def test_the_newest_one_of_the_task_is_restored_and_only_it_is_kept(tmp_path):
-    kept = Rolling(tmp_path)
+    rolling = Rolling(tmp_path)
     for step in range(3):
         saved = Saved({"x": np.full(2, step)}, {"step": step})
-        kept.save(2, lambda saved=saved: saved)
+        rolling.save(2, lambda saved=saved: saved)
     assert [d.name for d in tmp_path.iterdir()] == ["running-000003"]
-    found = Rolling(tmp_path).open(2, print)
-    assert found is not None and found.meta["step"] == 2 and found.arrays["x"].tolist() == [2, 2]
+    result = Rolling(tmp_path).open(2, print)
+    assert result is not None and result.meta["step"] == 2 and result.arrays["x"].tolist() == [2, 2]
     assert saved_tasks(tmp_path) == []
 
 
@@ -73,13 +73,13 @@ def test_checkpoints_of_another_task_are_removed(tmp_path):
 
 
 def test_a_corrupted_one_is_reported_and_the_one_before_counts(tmp_path):
-    kept = Rolling(tmp_path)
+    rolling = Rolling(tmp_path)
     said = []
-    kept.save(0, lambda: SAVED)
+    rolling.save(0, lambda: SAVED)
     shutil.copytree(tmp_path / "running-000001", tmp_path / "running-000002")
     (tmp_path / "running-000002" / "task.json").write_text("{")
-    found = Rolling(tmp_path).open(0, said.append)
-    assert found is not None and found.meta["step"] == 3
+    result = Rolling(tmp_path).open(0, said.append)
+    assert result is not None and result.meta["step"] == 3
     assert len(said) == 1 and "running-000002 is corrupted" in said[0]
 
 

@@ -149,8 +149,8 @@ def test_a_router_that_grows_task_by_task_is_the_router_of_all_tasks(kind):
     np.testing.assert_array_equal(router.distances(QUERIES), expected)
     # and without one of them, as after forgetting
     rest = (statistics[0], statistics[2])
-    found = router.follow(rest).distances(QUERIES)
-    np.testing.assert_array_equal(found, Router(config, rest).distances(QUERIES))
+    result = router.follow(rest).distances(QUERIES)
+    np.testing.assert_array_equal(result, Router(config, rest).distances(QUERIES))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,15 +248,15 @@ def test_a_backbone_of_two_blocks_has_its_last_class_token_only():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"num_centroids": 0}, "num_centroids is 0; a task needs at least 1"),
         ({"shrinkage": 0.0}, "shrinkage is 0.0; expected a share from 1e-06 to 1"),
         ({"shrinkage": 1.5}, "shrinkage is 1.5; expected"),
     ],
 )
-def test_senseless_settings_are_refused_by_name(settings, told):
-    with pytest.raises(ValueError, match=told):
+def test_senseless_settings_are_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
         RouterConfig(**settings)
 
 
@@ -328,10 +328,10 @@ def test_a_router_reads_the_features_that_the_blocks_compute(by_hand, kind, plac
     wanted = {"early": means[1:3], "levels": [*means[1:3], last]}
     for features, parts in wanted.items():
         encoder = Backbone(executor, RouterConfig(features=features))
-        found = encoder.features(IMAGES[:6], batch_size=4)
-        assert found.shape == (6, encoder.width) and encoder.width == 16 * len(parts)
+        result = encoder.features(IMAGES[:6], batch_size=4)
+        assert result.shape == (6, encoder.width) and encoder.width == 16 * len(parts)
         np.testing.assert_allclose(
-            found, np.concatenate([normalise(part) for part in parts], axis=1), atol=1e-5
+            result, np.concatenate([normalise(part) for part in parts], axis=1), atol=1e-5
         )
     plain = Backbone(executor).features(IMAGES[:6], batch_size=4)
     np.testing.assert_allclose(plain, last, atol=1e-5)
@@ -344,8 +344,8 @@ def networks(executor) -> small.Given:
     base = base_network(executor)
     keys = iter(jax.random.split(jax.random.key(1), 2))
     new = [Dense(1, init_new(next(keys), executor.base_pool[block][0].params)) for block in (3, 2)]
-    found = [base, [*base[:3], new[0]], [*base[:2], new[1], base[3]], [Dense(-1, None), *base[1:]]]
-    return small.Given(found)
+    result = [base, [*base[:3], new[0]], [*base[:2], new[1], base[3]], [Dense(-1, None), *base[1:]]]
+    return small.Given(result)
 
 
 @pytest.mark.parametrize("kind", [Stages, pytest.param(Whole, marks=pytest.mark.full)])
@@ -353,21 +353,23 @@ def networks(executor) -> small.Given:
 def test_a_shared_pass_answers_as_two_passes_do(kind, features):
     config = RouterConfig("lda", features)
     executor = stages() if kind is Stages else kind(small.backbone(), "mlp_down")
-    seen = FrozenFeatures(Backbone(executor, config), 16)(IMAGES)
+    encoded = FrozenFeatures(Backbone(executor, config), 16)(IMAGES)
     rows = np.array_split(np.arange(len(IMAGES)), 4)
-    tasks_seen = [(seen[own], np.arange(len(own), dtype=np.int32) % 2) for own in rows]
+    tasks_seen = [
+        (encoded[indices], np.arange(len(indices), dtype=np.int32) % 2) for indices in rows
+    ]
     router = Router(config, statistics_of(config, tasks_seen))
     tasks = networks(executor)
     inference = Inference(executor, base_network(executor), tasks, batch_size=16, reads=config)
     assert inference.differences == ([2, 2, 2, 0] if features == "early" else [4, 3, 2, 0])
     features = inference.features(HostImages(executor, IMAGES), len(IMAGES), router.route)
-    inferred = router.route(seen)
+    inferred = router.route(encoded)
     assert set(inferred) == {0, 1, 2, 3}
     for index, network in enumerate(tasks.networks):
-        own = np.flatnonzero(inferred == index)
-        feed = HostImages(executor, IMAGES[own])
-        (expected,) = network_features(executor, [network], feed, len(own), batch_size=16)
-        np.testing.assert_allclose(features[own], expected, atol=1e-5)
+        indices = np.flatnonzero(inferred == index)
+        feed = HostImages(executor, IMAGES[indices])
+        (expected,) = network_features(executor, [network], feed, len(indices), batch_size=16)
+        np.testing.assert_allclose(features[indices], expected, atol=1e-5)
 
 
 # ---- costs
@@ -429,9 +431,9 @@ def test_the_frozen_reference_saves_and_opens_moments(tmp_path):
         )
     again.open(tmp_path)
     images = np.concatenate([task.test.images for task in tasks])
-    found = frozen.predict(images)
-    assert np.mean(found.tasks == np.repeat([0, 1], 20)) > 0.8
-    chex.assert_trees_all_equal(found, again.predict(images))
+    result = frozen.predict(images)
+    assert np.mean(result.tasks == np.repeat([0, 1], 20)) > 0.8
+    chex.assert_trees_all_equal(result, again.predict(images))
 
 
 @pytest.mark.full
@@ -473,8 +475,8 @@ def test_a_memory_with_another_router_answers_alike_when_it_is_opened(learned):
         ):
             np.testing.assert_array_equal(a, b)
     features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
-    seen = [(features(task.train.images), task.train.labels) for task in STREAM.tasks]
-    router = Router(EARLY, statistics_of(EARLY, seen))
+    train_features = [(features(task.train.images), task.train.labels) for task in STREAM.tasks]
+    router = Router(EARLY, statistics_of(EARLY, train_features))
     answered = memory.predictor().answer(TESTED)
     np.testing.assert_allclose(answered.distances, router.distances(features(TESTED)), rtol=1e-4)
     assert np.mean(answered.targets == np.repeat([0, 1], 20)) > 0.8
@@ -509,12 +511,14 @@ def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_
     noise = np.random.default_rng(0).integers(0, 2, (4, 8, 8, 3), dtype=np.uint8) * 255
     images = np.concatenate([TESTED, noise])
     routed = memory.predictor().answer(images).targets
-    found = predictor.answer(images).targets
+    result = predictor.answer(images).targets
     centroids = [task.centroids for task in memory.internal.tasks]
-    own = centroid_distances(features(images), centroids)
-    own = own[np.arange(len(images)), routed]
-    np.testing.assert_array_equal(found, np.where(own <= predictor.thresholds[routed], routed, -1))
-    assert (found[-4:] == -1).all() and np.mean(found[:-4] == -1) < 0.4
+    distances = centroid_distances(features(images), centroids)
+    distances = distances[np.arange(len(images)), routed]
+    np.testing.assert_array_equal(
+        result, np.where(distances <= predictor.thresholds[routed], routed, -1)
+    )
+    assert (result[-4:] == -1).all() and np.mean(result[:-4] == -1) < 0.4
 
 
 @pytest.mark.full
@@ -529,8 +533,8 @@ def test_the_routers_statistics_are_on_the_disk_and_in_the_report(learned, capsy
     (cost, _) = memory.setup.costs(memory.internal)
     assert cost["centroid_params"] == triangle + 3 * 32
     show_info(Info(memory=memory.directory))
-    told = capsys.readouterr().out
-    assert "task0" in told and f"{first['bytes'] / 2**10:.0f} kB" in told
+    printed = capsys.readouterr().out
+    assert "task0" in printed and f"{first['bytes'] / 2**10:.0f} kB" in printed
 
 
 def names_of(directory: Path) -> list[tuple[str, set[str]]]:
@@ -543,12 +547,12 @@ def names_of(directory: Path) -> list[tuple[str, set[str]]]:
 
 @pytest.mark.full
 def test_forgetting_leaves_a_router_that_never_knew_the_task(learned, tmp_path):
-    begun, _ = learned
+    first_memory, _ = learned
     memory = begin(tmp_path / "pets", method=METHOD, num_classes=3)
     memory.learn(STREAM)
-    assert memory.predict(TESTED) == begun.predict(TESTED)
+    assert memory.predict(TESTED) == first_memory.predict(TESTED)
     rest = memory.internal.tasks[1].router_statistics
-    kept = sorted(names_of(tmp_path / "pets"))
+    file_names = sorted(names_of(tmp_path / "pets"))
     memory.forget("task0")
     wanted = Router(EARLY, (rest,))
     for opened in (memory, cheem_jax.open(tmp_path / "pets")):
@@ -556,28 +560,30 @@ def test_forgetting_leaves_a_router_that_never_knew_the_task(learned, tmp_path):
         np.testing.assert_array_equal(index.whitening, wanted.whitening)
         np.testing.assert_array_equal(index.rows, wanted.rows)
         assert {answer.task for answer in opened.predict(TESTED)} == {"task1"}
-    assert [("moments" in names, "centroids" in names) for _, names in kept] == [(True, True)] * 2
-    (_, left), (_, other) = sorted(names_of(tmp_path / "pets"))
-    assert not left & {"moments", "centroids", "distances"} and "moments" in other
+    assert [("moments" in names, "centroids" in names) for _, names in file_names] == [
+        (True, True)
+    ] * 2
+    (_, first), (_, other) = sorted(names_of(tmp_path / "pets"))
+    assert not first & {"moments", "centroids", "distances"} and "moments" in other
 
 
 @pytest.mark.full
 def test_the_backbones_own_classes_keep_moments_too(tmp_path):
-    own = small.task("photos", 11)
-    memory = begin(tmp_path / "pets", method=METHOD, num_classes=3, base_data=own, keep_base=True)
+    base = small.task("photos", 11)
+    memory = begin(tmp_path / "pets", method=METHOD, num_classes=3, base_data=base, keep_base=True)
     memory.learn(STREAM.tasks[0])
     opened = cheem_jax.open(tmp_path / "pets")
     assert [target.name for target in opened.targets] == ["task0", "base"]
     features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
-    place = fit_statistics(features(own.train.images), own.train.labels, EARLY, seed=0)
+    place = fit_statistics(features(base.train.images), base.train.labels, EARLY, seed=0)
     for a, b in zip(arrays_of(opened.targets[1].router_statistics), arrays_of(place), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    answers = opened.predict(own.test.images)
-    assert answers == memory.predict(own.test.images)
+    answers = opened.predict(base.test.images)
+    assert answers == memory.predict(base.test.images)
     assert sum(answer.task == "base" for answer in answers) > len(answers) / 2
     assert all(
         answer.task is None or answer.blocks
-        for answer in opened.predict(own.test.images, open_set=0.1)
+        for answer in opened.predict(base.test.images, open_set=0.1)
     )
 
 

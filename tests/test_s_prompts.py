@@ -27,20 +27,20 @@ CONFIG = SPromptsConfig(
 
 
 @pytest.fixture(scope="module")
-def begun():
+def untrained():
     return learner(SPrompts, CONFIG)
 
 
 @pytest.mark.full
-def test_s_prompts_learn_save_open_and_answer_per_image(begun, tmp_path):
-    check_method(begun, tmp_path)
+def test_s_prompts_learn_save_open_and_answer_per_image(untrained, tmp_path):
+    check_method(untrained, tmp_path)
 
 
 def test_tasks_learn_the_same_in_any_order_and_images_of_all_share_one_compiled_function(
-    begun, compilations
+    untrained, compilations
 ):
     def learned(order):
-        method: Any = fresh(begun)
+        method: Any = fresh(untrained)
         for index in order:
             report = method.learn(small.task(f"task{index}", index), Session())
         # 3 tokens of 16, a head of 17 x 3, 2 centroids
@@ -65,30 +65,30 @@ def test_tasks_learn_the_same_in_any_order_and_images_of_all_share_one_compiled_
 
 
 @pytest.mark.full
-def test_the_prompt_tokens_are_between_class_token_and_patches(begun):
+def test_the_prompt_tokens_are_between_class_token_and_patches(untrained):
     vit = small.backbone()
     images = jnp.asarray(small.task("any", 0).test.images[:2])
     prompts = jax.random.normal(jax.random.key(0), (2, 3, 16))
     x = vit.embed(images)
     x = jnp.stack(
         [
-            jnp.concatenate([tokens[:1], own, tokens[1:]])
-            for tokens, own in zip(x, prompts, strict=True)
+            jnp.concatenate([tokens[:1], prompt, tokens[1:]])
+            for tokens, prompt in zip(x, prompts, strict=True)
         ]
     )
     for block in vit.blocks:
         x, _ = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
-    found = begun.prompted(vit, begun.enter(vit, images), {"tokens": prompts})
-    np.testing.assert_allclose(found, vit.norm(x[:, 0]), atol=1e-5)
+    result = untrained.prompted(vit, untrained.enter(vit, images), {"tokens": prompts})
+    np.testing.assert_allclose(result, vit.norm(x[:, 0]), atol=1e-5)
     # without a position of their own their order says nothing
-    swapped = begun.prompted(vit, begun.enter(vit, images), {"tokens": prompts[:, ::-1]})
-    np.testing.assert_allclose(found, swapped, atol=1e-5)
-    start = begun.begin_prompts(jax.random.key(1))["tokens"]
+    swapped = untrained.prompted(vit, untrained.enter(vit, images), {"tokens": prompts[:, ::-1]})
+    np.testing.assert_allclose(result, swapped, atol=1e-5)
+    start = untrained.begin_prompts(jax.random.key(1))["tokens"]
     assert 0.2 < float(jnp.abs(start).max()) <= 0.25
 
 
-def test_the_named_task_is_the_nearest_in_l1_by_brute_force(begun):
-    method: Any = fresh(begun)
+def test_the_named_task_is_the_nearest_in_l1_by_brute_force(untrained):
+    method: Any = fresh(untrained)
     rng = np.random.default_rng(0)
     method.learn(small.task("task0", 0), Session())
     centroids = [rng.normal(size=(2, 16)).astype(np.float32) / 4 for _ in range(5)]
@@ -114,15 +114,15 @@ def test_the_papers_flops_need_one_token_for_vit_b_and_ten_for_deit_tiny():
     assert method_flops("deit_tiny", 10) == pytest.approx(4.4, abs=0.05)
 
 
-def test_the_reported_flops_count_the_router_and_the_longer_sequence(begun):
-    method: Any = fresh(begun)
+def test_the_reported_flops_count_the_router_and_the_longer_sequence(untrained):
+    method: Any = fresh(untrained)
     method.classes.add("task0", ("a", "b", "c"))
     vit = method.executor.config
-    found = method.costs()
-    assert found["flops_method"] == 2 * backbone_flops(vit) + token_flops(vit, 3)
+    result = method.costs()
+    assert result["flops_method"] == 2 * backbone_flops(vit) + token_flops(vit, 3)
     longer = 4 * 4 * 16 * (8**2 - 5**2)  # 4 blocks, 5 tokens and 3 prompts
     assert (
-        found["flops_explicit"]
+        result["flops_explicit"]
         == 2 * backbone_flops(vit, count_attention=True) + token_flops(vit, 3) + longer
     )
     # three blocks of 8 tokens, the last of them for the class token alone
@@ -130,7 +130,7 @@ def test_the_reported_flops_count_the_router_and_the_longer_sequence(begun):
     last = 2 * (2 * 8 + 2 + 8) * 16**2 + 4 * 8 * 16
     assert executed_backbone_flops(vit, 3) == 2 * 4 * 48 * 16 + whole + last
     assert (
-        found["flops_executed"]
+        result["flops_executed"]
         == executed_backbone_flops(vit) + executed_backbone_flops(vit, 3) + 2 * 16 * 3
     )
 

@@ -179,17 +179,19 @@ def test_a_image_of_no_task_says_so(served: Served):
 def test_a_form_with_one_file_is_one_answer_and_with_several_a_list_in_their_order(served: Served):
     assert served.predict(form(picture(BLUE)), FORM).json["class"] == "32-32-224"
     colours = [RED, BLUE, (96, 160, 32)]
-    found = served.predict(form(*map(picture, colours)), FORM).json
-    assert [one["class"] for one in found["predictions"]] == [name_of(colour) for colour in colours]
-    assert [one["file"] for one in found["predictions"]] == ["a.png"] * 3
-    assert found["seconds"] > 0
+    result = served.predict(form(*map(picture, colours)), FORM).json
+    assert [one["class"] for one in result["predictions"]] == [
+        name_of(colour) for colour in colours
+    ]
+    assert [one["file"] for one in result["predictions"]] == ["a.png"] * 3
+    assert result["seconds"] > 0
 
 
 def test_of_several_files_a_bad_one_fails_alone(served: Served):
     files = (picture(RED), b"text", b"", large_png(2_000, 2_000), picture(BLUE))
     answer = served.predict(form(*files), FORM)
-    found = answer.json["predictions"]
-    assert answer.status == 200 and [one.get("class") for one in found] == [
+    result = answer.json["predictions"]
+    assert answer.status == 200 and [one.get("class") for one in result] == [
         "224-32-32",
         None,
         None,
@@ -197,7 +199,7 @@ def test_of_several_files_a_bad_one_fails_alone(served: Served):
         "32-32-224",
     ]
     for one, said in zip(
-        found[1:4], ("not an image file", "an empty file", "2000 x 2000 pixels"), strict=True
+        result[1:4], ("not an image file", "an empty file", "2000 x 2000 pixels"), strict=True
     ):
         assert one["file"] == "a.png" and one["error"].startswith(said)
 
@@ -530,9 +532,9 @@ def test_before_it_is_warm_the_server_says_so_and_afterwards_it_lists_its_tasks(
         wait_until(lambda: served.ask("GET", "/health").status == 200)
         health = served.ask("GET", "/health").json
         assert (health["status"], health["num_classes"], health["image_size"]) == ("ok", 64, 8)
-        told = served.ask("GET", "/memory").json
-        assert told["architectures"]["bright red"][3] == "adapt:0"
-        assert told["networks"] == predictor.counters()
+        answer = served.ask("GET", "/memory").json
+        assert answer["architectures"]["bright red"][3] == "adapt:0"
+        assert answer["networks"] == predictor.counters()
 
 
 def test_running_requests_are_answered_before_the_server_ends(gated: Colours):
@@ -649,10 +651,10 @@ def test_the_load_script_counts_answers_and_sees_wrong_ones(served: Served):
     files = serving_bench.make_pictures(8, 16)
     alone = [serving_bench.ask(served.port, file)[1] for file in files]
     settings = serving_bench.Serving(Path("pets"), requests=64, clients=4, every=32)
-    found = serving_bench.under_load(served.port, files, alone, settings)
-    assert (found["statuses"], found["lost"], found["other_answers"]) == ({"200": 64}, 0, 0)
-    assert sorted(found["resident_bytes"]) == ["0", "32", "64"]
-    assert 0 < found["latency"]["p50"] <= found["latency"]["p99"] <= found["latency"]["max"]
+    result = serving_bench.under_load(served.port, files, alone, settings)
+    assert (result["statuses"], result["lost"], result["other_answers"]) == ({"200": 64}, 0, 0)
+    assert sorted(result["resident_bytes"]) == ["0", "32", "64"]
+    assert 0 < result["latency"]["p50"] <= result["latency"]["p99"] <= result["latency"]["max"]
     alone[3] = {**alone[3], "class": "another"}
     assert serving_bench.under_load(served.port, files, alone, settings)["other_answers"] == 8
     assert serving_bench.announce(served.port, 200_001)[0] == 413

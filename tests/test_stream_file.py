@@ -103,7 +103,7 @@ def test_the_seed_of_the_file_overrides_the_argument(two):
         return [plan.split_sha256 for plan in plan_stream_file(write(two, text), seed=seed)[1]]
 
     seeds = [hashes(TWO, seed) for seed in range(3)]
-    assert len({tuple(found) for found in seeds}) > 1
+    assert len({tuple(result) for result in seeds}) > 1
     assert all(hashes(f"seed = {seed}\n{TWO}", 9) == seeds[seed] for seed in range(3))
 
 
@@ -160,7 +160,7 @@ def test_a_file_that_is_missing_or_in_another_encoding_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ('path = "a\\u0000b"', "path must be text without NUL, got str"),
         ("seed = 0x" + "f" * 6000, "seed must be a whole number of at most 64 bits"),
@@ -169,12 +169,12 @@ def test_a_file_that_is_missing_or_in_another_encoding_is_refused(tmp_path):
         ("# " + "x" * 2**20, "expected at most 1048576 in a stream"),
     ],
 )
-def test_hostile_values_are_reported_with_the_file(tmp_path, line, told):
+def test_hostile_values_are_reported_with_the_file(tmp_path, line, message):
     file = tmp_path / "stream.toml"
     file.write_text(
         f"[[task]]\n{line}\n" if line.startswith("path") else f'{line}\n[[task]]\npath = "x"\n'
     )
-    with pytest.raises(ValueError, match=rf"stream\.toml: .*{told}"):
+    with pytest.raises(ValueError, match=rf"stream\.toml: .*{message}"):
         plan_stream_file(file)
 
 

@@ -37,14 +37,14 @@ def events_in(file: Path) -> list[Event]:
 
 def numbers_in(file: Path) -> dict[str, list[tuple[int, Any]]]:
     """Steps and single-precision numbers by tag."""
-    found: dict[str, list[tuple[int, Any]]] = {}
+    result: dict[str, list[tuple[int, Any]]] = {}
     for event in events_in(file):
         for value in event.summary.value:
             if value.WhichOneof("value") == "simple_value":
-                found.setdefault(value.tag, []).append(
+                result.setdefault(value.tag, []).append(
                     (event.step, pytest.approx(value.simple_value))
                 )
-    return found
+    return result
 
 
 def begin(directory: Path) -> Record:

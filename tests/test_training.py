@@ -97,11 +97,11 @@ def test_an_op_that_is_not_sampled_keeps_parameters_moments_and_step_count():
 
 def test_a_step_leaves_the_state_before_it_as_it_was():
     before = stepped(NET.init(), ["adapt:0", "new", "skip", "adapt:0"])
-    kept = snapshot(before)
+    snapshots = snapshot(before)
     places = set(before.learners)
     stepped(before, ["new", "new", "skip", "reuse:0"])
     assert set(before.learners) == places
-    for one, other in zip(kept, snapshot(before), strict=True):
+    for one, other in zip(snapshots, snapshot(before), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -136,11 +136,11 @@ def test_new_can_move_by_a_multiple_of_the_rate(executor):
     settings = OpSettings(rank=2, new_init="copy", new_rate=0.1)
     choices = ["adapt:0", "new", "reuse:0", "skip"]
     net = dataclasses.replace(NET, settings=settings)
-    own = make_executor(
+    plain = make_executor(
         small.backbone(), "mlp_down", EngineConfig(executor=executor), batch_size=16
     )
     before = net.with_learners(net.init(), [from_strings(choices)])
-    after, _ = train_step(own, net, before, from_strings(choices), STEP, rate=1e-2)
+    after, _ = train_step(plain, net, before, from_strings(choices), STEP, rate=1e-2)
 
     for place, leaf, rate in (((0, ADAPT), "up", 1e-2), ((1, NEW), "weight", 1e-3)):
         old, new = (
@@ -160,21 +160,21 @@ def test_frozen_experts_are_never_updated():
 
 def test_an_inherited_state_has_the_parameters_of_one_architecture_and_fresh_moments():
     trained = stepped(NET.init(), ["adapt:0", "new", "skip", "adapt:0"])
-    found = NET.inherit(trained, from_strings(["adapt:0", "reuse:0", "new", "skip"]))
-    assert set(found.learners) == {(0, ADAPT), (2, NEW)}
-    chex.assert_trees_all_equal(found.learners[0, ADAPT].params, trained.learners[0, ADAPT].params)
-    chex.assert_trees_all_equal(found.head.params, trained.head.params)
-    assert int(found.head.adam.count) == int(found.learners[0, ADAPT].adam.count) == 0
+    result = NET.inherit(trained, from_strings(["adapt:0", "reuse:0", "new", "skip"]))
+    assert set(result.learners) == {(0, ADAPT), (2, NEW)}
+    chex.assert_trees_all_equal(result.learners[0, ADAPT].params, trained.learners[0, ADAPT].params)
+    chex.assert_trees_all_equal(result.head.params, trained.head.params)
+    assert int(result.head.adam.count) == int(result.learners[0, ADAPT].adam.count) == 0
 
 
 def test_fitting_learns_an_easy_task_and_reports_every_image():
-    seen = []
+    rates = []
     result = fitted(
         constant_draws(np.array([0, 1, 0, 0])),
         FitConfig(epochs=6, learning_rate=1e-2),
-        advance=lambda num, note="": seen.append(num),
+        advance=lambda num, note="": rates.append(num),
     ).progress
-    assert sum(seen) == 6 * 40 and len(result.losses) == 6 and result.skipped == 0
+    assert sum(rates) == 6 * 40 and len(result.losses) == 6 and result.skipped == 0
     assert result.losses[-1] < 0.5 * result.losses[0]
 
 
@@ -209,8 +209,8 @@ def test_steps_whose_gradient_is_non_finite_can_be_left_out_and_are_counted():
         return np.array([[1, 2 if step == 1 else 0, 0, 0] for step in range(steps)])
 
     fitting = SupernetFit(NET, state._replace(learners={(1, NEW): broken}))
-    found = fitted(draws, FitConfig(epochs=2, non_finite="skip"), fitting)
-    progress, state = found.progress, found.state
+    result = fitted(draws, FitConfig(epochs=2, non_finite="skip"), fitting)
+    progress, state = result.progress, result.state
     assert progress.skipped == 2 and progress.step == 6 and np.isfinite(progress.losses).all()
     # Adam's own counts of steps
     assert (
@@ -251,12 +251,12 @@ def test_a_fit_that_resumes_ends_as_one_that_was_not_stopped(stop_at):
         fitted(draws, FitConfig(epochs=2), on_step=stop)
     arrays, progress = saved
     resumed = SupernetFit(NET, NET.from_arrays(arrays), restored(progress.meta(), progress.running))
-    found = fitted(draws, FitConfig(epochs=2), resumed)
+    result = fitted(draws, FitConfig(epochs=2), resumed)
     assert (
-        found.progress.losses == expected.progress.losses
-        and found.progress.step == expected.progress.step == 6
+        result.progress.losses == expected.progress.losses
+        and result.progress.step == expected.progress.step == 6
     )
-    chex.assert_trees_all_equal(found.state, expected.state)
+    chex.assert_trees_all_equal(result.state, expected.state)
 
 
 def test_the_rate_follows_a_cosine_of_all_steps():
@@ -294,7 +294,7 @@ def test_senseless_settings_are_refused(make):
 
 
 def test_features_below_the_first_trained_block_are_cached_and_change_nothing():
-    found = {}
+    outcome = {}
     for budget in (0, 2**20):
         room = Budget(budget)
         codes = np.array([0, 3, 1, 0])  # reuse, skip, adapt, reuse
@@ -303,8 +303,8 @@ def test_features_below_the_first_trained_block_are_cached_and_change_nothing():
         feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=room)
         assert (feed is FEED) == (budget == 0) and len(room.refused) == (budget == 0)
         result = fitted(constant_draws(codes), FitConfig(epochs=2), feed=feed)
-        found[budget] = result.progress.losses, result.state
-    chex.assert_trees_all_equal(found[0], found[2**20])
+        outcome[budget] = result.progress.losses, result.state
+    chex.assert_trees_all_equal(outcome[0], outcome[2**20])
 
 
 def test_if_nothing_else_learns_the_head_alone_is_trained_on_cached_features():
@@ -333,16 +333,16 @@ def test_prefetched_batches_arrive_in_order_and_their_errors_reach_the_reader():
         yield 1
         raise OSError("the disk is gone")
 
-    found = ahead(ONE, failing())
-    assert next(found) == 1
+    result = ahead(ONE, failing())
+    assert next(result) == 1
     with pytest.raises(OSError, match="the disk is gone"):
-        next(found)
+        next(result)
 
 
 def test_an_accelerator_computes_the_same_in_larger_calls_with_tokens_stored_on_the_device():
     """Its code on a CPU: tokens written on the device, in sizes of their own, and gathered
     there."""
-    found = {}
+    result = {}
     for device in (CPU, Device(is_host=False, forward_sizes=(24, 32))):
         one = Stages(small.backbone(), "mlp_down", device=device)
         budget = Budget(2**20)
@@ -362,13 +362,13 @@ def test_an_accelerator_computes_the_same_in_larger_calls_with_tokens_stored_on_
         right = supernet_score(one, NET, state.state, feed, TASK.train.labels, batch_size=16)(
             genomes
         )
-        found[device.is_host] = state.progress.losses, right
+        result[device.is_host] = state.progress.losses, right
         assert isinstance(feed, Cached) and budget.used == (
             40 * 5 * 16 * 4 + (0 if device.is_host else TASK.train.images.nbytes)
         )
         assert one.forward_rows(16, 40) == (16 if device.is_host else 24)
-    np.testing.assert_allclose(found[True][0], found[False][0], rtol=1e-5)
-    np.testing.assert_array_equal(found[True][1], found[False][1])
+    np.testing.assert_allclose(result[True][0], result[False][0], rtol=1e-5)
+    np.testing.assert_array_equal(result[True][1], result[False][1])
 
 
 def test_a_full_device_caches_nothing_more():

@@ -52,7 +52,7 @@ def smaller():
 
 
 @functools.cache
-def begun() -> Any:
+def untrained() -> Any:
     return learner(Tuna, CONFIG)
 
 
@@ -64,12 +64,12 @@ def random_adapters(seed: int, size: float = 0.3) -> Bottleneck:
 
 @pytest.mark.full
 def test_tuna_learns_saves_opens_and_answers_per_image(tmp_path):
-    check_method(begun(), tmp_path)
+    check_method(untrained(), tmp_path)
 
 
 @pytest.mark.full
 def test_new_adapters_leave_the_backbone_as_it_is_and_others_do_not():
-    tuna = begun()
+    tuna = untrained()
     images = small.task("colours", 0).test.images
     plain = small.backbone()(jnp.asarray(images))
     new = tuna.new_adapters(small.task("colours", 0))
@@ -82,7 +82,7 @@ def test_new_adapters_leave_the_backbone_as_it_is_and_others_do_not():
 
 @pytest.mark.full
 def test_an_adapter_adds_relu_of_a_product_next_to_its_ffn():
-    tuna = begun()
+    tuna = untrained()
     image = small.task("colours", 0).test.images[:1]
     adapters = random_adapters(1)
     vit = small.backbone()
@@ -128,7 +128,7 @@ def test_the_lowest_entropy_is_chosen_image_by_image():
 
 @pytest.mark.full
 def test_scores_are_those_of_the_most_certain_adapter_and_the_universal_one_in_numpy():
-    tuna = fresh(begun())
+    tuna = fresh(untrained())
     images = small.task("colours", 0).test.images
     bank = [random_adapters(seed) for seed in range(3)]
     nothing = Gaussians(np.zeros((0, 16)), np.zeros((0, 16)))
@@ -145,11 +145,11 @@ def test_scores_are_those_of_the_most_certain_adapter_and_the_universal_one_in_n
         powers = np.exp(20 * near / np.linalg.norm(features, axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)
 
-    found = [softmax(adapters) for adapters in bank]
-    best = np.array([-(p * np.log(p)).sum(axis=1) for p in found]).argmin(axis=0)
+    result = [softmax(adapters) for adapters in bank]
+    best = np.array([-(p * np.log(p)).sum(axis=1) for p in result]).argmin(axis=0)
     assert len(set(best.tolist())) > 1
     beside = softmax(jax.tree.map(jnp.asarray, merge(bank)))
-    expected = np.array([found[task][row] for row, task in enumerate(best)]) + beside
+    expected = np.array([result[task][row] for row, task in enumerate(best)]) + beside
     np.testing.assert_allclose(scores[:, :7], expected, atol=1e-3)
     assert scores[:, 7].max() == 0
 
@@ -162,16 +162,16 @@ def test_classes_are_sampled_with_their_mean_and_covariance_and_one_image_is_eno
     labels = np.repeat([0, 1], [200, 1]).astype(np.int32)
     gaussians = gaussians_of(features, labels, 2)
     covariance = np.cov(features[:200].T) + JITTER * np.eye(16)
-    drawn = np.asarray(
-        begun()._sample(jax.random.key(0), gaussians.means[0], gaussians.spreads[0], 20000)
+    samples = np.asarray(
+        untrained()._sample(jax.random.key(0), gaussians.means[0], gaussians.spreads[0], 20000)
     )
-    np.testing.assert_allclose(drawn.mean(axis=0), features[:200].mean(axis=0), atol=0.2)
+    np.testing.assert_allclose(samples.mean(axis=0), features[:200].mean(axis=0), atol=0.2)
     np.testing.assert_allclose(
         gaussians.spreads[0] @ gaussians.spreads[0].T, covariance, rtol=1e-3, atol=1e-2
     )
-    np.testing.assert_allclose(np.cov(drawn.T), covariance, atol=0.1 * np.diag(covariance).max())
+    np.testing.assert_allclose(np.cov(samples.T), covariance, atol=0.1 * np.diag(covariance).max())
     alone = np.asarray(
-        begun()._sample(jax.random.key(1), gaussians.means[1], gaussians.spreads[1], 20000)
+        untrained()._sample(jax.random.key(1), gaussians.means[1], gaussians.spreads[1], 20000)
     )
     np.testing.assert_allclose(alone.std(axis=0), JITTER**0.5, rtol=0.05)
     np.testing.assert_allclose(alone.mean(axis=0), features[0], atol=1e-3)
@@ -179,7 +179,7 @@ def test_classes_are_sampled_with_their_mean_and_covariance_and_one_image_is_eno
 
 @pytest.mark.full
 def test_the_alignment_turns_heads_to_where_their_classes_are():
-    tuna = fresh(begun())
+    tuna = fresh(untrained())
     tuna.config = dataclasses.replace(CONFIG, alignment_epochs=10)
     means = 2 * np.eye(16, dtype=np.float32)[:5]
     spreads = np.tile(0.1 * np.eye(16, dtype=np.float32), (5, 1, 1))
@@ -195,7 +195,7 @@ def test_the_alignment_turns_heads_to_where_their_classes_are():
 def test_classes_of_one_image_are_said_and_learned():
     split = small.task("few", 1, num_classes=3, num=6).val
     lone = Task("few", ("c0", "c1", "c2"), split, split, split)
-    tuna = fresh(begun())
+    tuna = fresh(untrained())
     said = tuna.check([small.task("colours", 0), lone])
     assert said[0].startswith(
         "6 of 6 classes have at most as many training images as features have dimensions (16)"
@@ -215,7 +215,7 @@ def test_classes_of_one_image_are_said_and_learned():
 
 @pytest.mark.full
 def test_costs_are_a_pass_per_task_and_one_of_the_universal_adapter():
-    tuna = fresh(begun())
+    tuna = fresh(untrained())
     report = tuna.learn(small.task("colours", 0), Session())
     vit = tuna.executor.config
     adapters = 4 * 5 * 2 * 2 * 16 * 3
@@ -226,9 +226,9 @@ def test_costs_are_a_pass_per_task_and_one_of_the_universal_adapter():
     # the last block's adapter for the class token alone
     ran = flops.executed_backbone_flops(vit) + adapters * 16 // 20 + 2 * 16 * 3
     assert report["flops_executed"] == 4 * ran
-    own = adapter_params(vit, 3)
-    assert own == sum(leaf.size for leaf in tuna.tasks[0].adapters)
-    assert report["params_stored"] == own + 16 * 3 + 3 * (16 + 16 * 16)
+    per_task = adapter_params(vit, 3)
+    assert per_task == sum(leaf.size for leaf in tuna.tasks[0].adapters)
+    assert report["params_stored"] == per_task + 16 * 3 + 3 * (16 + 16 * 16)
     # the table's rows, MTIL and VDD; the paper counts no adapters
     for name, tasks, row in (
         ("vit_base", 11, 405.0),

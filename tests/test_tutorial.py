@@ -20,16 +20,16 @@ def code_cells() -> list:
 
 def names_in(source: str) -> set[str]:
     """All that a cell takes from cheem_jax, by its full name."""
-    found = set()
+    result = set()
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.ImportFrom(module=str(module), names=names) if (
                 module.split(".")[0] == "cheem_jax"
             ):
-                found |= {f"{module}.{alias.name}" for alias in names}
+                result |= {f"{module}.{alias.name}" for alias in names}
             case ast.Attribute(value=ast.Name(id="cheem_jax"), attr=name):
-                found.add(f"cheem_jax.{name}")
-    return found
+                result.add(f"cheem_jax.{name}")
+    return result
 
 
 def test_the_notebook_is_small_valid_and_contains_the_outputs_of_one_run_from_top_to_bottom():
@@ -72,9 +72,11 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     nbclient.NotebookClient(
         book, timeout=900, resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
-    told = "".join(
+    printed = "".join(
         output.get("text", "") for cell in book.cells for output in cell.get("outputs", ())
     )
     assert (
-        told.count("equal bit for bit:  True") + told.count("textures equal bit for bit: True") == 2
+        printed.count("equal bit for bit:  True")
+        + printed.count("textures equal bit for bit: True")
+        == 2
     )

@@ -40,17 +40,17 @@ def test_a_sound_task_is_counted(tmp_path):
         "train/dog/3.png": encoded(99, "L", (9, 2)),
         "test/cat/2.png": encoded(98, "P", (2, 3)),
     }
-    found = verify(plan_task(write(tmp_path / "pets", files)))
-    assert found.sound and (found.task, found.num, found.num_classes) == (
+    result = verify(plan_task(write(tmp_path / "pets", files)))
+    assert result.sound and (result.task, result.num, result.num_classes) == (
         "pets",
         {"train": 7, "val": 4, "test": 5},
         2,
     )
-    assert (found.smallest_class, found.largest_class) == (("cat", 3), ("dog", 4))
-    assert (found.smallest_image, found.largest_image) == ((2, 3), (9, 2))  # 6 and 18 pixels
-    assert found.modes == {"L": 1, "P": 1, "RGB": 14}
-    assert found.num_bytes == sum(map(len, files.values()))
-    assert (found.broken, found.across, found.contradictory) == ([], [], [])
+    assert (result.smallest_class, result.largest_class) == (("cat", 3), ("dog", 4))
+    assert (result.smallest_image, result.largest_image) == ((2, 3), (9, 2))  # 6 and 18 pixels
+    assert result.modes == {"L": 1, "P": 1, "RGB": 14}
+    assert result.num_bytes == sum(map(len, files.values()))
+    assert (result.broken, result.across, result.contradictory) == ([], [], [])
 
 
 def test_every_broken_file_is_named_and_the_others_are_counted(tmp_path):
@@ -62,11 +62,11 @@ def test_every_broken_file_is_named_and_the_others_are_counted(tmp_path):
     folder = write(tmp_path / "pets", files)
     plan = plan_task(folder)
     (folder / "val" / "dog" / "0.png").unlink()
-    found = verify(plan)
-    assert not found.sound and sum(found.modes.values()) == 10
-    where = [next(name for name in files if name in line) for line in found.broken]
+    result = verify(plan)
+    assert not result.sound and sum(result.modes.values()) == 10
+    where = [next(name for name in files if name in line) for line in result.broken]
     assert where == ["train/cat/0.png", "val/cat/0.png", "val/dog/0.png", "test/dog/1.png"]
-    assert "cannot be decoded" in found.broken[0] and "not an image file" in found.broken[3]
+    assert "cannot be decoded" in result.broken[0] and "not an image file" in result.broken[3]
 
 
 def test_a_corrupted_member_of_a_zip_is_named(tmp_path):
@@ -85,9 +85,9 @@ def test_copies_across_splits_are_reported_and_leave_the_task_sound(tmp_path):
     files["test/cat/0.png"] = files["test/cat/1.png"] = files["val/cat/1.png"] = files[
         "train/cat/1.png"
     ]
-    found = verify(plan_task(write(tmp_path / "pets", files)))
+    result = verify(plan_task(write(tmp_path / "pets", files)))
     first = ("train", "cat", "train/cat/1.png")
-    assert found.sound and found.across == [
+    assert result.sound and result.across == [
         (first, ("val", "cat", "val/cat/1.png")),
         (first, ("test", "cat", "test/cat/0.png")),
         (first, ("test", "cat", "test/cat/1.png")),
@@ -97,8 +97,8 @@ def test_copies_across_splits_are_reported_and_leave_the_task_sound(tmp_path):
 def test_the_same_bytes_under_two_labels_are_reported(tmp_path):
     files = full()
     files["train/dog/0.png"] = files["train/cat/2.png"]
-    found = verify(plan_task(write(tmp_path / "pets", files)))
-    assert found.sound and found.contradictory == [
+    result = verify(plan_task(write(tmp_path / "pets", files)))
+    assert result.sound and result.contradictory == [
         (("train", "cat", "train/cat/2.png"), ("train", "dog", "train/dog/0.png"))
     ]
 
@@ -149,19 +149,20 @@ def test_learning_tells_equal_images_under_two_labels(tmp_path, capsys, keep):
     files["test/cat/0.png"] = files["train/cat/4.png"]  # under one label
     plan = plan_task(write(tmp_path / "pets", files))
     decode([plan], 4, ImagesConfig(keep, tmp_path / "cache"), Progress(), upright=True)
-    told = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     pairs = "; ".join(f"train/cat/{i}.png (cat) and train/dog/{i}.png (dog)" for i in range(3))
     assert (
-        f"note: pets: 8 images have an equal one under another label: {pairs}; and 1 more" in told
+        f"note: pets: 8 images have an equal one under another label: {pairs}; and 1 more"
+        in printed
     )
 
 
 def test_findings_go_through_json(tmp_path):
     files = full() | {"test/dog/1.png": b"x"}
     files["val/cat/0.png"] = files["train/cat/0.png"]
-    told = json.loads(json.dumps(verify(plan_task(write(tmp_path / "pets", files))).to_json()))
-    assert told["sound"] is False and len(told["broken"]) == 1
-    assert told["across"] == [
+    report = json.loads(json.dumps(verify(plan_task(write(tmp_path / "pets", files))).to_json()))
+    assert report["sound"] is False and len(report["broken"]) == 1
+    assert report["across"] == [
         [["train", "cat", "train/cat/0.png"], ["val", "cat", "val/cat/0.png"]]
     ]
 
@@ -172,15 +173,15 @@ def test_progress_adds_up_and_threads_change_nothing(tmp_path, monkeypatch):
     }
     plan = plan_task(write(tmp_path / "pets", files))
     done: list[int] = []
-    found = verify(plan, on_progress=done.append)
+    result = verify(plan, on_progress=done.append)
     assert sum(done) == plan.num_images and len(done) > 3
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert verify(plan) == found
+    assert verify(plan) == result
 
 
 def test_a_task_without_any_readable_image_is_reported(tmp_path):
-    found = verify(plan_task(write(tmp_path / "pets", dict.fromkeys(full(), b"x"))))
-    assert (len(found.broken), found.smallest_image, found.largest_image, found.across) == (
+    result = verify(plan_task(write(tmp_path / "pets", dict.fromkeys(full(), b"x"))))
+    assert (len(result.broken), result.smallest_image, result.largest_image, result.across) == (
         14,
         None,
         None,
@@ -215,14 +216,14 @@ def test_unreadable_images_are_left_out_up_to_a_twentieth_rounded_up_of_a_class_
     assert without_broken(plan) == (plan, [])
     for name in ("train/cat/7.png", "val/cat/0.png"):  # of 24 cats 2 may go
         (folder / name).write_bytes(b"x")
-    kept, reasons = without_broken(plan_task(folder))
-    assert kept.counts == {"train": 22, "val": 3, "test": 4} and kept.skipped == (
+    rest, reasons = without_broken(plan_task(folder))
+    assert rest.counts == {"train": 22, "val": 3, "test": 4} and rest.skipped == (
         "train/cat/7.png",
         "val/cat/0.png",
     )
     assert len(reasons) == 2 and "train/cat/7.png: not an image file" in reasons[0]
-    (task,) = load_tasks([kept], 4, ImagesConfig("memory"))
-    assert task.skipped == kept.skipped
+    (task,) = load_tasks([rest], 4, ImagesConfig("memory"))
+    assert task.skipped == rest.skipped
     assert sorted(task.train.images[:, 0, 0, 0].tolist()) == [
         *range(6),
         *range(103, 107),
@@ -255,8 +256,8 @@ def test_links_to_missing_files_are_broken_images_and_those_to_missing_folders_a
         ValueError, match=r"1 image file.*zz\.png: no such file \(a link to .*--skip-broken"
     ):
         load_tasks([plan], 4, ImagesConfig("memory"))
-    kept, reasons = without_broken(plan)
-    assert (reasons, kept.skipped, kept.num_images) == ([line], ("cat/zz.png",), 18)
+    rest, reasons = without_broken(plan)
+    assert (reasons, rest.skipped, rest.num_images) == ([line], ("cat/zz.png",), 18)
     (folder / "eel").symlink_to("/not/mounted/eel")
     with pytest.raises(ValueError, match=r"folders without any image: \['eel'\]"):
         plan_task(folder)
@@ -267,19 +268,21 @@ def test_links_to_missing_files_are_broken_images_and_those_to_missing_folders_a
 
 @pytest.mark.full
 def test_two_real_packs_are_sound(shared):
-    found = verify(plan_task(shared / "data" / "mnist.zip"))
+    result = verify(plan_task(shared / "data" / "mnist.zip"))
     assert (
-        found.sound and not found.across and found.num == {"train": 2000, "val": 400, "test": 1000}
+        result.sound
+        and not result.across
+        and result.num == {"train": 2000, "val": 400, "test": 1000}
     )
-    assert (found.num_classes, found.modes) == (10, {"L": 3400})
-    assert found.smallest_image == found.largest_image == (28, 28)
-    found = verify(plan_task(shared / "data" / "daimler_pedestrians.zip"))
+    assert (result.num_classes, result.modes) == (10, {"L": 3400})
+    assert result.smallest_image == result.largest_image == (28, 28)
+    result = verify(plan_task(shared / "data" / "daimler_pedestrians.zip"))
     assert (
-        found.sound
-        and not found.across
-        and found.smallest_class[1] == found.largest_class[1] == 200
+        result.sound
+        and not result.across
+        and result.smallest_class[1] == result.largest_class[1] == 200
     )
-    assert found.largest_image == (18, 36)
+    assert result.largest_image == (18, 36)
 
 
 @pytest.mark.full
@@ -287,10 +290,10 @@ def test_all_twelve_real_packs_are_sound(shared):
     plans = plan_stream(
         shared / "data", [file.stem for file in sorted((shared / "data").glob("*.zip"))]
     )
-    found = {plan.name: verify(plan) for plan in plans}
-    assert len(found) == 12 and all(
-        findings.sound and not findings.contradictory for findings in found.values()
+    result = {plan.name: verify(plan) for plan in plans}
+    assert len(result) == 12 and all(
+        findings.sound and not findings.contradictory for findings in result.values()
     )
-    copies = {name: len(findings.across) for name, findings in found.items() if findings.across}
+    copies = {name: len(findings.across) for name, findings in result.items() if findings.across}
     assert copies == {"flowers12": 1, "food10": 1}  # as their description says
     assert {len(set(np.bincount(plan.train.labels))) for plan in plans} == {1}

@@ -50,12 +50,12 @@ def begin(directory: Path, names: list[str] = NAMES) -> Record:
 def learn(record: Record, index: int, accuracy: list[float], seconds: float = 8.0) -> None:
     """A task of `seconds` + 2 s, measured."""
     *_, learned, evaluated = entries(names=NAMES[: index + 1], classes=("a", "b"))
-    found = evaluated["methods"]["cheem"] | {
+    result = evaluated["methods"]["cheem"] | {
         "accuracy": accuracy,
         "local_accuracy": [0.9] * len(accuracy),
     }
     record.write(**learned | {"seconds": seconds})
-    record.write(**evaluated | {"methods": {"cheem": found}, "seconds": 2.0})
+    record.write(**evaluated | {"methods": {"cheem": result}, "seconds": 2.0})
 
 
 def bound(record: Record, index: int, accuracy: float) -> None:
@@ -84,11 +84,11 @@ def test_a_phase_reports_its_progress_every_two_seconds(tmp_path):
     clock = Clock()
     shown = []
 
-    def seen(num_images: int, note: str = "") -> None:
+    def advance(num_images: int, note: str = "") -> None:
         shown.append((num_images, note))
 
     with Status(tmp_path, clock=clock) as status:
-        with status.phase("finetune", "digits", 400, nullcontext(seen)) as tell:
+        with status.phase("finetune", "digits", 400, nullcontext(advance)) as tell:
             assert told_in(tmp_path)[:6] == ("finetune", "digits", 0, 400, 0.0, "")
             clock.now = 1.9
             tell(100, "epoch 1/2 loss 2.000")
@@ -97,14 +97,14 @@ def test_a_phase_reports_its_progress_every_two_seconds(tmp_path):
             tell(60, "epoch 1/2 loss 1.500")
             clock.now = 4.0
             tell(40, "epoch 2/2 loss 1.000")
-        told = told_in(tmp_path)
-        assert (told.done, told.total, told.seconds, told.note) == (
+        statuses = told_in(tmp_path)
+        assert (statuses.done, statuses.total, statuses.seconds, statuses.note) == (
             200,
             400,
             4.0,
             "epoch 2/2 loss 1.000",
         )
-        assert told.pid == os.getpid()
+        assert statuses.pid == os.getpid()
     assert shown == [
         (100, "epoch 1/2 loss 2.000"),
         (60, "epoch 1/2 loss 1.500"),
@@ -124,11 +124,11 @@ def test_a_status_that_cannot_be_written_stops_nothing_and_leaves_nothing(
     monkeypatch.setattr(*((Path, step) if step == "write_text" else (os, step)), full)
     shown = []
 
-    def seen(num_images: int, note: str = "") -> None:
+    def advance(num_images: int, note: str = "") -> None:
         shown.append(num_images)
 
     with Status(tmp_path, clock=Clock()) as status:
-        with status.phase("search", "digits", 10, nullcontext(seen)) as tell:
+        with status.phase("search", "digits", 10, nullcontext(advance)) as tell:
             tell(10)
     assert shown == [10] and list(tmp_path.iterdir()) == []
 
@@ -239,10 +239,16 @@ def test_the_status_of_an_earlier_process_is_not_shown(tmp_path):
     with Status(tmp_path) as status, hold(tmp_path):
         with status.phase("search", "letters", 10, nullcontext(unseen)):
             assert "search" in text_of(tmp_path)
-            told = json.loads((tmp_path / STATUS_FILE).read_text())
-            (tmp_path / STATUS_FILE).write_text(json.dumps({**told, "pid": told["pid"] + 1}))
+            on_disk = json.loads((tmp_path / STATUS_FILE).read_text())
+            (tmp_path / STATUS_FILE).write_text(json.dumps({**on_disk, "pid": on_disk["pid"] + 1}))
             assert "search" not in text_of(tmp_path)
-            for damaged in ("", "{", "[]", "{}", json.dumps({**told, "from": "another version"})):
+            for damaged in (
+                "",
+                "{",
+                "[]",
+                "{}",
+                json.dumps({**on_disk, "from": "another version"}),
+            ):
                 (tmp_path / STATUS_FILE).write_text(damaged)
                 assert "search" not in text_of(tmp_path)
 
@@ -270,8 +276,8 @@ def test_of_many_tasks_those_around_the_one_that_is_learned_are_shown_and_the_ot
 ):
     names = [f"task_{index}" for index in range(100)]
     record = begin(tmp_path, names)
-    found = [*entries(names=names[:70], classes=("a", "b"))]
-    record.replace([{**entry, "time": "2026-01-01T00:00:00+00:00"} for entry in found])
+    result = [*entries(names=names[:70], classes=("a", "b"))]
+    record.replace([{**entry, "time": "2026-01-01T00:00:00+00:00"} for entry in result])
     with hold(tmp_path):
         text = text_of(tmp_path, rows=12)
     assert [int(number) for number in re.findall(r"task_(\d+)", text)] == list(range(61, 73))

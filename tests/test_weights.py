@@ -192,12 +192,12 @@ def pooled(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             "norm.bias": (64,),
         },
     }
-    found = {name: value for name, value in tensors.items() if name != "cls_token"}
-    found |= {
+    result = {name: value for name, value in tensors.items() if name != "cls_token"}
+    result |= {
         f"attn_pool.{name}": rng.standard_normal(shape).astype(np.float32)
         for name, shape in shapes.items()
     }
-    return found | {"pos_embed": found["pos_embed"][:, 1:]}
+    return result | {"pos_embed": result["pos_embed"][:, 1:]}
 
 
 def test_a_model_without_class_token_pools_its_tokens():
@@ -218,9 +218,9 @@ def test_a_model_without_class_token_pools_its_tokens():
         ({"cls_token": np.zeros((1, 1, 64))}, "has cls_token"),
         ({"attn_pool.latent": None}, "lacks"),
     ):
-        found = {key: value for key, value in (tensors | wrong).items() if value is not None}
+        result = {key: value for key, value in (tensors | wrong).items() if value is not None}
         with pytest.raises(ValueError, match=f"not a plain timm ViT: {shown}"):
-            infer_config(name, found, None)
+            infer_config(name, result, None)
     with pytest.raises(ValueError, match="pools with 'map', expected 'avg'"):
         infer_config("vit_tiny_patch4_siglip_gap_12.webli", tensors, {"global_pool": "map"})
 
@@ -585,7 +585,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, nano, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "told"),
+    ("name", "shape", "message"),
     [
         ("patch_embed.proj.weight", (0, 3, 4, 4), "no plain ViT has 3 channels and a width of 0"),
         ("patch_embed.proj.weight", (64, 3, 0, 0), "patch_size is 0, expected a whole number"),
@@ -598,13 +598,13 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, nano, monkeypatch):
     ],
 )
 def test_odd_shapes_and_block_numbers_are_refused_and_not_computed_with(
-    tmp_path, name, shape, told
+    tmp_path, name, shape, message
 ):
     file = tmp_path / "model.safetensors"
     tensors = timm_tensors() | {name: np.zeros(shape, np.float32)}
     safetensors.numpy.save_file(tensors, file)
     backbone = "vit_huge_patch4_12.dino" if name.startswith("patch") else TINY
-    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{told}"):
+    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{message}"):
         load_pretrained(backbone, weights=file)
 
 
@@ -617,12 +617,12 @@ def test_non_finite_tensors_are_refused(tmp_path, value):
         allow_pickle=False,
         **timm_tensors() | {"cls_token": np.array([[[value]]])},
     )
-    told = (
+    message = (
         "contain values that are not finite"
         if isinstance(value, np.floating)
         else "are .*, expected float32"
     )
-    with pytest.raises(ValueError, match=rf"model\.npz: \['cls_token'\] {told}"):
+    with pytest.raises(ValueError, match=rf"model\.npz: \['cls_token'\] {message}"):
         load_pretrained(TINY, weights=tmp_path / "model.npz")
 
 
@@ -632,15 +632,15 @@ def test_non_finite_tensors_are_refused(tmp_path, value):
 def test_weights_of_other_real_types_are_the_same_numbers_in_float32(tmp_path, dtype):
     tensors = {name: value.astype(dtype) for name, value in timm_tensors().items()}
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
-    found = load_pretrained(TINY, weights=tmp_path / "model.safetensors").params
+    result = load_pretrained(TINY, weights=tmp_path / "model.safetensors").params
     wanted = from_timm(
         {name: value.astype(np.float32) for name, value in tensors.items()},
         infer_config(TINY, tensors, None),
     )
-    assert found.keys() == wanted.keys()
+    assert result.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert found[name].dtype == np.float32
-        np.testing.assert_array_equal(found[name], value)
+        assert result[name].dtype == np.float32
+        np.testing.assert_array_equal(result[name], value)
 
 
 @pytest.mark.parametrize(
@@ -679,14 +679,14 @@ def test_weights_of_other_real_types_are_the_same_numbers_in_float32(tmp_path, d
 def test_tensors_that_no_answer_depends_on_need_not_fit(tmp_path, change, classes):
     tensors = timm_tensors(width=192, depth=12, patch=16, grid=14, classes=1000, ratio=4)
     safetensors.numpy.save_file(change(tensors), tmp_path / "model.safetensors")
-    found = load_pretrained("deit_tiny", weights=tmp_path / "model.safetensors")
+    result = load_pretrained("deit_tiny", weights=tmp_path / "model.safetensors")
     wanted = from_timm(tensors, CONFIGS["deit_tiny"])
-    assert found.config == dataclasses.replace(CONFIGS["deit_tiny"], num_classes=classes)
+    assert result.config == dataclasses.replace(CONFIGS["deit_tiny"], num_classes=classes)
     for name in wanted.keys() - {"head.kernel", "head.bias"}:
-        np.testing.assert_array_equal(found.params[name], wanted[name])
-    save_converted(tmp_path / "ours.safetensors", found)
+        np.testing.assert_array_equal(result.params[name], wanted[name])
+    save_converted(tmp_path / "ours.safetensors", result)
     again = load_pretrained("deit_tiny", weights=tmp_path / "ours.safetensors")
-    assert again.config == found.config and again.params.keys() == found.params.keys()
+    assert again.config == result.config and again.params.keys() == result.params.keys()
 
 
 def test_a_mismatch_is_reported_in_a_few_words_for_any_contents_of_the_file(tmp_path):
@@ -703,7 +703,7 @@ def test_a_mismatch_is_reported_in_a_few_words_for_any_contents_of_the_file(tmp_
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         (
             '{"pretrained_cfg": 3}',
@@ -729,15 +729,15 @@ def test_a_mismatch_is_reported_in_a_few_words_for_any_contents_of_the_file(tmp_
         ("[" * 100_000, "config.json is not readable JSON"),
     ],
 )
-def test_a_config_next_to_the_weights_that_makes_no_sense_is_reported(tmp_path, config, told):
+def test_a_config_next_to_the_weights_that_makes_no_sense_is_reported(tmp_path, config, message):
     safetensors.numpy.save_file(timm_tensors(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         load_pretrained("vit_tiny_patch4_12.mystery", weights=tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"width": "48"}, "width is '48', expected a whole number"),
         ({"depth": 10**9}, "depth is 1000000000, expected a whole number in 1..1000"),
@@ -754,7 +754,7 @@ def test_a_config_next_to_the_weights_that_makes_no_sense_is_reported(tmp_path, 
         ({"mlp_ratio": float("inf")}, "mlp_ratio is inf"),
     ],
 )
-def test_a_converted_files_config_is_checked_value_by_value(tmp_path, nano, changed, told):
+def test_a_converted_files_config_is_checked_value_by_value(tmp_path, nano, changed, message):
     file = tmp_path / "own.safetensors"
     save_converted(file, nano)
     with safetensors.safe_open(file, "numpy") as opened:
@@ -763,7 +763,7 @@ def test_a_converted_files_config_is_checked_value_by_value(tmp_path, nano, chan
     metadata["config"] = json.dumps({**json.loads(metadata["config"]), **changed})
     safetensors.numpy.save_file(tensors, file, metadata)
     with pytest.raises(
-        ValueError, match=rf"own\.safetensors: the converted file's config is broken \(.*{told}"
+        ValueError, match=rf"own\.safetensors: the converted file's config is broken \(.*{message}"
     ):
         load_pretrained("vit_nano", weights=file)
 
@@ -771,8 +771,8 @@ def test_a_converted_files_config_is_checked_value_by_value(tmp_path, nano, chan
 def test_base_means_of_another_shape_are_refused(tmp_path, nano):
     base_means = {"32/mlp_down/block": np.zeros((2, 48), np.float32)}
     save_converted(tmp_path / "own.safetensors", dataclasses.replace(nano, base_means=base_means))
-    told = r"own\.safetensors: base means \['32/mlp_down/block'\] are not float32 \(6, 48\)"
-    with pytest.raises(ValueError, match=told):
+    message = r"own\.safetensors: base means \['32/mlp_down/block'\] are not float32 \(6, 48\)"
+    with pytest.raises(ValueError, match=message):
         load_pretrained("vit_nano", weights=tmp_path / "own.safetensors")
 
 
@@ -815,10 +815,10 @@ def test_a_network_is_loaded_in_little_more_memory_than_its_weights_take(tmp_pat
     config = ViTConfig("vit_large_patch14_224.random", 1024, 4, 16, patch_size=14, num_classes=0)
     params = {name: np.zeros(shape, np.float32) for name, shape in shapes_of(config).items()}
     save_converted(tmp_path / "large.safetensors", Pretrained(config, params, "random", "ab" * 32))
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", PEAK, tmp_path / "large.safetensors"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert int(found.stdout) < 1.4 * sum(values.nbytes for values in params.values())
+    assert int(result.stdout) < 1.4 * sum(values.nbytes for values in params.values())

@@ -1,5 +1,4 @@
-"""What the fault tests count, shown after the run and kept as JSON where CHEEM_FAULTS_JSON names a
-file."""
+"""Counts of faults, printed after the tests and written as JSON to the file CHEEM_FAULTS_JSON."""
 
 import dataclasses
 import json
@@ -18,15 +17,14 @@ BAD = {
     "kills": "not resumed exactly",
     "graceful stops": "not resumed exactly",
     "storage faults": "lost or silently wrong",
-    "damaged files": "accepted by mistake",
+    "corrupted files": "accepted by mistake",
     "fuzzed inputs": "crashed with a traceback",
 }
-"""What it means that one of a kind went wrong; other kinds simply went wrong."""
+"""Meaning of a bad result per kind of fault; other kinds went wrong."""
 
 
 class Tally:
-    """How many faults of each kind were tried and how many went wrong, in all and per phase of a
-    run."""
+    """Numbers of faults of each kind that were tried and that went wrong, per phase of a run."""
 
     def __init__(self) -> None:
         self.tried: dict[str, Counter[str]] = {}
@@ -41,18 +39,16 @@ class Tally:
         bad: int | None = None,
         phase: str | None = None,
     ) -> None:
-        """Count `tried` faults, of which `bad` went wrong or `ok` did not; give one of the two."""
-        if (ok is None) == (bad is None):
-            raise ValueError("give either how many went well (ok) or how many went wrong (bad)")
+        """Count `tried` faults: `bad` of them went wrong, or all except `ok`."""
+        assert (ok is None) != (bad is None)
         wrong = bad if bad is not None else tried - (ok or 0)
-        if not 0 <= wrong <= tried:
-            raise ValueError(f"{wrong} of {tried} cannot have gone wrong")
+        assert 0 <= wrong <= tried
         self.tried.setdefault(kind, Counter())[phase or ""] += tried
         self.bad.setdefault(kind, Counter())[phase or ""] += wrong
 
     def to_json(self) -> dict[str, Any]:
-        """Per kind the counts and, where they are known, the same per phase."""
-        found = {}
+        """Return the counts per kind, and per phase if phases are known."""
+        result = {}
         for kind, tried in self.tried.items():
             bad = self.bad[kind]
             phases = {
@@ -60,12 +56,12 @@ class Tally:
                 for phase, num in sorted(tried.items())
                 if phase
             }
-            found[kind] = {
+            result[kind] = {
                 "tried": tried.total(),
                 "bad": bad.total(),
                 **({"phases": phases} if phases else {}),
             }
-        return found
+        return result
 
 
 _TALLY = Tally()
@@ -80,24 +76,24 @@ def tally() -> Tally:
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path | str:
-    """The built library of shim.c, or why there is none."""
+    """The built library of shim.c, or the reason why it cannot be built."""
     return build(tmp_path_factory.mktemp("shim"))
 
 
 @pytest.fixture(scope="session")
 def nursery(library: Path | str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Where children are started, with the library in them if there is one."""
+    """The process that starts children, with the library preloaded if it was built."""
     if not sys.platform.startswith("linux"):
         pytest.skip("children are forked on Linux alone")
     with Nursery(
         tmp_path_factory.mktemp("nursery"), library if isinstance(library, Path) else None
-    ) as found:
-        yield found
+    ) as result:
+        yield result
 
 
 @pytest.fixture(scope="session")
 def faulty(library: Path | str, nursery: Nursery) -> Nursery:
-    """The same for tests that cannot do without the library."""
+    """The nursery, for tests that need the library."""
     if isinstance(library, str):
         pytest.skip(f"no faults can be made: {library}")
     return nursery
@@ -105,22 +101,22 @@ def faulty(library: Path | str, nursery: Nursery) -> Nursery:
 
 @dataclasses.dataclass(frozen=True)
 class Undisturbed:
-    """A small run that nothing happened to, and what it takes to repeat it."""
+    """A small run without faults."""
 
     directory: Path
     weights: str
     outcome: dict[str, Any]
     operations: int
-    """File operations below its directory; 0 where they cannot be counted."""
+    """Number of file operations below its directory; 0 if they cannot be counted."""
     phases: list[str]
-    """What ran, in order, as `Told` tells it."""
+    """Phases in order, as `Phases` writes them."""
 
 
 @pytest.fixture(scope="session")
 def undisturbed(
     nursery: Nursery, library: Path | str, tmp_path_factory: pytest.TempPathFactory
 ) -> Undisturbed:
-    """What all other small runs are compared with."""
+    """The reference of all other small runs."""
     from jobs import outcome
 
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -149,14 +145,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_sep("=", "faults")
     terminalreporter.write_line(f"{'':<28}{'tried':>8}{'bad':>8}")
     for kind in sorted(counts, key=[*BAD, *counts].index):
-        found = counts[kind]
+        result = counts[kind]
         meaning = BAD.get(kind, "went wrong")
-        terminalreporter.write_line(f"{kind:<28}{found['tried']:>8,}{found['bad']:>8,}  {meaning}")
-        for phase, part in found.get("phases", {}).items():
+        terminalreporter.write_line(
+            f"{kind:<28}{result['tried']:>8,}{result['bad']:>8,}  {meaning}"
+        )
+        for phase, part in result.get("phases", {}).items():
             terminalreporter.write_line(f"  {phase:<26}{part['tried']:>8,}{part['bad']:>8,}")
 
 
 def pytest_sessionfinish() -> None:
-    """The same for a program to read."""
+    """Write the table as JSON."""
     if (file := os.environ.get("CHEEM_FAULTS_JSON")) and _TALLY.tried:
         Path(file).write_text(json.dumps(_TALLY.to_json(), indent=1) + "\n")

@@ -129,13 +129,13 @@ def _reset_peak() -> int:
 
 def _peak() -> int:
     with contextlib.suppress(OSError):
-        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
-            return 1024 * int(found[1])
+        if result := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            return 1024 * int(result[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-# Damage
+# Corruption
 
 NUMBERS = [
     0,
@@ -159,39 +159,39 @@ NUMBERS = [
 def damaged(data: bytes, rng: random.Random, other: bytes = b"") -> bytes:
     """Bytes flipped, lost, repeated, cut off, spliced with another file, or replaced by extreme
     numbers."""
-    found = bytearray(data)
+    result = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
-        at = rng.randrange(len(found) + 1)
+        at = rng.randrange(len(result) + 1)
         if rng.random() < 0.4:
             at = min(at, rng.randrange(256))  # where headers are
-        end = min(len(found), at + rng.choice((1, 2, 4, 8, 30, 300)))
+        end = min(len(result), at + rng.choice((1, 2, 4, 8, 30, 300)))
         match rng.randrange(9):
-            case 0 if found:
-                found[min(at, len(found) - 1)] ^= 1 << rng.randrange(8)
-            case 1 if found:
-                found[min(at, len(found) - 1)] = rng.randrange(256)
+            case 0 if result:
+                result[min(at, len(result) - 1)] ^= 1 << rng.randrange(8)
+            case 1 if result:
+                result[min(at, len(result) - 1)] = rng.randrange(256)
             case 2:
-                found[at:at] = rng.randbytes(rng.choice((1, 2, 4, 100)))
+                result[at:at] = rng.randbytes(rng.choice((1, 2, 4, 100)))
             case 3:
-                del found[at:end]
+                del result[at:end]
             case 4:
-                found[at:at] = found[at:end] * rng.choice((1, 2, 50))
+                result[at:at] = result[at:end] * rng.choice((1, 2, 50))
             case 5:
-                del found[at:]
+                del result[at:]
             case 6 if other:
-                found[at:] = other[rng.randrange(len(other)) :]
+                result[at:] = other[rng.randrange(len(other)) :]
             case 7:
                 size = rng.choice((1, 2, 4, 8))
                 number = rng.choice(NUMBERS) % 2 ** (8 * size)
-                found[at : at + size] = number.to_bytes(size, rng.choice(("little", "big")))
+                result[at : at + size] = number.to_bytes(size, rng.choice(("little", "big")))
             case 8:
-                digits = [match.span() for match in re.finditer(rb"\d+", bytes(found[:5000]))]
+                digits = [match.span() for match in re.finditer(rb"\d+", bytes(result[:5000]))]
                 if digits:
                     first, last = rng.choice(digits)
-                    found[first:last] = rng.choice(
+                    result[first:last] = rng.choice(
                         (b"-1", b"0", b"1e9", b"99999999999", b"9" * 40, b"9" * 5000)
                     )
-    return bytes(found)
+    return bytes(result)
 
 
 DEEP = 10_000
@@ -470,7 +470,7 @@ def images(folder: Path) -> Attempts:
     def attempt(rng: random.Random) -> Attempt:
         name = rng.choice(sorted(files))
         data, other = files[name], files[rng.choice(sorted(files))]
-        # checksums would keep most damage from the decoder behind them
+        # checksums would keep most corruption from the decoder behind them
         data = (
             damaged_png(data, rng)
             if name.endswith("png") and rng.random() < 0.6
@@ -486,7 +486,7 @@ def check_pixels(pixels: np.ndarray) -> None:
 
 
 def damaged_png(data: bytes, rng: random.Random) -> bytes:
-    """Damage inside the chunks, whose checksums are right again."""
+    """Corruption inside the chunks, whose checksums are right again."""
     chunks = []
     at = 8
     while at < len(data):
@@ -590,17 +590,17 @@ def damaged_name(name: str, rng: random.Random) -> str:
 
 
 def damaged_zip(data: bytes, rng: random.Random) -> bytes:
-    """Damage at headers as often as in between."""
+    """Corruption at headers as often as in between."""
     if rng.random() < 0.5:
         return damaged(data, rng)
-    found = bytearray(data)
+    result = bytearray(data)
     for _ in range(rng.choice((1, 2, 3))):
         sign, fields = rng.choice(((b"PK\1\2", 46), (b"PK\3\4", 30), (b"PK\5\6", 22)))
         starts = [match.start() for match in re.finditer(re.escape(sign), data)]
         at = rng.choice(starts) + rng.randrange(4, fields)
         size = rng.choice((1, 2, 4))
-        found[at : at + size] = (rng.choice(NUMBERS) % 2 ** (8 * size)).to_bytes(size, "little")
-    return bytes(found)
+        result[at : at + size] = (rng.choice(NUMBERS) % 2 ** (8 * size)).to_bytes(size, "little")
+    return bytes(result)
 
 
 def archives(folder: Path) -> Attempts:
@@ -640,12 +640,12 @@ def tar_of(files: dict[str, bytes]) -> bytes:
 
 def damaged_tar(data: bytes, rng: random.Random) -> bytes:
     """Damaged headers, whose checksums are right again."""
-    found = bytearray(data)
+    result = bytearray(data)
     starts = [at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"]
     for at in rng.sample(starts, min(len(starts), rng.choice((1, 2)))):
         match rng.randrange(4):
             case 0:
-                found[at + 156] = rng.choice(b"0123456789xgLKSVDNM\0\xff")
+                result[at + 156] = rng.choice(b"0123456789xgLKSVDNM\0\xff")
             case 1:
                 size = rng.choice(
                     (
@@ -657,24 +657,24 @@ def damaged_tar(data: bytes, rng: random.Random) -> bytes:
                         b"0",
                     )
                 )
-                found[at + 124 : at + 124 + len(size)] = size
+                result[at + 124 : at + 124 + len(size)] = size
             case 2:
                 name = rng.choice(
                     (b"../x\0", b"/x\0", b"C:x\0", b"a\\b\0", b"\xff\xfe\0", b"\0", b"./././x\0")
                 )
-                found[at : at + len(name)] = name
+                result[at : at + len(name)] = name
             case _:
                 field = at + rng.randrange(500)
-                found[field] = rng.randrange(256)
-        found[at + 148 : at + 156] = b" " * 8
-        found[at + 148 : at + 156] = b"%06o\0 " % sum(found[at : at + 512])
+                result[field] = rng.randrange(256)
+        result[at + 148 : at + 156] = b" " * 8
+        result[at + 148 : at + 156] = b"%06o\0 " % sum(result[at : at + 512])
     if rng.random() < 0.3:  # in the texts of extended headers too
-        found = bytearray(
-            bytes(found).replace(
+        result = bytearray(
+            bytes(result).replace(
                 b" path=", rng.choice((b" size=", b" GNU.sparse.map=", b" hdrcharset="))
             )
         )
-    return bytes(found)
+    return bytes(result)
 
 
 STREAM = """name = "odd"
@@ -820,7 +820,7 @@ def caches(folder: Path) -> Attempts:
             )
         if (
             rng.random() < 0.9
-        ):  # else whole: nearly all of a cache counts, so that hardly any damage is accepted
+        ):  # else whole: nearly all of a cache counts, so that hardly any corruption is accepted
             (place / name).write_bytes(data)
         return place.name, read
 
@@ -1047,14 +1047,14 @@ def converted(folder: Path) -> Attempts:
     )
     with nano.open("rb") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
-        told = json.loads(stream.read(size))["__metadata__"]
+        fields = json.loads(stream.read(size))["__metadata__"]
     nano_tensors = safetensors.numpy.load(nano.read_bytes())
     file = folder / "own.safetensors"
 
     def attempt(rng: random.Random) -> Attempt:
         name = rng.choice((TINY, TINY, "vit_nano"))
         metadata = (
-            dict(told)
+            dict(fields)
             if name == "vit_nano"
             else {
                 "format": FORMAT,
@@ -1063,12 +1063,12 @@ def converted(folder: Path) -> Attempts:
                 "sha256": "0" * 64,
             }
         )
-        found: dict[str, Any] = dict(nano_tensors if name == "vit_nano" else tensors)
+        result: dict[str, Any] = dict(nano_tensors if name == "vit_nano" else tensors)
         place = f"base_means/8/mlp_down/{rng.choice(('component', 'block', 'x', '../x'))}"
         match rng.randrange(6):
             case 0:
                 shape = rng.choice(((1, 16), (), (0,), (16,), (1, 16, 1)))
-                found[place] = np.full(
+                result[place] = np.full(
                     shape, rng.choice((0, np.nan)), rng.choice((np.float32, np.int8, np.float64))
                 )
             case 1:
@@ -1079,7 +1079,7 @@ def converted(folder: Path) -> Attempts:
             case _:
                 text = damaged_json(json.loads(metadata["config"]), rng)
                 metadata["config"] = text.decode("utf-8", "replace")
-        file.write_bytes(safetensors.numpy.save(found, metadata))
+        file.write_bytes(safetensors.numpy.save(result, metadata))
         return "own.safetensors", lambda: check_weights(load_pretrained(name, weights=file))
 
     return attempt
@@ -1171,9 +1171,12 @@ def records(folder: Path) -> Attempts:
         else:
             data = damaged(files[name], rng)
         (place / name).write_bytes(data)
-        for kept in files:  # an index counts as long as times do not change
-            if len(data) == len(files[name]) or kept != name or name in indices:
-                os.utime(place / kept, ns=(times[kept].st_atime_ns, times[kept].st_mtime_ns))
+        for file_name in files:  # an index counts as long as times do not change
+            if len(data) == len(files[name]) or file_name != name or name in indices:
+                os.utime(
+                    place / file_name,
+                    ns=(times[file_name].st_atime_ns, times[file_name].st_mtime_ns),
+                )
         return "daimlerpedcls", read
 
     return attempt
@@ -1236,8 +1239,8 @@ def checkpoints(folder: Path) -> Attempts:
 
             manifest["files"] = _hash_files(place)
             with contextlib.suppress(ValueError, RecursionError, TypeError):
-                told = json.loads(data) if name == "task.json" else meta
-                manifest["content_sha256"] = content_hash(arrays, told)
+                fields = json.loads(data) if name == "task.json" else meta
+                manifest["content_sha256"] = content_hash(arrays, fields)
             (place / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         match rng.randrange(4):
             case 0:
@@ -1328,12 +1331,12 @@ def run_records(folder: Path) -> Attempts:
     valid = (folder / NAME).read_bytes()
 
     def use() -> None:
-        found = read(folder)
+        result = read(folder)
         assert all(
-            isinstance(entry, dict) and isinstance(entry.get("event"), str) for entry in found
+            isinstance(entry, dict) and isinstance(entry.get("event"), str) for entry in result
         )
         Record(folder).write("next")
-        assert len(read(folder)) == len(found) + 1
+        assert len(read(folder)) == len(result) + 1
 
     def attempt(rng: random.Random) -> Attempt:
         lines = valid.splitlines(keepends=True)
@@ -1356,12 +1359,12 @@ def results(folder: Path) -> Attempts:
     results_of(valid)
 
     def attempt(rng: random.Random) -> Attempt:
-        found: Any = valid
+        result: Any = valid
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(damaged_json(valid, rng))
-        if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
-            found = valid[:-1]  # which `read` lets nobody see
-        return "", lambda: results_of(found)
+            result = json.loads(damaged_json(valid, rng))
+        if not isinstance(result, list) or not all(isinstance(entry, dict) for entry in result):
+            result = valid[:-1]  # which `read` lets nobody see
+        return "", lambda: results_of(result)
 
     return attempt
 
@@ -1393,9 +1396,9 @@ def architectures(folder: Path) -> Attempts:
             )
 
         def use() -> None:
-            found = from_strings(value)
-            assert from_strings(to_strings(found)) == found
-            encode(found[:4], [2] * len(found[:4]))
+            result = from_strings(value)
+            assert from_strings(to_strings(result)) == result
+            encode(result[:4], [2] * len(result[:4]))
 
         return "", use
 

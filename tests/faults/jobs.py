@@ -1,9 +1,9 @@
-"""What the children of the nursery do: small runs under faults, and the demo. Arguments and results
-are plain JSON."""
+"""Functions for the child processes of the nursery: small runs under faults, and the demo.
+
+Arguments and results are plain JSON.
+"""
 
 import contextlib
-import dataclasses
-import inspect
 import io
 import json
 import os
@@ -43,26 +43,26 @@ TIMES = (
     "compile",
 )
 TIMES += ("hits", "misses", "evictions")
-"""What a clock, the memory of the process or the programs it holds decide."""
+"""Fields that depend on the clock, on the memory of the process or on its compiled functions."""
 METHODS = ("cheem", "frozen_linear")
 ERRORS = ("ENOSPC", "EIO", "EROFS", "EDQUOT")
 
 
-class Told(Progress):
-    """Keeps the phase that runs in a file, for who kills it; `begun` is called as each phase
-    begins.
+class Phases(Progress):
+    """Progress that writes each phase into a file, for the process that sends signals.
 
-    `die` names a phase that kills the process after so many reports of work done, or at its end.
+    `on_begin(phase, task)` is called as each phase begins. `die` is the name of a phase and a
+    number of reports, after which (or at the end of the phase) the process kills itself.
     """
 
     def __init__(
         self,
         file: Path | None,
-        begun: Callable[[str, str], None] | None = None,
+        on_begin: Callable[[str, str], None] | None = None,
         die: tuple[str, int] | None = None,
     ):
         super().__init__(Console(file=io.StringIO()))
-        self.begun = begun
+        self.on_begin = on_begin
         self.die = die
         self._open = list[str]()
         self._file = None if file is None else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -72,23 +72,23 @@ class Told(Progress):
     def phase(self, phase: str, *, task: str, total: int, unit: str = "images") -> Iterator[Any]:
         self._open.append(phase)
         self._tell(phase)
-        if self.begun is not None:
-            self.begun(phase, task)
-        left = self.die[1] if self.die is not None and self.die[0] == phase else -1
+        if self.on_begin is not None:
+            self.on_begin(phase, task)
+        remaining = self.die[1] if self.die is not None and self.die[0] == phase else -1
         with super().phase(phase, task=task, total=total, unit=unit) as advance:
 
             def reported(num_images: int, note: str = "") -> None:
-                nonlocal left
+                nonlocal remaining
                 advance(num_images, note)
-                left -= 1
-                if left == 0:
+                remaining -= 1
+                if remaining == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
 
             yield reported
-        if left > 0:
+        if remaining > 0:
             os.kill(os.getpid(), signal.SIGKILL)
         self._open.pop()
-        # what follows the last phase of learning and every measurement is written to the disk
+        # after the last phase of learning, and after every measurement, the disk is written
         last = "saving" if phase in ("finetune", "means", "evaluate") else phase
         self._tell(self._open[-1] if self._open else last)
 
@@ -109,16 +109,16 @@ def small_run(
     die: tuple[str, int] | None = None,
     command: bool = False,
 ) -> int:
-    """Learn the stream of two small tasks; returns the number of file operations counted.
+    """Learn the stream of two small tasks, and return the counted number of file operations.
 
-    `clock_back` shifts the clock by so many seconds as the second task begins; `memory` leaves so
-    many bytes more than are in use as the phase of that number begins; `command` runs it as the
-    `cheem` command does.
+    `clock_back` sets the clock back by this number of seconds as the second task begins.
+    `memory` is the number of a phase and the number of bytes that can still be allocated when it
+    begins. `command` runs the stream as the `cheem` command does.
     """
     quick_to_compile()
     count = 0
 
-    def begun(phase: str, task: str) -> None:
+    def on_begin(phase: str, task: str) -> None:
         nonlocal count
         count += 1
         if clock_back is not None and (phase, task) == ("similarity", "task1"):
@@ -128,7 +128,7 @@ def small_run(
             limit = pages * resource.getpagesize() + memory[1]
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
-    told = Told(Path(phases) if phases else None, begun, die)
+    progress = Phases(Path(phases) if phases else None, on_begin, die)
     with contextlib.ExitStack() as shifts:
         struck = None
         if fault is not None or log is not None:
@@ -137,12 +137,12 @@ def small_run(
             )
         if command:
             run_command(
-                lambda run: _learn(run, Path(weights), told, save_every),
+                lambda run: _learn(run, Path(weights), progress, save_every),
                 Path(directory),
                 Path(directory),
             )
         else:
-            _learn(Path(directory), Path(weights), told, save_every)
+            _learn(Path(directory), Path(weights), progress, save_every)
     return 0 if struck is None else struck.count
 
 
@@ -150,14 +150,13 @@ def demo_run(
     directory: str, phases: str, save_every: float | None = None, die: tuple[str, int] | None = None
 ) -> None:
     """`cheem demo`."""
-    known = {field.name for field in dataclasses.fields(demo.Demo)}
-    options: dict[str, Any] = {"save_every": save_every} if "save_every" in known else {}
-    with mock.patch.object(demo, "Progress", lambda: Told(Path(phases), die=die)):
-        run_command(demo.learn_demo, demo.Demo(run_dir=Path(directory), **options), Path(directory))
+    settings = demo.Demo(run_dir=Path(directory), save_every=save_every)
+    with mock.patch.object(demo, "Progress", lambda: Phases(Path(phases), die=die)):
+        run_command(demo.learn_demo, settings, Path(directory))
 
 
 def quick_to_compile() -> None:
-    """Undisturbed and disturbed runs alike, so nothing is lost but speed."""
+    """Compile without optimizations, in runs with and without faults alike."""
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -166,17 +165,17 @@ def quick_to_compile() -> None:
 def _learn(
     directory: Path, weights: Path, progress: Progress, save_every: float | None = None
 ) -> None:
-    known = "save_every" in inspect.signature(run_stream).parameters
-    options: dict[str, Any] = {"save_every": save_every} if known else {}
-    run_stream(small.stream(2), _pretrained(weights), CONFIG, directory, progress, **options)
+    run_stream(
+        small.stream(2), _pretrained(weights), CONFIG, directory, progress, save_every=save_every
+    )
 
 
 def _pretrained(file: Path) -> Pretrained:
-    """The weights of `small`, drawn once for all children."""
+    """Return the weights of `small`, which are sampled once for all children."""
     if not file.exists():
-        found = small.pretrained()
+        result = small.pretrained()
         part = file.with_suffix(f".{os.getpid()}.npz")
-        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in found.params.items()}
+        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in result.params.items()}
         np.savez(part, **arrays)
         os.replace(part, file)
     with np.load(file) as arrays:
@@ -184,8 +183,7 @@ def _pretrained(file: Path) -> Pretrained:
 
 
 def outcome(directory: Path) -> dict[str, Any]:
-    """What a run has come to, times aside: every checkpoint's content, each read back, and the
-    results."""
+    """Return the results of a run, without times, and the content hash of every checkpoint."""
     results = directory / "results.json"
     return {
         "contents": {method: contents(directory / "checkpoints" / method) for method in METHODS},
@@ -194,16 +192,16 @@ def outcome(directory: Path) -> dict[str, Any]:
 
 
 def contents(root: Path) -> list[str]:
-    """The content hash of every saved task, after reading it."""
-    found = []
+    """Read every saved task, and return its content hash."""
+    result = []
     for directory in saved_tasks(root):
         load_task(directory)
-        found.append(json.loads((directory / "manifest.json").read_text())["content_sha256"])
-    return found
+        result.append(json.loads((directory / "manifest.json").read_text())["content_sha256"])
+    return result
 
 
 def without_times(value: Any) -> Any:
-    """Results less what differs between equal runs."""
+    """Return the results without the fields that differ between equal runs."""
     if isinstance(value, dict):
         return {key: without_times(item) for key, item in value.items() if key not in TIMES}
     return [without_times(item) for item in value] if isinstance(value, list) else value
@@ -215,13 +213,12 @@ def without_times(value: Any) -> Any:
 def storage_faults(
     scenario: str, folder: str, variants: list[dict[str, Any]], step: int = 1
 ) -> dict[str, Any]:
-    """One fault at every `step`-th file operation of a scenario, its kind going round among the
-    variants."""
+    """Strike every `step`-th file operation of a scenario with one fault, by turns of each kind."""
     return _Trial(SCENARIOS[scenario], Path(folder)).all(variants, step)
 
 
 class _Trial:
-    """One scenario, its states before and after, and what went wrong."""
+    """One scenario, its states before and after, and its errors."""
 
     def __init__(self, scenario: Scenario, folder: Path):
         self.scenario = scenario
@@ -229,10 +226,8 @@ class _Trial:
         self.work = folder / "work"
         self.template.mkdir(parents=True)
         scenario.prepare(self.template)
-        self.old, self.kept = (
-            scenario.state(self.template),
-            _bytes_of(self.template, scenario.replaced),
-        )
+        self.old = scenario.state(self.template)
+        self.unchanged = _bytes_of(self.template, scenario.replaced)
         self.bad = []
         self.kinds = Counter[str]()
         self.tried = 0
@@ -272,19 +267,18 @@ class _Trial:
             return  # another number of operations this time
         self.tried += 1
         self.kinds[type(raised).__name__ if raised else "unnoticed"] += 1
-        found = self.scenario.state(self.work)
+        result = self.scenario.state(self.work)
         wrong = []
         if raised is not None and not is_reported(raised):
             wrong.append(f"raised {type(raised).__name__}: {raised}")
-        if raised is None and found != self.new:
-            wrong.append(f"reported success, left {found}")
-        if found not in (self.old, self.new):
-            wrong.append(f"left {found}")
-        if _bytes_of(self.work, self.scenario.replaced) | self.kept != _bytes_of(
-            self.work, self.scenario.replaced
-        ):
-            wrong.append("changed what was there before")
-        if found == self.old or self.scenario.repeats:
+        if raised is None and result != self.new:
+            wrong.append(f"reported success, left {result}")
+        if result not in (self.old, self.new):
+            wrong.append(f"left {result}")
+        files = _bytes_of(self.work, self.scenario.replaced)
+        if files | self.unchanged != files:
+            wrong.append("changed earlier files")
+        if result == self.old or self.scenario.repeats:
             self.scenario.act(self.work)
             if (again := self.scenario.state(self.work)) != self.new:
                 wrong.append(f"then left {again}")
@@ -293,7 +287,7 @@ class _Trial:
 
 
 def is_reported(error: BaseException) -> bool:
-    """Whether the command line turns it into one line that says something."""
+    """Whether the command line prints this error as one line with a message."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return "RESOURCE_EXHAUSTED" in str(error)
     return isinstance(error, (ValueError, OSError, FloatingPointError, MemoryError)) and bool(
@@ -302,21 +296,20 @@ def is_reported(error: BaseException) -> bool:
 
 
 def _bytes_of(directory: Path, without: str) -> dict[str, bytes]:
-    found = {}
-    # threads of Orbax's that failed still clear up meanwhile: os.walk passes over folders that have
-    # gone
+    result = {}
+    # failed threads of Orbax still clear up: os.walk skips folders that no longer exist
     for folder, _, names in os.walk(directory):
         for file in (Path(folder, name) for name in names):
             if not (without and file.match(without)):
                 with contextlib.suppress(FileNotFoundError):
-                    found[file.relative_to(directory).as_posix()] = file.read_bytes()
-    return found
+                    result[file.relative_to(directory).as_posix()] = file.read_bytes()
+    return result
 
 
 def stream_faults(
     folder: str, weights: str, expected: dict[str, Any], operations: int, seed: int, num: int
 ) -> dict[str, Any]:
-    """Whole small runs, each with one random fault, and then once more without."""
+    """Run the small stream `num` times, each with one random fault, and then again without."""
     quick_to_compile()
     rng = random.Random(seed)
     bad = []
@@ -330,7 +323,7 @@ def stream_faults(
         raised: BaseException | None = None
         with armed(directory, fault) as struck:
             try:
-                _learn(directory, Path(weights), Told(None), 0.0)
+                _learn(directory, Path(weights), Phases(None), 0.0)
             except BaseException as error:
                 raised = error
         if not struck.reached:
@@ -342,11 +335,11 @@ def stream_faults(
             if raised is None or is_reported(raised)
             else [f"raised {type(raised).__name__}: {raised}"]
         )
-        raised = None  # with it goes the lock that its frames hold
+        raised = None  # its frames keep the lock
         try:
-            _learn(directory, Path(weights), Told(None))
-            if (found := outcome(directory)) != expected:
-                wrong.append(f"then ended with {_differing(found, expected)}")
+            _learn(directory, Path(weights), Phases(None))
+            if (result := outcome(directory)) != expected:
+                wrong.append(f"then ended with {_differing(result, expected)}")
         except Exception as error:
             wrong.append(f"then {type(error).__name__}: {error}")
         if wrong:
@@ -356,15 +349,15 @@ def stream_faults(
     return {"tried": tried, "bad": bad, "kinds": dict(kinds)}
 
 
-def _differing(found: Any, expected: Any) -> str:
-    if isinstance(found, dict) and isinstance(expected, dict):
-        keys = [key for key in {*found, *expected} if found.get(key) != expected.get(key)]
-        return "; ".join(f"{key}: {_differing(found.get(key), expected.get(key))}" for key in keys)
-    return f"{str(found)[:100]} instead of {str(expected)[:100]}"
+def _differing(result: Any, expected: Any) -> str:
+    if isinstance(result, dict) and isinstance(expected, dict):
+        keys = [key for key in {*result, *expected} if result.get(key) != expected.get(key)]
+        return "; ".join(f"{key}: {_differing(result.get(key), expected.get(key))}" for key in keys)
+    return f"{str(result)[:100]} instead of {str(expected)[:100]}"
 
 
 def read_only(directory: str, weights: str) -> dict[str, Any]:
-    """A run in a folder that cannot be written at all, as the command line tells it."""
+    """Run the command in a folder that cannot be written, and return its status and output."""
     quick_to_compile()
     said = io.StringIO()
     status = None
@@ -373,14 +366,14 @@ def read_only(directory: str, weights: str) -> dict[str, Any]:
         contextlib.redirect_stderr(said),
     ):
         try:
-            run_command(lambda run: _learn(run, Path(weights), Told(None)), Path(directory))
+            run_command(lambda run: _learn(run, Path(weights), Phases(None)), Path(directory))
         except SystemExit as stop:
             status = stop.code
     return {"status": status, "said": said.getvalue(), "exists": Path(directory).exists()}
 
 
 def unreadable(directory: str) -> dict[str, Any]:
-    """Every read of a checkpoint fails in turn."""
+    """Load a checkpoint once for each of its reads, with an error at this read."""
     place = Path(directory)
     accepted = []
     expected, _ = load_task(place)
@@ -398,44 +391,42 @@ def unreadable(directory: str) -> dict[str, Any]:
         same = jax.tree.map(np.array_equal, arrays, expected)
         if not all(jax.tree.leaves(same)):
             accepted.append(f"read {at}: other arrays")
-    return {"tried": counted.count, "bad": accepted}
+    return {"tried": counted.count, "bad": accepted, "kinds": {}}
 
 
-# ---- damaged records of a finished run
+# ---- corrupted records of a finished run
 
 
-def damaged_records(source: str, folder: str, weights: str, num: int) -> dict[str, Any]:
-    """Flip, drop and alter bytes of metrics.jsonl and config.json of a finished run, and open it
-    again."""
+def corrupted_records(source: str, folder: str, weights: str, num: int) -> dict[str, Any]:
+    """Change bytes or lines of metrics.jsonl or config.json of a finished run, and resume it."""
     quick_to_compile()
     rng = random.Random(0)
     bad = []
-    directory = Path(folder) / "damaged"
+    directory = Path(folder) / "corrupted"
     shutil.copytree(source, directory)
     for number in range(num):
         name = ("metrics.jsonl", "config.json")[number % 4 == 3]
         whole = (directory / name).read_bytes()
-        damaged, what = _damaged(whole, rng)
-        if damaged == whole:
+        corrupted, change = _corrupted(whole, rng)
+        if corrupted == whole:
             continue
-        (directory / name).write_bytes(damaged)
+        (directory / name).write_bytes(corrupted)
         try:
-            _learn(directory, Path(weights), Told(None))
-            if not _is_mended(directory, Path(source)):
-                bad.append(f"{name}: {what} accepted")
+            _learn(directory, Path(weights), Phases(None))
+            if not _is_restored(directory, Path(source)):
+                bad.append(f"{name}: {change} accepted")
         except ValueError as error:
             if name not in str(error) and str(directory) not in str(error):
-                bad.append(f"{name}: {what} refused without naming it: {error}"[:300])
+                bad.append(f"{name}: {change} refused without naming it: {error}"[:300])
         except Exception as error:
-            bad.append(f"{name}: {what} ended in {type(error).__name__}: {error}"[:300])
+            bad.append(f"{name}: {change} ended in {type(error).__name__}: {error}"[:300])
         shutil.rmtree(directory)
         shutil.copytree(source, directory)
     return {"tried": num, "bad": bad}
 
 
-def _is_mended(directory: Path, source: Path) -> bool:
-    """Whether it has become again what it was: a lost last line is measured anew, a repeated one
-    dropped."""
+def _is_restored(directory: Path, source: Path) -> bool:
+    """Whether the run is as before: a lost last line is measured again, a repeated one dropped."""
     configs = [json.loads((place / "config.json").read_text()) for place in (directory, source)]
     records = [
         without_times([{**entry, "time": 0} for entry in read(place)])
@@ -448,7 +439,7 @@ def _is_mended(directory: Path, source: Path) -> bool:
     )
 
 
-def _damaged(whole: bytes, rng: random.Random) -> tuple[bytes, str]:
+def _corrupted(whole: bytes, rng: random.Random) -> tuple[bytes, str]:
     kind = rng.choice(("digit", "bit", "line lost", "line twice", "emptied"))
     lines = whole.splitlines(keepends=True)
     if kind == "digit":
@@ -460,9 +451,8 @@ def _damaged(whole: bytes, rng: random.Random) -> tuple[bytes, str]:
             f"digit {whole[place : place + 1]!r} at {place} as {other!r}",
         )
     if kind == "bit":
-        place = rng.randrange(
-            len(whole) - 1
-        )  # a lost newline at the end is a torn line, which is healed
+        # not in the last newline: a torn last line is repaired
+        place = rng.randrange(len(whole) - 1)
         return (
             whole[:place] + bytes([whole[place] ^ 1 << rng.randrange(8)]) + whole[place + 1 :],
             f"bit at {place}",

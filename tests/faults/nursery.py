@@ -1,6 +1,6 @@
-"""Children that cost little: one process imports everything once, and forks a child for each call.
+"""Cheap child processes: one process imports everything once, and forks a child for each call.
 
-JAX's backend is not there before the fork, because its threads would not be there after it.
+JAX's backend is started after the fork, because threads do not survive a fork.
 """
 
 import contextlib
@@ -51,19 +51,19 @@ class Child:
             os.kill(self.pid, number)
 
     def result(self, seconds: float = 300) -> Any:
-        """What the function returned."""
+        """Return the result of the function."""
         status = self.wait(seconds)
         if status != 0:
             raise RuntimeError(f"the child ended with {status}; its output ends: {self.tail()}")
         return json.loads(self.answer.read_text())
 
     def tail(self) -> str:
-        """The end of what it printed."""
+        """Return the end of its output."""
         return self.output.read_text(errors="replace")[-3000:] if self.output.exists() else ""
 
 
 class Nursery:
-    """The process that forks, and what is asked of it; a context manager."""
+    """The process that forks children; a context manager."""
 
     def __init__(self, folder: Path, library: Path | None):
         self.folder = folder
@@ -91,7 +91,7 @@ class Nursery:
             text=True,
             env=environment,
             cwd=ROOT,
-            start_new_session=True,  # Ctrl-C is for the tests, which then end it
+            start_new_session=True,  # Ctrl-C ends the tests, and they end this process
         )
 
     def __enter__(self) -> "Nursery":
@@ -165,8 +165,8 @@ def _live(jobs: Any, request: dict[str, Any]) -> None:
         output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for old, new in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(old, new)
-        found = getattr(jobs, request["function"])(**request["arguments"])
-        Path(request["answer"]).write_text(json.dumps(found))
+        result = getattr(jobs, request["function"])(**request["arguments"])
+        Path(request["answer"]).write_text(json.dumps(result))
         status = 0
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 1

@@ -1,5 +1,4 @@
-"""The library's writes, one by one: what is there before, the write, and what a reader sees
-afterwards."""
+"""Writes of cheem_jax, one by one: the files before, the write, and the state read afterwards."""
 
 import functools
 import json
@@ -21,20 +20,20 @@ from cheem_jax.run.record import Record, read
 
 
 class Scenario(NamedTuple):
-    """A write and its surroundings; every function gets the directory it happens in."""
+    """A write and its surroundings; every function gets the directory."""
 
     prepare: Callable[[Path], object]
     act: Callable[[Path], object]
     state: Callable[[Path], Any]
     replaced: str = ""
-    """Files of this pattern may change."""
+    """Pattern of the files that the write replaces."""
     repeats: bool = False
-    """Whether the write may follow itself without changing what is there."""
+    """Whether a second write changes nothing."""
 
 
 @functools.cache
 def memory() -> InternalMemory:
-    """Two tasks with random arrays over a backbone of four blocks; nothing is computed."""
+    """Two tasks with random arrays over a backbone of four blocks."""
     base = [
         StoredExpert(Expert(jnp.full((64, 16), float(block)), jnp.zeros(16)), None, None)
         for block in range(4)

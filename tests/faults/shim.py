@@ -1,5 +1,4 @@
-"""The library of shim.c: built into a folder, and from inside a process that has it preloaded, its
-switches."""
+"""The library of shim.c: how to build it, and its switches in a process that has it preloaded."""
 
 import contextlib
 import ctypes
@@ -19,32 +18,33 @@ _KILLS = {"before": 4, "after": 8, "within": 4 | 2}
 
 
 class Fault(NamedTuple):
-    """What happens at the n-th file operation below a directory; 0: operations are only counted."""
+    """A fault at the n-th file operation below a directory."""
 
     at: int = 0
+    """Number of the operation, from 1; for 0, operations are only counted."""
     error: str = "EIO"
     persistent: bool = False
-    """All that follow fail as well, as on a full disk or in a folder that has become read-only."""
+    """Whether later operations fail, too, as on a full disk or in a read-only folder."""
     short: bool = False
     """A write first writes half of its bytes."""
     kill: Literal["", "before", "after", "within"] = ""
-    """SIGKILL instead of an error; `within` a write, or before where the operation is none."""
+    """SIGKILL instead of an error: before the operation, after it, or `within` a write (before
+    other operations)."""
     reads: bool = False
-    """Counts reads and not changes."""
+    """Whether reads are counted instead of changes."""
     name: str = ""
-    """Only calls of this name are counted; all where it is empty."""
+    """Name of the counted calls; empty for all calls."""
     part: str = ""
-    """Only files whose path holds this are counted."""
+    """Part of the paths of the counted files."""
 
     def flags(self) -> int:
-        """The same as bits."""
+        """Return the flags as the library expects them."""
         chosen = _PERSISTENT * self.persistent | _SHORT * self.short | _READS * self.reads
         return chosen | (_KILLS[self.kill] if self.kill else 0)
 
 
 class Struck:
-    """Operations counted so far, and whether the fault has been reached; final once the block is
-    left."""
+    """Number of operations, and whether the fault was reached; both are set when the block ends."""
 
     def __init__(self) -> None:
         self.count, self.reached = 0, False
@@ -52,7 +52,7 @@ class Struck:
 
 @contextlib.contextmanager
 def armed(directory: Path, fault: Fault, log: Path | None = None) -> Iterator[Struck]:
-    """Within the block the fault strikes below `directory`; `log` receives a line per operation."""
+    """Within the block, the fault strikes below `directory`; `log` gets one line per operation."""
     library = ctypes.CDLL(None)
     struck = Struck()
     library.fault_log(str(log).encode() if log else None)
@@ -70,7 +70,7 @@ def armed(directory: Path, fault: Fault, log: Path | None = None) -> Iterator[St
 
 @contextlib.contextmanager
 def clock_shifted(seconds: int) -> Iterator[None]:
-    """Within the block the clock on the wall shows another time."""
+    """Within the block, the system clock is shifted by this number of seconds."""
     ctypes.CDLL(None).fault_shift_clock(ctypes.c_long(seconds))
     try:
         yield
@@ -79,7 +79,7 @@ def clock_shifted(seconds: int) -> Iterator[None]:
 
 
 def build(folder: Path) -> Path | str:
-    """The built library, or the reason why there is none on this machine."""
+    """Build the library and return its file, or return the reason why it cannot be built."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     library = folder / "shim.so"
     if not sys.platform.startswith("linux"):

@@ -1,4 +1,4 @@
-"""Damaged, lost and swapped files are found before anything is read from them; foreign ones change
+"""Corrupted, lost and swapped files are refused before anything is read; foreign ones change
 nothing."""
 
 import random
@@ -29,8 +29,7 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def refused(directory: Path) -> bool:
-    """Whether it is refused by a ValueError that names the directory; anything else raised is a
-    fault of the reader."""
+    """Whether loading raises a ValueError that names the directory; other errors are raised."""
     try:
         load_task(directory)
     except ValueError as error:
@@ -38,33 +37,32 @@ def refused(directory: Path) -> bool:
     return False
 
 
-class Damage:
-    """Tries contents of files in place of the true ones, which it puts back, and remembers what was
-    accepted."""
+class Corruption:
+    """Replaces files of a checkpoint, one at a time, and lists the replacements that load."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.tried = 0
         self.accepted = []
 
-    def put(self, file: Path, content: bytes | None, what: str) -> None:
-        """`None`: the file is missing."""
+    def put(self, file: Path, content: bytes | None, change: str) -> None:
+        """Load with this content of a file, or without the file for `None`, and restore it."""
         before = file.read_bytes() if file.exists() else None
         if content == before:
             return
         file.unlink() if content is None else file.write_bytes(content)
-        self.check(f"{file.name} {what}")
+        self.check(f"{file.name} {change}")
         file.unlink(missing_ok=True) if before is None else file.write_bytes(before)
 
-    def check(self, what: str) -> None:
-        """Count the damage that is there now."""
+    def check(self, change: str) -> None:
+        """Count the present change, and whether it is refused."""
         self.tried += 1
         if not refused(self.directory):
-            self.accepted.append(what)
+            self.accepted.append(change)
 
     def count(self, tally) -> None:
-        """Tell the tally; nothing may have been accepted, and the whole must be readable again."""
-        tally.add("damaged files", tried=self.tried, bad=len(self.accepted))
+        """Check that no change was accepted and that the restored checkpoint loads."""
+        tally.add("corrupted files", tried=self.tried, bad=len(self.accepted))
         load_task(self.directory)
         assert not self.accepted, (
             f"{len(self.accepted)} of {self.tried} accepted: {self.accepted[:20]}"
@@ -73,8 +71,8 @@ class Damage:
 
 def test_flipped_bits_are_found_at_every_place(saved, tally):
     rng = random.Random(0)
-    damage = Damage(saved / "one" / "000-task-0")
-    for file in files_of(damage.directory):
+    corruption = Corruption(saved / "one" / "000-task-0")
+    for file in files_of(corruption.directory):
         content = file.read_bytes()
         for place in {
             0,
@@ -83,37 +81,37 @@ def test_flipped_bits_are_found_at_every_place(saved, tally):
         }:
             bit = rng.randrange(8)
             flipped = content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
-            damage.put(file, flipped, f"bit {bit} of byte {place}")
-    assert damage.tried > 250
-    damage.count(tally)
+            corruption.put(file, flipped, f"bit {bit} of byte {place}")
+    assert corruption.tried > 250
+    corruption.count(tally)
 
 
 def test_files_cut_emptied_lengthened_or_missing_are_found(saved, tally):
-    damage = Damage(saved / "one" / "001-task-1")
-    for file in files_of(damage.directory):
+    corruption = Corruption(saved / "one" / "001-task-1")
+    for file in files_of(corruption.directory):
         content = file.read_bytes()
         for length in sorted(
             {0, 1, len(content) // 4, len(content) // 2, len(content) - 2, len(content) - 1}
         ):
-            damage.put(file, content[:length], f"cut to {length}")
-        damage.put(file, content + b"\0", "one byte longer")
-        damage.put(file, content * 2, "twice")
-        damage.put(file, bytes(len(content)), "zeros")
-        damage.put(file, None, "missing")
-    assert damage.tried > 100
-    damage.count(tally)
+            corruption.put(file, content[:length], f"cut to {length}")
+        corruption.put(file, content + b"\0", "one byte longer")
+        corruption.put(file, content * 2, "twice")
+        corruption.put(file, bytes(len(content)), "zeros")
+        corruption.put(file, None, "missing")
+    assert corruption.tried > 100
+    corruption.count(tally)
 
 
 @pytest.mark.parametrize("other", ["one/001-task-1", "two/000-task-0"], ids=["task", "run"])
 def test_files_of_another_task_or_run_are_found(saved, tally, other):
-    damage = Damage(saved / "one" / "000-task-0")
+    corruption = Corruption(saved / "one" / "000-task-0")
     source = saved / other
-    for file in files_of(damage.directory):
-        same_name = source / file.relative_to(damage.directory)
+    for file in files_of(corruption.directory):
+        same_name = source / file.relative_to(corruption.directory)
         if same_name.exists():
-            damage.put(file, same_name.read_bytes(), f"of {other}")
-    assert damage.tried > 5
-    damage.count(tally)
+            corruption.put(file, same_name.read_bytes(), f"of {other}")
+    assert corruption.tried > 5
+    corruption.count(tally)
 
 
 def test_a_manifest_of_another_task_does_not_vouch_for_this_one(saved, tally, tmp_path):
@@ -127,11 +125,9 @@ def test_a_manifest_of_another_task_does_not_vouch_for_this_one(saved, tally, tm
                 shutil.copytree(source, copy / part)
             else:
                 shutil.copy(source, copy / part)
-            same = part == "arrays" and other.startswith(
-                "two"
-            )  # equal arrays, saved under other names
+            same = part == "arrays" and other.startswith("two")  # equal arrays under other names
             wrong = not refused(copy)
-            tally.add("damaged files", tried=1, bad=int(wrong and not same))
+            tally.add("corrupted files", tried=1, bad=int(wrong and not same))
             assert same or not wrong, f"{part} of {other} accepted"
 
 
@@ -148,31 +144,21 @@ def test_files_added_to_any_folder_change_nothing(saved, tmp_path):
             if not (folder / name).exists():
                 (folder / name).write_bytes(b"x")
     assert load_manifest(copy) == load_manifest(saved / "one" / "000-task-0")
-    load_task(copy)  # whose content has the hash of the manifest
+    load_task(copy)  # and the content has the hash of the manifest
 
 
-@pytest.mark.full
-def test_corrupted_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path):
-    found = nursery.call(
-        "damaged_records",
-        source=str(undisturbed.directory),
-        folder=str(tmp_path),
-        weights=undisturbed.weights,
-        num=16,
-    )
-    tally.add("damaged files", tried=found["tried"], bad=len(found["bad"]))
-    assert not found["bad"], "\n".join(found["bad"])
-
-
-@pytest.mark.slow
-def test_many_corrupted_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path):
+@pytest.mark.parametrize(
+    "num",
+    [pytest.param(16, marks=pytest.mark.full), pytest.param(120, marks=pytest.mark.slow)],
+)
+def test_corrupted_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path, num):
     child = nursery.start(
-        "damaged_records",
+        "corrupted_records",
         source=str(undisturbed.directory),
         folder=str(tmp_path),
         weights=undisturbed.weights,
-        num=120,
+        num=num,
     )
-    found = child.result(1800)
-    tally.add("damaged files", tried=found["tried"], bad=len(found["bad"]))
-    assert not found["bad"], "\n".join(found["bad"])
+    result = child.result(1800)
+    tally.add("corrupted files", tried=result["tried"], bad=len(result["bad"]))
+    assert not result["bad"], "\n".join(result["bad"])

@@ -1,5 +1,5 @@
-"""No hostile file ends in a traceback, a hang or a full memory: thousands of damaged ones of every
-kind."""
+"""No hostile file ends in a traceback, a hang or a full memory: thousands of corrupted ones of
+every kind."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ FEW = {
     "readers": 40,
     "downloads": 250,
 }
-"""What an ordinary run of the tests tries; about two thousand, and few where one takes long."""
+"""Number of inputs per loader in `make test`: about two thousand, fewer of slow loaders."""
 MANY = {
     "images": 9000,
     "zips": 2000,
@@ -60,7 +60,7 @@ MANY = {
         for one in FEW.items()
     ],
 )
-@pytest.mark.filterwarnings("ignore")  # of libraries, about what is damaged
+@pytest.mark.filterwarnings("ignore")  # libraries warn about corrupted files
 def test_a_few_hostile_files_are_read_or_refused_by_name(name, num, tmp_path):
     tried = hostile.fuzz(name, range(num), tmp_path)
     assert not tried.bad, "\n".join(tried.bad)
@@ -70,8 +70,7 @@ def test_a_few_hostile_files_are_read_or_refused_by_name(name, num, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "num"), MANY.items())
 def test_many_hostile_files_are_read_or_refused_by_name(name, num, tally):
-    """In a process of its own, which may crash; and without the type checks of the tests, as users
-    run it."""
+    """In a separate process, which can crash, and without the type checks of the tests."""
     command = [sys.executable, hostile.__file__, name, str(num), "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, f"the process ended with {done.returncode}: {done.stderr[-2000:]}"

@@ -1,4 +1,4 @@
-"""Killed at any moment and started again, a run ends exactly as one that nothing happened to."""
+"""A run that is killed at any moment and started again ends exactly as an undisturbed one."""
 
 import random
 import signal
@@ -23,15 +23,15 @@ PHASES = ("similarity", "supernet", "search", "finetune", "means", "evaluate", "
 
 
 def phase_of(file: Path) -> str:
-    """Which phase ran last."""
-    return (told(file) or ["starting"])[-1]
+    """Return the phase that ran last."""
+    return (phases_in(file) or ["starting"])[-1]
 
 
 def only_true_checkpoints(directory: Path, expected: dict) -> bool:
-    """Whether all that is there is what the undisturbed run has there."""
+    """Whether every checkpoint equals that of the undisturbed run."""
     for method in METHODS:
-        found = contents(directory / "checkpoints" / method)
-        if found != expected["contents"][method][: len(found)]:
+        result = contents(directory / "checkpoints" / method)
+        if result != expected["contents"][method][: len(result)]:
             return False
     return True
 
@@ -39,11 +39,13 @@ def only_true_checkpoints(directory: Path, expected: dict) -> bool:
 def strike(
     child, phases: Path, number: int, *, after: int = 1, seconds: float = 0.0, phase: str = ""
 ) -> int:
-    """Send a signal as the child tells its `after`-th phase, or that one, and some seconds later;
-    gives its status."""
-    before = len(told(phases))
+    """Send a signal some seconds after the child's `after`-th phase, or `phase`, has begun.
+
+    Returns the exit status of the child.
+    """
+    before = len(phases_in(phases))
     while child.poll() is None:
-        lines = told(phases)[before:]
+        lines = phases_in(phases)[before:]
         if phase in lines if phase else len(lines) >= after:
             time.sleep(seconds)
             child.send(number)
@@ -52,36 +54,34 @@ def strike(
     return child.wait(1800)
 
 
-def told(file: Path) -> list[str]:
-    """What has run so far."""
+def phases_in(file: Path) -> list[str]:
+    """Return the phases so far."""
     return file.read_text().splitlines() if file.exists() else []
 
 
 class Kills:
-    """The kills of one run, each with its phase and whether what it left was true; counted once the
-    end is known."""
+    """The kills of one run: phase of each, and whether all checkpoints were true after it."""
 
     def __init__(self, directory: Path, expected: dict):
         self.directory = directory
         self.expected = expected
-        self.found = list[tuple[str, bool]]()
+        self.kills = list[tuple[str, bool]]()
 
     def add(self, phase: str) -> None:
         """A kill has just happened."""
-        self.found.append((phase, only_true_checkpoints(self.directory, self.expected)))
+        self.kills.append((phase, only_true_checkpoints(self.directory, self.expected)))
 
     def end(self, tally, last: Child) -> None:
-        """Wait for the run to end as the undisturbed one; otherwise every kill counts as not
-        resumed."""
+        """Wait for the end of the run; if it differs, every kill counts as not resumed."""
         status = last.wait(1800)
         good = status == 0 and outcome(self.directory) == self.expected
-        for phase, true in self.found:
+        for phase, true in self.kills:
             tally.add("kills", tried=1, ok=int(good and true), phase=phase)
         assert good, (
-            f"started again after kills in {self.found} it ended with {status}: {last.tail()}"
+            f"started again after kills in {self.kills} it ended with {status}: {last.tail()}"
         )
-        assert all(true for _, true in self.found), (
-            f"checkpoints were not true after some of {self.found}"
+        assert all(true for _, true in self.kills), (
+            f"checkpoints were not true after some of {self.kills}"
         )
 
 
@@ -90,7 +90,7 @@ class Kills:
     [AT_FILES[2:3], pytest.param(AT_FILES[:2] + AT_FILES[3:], marks=pytest.mark.full)],
     ids=["one", "others"],
 )
-def test_a_run_killed_at_chosen_writes_ends_as_one_that_was_not(
+def test_a_run_killed_at_chosen_writes_ends_as_an_undisturbed_one(
     faulty, tally, undisturbed, tmp_path, faults
 ):
     run = {"directory": str(tmp_path / "run"), "weights": undisturbed.weights}
@@ -103,7 +103,7 @@ def test_a_run_killed_at_chosen_writes_ends_as_one_that_was_not(
 
 
 @pytest.mark.full
-def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(
+def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(
     nursery, tally, undisturbed, tmp_path
 ):
     run = {"directory": str(tmp_path / "run"), "weights": undisturbed.weights}
@@ -112,7 +112,7 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(
     kills = Kills(tmp_path / "run", undisturbed.outcome)
     for _ in range(AT_RANDOM):
         child = nursery.start("small_run", **run, phases=str(phases), save_every=0.0)
-        # a moment within whatever is still to come
+        # a moment within the remaining phases
         after = rng.randint(1, len(undisturbed.phases) // 3)
         seconds = rng.choice([0, 0, rng.random()])
         if strike(child, phases, signal.SIGKILL, after=after, seconds=seconds) != -signal.SIGKILL:
@@ -122,17 +122,16 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(
     assert kills.found
 
 
-def stop_and_go_on(
+def stop_and_resume(
     nursery, tally, undisturbed, folder: Path, number: int, rng: random.Random
 ) -> str:
-    """Ask a run to stop; says what was wrong with how it did, or with how it ended when started
-    again."""
+    """Ask a run to stop, resume it, and return the errors of both, joined by semicolons."""
     run = {"directory": str(folder / "run"), "weights": undisturbed.weights}
     phases = folder / "phases"
     last = len(undisturbed.phases)
     child = nursery.start("small_run", **run, phases=str(phases), command=True)
     wrong = []
-    # the work after the first phases and before the last ones is such that a request is heard
+    # requests are handled between the first and the last phases
     status = strike(
         child, phases, number, after=rng.randint(2, last // 2), seconds=rng.random() / 5
     )
@@ -153,7 +152,7 @@ def stop_and_go_on(
 def test_a_run_asked_to_stop_does_so_and_resumes_exactly(
     nursery, tally, undisturbed, tmp_path, number
 ):
-    assert not stop_and_go_on(
+    assert not stop_and_resume(
         nursery, tally, undisturbed, tmp_path, number, random.Random(int(number))
     )
 
@@ -168,7 +167,7 @@ def test_a_run_asked_to_stop_at_many_moments_resumes_exactly(
     for trial in range(10):
         folder = tmp_path / str(trial)
         folder.mkdir()
-        wrong.append(stop_and_go_on(nursery, tally, undisturbed, folder, number, rng))
+        wrong.append(stop_and_resume(nursery, tally, undisturbed, folder, number, rng))
     assert not any(wrong), wrong
 
 
@@ -189,7 +188,7 @@ def test_a_run_killed_once_at_any_file_operation_resumes_exactly(
 
 @pytest.fixture(scope="module")
 def demo(nursery, tmp_path_factory):
-    """What the demo comes to undisturbed; its programs are compiled from then on."""
+    """Outcome of an undisturbed demo, which also fills the compilation cache."""
     directory = tmp_path_factory.mktemp("demo") / "run"
     nursery.start(
         "demo_run", directory=str(directory), phases=str(directory.parent / "phases")
@@ -212,8 +211,7 @@ def test_kills_through_a_whole_demo_run(nursery, tally, demo, tmp_path):
         runs += 1
         while not ended and (tried < num or not covered >= set(PHASES)):
             missing = [phase for phase in PHASES if phase not in covered]
-            # every third aims at a phase that random moments have not met, for as long as there is
-            # one
+            # every third kill aims at a phase in which no random kill has happened, if any
             aim = rng.choice(missing) if missing and tried % 3 == 2 else ""
             if aim and aim != "saving":
                 child = nursery.start("demo_run", **run, die=(aim, rng.randint(1, 9)))

@@ -1,10 +1,10 @@
-"""Full, failing and read-only disks: a fault is told, and whatever it hits is afterwards as before
-or complete."""
+"""Full, failing and read-only disks: a fault is reported, and the file is unchanged or complete."""
 
 import random
 import time
 
 import pytest
+from jobs import outcome
 
 SHORT = {"short": True}
 LASTING = {"persistent": True}
@@ -19,22 +19,22 @@ VARIANTS = [
 ]
 
 
-def _count(tally, found):
-    tally.add("storage faults", tried=found["tried"], bad=len(found["bad"]))
-    assert not found["bad"], (
-        f"{len(found['bad'])} of {found['tried']}, kinds {found['kinds']}:\n"
-        + "\n".join(found["bad"][:20])
+def _count(tally, result):
+    tally.add("storage faults", tried=result["tried"], bad=len(result["bad"]))
+    assert not result["bad"], (
+        f"{len(result['bad'])} of {result['tried']}, kinds {result['kinds']}:\n"
+        + "\n".join(result["bad"][:20])
     )
 
 
 @pytest.mark.full
 def test_a_checkpoint_is_there_whole_or_not_at_all(faulty, tally, tmp_path):
-    found = faulty.call(
+    result = faulty.call(
         "storage_faults", scenario="save_memory_task", folder=str(tmp_path), variants=VARIANTS
     )
-    # how many parts a checkpoint is written in differs a little from time to time
-    assert found["operations"] >= 20 and found["tried"] >= 0.8 * found["operations"]
-    _count(tally, found)
+    # the number of parts of a checkpoint varies a little
+    assert result["operations"] >= 20 and result["tried"] >= 0.8 * result["operations"]
+    _count(tally, result)
 
 
 @pytest.mark.slow
@@ -57,20 +57,19 @@ def test_every_fault_at_every_write_leaves_a_checkpoint_whole_or_not_at_all(
 def test_small_files_are_as_before_or_wholly_new(faulty, tally, tmp_path, scenario):
     for number, variant in enumerate(VARIANTS):
         folder = tmp_path / str(number)
-        found = faulty.call(
+        result = faulty.call(
             "storage_faults", scenario=scenario, folder=str(folder), variants=[variant]
         )
-        assert found["operations"] >= 1 and found["tried"]
-        _count(tally, found)
+        assert result["operations"] >= 1 and result["tried"]
+        _count(tally, result)
 
 
 @pytest.mark.full
 def test_a_checkpoint_that_cannot_be_read_is_named(faulty, tally, undisturbed):
     directory = undisturbed.directory / "checkpoints" / "cheem" / "000-task0"
-    found = faulty.call("unreadable", directory=str(directory))
-    assert found["tried"] >= 10
-    tally.add("storage faults", tried=found["tried"], bad=len(found["bad"]))
-    assert not found["bad"]
+    result = faulty.call("unreadable", directory=str(directory))
+    assert result["tried"] >= 10
+    _count(tally, result)
 
 
 @pytest.mark.slow
@@ -87,29 +86,27 @@ def test_a_run_on_a_failing_disk_says_so_and_resumes_exactly(
         seed=seed,
         num=28,
     )
-    found = child.result(3600)
-    assert found["tried"] >= 25
-    _count(tally, found)
+    result = child.result(3600)
+    assert result["tried"] >= 25
+    _count(tally, result)
 
 
 @pytest.mark.slow
 def test_a_read_only_folder_is_refused_in_one_line(faulty, tally, undisturbed, tmp_path):
-    found = faulty.call("read_only", directory=str(tmp_path / "run"), weights=undisturbed.weights)
-    lines = [line for line in found["said"].splitlines() if not line.startswith("note:")]
+    result = faulty.call("read_only", directory=str(tmp_path / "run"), weights=undisturbed.weights)
+    lines = [line for line in result["said"].splitlines() if not line.startswith("note:")]
     good = (
-        found["status"] == 2
+        result["status"] == 2
         and len(lines) == 1
         and lines[0].startswith("error: ")
-        and not found["exists"]
+        and not result["exists"]
     )
     tally.add("storage faults", tried=1, ok=int(good))
-    assert good, found
+    assert good, result
 
 
 @pytest.mark.slow
 def test_a_clock_set_back_by_a_year_changes_nothing(faulty, undisturbed, tmp_path):
-    from jobs import outcome
-
     year = 365 * 24 * 3600
     faulty.call(
         "small_run",
@@ -129,16 +126,12 @@ def test_a_clock_set_back_by_a_year_changes_nothing(faulty, undisturbed, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", range(1, 9))
 def test_a_run_that_ran_out_of_memory_resumes_exactly(nursery, tally, undisturbed, tmp_path, phase):
-    from jobs import outcome
-
     more = random.Random(phase).randrange(64) << 20
     run = {"directory": str(tmp_path / "run"), "weights": undisturbed.weights}
     child = nursery.start("small_run", **run, memory=(phase, more), save_every=0.0)
     try:
         child.wait(120)
-    except (
-        TimeoutError
-    ):  # a thread that could not be started is waited for; wait() has killed the child
+    except TimeoutError:  # it waits for a thread that could not start; wait() has killed the child
         child.wait()
     nursery.call("small_run", **run)
     good = outcome(tmp_path / "run") == undisturbed.outcome
