@@ -1,4 +1,4 @@
-"""What is demanded of every method: learn, save, open, stop and go on, answer per image."""
+"""Laws of every method: it learns, saves, opens, stops, resumes, and predicts per image."""
 
 import copy
 import functools
@@ -25,8 +25,8 @@ class Interrupted(Exception):
 
 
 class Watched(Session):
-    """A task that is stopped after `until` reports of progress, with what a rolling checkpoint
-    would then hold."""
+    """A task that stops after `until` reports of progress, and the state of its rolling
+    checkpoint."""
 
     def __init__(self, until: int | None = None, saved: Saved | None = None):
         super().__init__()
@@ -46,7 +46,7 @@ class Watched(Session):
             self.reports += 1
             if self.reports == self.until:
                 if state is not None:
-                    # as it comes back from a disk: host arrays that nobody changes
+                    # host arrays that nobody changes, as read from a disk
                     arrays, meta = state()
                     self.checkpoint = Saved(_copied(arrays), dict(meta))
                 raise Interrupted
@@ -60,7 +60,7 @@ def _copied(tree: Any) -> Any:
 
 
 def fresh(method: Method) -> Method:
-    """A method before its first task with the compiled programs of another one that is."""
+    """Return a method before its first task with the compiled functions of another one."""
     copied = copy.copy(method)
     for name, value in vars(method).items():
         if isinstance(value, list | dict | Classes):
@@ -70,7 +70,7 @@ def fresh(method: Method) -> Method:
 
 @functools.cache
 def stages() -> Stages:
-    """The small backbone with all that was compiled for it; nothing that is learned lives there."""
+    """The small backbone with its compiled functions; nothing learned is stored there."""
     return Stages(small.backbone(), "mlp_down")
 
 
@@ -146,7 +146,7 @@ def check_method(
     again.open(directory / "one")
     chex.assert_trees_all_equal(again.predict(images, given), result)
 
-    # stopped in the middle of the second task and gone on with elsewhere
+    # stop in the middle of the second task, and resume in another process
     if stops:
         halted = make()
         watched = Watched(4)
@@ -165,7 +165,7 @@ def check_method(
         resumed.learn(tasks[2], Watched())
         chex.assert_trees_all_equal(resumed.predict(images, given), result)
 
-    # a fourth task, whose classes and place find room in what is padded to a power of two
+    # a fourth task, whose classes and row fit into the padding to a power of two
     later = fresh(method)
     with count_compilations() as programs:
         later.learn(small.task("task3", 3), Watched())

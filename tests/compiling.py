@@ -1,4 +1,4 @@
-"""Counts the programs that XLA compiles."""
+"""Counts the functions that XLA compiles."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ import jax
 
 
 class Compilations:
-    """`count` programs compiled by the XLA backend since the block was entered; final once it is
-    left."""
+    """Number of functions that the XLA backend has compiled in the block; final when the block
+    ends."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -28,7 +28,7 @@ jax.monitoring.register_event_duration_secs_listener(_on_duration)
 
 @contextlib.contextmanager
 def count_compilations() -> Iterator[Compilations]:
-    """`with count_compilations() as programs: ...`, then `programs.count`; blocks may be nested."""
+    """`with count_compilations() as programs: ...`, then `programs.count`; blocks can be nested."""
     compilations = Compilations()
     _counting.append(compilations)
     try:

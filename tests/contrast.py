@@ -25,9 +25,9 @@ SEEN = """all => all.filter(one => one.offsetParent && one.innerText.trim()).map
 
 
 def contrasts(page, selector: str) -> list[float]:
-    """The contrast, 1 to 21 as WCAG defines it, of each visible text with what is behind it.
+    """Return the contrast, 1 to 21 as WCAG defines it, of each visible text with its background.
 
-    Opacity is taken to be that of the element with the background, which these pages dim alone.
+    Opacity is that of the element with the background, since these pages dim only such elements.
     """
     return [_contrast(*colours) for colours in page.locator(selector).evaluate_all(SEEN)]
 

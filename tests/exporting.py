@@ -1,4 +1,4 @@
-"""A small memory whose tasks use every op, and pictures that lead to each of them."""
+"""A small memory whose tasks use every op, and images that lead to each of them."""
 
 import dataclasses
 import functools
@@ -32,9 +32,9 @@ def subject(
     placement: Placement = "mlp_down",
     thresholds: tuple[float, ...] | None = None,
 ) -> Subject:
-    """Four tasks: the backbone as it is, a new expert and an adapted one, an adapted adapted one
-    and a skipped block, one that leaves the backbone at once. Picture i lies at a centroid of task
-    i."""
+    """Four tasks: the plain backbone; a new expert and an adapted one; an adapted adapted one
+    and a skipped block; a network that leaves the backbone at once. Image i is at a centroid of
+    task i."""
     rng = np.random.default_rng(5)
     pool = [list(block) for block in base_pool(VIT.experts(placement))]
 
@@ -61,7 +61,7 @@ def subject(
     for index, (name, num) in enumerate(NUM_CLASSES.items()):
         strings, experts = architectures[index]
         head = Head(normal(16, num), normal(num))
-        # one to three centroids; the others lie far from every feature
+        # one to three centroids; the others are far from every feature
         centroids = np.concatenate(
             [features[index : index + 1], np.full((index % 3, 16), 9.0, np.float32)]
         )
@@ -88,14 +88,14 @@ def subject(
 
 @functools.cache
 def encoder(placement: Placement, features: Reads) -> Backbone:
-    """What a router reads of the backbone."""
+    """The part of the backbone that a router reads."""
     return Backbone(Stages(VIT, placement), RouterConfig(features=features))
 
 
 def routed(
     placement: Placement, router: RouterConfig, thresholds: tuple[float, ...] | None = None
 ) -> Subject:
-    """The same tasks behind another router, each fitted to its picture with noise."""
+    """The same tasks behind another router, each fitted to its image with noise."""
     rng = np.random.default_rng(6)
     memory = subject(placement)
     tasks = []
@@ -109,7 +109,7 @@ def routed(
 
 @functools.cache
 def logits(placement: Placement, index: int) -> np.ndarray:
-    """A task's logits of all pictures by the plain network."""
+    """A task's logits of all images by the plain network."""
     return plain_logits(subject(placement), index, PICTURES)
 
 
@@ -129,7 +129,7 @@ def _compiled(vit: ViT, placement: Placement):
 
 
 def _merged(pool, expert: int) -> Expert:
-    """The weight of a chain of low-rank pairs, from its root on."""
+    """Return the weight of a chain of low-rank pairs, starting at its root."""
     params, parent = pool[expert].params, pool[expert].parent
     if parent is None:
         return params

@@ -1,4 +1,4 @@
-"""Small copies of the data sets' official archives: the real layout and quirks, a few pictures of
+"""Small copies of the data sets' official archives: the real layout and quirks, a few images of
 eight pixels."""
 
 import io
@@ -28,7 +28,7 @@ TRUTH_HEADER = "Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId"
 def picture(
     value: int, format: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (8, 8)
 ) -> bytes:
-    """No two values give the same bytes."""
+    """Return different bytes for different values."""
     color = value % 256 if mode == "L" else (value % 256, value // 256, 7)
     buffer = io.BytesIO()
     Image.new(mode, size, color).save(
@@ -113,7 +113,7 @@ def sun397() -> Contents:
     train = [f"{scene}/sun_{letter}.jpg" for scene in SCENES for letter in "ab"]
     test = [f"{scene}/sun_c.jpg" for scene in SCENES]
     images = {f"SUN397{line}": picture(i) for i, line in enumerate(train)}
-    # TFDS decodes and codes these anew; here the bytes stay, whatever the suffix says
+    # TFDS decodes and encodes these again; here the bytes stay, regardless of the suffix
     images |= {f"SUN397{test[0]}": picture(9, "PNG"), f"SUN397{test[1]}": picture(9, "BMP")}
     images["SUN397/README.txt"] = images["SUN397/a/abbey/sun_unlisted.jpg"] = b"in no list"
     partitions = {
@@ -157,7 +157,7 @@ def caltech101() -> Contents:
 
 
 def tar(files: Files, mode: Literal["w", "w:gz"] = "w:gz") -> bytes:
-    """Folders are members of their own, as `tar` writes them."""
+    """Folders are separate members, as `tar` writes them."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode=mode) as archive:
         for folder in sorted(
@@ -190,7 +190,7 @@ def write(root: Path, files: Files) -> Path:
 
 
 def put(place: Path, contents: Contents, *, unpacked: bool = False) -> Path:
-    """Fills the folder of a user with the archives, or with what they unpack to."""
+    """Fill a user's folder with the archives, or with their contents."""
     place.mkdir(parents=True, exist_ok=True)
     for name, files in contents.items():
         if name in files:

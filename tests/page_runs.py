@@ -15,7 +15,7 @@ from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import results_of
 
 SIZE = 8
-"""Pixels of the pictures."""
+"""Pixels of the images."""
 EACH = 6
 """Test images of each class."""
 RIGHT = 10 / 12
@@ -25,7 +25,7 @@ RIGHT = 10 / 12
 def write_pictures(
     folder: Path, names: Sequence[str], classes: Sequence[str] = ("cat", "dog")
 ) -> Path:
-    """A folder stream: each class in a grey of its own."""
+    """A folder stream: each class has a separate grey."""
     for name in names:
         for split in ("train", "val", "test"):
             for label, word in enumerate(classes):
@@ -40,7 +40,7 @@ def write_pictures(
 def write_run(
     directory: Path, *, pictures: Path | None = None, planned: int | None = None, **made: Any
 ) -> Path:
-    """A run directory as a run leaves it; `made` is what `entries` takes.
+    """Write the directory of a run; `made` are arguments of `entries`.
 
     `planned` above the number of tasks leaves the run unfinished.
     """

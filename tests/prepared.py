@@ -1,5 +1,4 @@
-"""Small data sets, prepared by TFDS with the features of the real ones and pictures drawn at
-random."""
+"""Small data sets, prepared by TFDS with the features of the real ones and random images."""
 
 import io
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ OWN_FEATURES = {"fgvc_aircraft/default": ("file_name", 100), "gtsrb": ("file_nam
 
 
 def png(rng: np.random.Generator, shape: tuple[int, ...]) -> bytes:
-    """A picture of noise; of three channels unless the shape says one."""
+    """A image of noise; of three channels unless the shape says one."""
     pixels = rng.integers(0, 256, shape, np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels[..., 0] if shape[-1] == 1 else pixels).save(buffer, "PNG")
@@ -58,7 +57,7 @@ def prepare_small(
     data_dir: Path, spec: str, labels: Mapping[str, np.ndarray], *, key: str | None = None
 ) -> Path:
     """Writes a data set with these labels in its splits; `key` is the text feature that names the
-    pictures."""
+    images."""
     name, _, version = spec.partition(":")
     name, _, config = name.partition("/")
     features = features_of(spec)
@@ -100,7 +99,7 @@ def prepare_small(
 
 
 def small_task(data_dir: Path, task: BenchmarkTask, sizes: Mapping[str, int]) -> np.ndarray:
-    """Prepares a benchmark's task with `sizes` pictures of each class in each TFDS split."""
+    """Prepares a benchmark's task with `sizes` images of each class in each TFDS split."""
     key = task.key.removeprefix("class/")
     num = task.num_classes + len(task.dropped)
     labels = {split: np.repeat(np.arange(num), size) for split, size in sizes.items()}

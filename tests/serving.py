@@ -1,4 +1,4 @@
-"""A server in a thread, and a predictor that needs no network: it names the colour of a picture."""
+"""A server in a thread, and a predictor that needs no network: it names the colour of an image."""
 
 import contextlib
 import http.client
@@ -29,8 +29,8 @@ def name_of(colour: tuple[int, int, int]) -> str:
 
 
 class Colours(Predictor):
-    """The nearest of 64 colours, in two tasks; black is in neither. `gate` holds up every call
-    while it is clear."""
+    """The nearest of 64 colours, in two tasks; black is in neither. Every call waits while `gate`
+    is clear."""
 
     image_size, upright = 8, True
     open_set = 0.05
@@ -92,7 +92,7 @@ class Colours(Predictor):
 def picture(
     colour: tuple[int, int, int], size: tuple[int, int] = (8, 8), kind: str = "PNG"
 ) -> bytes:
-    """A picture of one colour."""
+    """A image of one colour."""
     buffer = io.BytesIO()
     Image.new("RGB", size, colour).save(buffer, kind)
     return buffer.getvalue()
@@ -109,7 +109,7 @@ class Answer(NamedTuple):
 
 
 def ask(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
-    """One request on a connection of its own; `_` in a header's name stands for `-`."""
+    """Send one request on a new connection; `_` in a header's name stands for `-`."""
     with contextlib.closing(
         http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     ) as connection:
@@ -161,7 +161,7 @@ def serving(
     public: Sequence[str] = (),
     name: str = "",
 ) -> Iterator[Served]:
-    """A server on a free port, warm unless told otherwise."""
+    """A server on a free port; warm unless `is_warm` is false."""
     with listen("127.0.0.1", 0) as listening:
         app = make_app(predictor, limits, hosts_of(listening, "127.0.0.1", public), name=name)
         server = make_server(app, limits)
@@ -181,8 +181,8 @@ def serving(
 
 @contextlib.contextmanager
 def behind_a_proxy(port: int, prefix: str) -> Iterator[int]:
-    """The port of a proxy that passes what is below `prefix` on to `port`, with the Host that the
-    client sent."""
+    """Start a proxy that forwards requests below `prefix` to `port` with the client's Host, and
+    yield its port."""
 
     class Proxy(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -45,7 +45,7 @@ def backbone(seed: int = 0) -> ViT:
 
 
 def task(name: str, seed: int, num_classes: int = 3, num: int = 40) -> Task:
-    """Classes are colours with noise, drawn from the seed: easy enough to be learned in a few
+    """Classes are colours with noise, sampled from the seed: easy enough to be learned in a few
     steps."""
     rng = np.random.default_rng(seed)
     colours = rng.integers(0, 256, (num_classes, 3))
@@ -74,8 +74,8 @@ def stream(num_tasks: int = 2) -> Stream:
 
 @contextlib.contextmanager
 def shared_executors():
-    """Memories of equal weights share what is compiled, as those of several processes do by
-    programs on the disk."""
+    """Share executors between memories with equal weights, as processes share the compilation
+    cache."""
     made = {}
 
     def make(vit, placement, engine, **settings):

@@ -1,10 +1,8 @@
-"""What tests of several devices and several processes start: programs that need an interpreter of
-their own.
+"""Jobs of tests with several devices and processes, each in a separate interpreter.
 
     python tests/spmd.py TASK OUT JSON-SETTINGS
 
-The number of a CPU's devices (JAX_NUM_CPU_DEVICES) and the job are fixed before JAX computes
-anything.
+The number of a CPU's devices (JAX_NUM_CPU_DEVICES) and the job are fixed before JAX computes.
 """
 
 import atexit
@@ -28,7 +26,7 @@ NUM = 50
 
 @functools.cache
 def _programs() -> str:
-    """Compiled programs that all these processes share."""
+    """Compiled compiled functions that all these processes share."""
     folder = tempfile.mkdtemp(prefix="cheem-programs-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -56,7 +54,7 @@ def start(task: str, out: Path, *, devices: int, **settings: Any) -> subprocess.
 def start_job(
     task: str, folder: Path, *, processes: int = 2, devices: int = 2, **settings: Any
 ) -> list:
-    """All processes of one job over loopback; `each` in the settings holds what differs, by
+    """Start all processes of one job over loopback; `each` contains the settings that differ by
     process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -89,7 +87,7 @@ def finish(processes: list, seconds: float = 500) -> list[tuple[int, str]]:
             process.communicate()
 
 
-# ---- what runs there
+# ---- functions that run there
 
 
 def devices(settings: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +144,7 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
         jax.random.key(2), jax.random.key(3), exploit=table, uniform=table, epsilon=0.3
     )
     samples = np.concatenate([draws(epoch, NUM // BATCH) for epoch in range(STEPS * BATCH // NUM)])
-    # `whole` compiles every signature anew, so it repeats one
+    # `whole` compiles every signature again, so it repeats one
     followed = constant_draws(samples[0]) if name == "whole" else draws
     losses: list[float] = []
     train = executor.train

@@ -28,8 +28,7 @@ LAYERS = {0: (64, 3, 11), 3: (192, 64, 5), 6: (384, 192, 3), 8: (256, 384, 3), 1
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, np.ndarray]:
-    """Random convolutions under torchvision's names, scaled to keep the size of what goes through
-    them."""
+    """Random convolutions under torchvision's names, scaled so that activations keep their size."""
     rng = np.random.default_rng(0)
     result = {}
     for index, (outputs, inputs, kernel) in LAYERS.items():

@@ -1,4 +1,4 @@
-"""Settings and the command line that gives them again."""
+"""Settings and the command line that rebuilds them."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ from cheem_jax.core.settings import FitConfig, SeedsConfig
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.engine.choice import EngineConfig
 
-# "None" is how a command line writes that there is no value; an argument holds no NUL
+# "None" is the missing value on a command line; an argument contains no NUL
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0")).filter(
     lambda text: text != "None"
 )

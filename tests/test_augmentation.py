@@ -1,4 +1,5 @@
-"""Augmentation: what an image becomes depends on its place alone, and only training sees it."""
+"""Augmentation: the result for an image depends on its position alone, and only training is
+augmented."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Auto-encoders name the task whose features they rebuild best."""
+"""Auto-encoders infer the task whose features they rebuild best."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def programs():
 
 
 def clusters(num: int = 30, width: int = 12) -> list[np.ndarray]:
-    """Features of three tasks, each around a place of its own."""
+    """Features of three tasks, each around a separate centre."""
     rng = np.random.default_rng(0)
     return [
         (3 * rng.normal(size=width) + 0.3 * rng.normal(size=(num, width))).astype(np.float32)

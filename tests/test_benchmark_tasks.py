@@ -37,7 +37,7 @@ OFFICIAL_SIZES = {
     "gtsrb": {"train": 26640, "test": 12630},
     "dped": {"train": 23520, "test": 5880},
 }
-"""What the data sets hold, as far as the benchmark uses it."""
+"""The part of the data sets that the benchmark uses."""
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
@@ -78,7 +78,7 @@ def test_the_streams_are_those_of_the_paper():
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """All tasks, four pictures of each class in each of TFDS's splits; and the counts that
+    """All tasks, four images of each class in each of TFDS's splits; and the counts that
     follow."""
     pytest.importorskip("tensorflow_datasets", reason="the extra `datasets` is not installed")
     from prepared import small_task
@@ -118,7 +118,7 @@ def test_every_task_loads_as_a_users_run_loads_it(prepared, name):
     )
     (task,) = load_tasks([few], 8)
     assert task.train.images.shape == (len(plan.classes), 8, 8, 3)
-    assert task.train.images.std() > 5  # noise was stored, and noise is what comes out
+    assert task.train.images.std() > 5  # noise was stored, and the same noise is read
     assert [*np.unique(task.test.labels)] == [*range(len(plan.classes))]
 
 
@@ -179,7 +179,7 @@ def test_wrong_counts_are_refused_with_the_task_and_both_numbers(prepared):
 
 
 def test_an_example_is_the_same_wherever_it_was_prepared(prepared, tmp_path):
-    """TFDS shuffles what it prepares; another order of the same pictures gives the same splits."""
+    """TFDS shuffles prepared data; another order of the same images leads to the same splits."""
     from prepared import prepare_small
 
     data_dir, tasks = prepared

@@ -18,8 +18,7 @@ from cheem_jax.data.benchmarks.builders import (
 )
 from cheem_jax.data.benchmarks.table import BY_NAME
 
-# by builder: where it is stored, what is read, the feature that holds the key, and what it makes of
-# a key
+# by builder: its folder, its reader, the feature with the key, and the key made of a source's key
 BUILDERS: dict[
     str, tuple[str, Callable[[Path], Reading], Callable[[], official.Contents], str, Callable]
 ] = {

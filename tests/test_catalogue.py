@@ -1,4 +1,4 @@
-"""Every method by name: presets, learners, and what is refused before anything is trained."""
+"""Every method by name: presets, learners, and settings that are refused before training."""
 
 import dataclasses
 import functools

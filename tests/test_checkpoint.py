@@ -1,4 +1,4 @@
-"""What is saved comes back, from one small directory per task, and is never overwritten."""
+"""Checkpoints: a memory is restored from one small directory per task, and none is overwritten."""
 
 import importlib
 import shutil
@@ -92,7 +92,7 @@ def test_a_directory_contains_only_the_additions_of_its_task(tmp_path):
     assert sorted(arrays["experts"]) == [
         "0",
         "3",
-    ]  # its Adapt and New; what it reuses is the first task's
+    ]  # its Adapt and New; the reused experts are the first task's
     assert meta["architecture"] == ["adapt:1", "reuse:1", "skip", "new"]
 
 
@@ -354,7 +354,7 @@ def test_only_corrupted_tasks_are_reported_as_corrupted(tmp_path, monkeypatch):
             load_task(whole)
     with (
         monkeypatch.context() as patch
-    ):  # as a library refuses what has nothing to do with the bytes
+    ):  # as a library refuses a call for reasons other than the bytes
         patch.setattr(
             ocp.Checkpointer, "restore", fails(ValueError("INVALID_ARGUMENT: Invalid file path"))
         )

@@ -223,7 +223,7 @@ def test_uniform_sampling_never_asks_the_similarity():
 
 @pytest.mark.full
 def test_a_recoloured_task_is_more_similar_to_its_original_than_an_unrelated_one():
-    """Planted kin of the demo stream, seen by the bundled backbone: raw cosine of mean class
+    """Planted variant in the demo stream, encoded by the bundled backbone: raw cosine of mean CLS
     tokens, all blocks."""
     stream = demo_stream(num_train=64, num_val=16, num_test=16)
     loaded = load_pretrained("vit_micro")

@@ -1,4 +1,4 @@
-"""What a user sees who mistypes: one line that names the value and the way out, and status 2."""
+"""Mistyped commands: one line names the value and the way out, and the status is 2."""
 
 import contextlib
 import errno
@@ -401,7 +401,7 @@ def test_output_that_is_closed_from_the_start_is_no_failure(closed, tmp_path):
         line = f"{shlex.quote(sys.executable)} -c {shlex.quote(words.format(word))} {closed}"
         done = subprocess.run(line, shell=True, capture_output=True, text=True)
         assert done.returncode == status and "Traceback" not in done.stdout + done.stderr
-        assert "error" not in done.stdout  # nor does one stream get what the other would have
+        assert "error" not in done.stdout  # nor is anything written to the other stream
     assert sink.read_text() == ""
 
 

@@ -1,4 +1,4 @@
-"""The closed-form score against brute force: a head fitted anew without each image."""
+"""The closed-form score against brute force: a head fitted again without each image."""
 
 import dataclasses
 

@@ -40,7 +40,7 @@ def method():
 @pytest.mark.full
 def test_coda_prompt_learns_saves_opens_and_answers_per_image(tmp_path):
     coda: Any = check_method(learner(CodaPrompt, CONFIG, num_tasks=4), tmp_path)
-    # what was divided among four tasks means something else among two
+    # a division among four tasks means something else among two
     with pytest.raises(
         ValueError, match="divided among 4 tasks, not 2; open it with the number of tasks"
     ):
@@ -119,7 +119,7 @@ def test_prompts_are_weighted_sums_of_the_rows_so_far_in_numpy(method):
             )
             np.testing.assert_allclose(attached.prefixes[layer].keys[image], mixed[:2], atol=1e-5)
             np.testing.assert_allclose(attached.prefixes[layer].values[image], mixed[2:], atol=1e-5)
-    # a task of which nothing is known yet takes no part
+    # a task without learned rows is left out
     first = coda.attach(prompts, jnp.asarray(query), jnp.int32(0), False)
     assert np.abs(first.prefixes[0].keys - attached.prefixes[0].keys).max() > 1e-3
 

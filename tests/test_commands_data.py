@@ -22,7 +22,7 @@ from cheem_jax.data.benchmarks.table import BY_NAME, Counts
 
 @pytest.fixture
 def cheem(capsys):
-    """Runs a command line; gives status, output and errors."""
+    """Run a command line, and return status, output and errors."""
     return functools.partial(commands.cheem, capsys)
 
 
@@ -153,7 +153,7 @@ def test_copies_separated_by_the_cut_differ_from_copies_in_two_given_splits(chee
     pets = pictures(tmp_path / "pets")
     shutil.rmtree(pets / "val")
     copied = (pets / "train" / "cat" / "0.png").read_bytes()
-    for row in range(1, 6):  # all cats for training, one of which is cut for validation
+    for row in range(1, 6):  # all cats for training; one of them is cut for validation
         (pets / "train" / "cat" / f"{row}.png").write_bytes(copied)
     status, out, _ = cheem("data", "verify", pets)
     assert status == 0 and "pets: 10 train, 2 val, 12 test (val cut from train); 2 classes" in out

@@ -1,4 +1,4 @@
-"""From folders of pictures to answers through the `cheem` command, wrong turns included."""
+"""From folders of images to answers through the `cheem` command, wrong turns included."""
 
 import csv
 import dataclasses
@@ -36,7 +36,7 @@ FIRST, SECOND = TASKS
 
 
 def write_task(folder, task, num=8):
-    """A few pictures of two classes of a bundled task, as files."""
+    """A few images of two classes of a bundled task, as files."""
     for split, part in task.splits.items():
         for label in (0, 1):
             for row in np.flatnonzero(part.labels == label)[:num]:
@@ -167,8 +167,7 @@ def test_strict_options_of_jax_stop_no_answer(capsys, memory, photos, name, stri
 @pytest.mark.full
 def test_answers_need_no_compiler(memory, photos):
     image = next((photos / FIRST / "test").rglob("*.png"))
-    # in a process of its own, since uncompiled functions get NumPy's arrays, which the tests' type
-    # checks refuse
+    # in a separate process, since uncompiled functions get NumPy's arrays, which type checks refuse
     words = [sys.executable, "-m", "cheem_jax", "predict", memory, image, "--json"]
     done = subprocess.run(
         words, env=os.environ | {"JAX_DISABLE_JIT": "1"}, capture_output=True, text=True, check=True

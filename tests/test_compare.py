@@ -1,4 +1,4 @@
-"""Where two runs first differ: found in the order of what happened, and told in words."""
+"""The first difference of two runs, and its description."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Counts of the compiler's work, the persistent cache, and options that another jaxlib may not
+"""Counts of the compiler's work, the persistent cache, and options that another jaxlib can not
 know."""
 
 import os
@@ -54,7 +54,7 @@ def test_compiled_functions_torn_by_a_kill_are_removed_so_that_others_are_stored
     (time_of_use,) = folder.glob("*-atime")
     time_of_use.unlink()
     (folder / "torn-cache").write_bytes(b"half a program")
-    assert run(tmp_path)[1] == "1 0 True"  # compiled anew, and kept
+    assert run(tmp_path)[1] == "1 0 True"  # compiled again, and kept
     assert run(tmp_path)[1] == "0 1 True" and not (folder / "torn-cache").exists()
 
 

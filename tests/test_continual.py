@@ -1,5 +1,4 @@
-"""The loop over a stream: its files, its numbers, going on after a stop, and another config
-refused."""
+"""The loop over a stream: its files, its numbers, resuming after a stop, and refused configs."""
 
 import contextlib
 import dataclasses
@@ -53,8 +52,7 @@ _made = {}
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once():
-    """One executor and one upper bound for all runs of equal settings and weights: programs are
-    compiled once."""
+    """Share executors and upper bounds between runs of equal settings and weights."""
     make = run_config.make_executor
 
     bound = run_config.FullFinetune
@@ -175,7 +173,7 @@ class Signalling(Progress):
 
     def __init__(self, place, number, signal_number):
         super().__init__(quiet().console)
-        self.place, self.left, self.signal_number = place, number, signal_number
+        self.place, self.remaining, self.signal_number = place, number, signal_number
 
     @contextlib.contextmanager
     def phase(self, phase, *, task, total):
@@ -184,8 +182,8 @@ class Signalling(Progress):
             def advance(num_images, note=""):
                 shown(num_images, note)
                 if (phase, task) == self.place:
-                    self.left -= 1
-                    if self.left == 0:
+                    self.remaining -= 1
+                    if self.remaining == 0:
                         os.kill(os.getpid(), self.signal_number)
 
             yield advance

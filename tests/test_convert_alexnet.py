@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def checkpoint(model, tmp_path_factory) -> Path:
-    """Its state dict where torchvision keeps what it has downloaded."""
+    """Its state dict in torchvision's download folder."""
     import torch
 
     file = tmp_path_factory.mktemp("torch") / "hub" / "checkpoints" / "alexnet-owt-7be5be79.pth"

@@ -51,7 +51,7 @@ def nano_file(tmp_path) -> Path:
 
 @pytest.fixture
 def pictures(tmp_path) -> Path:
-    """Two classes of five pictures for each split."""
+    """Two classes of five images for each split."""
     rng = np.random.default_rng(1)
     for split in ("train", "val", "test"):
         for name in ("cat", "dog"):

@@ -1,4 +1,4 @@
-"""Decoded pictures on the disk: the same pixels, made once, never trusted half-made."""
+"""Decoded images on the disk: the same pixels, made once, never trusted half-made."""
 
 import io
 import itertools
@@ -268,8 +268,7 @@ def test_auto_streams_large_tasks_and_caches_the_rest_of_a_large_stream(tmp_path
 
 
 def test_folders_of_one_name_and_time_have_different_caches(tmp_path, monkeypatch):
-    """Copies that keep their times differ in nothing but where they lie; of BMP all have one
-    size."""
+    """Copies that keep their times differ only in their folder; BMP files all have one size."""
     result = []
     for version, value in (("v1", 0), ("v2", 255)):
         folder = tmp_path / version / "birds"

@@ -24,7 +24,7 @@ def halves(mode: str, left_colour, right, size=(8, 8)) -> Image.Image:
 
 
 def corners(data: bytes) -> tuple[list[int], list[int]]:
-    """Outer left and right pixels of the decoded 8x8 picture, out of reach of any mixing."""
+    """Outer left and right pixels of the decoded 8x8 image, out of reach of any mixing."""
     pixels = decode_image(data, 8)
     assert pixels.dtype == np.uint8 and pixels.shape == (8, 8, 3)
     return pixels[0, 0].tolist(), pixels[-1, -1].tolist()
@@ -214,11 +214,11 @@ def test_a_palette_is_looked_up_before_resizing():
     image = halves("P", 0, 2, (4, 4))
     image.putpalette([0, 0, 0, 255, 0, 0, 255, 255, 255])
     pixels = decode_image(encode(image), 8)
-    # mixed greys at the edge, as nearest-neighbour indices would not give
+    # mixed greys at the edge, unlike nearest-neighbour indices
     assert len(np.unique(pixels)) > 2
     assert (
         pixels[..., 0] == pixels[..., 1]
-    ).all()  # entry 1 lies between the indices but is no mixture
+    ).all()  # entry 1 is between the indices but not a mixture
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "PPM", "WEBP", "TIFF", "GIF"])

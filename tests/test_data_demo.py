@@ -41,7 +41,7 @@ def test_test_images_do_not_depend_on_the_number_of_training_images():
 def test_no_image_occurs_twice(stream):
     for task in stream.tasks:
         pictures = [image.tobytes() for split in task.splits.values() for image in split.images]
-        # scikit-learn's digits are real and small; two of them may look alike, copies of one may
+        # scikit-learn's digits are real and small; two of them can look alike, copies of one can
         # not
         assert len(set(pictures)) == len(pictures)
 
@@ -68,7 +68,7 @@ def test_the_planted_variant_shares_the_shapes_and_not_the_colours(stream):
     assert original.classes == kin.classes
     means = [task.train.images.mean(axis=(0, 1, 2)) for task in (original, kin)]
     assert means[0].argmax() == 2 and means[1].argmax() == 0  # blue against red grounds
-    # One generator state gives the same figures in both colourings: bright in the same places.
+    # One generator state makes the same figures in both colourings: bright in the same places.
     labels = np.arange(8, dtype=np.int32)
     plain = demo.draw_shapes(np.random.default_rng(3), labels, 32).astype(float)
     other = demo.draw_recoloured_shapes(np.random.default_rng(3), labels, 32).astype(float)

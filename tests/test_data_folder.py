@@ -301,7 +301,7 @@ def test_data_are_split_alike_for_learning_and_measuring_and_otherwise_for_exten
 
 
 def test_tenths_are_counted_in_integers_as_the_paper_rounds():
-    # Caltech-101 and EuroSAT, then the validation of what is left, MNIST and Cars.
+    # Caltech-101 and EuroSAT, then the validation of the rest, MNIST and Cars.
     counts = [
         tenths(8677, 3),
         tenths(6073, 1),
@@ -595,7 +595,7 @@ def test_a_member_decompresses_to_at_most_the_size_in_the_directory(tmp_path):
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("1.png", bytes(2**28))
     data = bytearray(file.read_bytes())
-    # what it says that it unpacks to
+    # its stated size when unpacked
     struct.pack_into("<I", data, data.index(b"PK\x01\x02") + 24, 10)
     file.write_bytes(data)
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Pictures decoded as they are needed: the same ones, in the same order, from any step on."""
+"""Images decoded on demand: the same ones, in the same order, starting at any step."""
 
 import shutil
 from pathlib import Path

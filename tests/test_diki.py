@@ -1,4 +1,4 @@
-"""DIKI: a second softmax whose values begin at zero, and Gaussians that name the task."""
+"""DIKI: a second softmax whose values start at zero, and Gaussians that infer the task."""
 
 import dataclasses
 from typing import Any
@@ -106,14 +106,13 @@ def test_log_densities_are_scipys():
         features.astype(np.float64), axis=1, keepdims=True
     )
     covariance = np.cov(points, rowvar=False) + 1e-7 * np.eye(6)
-    # scipy annotates no argument: a type checker takes that of the default
+    # scipy annotates no argument: a type checker uses the type of the default
     expected = multivariate_normal.logpdf(points, points.mean(axis=0), covariance)  # pyright: ignore[reportArgumentType]
     np.testing.assert_allclose(log_density(features, gaussian), expected, rtol=1e-9)
 
 
 def test_shrinkage_moves_a_covariance_to_a_multiple_of_the_identity():
-    # mean (1/2, 1/2), covariance [[1/2, -1/2], [-1/2, 1/2]], of which half goes to 1/2 on the
-    # diagonal
+    # mean (1/2, 1/2), covariance [[1/2, -1/2], [-1/2, 1/2]], half of it moved to the diagonal
     corners = np.array([[3.0, 0.0], [0.0, 7.0]], np.float32)
     gaussian = fit_gaussian(corners, 0.5)
     np.testing.assert_allclose(

@@ -28,7 +28,7 @@ from cheem_jax.core.settings import COLOURS
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-PROJECT = "project/"  # pages that docs/site_hook.py takes from the root of the repository
+PROJECT = "project/"  # pages that docs/site_hook.py adds from the root of the repository
 PAGES = sorted(DOCS.rglob("*.md"))
 DRAWINGS = sorted((DOCS / "drawings").glob("*.svg"))
 SVG = "{http://www.w3.org/2000/svg}"
@@ -57,7 +57,7 @@ def commands_in(text: str) -> Iterator[list[str]]:
 
 
 def unknown_in(words: list[str]) -> str | None:
-    """What of a command does not exist: its name or an option."""
+    """Return the unknown parts of a command: its name or an option."""
     name = next((name for num in (2, 1) if (name := " ".join(words[:num])) in COMMANDS), None)
     if name is None:
         return None if words[:1] in ([], ["--help"], ["data"]) else f"cheem {words[0]}"
@@ -206,8 +206,8 @@ def test_the_worked_sampling_example_equals_the_code():
 
 
 def figures_of(record: dict) -> list[float]:
-    """What a benchmark's record says of its rows: seconds, what was reached, goals and the numbers
-    in its notes."""
+    """Return the numbers of a benchmark's record about its rows: seconds, results, goals and the
+    numbers in its notes."""
     if "cells" in record:  # of an accelerator: every number of every cell
         return numbers_in([record["cells"], record["before"]])
     result = []

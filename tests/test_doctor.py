@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments, before="", **environment):
-    """The command in a process of its own, in which `before` comes first on the path."""
+    """Run the command in a separate process, with `first` first on the path."""
     return subprocess.run(
         [sys.executable, "-m", "cheem_jax", "doctor", *arguments],
         cwd=ROOT,
@@ -27,7 +27,7 @@ def run(*arguments, before="", **environment):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Writes metadata of packages that come before those that are installed."""
+    """Write metadata of packages that shadow the installed ones."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(name, *lines):

@@ -1,4 +1,4 @@
-"""Downloads from a real server on loopback, which misbehaves as told."""
+"""Downloads from a loopback server, which misbehaves as ordered."""
 
 import hashlib
 import io
@@ -20,13 +20,13 @@ from cheem_jax.data.benchmarks.table import TASKS
 
 BODY = bytes(range(256)) * 4096 * 3  # 3 MiB
 CUT = 15 * 2**16
-"""Where connections break: after whole chunks, since the rest of one is lost."""
+"""Positions at which connections break: after whole chunks, since the rest of one is lost."""
 SHA256 = hashlib.sha256(BODY).hexdigest()
 MD5 = hashlib.md5(BODY).hexdigest()
 
 
 class Server(ThreadingHTTPServer):
-    """Serves `body`; each of `faults` answers one request in its place, first come first served."""
+    """Serves `data`; each of `faults` answers one request instead, in order."""
 
     daemon_threads = True
 
@@ -128,7 +128,7 @@ def names(directory: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """No pauses but those that a test is about."""
+    """Wait only if a test is about waiting."""
     monkeypatch.setattr(module, "BACKOFF", 0)
 
 
@@ -291,7 +291,7 @@ def test_a_busy_server_is_asked_again(server, tmp_path, code):
 
 def test_a_download_waits_as_long_as_the_server_asks_up_to_a_limit(server, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_PAUSE", 1)
-    date = formatdate(0, usegmt=True)  # gone by
+    date = formatdate(0, usegmt=True)  # in the past
     server.faults = [
         status(503, Retry_After="1"),
         status(429, Retry_After="99999"),

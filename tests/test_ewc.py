@@ -1,5 +1,4 @@
-"""EWC: what its Fisher information is, what the penalty holds back, and how its strength is
-chosen."""
+"""EWC: its Fisher information, the effect of its penalty, and the choice of its strength."""
 
 import dataclasses
 import functools
@@ -35,7 +34,7 @@ def untrained() -> Ewc:
 
 
 def ewc_with(**changed) -> Ewc:
-    """Other settings with the same compiled programs."""
+    """Other settings with the same compiled functions."""
     ewc = fresh(untrained())
     ewc.config = dataclasses.replace(CONFIG, **changed)
     ewc.penalty = ewc.config.penalties[0] if len(ewc.config.penalties) == 1 else None
@@ -62,8 +61,7 @@ def test_the_fisher_information_of_logistic_regression_is_the_analytic_one():
         logistic, weight, jnp.asarray(mean), jnp.asarray(x), jnp.asarray(y)
     )
     np.testing.assert_allclose(empirical, ((y - p)[:, None] ** 2 * x**2).mean(axis=0), rtol=1e-4)
-    # the expectation over labels from the model itself: both labels, each as often as the model
-    # draws it
+    # the expectation over labels from the model itself: both labels, as often as the model samples
     both = squared_gradients(logistic, weight, jnp.asarray(p / 50), jnp.asarray(x), jnp.ones(50))
     both += squared_gradients(
         logistic, weight, jnp.asarray((1 - p) / 50), jnp.asarray(x), jnp.zeros(50)
@@ -124,7 +122,7 @@ def test_the_first_task_pays_no_penalty_and_a_larger_one_keeps_later_tasks_neare
         first = ewc.state
         ewc.learn(tasks[1], Session())
         assert all(leaf.min() >= 0 for leaf in first.fisher)
-        # only the first task's columns have come through unchanged
+        # only the first task's columns are unchanged
         np.testing.assert_array_equal(ewc.state.head.weight[:, :3], first.head.weight[:, :3])
         assert np.abs(ewc.state.head.weight[:, 3:7]).min() > 0
         pairs = zip(ewc.state.backbone, first.backbone, first.fisher, strict=True)
@@ -149,7 +147,7 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_resumes(tmp_
     )
     assert accuracies[str(report["penalty"])] == max(accuracies.values())
 
-    # what the search says of a penalty is what a stream with this penalty comes to
+    # the result of the search for a penalty equals that of a stream with this penalty
     alone = ewc_with(penalties=(100.0,))
     right = []
     for task in tasks:
@@ -159,7 +157,7 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_resumes(tmp_
         right.append(((result.tasks == index) & (result.classes == task.val.labels)).mean())
     assert accuracies["100.0"] == pytest.approx(np.mean(right), abs=1e-9)
 
-    # training takes 6 steps, the Fisher information 3 chunks, each penalty 2 x (6 + 3)
+    # training has 6 steps, the Fisher information 3 chunks, each penalty 2 x (6 + 3)
     stopped = fresh(searching)
     watched = Watched(until=9 + 18 + 3)
     with pytest.raises(Interrupted):

@@ -1,4 +1,4 @@
-"""The three executors compute the same, whatever is drawn: losses, gradients, training, forward
+"""The three executors compute the same for all samples: losses, gradients, training, forward
 passes."""
 
 import dataclasses
@@ -100,7 +100,7 @@ def gradients(one: Executor, supernet: Supernet, state: SupernetState, architect
 def close(result, wanted, tolerance=1e-5):
     assert jax.tree.structure(result) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(wanted), strict=True):
-        # what nearly cancels keeps the rounding of its terms, which are up to 1
+        # sums that nearly cancel keep the rounding of their terms, which are up to 1
         assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(
             float(np.abs(b).max()), 1e-2
         )
@@ -522,7 +522,7 @@ def test_the_cache_of_compiled_functions_evicts_the_least_recently_used():
     for key in ("a", "b", "a", "c", "a", "b"):
         assert cache.call(key, double, np.float32(3)) == 6
     assert (cache.hits, cache.misses, cache.evictions) == (2, 4, 2)
-    cache.call("b", double, np.ones(2, np.float32))  # another shape is another program
+    cache.call("b", double, np.ones(2, np.float32))  # another shape needs another compiled function
     assert cache.misses == 5
 
 
@@ -530,7 +530,7 @@ def test_a_process_short_of_memory_maps_keeps_only_the_newest_compiled_function(
     cache = ProgramCache(8, max_maps=0)
     client = jax.devices()[0].client
     alive: list[int] = []
-    gc.collect()  # what other tests dropped is not counted
+    gc.collect()  # functions that other tests evicted are not counted
     for factor in (2, 3, 4, 5):
         assert (
             cache.call(factor, jax.jit(lambda x, factor=factor: factor * x), np.float32(3))
@@ -538,7 +538,7 @@ def test_a_process_short_of_memory_maps_keeps_only_the_newest_compiled_function(
         )
         alive.append(len(client.live_executables()))
     assert (cache.misses, cache.evictions) == (4, 3)
-    assert alive == alive[:1] * 4  # what is evicted is freed
+    assert alive == alive[:1] * 4  # an evicted function is freed
 
 
 def test_a_stage_returns_none_of_its_arguments_as_a_residual():

@@ -1,5 +1,5 @@
-"""Files that answer as the memory does, without the library; what is refused, and that nothing is
-left half-done."""
+"""Exported files predict as the memory does, without the library; refusals leave nothing
+half-done."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ PICTURES = example.PICTURES
 
 @pytest.fixture(autouse=True)
 def quick_compiler():
-    """Programs here run a few times on a few pixels: what takes long is to optimise them."""
+    """Compiled functions run a few times on a few pixels here: optimising them is the slow part."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -65,7 +65,7 @@ np.savez("found.npz", **found)
 
 
 def check_memory(subject: Subject, result: dict[str, np.ndarray], tasks: list[int]) -> None:
-    """The answers to the first pictures, which belong to these tasks."""
+    """The answers to the first images, which belong to these tasks."""
     num = len(tasks)
     np.testing.assert_array_equal(result["task"], tasks)
     assert result["task"].dtype == np.int32 and result["logits"].shape == (num, 5)
@@ -107,7 +107,7 @@ def test_stablehlo_answers_in_a_process_without_the_library(tmp_path):
     assert description["tasks"][1]["classes"][3] == "grown 3" and description[
         "outputs"
     ].keys() == set(names)
-    # whoever gets the file learns nothing of the folders that it was made in
+    # the file reveals nothing of the folders that it was made in
     assert str(Path(exporting.__file__).parents[2]).encode() not in memory.file.read_bytes()
     assert jax.config.jax_traceback_in_locations_limit != 0
 
@@ -192,7 +192,7 @@ def test_onnx_answers_in_onnxruntime_and_says_which_images_belong_to_no_task(tmp
 
     model = onnx.load(done.file)
     onnx.checker.check_model(model)
-    # what several networks use is there once: no branch and no loop has weights of its own
+    # weights that several networks use are stored once: no branch and no loop has separate weights
     inner = [a.g for node in model.graph.node for a in node.attribute if a.HasField("g")]
     assert inner and not any(graph.initializer for graph in inner)
     contents = [

@@ -1,4 +1,4 @@
-"""timm loads an exported task's network, strictly, and gives the same logits."""
+"""timm loads an exported task's network, strictly, and computes the same logits."""
 
 import json
 from pathlib import Path

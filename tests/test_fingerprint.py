@@ -1,4 +1,4 @@
-"""The fingerprint of a run: what it holds, what changes it, and how a change is told."""
+"""The fingerprint of a run: its contents, the changes that change it, and their description."""
 
 import json
 import os

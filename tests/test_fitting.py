@@ -1,4 +1,4 @@
-"""Gradient training of any pytree: parts of a batch add up, and nothing that is no number reaches a
+"""Gradient training of any pytree: parts of a batch add up, and non-finite values reach no
 parameter."""
 
 import jax

@@ -46,7 +46,7 @@ def test_flops_are_counted_block_by_block():
     # pairs merged, the skipped FFN saved, a head of 10
     executed = embed + 11 * attention + 10 * ffn + last + 2 * width * 10
     assert flops.executed_flops(config, "mlp_down", mixed, 10) == executed
-    # resumed at block 2 its attention half is the base network's, and with it all that comes before
+    # resumed at block 2, its attention half and all earlier layers are the base network's
     resumed = 8 * attention + 8 * ffn + last + 2 * width * 10
     assert flops.executed_flops(config, "mlp_down", mixed, 10, begin=2) == resumed
     assert flops.executed_flops(config, "mlp_down", mixed, 10, begin=12) == 2 * width * 10

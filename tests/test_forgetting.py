@@ -1,4 +1,5 @@
-"""What goes with a task and what stays, on pools small enough to check by hand."""
+"""Experts that are removed with a task, and those that stay, on pools small enough to check by
+hand."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ def pair(value: float) -> LowRank:
 
 
 def memory(*tasks: tuple[str, str]) -> InternalMemory:
-    """Tasks as (name, the choices of two blocks): the base's experts come first."""
+    """Tasks as (name, choices of two blocks); the experts of the base are first."""
     result = InternalMemory(tuple((StoredExpert(full(1.0), None, None),) for _ in range(2)))
     for name, choices in tasks:
         architecture = from_strings(choices.split())

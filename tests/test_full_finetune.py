@@ -1,4 +1,4 @@
-"""The upper bound: a network of its own per task, its rate chosen on validation."""
+"""The upper bound: a separate network per task, its rate chosen on validation."""
 
 import chex
 import jax

@@ -115,7 +115,7 @@ def test_the_first_samples_do_not_depend_on_the_number_of_samples():
     np.testing.assert_array_equal(few, many[:8])
 
 
-@settings(max_examples=5)  # each may compile
+@settings(max_examples=5)  # each can compile
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=4), st.integers(0, 2**31), st.floats(0, 1))
 def test_every_sampled_architecture_is_a_candidate_of_its_block(sizes, seed, epsilon):
     rng = np.random.default_rng(seed)

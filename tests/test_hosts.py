@@ -1,4 +1,4 @@
-"""Two processes with two devices each, over loopback: one job, and what happens when it is not."""
+"""Two processes with two devices each, over loopback: one job, and errors if it is not one."""
 
 import json
 import signal
@@ -29,8 +29,8 @@ def learned(folder: Path) -> list[dict]:
 
 
 def until(condition, processes: list) -> None:
-    """Waits for what a job does; a process that ends before it did is an error that tells what it
-    said."""
+    """Wait for an event in a job; a process that ends earlier is an error with the end of its
+    output."""
     while not condition():
         for process in processes:
             assert process.poll() is None, process.stdout.read()
@@ -152,7 +152,7 @@ def test_every_method_learns_the_same_in_two_processes_as_in_one(method, tmp_pat
     files = (tmp_path / "one.json", tmp_path / "two" / "0.json", tmp_path / "two" / "1.json")
     alone, first, second = (json.loads(file.read_text())["accuracy"] for file in files)
     assert first == second
-    # sums over two devices are rounded otherwise, which may decide a close answer among 20 images
+    # sums over two devices are rounded otherwise, which can decide a close answer among 20 images
     np.testing.assert_allclose(np.array(first, float), np.array(alone, float), atol=0.1)
 
 

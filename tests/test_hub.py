@@ -1,5 +1,4 @@
-"""A memory on a hub that runs on this machine: what is sent, what comes back, and what a hub that
-fails leads to."""
+"""A memory on a hub that runs on this machine: pushed files, pulled files, and a failing hub."""
 
 import base64
 import dataclasses
@@ -144,7 +143,7 @@ def learned(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def memory(learned, tmp_path) -> Path:
-    """A memory with reports, which show images, and other files beside it."""
+    """A memory with reports, which show images, and other files next to it."""
     directory = Path(shutil.copytree(learned, tmp_path / "pets"))
     for name in (
         "report.html",

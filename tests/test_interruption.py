@@ -1,4 +1,4 @@
-"""Signals ask to stop, once; what they do otherwise comes back."""
+"""Signals ask to stop, once; their earlier handlers are restored."""
 
 import os
 import signal

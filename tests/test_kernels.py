@@ -162,7 +162,7 @@ def test_only_the_last_block_and_unusual_heads_keep_our_attention_on_a_gpu():
         text = str(
             jax.make_jaxpr(traced_for(gpu, lambda *p, kind=precision: attend(*p, kind)))(*given)
         )
-        assert "custom_vjp" in text  # ours has a gradient of its own
+        assert "custom_vjp" in text  # ours has a separate gradient
 
 
 def test_an_accelerator_writes_bfloat16_products_and_learns_from_float32_gradients():

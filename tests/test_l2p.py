@@ -1,4 +1,4 @@
-"""L2P: selection by cosine, per image, and what its losses reach."""
+"""L2P: selection by cosine, per image, and the parameters that its losses reach."""
 
 import dataclasses
 
@@ -81,7 +81,7 @@ def test_impossible_settings_are_refused():
 
 @pytest.mark.full
 def test_one_layer_has_the_papers_flops_of_vit_base_and_five_those_of_deit_tiny():
-    """70.3 / 5.1 in the paper: the first fits one layer, the second five; no setting gives both."""
+    """70.3 / 5.1 in the paper: the first fits one layer, the second five; no setting fits both."""
     for name, expected in (("vit_base", (70.28, 70.40)), ("deit_tiny", (5.02, 5.05))):
         config = CONFIGS[name]
         result = []

@@ -12,8 +12,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "cheem_jax"
-# Each imports only from its own folder and from what stands before it: in an earlier row, or
-# further left.
+# Each folder imports only from itself and from folders before it: in an earlier row or further left
 ROWS = (
     ("core",),
     ("backbone",),
@@ -77,8 +76,7 @@ def imported(name: str, file: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*start, *filter(None, [node.module])])
-            # `from cheem_jax import ops` names a module, `from cheem_jax.core.ops import Expert`
-            # what is in one
+            # `import ops` names a module, `from cheem_jax.core.ops import Expert` a part of one
             result.update(f"{source}.{alias.name}" for alias in node.names)
     return result
 
@@ -89,7 +87,7 @@ def layer_errors(root: Path) -> list[str]:
     errors = []
     for name, file in modules(root).items():
         if name == root.name:
-            continue  # the package's own __init__ stands above all of them
+            continue  # the package's own __init__ is above all of them
         layer = name.split(".")[1]
         if layer not in place:
             errors.append(f"{name} is in no row: give {layer!r} a place in {Path(__file__).name}")
@@ -163,8 +161,7 @@ def test_importing_every_module_needs_no_extra_and_no_device():
         "import importlib, sys; sys.modules['pandas'] = None; [importlib.import_module(name) for"
         f" name in {names}]; print([name for name in {OPTIONAL} if name in sys.modules])"
     )
-    # a platform that does not exist: whoever computes or looks for devices while being imported
-    # fails
+    # a platform that does not exist: code that computes or looks for devices on import fails
     environment = {**os.environ, "JAX_PLATFORMS": "none"}
     done = subprocess.run(
         [sys.executable, "-c", program],

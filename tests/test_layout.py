@@ -1,4 +1,4 @@
-"""Batches over several devices: what one device computes, on eight virtual ones of a CPU."""
+"""Batches over several devices: eight virtual ones of a CPU compute the same as one."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ def compare(one: dict, many: dict) -> None:
         and many["score"] == one["score"]
         and many["answers"] == one["answers"]
     )
-    # features differ by rounding, so an image between two classes may be answered otherwise
+    # features differ by rounding, so an image between two classes can be answered otherwise
     np.testing.assert_allclose(many["closed_form"], one["closed_form"], atol=1)
     np.testing.assert_allclose(many["losses"], one["losses"], rtol=1e-4)
     for name in ("means", "features"):
@@ -56,7 +56,7 @@ def test_every_executor_computes_the_same_on_eight_devices(executor, tmp_path):
 
 
 def fake(num: int, devices: range) -> Layout:
-    """A layout of several devices of which this process has some, as far as rows are counted."""
+    """A layout of several devices with some of them in this process; only rows are counted."""
     layout = Layout([jax.devices()[0]])
     layout.num = num
     layout.local = list(devices)

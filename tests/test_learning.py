@@ -1,4 +1,4 @@
-"""The search of one task: what its report says, and how it resumes."""
+"""The search of one task: its report, and how it resumes."""
 
 import contextlib
 import dataclasses
@@ -42,8 +42,8 @@ class Halting(Session):
 
 
 class Resumed(Session):
-    """Goes on from what was saved; counts the images of the search, and those that each phase
-    announces."""
+    """A session that resumes from a checkpoint, and counts the images that each phase announces and
+    reads."""
 
     def __init__(self, saved):
         super().__init__()

@@ -162,7 +162,7 @@ def test_eleven_label_numbers_keep_their_order(tmp_path):
             Image.new("L", (2, 2), label).save(tmp_path / f"{label}-{i}.png")
             lines.append(f"{label}-{i}.png,{label}")
     plan = plan_manifest(table(tmp_path / "many.csv", "path,label", *lines))
-    assert plan.classes == tuple(map(str, range(11)))  # sorted as text, 10 would come before 2
+    assert plan.classes == tuple(map(str, range(11)))  # sorted as text, 10 would be before 2
 
 
 @pytest.mark.parametrize(

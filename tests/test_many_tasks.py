@@ -1,5 +1,5 @@
-"""What many tasks cost, counted: directories read, experts merged, bytes kept; and that bounds
-change no answer."""
+"""Costs of many tasks, counted: directories read, experts merged, bytes stored; bounds change no
+prediction."""
 
 import dataclasses
 import os
@@ -46,7 +46,7 @@ def images():
 
 @pytest.fixture(scope="module")
 def memory(executor, images):
-    """Thirty tasks that were drawn, as if they had been learned; task t is that of image t."""
+    """Thirty sampled tasks, as if they had been learned; task t is that of image t."""
     memory = sampled_memory(executor, NUM_TASKS, rank=RANK)
     features = routing.normalise(FrozenFeatures(executor, 8)(images))
     rng = np.random.default_rng(0)
@@ -227,7 +227,7 @@ def test_the_least_recently_used_expert_is_evicted_first_and_merged_again_to_the
     before = experts(*first)
     experts(*second)
     experts(*first)
-    experts(*third)  # the second one goes
+    experts(*third)  # the second one is evicted
     assert (experts.merged, experts.evicted, experts.bytes) == (3, 1, 2 * size)
     assert experts(*first) is before and experts.merged == 3
     assert experts(*second) is not None and experts.merged == 4

@@ -1,5 +1,5 @@
-"""MATLAB's files are read by SciPy, and what is corrupted is refused, also where it would end
-SciPy's process."""
+"""SciPy reads MATLAB's files, and corrupted ones are refused, even if they would end SciPy's
+process."""
 
 import io
 import struct

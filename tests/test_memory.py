@@ -1,4 +1,4 @@
-"""A memory that lives on: learned in several sittings, asked, damaged, killed, forgotten."""
+"""A memory that lives on: learned in several sittings, asked, corrupted, killed, forgotten."""
 
 import dataclasses
 import io
@@ -93,7 +93,7 @@ def one_executor():
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory) -> Path:
-    """Three tasks, each learned by a memory that was opened anew."""
+    """Three tasks, each learned by a memory that was opened again."""
     directory = tmp_path_factory.mktemp("memory") / "pets"
     begin(directory)
     for task in STREAM.tasks:
@@ -393,7 +393,7 @@ def test_equal_data_are_learned_once_and_other_data_not_under_the_same_name(copi
 
 
 class Killed(Progress):
-    """Gives up in the middle of a phase."""
+    """Progress that is interrupted as a phase begins."""
 
     def __init__(self, phase: str):
         super().__init__()
@@ -630,7 +630,7 @@ def test_the_next_writer_finishes_a_killed_forgetting(copied, monkeypatch, names
 
 
 DEEP = dataclasses.replace(small.QUICK, remove=("reuse", "skip"))
-"""Every block of every task adapts or renews an expert, so that tasks stand on each other."""
+"""Every block of every task adapts or renews an expert, so that tasks build on each other."""
 
 
 @pytest.fixture(scope="module")
@@ -662,7 +662,7 @@ def test_forgetting_the_parents_of_other_tasks_experts_keeps_their_predictions_o
     assert memory.tasks[-1].number == 3
     for name, logits in others.items():
         np.testing.assert_array_equal(given(memory, name), logits)
-    if not erase:  # the next erasure takes what waited, too
+    if not erase:  # the next erasure includes the experts that waited
         later = memory.forget("task3", erase=True)
         assert later.baked and not later.ancestors
         assert not any(
@@ -692,7 +692,7 @@ NEW = only(small.task("photos", 50, num_classes=5), 3, 4)
 
 
 def extension_in(directory: Path) -> dict:
-    """What the record says of the last extension."""
+    """Return the record's description of the last extension."""
     return [entry["report"] for entry in read(directory) if entry["event"] == "learned"][-1][
         "extension"
     ]

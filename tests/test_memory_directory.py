@@ -1,4 +1,4 @@
-"""A memory's folder appears whole or not at all, wherever it is; foreign files beside it are left
+"""A memory's folder appears whole or not at all, wherever it is; foreign files next to it are left
 alone."""
 
 import errno
@@ -44,7 +44,8 @@ OURS = {NAME, "generation-0001", "weights"}
 
 @pytest.fixture
 def volume(tmp_path):
-    """A folder that is there already, as a mounted volume is, with what systems put into one."""
+    """A folder that exists already, as a mounted volume does, with the files that systems put into
+    one."""
     folder = tmp_path / "volume"
     folder.mkdir()
     for name in FOREIGN:
@@ -145,7 +146,7 @@ def test_a_read_only_disk_is_reported_with_the_name_of_the_file(tmp_path, monkey
     def refuses(self, *_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
 
-    for name in ("open", "unlink"):  # Linux refuses to remove even what is not there
+    for name in ("open", "unlink"):  # Linux refuses even to remove a missing file
         monkeypatch.setattr(Path, name, refuses)
     with pytest.raises(
         OSError, match=rf"Read-only file system, and .* are to be written: '{tmp_path}/x.onnx'$"

@@ -77,7 +77,7 @@ def moments(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def moment(moments: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A copy that a test may write into."""
+    """A copy that a test can write into."""
     return lambda name: shutil.copytree(moments / name, tmp_path / name)
 
 
@@ -238,7 +238,7 @@ def test_a_memory_that_cannot_be_shown_says_why(moment):
 def test_measurements_from_before_a_task_was_forgotten_are_marked_as_older(moment):
     directory = moment("forgot")
     results = results_in(directory)
-    results["routing"][-1] = [0.25, 0.25]  # the other half went to the task that is gone
+    results["routing"][-1] = [0.25, 0.25]  # the other half was routed to the removed task
     (directory / "results.json").write_text(json.dumps(results))
     text = parsed(directory).text
     assert (
@@ -319,7 +319,7 @@ def expert(origin: int | str, parent: int | None = None, kind: str = "") -> dict
 
 
 def test_an_expert_of_a_forgotten_task_counts_from_the_start_and_is_named():
-    # block 1: used by T1; block 2: T1's expert was adapted from it; blocks 3 and 4: gone
+    # block 1: used by T1; block 2: T1's expert was adapted from it; blocks 3 and 4: removed
     results = {
         "pool": [
             [expert("base"), expert("forgotten")],

@@ -1,5 +1,5 @@
-"""MoAL: the analytic head is exact, adapters follow their average, and rumination shifts what it
-should."""
+"""MoAL: the analytic head is exact, adapters follow their average, and rumination shifts only wrong
+classes."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def method() -> Any:
 
 
 def moal_with(**changed) -> Any:
-    """Other settings of the head with the same compiled programs."""
+    """Other settings of the head with the same compiled functions."""
     moal = fresh(method())
     moal.config = dataclasses.replace(CONFIG, **changed)
     return moal
@@ -194,7 +194,7 @@ def test_the_drift_map_is_the_identity_without_drift_and_finds_a_linear_one():
     np.testing.assert_array_equal(drift_map(old, old), np.eye(8))
     turn = np.eye(8) + 0.3 * rng.normal(size=(8, 8))
     np.testing.assert_allclose(drift_map(old, (old @ turn).astype(np.float32)), turn, atol=1e-4)
-    # fewer images than dimensions: near the identity where nothing is known
+    # fewer images than dimensions: near the identity in unknown directions
     few = drift_map(old[:4], (old[:4] @ turn).astype(np.float32))
     unseen = np.linalg.svd(old[:4])[2][4:]
     np.testing.assert_allclose(unseen @ few, unseen, atol=1e-4)

@@ -53,8 +53,8 @@ def smaller():
 
 @pytest.fixture(scope="module")
 def untrained(smaller) -> MoeAdapters:
-    """Before its first task; each test goes on with one made `anew`, which shares the compiled
-    programs."""
+    """A method before its first task; each test continues with a `fresh_method`, which shares
+    compiled functions."""
     return learner(MoeAdapters, CONFIG, num_tasks=3)
 
 
@@ -70,7 +70,7 @@ def parts(moe: MoeAdapters) -> list[np.ndarray]:
 
 
 def random_experts(seed: int = 0, experts: int = 6) -> Bottleneck:
-    """Experts of which every part counts."""
+    """Experts with no zero part."""
     shapes = init_experts(
         jax.random.key(0), small.CONFIG, dataclasses.replace(CONFIG, experts=experts)
     )
@@ -215,7 +215,7 @@ def test_dropout_leaves_hidden_values_out_and_scales_the_others(monkeypatch):
     config = dataclasses.replace(CONFIG, bottleneck=4)
     is_kept = sample(jax.random.key(0), jnp.zeros((1, 4, 6)), 3, 50, config).is_kept
     assert is_kept.shape == (1, 3, 50, 8)
-    # each of two experts gives 0.5 * 2 or 0
+    # each of two experts adds 0.5 * 2 or 0
     values, counts = np.unique(mixed(experts, gates, z, is_kept[0]), return_counts=True)
     np.testing.assert_allclose(values, [0, 1, 2])
     np.testing.assert_allclose(counts / 600, [0.25, 0.5, 0.25], atol=0.08)
@@ -225,7 +225,7 @@ def test_the_most_used_experts_of_each_block_are_frozen():
     uses = np.array([[5, 9, 9, 0], [1, 1, 1, 1], [0, 12, 0, 0]])
     frozen = freeze(np.zeros((3, 4), bool), uses)
     np.testing.assert_array_equal(frozen, [[0, 1, 1, 0], [1, 1, 0, 0], [0, 1, 0, 0]])
-    # some of the most used may be frozen already, and fewer than two are then new
+    # some of the most used can be frozen already, and fewer than two are then new
     again = freeze(frozen, np.array([[0, 3, 0, 8], [0, 9, 9, 0], [9, 9, 0, 0]]))
     np.testing.assert_array_equal(again, [[0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
 

@@ -1,4 +1,4 @@
-"""What an npz file promises is held against what it holds."""
+"""The headers of an npz file are checked against its data."""
 
 import io
 import zipfile

@@ -1,4 +1,4 @@
-"""What is installed: the pinned versions, and a wheel in an environment of its own."""
+"""Installation: the pinned versions, and a wheel in a separate environment."""
 
 import json
 import os
@@ -44,7 +44,8 @@ run_stream(stream, load_pretrained("vit_micro"), RunConfig(config, "small"), Pat
 
 @pytest.mark.slow
 def test_a_wheel_in_an_empty_environment_learns_with_the_bundled_weights(tmp_path):
-    # the directory is not the repository and the path is not ours: nothing can come from the tree
+    # the directory is not the repository and the path is not ours: nothing can be imported from the
+    # tree
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*command: str | Path) -> str:

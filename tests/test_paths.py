@@ -1,5 +1,5 @@
-"""Paths as people type them: every command and public function takes each spelling of a place for
-the same place."""
+"""Paths as people type them: every command and public function resolves each spelling to the same
+place."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ def one_executor():
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """`here` is where commands are typed; beside it are images, in folders with blanks and
+    """`here` is where commands are typed; next to it are images, in folders with blanks and
     umlauts."""
     root = tmp_path_factory.mktemp("root")
     (root / "here").mkdir()
@@ -76,7 +76,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mine(root):
-    """A memory beside the images."""
+    """A memory next to the images."""
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(root / "here")
         words = ["--backbone", "vit_micro", "--preset", "demo"]
@@ -98,7 +98,7 @@ def here(root, monkeypatch):
 
 @pytest.fixture(params=SPELLINGS.values(), ids=SPELLINGS)
 def spelled(request, here):
-    """What a person types for a path below the root."""
+    """The spellings of a path below the root."""
     return lambda path: request.param.format(path)
 
 
@@ -137,7 +137,7 @@ def test_a_url_is_refused_with_the_way_out(here, url):
     (here / "stream.toml").write_text(f'[[task]]\npath = "{url}"\nname = "x"\n')
     with pytest.raises(ValueError, match="is a URL"):
         plan_source("stream.toml")
-    assert absolute(f"./{url}").is_relative_to(here)  # a folder may be called so
+    assert absolute(f"./{url}").is_relative_to(here)  # a folder can be called so
 
 
 def test_urls_of_files_and_of_the_hub_are_answered_with_the_right_spelling(here):

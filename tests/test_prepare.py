@@ -1,5 +1,4 @@
-"""Getting data sets in place: from archives that lie there, from a server, and what is said of the
-rest."""
+"""Preparing data sets: from local archives or from a server, with instructions for the others."""
 
 import dataclasses
 import functools
@@ -28,8 +27,8 @@ def silent(phase, task, total):
 
 @pytest.fixture
 def gtsrb(monkeypatch):
-    """Makes the table expect the small archives of GTSRB that lie in a folder, and 43 images in
-    each split."""
+    """Make the table expect the small archives of GTSRB in a folder, with 43 images in each
+    split."""
 
     def expect(
         place: Path, counts: tuple[int, int, int] = (43, 43, 43), url: str | None = None
@@ -104,7 +103,7 @@ def test_a_download_of_other_bytes_prepares_nothing(tmp_path, gtsrb, server):
     folder, address = server
     archives = gtsrb(official.put(folder, official.gtsrb()), url=address)
     others = tuple(archive._replace(hash="0" * 64) for archive in archives)
-    # undone with what `gtsrb` sets
+    # undone with the changes of `monkeypatch`
     BY_NAME["gtsrb"] = dataclasses.replace(BY_NAME["gtsrb"], archives=others)
     with pytest.raises(ValueError, match="0000"):
         prepare("gtsrb", tmp_path / "data", silent)

@@ -34,7 +34,7 @@ for keep in ("memory", "cache", "stream"):
 
 
 def run(program, data_dir, *, packages=None):
-    """Lines that a program prints; with `packages` alone instead of what is installed."""
+    """Return the printed lines of a script; with `imports` in place of the installed modules."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     options = []
     root = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""The HTML page: what it shows, what it refuses, and that no name or size breaks it."""
+"""The HTML page: its contents, its refusals, and that no name or size breaks it."""
 
 import base64
 import csv
@@ -36,8 +36,8 @@ PLAIN = backbone_flops(at_image_size(CONFIGS["vit_micro"], 8))
 
 
 class Parsed(HTMLParser):
-    """Elements of a page with their attributes, its text outside scripts and styles, and what its
-    scripts hold."""
+    """Elements of a page with their attributes, its text outside scripts and styles, and the
+    contents of its scripts."""
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
@@ -163,7 +163,7 @@ def test_hostile_names_are_text_and_nothing_else(tmp_path):
     assert HOSTILE in page.text
     assert [tag for tag, _ in page.elements].count("script") == 3 + 1 + len(
         page.charts
-    )  # one holds the pool
+    )  # one contains the pool
     [label] = {
         text
         for spec in page.charts
@@ -502,7 +502,7 @@ def test_a_non_numeric_accuracy_is_reported_with_its_run(tmp_path):
         page.charts[1]["data"][0]["z"][2] == [None, 83.33, 83.33]
         and sections(page)[-2] == "examples"
     )
-    assert page.text.count("Corrupted: a value here") == 1  # the pictures
+    assert page.text.count("Corrupted: a value here") == 1  # the images
 
 
 def test_unfinished_runs_are_shown_up_to_its_last_entry_and_not_compared(tmp_path):
@@ -578,7 +578,7 @@ def test_a_folder_that_cannot_be_written_to_asks_for_another_place(run, monkeypa
 
     monkeypatch.setattr(
         "cheem_jax.report.page.assemble.write_atomically", refuse
-    )  # the superuser may write anywhere
+    )  # the superuser can write anywhere
     with pytest.raises(
         ValueError,
         match="report.html cannot be written .Permission denied.; name another file with --out",

@@ -8,7 +8,7 @@ from cheem_jax.run.progress import Progress, on_screen
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that moves only when a test advances it."""
 
     def __init__(self):
         self.now = 0.0

@@ -1,4 +1,5 @@
-"""The guide for researchers: its code runs from top to bottom and does what the text says."""
+"""The guide for researchers: its code runs from top to bottom and does the things that the text
+says."""
 
 import re
 from pathlib import Path
@@ -23,7 +24,7 @@ def test_the_code_of_the_page_runs_and_does_the_things_it_says():
 
     assert (
         np.isfinite(result["loss"]) and int(state.head.adam.count) == 5
-    )  # three sampled by HEE, two of its own
+    )  # three sampled by HEE, two separate ones
     sampled = {(block, choice) for a in result["architectures"] for block, choice in enumerate(a)}
     assert {
         place for place in sampled if place[1].kind in ("adapt", "new")

@@ -1,4 +1,4 @@
-"""The rolling checkpoint: when it is written, what it survives, and that going on from it changes
+"""The rolling checkpoint: when it is written, which errors it survives, and that resuming changes
 nothing."""
 
 import contextlib

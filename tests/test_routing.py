@@ -70,7 +70,7 @@ IMAGES = (
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """Programs here run a few times on a few pixels: what takes long is to optimise them."""
+    """Compiled functions run a few times on a few pixels here: optimising them is the slow part."""
     jax.config.update("jax_disable_most_optimizations", True)
     with small.shared_executors():
         yield
@@ -293,7 +293,7 @@ def test_a_router_is_chosen_on_the_command_line():
     assert parse(cheem_run.RunSettings, []).cheem.router == RouterConfig()
 
 
-# ---- what is read of the backbone
+# ---- features that a router reads
 
 
 @pytest.fixture(scope="module")
@@ -339,8 +339,8 @@ def test_a_router_reads_the_features_that_the_blocks_compute(by_hand, kind, plac
 
 
 def networks(executor) -> small.Given:
-    """One never leaves the base network; others at block 3, behind what `early` reads, at block 2
-    and at block 0."""
+    """One never leaves the base network; others at block 3, behind the features of `early`, at
+    block 2 and at block 0."""
     base = base_network(executor)
     keys = iter(jax.random.split(jax.random.key(1), 2))
     new = [Dense(1, init_new(next(keys), executor.base_pool[block][0].params)) for block in (3, 2)]
@@ -538,7 +538,7 @@ def test_the_routers_statistics_are_on_the_disk_and_in_the_report(learned, capsy
 
 
 def names_of(directory: Path) -> list[tuple[str, set[str]]]:
-    """What lies on the disk of each task, a forgotten one as well."""
+    """Files on the disk of each task, a forgotten one as well."""
     return [
         (place.name, set(load_task(place)[0]))
         for place in saved_tasks(next(directory.glob("*/cheem")))

@@ -80,7 +80,7 @@ def test_the_prompt_tokens_are_between_class_token_and_patches(untrained):
         x, _ = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
     result = untrained.prompted(vit, untrained.enter(vit, images), {"tokens": prompts})
     np.testing.assert_allclose(result, vit.norm(x[:, 0]), atol=1e-5)
-    # without a position of their own their order says nothing
+    # without position embeddings their order is irrelevant
     swapped = untrained.prompted(vit, untrained.enter(vit, images), {"tokens": prompts[:, ::-1]})
     np.testing.assert_allclose(result, swapped, atol=1e-5)
     start = untrained.begin_prompts(jax.random.key(1))["tokens"]
@@ -107,7 +107,7 @@ def test_the_papers_flops_need_one_token_for_vit_b_and_ten_for_deit_tiny():
         vit = config_of(backbone)
         return (2 * backbone_flops(vit) + token_flops(vit, length)) / 1e9
 
-    # printed 67.6 and 4.4: no one length gives both
+    # printed 67.6 and 4.4: no one length fits both
     assert method_flops("vit_base", 1) == pytest.approx(67.6, abs=0.05)
     assert method_flops("deit_tiny", 1) == pytest.approx(4.31, abs=0.01)
     assert method_flops("vit_base", 10) == pytest.approx(69.09, abs=0.01)

@@ -90,7 +90,7 @@ def send(port: int, data: bytes) -> socket.socket:
 
 
 def received(connection: socket.socket) -> tuple[int, str]:
-    """The status and whatever else came until the server closed the connection."""
+    """Return the status and everything else until the server closed the connection."""
     with contextlib.closing(connection):
         parts = []
         while part := connection.recv(2**16):
@@ -110,7 +110,7 @@ def head(length: int) -> bytes:
 
 
 def large_png(width: int, height: int) -> bytes:
-    """A picture of zeros in one bit per pixel: a hundred megapixels in 12 kB."""
+    """A image of zeros in one bit per pixel: a hundred megapixels in 12 kB."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -131,7 +131,7 @@ def large_png(width: int, height: int) -> bytes:
 
 
 def text_bomb() -> bytes:
-    """A picture of one pixel with a note of 100 MB, squeezed."""
+    """A image of one pixel with a note of 100 MB, squeezed."""
     note = zlib.compress(bytes(100_000_000), 9)
     data = b"note\0\0" + note
     chunk = (
@@ -333,7 +333,7 @@ def test_an_invalid_image_is_answered_with_one_sentence_that_says_why(what: str,
 
 
 def test_pixels_of_a_image_that_is_too_large_are_never_made(monkeypatch):
-    monkeypatch.setattr(service, "decode_image", None)  # whoever calls it gets a TypeError
+    monkeypatch.setattr(service, "decode_image", None)  # a caller gets a TypeError
     for side in (1001, 10_000, 14_000):
         with pytest.raises(Refused, match="too many") as refused:
             decode(large_png(side, side), 8, 1_000_000, "the image", True)
@@ -459,7 +459,7 @@ def test_a_public_name_that_no_browser_sends_is_refused(wrong: str):
             hosts_of(listening, "127.0.0.1", ("fine.example", wrong))
 
 
-# ---- too much, too slow, gone
+# ---- too much, too slow, disconnected
 
 
 def test_beyond_the_queue_a_client_is_refused_before_it_sends_its_image(gated: Colours):
@@ -467,7 +467,7 @@ def test_beyond_the_queue_a_client_is_refused_before_it_sends_its_image(gated: C
         waiting = [clients.submit(served.predict, PNG) for _ in range(2)]
         wait_until(lambda: served.service.num_images == 2)
         assert served.metric("cheem_queue_images") == 2
-        connection = send(served.port, head(len(PNG)))  # the body never comes
+        connection = send(served.port, head(len(PNG)))  # the body is never sent
         refused = connection.recv(2**16)
         assert refused.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in refused
         connection.close()
@@ -493,7 +493,7 @@ def test_a_body_that_drips_is_408(caplog):
         assert late.recv(12) == b"HTTP/1.1 408"
         late.close()
         wait_until(lambda: served.service.num_images == 0)
-        # on a busy machine a sound request, too, may take longer than the limit
+        # on a busy machine a sound request, too, can take longer than the limit
         wait_until(lambda: served.predict(PNG).status == 200)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 

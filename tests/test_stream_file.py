@@ -205,7 +205,7 @@ def test_a_name_that_is_also_a_folder_of_images_is_refused_with_both_meanings(
     ):
         plan_source(name, data_dir=tmp_path / "nothing")
     assert [plan.name for plan in plan_source(f"./{name}")[1]] == [name]
-    tasks = read_tasks(Path(f"./{name}"), 4, upright=True)  # which pathlib takes for Path(name)
+    tasks = read_tasks(Path(f"./{name}"), 4, upright=True)  # which pathlib treats as Path(name)
     assert [task.name for task in tasks] == [name]
 
 

@@ -19,7 +19,7 @@ def code_cells() -> list:
 
 
 def names_in(source: str) -> set[str]:
-    """All that a cell takes from cheem_jax, by its full name."""
+    """Return every name of cheem_jax that a cell uses, in full."""
     result = set()
     for node in ast.walk(ast.parse(source)):
         match node:

@@ -144,7 +144,7 @@ def test_images_of_8_bits_are_not_taken_for_dim_ones(tmp_path):
 @pytest.mark.parametrize("keep", ["memory", "cache"])
 def test_learning_tells_equal_images_under_two_labels(tmp_path, capsys, keep):
     files = full() | {f"train/cat/{i}.png": encoded(100 + i) for i in range(5)}
-    # other bytes, the same picture
+    # other bytes, the same image
     files |= {f"train/dog/{i}.png": encoded(100 + i, size=(8, 8)) for i in range(4)}
     files["test/cat/0.png"] = files["train/cat/4.png"]  # under one label
     plan = plan_task(write(tmp_path / "pets", files))
@@ -214,7 +214,7 @@ def test_unreadable_images_are_left_out_up_to_a_twentieth_rounded_up_of_a_class_
     folder = write(tmp_path / "pets", files)
     plan = plan_task(folder)
     assert without_broken(plan) == (plan, [])
-    for name in ("train/cat/7.png", "val/cat/0.png"):  # of 24 cats 2 may go
+    for name in ("train/cat/7.png", "val/cat/0.png"):  # of 24 cats 2 can go
         (folder / name).write_bytes(b"x")
     rest, reasons = without_broken(plan_task(folder))
     assert rest.counts == {"train": 22, "val": 3, "test": 4} and rest.skipped == (

@@ -1,4 +1,4 @@
-"""`cheem watch`: what a run tells while it works, and what one sees of it from another process."""
+"""`cheem watch`: the status that a run writes, and its view from another process."""
 
 import io
 import json
@@ -391,7 +391,7 @@ def test_ctrl_c_ends_the_view_restores_the_terminal_and_leaves_the_run_alone(tmp
     for on, off in (
         ("\x1b[?25l", "\x1b[?25h"),
         ("\x1b[?1049h", "\x1b[?1049l"),
-    ):  # the cursor, the screen of its own
+    ):  # the cursor and the alternate screen
         assert shown.count(on) == shown.count(off) == 1 and shown.index(on) < shown.index(off)
     assert "T1 digits" in shown[shown.index("\x1b[?1049l") :]  # the last view stays
 

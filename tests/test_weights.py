@@ -493,8 +493,7 @@ class _Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """An empty cache and a hub on this machine that holds one small model; yields the requests it
-    answers."""
+    """An empty cache and a hub on this machine with one small model; yields the requests to it."""
     import huggingface_hub.constants as constants
 
     config = {

@@ -1,4 +1,4 @@
-"""The words of docs, help, messages, docstrings, comments and names: those of the field, so that a
+"""Words of docs, help, messages, docstrings, comments and names: those of the field, so that a
 reader can search for them.
 
 Pages are searched without fenced blocks and `inline code`, which quote printed output, but with the
@@ -27,8 +27,7 @@ PACKAGE = ROOT / "cheem_jax"
 
 
 class Term(NamedTuple):
-    """A word to avoid: how to recognise it, what to write instead, and a sentence in which it has
-    to be found."""
+    """A word to avoid: its pattern, its substitute, and a sentence that contains it."""
 
     pattern: str
     instead: str
@@ -181,7 +180,8 @@ def prose_of(page: Path) -> str:
 
 
 def help_of(name: str) -> str:
-    """What `cheem NAME --help-all` prints, on one line, so that a break in a line hides nothing."""
+    """Return the output of `cheem NAME --help-all` on one line, so that no line break hides a
+    word."""
     settings, _ = COMMANDS[name].load()
     printed = io.StringIO()
     with redirect_stdout(printed), pytest.raises(SystemExit):
@@ -191,7 +191,7 @@ def help_of(name: str) -> str:
 
 
 def messages_of(module: Path) -> Iterator[str]:
-    """What a module says when it raises: every literal of a `raise`, what is filled in left out."""
+    """Return every literal in the `raise` statements of a module, without the filled-in values."""
     for raised in ast.walk(ast.parse(module.read_text())):
         if isinstance(raised, ast.Raise):
             words = [
@@ -271,11 +271,15 @@ def test_the_errors_of_a_module_use_the_words_of_the_field(module):
     assert not hits, "\n".join(hits)
 
 
-ALL_MODULES = sorted(module for module in PACKAGE.rglob("*.py") if module.read_text())
+DESCRIBED = ("cheem_jax", "tests")
+"""Folders whose docstrings, comments and names use the words of the field."""
+ALL_MODULES = sorted(
+    module for folder in DESCRIBED for module in (ROOT / folder).rglob("*.py") if module.read_text()
+)
 
 
 @pytest.mark.parametrize(
-    "module", ALL_MODULES, ids=lambda module: module.relative_to(PACKAGE).as_posix()
+    "module", ALL_MODULES, ids=lambda module: module.relative_to(ROOT).as_posix()
 )
 def test_docstrings_comments_and_names_of_a_module_use_the_words_of_the_field(module):
     hits = [
@@ -287,5 +291,11 @@ def test_docstrings_comments_and_names_of_a_module_use_the_words_of_the_field(mo
         f"{module.name}:{line}: the name {name!r} -> a noun that says what the value is"
         for line, name in names_in(module)
         if name.strip("_") in NAMES
+    ]
+    hits += [  # names of tests are sentences
+        f"{module.name}:{line}: {name}: {hit}"
+        for line, name in names_in(module)
+        if name.startswith("test_")
+        for hit in hits_in(name.replace("_", " "), TERMS + PATTERNS)
     ]
     assert not hits, "\n".join(hits)

@@ -28,7 +28,7 @@ def browser() -> Iterator:
 
 @pytest.fixture(scope="session")
 def one_run(tmp_path_factory) -> Path:
-    """The page of one run, with pictures."""
+    """The page of one run, with images."""
     folder = tmp_path_factory.mktemp("one")
     names = ("one", "two", "three", "four")
     run = write_run(folder / "run", names=names, pictures=write_pictures(folder / "small", names))
@@ -57,7 +57,7 @@ def three_runs(tmp_path_factory) -> Path:
     ids=lambda p: f"{p[0]}-{p[1]}",
 )
 def opened(request, browser) -> Iterator[Callable]:
-    """Opens a page at a width and in a theme; what went wrong meanwhile fails the test."""
+    """Open a page at a width and in a theme; errors in the meantime fail the test."""
     width, theme = request.param
     with browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme=theme

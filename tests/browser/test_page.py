@@ -1,4 +1,4 @@
-"""The HTML page in a browser: drawn without errors or network, at both widths and in both
+"""The HTML page in a browser: rendered without errors or network, at both widths and in both
 themes."""
 
 import re
@@ -19,7 +19,7 @@ BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
 def read_to_the_end(page) -> None:
-    """Scrolls as a reader would, so that every chart comes into view."""
+    """Scroll as a reader would, so that every chart becomes visible."""
     place, end = 0, 1
     while place < end:
         page.evaluate(f"window.scrollTo({{top: {place}, behavior: 'instant'}})")

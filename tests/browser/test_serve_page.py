@@ -33,7 +33,7 @@ def served() -> Iterator[Served]:
     ids=lambda p: f"{p[0]}-{p[1]}",
 )
 def page(request, browser, served) -> Iterator:
-    """The page, drawn; errors in its console and requests to anywhere else fail the test."""
+    """The rendered page; errors in its console and requests to other hosts fail the test."""
     width, theme = request.param
     with browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme=theme
@@ -44,7 +44,7 @@ def page(request, browser, served) -> Iterator:
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on(
             "console",
-            # a refused picture is logged by the browser itself
+            # a refused image is logged by the browser itself
             lambda said: (
                 wrong.append(said.text)
                 if said.type in ("error", "warning") and "status of" not in said.text
@@ -188,7 +188,7 @@ def test_the_page_names_the_memory_and_several_images_are_listed_with_their_answ
         page.locator("#class").inner_text() == "None of my tasks"
         and page.locator("#error").inner_text() == ""
     )
-    choose(page, BRIGHT)  # another one takes the place of all
+    choose(page, BRIGHT)  # a new image replaces all
     expect(page.locator("#class")).to_have_text("224-32-32")
     assert page.locator("#list").is_hidden()
 

@@ -1,11 +1,9 @@
-"""Hostile files for every loader: valid ones of each kind, damaged as a bad disk or a bad person
-would do it.
+"""Hostile files for every loader: valid files of each kind, corrupted as by a bad disk or an
+attacker.
 
-    python tests/faults/hostile.py LOADER NUM [SEED]     what users run: without the type checks of
-    the test run
+    python tests/faults/hostile.py LOADER NUM [SEED]     without the type checks of the tests
 
-Input number i of a loader and a seed is always the same one, so whatever is found can be looked at
-again.
+Input number i of a loader and a seed is always the same, so every error can be reproduced.
 """
 
 import argparse
@@ -37,20 +35,21 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # run as a script, in a process of its own
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # run as a script in a separate process
 
 import numpy as np  # noqa: E402
 from PIL import Image  # noqa: E402
 
 SECONDS = 20.0
-"""A single input that takes longer hangs; on an idle core the slowest takes about a second."""
+"""Seconds after which an input counts as hanging; on an idle core the slowest needs about a
+second."""
 Attempt = tuple[str, Callable[[], object]]
-"""What an error must name, and the call."""
+"""Text that an error has to contain, and the call."""
 Attempts = Callable[[random.Random], Attempt]
 
 
 class Tried(NamedTuple):
-    """What came of some inputs."""
+    """Results of some inputs."""
 
     num: int
     accepted: int
@@ -121,7 +120,7 @@ def _time_limit() -> Iterator[None]:
 
 
 def _reset_peak() -> int:
-    """The resident size now, from which Linux counts the peak anew."""
+    """The resident size now, from which Linux counts the peak again."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _peak()
@@ -239,7 +238,7 @@ RAW = [
     "[" * DEEP,
     "[" + "0," * 20_000 + "0]",
 ]
-"""JSON values of every type and extreme; where one stands matters more than which."""
+"""JSON values of every type and extreme; the position of a value matters more than the value."""
 
 
 def damaged_json(value: Any, rng: random.Random) -> bytes:
@@ -438,7 +437,7 @@ def small_png(value: int) -> bytes:
 
 
 def task_files(num: int = 3) -> dict[str, bytes]:
-    """A task of two classes, as a folder or zip holds it."""
+    """Return the files of a task of two classes, as in a folder or zip."""
     places = itertools.product(("train", "val", "test"), ("cat", "dog"), range(num))
     files = {f"{s}/{c}/{i}.png": small_png(n) for n, (s, c, i) in enumerate(places)}
     return {"meta.json": json.dumps({"classes": ["cat", "dog"]}).encode(), **files}
@@ -639,7 +638,7 @@ def tar_of(files: dict[str, bytes]) -> bytes:
 
 
 def damaged_tar(data: bytes, rng: random.Random) -> bytes:
-    """Damaged headers, whose checksums are right again."""
+    """Corrupted headers, whose checksums are right again."""
     result = bytearray(data)
     starts = [at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"]
     for at in rng.sample(starts, min(len(starts), rng.choice((1, 2)))):
@@ -714,7 +713,7 @@ def stream_files(folder: Path) -> Attempts:
         whole = rng.random() < 0.7
         data = damaged_lines(STREAM, TOML_RAW, rng) if whole else damaged(STREAM.encode(), rng)
         file.write_bytes(data)
-        # a fault of a task is told by the name of its own file or data set
+        # an error in a task names the file or data set of this task
         return "", lambda: plan_source(str(file), data_dir=folder / "data")
 
     return attempt
@@ -766,7 +765,7 @@ def manifests(folder: Path) -> Attempts:
         suffix = rng.choice((".csv", ".csv", ".parquet"))
         if suffix == ".parquet":
             data = damaged(buffer.getvalue(), rng)
-            if rng.random() < 0.4:  # the metadata at the end is what is parsed
+            if rng.random() < 0.4:  # the metadata at the end is parsed
                 whole = buffer.getvalue()
                 size = struct.unpack("<I", whole[-8:-4])[0]
                 footer = damaged(whole[-8 - size : -8], rng)
@@ -932,7 +931,7 @@ def odd_tensors(rng: random.Random) -> dict[str, np.ndarray]:
 
 
 def weights(folder: Path) -> Attempts:
-    """Files of tensors under timm's names, in both formats; and config.json beside them."""
+    """Files of tensors under timm's names, in both formats; and config.json next to them."""
     import safetensors.numpy
 
     from cheem_jax.backbone.weights import load_pretrained
@@ -1029,7 +1028,7 @@ def damaged_npz(data: bytes, rng: random.Random) -> bytes:
 
 
 def converted(folder: Path) -> Attempts:
-    """This library's own weight files: their config, and the means of the backbone's own task."""
+    """Weight files of this library: their config, and the means of the pretraining data."""
     import dataclasses
 
     import safetensors.numpy
@@ -1086,7 +1085,7 @@ def converted(folder: Path) -> Attempts:
 
 
 def hub_configs(folder: Path) -> Attempts:
-    """The hub's config.json beside good weights."""
+    """The hub's config.json next to good weights."""
     import safetensors.numpy
 
     from cheem_jax.backbone import weights
@@ -1121,7 +1120,7 @@ def hub_configs(folder: Path) -> Attempts:
 
 def records(folder: Path) -> Attempts:
     """A data set that TFDS has prepared: its metadata, its shards, and the index that is kept
-    beside them."""
+    next to them."""
     from prepared import prepare_small
 
     from cheem_jax.data.decode import decode_image
@@ -1183,7 +1182,7 @@ def records(folder: Path) -> Attempts:
 
 
 def checkpoints(folder: Path) -> Attempts:
-    """Saved tasks; an attacker's manifest fits what he wrote, so that the hashes do not stop it."""
+    """Saved tasks; the attacker's manifest fits the files, so that hashes do not help."""
     import jax
     import small
 
@@ -1235,7 +1234,7 @@ def checkpoints(folder: Path) -> Attempts:
             data = damaged(files[name], rng)
         (place / name).write_bytes(data)
         if name != MANIFEST and rng.random() < 0.8:
-            from cheem_jax.run.checkpoint import _hash_files  # what an attacker does as well
+            from cheem_jax.run.checkpoint import _hash_files  # as an attacker does, too
 
             manifest["files"] = _hash_files(place)
             with contextlib.suppress(ValueError, RecursionError, TypeError):
@@ -1352,7 +1351,7 @@ def run_records(folder: Path) -> Attempts:
 
 
 def results(folder: Path) -> Attempts:
-    """What a record tells, its hashes being right, as `results.json` needs it."""
+    """Entries of a record with right hashes, from which `results.json` is made."""
     from cheem_jax.run.results import results_of
 
     valid = entries()
@@ -1406,7 +1405,7 @@ def architectures(folder: Path) -> Attempts:
 
 
 def readers(folder: Path) -> Attempts:
-    """The official archives of six data sets: their bytes, the lists in them, and the pictures."""
+    """The official archives of six data sets: their bytes, the lists in them, and the images."""
     import official
 
     from cheem_jax.data.benchmarks import builders as module
@@ -1477,7 +1476,7 @@ def readers(folder: Path) -> Attempts:
 
 
 def downloads(folder: Path) -> Attempts:
-    """What a server answers, and the files next to one that had begun to arrive."""
+    """Answers of a server, and the files next to a partial download."""
     import requests
     import urllib3
 
@@ -1575,8 +1574,7 @@ LOADERS: dict[str, tuple[Callable[[Path], Attempts], int]] = {
     "readers": (readers, 600),
     "downloads": (downloads, 200),
 }
-"""What makes the inputs of each loader, and by how many MB at most they may let the process
-grow."""
+"""Function that makes the inputs of each loader, and the largest growth of the process in MB."""
 
 
 def main() -> None:

@@ -387,7 +387,7 @@ def unreadable(directory: str) -> dict[str, Any]:
                 if place.name not in str(error):
                     accepted.append(f"read {at}: {error}")
                 continue
-        # a reader that tries again may succeed, but never with other numbers
+        # a reader that tries again can succeed, but never with other numbers
         same = jax.tree.map(np.array_equal, arrays, expected)
         if not all(jax.tree.leaves(same)):
             accepted.append(f"read {at}: other arrays")
