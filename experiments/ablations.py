@@ -140,7 +140,7 @@ def orders_of(settings: Ablations) -> list[Variant]:
         return [Variant(name, name.replace("_", " "), run={"order": name}) for name in names]
     if settings.num_orders < 2:
         raise ValueError(f"--num-orders is {settings.num_orders}; expected at least 2")
-    names = task_names(settings.stream, settings.tasks, settings.data_dir)
+    names = task_names(settings.stream, settings.tasks, settings.data_dir, settings.class_split)
     if len(names) < 2:
         raise ValueError(
             f"{settings.stream!r} has one task, {names[0]!r}; orders need at least two"

@@ -24,7 +24,7 @@ from cheem_jax.cli.running import run_command
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.sources import plan_source
-from cheem_jax.data.task import select
+from cheem_jax.data.task import ClassSplit, select
 from cheem_jax.report.finished import RunRecord, read
 from cheem_jax.run import fingerprint, record
 from cheem_jax.run.progress import Progress
@@ -134,6 +134,7 @@ def labels_of(run: RunRecord, data: Mapping[str, Any], labels: dict[str, Labels]
         data_dir=None if data["data_dir"] is None else Path(data["data_dir"]),
         order=data["order"],
         seed=data["split_seed"],
+        class_split=ClassSplit.of(data["class_split"]) if "class_split" in data else None,
     )
     hashes = run.results["split_sha256"]
     if changed := [plan.name for plan in plans if hashes.get(plan.name) != plan.split_sha256]:

@@ -22,7 +22,7 @@ from cheem_jax.core.settings import SeedsConfig
 from cheem_jax.data.demo import TASKS
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.streams import find_stream
-from cheem_jax.data.task import repeats
+from cheem_jax.data.task import ClassSplit, repeats
 from cheem_jax.run import fingerprint
 from cheem_jax.run.directory import check_held, claim, hold
 from cheem_jax.run.progress import Progress
@@ -182,14 +182,21 @@ def expected_config(settings: cheem_run.RunSettings) -> dict[str, Any]:
     return expected | ({} if settings.tasks is None else {"tasks": settings.task_names})
 
 
-def task_names(stream: str, tasks: str | None = None, data_dir: Path | None = None) -> list[str]:
+def task_names(
+    stream: str,
+    tasks: str | None = None,
+    data_dir: Path | None = None,
+    class_split: ClassSplit | None = None,
+) -> list[str]:
     """Names of the stream's tasks, or of `tasks`, in learning order; no image is read."""
     if tasks is not None:
         return [name.strip() for name in tasks.split(",")]
     return (
         list(TASKS)
         if stream == cheem_run.DEMO
-        else [plan.name for plan in plan_source(stream, data_dir=data_dir)[1]]
+        else [
+            plan.name for plan in plan_source(stream, data_dir=data_dir, class_split=class_split)[1]
+        ]
     )
 
 

@@ -26,6 +26,7 @@ from cheem_jax.cli.arguments import arguments_of, located, parse
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.images import Images
 from cheem_jax.core.settings import SeedsConfig
+from cheem_jax.data.class_split import describe_split
 from cheem_jax.data.decode import OnProgress
 from cheem_jax.data.streams import DEMO, StreamConfig, find_stream, load_base_images
 from cheem_jax.data.task import Stream
@@ -255,6 +256,8 @@ def load(settings: RunSettings, progress: Progress) -> Loaded:
     router = load_router(settings, size)
     progress.say(f"{pretrained.config.name} from {pretrained.source} at {size} pixels")
     stream = load_stream(size, decoding)
+    if (sentence := describe_split(stream)) is not None:
+        progress.say(sentence)
     base_images = None
     if settings.base_data is not None:
         base_images = load_base_images(
@@ -313,18 +316,22 @@ def make_portable(settings: RunSettings) -> RunSettings:
 
 
 def describe_data(settings: RunSettings, stream: Stream) -> dict[str, Any]:
-    """Return the entry about the data in the run's record: sources, tasks and the seed of the
-    splits."""
+    """Return the entry about the data in the run's record: sources, tasks, the seed of the splits,
+    and the division and order of classes if they are divided."""
     names = [task.name for task in stream.tasks]
     if settings.stream == DEMO:
         return {"stream": DEMO, "tasks": names}
-    return {
+    data = {
         "stream": located(settings.stream),
         "data_dir": None if settings.data_dir is None else str(settings.data_dir),
         "order": settings.order,
         "tasks": names,
         "split_seed": settings.split_seed,
     }
+    if (split := stream.tasks[0].class_split) is not None:
+        data["class_split"] = dataclasses.asdict(split)
+        data["classes"] = {task.name: task.classes for task in stream.tasks}
+    return data
 
 
 def read_arguments(

@@ -97,6 +97,7 @@ def load_tasks(
             "split_sha256": plan.split_sha256,
             "skipped": plan.skipped,
             "cut": plan.cut,
+            "class_split": plan.class_split,
         }
         facts["purpose"] = plan.purpose if only is None else "measure"
         return Task(plan.name, plan.classes, **splits, **facts)

@@ -13,13 +13,16 @@ from typing import Any, get_args
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.benchmarks.prepare import plan_of, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
+from cheem_jax.data.class_split import name_split, split_by_class
 from cheem_jax.data.folder import holds_images, name_of, plan_manifest, plan_stream, plan_task
 from cheem_jax.data.records import HUB, default_data_dir, name_in, plan_hub, plan_tfds
-from cheem_jax.data.task import Plan, Purpose, check_names, repeats
+from cheem_jax.data.task import ClassSplit, Plan, Purpose, check_names, repeats
 
 BENCHMARKS: tuple[Benchmark, ...] = get_args(Benchmark)
 KINDS = ("path", "manifest", "tfds", "hub", "benchmark")
 """The keys of a `[[task]]` in a stream file that locate its images."""
+CLASS_SPLIT = tuple(field.name for field in dataclasses.fields(ClassSplit))
+"""The keys of a stream file that divide the classes of its only task."""
 MAX_STREAM_FILE_BYTES = 2**20
 
 
@@ -39,6 +42,7 @@ def plan_source(
     order: Order = "default",
     seed: int = 0,
     purpose: Purpose = "learn",
+    class_split: ClassSplit | None = None,
 ) -> tuple[str, list[Plan]]:
     """Return the name of a stream, and the plans of its tasks in learning order.
 
@@ -47,17 +51,25 @@ def plan_source(
     folder or zip. A name that also is a folder or file of images in the working directory is
     ambiguous and refused. `tasks` selects and orders the tasks. `order` is one of MTIL's orders.
     `seed` decides how missing splits are cut. `purpose` decides the minimum that each task needs.
-    Raises MissingTasks, FileNotFoundError or ValueError.
+    `class_split` divides the source's only data set into tasks, and `tasks` then selects among
+    these. Raises MissingTasks, FileNotFoundError or ValueError.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
-    if is_name(source) and holds_images(absolute(source)):
+    path = absolute(source)
+    if is_name(source) and holds_images(path):
         data_set = BY_NAME[source].builder if source in BY_NAME else source
         raise ValueError(
             f"{source!r} is ambiguous: it means the"
             f" {'benchmark' if source in BENCHMARKS else 'data set'} {data_set}, and"
-            f" {absolute(source)} contains images; write ./{source} for these, or rename them if"
+            f" {path} contains images; write ./{source} for these, or rename them if"
             " the data set is meant"
         )
+    is_stream_file = path.suffix.lower() == ".toml"
+    if class_split is not None and not is_stream_file:
+        name, plans = plan_source(
+            source, data_dir=data_dir, order=order, seed=seed, purpose=purpose
+        )
+        return name_split(name, class_split), _split_only(source, plans, class_split, tasks)
     if source in BENCHMARKS:
         names = order_of(source, order)
         if tasks is not None:
@@ -67,7 +79,6 @@ def plan_source(
         raise ValueError(
             f"order {order!r} belongs to mtil, not to {source!r}; name tasks in the order you want"
         )
-    path = absolute(source)
     if source in BY_NAME:
         name = source
         plans = _plan_benchmark(source, [source], data_dir or default_data_dir(), seed)
@@ -77,8 +88,10 @@ def plan_source(
     elif source.startswith(HUB):
         name = source
         plans = [plan_hub(source.removeprefix(HUB), seed=seed, purpose=purpose)]
-    elif path.suffix.lower() == ".toml":
-        return plan_stream_file(path, tasks, data_dir=data_dir, seed=seed, purpose=purpose)
+    elif is_stream_file:
+        return plan_stream_file(
+            path, tasks, data_dir=data_dir, seed=seed, purpose=purpose, class_split=class_split
+        )
     elif path.suffix.lower() in (".csv", ".tsv", ".parquet"):
         name = path.stem
         plans = [plan_manifest(path, seed=seed, purpose=purpose)]
@@ -91,6 +104,23 @@ def plan_source(
     if tasks is not None:
         check_names(tasks, [plan.name for plan in plans], source)
     return name, plans
+
+
+def _split_only(
+    source: object, plans: Sequence[Plan], split: ClassSplit, tasks: Sequence[str] | None
+) -> list[Plan]:
+    """Divide the classes of the only data set of a source. `tasks` selects and orders the resulting
+    tasks."""
+    if len(plans) != 1:
+        raise ValueError(
+            f"classes_per_task divides one data set, but {source} has {len(plans)}:"
+            f" {', '.join(plan.name for plan in plans)}; give one of them"
+        )
+    parts = split_by_class(plans[0], split)
+    if tasks is None:
+        return parts
+    by_name = {part.name: part for part in parts}
+    return [by_name[name] for name in check_names(tasks, list(by_name), str(source))]
 
 
 def images_dir(data_dir: Path | None) -> Path:
@@ -149,6 +179,7 @@ def plan_stream_file(
     data_dir: Path | None = None,
     seed: int = 0,
     purpose: Purpose = "learn",
+    class_split: ClassSplit | None = None,
 ) -> tuple[str, list[Plan]]:
     """Return the name and the plans of a stream in TOML. Each `[[task]]` has one of these keys:
 
@@ -159,7 +190,10 @@ def plan_stream_file(
         benchmark = "food101"      a task of MTIL or VDD, from the data set below `data_dir`
 
     A `name` is optional. Relative paths start at the file's folder. A `seed` in the file overrides
-    the argument. `tasks` selects and orders the tasks; only these are read. Raises
+    the argument. `tasks` selects and orders the tasks; only these are read.
+
+    With `classes_per_task` in the file, the classes of its only `[[task]]` are divided into tasks
+    (`ClassSplit`), and `tasks` selects among these; `class_split` overrides the file. Raises
     FileNotFoundError, or ValueError with every error in the file.
     """
     file = absolute(file)
@@ -175,23 +209,39 @@ def plan_stream_file(
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested too deeply
         raise ValueError(f"{file}: not readable as TOML: {error}") from error
     tables = _named_tables(file, content)
-    if tasks is not None:
-        tasks = check_names(tasks, list(tables), f"stream {file}")
+    stream_name = content.get("name", file.resolve().stem)
+    if class_split is None and "classes_per_task" in content:
+        try:
+            class_split = ClassSplit.of(content)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+    selected = list(tables)
+    if tasks is not None and class_split is None:
+        selected = check_names(tasks, selected, f"stream {file}")
     seed = content.get("seed", seed)
     plans = [
-        _plan_table(name, tables[name], file.parent, data_dir, seed, purpose)
-        for name in tasks or tables
+        _plan_table(name, tables[name], file.parent, data_dir, seed, purpose) for name in selected
     ]
-    return content.get("name", file.resolve().stem), plans
+    if class_split is None:
+        return stream_name, plans
+    return name_split(stream_name, class_split), _split_only(file, plans, class_split, tasks)
 
 
 def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, str]]:
     """Return the `[[task]]` tables, keyed by task name. One ValueError lists all errors."""
-    faults = _wrong_keys(content, ("name",), ("seed", "task"))
+    faults = _wrong_keys(content, ("name",), ("seed", "task", *CLASS_SPLIT))
     seed = content.get("seed", 0)
     # the exact type, because `true` is an int
     if type(seed) is not int or not -(2**63) <= seed < 2**63:
         faults.append("seed must be a whole number of at most 64 bits")
+    for key in CLASS_SPLIT:
+        value = content.get(key, 0)
+        is_names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+        if type(value) is not int and not (key == "class_order" and is_names):
+            expected = "a seed or a list of class names" if key == "class_order" else "a number"
+            faults.append(f"{key} must be {expected}, got {type(value).__name__}")
+        elif key in content and "classes_per_task" not in content:
+            faults.append(f"{key} needs classes_per_task")
     tables = content.get("task", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         faults, tables = [*faults, "`task` must be a list of tables; write [[task]]"], []

@@ -13,7 +13,7 @@ from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.load import ImagesConfig, OpenPhase, load_tasks, load_train
 from cheem_jax.data.sources import MissingTasks, cache_dir_of, plan_source
-from cheem_jax.data.task import Stream, select
+from cheem_jax.data.task import ClassSplit, Stream, select
 
 DEMO = "demo"
 
@@ -29,6 +29,14 @@ class StreamConfig:
     """Folder of the prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     tasks: str | None = None
     """Tasks in learning order, separated by commas; default: all, in the stream's order."""
+    classes_per_task: int | None = None
+    """Divide the classes of one data set into tasks with this many classes each (at least 2); the
+    last task has the remaining classes."""
+    first_task: int | None = None
+    """Number of classes in the first task; default: as in the others."""
+    class_order: str | None = None
+    """Order of the classes that are divided: a seed (1993: the permutation of PILOT), or all
+    class names, separated by commas; default: the data set's order."""
     order: Order = "default"
     """Order of MTIL's tasks. `default` is the order of the paper's tables, `paper_a` to `paper_c`
     are those of its table on task orders, and `zscl_ii` is the second order of ZSCL."""
@@ -44,6 +52,20 @@ class StreamConfig:
         return None if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
 
     @property
+    def class_split(self) -> ClassSplit | None:
+        """The division of the classes into tasks, if there is one."""
+        order = self.class_order
+        if self.classes_per_task is None:
+            if order is not None or self.first_task is not None:
+                raise ValueError("--first-task and --class-order need --classes-per-task")
+            return None
+        if order is not None and order.strip().isdecimal():
+            order = int(order)
+        elif order is not None:
+            order = tuple(name.strip() for name in order.split(","))
+        return ClassSplit(self.classes_per_task, self.first_task, order)
+
+    @property
     def cached_images(self) -> ImagesConfig:
         """A copy of `images` in which an empty `cache_dir` is replaced by the data folder's one, if
         the stream uses the data folder."""
@@ -57,7 +79,12 @@ def find_stream(config: StreamConfig) -> Callable[[int, OpenPhase], Stream]:
     Raises MissingTasks for tasks that are not prepared, FileNotFoundError, or ValueError.
     """
     names = config.task_names
+    class_split = config.class_split
     if config.stream == DEMO:
+        if class_split is not None:
+            raise ValueError(
+                "--classes-per-task divides one data set, and the demo stream has several tasks"
+            )
         if config.order != "default":
             raise ValueError(
                 f"--order {config.order} belongs to mtil; name the demo stream's tasks in the order"
@@ -76,6 +103,7 @@ def find_stream(config: StreamConfig) -> Callable[[int, OpenPhase], Stream]:
             data_dir=config.data_dir,
             order=config.order,
             seed=config.split_seed,
+            class_split=class_split,
         )
     except MissingTasks as error:
         raise MissingTasks(

@@ -17,7 +17,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -40,6 +40,38 @@ _SPLIT = re.compile(
     re.IGNORECASE,
 )
 """Common names of the splits: valid, Training, test_set, ..."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassSplit:
+    """Division of one data set into tasks with disjoint classes (class-incremental learning)."""
+
+    classes_per_task: int
+    first_task: int | None = None
+    """Number of classes in the first task; None: `classes_per_task`."""
+    class_order: int | tuple[str, ...] | None = None
+    """Seed of a permutation of the classes, all class names in learning order, or None for the data
+    set's order of classes."""
+
+    def __post_init__(self):
+        for name in ("classes_per_task", "first_task"):
+            if (num := getattr(self, name)) is not None and num < 2:
+                raise ValueError(f"{name} is {num}; expected at least 2, as a task has 2 classes")
+        if isinstance(self.class_order, int) and not 0 <= self.class_order < 2**32:
+            raise ValueError(
+                f"class_order is {self.class_order}; expected a seed from 0 to {2**32 - 1}, or the"
+                " names of all classes"
+            )
+
+    @staticmethod
+    def of(entries: Mapping[str, Any]) -> "ClassSplit":
+        """Build a division from the entries of a JSON or TOML table, in which names are a list."""
+        order = entries.get("class_order")
+        return ClassSplit(
+            entries["classes_per_task"],
+            entries.get("first_task"),
+            tuple(order) if isinstance(order, list) else order,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,6 +104,8 @@ class Task:
     cut: tuple[str, ...] = ()
     """As in `Plan`."""
     purpose: Purpose = "learn"
+    class_split: ClassSplit | None = None
+    """As in `Plan`."""
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -162,6 +196,9 @@ class Plan:
     """Whether TFDS prepared the data set. If so, images are decoded without EXIF rotation, as in
     the paper's loaders."""
     purpose: Purpose = "learn"
+    class_split: ClassSplit | None = None
+    """The division that this task is a part of; None: the classes of the data set are not
+    divided."""
 
     @staticmethod
     def of(

@@ -14,7 +14,7 @@ from PIL import Image
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.sources import plan_source
-from cheem_jax.data.task import EncodedSplit, Split, fingerprint
+from cheem_jax.data.task import ClassSplit, EncodedSplit, Split, fingerprint
 from cheem_jax.report.finished import Recorded, RunRecord
 from cheem_jax.report.page.charts import EmptySection
 from cheem_jax.report.table import spread
@@ -100,6 +100,7 @@ def _recorded_tests(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, Spl
         data.get("data_dir"),
         data.get("order", "default"),
         data.get("split_seed", 0),
+        ClassSplit.of(data["class_split"]) if "class_split" in data else None,
     )
     if changed := [
         name for name in run.order if name not in tests or tests[name][1] != hashes.get(name)
@@ -116,6 +117,7 @@ def _hashed_tests(
     data_dir: str | None,
     order: Any,
     seed: int,
+    class_split: ClassSplit | None,
 ) -> Mapping[str, tuple[Split | EncodedSplit, str]]:
     """Return the test split of each task of a stream, and the hash that a run records of it."""
     if stream == "demo":
@@ -123,7 +125,12 @@ def _hashed_tests(
             task.name: (task.test, fingerprint(task)) for task in demo_stream(image_size=size).tasks
         }
     _, plans = plan_source(
-        stream, tasks, data_dir=Path(data_dir) if data_dir else None, order=order, seed=seed
+        stream,
+        tasks,
+        data_dir=Path(data_dir) if data_dir else None,
+        order=order,
+        seed=seed,
+        class_split=class_split,
     )
     return {plan.name: (plan.test, plan.split_sha256) for plan in plans}
 
