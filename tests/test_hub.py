@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import small
@@ -29,6 +30,9 @@ class State:
 
     repositories: dict[str, dict[str, bytes]] = dataclasses.field(default_factory=dict)
     private: list[bool] = dataclasses.field(default_factory=list)
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Sizes of files, where they are not those of their contents."""
+    fetched: list[str] = dataclasses.field(default_factory=list)
     status: int = 200
     delay: float = 0
 
@@ -82,12 +86,16 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 hashes = {
                     "id": REPO,
                     "sha": "1" * 40,
-                    "siblings": [{"rfilename": name} for name in files],
+                    "siblings": [
+                        {"rfilename": name, "size": self.state.sizes.get(name, len(content))}
+                        for name, content in files.items()
+                    ],
                 }
                 return self.reply(commit if rest else hashes)
             case [owner, name, "resolve", _, *path] if "/".join(path) in repositories.get(
                 f"{owner}/{name}", {}
             ):
+                self.state.fetched.append("/".join(path))
                 return self.reply(repositories[f"{owner}/{name}"]["/".join(path)])
         self.reply(b"{}", 404, "RepoNotFound")
 
@@ -267,3 +275,62 @@ def test_a_repository_that_is_missing_corrupted_or_another_model_leaves_nothing(
     (memory / "config.json").write_text(json.dumps(config))
     status, _, err = cheem(capsys, "push", memory, REPO)
     assert status == 2 and "task 'cats' is interrupted; finish it, or forget it" in err
+
+
+def test_too_many_or_too_large_files_are_refused_before_one_is_fetched(
+    capsys, monkeypatch, hub, memory, tmp_path
+):
+    from cheem_jax.memory.hub import push
+
+    push(memory, REPO)
+    files = hub.repositories[REPO]
+    num = len(files) - 1  # without the card
+
+    def refused():
+        status, _, err = cheem(capsys, "pull", REPO, tmp_path / "new")
+        assert status == 2 and err.count("\n") == 1 and not hub.fetched
+        assert [file.name for file in tmp_path.iterdir()] == ["pets"]
+        return err
+
+    hub.sizes["backbone.safetensors"] = 101 * 2**30
+    assert f"has {num} files of 101.0 GB, expected at most" in refused()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=3 * 2**30))
+    hub.sizes["backbone.safetensors"] = 4 * 2**30
+    assert "has 4.0 GB, and 3.0 GB are free; choose a folder on another disk" in refused()
+    hub.sizes.clear()
+    monkeypatch.setattr("cheem_jax.memory.hub.MAX_FILES", num - 1)
+    assert f"has {num} files of 0.0 GB, expected at most {num - 1} files" in refused()
+    monkeypatch.undo()
+
+
+def test_names_and_links_of_a_hostile_repository_reach_nothing_outside(
+    capsys, hub, memory, tmp_path
+):
+    from cheem_jax.memory.hub import push
+
+    push(memory, REPO)
+    files = hub.repositories[REPO]
+    task = "generation-0001/cheem/000-task0"
+    outside = (
+        "../a.txt",
+        "/a.txt",
+        "base/../../a.txt",
+        f"{task}/../../../../a.txt",
+        f"{task}/.hidden/a.txt",
+        "generation-0001/cheem/../../../a.txt",
+        "other/a.txt",
+    )
+    files |= dict.fromkeys(outside, b"elsewhere")
+    status, _, _ = cheem(capsys, "pull", REPO, tmp_path / "new")
+    assert status == 0 and not list(tmp_path.rglob("a.txt"))
+    secret = tmp_path / "secret.txt"
+    secret.write_text("a secret")
+    sha = hashlib.sha256(secret.read_bytes()).hexdigest()
+    text = files[f"{task}/manifest.json"].decode()
+    for name in ("../../../../secret.txt", str(secret)):
+        manifest = json.loads(text)
+        manifest["files"][name] = sha  # a push would send it, and a copy would write it
+        files[f"{task}/manifest.json"] = (json.dumps(manifest, indent=1) + "\n").encode()
+        status, _, err = cheem(capsys, "pull", REPO, tmp_path / "other")
+        assert status == 2 and "missing or changed files" in err
+        assert not (tmp_path / "other").exists()

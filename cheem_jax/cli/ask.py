@@ -15,17 +15,16 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
-from rich.console import Console
 
 from cheem_jax.cli.info import print_grid
 from cheem_jax.cli.memory import Answering, OfData, Predicting
 from cheem_jax.core.interruption import Stopped
-from cheem_jax.core.paths import shown
+from cheem_jax.core.paths import printable, shown
 from cheem_jax.memory.data import files_in
 from cheem_jax.memory.predictor import Asked, Prediction, Predictor, predict_files
 from cheem_jax.report.grid import Grid
 from cheem_jax.report.page.assemble import refresh_page
-from cheem_jax.run.progress import Progress, on_screen
+from cheem_jax.run.progress import Progress, Terminal, on_screen
 from cheem_jax.serve import Limits
 
 COLUMNS: list[str] = [
@@ -88,7 +87,7 @@ def predict_images(settings: Predict) -> int:
     failures = list[Asked]()
 
     def predictions() -> Iterator[Asked]:
-        progress = Progress(Console(stderr=True, quiet=len(files) < SHOW_PROGRESS_FROM))
+        progress = Progress(Terminal(stderr=True, quiet=len(files) < SHOW_PROGRESS_FROM))
         total = len(unreadable) + len(files)
         with progress.phase("predict", task="images", total=total) as advance:
             for answer in itertools.chain(unreadable, predict_files(predictor, files)):
@@ -105,15 +104,16 @@ def predict_images(settings: Predict) -> int:
             writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
             writer.writeheader()
             for answer in predictions():
-                writer.writerow(_csv_row(answer))
+                row = _csv_row(answer)
+                writer.writerow({column: printable(text) for column, text in row.items()})
         case "table":
             rows = [_table_row(answer) for answer in predictions() if not answer.prediction.error]
             if rows:
                 columns = ("image", "task", "class", "second choice", "blocks")
-                console = Console(width=None if on_screen() else 160)
+                console = Terminal(width=None if on_screen() else 160)
                 print_grid(Grid("", columns, tuple(rows), 5), console)
             for answer in failures:
-                print(f"{answer.file}: {answer.prediction.error}", file=sys.stderr)
+                print(printable(f"{answer.file}: {answer.prediction.error}"), file=sys.stderr)
     if failures:
         num = len(files) + len(unreadable)
         print(f"error: {len(failures)} of {num} images cannot be read", file=sys.stderr)
@@ -136,7 +136,8 @@ def _find_images(sources: tuple[str, ...]) -> tuple[list[str | bytes], list[Aske
                 unreadable.append(Asked(place, Prediction(error=reason)))
             else:
                 files += images
-                print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
+                for note in notes:
+                    print(printable(note), file=sys.stderr)
     return files, unreadable
 
 
@@ -147,7 +148,7 @@ def _read_standard_input() -> list[str | bytes]:
     return [line.rstrip("\r") for line in os.fsdecode(data).split("\n") if line.strip()]
 
 
-def _csv_row(answer: Asked) -> dict[str, Any]:
+def _csv_row(answer: Asked) -> dict[str, str]:
     prediction = answer.prediction
     if prediction.error:
         return {"file": answer.file, "error": prediction.error}
@@ -184,7 +185,7 @@ class Evaluate(OfData, Answering):
 
 def evaluate_memory(settings: Evaluate) -> None:
     """Print the scores of each task and their average."""
-    progress = Progress(Console(stderr=True))
+    progress = Progress(Terminal(stderr=True))
     memory = settings.open()
     tasks = settings.load(settings.plans("measure"), memory, progress, only=settings.split)
     scores = memory.evaluate(

@@ -13,11 +13,10 @@ from typing import Annotated, Literal
 
 import numpy as np
 import tyro
-from rich.console import Console
 
 from cheem_jax.cli.arguments import ADVANCED
 from cheem_jax.cli.info import print_grid
-from cheem_jax.core.paths import absolute, shown
+from cheem_jax.core.paths import absolute, printable, shown
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Order, members_of
 from cheem_jax.data.decode import OnProgress, decode_in_order
@@ -27,7 +26,7 @@ from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
 from cheem_jax.data.task import EncodedSplit, Plan, check_names
 from cheem_jax.data.verify import Findings, dim_note, verify, verify_caches, without_broken
 from cheem_jax.report.grid import Grid
-from cheem_jax.run.progress import Progress
+from cheem_jax.run.progress import Progress, Terminal
 
 IMAGE_SIZE = 96
 """Size in pixels of the square images in a figure."""
@@ -175,7 +174,7 @@ def prepare_data(settings: Prepare) -> None:
             counts = _listed(plan.counts)
             progress.say(f"{name}: ready, {counts}; splits sha256 {plan.split_sha256[:16]}")
     for name, reason in failures.items():
-        print(f"{name}: {reason}", file=sys.stderr)
+        print(printable(f"{name}: {reason}"), file=sys.stderr)
     if failures:
         raise ValueError(
             f"{len(failures)} task(s) could not be prepared: {', '.join(failures)}; follow the"
@@ -192,7 +191,7 @@ def verify_data(settings: Verify) -> None:
     for default in (lambda: images_dir(settings.data_dir), default_directory):
         with contextlib.suppress(ValueError):  # without a home folder, nothing is cached there
             roots.append(default())
-    progress = Progress(Console(quiet=True) if settings.json else None)
+    progress = Progress(Terminal(quiet=True) if settings.json else None)
     results = {}
     for plan in (plan.turned(True) for plan in plans):
         if settings.skip_broken:

@@ -22,7 +22,7 @@ from cheem_jax.report.page.assemble import PAGE, write_page
 from cheem_jax.report.status import Snapshot, look
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run.directory import NAME
-from cheem_jax.run.progress import SECONDS_BETWEEN_LINES, Progress, on_screen
+from cheem_jax.run.progress import SECONDS_BETWEEN_LINES, Progress, Terminal, on_screen
 
 DOCTYPE = b"<!doctype html"
 """First bytes of a page, in lower case. Files with other first bytes are not overwritten."""
@@ -133,7 +133,7 @@ def watch_run(settings: Watch, console: Console | None = None) -> None:
         raise ValueError(
             f"every is {settings.every}; expected seconds between two looks, more than 0"
         )
-    console = console or Console(width=None if on_screen() else 100)
+    console = console or Terminal(width=None if on_screen() else 100)
     snapshot = look(settings.run_dir, time.time())
     if not settings.once and not snapshot.is_over:
         with contextlib.suppress(KeyboardInterrupt), _displaying(console) as show:

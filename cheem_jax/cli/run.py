@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from rich.console import Console
 from tyro.conf import AvoidSubcommands
 
 from cheem_jax.backbone.alexnet import load_alexnet
@@ -36,7 +35,7 @@ from cheem_jax.engine.hosts import HostsConfig
 from cheem_jax.engine.layout import MeshConfig, make_layout
 from cheem_jax.report.comparison import comparison_grid, narrow
 from cheem_jax.report.table import show
-from cheem_jax.run.progress import Progress
+from cheem_jax.run.progress import Progress, Terminal
 from cheem_jax.run_config import RouterWeights
 
 T = TypeVar("T")
@@ -148,7 +147,7 @@ class Loaded(NamedTuple):
 def run_seeds(settings: RunSettings) -> None:
     """Load weights and data, learn the stream with every seed, and print the tables."""
     hosts.connect(settings.hosts)
-    progress = Progress(None if hosts.is_first() else Console(quiet=True, force_terminal=False))
+    progress = Progress(None if hosts.is_first() else Terminal(quiet=True, force_terminal=False))
     config = make_run_config(settings)
     if settings.preset.endswith("_plus") and not isinstance(config.method, CheemConfig):
         preset = settings.preset.replace("cheem_plus", "paper").removesuffix("_plus")

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from cheem_jax.core.atomic import REFUSING
 from cheem_jax.core.interruption import Stopped
-from cheem_jax.core.paths import shown
+from cheem_jax.core.paths import printable, shown
 
 Settings = TypeVar("Settings")
 
@@ -75,14 +75,14 @@ def errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
             note = f" In {shown(directory)} {stop}; the same command resumes from there."
         elif directory is not None and directory.exists():
             note = f" Finished tasks are in {shown(directory)}; the same command resumes."
-        print(f"\nstopped.{note}", file=sys.stderr)
+        print(printable(f"\nstopped.{note}"), file=sys.stderr)
         raise SystemExit(128 + number) from None
     except Exception as error:
         if (sentence := _sentence(error, directory)) is None:
             raise
-        print(f"error: {sentence}", file=sys.stderr)
+        print(printable(f"error: {sentence}"), file=sys.stderr)
         for line in getattr(error, "advice", ()):
-            print(f"  {line}", file=sys.stderr)
+            print(printable(f"  {line}"), file=sys.stderr)
         raise SystemExit(2) from error
 
 

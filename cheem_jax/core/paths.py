@@ -1,5 +1,5 @@
 """Paths from users. They are converted to absolute paths when settings are read, so all other code
-uses absolute paths."""
+uses absolute paths. Names for messages lack control characters."""
 
 import dataclasses
 import os
@@ -12,6 +12,9 @@ _Settings = TypeVar("_Settings")
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
 """Also matches one slash, because `Path` merges two. A single letter is not a scheme but a Windows
 drive."""
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters, except tabs and line breaks, and characters that change the direction of the
+text after them."""
 
 
 def absolute(path: str | os.PathLike[str], start: Path | None = None) -> Path:
@@ -105,6 +108,12 @@ def _absolute_paths_in(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return with_absolute_paths(value)
     return value
+
+
+def printable(text: str) -> str:
+    """Remove control characters. Names of classes, tasks and files can come from strangers, and a
+    terminal would execute escape sequences in them."""
+    return _CONTROLS.sub("", text)
 
 
 def shown(path: Path) -> str:

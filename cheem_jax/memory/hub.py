@@ -7,6 +7,7 @@ which can show some.
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from cheem_jax.run.record import read
 
 COMMIT_TIMEOUT = 120.0
 """Seconds until a commit with files has to be processed; `TIMEOUT` is for other requests."""
+MAX_FILES = 100_000
+"""Maximum number of files of a pulled memory. A task has about 20."""
+MAX_BYTES = 100 * 2**30
+"""Maximum size of a pulled memory."""
 CARD = "README.md"
 FILES = re.compile(
     rf"(?!.*(?:^|/)\.)({NAME}|{WEIGHTS}|{RECORD}|{BASE}/.+|generation-\d{{4,}}/cheem/\d{{3,}}[-.].+)"
@@ -87,21 +92,25 @@ def push(
 def pull(repository: str, directory: str | Path) -> OpenMemory:
     """Download the memory in the repository `OWNER/NAME` into a new or empty folder.
 
-    Raises ValueError if the repository does not contain a complete memory, and OSError as `push`;
-    nothing is left in both cases.
+    Raises ValueError if the repository does not contain a complete memory, or more or larger files
+    than a memory has, and OSError as `push`; nothing is left in both cases.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
     with new_directory(absolute(directory)) as partial:
         with hub_errors(repository, "pull"):
-            info = HfApi().model_info(repository, timeout=TIMEOUT)
-            names = [
-                file.rfilename for file in info.siblings or () if FILES.fullmatch(file.rfilename)
-            ]
+            info = HfApi().model_info(repository, timeout=TIMEOUT, files_metadata=True)
+            sizes = {
+                file.rfilename: file.size or 0
+                for file in info.siblings or ()
+                if FILES.fullmatch(file.rfilename)
+            }
+            names = list(sizes)
             if missing := sorted({NAME, WEIGHTS} - set(names)):
                 raise ValueError(
                     f"{repository!r} on the hub is not a memory: it lacks {' and '.join(missing)}"
                 )
+            _check_sizes(repository, sizes, shutil.disk_usage(partial).free)
 
             def fetch(name: str) -> str:
                 return hf_hub_download(
@@ -116,6 +125,23 @@ def pull(repository: str, directory: str | Path) -> OpenMemory:
         except (ValueError, OSError) as error:
             raise ValueError(f"{repository!r} on the hub is not a whole memory: {error}") from error
     return open_memory(directory)
+
+
+def _check_sizes(repository: str, sizes: Mapping[str, int], num_free: int) -> None:
+    """Raise ValueError if the files, given their sizes in bytes, are too many or too large for a
+    memory, or for the `num_free` bytes on the disk."""
+    total = sum(sizes.values())
+    if len(sizes) > MAX_FILES or total > MAX_BYTES:
+        raise ValueError(
+            f"{repository!r} has {len(sizes):,} files of {total / 2**30:,.1f} GB, expected at most"
+            f" {MAX_FILES:,} files of {MAX_BYTES / 2**30:,.0f} GB; if it is a memory and you trust"
+            f" it, `hf download {repository}` gets it"
+        )
+    if total > num_free:
+        raise ValueError(
+            f"{repository!r} has {total / 2**30:,.1f} GB, and {num_free / 2**30:,.1f} GB are free;"
+            " choose a folder on another disk"
+        )
 
 
 def model_card(memory: OpenMemory, repository: str, license: str | None = None) -> str:

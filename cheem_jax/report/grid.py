@@ -2,12 +2,15 @@
 
 import csv
 import io
+import re
 from collections.abc import Collection
 from typing import NamedTuple
 
 import rich.box
 import rich.table
 from rich.text import Text
+
+from cheem_jax.core.paths import printable
 
 
 class Grid(NamedTuple):
@@ -68,9 +71,18 @@ class Grid(NamedTuple):
         return text.getvalue()
 
     def to_markdown(self) -> str:
-        """Format the table as Markdown, without the title and caption."""
+        """Format the table as Markdown, without the title and caption.
+
+        HTML, links and images in the cells become text; cells can be bold.
+        """
         aligns = ["---" if index < self.num_left else "---:" for index in range(len(self.columns))]
-        rows = (self.heads, aligns, *self.rows)
-        return "\n".join(
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows
-        )
+        rows = ([*map(_escape, row)] for row in (self.heads, *self.rows))
+        heads, *body = ("| " + " | ".join(row) + " |" for row in rows)
+        return "\n".join((heads, "| " + " | ".join(aligns) + " |", *body))
+
+
+def _escape(text: str) -> str:
+    """Escape HTML, links, images and column separators in a cell of a Markdown table."""
+    text = re.sub(r"[\\|]", r"\\\g<0>", printable(text).replace("\n", " "))
+    text = text.replace("&", "&amp;").replace("](", r"]\(")
+    return re.sub(r"<(?=\S)", "&lt;", text)  # a tag has no blank after its bracket

@@ -7,16 +7,18 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
 from rich import progress as bars
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.paths import printable
 from cheem_jax.core.settings import COLOURS, Advance
 
 SECONDS_BETWEEN_LINES = 15.0
@@ -30,6 +32,19 @@ written immediately, since the phase can compile for minutes."""
 LARGEST_SHARE = 0.01
 """Maximum fraction of the time for writing the status file; on a slow disk, it is written less
 often."""
+
+
+class Terminal(Console):
+    """Console that removes control characters from everything that it prints (`printable`)."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
 
 
 class Progress:
@@ -224,11 +239,11 @@ def on_screen() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
 
 
-def _console() -> Console:
+def _console() -> Terminal:
     """Make a console. Outside of a terminal, such as in notebooks and logs, it prints plain lines
     even if FORCE_COLOR is set, because bars would fill hundreds of lines."""
     is_screen = on_screen()
-    return Console(
+    return Terminal(
         width=None if is_screen else 100,
         force_jupyter=False,
         force_terminal=None if is_screen else False,

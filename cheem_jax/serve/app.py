@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cheem_jax import __version__
+from cheem_jax.core.paths import printable
 from cheem_jax.core.settings import COLOURS
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.record import to_json
@@ -58,7 +59,7 @@ def make_app(
             if prediction.error:
                 service.metrics.refused.labels("one_of_several").inc()
             else:
-                service.metrics.images.labels(prediction.task or "(none)").inc()
+                service.metrics.images.labels(printable(prediction.task or "(none)")).inc()
         values = answers[0].prediction.to_json()
         if len(answers) > 1:
             values = {"predictions": [answer.to_json() for answer in answers]}

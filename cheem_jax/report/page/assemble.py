@@ -14,6 +14,7 @@ from markupsafe import Markup
 from cheem_jax import __version__
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.paths import printable
 from cheem_jax.core.settings import COLOURS
 from cheem_jax.data.task import Split
 from cheem_jax.report import memories, table
@@ -95,7 +96,7 @@ def refresh_page(directory: Path, tests: Mapping[str, Split] | None = None) -> N
         text, _, _ = page([directory], images=True, tests=tests, below=False)
         write_atomically(directory / PAGE, text)
     except (ValueError, OSError) as error:
-        print(f"note: {PAGE} is not written ({error})", file=sys.stderr)
+        print(printable(f"note: {PAGE} is not written ({error})"), file=sys.stderr)
 
 
 def page(
