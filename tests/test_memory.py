@@ -8,6 +8,7 @@ import shutil
 import unicodedata
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,21 +24,24 @@ from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.cheem.closed_form import HeadComparison
 from cheem_jax.cheem.config import DEMO, PRESETS, QUICK, auto
-from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cheem.expert_memory import TaskNetworks, task_network
 from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.metrics import log_probability
 from cheem_jax.core.pool import DenseExperts, Head, logits_of
-from cheem_jax.core.routing import packed
+from cheem_jax.core.routing import RouterConfig, fit_statistics, packed
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.task import Split, Stream, Task
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.passes import network_features
 from cheem_jax.export import kind_of
 from cheem_jax.memory import OpenMemory
 from cheem_jax.memory.contents import read_info
 from cheem_jax.memory.data import NamedFiles
 from cheem_jax.memory.extending import (
     Candidate,
+    add_router_statistics,
     add_statistics,
     best_candidate,
     class_statistics,
@@ -983,6 +987,60 @@ def test_statistics_of_parts_add_up_to_those_of_all():
         np.testing.assert_allclose(values, everything[name], rtol=1e-5, atol=1e-5)
     far = mix_quantiles(np.linspace(0, 1, 201), np.linspace(10, 11, 201), 0.9)
     assert far[0] == 0 and far[-1] == 11 and far[178] < 1 < 10 <= far[182]
+
+
+@pytest.mark.parametrize("new_classes", [(2,), (0,), (0, 2, 3)])
+def test_router_statistics_of_parts_add_up_to_those_of_all(new_classes):
+    rng = np.random.default_rng(1)
+    config = RouterConfig("lda")
+    features = (rng.normal(size=(90, 5)) @ rng.normal(size=(5, 5))).astype(np.float32)
+    old_labels = np.repeat(np.arange(3, dtype=np.int32), [20, 9, 11])
+    new_labels = rng.choice(np.array(new_classes, np.int32), 50)
+    old = fit_statistics(features[:40], old_labels, config, seed=0)
+    new = fit_statistics(features[40:], new_labels, config, seed=0)
+    labels = np.concatenate([old_labels, new_labels])
+    expected = fit_statistics(features, labels, config, seed=0)
+    num_classes = int(labels.max()) + 1
+    together = add_router_statistics(old, new, new_labels, num_classes)
+    assert len(together.centroids) == num_classes  # a repeated class has one row
+    chex.assert_trees_all_close(together, expected, rtol=1e-5, atol=1e-6)
+    # in two steps
+    first, second = (
+        fit_statistics(features[part], labels[part], config, seed=0)
+        for part in (slice(40, 60), slice(60, 90))
+    )
+    steps = add_router_statistics(old, first, labels[40:60], num_classes)
+    steps = add_router_statistics(steps, second, labels[60:], num_classes)
+    chex.assert_trees_all_close(steps, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_one_more_class_leaves_the_statistics_of_all_images_at_once(tmp_path):
+    router = RouterConfig("lda")
+    memory = begin(tmp_path / "memory", method=dataclasses.replace(small.QUICK, router=router))
+    first, more = small.task("pets", 0), small.task("pets", 7)
+    memory.learn(first)
+
+    parts = {
+        name: Split(split.images, np.zeros_like(split.labels))
+        for name, split in more.splits.items()
+    }
+    one = dataclasses.replace(more, classes=("c9",), **parts, purpose="extend")
+    memory.learn(one, extend="pets")
+    [task] = memory.internal.tasks
+    assert (
+        task.classes == ("c0", "c1", "c2", "c9")
+        and extension_in(memory.directory)["kept"] == "head"
+    )
+    images = np.concatenate([first.train.images, one.train.images])
+    labels = np.concatenate([first.train.labels, np.full(40, 3, np.int32)])
+    expected = fit_statistics(memory.setup.features(images), labels, router, seed=0)
+    chex.assert_trees_all_close(task.router_statistics, expected, rtol=1e-4, atol=1e-6)
+    learner = memory.setup.learner(memory.internal)
+    feed = HostImages(learner.executor, images)
+    network = task_network(learner.dense, task.experts)
+    [features] = network_features(learner.executor, [network], feed, len(images), batch_size=16)
+    at_once = class_statistics(np.asarray(features), labels, 4)
+    chex.assert_trees_all_close(dict(task.statistics), at_once, rtol=1e-3, atol=1e-4)
 
 
 def test_forgetting_works_where_files_cannot_be_linked(copied, monkeypatch):

@@ -89,7 +89,8 @@ class TaskStatistics(NamedTuple):
     centroids: Float[np.ndarray, "K E"]
     """Centroids of k-means, or class means for `lda`."""
     moments: Mapping[str, np.ndarray] = {}
-    """For `lda`, `scatter`: the upper triangle of the covariance within the task's classes."""
+    """For `lda`, `scatter` is the upper triangle of the covariance within the task's classes, and
+    `counts` are the numbers of images of the classes."""
 
 
 def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:
@@ -134,11 +135,12 @@ def fit_statistics(
     if config.kind == "kmeans":
         return TaskStatistics(fit_centroids(features, config.num_centroids, seed=seed))
     points = normalise(features).astype(np.float64)
-    classes, rows = np.unique(labels, return_inverse=True)
+    classes, rows, counts = np.unique(labels, return_inverse=True, return_counts=True)
     means = np.stack([points[labels == label].mean(axis=0) for label in classes])
     means = means.astype(np.float32)
     residuals = points - means[rows]
-    return TaskStatistics(means, {"scatter": packed(residuals.T @ residuals / len(points))})
+    scatter = packed(residuals.T @ residuals / len(points))
+    return TaskStatistics(means, {"scatter": scatter, "counts": counts.astype(np.float32)})
 
 
 def num_stored(config: RouterConfig, width: int, num_classes: int) -> int:
@@ -146,7 +148,7 @@ def num_stored(config: RouterConfig, width: int, num_classes: int) -> int:
     `width`."""
     if config.kind == "kmeans":
         return config.num_centroids * width
-    return num_classes * width + width * (width + 1) // 2
+    return num_classes * (width + 1) + width * (width + 1) // 2
 
 
 def packed(matrix: Float[np.ndarray, "E E"]) -> Float[np.ndarray, "P"]:

@@ -17,7 +17,13 @@ from scipy.optimize import minimize_scalar
 
 from cheem_jax.core.metrics import MOST_TEMPERATURE, log_probability
 from cheem_jax.core.pool import Head, TaskMemory, logits_of
-from cheem_jax.core.routing import NUM_QUANTILES, packed, unpacked, whitening_of
+from cheem_jax.core.routing import (
+    NUM_QUANTILES,
+    TaskStatistics,
+    packed,
+    unpacked,
+    whitening_of,
+)
 from cheem_jax.data.task import Split, Task, composed, spelled_as
 
 Statistics = Mapping[str, np.ndarray]
@@ -196,6 +202,36 @@ def add_statistics(old: Statistics, new: Statistics) -> dict[str, np.ndarray]:
         "means": (means + share[:, None] * shift).astype(np.float32),
         "covariance": packed((within + between) / total.sum()),
     }
+
+
+def add_router_statistics(
+    old: TaskStatistics, new: TaskStatistics, labels: Int[np.ndarray, "N"], num_classes: int
+) -> TaskStatistics:
+    """Statistics of the router for old and new images together; `labels` are those of the new
+    images.
+
+    For `lda`, the result equals the statistics of all images at once. For `kmeans`, the centroids
+    of the new images are appended.
+    """
+    if not new.moments:
+        return TaskStatistics(np.concatenate([old.centroids, new.centroids]))
+    present = np.unique(labels)
+    means = np.zeros((num_classes, new.centroids.shape[1]), np.float32)
+    means[present] = new.centroids
+    together = add_statistics(
+        {
+            "counts": old.moments["counts"],
+            "means": old.centroids,
+            "covariance": old.moments["scatter"],
+        },
+        {
+            "counts": np.bincount(labels, minlength=num_classes),
+            "means": means,
+            "covariance": new.moments["scatter"],
+        },
+    )
+    counts = together["counts"].astype(np.float32)
+    return TaskStatistics(together["means"], {"scatter": together["covariance"], "counts": counts})
 
 
 def mix_quantiles(

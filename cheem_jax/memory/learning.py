@@ -43,6 +43,7 @@ from cheem_jax.memory.extending import (
     Candidate,
     Statistics,
     absent_classes,
+    add_router_statistics,
     add_statistics,
     best_candidate,
     class_statistics,
@@ -255,8 +256,8 @@ class MemoryLearner(Cheem):
         `best_candidate`: the unchanged task (only if there are no new classes), the same network
         with a head that is computed from the statistics of all classes, and the fine-tuned network.
         Fine-tuning requires images of every learned class, and at least `num_before` images, which
-        is the number of earlier training images. Router statistics are averaged with the numbers of
-        images as weights, and centroids of the new images are appended.
+        is the number of earlier training images. The router then has the statistics of old and new
+        images together (`add_router_statistics`).
         """
         before = self.memory.tasks[index]
         labels = task.train.labels
@@ -347,15 +348,13 @@ class MemoryLearner(Cheem):
             seed=self.keys.seed_at(learning.index, Phase.CENTROIDS),
             session=session,
         )
-        new = self.memory.tasks[-1]
-        centroids = np.concatenate([before.centroids, new.centroids])
-        quantiles = self._quantiles(task, centroids)
+        places = add_router_statistics(
+            before.router_statistics, self.memory.tasks[-1].router_statistics, labels, num_classes
+        )
+        quantiles = self._quantiles(task, places.centroids)
         self._change_last(
-            centroids=centroids,
-            moments={
-                name: share * before.moments[name] + (1 - share) * moments
-                for name, moments in new.moments.items()
-            },
+            centroids=places.centroids,
+            moments=places.moments,
             distances=(
                 None
                 if before.distances is None
