@@ -227,7 +227,7 @@ def naming(files):
 
 @pytest.fixture
 def outside(tmp_path):
-    """Images of the user, beside the data set."""
+    """Images of the user, next to the data set."""
     files = [tmp_path / "private" / f"{at:02}.png" for at in range(20)]
     files[0].parent.mkdir()
     for at, file in enumerate(files):
@@ -264,8 +264,8 @@ def test_rows_of_a_hub_data_set_read_its_cached_files_and_no_other_file(
         plan = plan_hub("a/pets")
         return [plan.train.files.read(row) for row in range(len(plan.train.files.keys))]
 
-    kept = {file.read_bytes() for file in outside}
-    assert set(read(cached)) <= kept
+    images = {file.read_bytes() for file in outside}
+    assert set(read(cached)) <= images
     for file in (outside[0], link, relative, other):
         with pytest.raises(ValueError, match="which is outside of the data set; save"):
             read([file] * 20)

@@ -21,7 +21,7 @@ from cheem_jax.report.grid import Grid
 
 MARKUP = "<img src=x onerror=alert(1)>|[a](javascript:b)![c](http:d)&lt;"
 HOSTILE = f"\x1b[2J\x9b31m\x1b]0;title\x07{MARKUP}\u202e"
-"""Clears a terminal, colours and renames it, and reverses what follows."""
+"""Clears a terminal, colours and renames it, and reverses the rest of the line."""
 
 
 def controls(text: str) -> set[str]:
@@ -84,8 +84,8 @@ def test_no_command_writes_the_control_characters_of_a_name(capsys, folder, tmp_
             assert "img src=x" in re.sub(
                 r"\s", " ", run(1, "predict", directory, file, broken, *options)
             )
-        told = json.loads(run(0, "predict", directory, file, "--json"))
-        assert told["task"] == folder.name  # exactly, since JSON escapes it
+        prediction = json.loads(run(0, "predict", directory, file, "--json"))
+        assert prediction["task"] == folder.name  # exactly, since JSON escapes it
         run(0, "evaluate", directory, folder, "--skip-broken")
         run(2, "predict", directory, file, "--task", unknown)
         card = model_card(cheem_jax.open(directory), "someone/pets")

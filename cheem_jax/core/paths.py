@@ -111,8 +111,8 @@ def _absolute_paths_in(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Remove control characters. Names of classes, tasks and files can come from strangers, and a
-    terminal would execute escape sequences in them."""
+    """Remove control characters. A stranger can have chosen the names of classes, tasks and files,
+    and a terminal executes escape sequences in them."""
     return _CONTROLS.sub("", text)
 
 
