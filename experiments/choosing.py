@@ -25,6 +25,8 @@ from cheem_jax.run.progress import Progress
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 LOWER_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
 """Rates of methods that train the whole backbone."""
+SGD_RATES = (3e-3, 1e-2, 5e-2, 1e-1)
+"""Rates of methods that train by SGD."""
 RANKS = (4, 16, 64)
 FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "cheem": {"ops.rank": RANKS},
@@ -39,6 +41,7 @@ FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "ewc": {"penalties": ((1.0,), (1e2,), (1e4,), (1e6,), (1e8,))},
     "tuna": {"bottleneck": (8, 16, 64)},
     "moal": {"bottleneck": (16, 64), "hidden": (1000, 5000)},
+    "ranpac": {"hidden": (1000, 2000, 5000)},
     "moe_adapters": {"bottleneck": (8, 64)},
 }
 """The settings besides the rate that a method's own paper varies, and the rank of LoRA for every
@@ -50,6 +53,8 @@ def grids_of(method: str) -> dict[str, tuple[Any, ...]]:
     if method == "frozen_linear":
         return {}
     rates = LOWER_RATES if method in ("ewc", "full_finetune") else RATES
+    if method == "ranpac":
+        rates = SGD_RATES
     return {"rate": rates, **FURTHER.get(method, {})}
 
 

@@ -62,7 +62,17 @@ FIRST = (
     "full_finetune",
     "s_prompts",
 )
-ONCE = ("moal", "tuna", "diki", "coda_prompt", "l2p", "dualprompt", "ewc", "moe_adapters")
+ONCE = (
+    "moal",
+    "ranpac",
+    "tuna",
+    "diki",
+    "coda_prompt",
+    "l2p",
+    "dualprompt",
+    "ewc",
+    "moe_adapters",
+)
 LIKE = "cheem:closed_form"
 """The method whose settings uniform sampling and the reversed order share."""
 QUEUE = (

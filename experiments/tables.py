@@ -75,6 +75,7 @@ BASELINES = (
     "lora_cl",
     "tuna",
     "moal",
+    "ranpac",
     "frozen_linear",
 )
 SUMMARY = ("average_accuracy", "average_forgetting", "flops")

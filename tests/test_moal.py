@@ -16,21 +16,18 @@ from cheem_jax.backbone import flops
 from cheem_jax.backbone.config import config_of
 from cheem_jax.baselines import adapters as adapters_module
 from cheem_jax.baselines import moal as moal_module
+from cheem_jax.baselines import ridge as ridge_module
 from cheem_jax.baselines.adapters import adapter_params
 from cheem_jax.baselines.moal import (
     Analytic,
     Moal,
     MoalConfig,
-    best_ridge,
     drift_map,
     least_squares,
-    lift,
     nearest_new,
-    one_hot,
-    ridge_inverse,
-    second_moments,
     shifted_sources,
 )
+from cheem_jax.baselines.ridge import lift, one_hot, ridge_inverse
 from cheem_jax.core.keys import Phase, order_at
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Split, Task
@@ -50,7 +47,7 @@ def smaller():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(adapters_module, "SCALE", 1.0)
         patched.setattr(moal_module, "EMA", 0.6)
-        patched.setattr(moal_module, "ANALYTIC_BATCH", 16)
+        patched.setattr(ridge_module, "ANALYTIC_BATCH", 16)
         yield
 
 
@@ -142,27 +139,6 @@ def test_without_factor_and_rumination_two_tasks_fit_the_ridge_regression_on_bot
     scaled.learn(tasks[0], Session())
     alone = np.linalg.solve(x[:40].T @ x[:40] + report["ridge"] * np.eye(40), x[:40].T @ y[:40, :3])
     np.testing.assert_allclose(scaled.state.analytic.weight, 0.9 * alone, atol=1e-8)
-
-
-def test_the_penalty_is_the_best_on_held_out_images():
-    rng = np.random.default_rng(1)
-    truth = rng.normal(size=(20, 3))
-    x, noisy = rng.normal(size=(200, 20)), rng.normal(size=(200, 3))
-    held = rng.normal(size=(50, 20))
-    exact = best_ridge(
-        *second_moments(iter([(x[:100], x[:100] @ truth), (x[100:], x[100:] @ truth)])),
-        lambda: iter([(held, held @ truth)]),
-    )
-    nothing = best_ridge(
-        *second_moments(iter([(x, noisy)])), lambda: iter([(held, np.zeros((50, 3)))])
-    )
-    assert exact == 1e-8 and nothing == 1e8
-
-
-def test_a_penalty_too_small_for_float64_grows_until_it_is_not():
-    x = np.random.default_rng(0).normal(size=(3, 30)) * 1e6
-    inverse, penalty = ridge_inverse(x.T @ x, 1e-8)
-    assert 1e-8 < penalty < 1e3 and np.isfinite(inverse).all()
 
 
 @pytest.mark.full

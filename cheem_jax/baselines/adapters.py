@@ -1,5 +1,5 @@
-"""Bottleneck adapters parallel to every FFN, and cosine heads on the adapted features, for TUNA and
-MoAL.
+"""Bottleneck adapters parallel to every FFN, and cosine heads on the adapted features, for TUNA,
+MoAL, RanPAC and EASE.
 
 An adapter reads the tokens after a block's attention half, before LayerNorm. Its output is added to
 the output of the FFN. The up half of an adapter is initialised with 0, so a network with new
@@ -13,14 +13,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.baselines.baseline import OneHead, at_least_one, pass_costs
-from cheem_jax.baselines.fitting import Init, Inputs
-from cheem_jax.baselines.heads import grow_head
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Init, Inputs
+from cheem_jax.baselines.heads import grow_head, local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import product
 from cheem_jax.core.keys import Phase, next_power_of_two
@@ -32,6 +33,8 @@ SCALE = 0.1
 """Factor of the adapters' output."""
 DROPOUT = 0.1
 """Share of an adapter's hidden values that a training step drops."""
+SGD = optax.chain(optax.add_decayed_weights(5e-4), optax.trace(decay=0.9))
+"""SGD of the official codes, for the learning rate 1."""
 
 
 class Bottleneck(NamedTuple):
@@ -46,7 +49,7 @@ class Bottleneck(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """Settings of adapters and their training with Adam, as in the paper's comparison."""
+    """Settings of adapters and their training."""
 
     bottleneck: int = 64
     """Rank of an adapter."""
@@ -68,6 +71,28 @@ class AdapterBaseline(OneHead):
             return adapted_features(executor.vit_of(leaves), adapters, inputs["images"])
 
         self._features = features
+
+    def cosine_fitter(self, optimizer: optax.GradientTransformation | None = None) -> Fitter:
+        """Return the training step of adapters, a cosine head over all columns, and its scale.
+
+        The fixed arrays are the backbone, and the numbers of classes before and after the task.
+        """
+        executor = self.executor
+
+        def loss(learned, fixed, batch: FitBatch):
+            (adapters, weight, sigma), (leaves, num_old, num) = learned, fixed
+            vit = executor.vit_of(leaves)
+            features = adapted_features(vit, adapters, batch.inputs["images"], batch.key)
+            # sigma is a learned scale, because cosines alone are too small for a softmax
+            logits = sigma * cosines(features, weight)
+            return local_cross_entropy(logits, batch.labels + num_old, batch.weights, 0, num)
+
+        return Fitter(loss, optimizer, jit=executor.jit, layout=executor.layout)
+
+    def new_classifier(self, task: Task) -> tuple[Bottleneck, jax.Array, jax.Array]:
+        """Initialise adapters, the columns of a cosine head for the classes of a task, and its
+        scale."""
+        return self.new_adapters(task), padded_columns(self.new_columns(task)), jnp.ones(())
 
     def features_with(
         self, adapters: Bottleneck, images: Images, advance: Advance = unwatched

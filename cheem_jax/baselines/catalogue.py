@@ -16,6 +16,7 @@ from cheem_jax.baselines.l2p import L2p, L2pConfig
 from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig, LoraFinetune, LoraFinetuneConfig
 from cheem_jax.baselines.moal import Moal, MoalConfig
 from cheem_jax.baselines.moe_adapters import MoeAdapters, MoeAdaptersConfig
+from cheem_jax.baselines.ranpac import RanPac, RanPacConfig
 from cheem_jax.baselines.s_prompts import SPrompts, SPromptsConfig
 from cheem_jax.baselines.tuna import Tuna, TunaConfig
 from cheem_jax.cheem.config import PRESETS, CheemConfig, CheemLiteConfig, Preset
@@ -35,6 +36,7 @@ MethodName = Literal[
     "ewc",
     "tuna",
     "moal",
+    "ranpac",
     "moe_adapters",
     "full_finetune",
     "lora_finetune",
@@ -53,6 +55,7 @@ BaselineConfig = (
     | EwcConfig
     | TunaConfig
     | MoalConfig
+    | RanPacConfig
     | MoeAdaptersConfig
     | FullFinetuneConfig
     | FrozenLinearConfig
@@ -79,6 +82,7 @@ LEARNERS: dict[type, Any] = dict(
             Ewc,
             Tuna,
             Moal,
+            RanPac,
             MoeAdapters,
             FullFinetune,
             FrozenLinear,
@@ -132,6 +136,10 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
             changes["penalties"] = (10.0, 1e3, 1e5)
         case MoalConfig():
             changes["hidden"] = 1000
+        case RanPacConfig():
+            # the rate of SGD stays
+            changes["fit"] = dataclasses.replace(config.fit, epochs=epochs)
+            changes["hidden"] = 2000
     return dataclasses.replace(config, batch_size=32, **changes)
 
 

@@ -43,7 +43,7 @@ class Init(enum.IntEnum):
     """Prompts, adapters or experts."""
     HEAD = 1
     EXTRA = 2
-    """MoAL's random projection, MoE-Adapters' auto-encoder."""
+    """Random projection of MoAL and RanPAC, MoE-Adapters' auto-encoder."""
 
 
 class FitBatch(NamedTuple):

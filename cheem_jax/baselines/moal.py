@@ -11,8 +11,7 @@ Class-Incremental Learning", CVPR 2025.
 
 import dataclasses
 import enum
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -25,14 +24,19 @@ from cheem_jax.baselines.adapters import (
     AdapterBaseline,
     AdapterConfig,
     Bottleneck,
-    adapted_features,
     adapter_params,
-    cosines,
     padded_columns,
 )
 from cheem_jax.baselines.baseline import MUCH_MEMORY, at_least_one, params_report
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, numbered, unnumbered
-from cheem_jax.baselines.heads import local_cross_entropy
+from cheem_jax.baselines.fitting import Fitting, Init, numbered, unnumbered
+from cheem_jax.baselines.ridge import (
+    lift,
+    moments_and_penalty,
+    one_hot,
+    ridge_inverse,
+    ridge_logits,
+    steps,
+)
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, order_at
 from cheem_jax.core.routing import normalise
@@ -40,15 +44,9 @@ from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Task
 from cheem_jax.run.session import Session
 
-RIDGES = tuple(10.0**power for power in range(-8, 9))
-"""Penalties of the ridge regression on the first task to select from."""
 DRIFT_PENALTIES = tuple(10.0**power for power in range(-6, 3))
 """Penalties to select from on the distance between the drift map and the identity, relative to the
 mean square of the features."""
-
-
-ANALYTIC_BATCH = 512
-"""Number of images per step of recursive least squares; rumination predicts before each step."""
 FIRST_SCALE = 0.9
 """Factor of the analytic head's weight after the first task, as in the official code."""
 EMA = 0.999
@@ -61,7 +59,7 @@ class MoalOrder(enum.IntEnum):
     appended."""
 
     RIDGE = 0
-    """Images of the first task; the last fifth is held out."""
+    """Images of the first task, whose last fifth is held out."""
     RUMINATION = 1
     DRIFT = 2
     """Images of the new task; the last tenth is held out."""
@@ -114,19 +112,11 @@ class Moal(AdapterBaseline):
         super().build()
         executor = self.executor
 
-        def loss(learned, fixed, batch: FitBatch):
-            (adapters, weight, sigma), (leaves, num_old, num) = learned, fixed
-            vit = executor.vit_of(leaves)
-            features = adapted_features(vit, adapters, batch.inputs["images"], batch.key)
-            # sigma is a learned scale, because cosines alone are too small for a softmax
-            logits = sigma * cosines(features, weight)
-            return local_cross_entropy(logits, batch.labels + num_old, batch.weights, 0, num)
-
         @executor.jit
         def average(old, new):
             return jax.tree.map(lambda a, b: EMA * a + (1 - EMA) * b, old, new)
 
-        self.fitter = Fitter(loss, jit=executor.jit, layout=executor.layout)
+        self.fitter = self.cosine_fitter()
         self._average = average
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
@@ -144,11 +134,10 @@ class Moal(AdapterBaseline):
     def start(self, task: Task) -> tuple[Bottleneck, jax.Array, jax.Array]:
         """Return the adapters, the auxiliary head with columns for the new classes, and its
         scale."""
-        columns = self.new_columns(task)
         state = self.state
         if not state:
-            return self.new_adapters(task), padded_columns(columns), jnp.ones(())
-        columns = np.concatenate([state.auxiliary, columns], axis=1)
+            return self.new_classifier(task)
+        columns = np.concatenate([state.auxiliary, self.new_columns(task)], axis=1)
         return state.adapters, padded_columns(columns), jnp.asarray(state.sigma)
 
     def fixed(self, task: Task) -> Any:
@@ -199,9 +188,8 @@ class Moal(AdapterBaseline):
                 analytic, report = self._next_head(task, new, means, rumination, advance)
             else:
                 projection = self._projection(task)
-                analytic, penalty = self._first_head(projection, new, task)
+                analytic, penalty = self._first_head(projection, new, task, advance)
                 report = {"ridge": penalty}
-                advance(len(labels))
         auxiliary = np.asarray(auxiliary)[:, : num_old + num]
         self.state = MoalState(adapters, auxiliary, sigma, projection, analytic, means)
         width = self.vit.width
@@ -235,29 +223,19 @@ class Moal(AdapterBaseline):
         return np.asarray(jax.random.uniform(key, shape, minval=-bound, maxval=bound))
 
     def _first_head(
-        self, projection: np.ndarray, features: np.ndarray, task: Task
+        self, projection: np.ndarray, features: np.ndarray, task: Task, advance: Advance
     ) -> tuple[Analytic, float]:
-        """Fit the head to the first task by ridge regression.
-
-        The penalty is selected on the last fifth of the shuffled training images.
-        """
-        order = order_at(self.key(task, Phase.ALIGNMENT_ORDER, MoalOrder.RIDGE), len(features))
-        cut = max(1, len(features) * 4 // 5)
-        held_out = order[cut:]
-
-        def rows(order: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-            for part in _parts(order):
-                targets = one_hot(task.train.labels[part], len(task.classes))
-                yield lift(features[part], projection), targets
-
-        moments, products = second_moments(rows(order[:cut]))
-        # a single image is both held out and learned
-        held_out_rows = functools.partial(rows, held_out if len(held_out) else order)
-        penalty = best_ridge(moments, products, held_out_rows)
-        more_moments, more_products = second_moments(rows(held_out))
-        inverse, penalty = ridge_inverse(moments + more_moments, penalty)
-        weight = FIRST_SCALE * (inverse @ (products + more_products))
-        return Analytic(inverse, weight), penalty
+        """Fit the head to the first task; also returns the penalty."""
+        moments, products, penalty = moments_and_penalty(
+            features,
+            task.train.labels,
+            len(task.classes),
+            projection,
+            order_at(self.key(task, Phase.ALIGNMENT_ORDER, MoalOrder.RIDGE), len(features)),
+            advance,
+        )
+        inverse, penalty = ridge_inverse(moments, penalty)
+        return Analytic(inverse, FIRST_SCALE * (inverse @ products)), penalty
 
     def _next_head(
         self,
@@ -280,7 +258,7 @@ class Moal(AdapterBaseline):
         columns = np.zeros((self.config.hidden, num - num_old))
         weight = np.concatenate([state.analytic.weight, columns], axis=1)
         analytic = Analytic(state.analytic.inverse.copy(), weight)
-        for part in _parts(np.arange(len(labels))):
+        for part in steps(np.arange(len(labels))):
             lifted = lift(features[part], state.projection)
             least_squares(analytic, lifted, one_hot(labels[part], num))
             advance(len(part))
@@ -289,7 +267,7 @@ class Moal(AdapterBaseline):
         shifts[:num_old] = means[:num_old] - means[nearest_new(means, num_old)]
         wrong = 0
         order = order_at(self.key(task, Phase.ALIGNMENT_ORDER, MoalOrder.RUMINATION), len(sources))
-        for part in _parts(order):
+        for part in steps(order):
             part_classes = classes[part]
             lifted = lift(features[sources[part]] + shifts[part_classes], state.projection)
             is_wrong = (lifted @ analytic.weight).argmax(axis=1) != part_classes
@@ -314,79 +292,7 @@ class Moal(AdapterBaseline):
         """Compute the logits of the analytic head."""
         state = self.state
         features = self.features_with(state.adapters, images)
-        parts = _parts(np.arange(len(features)))
-        return np.concatenate(
-            [lift(features[part], state.projection) @ state.analytic.weight for part in parts]
-        )
-
-
-def _parts(order: np.ndarray) -> Iterator[np.ndarray]:
-    starts = range(0, len(order), ANALYTIC_BATCH)
-    return (order[start : start + ANALYTIC_BATCH] for start in starts)
-
-
-def lift(
-    features: Float[np.ndarray, "N D"], projection: Float[np.ndarray, "H D"]
-) -> Float[np.ndarray, "N H"]:
-    """Compute random features in float64."""
-    return np.maximum(features.astype(np.float64) @ projection.T.astype(np.float64), 0)
-
-
-def one_hot(labels: Int[np.ndarray, "N"], num: int) -> Float[np.ndarray, "N C"]:
-    """Return the targets of the analytic head."""
-    return np.eye(num)[labels]
-
-
-Lifted = Iterator[tuple[np.ndarray, np.ndarray]]
-"""Batches of random features and their targets."""
-
-
-def second_moments(rows: Lifted) -> tuple[Float[np.ndarray, "H H"], Float[np.ndarray, "H C"]]:
-    """Sum the products of random features with each other, and with the targets."""
-    moments, products = 0.0, 0.0
-    for lifted, targets in rows:
-        moments, products = moments + lifted.T @ lifted, products + lifted.T @ targets
-    return np.asarray(moments), np.asarray(products)
-
-
-def best_ridge(
-    moments: Float[np.ndarray, "H H"],
-    products: Float[np.ndarray, "H C"],
-    held_out: Callable[[], Lifted],
-) -> float:
-    """Select the penalty with the smallest squared error on held-out images (ties: the largest
-    penalty)."""
-    errors = {}
-    for penalty in RIDGES:
-        try:
-            weight = scipy.linalg.cho_solve(_factor(moments, penalty), products)
-        except np.linalg.LinAlgError:
-            continue  # the penalty is too small: the sum is singular in float64
-        errors[penalty] = sum(
-            float(((lifted @ weight - targets) ** 2).sum()) for lifted, targets in held_out()
-        )
-    return min(errors, key=lambda penalty: (errors[penalty], -penalty))
-
-
-def ridge_inverse(
-    moments: Float[np.ndarray, "H H"], penalty: float
-) -> tuple[Float[np.ndarray, "H H"], float]:
-    """Invert the moments plus a penalty; also returns the penalty.
-
-    The penalty is multiplied by ten while the sum is singular in float64.
-    """
-    while True:
-        try:
-            factor = _factor(moments, penalty)
-        except np.linalg.LinAlgError:
-            penalty *= 10
-            continue
-        inverse = scipy.linalg.cho_solve(factor, np.eye(len(moments)))
-        return (inverse + inverse.T) / 2, penalty
-
-
-def _factor(moments: np.ndarray, penalty: float) -> tuple[np.ndarray, bool]:
-    return scipy.linalg.cho_factor(moments + penalty * np.eye(len(moments)))
+        return ridge_logits(features, state.projection, state.analytic.weight)
 
 
 def least_squares(

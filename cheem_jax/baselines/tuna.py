@@ -17,10 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.baselines.adapters import (
+    SGD,
     AdapterBaseline,
     AdapterConfig,
     Bottleneck,
@@ -124,9 +124,7 @@ class Tuna(AdapterBaseline):
             return mean + jax.random.normal(key, (num, len(mean))) @ spread.T
 
         self.fitter = Fitter(loss, jit=executor.jit, layout=executor.layout)
-        # SGD as in the official code
-        sgd = optax.chain(optax.add_decayed_weights(5e-4), optax.trace(decay=0.9))
-        self.aligner = Fitter(alignment_loss, sgd, jit=executor.jit)
+        self.aligner = Fitter(alignment_loss, SGD, jit=executor.jit)
         self._answer, self._sample = answer, sample
 
     def check(self, tasks: Sequence[Task]) -> list[str]:

@@ -27,6 +27,7 @@ METHODS = {
     "ewc": "EWC",
     "tuna": "TUNA",
     "moal": "MoAL",
+    "ranpac": "RanPAC",
     "moe_adapters": "MoE-Adapters",
     "frozen_linear": "frozen, linear heads",
     "lora_finetune": "LoRA fine-tuning",

@@ -1,0 +1,147 @@
+"""Ridge regression on random features, in float64 on the host, for MoAL and RanPAC.
+
+JAX computes in float32, which is too little for the second moments of thousands of features.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import scipy.linalg
+from jaxtyping import Float, Int
+
+from cheem_jax.core.settings import Advance
+from cheem_jax.engine.passes import unwatched
+
+RIDGES = tuple(10.0**power for power in range(-8, 9))
+"""Penalties of the regression to select from."""
+ANALYTIC_BATCH = 512
+"""Number of images per step of a regression."""
+
+Factor = tuple[np.ndarray, bool]
+"""Cholesky factor, as SciPy returns it."""
+Lifted = Iterator[tuple[np.ndarray, np.ndarray]]
+"""Batches of random features and their targets."""
+
+
+def lift(
+    features: Float[np.ndarray, "N D"], projection: Float[np.ndarray, "H D"]
+) -> Float[np.ndarray, "N H"]:
+    """Compute random features in float64."""
+    return np.maximum(features.astype(np.float64) @ projection.T.astype(np.float64), 0)
+
+
+def one_hot(labels: Int[np.ndarray, "N"], num: int) -> Float[np.ndarray, "N C"]:
+    """Return the targets of the regression."""
+    return np.eye(num)[labels]
+
+
+def steps(order: np.ndarray) -> Iterator[np.ndarray]:
+    """Divide row numbers into the steps of a regression."""
+    starts = range(0, len(order), ANALYTIC_BATCH)
+    return (order[start : start + ANALYTIC_BATCH] for start in starts)
+
+
+def ridge_logits(
+    features: Float[np.ndarray, "N D"],
+    projection: Float[np.ndarray, "H D"],
+    weight: Float[np.ndarray, "H C"],
+) -> Float[np.ndarray, "N C"]:
+    """Compute the logits of a regression's weight."""
+    parts = steps(np.arange(len(features)))
+    return np.concatenate([lift(features[part], projection) @ weight for part in parts])
+
+
+def second_moments(rows: Lifted) -> tuple[Float[np.ndarray, "H H"], Float[np.ndarray, "H C"]]:
+    """Sum the products of random features with each other, and with the targets."""
+    moments: Any = 0.0
+    products: Any = 0.0
+    for lifted, targets in rows:
+        moments += lifted.T @ lifted
+        products += lifted.T @ targets
+    return np.asarray(moments), np.asarray(products)
+
+
+def moments_and_penalty(
+    features: Float[np.ndarray, "N D"],
+    labels: Int[np.ndarray, "N"],
+    num: int,
+    projection: Float[np.ndarray, "H D"],
+    order: Int[np.ndarray, "N"],
+    advance: Advance = unwatched,
+) -> tuple[Float[np.ndarray, "H H"], Float[np.ndarray, "H C"], float]:
+    """Compute the `second_moments` of a task's images, and select the penalty of its regression.
+
+    The penalty is selected on the last fifth of the images in this `order`, by a regression on the
+    others.
+    """
+    fitted, held_out = np.split(order, [max(1, len(features) * 4 // 5)])
+
+    def rows(order: np.ndarray, advance: Advance = unwatched) -> Lifted:
+        for part in steps(order):
+            yield lift(features[part], projection), one_hot(labels[part], num)
+            advance(len(part))
+
+    moments, products = second_moments(rows(fitted, advance))
+    # a single image is both held out and learned
+    chosen = held_out if len(held_out) else fitted
+    if len(fitted) < len(projection):
+        # the kernel of the images is smaller than the moments; predictions are identical
+        lifted = lift(features[fitted], projection)
+        kernels = [(more @ lifted.T, targets) for more, targets in rows(chosen)]
+        targets = one_hot(labels[fitted], num)
+        penalty = best_ridge(lifted @ lifted.T, targets, lambda: iter(kernels))
+    else:
+        penalty = best_ridge(moments, products, lambda: rows(chosen))
+    if len(held_out):
+        more_moments, more_products = second_moments(rows(held_out, advance))
+        moments += more_moments
+        products += more_products
+    return moments, products, penalty
+
+
+def best_ridge(
+    moments: Float[np.ndarray, "H H"],
+    products: Float[np.ndarray, "H C"],
+    held_out: Callable[[], Lifted],
+) -> float:
+    """Select the penalty with the smallest squared error on held-out images (ties: the largest
+    penalty)."""
+    errors = {}
+    for penalty in RIDGES:
+        try:
+            weight = scipy.linalg.cho_solve(_factor(moments, penalty), products)
+        except np.linalg.LinAlgError:
+            continue  # the penalty is too small: the sum is singular in float64
+        errors[penalty] = sum(
+            float(((lifted @ weight - targets) ** 2).sum()) for lifted, targets in held_out()
+        )
+    return min(errors, key=lambda penalty: (errors[penalty], -penalty))
+
+
+def ridge_factor(moments: Float[np.ndarray, "H H"], penalty: float) -> tuple[Factor, float]:
+    """Factorise the moments plus a penalty; also returns the penalty.
+
+    The penalty is multiplied by ten while the sum is singular in float64.
+    """
+    while True:
+        try:
+            return _factor(moments, penalty), penalty
+        except np.linalg.LinAlgError:
+            penalty *= 10
+
+
+def ridge_inverse(
+    moments: Float[np.ndarray, "H H"], penalty: float
+) -> tuple[Float[np.ndarray, "H H"], float]:
+    """Invert the moments plus a penalty; also returns the penalty of `ridge_factor`."""
+    factor, penalty = ridge_factor(moments, penalty)
+    inverse = scipy.linalg.cho_solve(factor, np.eye(len(moments)))
+    return (inverse + inverse.T) / 2, penalty
+
+
+def _factor(moments: np.ndarray, penalty: float) -> Factor:
+    total = moments.copy()
+    np.fill_diagonal(total, total.diagonal() + penalty)
+    # the transposed view of a symmetric array is in LAPACK's order, so LAPACK needs no copy
+    return scipy.linalg.cho_factor(total.T, overwrite_a=True)
