@@ -9,7 +9,15 @@ import pytest
 
 from cheem_jax.cheem import hee
 from cheem_jax.cheem.config import SearchConfig
-from cheem_jax.cheem.evolution import Scored, crossover, mutate, rank, search
+from cheem_jax.cheem.evolution import (
+    TRIES,
+    KeyPurpose,
+    Scored,
+    crossover,
+    mutate,
+    rank,
+    search,
+)
 from cheem_jax.core.keys import key_at
 
 SIZES = [2, 1, 2, 1]
@@ -182,3 +190,87 @@ def test_the_first_generation_is_scored_in_the_order_sampled():
     _, scored = search(jax.random.key(3), toy_score, no_cost, config=config, **SPACE)
     unseen = list(dict.fromkeys(tuple(genome) for genome in np.asarray(samples).tolist()))
     assert [tuple(genome) for genome in scored.genomes.tolist()] == unseen[:12]
+
+
+def distances_to(genomes: np.ndarray, genome: np.ndarray) -> np.ndarray:
+    """Number of genes by which each genome differs."""
+    return (genomes != genome).sum(axis=1)
+
+
+def test_parents_are_ranked_with_the_tolerance():
+    table = hee.uniform_table([6] * 12)
+    config = SearchConfig(
+        population=20, generations=2, num_parents=1, tolerance=0.5, mutation_rate=0.3
+    )
+
+    def score(genomes):
+        return 60.0 + genomes[:, 0]
+
+    def flops(genomes):  # the most accurate architectures are the most expensive ones
+        return 10.0 + genomes[:, 0]
+
+    _, scored = search(
+        jax.random.key(0),
+        score,
+        flops,
+        exploit=table,
+        uniform=table,
+        num_images=100,
+        config=config,
+    )
+    first = Scored(scored.genomes[:20], scored.correct[:20], scored.flops[:20])
+    parent, accurate = (first.genomes[rank(first, 100, by)[0]] for by in (0.5, 0.0))
+    assert distances_to(parent[None], accurate) > 6
+    mutated = scored.genomes[20:30]  # one parent has no crossover, so all are mutations or random
+    assert np.median(distances_to(mutated, parent)) < np.median(distances_to(mutated, accurate)) - 3
+
+
+def test_samples_prefer_the_candidates_of_exploitation():
+    uniform = hee.uniform_table([8] * 20)  # 18 candidates per block
+    exploit = np.zeros_like(uniform)
+    exploit[:, 5:7] = 0.5
+    expected = 0.9 + 0.1 * 2 / 18  # share of genes that are 5 or 6 for epsilon = 0.1
+    config = SearchConfig(population=300, generations=1, epsilon=0.1)
+    _, scored = search(
+        jax.random.key(0),
+        lambda genomes: np.zeros(len(genomes)),
+        no_cost,
+        exploit=exploit,
+        uniform=uniform,
+        num_images=10,
+        config=config,
+    )
+    assert np.isin(scored.genomes, (5, 6)).mean() == pytest.approx(expected, abs=0.05)
+    mutated = np.asarray(
+        mutate(
+            jax.random.key(0),
+            np.zeros((1, 20), np.int32),
+            exploit=exploit,
+            uniform=uniform,
+            epsilon=0.1,
+            rate=1.0,
+            num=500,
+        )
+    )
+    assert np.isin(mutated, (5, 6)).mean() == pytest.approx(expected, abs=0.02)
+
+
+def test_every_generation_samples_from_its_own_key():
+    # no parent has a child that is new, so each generation is filled with random architectures
+    table = hee.uniform_table([6] * 12)
+    config = SearchConfig(population=8, generations=3, num_parents=1, mutation_rate=0.0)
+    samples = []
+    for generation in range(1, 3):
+        fill_key = key_at(key_at(jax.random.key(0), generation), KeyPurpose.FILL)
+        rows = hee.sample_mixed(fill_key, table, table, config.epsilon, num=TRIES * 8)
+        samples += np.asarray(rows)[:8].tolist()
+    _, scored = search(
+        jax.random.key(0),
+        lambda genomes: np.zeros(len(genomes)),
+        no_cost,
+        exploit=table,
+        uniform=table,
+        num_images=10,
+        config=config,
+    )
+    assert scored.genomes[8:].tolist() == samples

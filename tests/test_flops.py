@@ -1,11 +1,17 @@
 """FLOPs by the paper's convention: worked numbers of its tables."""
 
+import math
+
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 from cheem_jax.backbone import flops
 from cheem_jax.backbone.config import at_image_size, config_of
-from cheem_jax.backbone.params import shapes_of
+from cheem_jax.backbone.params import build, shapes_of
 from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import Reuse
 
 
 @pytest.mark.parametrize(
@@ -23,6 +29,48 @@ def test_the_papers_flops_are_reproduced(backbone, plain, with_attention, ffn, a
     )
     assert flops.branch_flops(config, "mlp_down") / 1e9 == pytest.approx(ffn, rel=1e-4)
     assert flops.branch_flops(config, "attn_proj") / 1e9 == pytest.approx(attention, rel=1e-4)
+
+
+def test_the_flops_of_deit_tiny_are_those_of_the_products_of_its_forward_pass():
+    """Counts the multiply-adds of every matrix product and convolution that JAX traces."""
+    config = config_of("deit_tiny")
+    params = {name: np.zeros(shape, np.float32) for name, shape in shapes_of(config).items()}
+    graphdef, state = nnx.split(build(config, params))
+
+    def features(state, images):
+        vit = nnx.merge(graphdef, state)
+        x = vit.embed(images)
+        for block in vit.blocks:
+            x, _ = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
+        return vit.features(x)
+
+    def count(jaxpr) -> int:
+        total = 0
+        for equation in jaxpr.eqns:
+            result = equation.outvars[0].aval.shape
+            if equation.primitive.name == "dot_general":
+                (contracted, _), _ = equation.params["dimension_numbers"]
+                left, right = (operand.aval.shape for operand in equation.invars)
+                length = math.prod(left[axis] for axis in contracted)
+                # the means of a LayerNorm are products with a vector
+                if length not in (math.prod(left), math.prod(right)):
+                    total += 2 * math.prod(result) * length
+            elif equation.primitive.name == "conv_general_dilated":
+                weights = equation.invars[1].aval.shape
+                outputs = equation.params["dimension_numbers"].rhs_spec[0]
+                total += 2 * math.prod(result) * math.prod(weights) // weights[outputs]
+            for value in equation.params.values():
+                total += count(value.jaxpr) if hasattr(value, "jaxpr") else 0
+        return total
+
+    images = np.zeros((1, 224, 224, 3), np.float32)
+    traced = count(jax.make_jaxpr(features)(state, images).jaxpr)
+    assert traced == flops.backbone_flops(config, count_attention=True)
+    # by hand: 196 patches of 16 x 16 x 3 values, and 197 tokens of width 192 in 12 blocks
+    projections = 2 * 197 * 4 * 192 * 192
+    products = 2 * 2 * 197 * 197 * 192
+    ffn = 2 * 197 * 2 * 192 * 768
+    assert traced == 2 * 196 * 768 * 192 + 12 * (projections + products + ffn) == 2_506_982_400
 
 
 def test_a_task_network_pays_for_its_own_adapt_only():

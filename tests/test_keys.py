@@ -29,6 +29,11 @@ def test_an_order_is_a_permutation_and_few_compiled_functions_serve_all_lengths(
 def test_seeds_differ_by_position():
     assert Keys(0).seed_at(1, Phase.SEARCH) != Keys(0).seed_at(2, Phase.SEARCH)
     assert Keys(0).seed_at(1, Phase.SEARCH) == Keys(0).seed_at(1, Phase.SEARCH)
+    assert Keys(0).seed_at(1, Phase.SEARCH) != Keys(0).seed_at(1, Phase.SCORE)
+    assert Keys(0).seed_at(1, Phase.SEARCH) != Keys(1).seed_at(1, Phase.SEARCH)
+    positions = [(), (0,), (1,), (1, 0), (1, 1)]
+    keys = [Keys(0).at(1, Phase.SEARCH, *position) for position in positions]
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == len(positions)
 
 
 @pytest.mark.parametrize("num, power", [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])

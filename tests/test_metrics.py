@@ -31,6 +31,42 @@ def test_the_calibration_error_weighs_each_bins_gap_by_its_images():
     )
 
 
+def test_the_calibration_error_has_fifteen_bins():
+    """Against the definition, bin by bin; bins of another number give another value."""
+    rng = np.random.default_rng(0)
+    confidence = rng.uniform(0, 1, 400)
+    correct = rng.uniform(size=400) < 0.5 + 0.4 * np.sin(30 * confidence)
+
+    def by_definition(num):
+        error = 0.0
+        for begin in np.arange(num) / num:
+            inside = (confidence >= begin) & (confidence < begin + 1 / num)
+            if inside.any():
+                error += inside.mean() * abs(correct[inside].mean() - confidence[inside].mean())
+        return error
+
+    assert metrics.calibration_error(confidence, correct) == pytest.approx(by_definition(15))
+    for num in (5, 10, 14, 16, 20):
+        assert metrics.calibration_error(confidence, correct) != pytest.approx(by_definition(num))
+
+
+def test_the_temperature_is_the_best_of_a_fine_grid():
+    rng = np.random.default_rng(1)
+    logits = rng.normal(0, 3, (300, 4)).astype(np.float32)
+    labels = (logits / 1.7 + rng.gumbel(size=logits.shape)).argmax(axis=1)
+
+    def loss(temperature):
+        scaled = logits.astype(np.float64) / temperature
+        probabilities = np.exp(scaled) / np.exp(scaled).sum(axis=1, keepdims=True)
+        return -np.log(probabilities[np.arange(300), labels]).mean()
+
+    grid = np.geomspace(0.2, 5, 4001)
+    best = grid[np.argmin([loss(temperature) for temperature in grid])]
+    assert metrics.fit_temperature(logits, labels) == pytest.approx(best, rel=2e-3)
+    own = metrics.log_probability(logits, labels)
+    assert own == pytest.approx(-loss(1.0), rel=1e-6)
+
+
 def test_fom_is_undefined_where_a_method_reaches_the_bound():
     assert metrics.figure_of_merit(0.8, 0.8, 1, 0.7, 1) is None
     assert metrics.figure_of_merit(0.8, 0.7, 1, 0.9, 1) is None

@@ -12,6 +12,9 @@ import pytest
 import small
 from baselines import check_method, learner, stages
 from scipy.spatial.distance import cdist
+from sklearn.cluster import KMeans
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.preprocessing import normalize
 from test_memory import NAME, begin
 
 import cheem_jax
@@ -35,6 +38,7 @@ from cheem_jax.core.routing import (
     Router,
     RouterConfig,
     TaskStatistics,
+    calibrate,
     centroid_distances,
     fit_centroids,
     fit_statistics,
@@ -117,6 +121,43 @@ def test_lda_compares_mahalanobis_distances_under_the_mean_covariance_of_the_tas
     router = Router(config, statistics_of(config))
     np.testing.assert_allclose(router.distances(QUERIES), np.stack(expected, axis=1), rtol=1e-4)
     np.testing.assert_array_equal(router.route(QUERIES), np.argmin(expected, axis=0))
+
+
+def test_lda_routes_to_the_task_of_the_class_that_scikit_learn_predicts():
+    tasks = [sampled_task(60, 3, seed) for seed in range(3)]  # classes and tasks of equal size
+    config = RouterConfig("lda", shrinkage=0.1)
+    points = normalize(np.concatenate([features for features, _ in tasks]).astype(float))
+    classes = np.concatenate([3 * task + labels for task, (_, labels) in enumerate(tasks)])
+    lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=0.1, priors=[1 / 9] * 9)
+    predictions = lda.fit(points, classes).predict(normalize(QUERIES.astype(float)))
+    router = Router(config, statistics_of(config, tasks))
+    np.testing.assert_array_equal(router.route(QUERIES), predictions // 3)
+    assert len(set(predictions // 3)) == 3
+
+
+def test_k_means_routes_to_the_nearest_of_the_centroids_of_scikit_learn():
+    config = RouterConfig(num_centroids=4)
+    centroids = []
+    for task, (features, _) in enumerate(TASKS):
+        kmeans = KMeans(4, n_init=10, random_state=task).fit(normalize(features))
+        centroids.append(kmeans.cluster_centers_)
+    points = normalize(QUERIES)
+    expected = [
+        [min(np.abs(point - row).sum() for row in rows) for rows in centroids] for point in points
+    ]
+    router = Router(config, statistics_of(config))
+    np.testing.assert_allclose(router.distances(QUERIES), expected, rtol=1e-5)
+    np.testing.assert_array_equal(router.route(QUERIES), np.argmin(expected, axis=1))
+
+
+def test_a_threshold_rejects_the_given_share_of_a_tasks_images():
+    distances = np.random.default_rng(0).exponential(size=2000).astype(np.float32)
+    for rate in (0.05, 0.3):
+        assert (distances > threshold(calibrate(distances), rate)).mean() == pytest.approx(
+            rate, abs=2e-3
+        )
+    steps = np.linspace(0, 1, 201, dtype=np.float32)  # the quantile q of these distances is q
+    assert threshold(steps, 0.1) == pytest.approx(0.9)
 
 
 def test_the_papers_router_is_k_means_and_the_nearest_centroid_to_the_bit():

@@ -17,6 +17,7 @@ from cheem_jax.cheem.training import (
     fit,
     frozen_prefix,
     make_step,
+    steps_of,
     supernet_draws,
     supernet_score,
     train_step,
@@ -25,6 +26,7 @@ from cheem_jax.core.architecture import Choice, from_strings
 from cheem_jax.core.device import CPU, Device
 from cheem_jax.core.pool import dense_experts
 from cheem_jax.core.settings import FitConfig
+from cheem_jax.engine.batches import batches
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.feed import (
     Budget,
@@ -178,6 +180,49 @@ def test_fitting_learns_an_easy_task_and_reports_every_image():
     assert result.losses[-1] < 0.5 * result.losses[0]
 
 
+class Recorded(HostImages):
+    """Images that record the epochs and rows that training reads."""
+
+    def __init__(self, executor, images, epochs=None, rows=None):
+        super().__init__(executor, images)
+        self.epochs = [] if epochs is None else epochs
+        self.rows = [] if rows is None else rows
+
+    def at(self, epoch):
+        self.epochs.append(epoch)
+        return Recorded(self.executor, self.images, self.epochs, self.rows)
+
+    def follow(self, order):
+        self.rows.append(np.concatenate([*order]))
+        return super().follow(order)
+
+
+def test_each_epoch_reads_its_own_data_in_another_order():
+    feed = Recorded(STAGES, TASK.train.images)
+    fitted(constant_draws(np.array([0, 1, 0, 0])), FitConfig(epochs=3), feed=feed)
+    assert feed.epochs == [0, 1, 2]
+    first, second, third = feed.rows
+    for rows in (first, second, third):  # 40 images in batches of 16, the last one padded
+        assert len(rows) == 48 and set(rows.tolist()) == set(range(40))
+    assert (first != second).any() and (second != third).any() and (first != third).any()
+
+
+def test_the_weights_of_a_padded_batch_are_those_of_a_mean_over_its_images():
+    order = list(batches(np.arange(5), 4))
+    full, padded = (
+        np.asarray(step[0].weights) for step in steps_of(STAGES, FEED, TASK.train.labels, order, 4)
+    )
+    np.testing.assert_allclose(full, [0.25] * 4)
+    np.testing.assert_allclose(padded, [1, 0, 0, 0])
+    # so one step on padded images equals a step on the images alone
+    state = NET.init()
+    batch = from_strings(["adapt:0", "reuse:0", "reuse:0", "reuse:0"])
+    (alone,) = steps_of(STAGES, FEED, TASK.train.labels, list(batches(np.arange(3), 3)), 3)
+    (more,) = steps_of(STAGES, FEED, TASK.train.labels, list(batches(np.arange(3), 8)), 8)
+    results = [train_step(STAGES, NET, state, batch, step, rate=1e-2) for step in (alone, more)]
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-5)
+
+
 def test_fitting_is_a_function_of_its_keys():
     def losses(order_seed):
         draws = constant_draws(np.array([0, 2, 0, 0]))
@@ -273,6 +318,8 @@ def test_an_epoch_explores_or_exploits_as_a_whole():
     keys = jax.random.key(0), jax.random.key(1)
     draws = supernet_draws(*keys, exploit=exploit, uniform=uniform, epsilon=0.3)
     explored = [bool(draws(epoch, 20).any()) for epoch in range(200)]
+    uniform_epochs = np.flatnonzero(explored)
+    assert len({draws(int(epoch), 20).tobytes() for epoch in uniform_epochs}) == sum(explored)
     assert 0.2 < np.mean(explored) < 0.4
     np.testing.assert_array_equal(draws(3, 20), draws(3, 20))
     never = supernet_draws(*keys, exploit=exploit, uniform=uniform, epsilon=0.0)
