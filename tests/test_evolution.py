@@ -206,7 +206,7 @@ def test_parents_are_ranked_with_the_tolerance():
     def score(genomes):
         return 60.0 + genomes[:, 0]
 
-    def flops(genomes):  # the most accurate architectures are the most expensive ones
+    def flops(genomes):  # a more accurate architecture needs more FLOPs
         return 10.0 + genomes[:, 0]
 
     _, scored = search(

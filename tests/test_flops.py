@@ -50,10 +50,10 @@ def test_the_flops_of_deit_tiny_are_those_of_the_products_of_its_forward_pass():
             result = equation.outvars[0].aval.shape
             if equation.primitive.name == "dot_general":
                 (contracted, _), _ = equation.params["dimension_numbers"]
-                left, right = (operand.aval.shape for operand in equation.invars)
-                length = math.prod(left[axis] for axis in contracted)
+                shapes = [operand.aval.shape for operand in equation.invars]
+                length = math.prod(shapes[0][axis] for axis in contracted)
                 # the means of a LayerNorm are products with a vector
-                if length not in (math.prod(left), math.prod(right)):
+                if length not in map(math.prod, shapes):
                     total += 2 * math.prod(result) * length
             elif equation.primitive.name == "conv_general_dilated":
                 weights = equation.invars[1].aval.shape

@@ -32,7 +32,7 @@ def test_the_calibration_error_weighs_each_bins_gap_by_its_images():
 
 
 def test_the_calibration_error_has_fifteen_bins():
-    """Against the definition, bin by bin; bins of another number give another value."""
+    """Against the definition, bin by bin; another number of bins has another value."""
     rng = np.random.default_rng(0)
     confidence = rng.uniform(0, 1, 400)
     correct = rng.uniform(size=400) < 0.5 + 0.4 * np.sin(30 * confidence)
@@ -63,8 +63,7 @@ def test_the_temperature_is_the_best_of_a_fine_grid():
     grid = np.geomspace(0.2, 5, 4001)
     best = grid[np.argmin([loss(temperature) for temperature in grid])]
     assert metrics.fit_temperature(logits, labels) == pytest.approx(best, rel=2e-3)
-    own = metrics.log_probability(logits, labels)
-    assert own == pytest.approx(-loss(1.0), rel=1e-6)
+    assert metrics.log_probability(logits, labels) == pytest.approx(-loss(1.0), rel=1e-6)
 
 
 def test_fom_is_undefined_where_a_method_reaches_the_bound():
