@@ -31,6 +31,7 @@ from cheem_jax.core.interruption import stop_requests
 from cheem_jax.report.status import read_object, read_owner
 from cheem_jax.report.table import NONE, Grid
 from cheem_jax.run.progress import Progress
+from cheem_jax.run.results import read_results
 
 State = Literal["finished", "running", "queued", "elsewhere", "failed"]
 SECONDS_TO_BE_TAKEN_BACK = 600
@@ -142,9 +143,9 @@ class Job:
 
 def results_of(directory: Path) -> dict[str, Any] | None:
     """The results of a finished run; None while tasks are missing."""
-    results = read_object(directory / "results.json")
+    num_tasks = len(read_object(directory / "results.json").get("tasks", ()))
     tasks = read_object(directory / "config.json").get("tasks")
-    return results if tasks and len(results.get("tasks", ())) == len(tasks) else None
+    return read_results(directory) if tasks and num_tasks == len(tasks) else None
 
 
 def watch(sweep: Sweep, look: Callable[[], dict[str, State]]) -> dict[str, State]:

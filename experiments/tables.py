@@ -26,6 +26,7 @@ from cheem_jax.cli.running import run_command
 from cheem_jax.core import metrics
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.finished import (
+    IMAGE_MEASURES,
     RunRecord,
     check_comparable,
     numbers_of,
@@ -105,6 +106,10 @@ LAYOUTS = {
         ("average_accuracy", "local_average_accuracy", "just_trained"),
         variants=USUAL,
     ),
+    "class_incremental": Layout(
+        "Class-incremental learning",
+        (*IMAGE_MEASURES, "params_added_percent", "seconds"),
+    ),
     "task_orders": Layout(
         "Orders of the tasks",
         ("accuracy", "average_accuracy", "average_forgetting"),
@@ -123,11 +128,16 @@ LAYOUTS = {
 TITLES = {
     "average_accuracy": "accuracy %",
     "average_forgetting": "forgetting",
+    "last_accuracy": "last accuracy %",
+    "incremental_accuracy": "Ā %",
     "local_average_accuracy": "task ID given %",
+    "local_last_accuracy": "last accuracy, task ID given %",
+    "local_incremental_accuracy": "Ā, task ID given %",
     "just_trained": "right after learning %",
     "params_added_percent": "params added %",
     "flops": "GFLOPs",
     "hours": "hours",
+    "seconds": "seconds",
     "fom": "FoM",
 }
 Ours = Mapping[Cell, Sequence[float]]
@@ -232,7 +242,7 @@ def variant_in(table: str, run: RunRecord, order: str) -> str | None:
     }.get(table, variant)
     # of the paper's summaries, CLIP's backbones have a separate one
     is_clip = run.results["backbone"].startswith("clip")
-    mixed = ("full", "heads", "lite", "task_orders", "ablations")
+    mixed = ("full", "heads", "lite", "class_incremental", "task_orders", "ablations")
     if (
         (layout.methods is not None and run.results["method"] not in layout.methods)
         or (layout.variants is not None and shown not in layout.variants)

@@ -125,6 +125,11 @@ def test_the_results_contain_every_documented_key(finished):
     local = results["local_accuracy"]
     assert local[1][0] == local[0][0] == results["just_trained"][0]
     np.testing.assert_allclose(np.sum(results["routing"], axis=1), 1)
+    assert results["router_accuracy"] == [results["routing"][0][0], results["routing"][1][1]]
+    nums = [task["num_test"] for task in results["tasks"]]
+    last = np.dot(nums, matrix[-1]) / sum(nums)
+    assert results["last_accuracy"] == pytest.approx(last)
+    assert results["incremental_accuracy"] == pytest.approx((matrix[0, 0] + last) / 2)
     for task, fitted in zip(results["tasks"], results["similarity"], strict=True):
         assert len(task["architecture"]) == 4 and len(fitted[0]) == 4
         assert {"similarity", "supernet", "search", "finetune", "router"} <= set(task["seconds"])

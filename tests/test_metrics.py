@@ -78,6 +78,20 @@ def test_forgetting_is_the_mean_drop_from_the_best_accuracy_so_far():
     assert metrics.average_forgetting(accuracy) == pytest.approx((0.05 + 0.1) / 2)
 
 
+def test_the_accuracy_curve_counts_images_of_all_classes_seen_so_far():
+    # 10 and 30 images: (0.8 * 10 + 0.6 * 30) / 40; after the third task (8 + 15 + 60 * 0.7) / 100
+    accuracy = np.array([[0.9, nan, nan], [0.8, 0.6, nan], [0.8, 0.5, 0.7]])
+    curve = metrics.accuracy_curve(accuracy, np.array([10, 30, 60]))
+    np.testing.assert_allclose(curve, [0.9, 0.65, 0.65])
+    np.testing.assert_allclose(curve.mean(), 2.2 / 3)
+
+
+def test_the_accuracy_curve_lacks_the_steps_at_which_a_task_was_not_measured():
+    accuracy = np.array([[0.9, nan], [nan, 0.6]])
+    curve = metrics.accuracy_curve(accuracy, np.array([10, 30]))
+    np.testing.assert_array_equal(curve, [0.9, nan])
+
+
 def test_a_task_that_improves_later_forgets_from_its_best_and_never_less_than_nothing():
     rising = np.array([[0.5, nan, nan], [0.9, 0.4, nan], [0.7, 0.6, 0.5]])
     assert metrics.average_forgetting(rising) == pytest.approx((0.2 + 0.0) / 2)

@@ -42,6 +42,7 @@ def made_up(names: list[str], num_blocks: int, backbone: str, image_size: int) -
                 "name": name,
                 "classes": ["a", "b"],
                 "num_train": 1000 + index,
+                "num_test": 100,
                 "architecture": architecture,
                 "flops": 29_000_000,
                 "params_added_percent": 2.5,
@@ -181,6 +182,18 @@ def test_figures_are_png_files_that_grow_with_the_stream_and_leave_no_text_outsi
     frame = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
     assert (frame == 255).all()  # ink on the edge would be cut-off text
     assert [result.name for result in file.parent.iterdir()] == ["drawn.png"]
+
+
+def test_the_figure_of_the_accuracy_over_all_classes_so_far_has_no_text_outside(tmp_path):
+    results = made_up(LARGE, 12, "deit_tiny", 96)
+    results |= {"incremental_accuracy": 0.7, "local_incremental_accuracy": None}
+    results["local_accuracy"][1][0] = None  # not measured: a gap
+    figures.accuracy_curve(results, tmp_path / "curve.png")
+    with Image.open(tmp_path / "curve.png") as image:
+        pixels = np.asarray(image.convert("RGB"))
+    assert 0.01 < (pixels != 255).any(axis=-1).mean() < 0.5
+    frame = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    assert (frame == 255).all()
 
 
 def test_the_grid_paints_every_op_in_its_colour(tmp_path):

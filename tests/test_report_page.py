@@ -107,6 +107,7 @@ def test_a_run_of_cheem_has_every_section(run, capsys):
         "pool",
         "tasks",
         "accuracy",
+        "curve",
         "forgetting",
         "routing",
         "similarity",
@@ -116,14 +117,14 @@ def test_a_run_of_cheem_has_every_section(run, capsys):
         "setting",
     ]
     assert (
-        len(page.charts) == 1 + 2 + 1 + 1 + 3 + 3 + 1
-    )  # pool, accuracy, curves, routing, S, search by task, time
+        len(page.charts) == 1 + 2 + 2 + 1 + 1 + 3 + 3 + 1
+    )  # pool, accuracy, all classes so far, forgetting, routing, S, search by task, time
 
 
 def test_figures_and_tables_are_written_as_files_on_request(run, capsys):
     write_report_page(Report((run,), figures=True))
     assert f"wrote {run / 'figures'}" in capsys.readouterr().out
-    names = ["accuracy.png", "architectures.png", "methods.csv", "tasks.csv"]
+    names = ["accuracy.png", "architectures.png", "curve.png", "methods.csv", "tasks.csv"]
     assert sorted(file.name for file in (run / "figures").iterdir()) == names
     rows = [*csv.DictReader((run / "figures" / "tasks.csv").read_text().splitlines())]
     assert [row["task"] for row in rows] == ["T1 one", "T2 two", "T3 three"]
@@ -135,6 +136,7 @@ def test_a_method_without_a_pool_has_neither_architectures_nor_a_search(tmp_path
     assert sections(page) == [
         "tasks",
         "accuracy",
+        "curve",
         "forgetting",
         "routing",
         "time",
@@ -213,7 +215,7 @@ def test_a_cell_names_the_origin_of_its_expert(run):
 
 def test_charts_hold_the_numbers_of_the_run(run):
     page = parsed(run)
-    pool, routed, given, forgetting, routing, *similarity = page.charts[:8]
+    pool, routed, given, curve, curve_given, forgetting, routing, *similarity = page.charts[:10]
     assert pool["data"][0]["x"] == ["base", "T1 one", "T2 two", "T3 three"]
     assert pool["data"][0]["z"] == [[1, 2, 3, 4], [1, 2, 2, 2]]
     assert routed["data"][0]["z"][1] == [84.33, 85.33, None] and given["data"][0]["z"][1] == [
@@ -221,6 +223,9 @@ def test_charts_hold_the_numbers_of_the_run(run):
         93.67,
         None,
     ]
+    # tasks have 12 test images each, so an entry is the mean of a row of the matrix
+    assert [trace["y"] for trace in curve["data"]] == [[85.33, 84.83, 83.33]]
+    assert [trace["y"] for trace in curve_given["data"]] == [[93.67, 93.17, 91.67]]
     assert [(trace["x"], trace["y"]) for trace in forgetting["data"]] == [
         (["T1 one", "T2 two", "T3 three"], [85.33, 84.33, 83.33]),
         (["T2 two", "T3 three"], [85.33, 83.33]),

@@ -73,6 +73,7 @@ def learn(record: Record, index: int, accuracy: list[float], given: list[float])
     report = {
         "index": index,
         "name": ["digits", "letters (b)"][index],
+        "num_test": [10, 30][index],
         "architecture": ["reuse:0", "new"],
         "supernet_losses": [2.0, None, 1.0],
         "finetune_losses": [0.5],
@@ -103,6 +104,9 @@ def test_each_number_of_the_record_is_a_point_at_its_task_or_epoch(tmp_path):
     expected = {
         "average_accuracy": [(1, 0.9), (2, 0.7)],
         "local_average_accuracy": [(1, 0.95), (2, 0.825)],
+        # 10 and 30 test images: (0.8 * 10 + 0.6 * 30) / 40
+        "last_accuracy": [(1, 0.9), (2, 0.65)],
+        "incremental_accuracy": [(1, 0.9), (2, 0.775)],
         "average_forgetting": [(2, 0.1)],
         "accuracy/T1": [(1, 0.9), (2, 0.8)],
         "accuracy/T2": [(2, 0.6)],

@@ -31,6 +31,20 @@ def average_accuracy(accuracy: Float[np.ndarray, "T T"]) -> float:
     return float(last.mean())
 
 
+def accuracy_curve(
+    accuracy: Float[np.ndarray, "T T"], num_images: Integer[np.ndarray, " T"]
+) -> Float[np.ndarray, " T"]:
+    """Compute the accuracy over all test images of tasks 0..t after learning task t, for each t.
+
+    This is the accuracy over all classes seen so far, in which every image has the same weight.
+    `num_images` are the numbers of test images per task, at least 1. An entry is NaN if an accuracy
+    that it needs was not measured.
+    """
+    learned = np.tri(len(accuracy))
+    weights = learned * num_images
+    return (weights * np.where(learned, accuracy, 0)).sum(axis=1) / weights.sum(axis=1)
+
+
 def average_forgetting(accuracy: Float[np.ndarray, "T T"]) -> float | None:
     """Compute the average forgetting over all tasks except the last (paper eq. 'avg_forgetting'):
     the best accuracy since the task was learned, minus the accuracy at the end.

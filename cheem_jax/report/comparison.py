@@ -6,14 +6,18 @@ from typing import Any
 import numpy as np
 
 from cheem_jax.core import metrics
-from cheem_jax.report.table import COLUMNS, METHODS, NONE, UPPER_BOUNDS, Grid, percent
+from cheem_jax.report.table import COLUMNS, IMAGES_COUNT, METHODS, NONE, UPPER_BOUNDS, Grid, percent
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Results of runs, keyed by method, with one item per seed."""
 
 MEASURES = (
     "average_accuracy",
+    "last_accuracy",
+    "incremental_accuracy",
     "local_average_accuracy",
+    "local_last_accuracy",
+    "local_incremental_accuracy",
     "just_trained",
     "average_forgetting",
     "local_average_forgetting",
@@ -28,6 +32,10 @@ MEASURES = (
 )
 """Compared measures: accuracies in [0, 1], FLOPs per image, numbers of parameters, and seconds of
 learning."""
+
+
+AGNOSTIC = ("average_accuracy", "last_accuracy", "incremental_accuracy", "average_forgetting")
+"""Measures for which the task ID is inferred."""
 
 
 def comparison(runs_by_method: Runs) -> list[dict[str, Any]]:
@@ -75,7 +83,7 @@ def measure(run: Mapping[str, Any], name: str) -> float | None:
     if name.startswith("flops_"):
         return run["flops"][name.removeprefix("flops_")]
     is_bound = run["method"] in UPPER_BOUNDS
-    if name == "fom" or (is_bound and name in ("average_accuracy", "average_forgetting")):
+    if name == "fom" or (is_bound and name in AGNOSTIC):
         return None
     value = run.get(name)
     return float(np.mean(value)) if isinstance(value, list) else value
@@ -101,7 +109,15 @@ def _figure_of_merit(
     return None if value is None else {"mean": value, "std": None}
 
 
-ONLY_WIDE = ("local_average_forgetting", "flops_explicit", "flops_executed")
+ONLY_WIDE = (
+    "local_last_accuracy",
+    "local_incremental_accuracy",
+    "local_average_forgetting",
+    "flops_explicit",
+    "flops_executed",
+    "params_learned",
+    "params_stored",
+)
 """Measures that the terminal omits because the table would be too wide."""
 
 
@@ -109,7 +125,6 @@ def comparison_grid(runs_by_method: Runs, titles: Mapping[str, str] = METHODS) -
     """Make the table of a comparison; `titles` has the displayed name of each key of the runs."""
     rows = comparison(runs_by_method)
     first = next(iter(runs_by_method.values()))[0]
-    names = [name for name in COLUMNS if name != "params_added_percent"]
     several = any(row["runs"] > 1 for row in rows)
 
     def cell(row: Mapping[str, Any], name: str) -> str:
@@ -123,16 +138,17 @@ def comparison_grid(runs_by_method: Runs, titles: Mapping[str, str] = METHODS) -
         (
             titles[row["method"]],
             *([str(row["runs"])] if several else []),
-            *(cell(row, name) for name in names),
+            *(cell(row, name) for name in COLUMNS),
         )
         for row in rows
     )
-    columns = ("method", *(["runs"] if several else []), *(COLUMNS[name][0] for name in names))
+    columns = ("method", *(["runs"] if several else []), *(title for title, _ in COLUMNS.values()))
     captions = [
         (
-            "average accuracy: task-agnostic, the task ID inferred per image; right after learning:"
-            " each task when it was new, with the task ID given"
+            "average accuracy: task-agnostic, the task ID inferred per image, mean over tasks;"
+            " right after learning: each task when it was new, with the task ID given"
         ),
+        IMAGES_COUNT,
         (
             "upper bounds are given the task ID; FLOPs: per image by the paper's convention; time:"
             " learning"

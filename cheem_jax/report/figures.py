@@ -22,7 +22,7 @@ from cheem_jax.core.metrics import matrix_from_json
 from cheem_jax.core.settings import COLOURS
 from cheem_jax.report import memories
 from cheem_jax.report.table import MEANING, method_grid, percent, spread, task_grid
-from cheem_jax.run.results import Results
+from cheem_jax.run.results import Results, curve_of
 
 INK, FAINT = "#262626", "#757575"
 DPI = 150
@@ -52,6 +52,8 @@ def write_figures(directory: Path, results: Results) -> Path:
     and return that folder."""
     folder = directory / "figures"
     accuracy_heatmap(results, folder / "accuracy.png")
+    if len(results["tasks"]) > 1:
+        accuracy_curve(results, folder / "curve.png")
     if "pool" in results:
         architecture_grid(results, folder / "architectures.png")
     write_atomically(folder / "methods.csv", method_grid(results).to_csv())
@@ -163,6 +165,31 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
     bar.set_label("accuracy, %", color=FAINT, fontsize=9)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     bar.ax.tick_params(length=0, labelsize=8, colors=INK)
+    save(figure, file)
+
+
+def accuracy_curve(results: Results, file: Path) -> None:
+    """Write the accuracy over the test images of all tasks so far, after each task, with the task
+    ID inferred and given."""
+    names = _labels(results)
+    figure = Figure(figsize=(max(0.5 * min(len(names), MOST_CELLS), 4) + 2, 4), dpi=DPI)
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
+    shown = spread(len(names), MOST_CELLS)
+    for key, title, colour in (
+        ("local_accuracy", "task ID given", FAINT),
+        ("accuracy", "task ID inferred", "#1f77b4"),
+    ):
+        curve = 100 * curve_of(results[key], results["tasks"])
+        prefix = "" if key == "accuracy" else "local_"
+        label = f"{title}: Ā {percent(results[f'{prefix}incremental_accuracy'])} %"
+        axes.plot(range(len(curve)), curve, "o-", color=colour, markersize=4, label=label)
+    axes.set_xticks(shown, [names[index] for index in shown], rotation=90, fontsize=9)
+    axes.set_xlabel("after learning", color=FAINT)
+    axes.set_ylabel("accuracy over all classes so far, %", color=FAINT)
+    axes.tick_params(colors=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     save(figure, file)
 
 

@@ -18,9 +18,15 @@ from cheem_jax.run import record
 from cheem_jax.run.differences import find_differences, summary
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read_object
+from cheem_jax.run.results import read_results
 
 MEMORY = "a memory, not a run of an experiment"
 """The reason why a memory is excluded from tables of runs."""
+
+
+MOST_RANK = 64
+"""Largest rank of LoRA-CL in a preset or a choice on validation images; runs with larger ranks are
+references."""
 
 
 class RunRecord(NamedTuple):
@@ -127,7 +133,7 @@ def _read_one(directory: Path) -> RunRecord | str:
     measured = evaluated(directory, config) if is_memory(config) else {}
     run = RunRecord(
         directory,
-        with_evaluated(read_object(directory / "results.json"), measured),
+        with_evaluated(read_results(directory), measured),
         as_of_run(config),
     )
     if run.results["method"] not in METHODS:
@@ -216,6 +222,9 @@ def variant_of(run: RunRecord) -> str:
         parts += [results["placement"]] if results["placement"] != "mlp_down" else []
         parts += _unusual(settings)
     parts += ["from the nearest task"] if settings.get("begin") == "nearest" else []
+    parts += ["new in every block"] if settings.get("op") == "new" else []
+    rank = settings.get("rank", 0)
+    parts += [f"rank {rank}"] if rank > MOST_RANK else []
     router = settings.get("router", {})
     kind = router.get("kind", "kmeans"), router.get("features", "last")
     parts += [f"router {' '.join(kind)}"] if kind != ("kmeans", "last") else []
@@ -264,9 +273,18 @@ def order_names(runs: Sequence[RunRecord]) -> dict[tuple[str, tuple[str, ...]], 
     return names
 
 
+IMAGE_MEASURES = (
+    "last_accuracy",
+    "incremental_accuracy",
+    "local_last_accuracy",
+    "local_incremental_accuracy",
+)
+"""Accuracies in which every test image has the same weight."""
+
+
 def numbers_of(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     """Return the measurements of a run, keyed by measure and task: accuracies and forgetting in
-    percent, GFLOPs per image, and hours per task.
+    percent, GFLOPs per image, seconds of learning in total, and hours per task.
 
     The key of a mean over tasks has an empty task; hours of a phase have the phase in its place.
     """
@@ -279,10 +297,16 @@ def numbers_of(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None
         ("average_forgetting", ""): (
             None if is_bound else _scaled(results["average_forgetting"], 100)
         ),
+        **{
+            (name, ""): None if is_bound and not name.startswith("local") else _scaled(value, 100)
+            for name in IMAGE_MEASURES
+            for value in [results[name]]
+        },
         ("local_average_accuracy", ""): 100 * results["local_average_accuracy"],
         ("just_trained", ""): 100 * float(np.mean(results["just_trained"])),
         ("flops", ""): results["flops"]["paper"] / 1e9,
         ("params_added_percent", ""): results["params_added_percent"],
+        ("seconds", ""): results["seconds"],
         ("hours", ""): results["seconds"] / 3600 / len(results["tasks"]),
     }
     for task, accuracy in zip(results["tasks"], last_row(results[key]), strict=False):

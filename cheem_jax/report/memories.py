@@ -11,7 +11,7 @@ from cheem_jax.core.architecture import Choice
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.metrics import matrix_from_json, matrix_to_json
 from cheem_jax.run.record import read_object
-from cheem_jax.run.results import Results, averages
+from cheem_jax.run.results import Results, averages, num_tested
 
 FORGOTTEN = "forgotten"
 """Origin of an expert of a forgotten task."""
@@ -79,9 +79,11 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
     accuracy, local, routing = (
         matrix_from_json(results[key]) for key in ("accuracy", "local_accuracy", "routing")
     )
+    num_images = num_tested(results["tasks"])
     for index, name in enumerate(names):
         if (one := measured.get(name)) is not None:
             accuracy[-1, index], local[-1, index] = one.accuracy, one.accuracy_given
+            num_images[index] = one.num_images
             if routing[index, index] != one.task_accuracy:
                 routing[index] = np.nan  # other images: the tasks of the rest are unknown
                 routing[index, index] = one.task_accuracy
@@ -89,7 +91,7 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
     return {
         **results,
         **{key: matrix_to_json(matrix) for key, matrix in matrices.items()},
-        **averages(accuracy, local),
+        **averages(accuracy, local, num_images),
         "average_forgetting": _forgetting(accuracy),
         "local_average_forgetting": _forgetting(local),
     }

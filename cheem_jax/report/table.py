@@ -69,6 +69,10 @@ ARCHITECTURE = "archi-\ntecture"
 SIZES = ("classes", "train\nimages")
 """Columns that the terminal omits because they are too wide."""
 NONE = "–"
+IMAGES_COUNT = (
+    "last accuracy: over the test images of all tasks, after the last one; Ā, the average"
+    " incremental accuracy: mean over steps of the accuracy over all tasks so far"
+)
 
 
 def method_grid(results: Results) -> Grid:
@@ -76,6 +80,8 @@ def method_grid(results: Results) -> Grid:
     bounds."""
     names = (
         "average_accuracy",
+        "last_accuracy",
+        "incremental_accuracy",
         "local_average_accuracy",
         "average_forgetting",
         "flops_paper",
@@ -99,6 +105,7 @@ def method_grid(results: Results) -> Grid:
         rows.append((METHODS.get(method, method), *cells))
     title = f"{results['stream']}: {len(results['tasks'])} tasks, {results['backbone']}"
     explained = [EXPLAINED[name] for name in _runs(results) if name in EXPLAINED]
+    explained.append(IMAGES_COUNT)
     return Grid(
         title, columns, tuple(rows), 1, "\n".join(filter(None, [*explained, fom_line(results)]))
     )
@@ -274,7 +281,11 @@ def format_flops(value: int | float | None) -> str:
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "average_accuracy": ("average\naccuracy\n%", percent),
+    "last_accuracy": ("last\naccuracy\n%", percent),
+    "incremental_accuracy": ("Ā\n%", percent),
     "local_average_accuracy": ("task ID\ngiven\n%", percent),
+    "local_last_accuracy": ("last, task\nID given\n%", percent),
+    "local_incremental_accuracy": ("Ā, task\nID given\n%", percent),
     "just_trained": ("right after\nlearning\n%", percent),
     "average_forgetting": ("forget-\nting\npoints", percent),
     "local_average_forgetting": ("forget-\nting, task\nID given", percent),

@@ -11,7 +11,7 @@ from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.settings import COLOURS
 from cheem_jax.data.files import import_extra
 from cheem_jax.run.record import read
-from cheem_jax.run.results import averages, matrices
+from cheem_jax.run.results import averages, matrices, num_tested
 
 FOLDER, NAME = "tensorboard", "events.out.tfevents.cheem_jax"
 
@@ -29,10 +29,13 @@ def write_events(directory: Path) -> Path:
 
     events = defaultdict[str, list[Any]](lambda: [Event(file_version="brain.Event:2")])
     evaluated = []
+    tasks: dict[int, dict[str, Any]] = {}
     for entry in read(directory):
         evaluated += [entry] if entry["event"] == "evaluated" else []
+        if entry["event"] == "learned":
+            tasks[entry["report"]["index"]] = entry["report"]
         time = datetime.datetime.fromisoformat(entry["time"]).timestamp()
-        for method, tag, step, value in _points(entry, evaluated):
+        for method, tag, step, value in _points(entry, evaluated, tasks):
             if isinstance(value, int | float | np.ndarray):  # None: not measured, or not finite
                 make = summary.image if isinstance(value, np.ndarray) else summary.scalar
                 events[method].append(Event(wall_time=time, step=step, summary=make(tag, value)))
@@ -46,7 +49,9 @@ def write_events(directory: Path) -> Path:
     return directory / FOLDER
 
 
-def _points(entry: dict[str, Any], evaluated: list[dict[str, Any]]):
+def _points(
+    entry: dict[str, Any], evaluated: list[dict[str, Any]], tasks: dict[int, dict[str, Any]]
+):
     """Yield method, tag, step and value of every part of an entry; steps are tasks, or epochs."""
     if entry["event"] == "learned":
         method, report, step = entry["method"], entry["report"], entry["report"]["index"] + 1
@@ -64,7 +69,8 @@ def _points(entry: dict[str, Any], evaluated: list[dict[str, Any]]):
         for key in ("accuracy", "local_accuracy"):
             for task, value in enumerate(measured[key], start=1):
                 yield method, f"{key}/T{task}", len(evaluated), value
-        for key, value in averages(*matrices(evaluated, method)).items():
+        num_images = num_tested([tasks[index] for index in range(len(evaluated))])
+        for key, value in averages(*matrices(evaluated, method), num_images).items():
             yield method, key, len(evaluated), value
     if entry["event"] == "upper_bound":
         yield "full_finetune", "local_accuracy", entry["index"] + 1, entry["test_accuracy"]

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from cheem_jax.core import metrics
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.run.record import read, to_json
+from cheem_jax.run.record import read, read_object, to_json
 
 Entry = Mapping[str, Any]
 Results = Mapping[str, Any]
@@ -66,6 +67,23 @@ def write_results(directory: Path) -> None:
         file.unlink(missing_ok=True)
 
 
+def read_results(directory: Path) -> dict[str, Any]:
+    """Read `results.json`. Averages that earlier versions did not write are computed from the
+    accuracy matrices."""
+    results = read_object(directory / "results.json")
+
+    def completed(run: Results) -> dict[str, Any]:
+        if "accuracy" not in run or "incremental_accuracy" in run:
+            return dict(run)
+        accuracy, local = (
+            metrics.matrix_from_json(run[key]) for key in ("accuracy", "local_accuracy")
+        )
+        return {**averages(accuracy, local, num_tested(results["tasks"])), **run}
+
+    references = (results.get("references") or {}).items()
+    return {**completed(results), "references": {name: completed(run) for name, run in references}}
+
+
 def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     """Compute the results after the last evaluated task. References and upper bounds are under
     `references`.
@@ -98,7 +116,8 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     main = learned[name]
     measured = {method: _method(evaluated, learned[method], method) for method in methods}
     references = {method: measured[method] for method in methods if method != name}
-    bound = _upper_bound([e for e in entries if e["event"] == "upper_bound"], num_tasks)
+    bounds = [entry for entry in entries if entry["event"] == "upper_bound"]
+    bound = _upper_bound(bounds, num_tested(main))
     if bound:
         references["full_finetune"] = bound
     result = {
@@ -153,12 +172,14 @@ def _learned(entries: Sequence[Entry], method: str) -> list[dict[str, Any]]:
 
 def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -> dict[str, Any]:
     accuracy, local = matrices(evaluated, method)
+    routing = evaluated[-1]["methods"][method]["routing"]
     return {
         "accuracy": metrics.matrix_to_json(accuracy),
         "local_accuracy": metrics.matrix_to_json(local),
-        **averages(accuracy, local),
+        **averages(accuracy, local, num_tested(reports)),
         "just_trained": list(metrics.just_trained(local)),
-        "routing": evaluated[-1]["methods"][method]["routing"],
+        "routing": routing,
+        "router_accuracy": [row[index] for index, row in enumerate(routing)],
         "flops": {
             "paper": _mean(reports, "flops_method"),
             "executed": _mean(reports, "flops_executed"),
@@ -181,22 +202,43 @@ def matrices(evaluated: Sequence[Entry], method: str) -> tuple[np.ndarray, np.nd
     return accuracy, local
 
 
-def averages(accuracy: np.ndarray, local: np.ndarray) -> dict[str, float | None]:
-    """Average the accuracies and the forgetting. An average is None if the memory was evaluated
-    without images of earlier tasks."""
-    names = (
-        "average_accuracy",
-        "average_forgetting",
-        "local_average_accuracy",
-        "local_average_forgetting",
-    )
-    means: dict[str, float | None] = dict.fromkeys(names)
-    if not np.isnan(accuracy[-1]).any():
-        means["average_accuracy"] = metrics.average_accuracy(accuracy)
-        means["local_average_accuracy"] = metrics.average_accuracy(local)
-    if not np.isnan(accuracy[np.tri(len(accuracy), dtype=bool)]).any():
-        means["average_forgetting"] = metrics.average_forgetting(accuracy)
-        means["local_average_forgetting"] = metrics.average_forgetting(local)
+def num_tested(tasks: Sequence[Entry]) -> np.ndarray:
+    """Return the number of images on which each task is evaluated: its test images, or its
+    validation images if it has no test images."""
+    return np.array([task["num_test"] or task["num_val"] for task in tasks])
+
+
+def curve_of(
+    rows: Sequence[Sequence[float | None]], tasks: Sequence[Entry]
+) -> Float[np.ndarray, " T"]:
+    """Compute `metrics.accuracy_curve` from an accuracy matrix of the results and their tasks."""
+    return metrics.accuracy_curve(metrics.matrix_from_json(rows), num_tested(tasks))
+
+
+def averages(
+    accuracy: np.ndarray, local: np.ndarray, num_images: np.ndarray
+) -> dict[str, float | None]:
+    """Average the accuracies and the forgetting; `num_images` are those of `num_tested`.
+
+    Average accuracy is the mean over tasks after the last task. Last accuracy and average
+    incremental accuracy are the last value and the mean of `metrics.accuracy_curve`. An average is
+    None if the memory was evaluated without images of earlier tasks.
+    """
+    means: dict[str, float | None] = {}
+    for prefix, matrix in (("", accuracy), ("local_", local)):
+        curve = metrics.accuracy_curve(matrix, num_images)
+        is_last_measured = not np.isnan(curve[-1])
+        is_all_measured = not np.isnan(curve).any()
+        means |= {
+            f"{prefix}average_accuracy": (
+                metrics.average_accuracy(matrix) if is_last_measured else None
+            ),
+            f"{prefix}last_accuracy": float(curve[-1]) if is_last_measured else None,
+            f"{prefix}incremental_accuracy": float(curve.mean()) if is_all_measured else None,
+            f"{prefix}average_forgetting": (
+                metrics.average_forgetting(matrix) if is_all_measured else None
+            ),
+        }
     return means
 
 
@@ -214,15 +256,21 @@ def _task(report: Entry, seconds_evaluation: float) -> dict[str, Any]:
     return {**task, "seconds": {**report["seconds"], "evaluation": seconds_evaluation}}
 
 
-def _upper_bound(entries: Sequence[Entry], num_tasks: int) -> dict[str, Any] | None:
-    """Combine the upper bounds of all tasks; returns None until every task is measured."""
+def _upper_bound(entries: Sequence[Entry], num_images: np.ndarray) -> dict[str, Any] | None:
+    """Combine the upper bounds of all tasks, which are evaluated on `num_images` images; returns
+    None until every task is measured."""
+    num_tasks = len(num_images)
     if len(entries) < num_tasks:
         return None
     entries = sorted(entries, key=lambda entry: entry["index"])[:num_tasks]
-    local = [entry["test_accuracy"] for entry in entries]
+    local = np.array([entry["test_accuracy"] for entry in entries])
+    # each task has a separate network, so its accuracy is the same after every later task
+    curve = metrics.accuracy_curve(np.tile(local, (num_tasks, 1)), num_images)
     return {
-        "local_accuracy": local,
-        "average_accuracy": float(np.mean(local)),
+        "local_accuracy": local.tolist(),
+        "average_accuracy": float(local.mean()),
+        "local_last_accuracy": float(curve[-1]),
+        "local_incremental_accuracy": float(curve.mean()),
         "learning_rates": [entry["learning_rate"] for entry in entries],
         "flops": {"paper": entries[0]["flops_paper"], "executed": entries[0]["flops_executed"]},
         "params_added_percent": 100.0,

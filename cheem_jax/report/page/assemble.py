@@ -141,6 +141,7 @@ def page(
             f"{first['lead']} Means over seeds, ± standard deviation if there are several.",
             grid_table=lambda: comparison_grid(methods, titles),
             chart=lambda: charts.accuracy_against_flops(methods, titles),
+            curves=lambda: charts.accuracy_curves(methods),
         )
     from plotly.offline import get_plotlyjs  # commands that draw no page do not wait for it
 
@@ -269,6 +270,14 @@ def _sections(
         ),
         (
             num > 1,
+            "curve",
+            "Accuracy over all classes so far",
+            "",
+            "chart",
+            lambda: charts.accuracy_curves(_curves(results)),
+        ),
+        (
+            num > 1,
             "forgetting",
             "Forgetting",
             "Accuracy that earlier tasks lose as later ones are learned.",
@@ -319,6 +328,18 @@ def _sections(
     return [
         _section(*words, **{kind: make}) for is_shown, *words, kind, make in sections if is_shown
     ]
+
+
+def _curves(results: Results) -> dict[str, list[Results]]:
+    """The run and its references, keyed by the name of the method."""
+    references = results.get("references") or {}
+    return {
+        METHODS[run["method"]]: [run]
+        for run in (
+            results,
+            *({**results, **run, "method": method} for method, run in references.items()),
+        )
+    }
 
 
 def _section(key: str, title: str, lead: str, **make: Callable[[], Any]) -> Section:

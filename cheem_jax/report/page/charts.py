@@ -23,7 +23,7 @@ from cheem_jax.report.memories import (
 from cheem_jax.report.table import UPPER_BOUNDS, accuracy_key, spread
 from cheem_jax.run.progress import duration
 from cheem_jax.run.record import to_json
-from cheem_jax.run.results import Results
+from cheem_jax.run.results import Results, curve_of
 
 Spec = dict[str, Any]
 """`data` and `layout` of plotly.js, or a part of them."""
@@ -173,6 +173,53 @@ def forgetting(results: Results) -> Chart:
         caption += " Gaps were not measured."
     spec = plot(traces, task_axis(results, tasks, "after learning"), axis("accuracy, %"))
     return Chart(caption + note_of_spread(len(matrix)), {"": spec})
+
+
+def accuracy_curves(runs: Mapping[str, Sequence[Results]]) -> Chart:
+    """Accuracy in % over the test images of all tasks so far, after each task: one curve per title,
+    the mean over its runs. Runs without an accuracy matrix have no curve.
+
+    Raises EmptySection if no run has one.
+    """
+    first = next(iter(runs.values()))[0]
+    tasks = spread(len(first["tasks"]), SHOWN)
+    x = task_axis(first, tasks, "after learning")
+    panels = {"task ID inferred": "accuracy", "task ID given": "local_accuracy"}
+    variants = {}
+    for panel, key in panels.items():
+        members = {
+            title: [curve_of(run[key], run["tasks"]) for run in each]
+            for title, each in runs.items()
+            if key == accuracy_key(each[0]["method"]) or key == "local_accuracy"
+            if isinstance(each[0].get(key, [None])[-1], Sequence)
+        }
+        traces = []
+        for place, (title, curves) in enumerate(members.items()):
+            curve = 100 * np.mean(curves, axis=0)
+            if np.isnan(curve).all():
+                continue
+            colour = (
+                f"@c{place}" if len(members) <= 8 else f"@ramp:{place / (len(members) - 1):.3f}"
+            )
+            trace = points(
+                x["categoryarray"],
+                curve[tasks],
+                f"{shown(title)}<br>after %{{x}}<br><b>%{{y:.1f}} %</b>",
+                name=shown(title),
+                mode="lines+markers",
+                marker={"color": colour, "size": 6},
+            )
+            traces.append(trace | {"line": {"color": colour, "width": 2}, "showlegend": True})
+        if traces:
+            variants[panel] = plot(traces, x, axis("accuracy, %"))
+    if not variants:
+        raise EmptySection("Not measured: not all images were available after each task.")
+    caption = (
+        "Accuracy over the test images of all tasks so far, so over all classes seen so far. The"
+        " mean of a curve is the average incremental accuracy Ā."
+    )
+    caption += note_of_spread(len(first["tasks"]))
+    return Chart(caption, variants, choose="accuracy with the")
 
 
 def pool_growth(results: Results) -> Chart:

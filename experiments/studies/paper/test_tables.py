@@ -52,7 +52,9 @@ def test_the_papers_averages_follow_from_its_full_rows():
 
 def write_run(directory: Path, method="cheem", seed=0, accuracy=0.8, **changed) -> Path:
     """What a run leaves behind, as far as tables read it."""
-    matrix = [[accuracy, None], [accuracy - 0.02, accuracy]]
+    num_tasks = len(changed.get("tasks", TASKS))
+    matrix = [[accuracy, None], [accuracy - 0.02, accuracy]][:num_tasks]
+    matrix = [row[:num_tasks] for row in matrix]
     results = {
         "stream": "demo",
         "backbone": "vit_micro",
@@ -73,7 +75,8 @@ def write_run(directory: Path, method="cheem", seed=0, accuracy=0.8, **changed) 
         "params_added_percent": 1.5,
         "seconds": 7200.0,
         "tasks": [
-            {"name": name, "flops_method": 4e9, "seconds": {"supernet": 1800.0}} for name in TASKS
+            {"name": name, "num_test": 50, "flops_method": 4e9, "seconds": {"supernet": 1800.0}}
+            for name in TASKS
         ],
     }
     config = {
@@ -125,6 +128,23 @@ def test_cells_are_means_over_seeds_with_the_number_of_runs(tmp_path):
     assert rows_of(out / "full-5.csv")["LoRA-CL"]["shapes, ours"] == "69.00 (1)"
 
 
+def test_class_incremental_accuracies_weigh_images_and_old_results_get_them(tmp_path):
+    sizes = {"flops_method": 4e9, "seconds": {}}
+    tasks = [
+        {"name": name, "num_test": num, **sizes} for name, num in zip(TASKS, (30, 10), strict=True)
+    ]
+    write_run(tmp_path / "runs/cheem", tasks=tasks)
+    write_run(tmp_path / "runs/bound", "full_finetune", tasks=tasks)
+    table = rows_of(run_tables(tmp_path, "class_incremental") / "class_incremental.csv")
+    # rows 0.8 and 0.78, 0.8: (30 * 0.78 + 10 * 0.8) / 40 = 0.785; Ā = (0.8 + 0.785) / 2
+    assert table["CHEEM"]["last accuracy %, ours"] == "78.50 (1)"
+    assert table["CHEEM"]["Ā %, ours"] == "79.25 (1)"
+    assert table["full fine-tuning"]["Ā %, ours"] == ""
+    assert table["full fine-tuning"]["Ā, task ID given %, ours"] == "79.25 (1)"
+    assert table["CHEEM"]["params added %, ours"] == "1.50 (1)"
+    assert table["CHEEM"]["seconds, ours"] == "7200.00 (1)"
+
+
 def test_ours_stand_beside_the_papers(tmp_path):
     write_run(tmp_path / "runs/a", stream="mtil", backbone="deit_tiny", router="deit_tiny")
     row = rows_of(run_tables(tmp_path, "placement") / "placement-2.csv")["CHEEM, mlp_down"]
@@ -134,7 +154,10 @@ def test_ours_stand_beside_the_papers(tmp_path):
 def test_variants_and_orders_have_tables_of_their_own(tmp_path):
     write_run(tmp_path / "runs/1")
     write_run(tmp_path / "runs/2", cheem={"sampling": "uniform"}, accuracy=0.7)
-    turned = [{"name": name, "flops_method": 4e9, "seconds": {}} for name in reversed(TASKS)]
+    turned = [
+        {"name": name, "num_test": 50, "flops_method": 4e9, "seconds": {}}
+        for name in reversed(TASKS)
+    ]
     write_run(tmp_path / "runs/3", tasks=turned, accuracy=0.6)
     out = run_tables(tmp_path, "breakdown", "sampling", "task_orders")
     assert rows_of(out / "breakdown-5.csv")["CHEEM"]["accuracy %, ours"] == "79.00 (1)"
@@ -168,7 +191,7 @@ def test_a_run_is_counted_once_and_variants_are_not_averaged(tmp_path):
 
 def test_the_benchmarks_orders_have_the_papers_names(tmp_path):
     names = MTIL["paper_b"].split()
-    tasks = [{"name": name, "flops_method": 1e9, "seconds": {}} for name in names]
+    tasks = [{"name": name, "num_test": 50, "flops_method": 1e9, "seconds": {}} for name in names]
     matrix = [[0.5] * len(names)] * len(names)
     write_run(
         tmp_path / "runs/b",
@@ -246,7 +269,7 @@ def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path, capsys):
     write_run(
         tmp_path / "runs/short",
         "diki",
-        tasks=[{"name": "shapes", "flops_method": 1, "seconds": {}}],
+        tasks=[{"name": "shapes", "num_test": 50, "flops_method": 1, "seconds": {}}],
     )
     page = (run_tables(tmp_path, "breakdown") / "tables.md").read_text()
     assert "begun: unfinished: it has no results yet" in page
