@@ -10,7 +10,7 @@ both phases of CHEEM together, half of them for a choice, and the cosine schedul
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,16 @@ FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 method that has it, because choosing it for one of them only would be unfair."""
 
 
-def grids_of(method: str) -> dict[str, tuple[Any, ...]]:
-    """The values of each setting in the order of choosing; none if a method trains no network."""
+def grids_of(method: str, fixed: Collection[str] = ()) -> dict[str, tuple[Any, ...]]:
+    """The values of each setting in the order of choosing, without the settings that a variant has
+    fixed; none if a method trains no network."""
     if method == "frozen_linear":
         return {}
     rates = LOWER_RATES if method in ("ewc", "full_finetune") else RATES
     if method == "ranpac":
         rates = SGD_RATES
-    return {"rate": rates, **FURTHER.get(method, {})}
+    grids = {"rate": rates, **FURTHER.get(method, {})}
+    return {setting: values for setting, values in grids.items() if setting not in fixed}
 
 
 def change(method: str, setting: str, value: Any) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def choose(
     for variant in variants:
         config = {**budget(variant.method, study.chosen_preset), **variant.config}
         accuracies = dict[Any, float]()  # the winner of one setting is a candidate of the next
-        for setting, values in grids_of(variant.method).items():
+        for setting, values in grids_of(variant.method, variant.config).items():
             candidates = _candidates(study, variant._replace(config=config), setting, values, tasks)
 
             def accuracy(number: int, candidates=candidates, accuracies=accuracies) -> float:
@@ -166,7 +168,7 @@ def chosen_before(file: Path, variants: Sequence[Variant], preset: Any) -> list[
     for variant in variants:
         owner = variant.settings_of or variant.name
         config = {**budget(variant.method, preset), **variant.config}
-        for setting in grids_of(variant.method):
+        for setting in grids_of(variant.method, variant.config):
             if (owner, setting) not in values:
                 raise ValueError(
                     f"--choose: {file} has no {setting} of {owner}; name tasks instead, to choose"

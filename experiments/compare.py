@@ -59,8 +59,9 @@ class Compare(Study):
 
     methods: str = "all"
     """Names separated by commas, or all. `cheem:closed_form` is CHEEM with the search of
-    `quick_plus`, `cheem:uniform` the same with uniform sampling; all other settings are the
-    preset's."""
+    `quick_plus`, `cheem:uniform` the same with uniform sampling. `lora_cl:new` trains a full copy
+    of the pretrained layer in every block per task, `lora_cl:rank128` and `lora_cl:rank192` are
+    LoRA-CL with these ranks. All other settings are the preset's."""
     router: str = "vit_nano"
     """Lighter networks of `cheem_lite` and `moe_adapters`, separated by commas: backbones, or
     alexnet."""
@@ -144,6 +145,16 @@ OTHERS = {
         {**CLOSED_FORM.config, "sampling": "uniform"},
         settings_of=CLOSED_FORM.name,
     ),
+    # without low-rank pairs, the rank has no effect; it is given, so that it is not chosen
+    "lora_cl:new": Variant(
+        "lora_cl-new", "New in every block", "lora_cl", {"op": "new", "rank": 1}
+    ),
+    **{
+        f"lora_cl:rank{rank}": Variant(
+            f"lora_cl-rank{rank}", f"{METHODS['lora_cl']}, rank {rank}", "lora_cl", {"rank": rank}
+        )
+        for rank in (128, 192)
+    },
 }
 """Methods with other settings than a preset's."""
 

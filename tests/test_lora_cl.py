@@ -85,6 +85,25 @@ def test_every_task_adapts_the_pretrained_layer_and_not_the_task_before(method):
     )
 
 
+def test_new_in_every_block_trains_a_copy_of_each_layer_per_task():
+    method = learner(LoraCl, LoraClConfig(**SETTINGS, op="new"))
+    tasks = small.stream(2).tasks
+    reports = [method.learn(task, Session()) for task in tasks]
+    base = method.memory.pool[0][0].params
+    # both tasks begin at the pretrained layer, from which 2 epochs of Adam move little
+    for stored in method.memory.pool[0][1:]:
+        assert stored.parent is None
+        assert 0 < float(jnp.abs(stored.params.weight - base.weight).max()) < 0.1
+    vit = small.CONFIG
+    size = 4 * vit.width * vit.width + vit.width
+    for report in reports:
+        assert report["architecture"] == ["new"] * vit.depth
+        assert report["params_added"] == vit.depth * size
+        assert report["flops_method"] == 2 * backbone_flops(vit)
+    needed = method.bytes_needed(tasks[0])
+    assert needed > 4 * 3 * 2 * vit.depth * size
+
+
 def test_the_papers_flops_need_a_rank_of_42_to_47_and_ours_of_40_is_a_tenth_below():
     def printed(name: str, rank: int) -> float:
         config = CONFIGS[name]

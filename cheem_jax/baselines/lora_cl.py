@@ -8,17 +8,20 @@ learner is a baseline of the CHEEM paper.
 LoRA fine-tuning is an upper bound in the paper's tables: the task ID is given. Its networks are
 identical to those of LoRA-CL with the same seed. Its FLOPs are those of one plain pass, because the
 pairs can be merged into the backbone.
+
+With `op="new"`, every block has New instead of Adapt: each task trains a full copy of all plastic
+layers. No architecture of CHEEM's search adds more parameters.
 """
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.baseline import at_least_one
-from cheem_jax.cheem.config import OpSettings
+from cheem_jax.cheem.config import QUICK_PLUS
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, router_arrays
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import constant_draws, fit
@@ -42,6 +45,9 @@ class LoraClConfig:
     name: ClassVar[str] = "lora_cl"
     placement: Placement = "mlp_down"
     """Layer that is adapted in every block."""
+    op: Literal["adapt", "new"] = "adapt"
+    """Op of every block: `adapt` trains a low-rank pair; `new` trains a full copy of the pretrained
+    layer, with the settings of New in CHEEM's preset `quick_plus`."""
     rank: int = 40
     """Rank of the pairs; for ViT-B, the paper's FLOPs correspond to a rank of 42 to 47."""
     fit: FitConfig = FitConfig(epochs=20)
@@ -76,9 +82,11 @@ class LoraCl(ExpertMemory):
         budget = Budget(executor.budget)
         experts = [[self.dense(block, 0)] for block in range(executor.num_blocks)]
         key = keys.at(number, Phase.METHOD_INIT)
-        network = Supernet(key, experts, len(task.classes), OpSettings(rank=config.rank))
+        settings = dataclasses.replace(QUICK_PLUS.ops, rank=config.rank)
+        network = Supernet(key, experts, len(task.classes), settings)
         fitting = underway.fitting("finetune", network)
-        architecture = (Choice("adapt", 0),) * len(experts)
+        choice = Choice("adapt", 0) if config.op == "adapt" else Choice("new")
+        architecture = (choice,) * len(experts)
         train = feed_images(executor, task.train.images, budget)
         with session.phase("keep"):
             train = keep_tokens(
@@ -128,13 +136,15 @@ class LoraCl(ExpertMemory):
     def bytes_needed(self, task: Task) -> int:
         """Estimate the bytes on disk that the next task needs.
 
-        They are the pairs and the head with Adam's moments in two rolling checkpoints, and the
+        They are the ops and the head with Adam's moments in two rolling checkpoints, and the
         router's statistics once.
         """
-        weight = self.memory.pool[0][0].params[0]
-        pairs = self.executor.num_blocks * self.rank * sum(weight.shape)
+        weight, bias = self.memory.pool[0][0].params
+        is_new = self.config.op == "new"
+        op = weight.size + bias.size if is_new else self.rank * sum(weight.shape)
         head = (self.executor.config.width + 1) * next_power_of_two(len(task.classes))
-        return 4 * (3 * 2 * (pairs + head) + self.router_numbers(task))
+        numbers = self.executor.num_blocks * op + head
+        return 4 * (3 * 2 * numbers + self.router_numbers(task))
 
 
 @dataclasses.dataclass(frozen=True)
