@@ -1,7 +1,7 @@
 """The paper's claims checked on collected runs: one difference, its interval and a verdict per row.
 
 A verdict compares the 95 % interval with the values that agree with the claim: confirmed if it is
-inside, refuted if it is outside, else not decided.
+inside, refuted if it is outside, else not decided. Fewer than MIN_SEEDS seeds decide nothing.
 """
 
 import math
@@ -19,7 +19,10 @@ from studies.paper.printed import TOLD_METHOD, printed
 CONFIRMED = "confirmed"
 REFUTED = "refuted"
 OPEN = "not decided"
+TOO_FEW = "too few seeds"
 NOT_RUN = "not run"
+MIN_SEEDS = 3
+"""Minimum number of seeds of a verdict."""
 CHEEM = Cell("cheem")
 CLOSED_FORM = Cell("cheem", "closed-form score")
 """CHEEM with the search of `quick_plus`."""
@@ -49,6 +52,8 @@ class Verdict(NamedTuple):
 
 def verdict(estimate: Estimate, agree: Range) -> str:
     """Compare the interval of an estimate with the values that agree with a claim."""
+    if len(estimate.per_seed) < MIN_SEEDS:
+        return TOO_FEW
     low, high = agree
     if low < estimate.low and estimate.high < high:
         return CONFIRMED
@@ -169,7 +174,8 @@ def _skips(cells: Cells, ours: Cell) -> Verdict:
         missing = "in some run all tasks skip equally often, so there is no correlation"
         return Verdict(compared, OPEN, seeds=seeds, unit="", missing=missing)
     estimate = rank_correlation(x, y)
-    word = verdict(estimate, POSITIVE) if estimate.p < 0.05 else OPEN
+    word = verdict(estimate, POSITIVE)
+    word = OPEN if word != TOO_FEW and estimate.p >= 0.05 else word
     return Verdict(compared, word, estimate, seeds, unit="")
 
 
@@ -248,7 +254,6 @@ def claim_grid(cells: Cells) -> Grid:
             continue
         for index, one in enumerate(verdicts):
             word = f"**{one.word}**" if one.word == REFUTED else one.word
-            word += " (one seed)" if one.estimate and len(one.seeds) == 1 else ""
             rows.append((claim if index == 0 else "", one.compared, word, *number_cells(one)))
     return Grid("", ("claim", "compared", "verdict", *NUMBERS), tuple(rows), 3)
 

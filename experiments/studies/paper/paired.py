@@ -2,8 +2,10 @@
 
 The bootstrap resamples seeds and, independently, the images within each task or the tasks. One
 resample of images or tasks applies to every seed and to both sides, because all of them had the
-same ones. Differences in accuracy have a second, wider interval for which the tasks are resampled,
-too.
+same ones. A bootstrap over few seeds underestimates their spread. With two or more seeds, the
+interval therefore also contains Student's t interval over the means of the seeds, and the p of a
+difference is the larger one of both. Differences in accuracy have a second, wider interval for
+which the tasks are resampled, too.
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
-from scipy.stats import rankdata
+from scipy.stats import rankdata, t
 
 RESAMPLES = 10_000
 SEED = 20_261
@@ -69,8 +71,10 @@ def accuracy_difference(ours: BySeed, theirs: BySeed, *, resamples: int = RESAMP
         images = rng.multinomial(len(lead), counts / len(lead), size=resamples) / len(lead)
         resampled[:, task] = ((images @ patterns) * seeds).sum(axis=1)
         per_seed += lead.mean(axis=0) / num_tasks
-    over_tasks = _interval((resampled * _shares(rng, num_tasks, resamples)).sum(axis=1))
-    return _estimate(per_seed, resampled.mean(axis=1))._replace(over_tasks=over_tasks)
+    over_tasks = _estimate(per_seed, (resampled * _shares(rng, num_tasks, resamples)).sum(axis=1))
+    return _estimate(per_seed, resampled.mean(axis=1))._replace(
+        over_tasks=(over_tasks.low, over_tasks.high)
+    )
 
 
 def mean_difference(ours: Float[np.ndarray, "S T"], theirs: Float[np.ndarray, "S T"]) -> Estimate:
@@ -124,7 +128,14 @@ def _estimate(per_seed: Float[np.ndarray, "S"], resampled: Float[np.ndarray, "R"
     low, high = _interval(resampled)
     rarer = min(np.count_nonzero(resampled <= ROUNDING), np.count_nonzero(resampled >= -ROUNDING))
     p = min(1.0, 2 * (1 + rarer) / (len(resampled) + 1))
-    return Estimate(float(per_seed.mean()), low, high, p, tuple(per_seed.tolist()))
+    value = float(per_seed.mean())
+    if (num := len(per_seed)) > 1:
+        error = per_seed.std(ddof=1) / np.sqrt(num)
+        half = float(t.ppf((1 + LEVEL) / 2, num - 1) * error)
+        low, high = min(low, value - half), max(high, value + half)
+        if error > ROUNDING:
+            p = max(p, float(2 * t.sf(abs(value) / error, num - 1)))
+    return Estimate(value, float(low), float(high), float(p), tuple(per_seed.tolist()))
 
 
 def _interval(resampled: Float[np.ndarray, "R"]) -> tuple[float, float]:

@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 import tables
 from page_runs import entries
-from scipy.stats import spearmanr
+from scipy.stats import spearmanr, ttest_1samp
 
 from cheem_jax.run.results import results_of
-from studies.paper.claims import CONFIRMED, NEGATIVE, OPEN, POSITIVE, REFUTED, largest_gap, verdict
+from studies.paper.claims import (
+    CONFIRMED,
+    NEGATIVE,
+    OPEN,
+    POSITIVE,
+    REFUTED,
+    TOO_FEW,
+    largest_gap,
+    verdict,
+)
 from studies.paper.collected import load, pack
 from studies.paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
 
@@ -52,12 +61,37 @@ def test_seeds_are_resampled_too():
     assert accuracy_difference(same, same) == Estimate(0.0, 0.0, 0.0, 1.0, (0.0, 0.0), (0.0, 0.0))
     # one seed wins all images, the other none: means of two resampled seeds are 0, 0.5 and 1
     estimate = accuracy_difference([[correct(50)]] * 2, [[correct(0, 50)], [correct(50)]])
-    assert (estimate.value, estimate.low, estimate.high) == (0.5, 0.0, 1.0)
-    assert estimate.p == pytest.approx(0.5, abs=0.03)
+    # Student's t with one degree of freedom: 12.706 standard errors of 0.5 each, and p = 0.5
+    ends = 0.5 + 12.706 * 0.5 * np.array([-1, 1])
+    np.testing.assert_allclose([estimate.low, estimate.high], ends, rtol=1e-4)
+    assert estimate.value == 0.5 and estimate.p == pytest.approx(0.5, abs=0.03)
     # equal predictions of three seeds are not three times as many images
     ours, theirs = [correct(60, 20, 320)], [correct(0, 60, 340)]
     one, three = (accuracy_difference([ours] * num, [theirs] * num) for num in (1, 3))
     assert three.high - three.low == pytest.approx(one.high - one.low, rel=0.05)
+
+
+def test_a_small_difference_of_three_seeds_is_that_of_a_t_test():
+    # leads of 3, 11 and 10 of 1,000 images, almost without noise of the images
+    theirs = [[correct(0, 20, 980)]] * 3
+    ours = [[correct(lead, 20 - lead, 980)] for lead in (3, 11, 10)]
+    leads = np.array([0.003, 0.011, 0.010])
+    test = ttest_1samp(leads, 0)
+    estimate = accuracy_difference(ours, theirs)
+    assert estimate.value == pytest.approx(leads.mean())
+    assert test.pvalue > 0.05 and estimate.p >= test.pvalue
+    interval = test.confidence_interval()
+    assert estimate.low <= interval.low < 0 and estimate.high >= interval.high
+    assert estimate.over_tasks[0] <= interval.low
+    assert verdict(estimate, POSITIVE) == OPEN
+
+
+@pytest.mark.parametrize(
+    ("num", "word"), [(1, TOO_FEW), (2, TOO_FEW), (3, CONFIRMED), (4, CONFIRMED)]
+)
+def test_a_verdict_needs_three_seeds(num, word):
+    estimate = accuracy_difference([[correct(80, 20)]] * num, [[correct(0, 100)]] * num)
+    assert verdict(estimate, POSITIVE) == word
 
 
 @pytest.mark.parametrize("sides", [([[correct(3)]], [[correct(4)]]), ([], [])])
@@ -100,7 +134,7 @@ def test_the_rank_correlation_is_spearmans():
     ],
 )
 def test_a_verdict_compares_the_interval_with_the_values_that_agree(ends, words):
-    estimate = Estimate(0.0, *ends, 1.0, (0.0,))
+    estimate = Estimate(0.0, *ends, 1.0, (0.0,) * 3)
     ranges = (POSITIVE, NEGATIVE, (-0.15, 0.15))
     assert tuple(verdict(estimate, agree) for agree in ranges) == words
     assert largest_gap() == pytest.approx(0.022)  # ViT-Base on MTIL: 88.1 and 85.9
@@ -187,10 +221,10 @@ def test_every_claim_is_compared_with_the_runs_that_it_needs(tmp_path):
         prompts[0] == "**refuted**" and prompts[1].startswith("−1") and prompts[5].count(":") == 3
     )
     lora = row_of(page, "CHEEM − LoRA-CL")
-    assert lora[0] == "confirmed (one seed)" and lora[5].startswith("1: +2")
-    assert row_of(page, "S-Prompts − L2P")[0] == "confirmed (one seed)"
+    assert lora[0] == TOO_FEW and lora[5].startswith("1: +2")
+    assert row_of(page, "S-Prompts − L2P")[0] == TOO_FEW
     bound = row_of(page, "CHEEM − full fine-tuning, task ID given to both")
-    assert bound[0] == "confirmed (one seed)"
+    assert bound[0] == TOO_FEW
     assert row_of(page, "CHEEM, order2 − usual order")[1:3] == ["0.0 points", "0.0 to 0.0"]
     # parameters: 1.5 against 1.5 + 1 and the letters e of the names: 1, 0 and 2
     added = row_of(page, "HEE − uniform, parameters added per task")
@@ -213,8 +247,8 @@ def test_the_closed_form_search_has_rows_of_its_own(tmp_path):
     (tmp_path / "chosen.json").write_text(json.dumps([row]))
     page = page_of(tmp_path)
     title = "CHEEM, closed-form score"
-    assert row_of(page, "CHEEM − LoRA-CL")[0] == "**refuted** (one seed)"
-    assert row_of(page, f"{title} − LoRA-CL")[0] == "confirmed (one seed)"
+    assert row_of(page, "CHEEM − LoRA-CL")[0] == TOO_FEW
+    assert row_of(page, f"{title} − LoRA-CL")[0] == TOO_FEW
     added = row_of(page, f"{title}: HEE − uniform, parameters added per task")
     assert added[1] == "−2.00 % of the backbone"
     assert row_of(page, f"{title}, reversed − usual order")[1:3] == ["0.0 points", "0.0 to 0.0"]
