@@ -11,6 +11,7 @@ import chex
 import numpy as np
 import small
 from compiling import count_compilations
+from scipy.special import erf, softmax
 
 from cheem_jax.baselines.heads import Classes
 from cheem_jax.core.keys import Keys
@@ -91,6 +92,30 @@ def learner(
         Keys(seed),
         num_tasks,
     )
+
+
+# ---- parts of a block in NumPy, for one image `[N, D]`
+
+
+def norm(layer, x):
+    centred = x - x.mean(-1, keepdims=True)
+    scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + layer.epsilon)
+    return scaled * np.asarray(layer.scale[...]) + np.asarray(layer.bias[...])
+
+
+def linear(layer, x):
+    return x @ np.asarray(layer.kernel[...], np.float64) + np.asarray(layer.bias[...])
+
+
+def attention(query, key, value):
+    """One head."""
+    share = softmax(query @ key.T / np.sqrt(query.shape[-1]), axis=-1)
+    return share @ value
+
+
+def mlp(block, x):
+    hidden = linear(block.up, norm(block.norm2, x))
+    return linear(block.down, hidden * 0.5 * (1 + erf(hidden / np.sqrt(2))))
 
 
 def check_method(

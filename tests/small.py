@@ -1,8 +1,10 @@
 """A backbone and tasks small enough that tests of the whole method take seconds."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -12,7 +14,7 @@ import pytest
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.cheem.config import CheemConfig, OpSettings, SearchConfig
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Split, Stream, Task
@@ -29,19 +31,36 @@ QUICK = CheemConfig(
 )
 
 
-def pretrained(seed: int = 0) -> Pretrained:
-    """Random weights ten times as large as a start of training, so that blocks and ops matter."""
-    params = init_params(CONFIG, jax.random.key(seed))
+AUGMENTED = dataclasses.replace(QUICK, augment=True)
+TIMM_NAME = "vit_tiny_patch4_8"
+"""A name of the small backbone that commands and memories accept."""
+
+
+def pretrained(seed: int = 0, **fields) -> Pretrained:
+    """Return random weights ten times as large as initial ones, so that blocks and ops matter.
+
+    `fields` replace those of `CONFIG`.
+    """
+    config = dataclasses.replace(CONFIG, **fields)
     params = {
-        name: 10 * value if name.endswith("kernel") else value for name, value in params.items()
+        name: 10 * value if name.endswith("kernel") else value
+        for name, value in init_params(config, jax.random.key(seed)).items()
     }
-    return Pretrained(CONFIG, params, "random", f"seed {seed}", {})
+    return Pretrained(config, params, "random", f"seed {seed}", {})
+
+
+def save_weights(directory: Path, **fields) -> Path:
+    """Save `pretrained` under `TIMM_NAME`, and return the file."""
+    file = directory / "weights.safetensors"
+    save_converted(file, pretrained(name=TIMM_NAME, **fields))
+    return file
 
 
 @functools.cache
-def backbone(seed: int = 0) -> ViT:
+def backbone(seed: int = 0, **fields) -> ViT:
     """One for all tests: nothing changes it."""
-    return build(CONFIG, pretrained(seed).params)
+    weights = pretrained(seed, **fields)
+    return build(weights.config, weights.params)
 
 
 def task(name: str, seed: int, num_classes: int = 3, num: int = 40) -> Task:
@@ -64,6 +83,21 @@ def task(name: str, seed: int, num_classes: int = 3, num: int = 40) -> Task:
         split(num // 2),
         split(num // 2),
     )
+
+
+def enlarged(task: Task) -> Task:
+    """Return the task with images of twice the size."""
+    splits = {
+        name: Split(split.images.repeat(2, axis=1).repeat(2, axis=2), split.labels)
+        for name, split in task.splits.items()
+    }
+    return dataclasses.replace(task, **splits)
+
+
+def lone_task() -> Task:
+    """A task with one image per class and split."""
+    few = task("few", 1, num=6)
+    return dataclasses.replace(few, train=few.val, test=few.val)
 
 
 def stream(num_tasks: int = 2) -> Stream:

@@ -4,13 +4,11 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import small
 from baselines import Watched, check_method, stages
 
-from cheem_jax.backbone.params import build, init_params
 from cheem_jax.baselines.catalogue import (
     NAMES,
     NEED_A_ROUTER,
@@ -112,18 +110,40 @@ def test_given_the_task_id_every_baseline_is_as_accurate_as_frozen_heads_on_an_e
 @functools.cache
 def pooled_stages() -> Stages:
     """A small backbone without class token."""
-    config = dataclasses.replace(small.CONFIG, pool="attention")
-    params = init_params(config, jax.random.key(0))
-    return Stages(
-        build(config, {k: 10 * v if k.endswith("kernel") else v for k, v in params.items()}),
-        "mlp_down",
-    )
+    return Stages(small.backbone(pool="attention"), "mlp_down")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_batch_without_images_is_refused_by_every_method(name):
-    with pytest.raises(ValueError, match="batch_size is 0; expected at least 1"):
-        dataclasses.replace(preset_of(name, "paper"), batch_size=0)
+@pytest.mark.parametrize(
+    ("name", "field", "value", "message"),
+    [
+        *((name, "batch_size", 0, "batch_size is 0; expected at least 1") for name in NAMES),
+        ("coda_prompt", "length", 3, "length is 3; expected an even number"),
+        ("coda_prompt", "pool", 0, "pool is 0"),
+        ("diki", "cov_shrinkage", 2, r"cov_shrinkage is 2; expected a share in \[0, 1\]"),
+        ("diki", "length", 0, "length is 0"),
+        ("dualprompt", "expert_layers", (), "expert_layers is empty"),
+        ("dualprompt", "expert_length", 5, "expert_length is 5; expected an even number"),
+        ("dualprompt", "general_layers", (0, 2), r"blocks \[2\] have a general and an expert"),
+        ("dualprompt", "pool", 0, "pool is 0"),
+        ("ewc", "penalties", (), "at least one, all finite"),
+        ("ewc", "penalties", (1.0, -1.0), r"penalties are \(1.0, -1.0\)"),
+        ("full_finetune", "learning_rates", (), "learning_rates is empty"),
+        ("full_finetune", "learning_rates", (0.0,), "expected positive"),
+        *(("l2p", "length", num, f"length is {num}; expected an even") for num in (3, 0, -2)),
+        ("l2p", "top_k", 31, r"top_k is 31; expected 1\.\.30, the pool"),
+        ("lora_cl", "rank", 0, "rank is 0; expected at least 1"),
+        ("moal", "bottleneck", 0, "bottleneck is 0; expected at least 1"),
+        ("moal", "hidden", 0, "hidden is 0; expected at least 1"),
+        ("moe_adapters", "bottleneck", 0, "bottleneck is 0; expected at least 1"),
+        ("moe_adapters", "experts", 1, "experts is 1; expected at least 2"),
+        ("s_prompts", "length", 0, "length is 0; expected at least 1"),
+        ("tuna", "alignment_epochs", 0, "alignment_epochs is 0; expected at least 1"),
+        ("tuna", "bottleneck", 0, "bottleneck is 0; expected at least 1"),
+    ],
+)
+def test_impossible_settings_are_refused(name, field, value, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(preset_of(name, "paper"), **{field: value})
 
 
 def test_an_unknown_method_is_answered_with_the_nearest_names():

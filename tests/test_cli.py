@@ -42,12 +42,26 @@ def write_task(folder, num_classes=2, per_class=4):
                 Image.fromarray(pixels).save(directory / f"{index}.png")
 
 
-def error_of(capsys, *arguments):
-    """Status and standard error of the command line."""
+def end_of(capsys, command, settings=None, directory=None, *, computes=False):
+    """Run a command until it ends the process, and return status and standard error."""
     with pytest.raises(SystemExit) as stop:
-        settings = cheem_run.read_arguments([*arguments])
-        run_command(cheem_run.run_seeds, settings, settings.run_dir)
+        run_command(command, settings, directory, computes=computes)
     return stop.value.code, capsys.readouterr().err
+
+
+def error_of(capsys, *arguments):
+    """Return status and standard error of `cheem run`."""
+    settings = cheem_run.read_arguments(["--backbone", "vit_micro", *map(str, arguments)])
+    return end_of(capsys, cheem_run.run_seeds, settings, settings.run_dir, computes=True)
+
+
+def raises(error):
+    """A command that ends in an error."""
+
+    def command(settings):
+        raise error
+
+    return command
 
 
 @pytest.fixture
@@ -73,28 +87,19 @@ def stream(tmp_path):
     ],
 )
 def test_a_mistyped_value_is_named_with_the_way_out(capsys, stream, tmp_path, arguments, said):
-    code, error = error_of(
-        capsys,
-        "--backbone",
-        "vit_micro",
-        "--stream",
-        str(stream),
-        "--run-dir",
-        str(tmp_path / "run"),
-        *arguments,
-    )
+    code, error = error_of(capsys, "--stream", stream, "--run-dir", tmp_path / "run", *arguments)
     assert code == 2 and error.startswith("error: ") and error.count("\n") == 1
     assert said in error
     assert not (tmp_path / "run").exists()
 
 
 def test_a_stream_that_is_not_there_is_named(capsys, tmp_path):
-    code, error = error_of(capsys, "--backbone", "vit_micro", "--stream", str(tmp_path / "gone"))
+    code, error = error_of(capsys, "--stream", tmp_path / "gone")
     assert code == 2 and "gone" in error and error.count("\n") == 1
 
 
 def test_without_prepared_data_every_missing_task_is_reported_with_its_command(capsys, tmp_path):
-    code, error = error_of(capsys, "--backbone", "vit_micro", "--data-dir", str(tmp_path / "EMPTY"))
+    code, error = error_of(capsys, "--data-dir", tmp_path / "EMPTY")
     first, *lines = error.splitlines()
     assert code == 2 and first.startswith(
         f"error: 11 of 11 tasks of 'mtil' are not prepared in {tmp_path}"
@@ -108,9 +113,9 @@ def test_without_prepared_data_every_missing_task_is_reported_with_its_command(c
 
 
 def test_a_mistyped_stream_is_answered_with_the_names_next_to_it(capsys, stream, tmp_path):
-    code, error = error_of(capsys, "--backbone", "vit_micro", "--stream", str(tmp_path / "streem"))
+    code, error = error_of(capsys, "--stream", tmp_path / "streem")
     assert code == 2 and f"did you mean {stream}?" in error
-    code, error = error_of(capsys, "--backbone", "vit_micro", "--stream", "mtill")
+    code, error = error_of(capsys, "--stream", "mtill")
     assert code == 2 and "did you mean mtil" in error
     code, error = error_of(capsys, "--stream", "vdd", "--order", "paper_a")
     assert code == 2 and "order 'paper_a' belongs to mtil" in error
@@ -119,35 +124,18 @@ def test_a_mistyped_stream_is_answered_with_the_names_next_to_it(capsys, stream,
 def test_a_broken_image_is_named_and_nothing_is_begun(capsys, stream, tmp_path):
     file = stream / "fish" / "train" / "class1" / "2.png"
     file.write_bytes(file.read_bytes()[:60])
-    code, error = error_of(
-        capsys,
-        "--backbone",
-        "vit_micro",
-        "--stream",
-        str(stream),
-        "--run-dir",
-        str(tmp_path / "run"),
-    )
+    code, error = error_of(capsys, "--stream", stream, "--run-dir", tmp_path / "run")
     assert code == 2 and "2.png" in error and not (tmp_path / "run").exists()
 
 
 def test_a_preset_that_changes_cheem_alone_says_so_of_another_method(capsys, tmp_path):
-    given = (
-        "--backbone",
-        "vit_micro",
-        "--data-dir",
-        str(tmp_path),
-        "--preset",
-        "quick_plus",
-        "--method",
-    )
-    for method, says in (("frozen_linear", True), ("cheem", False)):
+    options = ["--backbone", "vit_micro", "--data-dir", str(tmp_path), "--preset", "quick_plus"]
+    note = "preset quick_plus changes CHEEM alone; the settings are those of quick\n"
+    for method, has_note in (("frozen_linear", True), ("cheem", False)):
+        settings = cheem_run.read_arguments([*options, "--method", method])
         with pytest.raises(SystemExit):
-            run_command(cheem_run.run_seeds, cheem_run.read_arguments([*given, method]))
-        said = capsys.readouterr().out
-        assert (
-            "preset quick_plus changes CHEEM alone; the settings are those of quick\n" in said
-        ) == says
+            run_command(cheem_run.run_seeds, settings)
+        assert (note in capsys.readouterr().out) == has_note
 
 
 def test_help_is_a_command_too(capsys, monkeypatch):
@@ -168,35 +156,15 @@ def test_a_full_or_read_only_disk_is_reported_with_path_room_and_way_out(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    for command, said in (
-        (
-            lambda _: write_atomically(tmp_path / "a.json", 3000 * "x"),
-            f"{tmp_path / 'a.json'} cannot be written: ",
-        ),
-        (lambda _: refuse(), f"{tmp_path} cannot be written: "),
+    file = tmp_path / "a.json"
+    for command, place in (
+        (lambda _: write_atomically(file, 3000 * "x"), file),
+        (refuse, tmp_path),
     ):
-        with pytest.raises(SystemExit) as stop:
-            run_command(command, None, tmp_path, computes=False)
-        error = capsys.readouterr().err
-        assert (
-            stop.value.code == 2
-            and error.startswith(f"error: {said}")
-            and "choose a folder" in error
-        )
-        assert os.strerror(number) in error and ("2.9 kB are to be written" in error) == (
-            "a.json" in said
-        )
-
-
-def test_an_unknown_command_is_named(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["cheem", "demmo"])
-    with pytest.raises(SystemExit) as stop:
-        cli_main()
-    assert stop.value.code == 2
-    assert (
-        "unknown command 'demmo'; nearest: demo; expected one of: learn, predict, "
-        in capsys.readouterr().err
-    )
+        code, error = end_of(capsys, command, directory=tmp_path)
+        assert code == 2 and error.startswith(f"error: {place} cannot be written: ")
+        assert "choose a folder" in error and os.strerror(number) in error
+        assert ("2.9 kB are to be written" in error) == (place == file)
 
 
 @pytest.mark.parametrize(
@@ -217,28 +185,15 @@ def test_an_unknown_option_is_answered_with_the_nearest(capsys):
 
 
 def test_a_senseless_setting_of_the_method_is_named(capsys, stream):
-    code, error = error_of(capsys, "--stream", str(stream), "--cheem.search.tolerance", "2")
+    code, error = error_of(capsys, "--stream", stream, "--cheem.search.tolerance", "2")
     assert code == 2 and "tolerance is 2" in error
 
 
 def test_ctrl_c_prints_the_command_that_resumes(capsys, tmp_path):
-    def interrupted(settings):
-        raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit) as stop:
-        run_command(interrupted, Demo(run_dir=tmp_path), tmp_path)
-    assert stop.value.code == 130
-    assert f"Finished tasks are in {tmp_path}" in capsys.readouterr().err
-
-
-def test_ctrl_c_while_data_are_prepared_names_the_folder(capsys, tmp_path):
-    def interrupted(settings):
-        raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit) as stop:
-        settings = data.Prepare("mtil", data_dir=tmp_path)
-        run_command(interrupted, settings, settings.run_dir, computes=False)
-    assert stop.value.code == 130 and f"Finished tasks are in {tmp_path}" in capsys.readouterr().err
+    for settings in (Demo(run_dir=tmp_path), data.Prepare("mtil", data_dir=tmp_path)):
+        command = raises(KeyboardInterrupt())
+        code, error = end_of(capsys, command, settings, settings.run_dir)
+        assert code == 130 and f"Finished tasks are in {tmp_path}" in error
 
 
 def test_the_preset_decides_the_defaults_and_options_change_them():
@@ -256,13 +211,8 @@ def test_the_preset_decides_the_defaults_and_options_change_them():
     ],
 )
 def test_out_of_memory_names_the_settings_to_change(capsys, error):
-    def command(settings):
-        raise error
-
-    with pytest.raises(SystemExit) as stop:
-        run_command(command, None)
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.count("\n") == 1
+    code, said = end_of(capsys, raises(error))
+    assert code == 2 and said.count("\n") == 1
     assert "out of memory" in said and "batch size" in said and "memory_gb" in said
 
 
@@ -358,38 +308,21 @@ def test_a_command_that_computes_nothing_imports_neither_jax_nor_the_commands_th
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-@pytest.mark.parametrize(("returned", "status"), [(1, 1), (143, 143)])
-def test_the_status_that_a_command_returns_ends_the_process(returned, status):
-    with pytest.raises(SystemExit) as stop:
-        run_command(lambda settings: returned, None, computes=False)
-    assert stop.value.code == status
+@pytest.mark.parametrize("status", [1, 143])
+def test_the_status_that_a_command_returns_ends_the_process(capsys, status):
+    assert end_of(capsys, lambda settings: status) == (status, "")
     run_command(lambda settings: 0, None, computes=False)
 
 
 def test_a_missing_package_is_one_line_and_a_fault_of_our_own_is_not_hidden(capsys):
-    def needs(error):
-        def command(settings):
-            raise error
-
-        return command
-
-    with pytest.raises(SystemExit) as stop:
-        run_command(
-            needs(ImportError("this needs x:\n`pip install 'cheem_jax[serve]'`")),
-            None,
-            computes=False,
-        )
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == "error: this needs x: `pip install 'cheem_jax[serve]'`\n"
-    with pytest.raises(SystemExit):
-        run_command(
-            needs(ModuleNotFoundError("No module named 'flax'", name="flax")), None, computes=False
-        )
-    assert capsys.readouterr().err.startswith("error: No module named 'flax'; `cheem doctor` says")
+    missing = ImportError("this needs x:\n`pip install 'cheem_jax[serve]'`")
+    line = "error: this needs x: `pip install 'cheem_jax[serve]'`\n"
+    assert end_of(capsys, raises(missing)) == (2, line)
+    missing = ModuleNotFoundError("No module named 'flax'", name="flax")
+    _, error = end_of(capsys, raises(missing))
+    assert error.startswith("error: No module named 'flax'; `cheem doctor` says")
     with pytest.raises(ImportError):
-        run_command(
-            needs(ImportError("no such name", name="cheem_jax.core.ops")), None, computes=False
-        )
+        end_of(capsys, raises(ImportError("no such name", name="cheem_jax.core.ops")))
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
@@ -409,27 +342,18 @@ def test_output_that_is_closed_from_the_start_is_no_failure(closed, tmp_path):
     "error", [AssertionError(), RuntimeError("Unable to initialize backend 'tpu'")], ids=repr
 )
 def test_a_platform_that_is_not_there_is_reported_in_a_line(monkeypatch, capsys, error):
-    def fails(*_):
-        raise error
-
+    fails = raises(error)
     # another value of JAX's own setting would take its devices away
     asked = types.SimpleNamespace(jax_platforms="tpu")
     there = types.SimpleNamespace(config=asked, errors=jax.errors, devices=lambda: ["tpu"])
     monkeypatch.setitem(sys.modules, "jax", there)
     with pytest.raises(type(error)):  # a fault of our own
-        run_command(fails, None, computes=False)
+        end_of(capsys, fails)
     there.devices = fails
-    with pytest.raises(SystemExit) as end:
-        run_command(fails, None, computes=False)
-    shown = capsys.readouterr().err
-    assert end.value.code == 2 and shown.startswith(
-        "error: JAX has no device for JAX_PLATFORMS=tpu"
-    )
-    assert (
-        "set JAX_PLATFORMS=cpu, or unset it" in shown
-        and shown.count("\n") == 1
-        and str(error) in shown
-    )
+    code, shown = end_of(capsys, fails)
+    assert code == 2 and shown.startswith("error: JAX has no device for JAX_PLATFORMS=tpu")
+    assert "set JAX_PLATFORMS=cpu, or unset it" in shown and str(error) in shown
+    assert shown.count("\n") == 1
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():
@@ -454,12 +378,8 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
 
 
 def test_a_broken_pipe_of_somebody_else_is_reported(capsys):
-    def command(settings):
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-    with pytest.raises(SystemExit) as stop:
-        run_command(command, None, computes=False)
-    assert stop.value.code == 2 and "Broken pipe" in capsys.readouterr().err
+    code, error = end_of(capsys, raises(BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))))
+    assert code == 2 and "Broken pipe" in error
 
 
 def test_bash_completes_commands_options_values_and_files(capsys, tmp_path):

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import jax
@@ -19,24 +18,22 @@ import small
 from commands import cheem
 from PIL import Image
 from rich.console import Console
+from serving import large_png
 
 import cheem_jax
-from cheem_jax.backbone import weights
-from cheem_jax.backbone.params import init_params
-from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted
+from cheem_jax.backbone.weights import save_converted
 from cheem_jax.cli.main import main
-from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Split
 from cheem_jax.memory import create
 from cheem_jax.run.record import read
 from cheem_jax.run.results import results_of
 
-TASKS = {task.name: task for task in demo_stream(image_size=32).tasks[:2]}
+TASKS = {name: small.task(name, seed, 4, 80) for seed, name in enumerate(("pets", "birds"))}
 FIRST, SECOND = TASKS
 
 
 def write_task(folder, task, num=8):
-    """A few images of two classes of a bundled task, as files."""
+    """Write a few images of the first two classes of a task as files."""
     for split, part in task.splits.items():
         for label in (0, 1):
             for row in np.flatnonzero(part.labels == label)[:num]:
@@ -61,29 +58,15 @@ def photos(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made_with(photos):
-    """Options of every command that learns into `memory`, as in a loop over folders."""
-    bundled = Path(weights.__file__).parent / "bundled" / "vit_micro.safetensors"
-    return [
-        "--backbone",
-        "vit_micro",
-        "--weights",
-        bundled,
-        "--preset",
-        "demo",
-        "--base-data",
-        photos / SECOND,
-    ]
-
-
-@pytest.fixture(scope="module")
-def memory(tmp_path_factory, photos, made_with):
+def memory(tmp_path_factory, photos):
     """A memory that two commands have made."""
     directory = tmp_path_factory.mktemp("memory") / "mine"
+    options = ["--backbone", small.TIMM_NAME, "--weights", small.save_weights(directory.parent)]
+    options += ["--preset", "demo", "--base-data", photos / SECOND]
     with pytest.MonkeyPatch.context() as patched:
         for words in ([photos / FIRST], [photos / SECOND, "--save-every", "0"]):
             patched.setattr(
-                sys, "argv", ["cheem", "learn", *map(str, [directory, *words, *made_with])]
+                sys, "argv", ["cheem", "learn", *map(str, [directory, *words, *options])]
             )
             main()
     return directory
@@ -94,33 +77,14 @@ def copied(memory, tmp_path):
     return shutil.copytree(memory, tmp_path / "mine")
 
 
-def png(width, height):
-    """A one-coloured grey PNG of any size in a few bytes."""
-    import struct
-
-    def chunk(kind, data):
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    packer = zlib.compressobj(9)
-    row = bytes(1 + width)
-    rows = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-    )
-
-
 def test_info_lists_tasks_settings_and_sizes(capsys, memory):
     status, out, _ = cheem(capsys, "info", memory)
     assert status == 0 and FIRST in out and SECOND in out and "calibrated" in out
     status, out, _ = cheem(capsys, "info", memory, "--json")
     result = json.loads(out)
-    assert [task["name"] for task in result["tasks"]] == [FIRST, SECOND] and result[
-        "backbone"
-    ] == "vit_micro"
-    assert all(len(task["architecture"]) == 8 and task["bytes"] > 0 for task in result["tasks"])
+    assert [task["name"] for task in result["tasks"]] == [FIRST, SECOND]
+    assert result["backbone"] == small.TIMM_NAME
+    assert all(len(task["architecture"]) == 4 and task["bytes"] > 0 for task in result["tasks"])
 
 
 def test_predict_answers_in_three_forms(capsys, memory, photos):
@@ -129,7 +93,7 @@ def test_predict_answers_in_three_forms(capsys, memory, photos):
     status, out, _ = cheem(capsys, "predict", memory, folder, "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert status == 0 and len(lines) == num
-    assert all(0 < line["probability"] <= 1 and len(line["blocks"]) == 8 for line in lines)
+    assert all(0 < line["probability"] <= 1 and len(line["blocks"]) == 4 for line in lines)
     status, out, _ = cheem(capsys, "predict", memory, folder, "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [row["class"] for row in rows] == [line["class"] for line in lines]
@@ -195,7 +159,7 @@ def test_a_list_with_missing_and_broken_files_is_answered_up_to_its_last_entry(
     frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
     (tmp_path / "text.png").write_text("hello")
     (tmp_path / "empty.jpg").write_bytes(b"")
-    (tmp_path / "huge.png").write_bytes(png(10_000, 10_000))
+    (tmp_path / "huge.png").write_bytes(large_png(10_000, 10_000))
     (tmp_path / "cut.png").write_bytes(good.read_bytes()[:-30])
     wrong = ["text.png", "empty.jpg", "huge.png", "cut.png", "nowhere.png"]
     listed = [str(good), *(str(tmp_path / name) for name in wrong), str(tmp_path / "moving.gif")]
@@ -260,7 +224,7 @@ def test_copies_under_another_name_are_reported_before_and_after_learning(capsys
 
 
 def test_none_of_my_tasks_can_be_said(capsys, memory, tmp_path):
-    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 2, (8, 8, 3), dtype=np.uint8) * 255
     Image.fromarray(noise).save(tmp_path / "noise.png")
     status, out, _ = cheem(capsys, "predict", memory, tmp_path / "noise.png", "--open-set", "0.05")
     assert status == 0 and "none of my tasks" in out
@@ -304,7 +268,10 @@ def test_learning_again_with_equal_data_changes_nothing(capsys, copied, photos):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--backbone", "deit_tiny"], 'backbone is "vit_micro" there and "deit_tiny" here'),
+        (
+            ["--backbone", "deit_tiny"],
+            f'backbone is "{small.TIMM_NAME}" there and "deit_tiny" here',
+        ),
         (["--seed", "4"], "seed is 0 there and 4 here"),
         (["--preset", "auto"], 'preset is "demo" there and "auto" here'),
         (["--keep-base"], "keep_base is false there and true here"),
@@ -321,22 +288,10 @@ def test_a_memory_accepts_the_settings_that_it_was_made_with_wherever_the_files_
     capsys, copied, photos, tmp_path
 ):
     """The files have other names than in the command that made the memory, and equal content."""
-    bundled = Path(weights.__file__).parent / "bundled" / "vit_micro.safetensors"
-    file = shutil.copy(bundled, tmp_path / "w.safetensors")
+    file = small.save_weights(tmp_path)
     base = shutil.copytree(photos / SECOND, tmp_path / "base")
-    words = [
-        "learn",
-        copied,
-        photos / FIRST,
-        "--weights",
-        file,
-        "--base-data",
-        base,
-        "--seed",
-        "0",
-        "--image-size",
-        32,
-    ]
+    words = ["learn", copied, photos / FIRST, "--weights", file, "--base-data", base]
+    words += ["--seed", "0", "--image-size", 8]
     status, out, err = cheem(capsys, *words)
     assert status == 0 and "learned already" in out, err
     next((base / "train").rglob("*.png")).unlink()
@@ -344,9 +299,9 @@ def test_a_memory_accepts_the_settings_that_it_was_made_with_wherever_the_files_
     assert status == 2 and 'base_data is "' in err and " there and " in err
     status, _, err = cheem(capsys, "learn", copied, photos / FIRST, "--begin-with", copied)
     assert status == 2 and "begin_with is null there and" in err
-    save_converted(file, dataclasses.replace(load_pretrained("vit_micro"), sha256="1" * 64))
+    save_converted(file, small.pretrained(1, name=small.TIMM_NAME))
     status, _, err = cheem(capsys, *words)
-    assert status == 2 and "was made with weights of SHA-256" in err and "has 111111111111" in err
+    assert status == 2 and "was made with weights of SHA-256" in err and "has seed 1" in err
     config = json.loads((copied / "config.json").read_text())
     del config["base_data_sha256"]  # as in a memory of an earlier version
     (copied / "config.json").write_text(json.dumps(config))
@@ -356,50 +311,21 @@ def test_a_memory_accepts_the_settings_that_it_was_made_with_wherever_the_files_
 
 @pytest.mark.full
 def test_the_kept_classes_of_the_pretraining_data_are_compared_by_name(capsys, photos, tmp_path):
-    name = "vit_tiny_patch4_8"
-    config = dataclasses.replace(small.CONFIG, name=name, num_classes=2)
-    params = init_params(config, jax.random.key(0))
-    save_converted(tmp_path / "w.safetensors", Pretrained(config, params, "random", "0" * 64, {}))
+    file = small.save_weights(tmp_path, num_classes=2)
     (tmp_path / "names.txt").write_text("one\ntwo\n")
-    base = [
-        "--weights",
-        tmp_path / "w.safetensors",
-        "--base-data",
-        photos / FIRST,
-        "--keep-base",
-        "--augment",
-    ]
-    create(
-        tmp_path / "pets",
-        backbone=name,
-        weights=base[1],
-        base_data=base[3],
-        keep_base=True,
-        augment=True,
-        base_classes=["one", "two"],
-        method=small.QUICK,
-    )
-    words = [
-        "learn",
-        tmp_path / "pets",
-        photos / FIRST,
-        "--base-classes",
-        tmp_path / "names.txt",
-        *base,
-    ]
-    status, _, err = cheem(capsys, *words, "--backbone", f"timm/{name}", "--extend", "nothing")
+    settings = {"backbone": small.TIMM_NAME, "weights": file, "base_data": photos / FIRST}
+    settings["base_classes"] = ["one", "two"]
+    create(tmp_path / "pets", keep_base=True, augment=True, method=small.QUICK, **settings)
+    words = ["learn", tmp_path / "pets", photos / FIRST, "--base-classes", tmp_path / "names.txt"]
+    words += ["--weights", file, "--base-data", photos / FIRST, "--keep-base", "--augment"]
+    words += ["--backbone", f"timm/{small.TIMM_NAME}"]
+    status, _, err = cheem(capsys, *words, "--extend", "nothing")
     assert status == 2 and "no task 'nothing'" in err  # which is said once all settings fit
     (tmp_path / "names.txt").write_text("one\nthree\n")
     status, _, err = cheem(capsys, *words)
     assert status == 2 and 'base_classes[1] is "two" there and "three" here' in err
     with pytest.raises(ValueError, match="give keep_base"):
-        create(
-            tmp_path / "more",
-            backbone=name,
-            weights=base[1],
-            base_data=base[3],
-            base_classes=["one", "two"],
-        )
+        create(tmp_path / "more", **settings)
 
 
 def test_wrong_data_leave_no_memory_behind(capsys, tmp_path, photos):
@@ -424,7 +350,7 @@ def test_wrong_data_leave_no_memory_behind(capsys, tmp_path, photos):
 def test_broken_images_are_left_out_where_that_is_asked_for_and_the_record_names_them(
     capsys, copied, tmp_path
 ):
-    task = demo_stream(image_size=32).tasks[2]
+    task = small.task("fish", 2)
     folder = write_task(tmp_path / "more", task, num=4)
     broken = sorted((folder / "train" / task.classes[0]).iterdir())[0]
     broken.write_bytes(b"x")

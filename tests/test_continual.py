@@ -43,8 +43,19 @@ from cheem_jax.run.record import read
 CONFIG = RunConfig(small.QUICK, "quick", 0, None)
 
 
+BOUNDED = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
+STREAM = small.stream(2)
+ONE_TASK = small.stream(1)
+
+
 def quiet():
     return Progress(Console(file=io.StringIO(), force_terminal=False))
+
+
+def run(directory, stream=STREAM, config=CONFIG, progress=None, **options):
+    """Run a stream on the small backbone, and return its results."""
+    progress = progress or quiet()
+    return run_stream(stream, small.pretrained(), config, directory, progress, **options)
 
 
 _made = {}
@@ -82,8 +93,13 @@ def compiled_once():
 def finished(tmp_path_factory):
     """A run of two tasks with the upper bound."""
     directory = tmp_path_factory.mktemp("runs") / "whole"
-    config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
-    return directory, run_stream(small.stream(2), small.pretrained(), config, directory, quiet())
+    return directory, run(directory, config=BOUNDED)
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the directory of the finished run."""
+    return Path(shutil.copytree(finished[0], tmp_path / "copy"))
 
 
 def test_a_run_leaves_its_files_and_the_record_tells_its_numbers(finished):
@@ -149,9 +165,7 @@ def test_the_results_contain_every_documented_key(finished):
     ids=lambda p: p[0],
 )
 def test_a_stopped_run_ends_as_one_that_was_not(finished, tmp_path, place):
-    stream = small.stream(2)
     directory = tmp_path / "stopped"
-    config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
 
     class Stop(Exception):
         pass
@@ -165,12 +179,9 @@ def test_a_stopped_run_ends_as_one_that_was_not(finished, tmp_path, place):
             return super().phase(phase, task=task, total=total)
 
     with pytest.raises(Stop):
-        run_stream(
-            stream, small.pretrained(), config, directory, Stopping(quiet().console), save_every=0
-        )
+        run(directory, config=BOUNDED, progress=Stopping(quiet().console), save_every=0)
     assert json.loads((directory / "results.json").read_text())["tasks"][0]["name"] == "task0"
-    results = run_stream(stream, small.pretrained(), config, directory, quiet())
-    assert timeless(results) == timeless(finished[1])
+    assert timeless(run(directory, config=BOUNDED)) == timeless(finished[1])
 
 
 class Signalling(Progress):
@@ -211,85 +222,75 @@ def test_a_signal_saves_after_the_running_step_and_the_run_resumes_exactly(
     finished, tmp_path, phase, task, number, saved
 ):
     directory = tmp_path / "run"
-    stream = small.stream(2)
     kind = signal.SIGTERM if number % 2 else signal.SIGINT
     with pytest.raises(Stopped) as stopped:
-        run_stream(
-            stream, small.pretrained(), CONFIG, directory, Signalling((phase, task), number, kind)
-        )
+        run(directory, progress=Signalling((phase, task), number, kind))
     assert stopped.value.signal_number == kind
     assert saved == any((directory / "checkpoints" / "cheem").glob("running-*"))
-    result = run_stream(stream, small.pretrained(), CONFIG, directory, quiet())
-    assert timeless(result) == timeless(alone(finished))
+    # the results without the upper bound
+    expected = json.loads(json.dumps(finished[1])) | {"fom": None}
+    del expected["references"]["full_finetune"]
+    assert timeless(run(directory)) == timeless(expected)
     assert not any((directory / "checkpoints" / "cheem").glob("*running-*"))
 
 
-def alone(finished):
-    """The finished run's results less its upper bound."""
-    results = json.loads(json.dumps(finished[1]))
-    del results["references"]["full_finetune"]
-    return results | {"fom": None}
-
-
 @pytest.mark.full
-def test_the_sweep_of_the_upper_bound_resumes_in_the_middle(finished, tmp_path):
-    stream = small.stream(2)
+def test_the_sweep_of_the_upper_bound_resumes_in_the_middle(tmp_path):
     directory = tmp_path / "run"
     config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-9, 1e-3), 16))
-    whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
-    for number in (2, 9):  # in the first rate, and in the second
+    whole = run(tmp_path / "whole", config=config)
+    for task, number in (("task0", 2), ("task1", 9)):  # in the first rate, and in the second
         with pytest.raises(Stopped):
-            place = ("upper bound", "task0") if number == 2 else ("upper bound", "task1")
-            progress = Signalling(place, number, signal.SIGINT)
-            run_stream(stream, small.pretrained(), config, directory, progress)
+            progress = Signalling(("upper bound", task), number, signal.SIGINT)
+            run(directory, config=config, progress=progress)
         assert any((directory / "checkpoints" / "full_finetune").glob("running-*"))
-    assert timeless(run_stream(stream, small.pretrained(), config, directory, quiet())) == timeless(
-        whole
-    )
+    assert timeless(run(directory, config=config)) == timeless(whole)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name, score", [("whole", "shared_head"), ("scan", "shared_head"), ("stages", "closed_form")]
+    ("name", "settings"),
+    [
+        ("whole", {}),
+        ("scan", {}),
+        ("stages", {"score": "closed_form", "score_images": 24}),
+        ("stages", {"augment": True}),
+    ],
 )
-def test_resuming_is_exact_with_every_executor_and_score(tmp_path, name, score):
-    method = dataclasses.replace(CONFIG.method, score=score, score_images=24)
+def test_resuming_is_exact_with_every_executor_score_and_augmentation(tmp_path, name, settings):
+    method = dataclasses.replace(small.QUICK, **settings)
     config = dataclasses.replace(
         CONFIG, method=method, engine=EngineConfig(executor=name, steps_per_call=2)
     )
-    stream = small.stream(1)
-    whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
+    whole = run(tmp_path / "whole", ONE_TASK, config)
     for phase, number in (("supernet", 3), ("search", 5), ("finetune", 3)):
         with pytest.raises(Stopped):
             progress = Signalling((phase, "task0"), number, signal.SIGINT)
-            run_stream(stream, small.pretrained(), config, tmp_path / "run", progress)
-    result = run_stream(stream, small.pretrained(), config, tmp_path / "run", quiet())
-    assert timeless(result) == timeless(whole)
+            run(tmp_path / "run", ONE_TASK, config, progress)
+    assert timeless(run(tmp_path / "run", ONE_TASK, config)) == timeless(whole)
 
 
 @pytest.mark.full
 def test_earlier_runs_in_the_process_change_nothing(finished, tmp_path):
-    run_stream(small.stream(1), small.pretrained(3), CONFIG, tmp_path / "other", quiet())
-    result = run_stream(small.stream(2), small.pretrained(), CONFIG, tmp_path / "run", quiet())
+    run_stream(ONE_TASK, small.pretrained(3), CONFIG, tmp_path / "other", quiet())
+    result = run(tmp_path / "run")
     assert result["checkpoints"] == finished[1]["checkpoints"]
 
 
 @pytest.mark.full
 def test_seeds_of_parts_vary_that_part_alone(tmp_path):
-    stream = small.stream(1)
-
-    def run(**seeds):
+    def learned(**seeds):
         config = dataclasses.replace(CONFIG, seeds=SeedsConfig(**seeds))
         directory = tmp_path / ("-".join(f"{part}{seed}" for part, seed in seeds.items()) or "none")
-        run_stream(stream, small.pretrained(), config, directory, quiet())
+        run(directory, ONE_TASK, config)
         report = next(entry["report"] for entry in read(directory) if entry["event"] == "learned")
         return report["supernet_losses"], report["searched"], report["architecture"]
 
-    plain = run()
-    assert run(initialisation=0)[0] == plain[0]  # the run's own seed, by name
-    assert run(search=7)[0] == plain[0]
+    plain = learned()
+    assert learned(initialisation=0)[0] == plain[0]  # the run's own seed, by name
+    assert learned(search=7)[0] == plain[0]
     for part in ("initialisation", "order", "sampling"):
-        assert run(**{part: 7})[0] != plain[0]
+        assert learned(**{part: 7})[0] != plain[0]
 
 
 def test_a_full_disk_is_reported_before_a_task_begins(tmp_path, monkeypatch):
@@ -298,102 +299,83 @@ def test_a_full_disk_is_reported_before_a_task_begins(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"task 'task0' takes at most 4\.\d MB on the disk .* has 1\.0 MB left"
     ):
-        run_stream(small.stream(1), small.pretrained(), CONFIG, tmp_path / "run", quiet())
+        run(tmp_path / "run", ONE_TASK)
     monkeypatch.undo()
-    run_stream(small.stream(1), small.pretrained(), CONFIG, tmp_path / "run", quiet())
+    run(tmp_path / "run", ONE_TASK)
 
 
-def test_a_corrupted_task_is_named_and_the_others_are_not(finished, tmp_path):
-    directory = tmp_path / "copy"
-    shutil.copytree(finished[0], directory)
-    (directory / "checkpoints" / "cheem" / "001-task1" / "task.json").write_text("{}")
+def test_a_corrupted_task_is_named_and_the_others_are_not(copy):
+    (copy / "checkpoints" / "cheem" / "001-task1" / "task.json").write_text("{}")
     with pytest.raises(ValueError, match="001-task1 is corrupted.*the other tasks are intact"):
-        run_stream(small.stream(2), small.pretrained(), CONFIG, directory, quiet())
+        run(copy)
 
 
 @pytest.mark.full
-def test_another_runs_checkpoint_in_the_place_of_ones_own_is_noticed(finished, tmp_path):
-    other = dataclasses.replace(CONFIG, seed=1)
-    run_stream(small.stream(1), small.pretrained(), other, tmp_path / "other", quiet())
-    directory = tmp_path / "copy"
-    shutil.copytree(finished[0], directory)
-    shutil.rmtree(directory / "checkpoints" / "frozen_linear" / "000-task0")
-    shutil.copytree(
-        tmp_path / "other/checkpoints/frozen_linear/000-task0",
-        directory / "checkpoints/frozen_linear/000-task0",
-    )
+def test_a_checkpoint_of_another_run_is_noticed(copy, tmp_path):
+    run(tmp_path / "other", ONE_TASK, dataclasses.replace(CONFIG, seed=1))
+    place = "checkpoints/frozen_linear/000-task0"
+    shutil.rmtree(copy / place)
+    shutil.copytree(tmp_path / "other" / place, copy / place)
     with pytest.raises(
         ValueError, match="frozen_linear/000-task0 is whole, but not the one that this run saved"
     ):
-        run_stream(small.stream(2), small.pretrained(), CONFIG, directory, quiet())
+        run(copy)
 
 
 def test_a_finished_run_is_shown_again_and_learns_nothing(finished):
     directory, results = finished
     before = (directory / "metrics.jsonl").read_text()
-    config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
-    again = run_stream(small.stream(2), small.pretrained(), config, directory, quiet())
+    again = run(directory, config=BOUNDED)
     assert again == results and (directory / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.full
-def test_a_run_with_other_settings_is_refused(finished, tmp_path):
-    old = tmp_path / "old"
-    shutil.copytree(finished[0], old)
-    config = json.loads((old / "config.json").read_text())
-    for changed, difference in (
-        ({"gone": 2}, "cheem.gone is 2 there and missing here"),
-        ({"augment": True}, "cheem.augment is true there and false here"),
-    ):
-        cheem = {**config["cheem"], **changed}
-        (old / "config.json").write_text(json.dumps({**config, "cheem": cheem}))
-        with pytest.raises(ValueError, match=rf"{difference}\. Choose"):
-            run_stream(small.stream(2), small.pretrained(), CONFIG, old, quiet())
-
-
-def test_a_directory_of_another_run_is_refused_with_the_difference(finished):
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ({"config": dataclasses.replace(CONFIG, seed=7)}, "seed is 0 there and 7 here"),
+        (
+            {"config": dataclasses.replace(CONFIG, method=small.AUGMENTED)},
+            "cheem.augment is false there and true here",
+        ),
+        (
+            {"stream": Stream("small", (small.task("task0", 5), *STREAM.tasks[1:]))},
+            "data_sha256.task0 is",
+        ),
+        (
+            {"stream": Stream("small", STREAM.tasks[::-1])},
+            r'tasks\[0\] is "task0" there and "task1" here \(',
+        ),
+    ],
+    ids=["seed", "settings", "data", "order"],
+)
+def test_a_directory_of_another_run_is_refused_with_the_difference(finished, changed, difference):
     directory, _ = finished
     before = (directory / "config.json").read_text()
-    with pytest.raises(ValueError, match=r"seed is 0 there and 7 here"):
-        run_stream(
-            small.stream(2),
-            small.pretrained(),
-            dataclasses.replace(CONFIG, seed=7),
-            directory,
-            quiet(),
-        )
-    changed = Stream("small", (small.task("task0", 5), *small.stream(2).tasks[1:]))
-    with pytest.raises(ValueError, match=r"data_sha256.task0 is"):
-        run_stream(changed, small.pretrained(), CONFIG, directory, quiet())
+    with pytest.raises(ValueError, match=difference):
+        run(directory, **changed)
     assert (directory / "config.json").read_text() == before
-
-
-def test_the_same_tasks_in_another_order_are_another_run(finished):
-    directory, _ = finished
-    turned = Stream("small", small.stream(2).tasks[::-1])
-    with pytest.raises(ValueError, match=r'tasks\[0\] is "task0" there and "task1" here \('):
-        run_stream(turned, small.pretrained(), CONFIG, directory, quiet())
 
 
 @pytest.mark.full
 def test_a_run_that_measured_base_means_resumes_where_they_are_rounded_otherwise(
     tmp_path, monkeypatch
 ):
-    stream = small.stream(2)
     directory = tmp_path / "run"
-    pictures = small.task("base", 9).train.images
-    run = functools.partial(run_stream, config=CONFIG, directory=directory, progress=quiet())
+    images = small.task("base", 9).train.images
+
+    def stopped(*_):
+        raise Stopped("nothing was kept", signal.SIGINT)
+
     with monkeypatch.context() as patched:
         patched.setattr(run_config.FrozenLinear, "learn", stopped)
         with pytest.raises(Stopped):
-            run(stream, small.pretrained(), base_images=pictures)
+            run(directory, base_images=images)
     held = json.loads((directory / "config.json").read_text())
     assert held["base_means_sha256"] is None and held["base_data_sha256"] is not None
 
-    with pytest.raises(ValueError, match="base_data_sha256 is"):
-        run(stream, small.pretrained(), base_images=pictures[::2])
-    with pytest.raises(ValueError, match="base_data_sha256 is"):
-        run(stream, small.pretrained())
+    for other in ({"base_images": images[::2]}, {}):
+        with pytest.raises(ValueError, match="base_data_sha256 is"):
+            run(directory, **other)
 
     def on_another_machine(vit, images, *, batch_size):
         return {
@@ -401,34 +383,23 @@ def test_a_run_that_measured_base_means_resumes_where_they_are_rounded_otherwise
         }
 
     monkeypatch.setattr(run_config, "base_means", on_another_machine)
-    assert run(stream, small.pretrained(), base_images=pictures)["base_means"] == "known"
-
-
-def stopped(*_):
-    raise Stopped("nothing was kept", signal.SIGINT)
+    assert run(directory, base_images=images)["base_means"] == "known"
 
 
 @pytest.mark.full
 def test_an_upper_bound_can_be_added_to_a_finished_run(tmp_path):
-    stream = small.stream(1)
     directory = tmp_path / "run"
-    alone = run_stream(stream, small.pretrained(), CONFIG, directory, quiet())
+    alone = run(directory, ONE_TASK)
     assert set(alone["references"]) == {"frozen_linear"} and alone["average_forgetting"] is None
-    bound = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(1, (1e-3,), 16))
-    both = run_stream(stream, small.pretrained(), bound, directory, quiet())
+    both = run(directory, ONE_TASK, BOUNDED)
     assert both["accuracy"] == alone["accuracy"] and "full_finetune" in both["references"]
 
 
-def test_a_run_whose_record_was_lost_is_refused(finished, tmp_path):
-    directory = tmp_path / "copy"
-    shutil.copytree(finished[0], directory)
-    (directory / "metrics.jsonl").unlink()
+@pytest.mark.parametrize("lost", ["metrics.jsonl", "checkpoints/cheem/001-task1"])
+def test_a_run_whose_record_or_checkpoint_was_lost_is_refused(copy, lost):
+    (copy / lost).rename(copy.parent / "lost")
     with pytest.raises(ValueError, match="record and checkpoints .* differ"):
-        run_stream(small.stream(2), small.pretrained(), CONFIG, directory, quiet())
-    shutil.copy(finished[0] / "metrics.jsonl", directory)
-    shutil.rmtree(directory / "checkpoints" / "cheem" / "001-task1")
-    with pytest.raises(ValueError, match="record and checkpoints .* differ"):
-        run_stream(small.stream(2), small.pretrained(), CONFIG, directory, quiet())
+        run(copy)
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
@@ -445,15 +416,9 @@ def test_a_first_write_that_was_killed_does_not_block_the_directory(tmp_path):
 
 
 def test_images_of_another_size_than_the_backbones_are_refused(tmp_path):
-    big = small.task("task0", 0)
-    split = dataclasses.replace(
-        big.train, images=np.repeat(np.repeat(big.train.images, 2, 1), 2, 2)
-    )
-    val = dataclasses.replace(big.val, images=np.repeat(np.repeat(big.val.images, 2, 1), 2, 2))
-    test = dataclasses.replace(big.test, images=np.repeat(np.repeat(big.test.images, 2, 1), 2, 2))
-    task = dataclasses.replace(big, train=split, val=val, test=test)
+    task = small.enlarged(small.task("task0", 0))
     with pytest.raises(ValueError, match=r"shape \(16, 16, 3\), but vit_test expects \(8, 8, 3\)"):
-        run_stream(Stream("big", (task,)), small.pretrained(), CONFIG, tmp_path / "run", quiet())
+        run(tmp_path / "run", Stream("big", (task,)))
     assert not (tmp_path / "run").exists()
 
 
@@ -477,13 +442,7 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_pa
         with hold(tmp_path / "run"):
             pass
     with pytest.raises(ValueError, match=f"is in use by process {other.pid}"):
-        run_stream(
-            small.stream(1),
-            small.pretrained(),
-            dataclasses.replace(CONFIG, seed=5),
-            tmp_path / "run",
-            quiet(),
-        )
+        run(tmp_path / "run", ONE_TASK, dataclasses.replace(CONFIG, seed=5))
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"seed": 0}
     other.kill()
     other.wait()
@@ -506,12 +465,11 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_pa
 )
 def test_any_method_runs_stops_resumes_and_has_a_report(method, tmp_path):
     config = RunConfig(method, "quick")
-    stream = small.stream(2)
-    whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
+    whole = run(tmp_path / "whole", config=config)
     with pytest.raises(Stopped):
         progress = Signalling(("train", "task1"), 2, signal.SIGINT)
-        run_stream(stream, small.pretrained(), config, tmp_path / "run", progress)
-    result = run_stream(stream, small.pretrained(), config, tmp_path / "run", quiet())
+        run(tmp_path / "run", config=config, progress=progress)
+    result = run(tmp_path / "run", config=config)
     assert timeless(result) == timeless(whole)
     assert (
         result["method"] == method.name
@@ -536,13 +494,7 @@ def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_i
         (preset_of("cheem_lite", "demo"), "give it one: --router"),
     ):
         with pytest.raises(ValueError, match=message):
-            run_stream(
-                small.stream(2),
-                small.pretrained(),
-                RunConfig(config, "demo"),
-                tmp_path / "run",
-                quiet(),
-            )
+            run(tmp_path / "run", config=RunConfig(config, "demo"))
     assert not (tmp_path / "run").exists()
 
 
@@ -551,31 +503,20 @@ def test_a_run_writes_event_files_while_it_runs_and_refuses_early_if_it_cannot(
     tmp_path, monkeypatch
 ):
     config = RunConfig(preset_of("frozen_linear", "quick"), "quick")
-    run_stream(
-        small.stream(2), small.pretrained(), config, tmp_path / "run", quiet(), tensorboard=True
-    )
+    run(tmp_path / "run", config=config, tensorboard=True)
     events = tmp_path / "run" / "tensorboard" / "frozen_linear" / "events.out.tfevents.cheem_jax"
     assert events.read_bytes().count(b"average_accuracy") >= 2
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match=r"pip install 'cheem_jax\[tensorboard\]'"):
-        run_stream(
-            small.stream(2),
-            small.pretrained(),
-            config,
-            tmp_path / "other",
-            quiet(),
-            tensorboard=True,
-        )
+        run(tmp_path / "other", config=config, tensorboard=True)
     assert not (tmp_path / "other").exists()
 
 
 def test_accuracies_can_be_computed_from_the_answers_of_a_run(finished):
     directory, results = finished
     with np.load(directory / "answers.npz", allow_pickle=False) as answers:
-        for index, task in enumerate(small.stream(2).tasks):
+        for index, task in enumerate(STREAM.tasks):
             right = answers[f"given_task_{index}"] == task.test.labels
+            assert right.mean() == results["local_accuracy"][-1][index]
             right &= answers[f"chosen_task_{index}"] == index
             assert right.mean() == results["accuracy"][-1][index]
-            assert (answers[f"given_task_{index}"] == task.test.labels).mean() == results[
-                "local_accuracy"
-            ][-1][index]

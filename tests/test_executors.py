@@ -1,7 +1,6 @@
 """The three executors compute the same for all samples: losses, gradients, training, forward
 passes."""
 
-import dataclasses
 import functools
 import gc
 import re
@@ -17,7 +16,6 @@ import small
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cheem_jax.backbone.params import build, init_params
 from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import dense_network, train_step, train_steps
@@ -42,16 +40,30 @@ def executor(name: str, placement="mlp_down") -> Executor:
     return KINDS[name](VIT, placement)
 
 
+EACH_EXECUTOR = pytest.mark.parametrize(
+    "name", ["stages", *(pytest.param(name, marks=pytest.mark.full) for name in ("whole", "scan"))]
+)
+EACH_PLACEMENT = pytest.mark.parametrize(
+    "placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)]
+)
+
+
+def make_supernet(pool, seed: int = 0) -> Supernet:
+    return Supernet(jax.random.key(seed), dense_experts(pool), 3, OpSettings(rank=2))
+
+
+def sampled(supernet: Supernet, rng: np.random.Generator):
+    """A random architecture."""
+    return decode([int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes)
+
+
 @functools.cache
 def pool_of(placement: str, num_tasks: int):
     """The base pool grown by `num_tasks` tasks that adapt and add at random."""
     pool = executor("stages", placement).base_pool
     for task in range(num_tasks):
-        rng = np.random.default_rng(task)
-        supernet = Supernet(jax.random.key(task), dense_experts(pool), 3, OpSettings(rank=2))
-        architecture = decode(
-            [int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes
-        )
+        supernet = make_supernet(pool, task)
+        architecture = sampled(supernet, np.random.default_rng(task))
         learned = jax.tree.map(lambda x: x + 0.02, supernet.learned(supernet.init(), architecture))
         pool, _ = grow(pool, architecture, learned, task)
     return pool
@@ -61,15 +73,11 @@ def trained_supernet(
     placement: str, num_tasks: int, seed: int = 0
 ) -> tuple[Supernet, SupernetState]:
     """A supernet whose learners have left their start: low-rank pairs begin at a zero change."""
-    supernet = Supernet(
-        jax.random.key(seed), dense_experts(pool_of(placement, num_tasks)), 3, OpSettings(rank=2)
-    )
+    supernet = make_supernet(pool_of(placement, num_tasks), seed)
     rng = np.random.default_rng(seed)
     state = supernet.init()
     for _ in range(4):
-        architecture = decode(
-            [int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes
-        )
+        architecture = sampled(supernet, rng)
         state, _ = train_step(
             executor("stages", placement), supernet, state, architecture, [batch()], rate=1e-2
         )
@@ -106,18 +114,9 @@ def close(result, wanted, tolerance=1e-5):
         )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stages",
-        pytest.param("whole", marks=pytest.mark.full),
-        pytest.param("scan", marks=pytest.mark.full),
-    ],
-)
+@EACH_EXECUTOR
 def test_a_non_finite_gradient_makes_the_loss_nan_and_changes_no_parameter(name):
-    supernet = Supernet(
-        jax.random.key(0), dense_experts(pool_of("mlp_down", 0)), 3, OpSettings(rank=2)
-    )
+    supernet = make_supernet(pool_of("mlp_down", 0))
     architecture = from_strings(["reuse:0", "adapt:0", "reuse:0", "reuse:0"])
     place = (1, architecture[1])
     state = supernet.init()
@@ -151,9 +150,7 @@ def reference(head, ops, placement, vit=VIT):
     return value, *grads
 
 
-@pytest.mark.parametrize(
-    "placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)]
-)
+@EACH_PLACEMENT
 @given(draw=st.data())
 @settings(
     max_examples=2, phases=[Phase.generate]
@@ -182,16 +179,9 @@ def test_loss_and_gradients_of_all_executors_equal_the_plain_modules(placement, 
     ids=["rotary and gated", "attention pooling", "mean"],
 )
 def test_other_backbones_are_the_plain_modules_in_all_executors(other, precision):
-    config = dataclasses.replace(small.CONFIG, precision=precision, **other)
-    params = init_params(config, jax.random.key(0))
-    vit = build(
-        config,
-        {name: 10 * value if name.endswith("kernel") else value for name, value in params.items()},
-    )
+    vit = small.backbone(precision=precision, **other)
     executors = [make(vit, "mlp_down") for make in KINDS.values()]
-    supernet = Supernet(
-        jax.random.key(1), dense_experts(executors[0].base_pool), 3, OpSettings(rank=2)
-    )
+    supernet = make_supernet(executors[0].base_pool, 1)
     architecture = from_strings(["reuse:0", "adapt:0", "skip", "new"])
     state = supernet.with_learners(supernet.init(), [architecture])
     wanted = reference(state.head.params, supernet.ops(state, architecture), "mlp_down", vit)
@@ -209,10 +199,7 @@ def test_other_backbones_are_the_plain_modules_in_all_executors(other, precision
 def test_training_leaves_every_learner_where_the_stages_leave_it(name):
     rng = np.random.default_rng(3)
     supernet, state = trained_supernet("mlp_down", 2)
-    draws = [
-        decode([int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes)
-        for _ in range(4)
-    ]
+    draws = [sampled(supernet, rng) for _ in range(4)]
     rates = [1e-3, 2e-3, 3e-3, 4e-3]
     ours, wanted = train_steps(
         executor("stages"), supernet, state, draws, [[batch()]] * 4, rates=rates
@@ -230,14 +217,7 @@ def test_training_leaves_every_learner_where_the_stages_leave_it(name):
     assert counts == {place: int(learner.adam.count) for place, learner in theirs.learners.items()}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stages",
-        pytest.param("whole", marks=pytest.mark.full),
-        pytest.param("scan", marks=pytest.mark.full),
-    ],
-)
+@EACH_EXECUTOR
 def test_images_and_tokens_on_the_device_train_as_those_of_the_host(name):
     losses = []
     held = jax.device_put(IMAGES[::-1].copy())
@@ -258,9 +238,7 @@ def test_images_and_tokens_on_the_device_train_as_those_of_the_host(name):
     close(losses[2], losses[0])
 
 
-@pytest.mark.parametrize(
-    "placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)]
-)
+@EACH_PLACEMENT
 @pytest.mark.parametrize("name", ["whole", "scan"])
 def test_forward_passes_equal_those_of_the_stages(name, placement):
     (supernet, state), stages = trained_supernet(placement, 2), executor("stages", placement)
@@ -269,32 +247,18 @@ def test_forward_passes_equal_those_of_the_stages(name, placement):
         for codes in ([0, 1, 3, 0], [0, 2 * 3 + 1, 0, 1])
     ]
     networks.append([Dense(-1, None)] * 4)
-    wanted = {
-        w.index: w for w in stages.walk(networks, stages.begin(IMAGES), np.ones(8, np.float32))
-    }
-    result = {
-        w.index: w
-        for w in executor(name, placement).walk(
-            networks, stages.begin(IMAGES), np.ones(8, np.float32)
-        )
-    }
+    wanted, result = (
+        {w.index: w for w in one.walk(networks, stages.begin(IMAGES), np.ones(8, np.float32))}
+        for one in (stages, executor(name, placement))
+    )
     assert sorted(result) == [0, 1, 2]
     for index, walked in result.items():
         close(walked.tokens, wanted[index].tokens, 1e-4)
         close(walked.sums, wanted[index].sums, 1e-4)
 
 
-@pytest.mark.parametrize(
-    "placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)]
-)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stages",
-        pytest.param("whole", marks=pytest.mark.full),
-        pytest.param("scan", marks=pytest.mark.full),
-    ],
-)
+@EACH_PLACEMENT
+@EACH_EXECUTOR
 @pytest.mark.parametrize(
     "until", [pytest.param(1, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)]
 )
@@ -369,8 +333,7 @@ def test_scan_compiles_one_function_for_all_architectures_and_whole_one_per_sign
     for name, one in (("first", scan), ("again", scan), ("whole", whole)):
         with compilations() as programs:
             for _ in range(3):
-                codes = [int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes]
-                architecture = decode(codes, supernet.sizes)
+                architecture = sampled(supernet, rng)
                 if one is whole:
                     signatures.add(tuple(choice.kind for choice in architecture))
                 state, _ = train_step(one, supernet, state, architecture, [batch()], rate=1e-3)
@@ -387,12 +350,7 @@ def test_scan_compiles_one_function_for_all_architectures_and_whole_one_per_sign
 @functools.cache
 def deep(name: str) -> Executor:
     """Of five blocks, where the backward pass of `scan` ends at block 0, 2 or 4."""
-    config = dataclasses.replace(small.CONFIG, depth=5)
-    params = init_params(config, jax.random.key(0))
-    return KINDS[name](
-        build(config, {n: 10 * v if n.endswith("kernel") else v for n, v in params.items()}),
-        "mlp_down",
-    )
+    return KINDS[name](small.backbone(depth=5), "mlp_down")
 
 
 @pytest.mark.full
@@ -425,9 +383,7 @@ def test_a_scan_learns_as_the_stages_wherever_its_backward_pass_ends(trained, ch
     tokens = deep("stages").advance(frozen, deep("stages").begin(IMAGES), trained)
     step, result = [Batch(tokens, LABELS, WEIGHTS)], []
     for name in ("stages", "scan"):
-        supernet = Supernet(
-            jax.random.key(0), dense_experts(deep(name).base_pool), 3, OpSettings(rank=2)
-        )
+        supernet = make_supernet(deep(name).base_pool)
         result.append(
             train_steps(
                 deep(name),
@@ -482,7 +438,7 @@ def test_a_call_of_the_scan_sends_two_arrays_and_nothing_in_it_branches(block):
     scan = Scan(VIT, "mlp_down", steps_per_call=3)
     caught = []
     held = jax.device_put(IMAGES) if block is None else batch().tokens.values
-    supernet = Supernet(jax.random.key(0), dense_experts(scan.base_pool), 3, OpSettings(rank=2))
+    supernet = make_supernet(scan.base_pool)
     architectures = [
         from_strings(names.split())
         for names in ("adapt:0 new skip reuse:0", "new skip new adapt:0")
@@ -564,11 +520,7 @@ def test_a_stage_returns_none_of_its_arguments_as_a_residual():
 def test_a_gpu_is_given_operands_in_the_precision_and_sums_in_float32(precision):
     """Lowered for CUDA, which needs no GPU: products, their gradients, and the layouts of
     attention."""
-    vit = build(
-        dataclasses.replace(VIT.config, precision=precision),
-        init_params(VIT.config, jax.random.key(0)),
-    )
-    stages = Stages(vit, "mlp_down")
+    stages = Stages(small.backbone(precision=precision), "mlp_down")
     checks = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
     op = Adapt(dense_experts(stages.base_pool)[1][0], LowRank(jnp.ones((64, 2)), jnp.ones((2, 16))))
     tokens = stages.begin(IMAGES).values

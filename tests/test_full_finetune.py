@@ -45,10 +45,3 @@ def test_no_step_changes_the_pretrained_weights():
     method.learn(small.task("colours", 0), Session())
     chex.assert_trees_all_equal(before, method.executor.leaves)
     assert not np.array_equal(jax.tree.leaves(method.tasks[0])[0], before[0])
-
-
-def test_impossible_rates_are_refused():
-    with pytest.raises(ValueError, match="learning_rates is empty"):
-        FullFinetuneConfig(learning_rates=())
-    with pytest.raises(ValueError, match="expected positive"):
-        FullFinetuneConfig(learning_rates=(0.0,))

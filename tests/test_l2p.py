@@ -67,12 +67,7 @@ def test_the_prefix_of_an_image_is_that_of_its_nearest_keys_in_numpy():
         np.testing.assert_allclose(attached.key_loss[image], (1 - cosines[best]).sum(), rtol=1e-5)
 
 
-def test_impossible_settings_are_refused():
-    with pytest.raises(ValueError, match=r"top_k is 6; expected 1\.\.5, the pool"):
-        dataclasses.replace(CONFIG, top_k=6)
-    for length in (3, 0, -2):
-        with pytest.raises(ValueError, match=f"length is {length}; expected an even number"):
-            dataclasses.replace(CONFIG, length=length)
+def test_layers_that_do_not_fit_the_backbone_are_refused():
     with pytest.raises(
         ValueError, match=r"layers \(7,\) are invalid for this backbone; expected some of 0\.\.3"
     ):

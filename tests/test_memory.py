@@ -20,8 +20,7 @@ from test_data_decode import STORED, four_colours, stored
 
 import cheem_jax
 from cheem_jax.backbone.means import base_means
-from cheem_jax.backbone.params import build, init_params
-from cheem_jax.backbone.weights import Pretrained, save_converted
+from cheem_jax.backbone.weights import load_pretrained, save_converted
 from cheem_jax.cheem.closed_form import HeadComparison
 from cheem_jax.cheem.config import DEMO, PRESETS, QUICK, auto
 from cheem_jax.cheem.expert_memory import TaskNetworks, task_network
@@ -64,29 +63,19 @@ from cheem_jax.run.record import read
 from cheem_jax.run.results import results_of
 from cheem_jax.serve import Limits
 
-NAME = "vit_tiny_patch4_8"
+NAME = small.TIMM_NAME
 STREAM = small.stream(3)
 FIELDS = dataclasses.fields(small.CONFIG)
 
 
-def weights(directory: Path, **fields) -> Path:
-    """The small backbone, changed by fields of its config, under a name that the loader takes."""
-    config = dataclasses.replace(small.CONFIG, name=NAME, **fields)
-    params = {
-        name: value * 10 if name.endswith("kernel") else value
-        for name, value in init_params(config, jax.random.key(0)).items()
-    }
-    file = directory / "weights.safetensors"
-    save_converted(file, Pretrained(config, params, "random", "0" * 64, {}))
-    return file
-
-
 def begin(directory: Path, **settings) -> OpenMemory:
-    file = directory.with_name(f"{directory.name}-weights")
-    file.mkdir()
+    folder = directory.with_name(f"{directory.name}-weights")
+    folder.mkdir()
     fields = {field.name: settings.pop(field.name) for field in FIELDS if field.name in settings}
-    settings = {"method": small.QUICK, **settings}
-    return cheem_jax.create(directory, backbone=NAME, weights=weights(file, **fields), **settings)
+    file = small.save_weights(folder, **fields)
+    return cheem_jax.create(
+        directory, backbone=NAME, weights=file, **{"method": small.QUICK, **settings}
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -262,7 +251,7 @@ def test_an_image_is_answered_upright_in_every_form(copied, tmp_path):
 
 
 def test_a_memory_with_the_papers_settings_reads_images_as_stored(tmp_path):
-    file = weights(tmp_path)
+    file = small.save_weights(tmp_path)
     for preset, upright in (("paper", False), ("quick", True)):
         memory = cheem_jax.create(tmp_path / preset, backbone=NAME, weights=file, preset=preset)
         assert memory.config.upright is upright and read(memory.directory)[0]["upright"] is upright
@@ -298,11 +287,8 @@ def test_no_request_compiles_once_prepared(learned, compilations):
 
 
 def test_an_export_needs_an_ending_that_names_its_format(learned, tmp_path):
-    assert [kind_of(Path(f"a.{end}")) for end in ("onnx", "STABLEHLO", "safetensors")] == [
-        "onnx",
-        "stablehlo",
-        "timm",
-    ]
+    kinds = [kind_of(Path(f"a.{end}")) for end in ("onnx", "STABLEHLO", "safetensors")]
+    assert kinds == ["onnx", "stablehlo", "timm"]
     with pytest.raises(
         ValueError, match=r"q.onx' has an unknown ending; expected one of .*\.onnx \(onnx\)"
     ):
@@ -435,38 +421,32 @@ def test_a_killed_learning_resumes_and_ends_with_the_same_bits(learned, tmp_path
 
 
 @pytest.mark.full
-def test_another_task_does_not_take_the_place_of_a_interrupted_one(copied):
+def test_an_interrupted_task_is_replaced_if_that_is_asked_for(copied):
     memory = cheem_jax.open(copied)
-    before = contents(copied)
-    with pytest.raises(KeyboardInterrupt):
-        memory.learn(small.task("fourth", 8), progress=Killed("search"), save_every=0)
-    memory = cheem_jax.open(copied)
-    for data in (
-        small.task("fifth", 9),
-        [small.task("fifth", 9), small.task("fourth", 8)],
-        small.task("fourth", 9),
-    ):
-        with pytest.raises(ValueError, match="'fourth' is interrupted"):
-            memory.learn(data)
-    with pytest.raises(ValueError, match="'fourth' is interrupted"):
-        memory.forget("task0")
-    assert contents(copied) == before and len(memory.predict(STREAM.tasks[0].test.images[:1])) == 1
-    with pytest.raises(KeyboardInterrupt):
-        memory.learn(small.task("fourth", 8), progress=Killed("finetune"), save_every=0)
+    for phase in ("search", "finetune"):
+        with pytest.raises(KeyboardInterrupt):
+            memory.learn(small.task("fourth", 8), progress=Killed(phase), save_every=0)
     memory.learn(small.task("fifth", 9), discard_unfinished=True)
     assert [task.name for task in memory.tasks] == ["task0", "task1", "task2", "fifth"]
 
 
-def test_another_task_waits_for_an_interrupted_one_even_if_nothing_of_it_was_kept(copied):
+def test_another_task_waits_for_an_interrupted_one_even_without_a_checkpoint(copied):
     memory = cheem_jax.open(copied)
-    other = small.task("fifth", 9)
+    before = contents(copied)
+    fourth, fifth = small.task("fourth", 8), small.task("fifth", 9)
     with pytest.raises(KeyboardInterrupt):
-        memory.learn(small.task("fourth", 8), progress=Killed("similarity"))
+        memory.learn(fourth, progress=Killed("similarity"))
     assert not list(copied.rglob("running-*"))
     assert cheem_jax.open(copied).info()["learning"]["name"] == "fourth"
-    for change in (lambda: memory.learn(other), lambda: memory.forget("task0")):
+    for change in (
+        lambda: memory.learn(fifth),
+        lambda: memory.learn([fifth, fourth]),
+        lambda: memory.learn(small.task("fourth", 9)),
+        lambda: memory.forget("task0"),
+    ):
         with pytest.raises(ValueError, match="'fourth' is interrupted"):
             change()
+    assert contents(copied) == before and len(memory.predict(STREAM.tasks[0].test.images[:1])) == 1
     with pytest.raises(ValueError, match="no task 'nowhere'"):
         memory.forget("fourth", "nowhere")
     assert memory.info()["learning"]["name"] == "fourth"
@@ -518,18 +498,10 @@ def test_a_lost_task_and_a_corrupted_record_are_reported_before_anything_changes
 
 def test_images_of_another_size_are_refused_before_anything_changes(copied):
     before = (copied / "config.json").read_bytes()
-    other = small.task("big", 4)
-    grown = dataclasses.replace(
-        other,
-        **{
-            name: Split(np.repeat(s.images, 2, axis=1), s.labels)
-            for name, s in other.splits.items()
-        },
-    )
     with pytest.raises(
-        ValueError, match=r"task 'big' contains images of shape \(16, 8, 3\), expected \(8, 8, 3\)"
+        ValueError, match=r"task 'big' contains images of shape \(16, 16, 3\), expected \(8, 8, 3\)"
     ):
-        cheem_jax.open(copied).learn(grown)
+        cheem_jax.open(copied).learn(small.enlarged(small.task("big", 4)))
     assert (copied / "config.json").read_bytes() == before
 
 
@@ -1101,11 +1073,8 @@ def test_the_backbones_own_classes_can_be_a_target(tmp_path):
 
 @pytest.mark.full
 def test_a_run_answers_and_a_new_memory_can_begin_with_it(tmp_path):
-    pretrained = dataclasses.replace(
-        small.pretrained(), config=dataclasses.replace(small.CONFIG, name=NAME)
-    )
-    file, run = tmp_path / "w.safetensors", tmp_path / "run"
-    save_converted(file, pretrained)
+    file, run = small.save_weights(tmp_path), tmp_path / "run"
+    pretrained = load_pretrained(NAME, weights=file)
     run_stream(
         Stream("two", STREAM.tasks[:2]),
         pretrained,
@@ -1142,18 +1111,11 @@ def test_a_run_answers_and_a_new_memory_can_begin_with_it(tmp_path):
 
 @pytest.mark.full
 def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_carry_some(tmp_path):
-    pretrained = dataclasses.replace(
-        small.pretrained(), config=dataclasses.replace(small.CONFIG, name=NAME)
-    )
-    lacking, carrying, run = (
-        tmp_path / "w.safetensors",
-        tmp_path / "with.safetensors",
-        tmp_path / "run",
-    )
+    lacking, carrying = small.save_weights(tmp_path), tmp_path / "with.safetensors"
+    pretrained, run = load_pretrained(NAME, weights=lacking), tmp_path / "run"
     pictures = small.task("base", 9).train.images
-    save_converted(lacking, pretrained)
-    result = base_means(build(pretrained.config, pretrained.params), pictures)
-    save_converted(carrying, dataclasses.replace(pretrained, base_means=result))
+    means = base_means(small.backbone(), pictures)
+    save_converted(carrying, dataclasses.replace(pretrained, base_means=means))
     config = RunConfig(small.QUICK, "quick")
     run_stream(
         Stream("one", STREAM.tasks[:1]), pretrained, config, run, Progress(), base_images=pictures

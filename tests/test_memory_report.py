@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import small
 from rich.console import Console
+from test_memory import begin
 from test_report_page import parsed
 from test_tensorboard import numbers_in
 
 import cheem_jax
-from cheem_jax.backbone.weights import save_converted
 from cheem_jax.cli.report import Tensorboard, Watch, watch_run, write_tensorboard
 from cheem_jax.memory import TaskScore
 from cheem_jax.report import finished
@@ -48,19 +48,12 @@ class Halt(Progress):
 def moments(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One memory as it was at five moments, by name."""
     folder = tmp_path_factory.mktemp("memories")
-    pretrained = small.pretrained()
-    pretrained = dataclasses.replace(
-        pretrained, config=dataclasses.replace(pretrained.config, name="vit_tiny_patch4_8")
-    )
-    save_converted(folder / "weights.safetensors", pretrained)
     work = folder / "work"
 
     def keep(name: str) -> None:
         shutil.copytree(work, folder / name)
 
-    memory = cheem_jax.create(
-        work, backbone="vit_tiny_patch4_8", weights=folder / "weights.safetensors", method=METHOD
-    )
+    memory = begin(work, method=METHOD)
     keep("empty")
     for number in range(3):  # each without the images of the others
         memory.learn(small.task(f"task{number}", number))

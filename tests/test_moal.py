@@ -30,7 +30,7 @@ from cheem_jax.baselines.moal import (
 from cheem_jax.baselines.ridge import lift, one_hot, ridge_inverse
 from cheem_jax.core.keys import Phase, order_at
 from cheem_jax.core.settings import FitConfig
-from cheem_jax.data.task import Split, Task
+from cheem_jax.data.task import Split
 from cheem_jax.run.session import Session
 
 CONFIG = MoalConfig(
@@ -224,11 +224,10 @@ def test_rumination_learns_again_only_the_images_that_the_head_gets_wrong(reques
 
 @pytest.mark.full
 def test_classes_of_one_image_are_learned():
-    split = small.task("few", 1, num_classes=3, num=6).val
-    lone = Task("few", ("c0", "c1", "c2"), split, split, split)
+    lone = small.lone_task()
     for tasks in ((lone, small.task("colours", 0)), (small.task("colours", 0), lone)):
         moal = learned(fresh(method()), tasks)
-        assert moal.predict(split.images).classes.min() >= 0
+        assert moal.predict(lone.test.images).classes.min() >= 0
         assert np.isfinite(moal.state.analytic.weight).all()
 
 
@@ -266,13 +265,7 @@ def test_costs_are_those_of_one_forward_pass():
     assert flops.backbone_flops(config_of("deit_tiny")) / 1e9 == pytest.approx(2.2, abs=0.06)
 
 
-def test_impossible_settings_are_refused_and_much_memory_is_said():
-    for wrong, sentence in (
-        ({"hidden": 0}, "hidden is 0; expected at least 1"),
-        ({"bottleneck": 0}, "bottleneck is 0; expected at least 1"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            dataclasses.replace(CONFIG, **wrong)
+def test_much_memory_is_reported_beforehand():
     assert method().check(small.stream(2).tasks) == []
     assert moal_with(hidden=20000).check(small.stream(2).tasks) == [
         "20000 random features take up to 8.9 GiB of memory on the host"

@@ -2,6 +2,7 @@
 bytes."""
 
 import dataclasses
+from typing import Any
 
 import chex
 import jax
@@ -9,8 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from baselines import Interrupted, Watched, check_method, fresh, learner
-from scipy.special import erf
+from baselines import (
+    Interrupted,
+    Watched,
+    attention,
+    check_method,
+    fresh,
+    learner,
+    linear,
+    mlp,
+    norm,
+)
 
 from cheem_jax.backbone.alexnet import AlexNetConfig, build_alexnet, shapes_of
 from cheem_jax.backbone.config import config_of
@@ -53,15 +63,14 @@ def smaller():
 
 @pytest.fixture(scope="module")
 def untrained(smaller) -> MoeAdapters:
-    """A method before its first task; each test continues with a `fresh_method`, which shares
-    compiled functions."""
+    """A method before its first task; each test uses the copy `moe`, which shares its compiled
+    functions."""
     return learner(MoeAdapters, CONFIG, num_tasks=3)
 
 
-def fresh_method(untrained: MoeAdapters) -> MoeAdapters:
-    copied = fresh(untrained)
-    assert isinstance(copied, MoeAdapters)
-    return copied
+@pytest.fixture
+def moe(untrained) -> Any:
+    return fresh(untrained)
 
 
 def parts(moe: MoeAdapters) -> list[np.ndarray]:
@@ -81,17 +90,12 @@ def random_experts(seed: int = 0, experts: int = 6) -> Bottleneck:
 @pytest.mark.full
 def test_moe_adapters_learn_save_open_and_answer_per_image(untrained, tmp_path):
     method = check_method(untrained, tmp_path)
-    tasks = small.stream(3).tasks
-    given, inferred = [], []
-    for index, task in enumerate(tasks):
-        predictions = method.predict(task.test.images, np.full(20, index))
-        given.append(np.mean(predictions.classes == task.test.labels))
-        inferred.append(np.mean(predictions.tasks == index))
-    assert min(given) > 0.6 and np.mean(inferred) > 0.6
+    inferred = [method.predict(task.test.images).tasks for task in small.stream(3).tasks]
+    assert np.mean([np.mean(tasks == index) for index, tasks in enumerate(inferred)]) > 0.6
 
 
 @pytest.mark.full
-def test_so_do_they_with_another_encoder_when_experts_run_out(tmp_path):
+def test_they_do_so_with_another_encoder_when_experts_run_out(tmp_path):
     encoder = FrozenFeatures(Stages(small.backbone(1), "mlp_down"), 16)
     config = dataclasses.replace(CONFIG, experts=3)
     check_method(learner(MoeAdapters, config, router_features=encoder), tmp_path)
@@ -100,13 +104,11 @@ def test_so_do_they_with_another_encoder_when_experts_run_out(tmp_path):
 @pytest.mark.full
 def test_a_task_stopped_at_its_auto_encoder_ends_as_an_unbroken_one(untrained):
     task = small.task("colours", 0)
-    whole = fresh_method(untrained)
+    whole, halted, resumed = (fresh(untrained) for _ in range(3))
     watched = Watched(2 * 3 + 3 + 5)
     whole.learn(task, Session())
-    halted = fresh_method(untrained)
     with pytest.raises(Interrupted):
         halted.learn(task, watched)
-    resumed = fresh_method(untrained)
     report = resumed.learn(task, Watched(saved=watched.checkpoint))
     assert len(report["losses"]) == 2
     chex.assert_trees_all_equal(resumed.tasks[0], whole.tasks[0])
@@ -138,8 +140,7 @@ def test_training_noise_chooses_other_experts_per_image_and_only_there():
 
 
 @pytest.mark.full
-def test_experts_add_nothing_before_they_have_learned(untrained):
-    moe = fresh_method(untrained)
+def test_experts_add_nothing_before_they_have_learned(moe):
     images = small.task("colours", 0).test.images
     experts = init_experts(jax.random.key(0), small.CONFIG, CONFIG)
     result, _ = moe._over(
@@ -148,30 +149,13 @@ def test_experts_add_nothing_before_they_have_learned(untrained):
     np.testing.assert_allclose(result, moe.router_features(images), rtol=0, atol=1e-5)
 
 
-def plain_norm(x, layer, epsilon=1e-6):
-    mean = x.mean(-1, keepdims=True)
-    variance = x.var(-1, keepdims=True)
-    return (x - mean) / np.sqrt(variance + epsilon) * np.asarray(layer.scale[...]) + np.asarray(
-        layer.bias[...]
-    )
-
-
-def plain_linear(x, layer):
-    return x @ np.asarray(layer.kernel[...], np.float64) + np.asarray(layer.bias[...])
-
-
 def plain_block(block, x, experts, router):
-    """One adapted block for one image `[N, D]`, and the experts it got."""
-    n, d = x.shape
-    query, key, value = np.split(plain_linear(plain_norm(x, block.norm1), block.qkv), 3, axis=-1)
-    mixed = np.zeros((n, d))
-    for head in np.split(np.arange(d), block.num_heads):
-        scores = query[:, head] @ key[:, head].T / np.sqrt(len(head))
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        mixed[:, head] = weights / weights.sum(axis=1, keepdims=True) @ value[:, head]
-    z = x + plain_linear(mixed, block.proj)
-    up = plain_linear(plain_norm(z, block.norm2), block.up)
-    y = z + plain_linear(up * 0.5 * (1 + erf(up / np.sqrt(2))), block.down)
+    """Return one adapted block's output for one image `[N, D]`, and the chosen experts."""
+    query, key, value = np.split(linear(block.qkv, norm(block.norm1, x)), 3, axis=-1)
+    heads = np.split(np.arange(x.shape[1]), block.num_heads)
+    mixed = [attention(query[:, head], key[:, head], value[:, head]) for head in heads]
+    z = x + linear(block.proj, np.concatenate(mixed, axis=-1))
+    y = z + mlp(block, z)
     logits = z[0] @ router
     chosen = np.argsort(-logits)[:2]
     weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
@@ -182,8 +166,7 @@ def plain_block(block, x, experts, router):
 
 
 @pytest.mark.full
-def test_every_image_runs_the_two_experts_of_its_task_as_in_numpy(untrained):
-    moe = fresh_method(untrained)
+def test_every_image_runs_the_two_experts_of_its_task_as_in_numpy(moe):
     vit = small.backbone()
     experts = random_experts()
     routers = np.random.default_rng(1).normal(0, 1, (4, 4, 16, 6)).astype(np.float32)
@@ -196,7 +179,7 @@ def test_every_image_runs_the_two_experts_of_its_task_as_in_numpy(untrained):
         for index, block in enumerate(vit.blocks):
             x, picked = plain_block(block, x, [leaf[index] for leaf in host], routers[task, index])
             np.testing.assert_array_equal(chosen[image, index], picked)
-        expected = plain_norm(x[0], vit.norm)
+        expected = norm(vit.norm, x[0])
         np.testing.assert_allclose(
             result[image], expected, rtol=0, atol=1e-4 * np.abs(expected).max()
         )
@@ -231,11 +214,12 @@ def test_the_most_used_experts_of_each_block_are_frozen():
 
 
 @pytest.mark.full
-def test_frozen_experts_keep_their_bytes_while_others_learn(untrained):
-    moe = fresh_method(untrained)
+def test_frozen_experts_and_earlier_tasks_keep_their_bytes_while_others_learn(moe):
     first = moe.learn(small.task("one", 1), Session())
     frozen = moe.state.frozen
     before = parts(moe)
+    earlier = moe.tasks[0]
+    copied = jax.tree.map(np.copy, (earlier.router, earlier.head, earlier.autoencoder))
     assert first["experts_free"] == [6] * 4
     assert [np.flatnonzero(row).tolist() for row in frozen] == first["experts_frozen"]
     np.testing.assert_array_equal(frozen.sum(axis=1), 2)
@@ -248,11 +232,12 @@ def test_frozen_experts_keep_their_bytes_while_others_learn(untrained):
         moved = (old != new).reshape(*frozen.shape, -1).any(axis=-1)
         assert moved.sum() >= 12
     assert second["params_stored"] < first["params_stored"]
+    earlier = moe.tasks[0]
+    chex.assert_trees_all_equal(copied, (earlier.router, earlier.head, earlier.autoencoder))
 
 
 @pytest.mark.full
-def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn(untrained):
-    moe = fresh_method(untrained)
+def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn(moe):
     moe.learn(small.task("one", 1), Session())
     moe.state, before = moe.state._replace(frozen=np.ones((4, 6), bool)), parts(moe)
     report = moe.learn(small.task("two", 2), Session())
@@ -262,32 +247,6 @@ def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn
         assert old.tobytes() == new.tobytes()
     assert report["losses"][-1] < report["losses"][0] and np.abs(moe.tasks[1].router).max() > 0
     assert report["params_learned"] == 2 * 4 * 16 * 6 + 17 * 3 + (2 * 16 * 6 + 6 + 16)
-
-
-@pytest.mark.full
-def test_later_tasks_change_only_the_parameters_that_earlier_ones_share(untrained):
-    moe = fresh_method(untrained)
-    one = small.task("one", 1)
-    moe.learn(one, Session())
-    earlier = jax.tree.map(
-        np.copy, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder)
-    )
-    moe.learn(small.task("two", 2), Session())
-    chex.assert_trees_all_equal(
-        earlier, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder)
-    )
-
-
-@pytest.mark.full
-def test_a_fourth_task_compiles_nothing_again(untrained, compilations):
-    moe = fresh_method(untrained)
-    for index in range(3):
-        moe.learn(small.task(f"task{index}", index), Session())
-        moe.predict(small.task(f"task{index}", index).test.images, np.full(20, index))
-    with compilations() as programs:
-        moe.learn(small.task("other", 5, num=37), Session())
-        moe.predict(small.task("other", 5, num=37).test.images, np.full(18, 3))
-    assert programs.count == 0
 
 
 @pytest.fixture(scope="module")
@@ -325,8 +284,7 @@ def test_the_papers_flops_are_twelve_auto_encoders_and_two_experts_of_rank_8(
 
 
 @pytest.mark.full
-def test_a_report_counts_the_auto_encoders_of_the_whole_stream(untrained):
-    moe = fresh_method(untrained)
+def test_a_report_counts_the_auto_encoders_of_the_whole_stream(moe):
     first, second = (moe.learn(small.task(f"task{i}", i), Session()) for i in range(2))
     vit = small.CONFIG
     encoder = moe.encoder
@@ -349,7 +307,7 @@ def test_a_report_counts_the_auto_encoders_of_the_whole_stream(untrained):
 
 def test_the_stream_is_looked_at_before_it_is_learned(untrained, conv5):
     tasks = small.stream(3).tasks
-    assert fresh_method(untrained).check(tasks) == []
+    assert untrained.check(tasks) == []
     (said,) = learner(MoeAdapters, dataclasses.replace(CONFIG, experts=4)).check(tasks)
     assert (
         "2 of 4 experts per block can be frozen after each task, so since task 3 of 3 fewer than"
@@ -360,17 +318,3 @@ def test_the_stream_is_looked_at_before_it_is_learned(untrained, conv5):
     many = small.task("many", 0, num=18_000)
     (said,) = moe.check([dataclasses.replace(task, test=many.test) for task in (many, many, many)])
     assert "features of alexnet, 43264 per image, can take 8.7 GiB of memory" in said
-
-
-@pytest.mark.parametrize(
-    ("changed", "shown"),
-    [
-        ({"experts": 1}, "experts is 1; expected at least 2"),
-        ({"bottleneck": 0}, "bottleneck is 0; expected at least 1"),
-        ({"batch_size": 0}, "batch_size is 0; expected at least 1"),
-    ],
-    ids=str,
-)
-def test_impossible_settings_are_refused(changed, shown):
-    with pytest.raises(ValueError, match=shown):
-        dataclasses.replace(CONFIG, **changed)

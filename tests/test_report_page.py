@@ -24,7 +24,6 @@ from cheem_jax.report.finished import read, record_of
 from cheem_jax.report.page.assemble import refresh_page, text_of
 from cheem_jax.report.page.charts import EmptySection, search_chart
 from cheem_jax.report.page.examples import data_uri
-from cheem_jax.report.table import spread
 from cheem_jax.run import record
 from cheem_jax.run.progress import duration
 from cheem_jax.run.results import results_of
@@ -218,11 +217,9 @@ def test_charts_hold_the_numbers_of_the_run(run):
     pool, routed, given, curve, curve_given, forgetting, routing, *similarity = page.charts[:10]
     assert pool["data"][0]["x"] == ["base", "T1 one", "T2 two", "T3 three"]
     assert pool["data"][0]["z"] == [[1, 2, 3, 4], [1, 2, 2, 2]]
-    assert routed["data"][0]["z"][1] == [84.33, 85.33, None] and given["data"][0]["z"][1] == [
-        92.67,
-        93.67,
-        None,
-    ]
+    matrix = [[85.33, None, None], [84.33, 85.33, None], [83.33, 83.33, 83.33]]
+    assert routed["data"][0]["z"] == matrix
+    assert given["data"][0]["z"][1] == [92.67, 93.67, None]
     # tasks have 12 test images each, so an entry is the mean of a row of the matrix
     assert [trace["y"] for trace in curve["data"]] == [[85.33, 84.83, 83.33]]
     assert [trace["y"] for trace in curve_given["data"]] == [[93.67, 93.17, 91.67]]
@@ -312,32 +309,40 @@ def test_small_images_keep_their_pixels_and_large_ones_become_smaller():
     )
 
 
-def test_images_that_have_moved_are_reported_and_stop_nothing(run):
-    shutil.move(run.parent / "small", run.parent / "elsewhere")
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda run: shutil.move(run.parent / "small", run.parent / "elsewhere"),
+            "The images are not where the run found them",
+        ),
+        (
+            lambda run: (run.parent / "small/two/test/cat/0.png").rename(
+                run.parent / "small/two/test/cat/z.png"
+            ),
+            "Other files or labels are there now than the run has seen: two.",
+        ),
+        (
+            lambda run: change(run, lambda results: results.update(split_sha256={})),
+            "Other files or labels are there now than the run has seen: one, two, three.",
+        ),
+        (
+            lambda run: (run / "answers.npz").write_bytes(b"PK\x03\x04 no archive"),
+            "answers.npz cannot be read",
+        ),
+    ],
+    ids=["moved", "renamed", "unknown", "corrupted answers"],
+)
+def test_examples_of_other_images_or_answers_than_the_runs_are_not_shown(run, edit, message):
+    edit(run)
     page = parsed(run)
-    assert "The images are not where the run found them" in page.text and "search" in sections(page)
-
-
-def test_other_images_than_the_run_has_seen_are_not_shown(run):
-    (run.parent / "small" / "two" / "test" / "cat" / "0.png").rename(
-        run.parent / "small" / "two" / "test" / "cat" / "z.png"
-    )
-    page = parsed(run)
-    assert "Other files or labels are there now than the run has seen: two." in page.text
+    assert message in page.text and "search" in sections(page)
     assert not any(tag == "img" for tag, _ in page.elements)
 
 
 def test_a_page_lists_the_checks_that_it_does_not_make_of_the_images(run):
     assert (
         "Files and labels are those of the run; whether their pixels are is not checked."
-        in parsed(run).text
-    )
-
-
-def test_runs_that_do_not_tell_their_files_show_no_images(run):
-    change(run, lambda held: held.update(split_sha256={}))
-    assert (
-        "Other files or labels are there now than the run has seen: one, two, three."
         in parsed(run).text
     )
 
@@ -355,11 +360,6 @@ def test_the_images_of_the_demo_stream_are_compared_with_those_of_the_run(tmp_pa
         "This version makes other images than the run has seen: colours, digits."
         in parsed(run).text
     )
-
-
-def test_corrupted_answers_are_reported(run):
-    (run / "answers.npz").write_bytes(b"PK\x03\x04 no archive")
-    assert "answers.npz cannot be read" in parsed(run).text
 
 
 def test_without_images_there_is_no_such_section(run):
@@ -439,30 +439,23 @@ def test_variants_of_a_method_have_separate_rows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("made", "fields", "message"),
     [
-        ({"names": ("one", "two")}, "differ: order of tasks."),
-        ({"names": ("three", "two", "one")}, "differ: order of tasks."),
-        ({"data_sha256": "y"}, "data_sha256.one is .x. there and .y. here"),
+        ({"names": ("one", "two")}, {}, "differ: order of tasks."),
+        ({"names": ("three", "two", "one")}, {}, "differ: order of tasks."),
+        ({"data_sha256": "y"}, {}, "data_sha256.one is .x. there and .y. here"),
+        ({}, {"stream": "big"}, "stream is .* there and .*big"),
+        ({}, {"backbone": "vit_nano"}, "backbone is .* there and .*vit_nano"),
+        ({}, {"image_size": 9}, "image_size is .* there and .*9"),
     ],
 )
-def test_runs_that_saw_something_else_are_refused(tmp_path, changed, message):
+def test_runs_of_other_data_or_settings_are_refused(tmp_path, made, fields, message):
     write_run(tmp_path / "runs/a")
-    write_run(tmp_path / "runs/b", method="ewc", **changed)
-    with pytest.raises(ValueError, match=message):
-        report(tmp_path / "runs")
-
-
-@pytest.mark.parametrize(
-    ("key", "other"), [("stream", "big"), ("backbone", "vit_nano"), ("image_size", 9)]
-)
-def test_runs_of_other_settings_are_refused(tmp_path, key, other):
-    write_run(tmp_path / "runs/a")
-    changed = write_run(tmp_path / "runs/b", method="ewc")
+    other = write_run(tmp_path / "runs/b", method="ewc", **made)
     for name in ("config.json", "results.json"):
-        held = json.loads((changed / name).read_text())
-        (changed / name).write_text(json.dumps(held | {key: other}))
-    with pytest.raises(ValueError, match=f"{key} is .* there and .*{other}"):
+        contents = json.loads((other / name).read_text())
+        (other / name).write_text(json.dumps(contents | fields))
+    with pytest.raises(ValueError, match=message):
         report(tmp_path / "runs")
 
 
@@ -510,7 +503,7 @@ def test_a_non_numeric_accuracy_is_reported_with_its_run(tmp_path):
     assert page.text.count("Corrupted: a value here") == 1  # the images
 
 
-def test_unfinished_runs_are_shown_up_to_its_last_entry_and_not_compared(tmp_path):
+def test_unfinished_runs_are_shown_up_to_their_last_entry_and_not_compared(tmp_path):
     write_run(tmp_path / "runs/a", planned=5)
     write_run(tmp_path / "runs/b", method="ewc", planned=4)
     broken = write_run(tmp_path / "runs/broken", planned=4)
@@ -638,16 +631,6 @@ def test_a_single_task_has_no_forgetting_and_no_routing(tmp_path):
     ]
 
 
-def test_cells_without_an_accuracy_stay_empty(run):
-    matrix = next(
-        spec
-        for spec in parsed(run).charts
-        if spec["layout"]["xaxis"].get("title", {}).get("text") == "tested on"
-    )
-    [trace] = matrix["data"]
-    assert trace["z"] == [[85.33, None, None], [84.33, 85.33, None], [83.33, 83.33, 83.33]]
-
-
 def test_the_ring_is_around_the_chosen_candidate(run):
     [result], _ = read([run])
     chart = search_chart(record_of(result), 0.02)
@@ -659,10 +642,6 @@ def test_the_ring_is_around_the_chosen_candidate(run):
     [band] = spec["layout"]["shapes"]
     assert (band["y0"], band["y1"]) == (88.0, 90.0)
     assert dots["marker"]["color"] == [1, 1, 2, 3, 3]
-
-
-def test_positions_are_spread_from_the_first_to_the_last():
-    assert spread(3, 5) == [0, 1, 2] and spread(9, 3) == [0, 4, 8]
 
 
 def test_durations_have_two_units():

@@ -15,14 +15,12 @@ from scipy.spatial.distance import cdist
 from sklearn.cluster import KMeans
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.preprocessing import normalize
-from test_memory import NAME, begin
+from test_memory import begin
 
 import cheem_jax
 from cheem_jax.backbone import flops
 from cheem_jax.backbone.alexnet import AlexNetConfig, PretrainedAlexNet
 from cheem_jax.backbone.config import config_of
-from cheem_jax.backbone.params import init_params
-from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
 from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
 from cheem_jax.baselines.s_prompts import SPromptsConfig
@@ -528,16 +526,6 @@ def test_a_memory_with_another_router_answers_alike_when_it_is_opened(learned):
 
 
 @pytest.mark.full
-def test_no_request_compiles_once_a_memory_with_another_router_is_prepared(learned, compilations):
-    predictor = learned[0].predictor(batch_sizes=(1, 4))
-    predictor.prepare()
-    with compilations() as programs:
-        for num in (1, 2, 4, 5, 9):
-            predictor(TESTED[:num])
-    assert programs.count == 0
-
-
-@pytest.mark.full
 def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_tasks(learned):
     memory, before = learned
     predictor = memory.predictor(open_set=0.1)
@@ -629,11 +617,6 @@ def test_the_backbones_own_classes_keep_moments_too(tmp_path):
 
 
 def test_nothing_is_left_of_a_memory_whose_backbone_has_too_few_blocks(tmp_path):
-    config = dataclasses.replace(small.CONFIG, name=NAME, depth=2)
-    file = tmp_path / "weights.safetensors"
-    save_converted(
-        file, Pretrained(config, init_params(config, jax.random.key(0)), "random", "0" * 64, {})
-    )
     with pytest.raises(ValueError, match="need a backbone of at least 3 blocks, not 2"):
-        cheem_jax.create(tmp_path / "pets", backbone=NAME, weights=file, method=METHOD)
+        begin(tmp_path / "pets", method=METHOD, depth=2)
     assert not (tmp_path / "pets").exists()

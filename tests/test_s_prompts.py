@@ -133,8 +133,3 @@ def test_the_reported_flops_count_the_router_and_the_longer_sequence(untrained):
         result["flops_executed"]
         == executed_backbone_flops(vit) + executed_backbone_flops(vit, 3) + 2 * 16 * 3
     )
-
-
-def test_impossible_settings_are_refused():
-    with pytest.raises(ValueError, match="length is 0; expected at least 1"):
-        SPromptsConfig(length=0)

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import struct
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +27,10 @@ from serving import (
     Served,
     ask,
     behind_a_proxy,
+    large_png,
     name_of,
     picture,
+    png_chunk,
     serving,
     wait_until,
 )
@@ -109,39 +110,11 @@ def head(length: int) -> bytes:
     return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
 
 
-def large_png(width: int, height: int) -> bytes:
-    """A image of zeros in one bit per pixel: a hundred megapixels in 12 kB."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    squeeze = zlib.compressobj(9)
-    rows = [squeeze.compress(bytes(1 + (width + 7) // 8)) for _ in range(height)] + [
-        squeeze.flush()
-    ]
-    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", b"".join(rows))
-        + chunk(b"IEND", b"")
-    )
-
-
 def text_bomb() -> bytes:
-    """A image of one pixel with a note of 100 MB, squeezed."""
-    note = zlib.compress(bytes(100_000_000), 9)
-    data = b"note\0\0" + note
-    chunk = (
-        struct.pack(">I", len(data))
-        + b"zTXt"
-        + data
-        + struct.pack(">I", zlib.crc32(b"zTXt" + data))
-    )
+    """An image of one pixel with a compressed note of 100 MB."""
     plain = picture(RED, (1, 1))
-    return plain[:33] + chunk + plain[33:]  # behind the header
+    note = png_chunk(b"zTXt", b"note\0\0" + zlib.compress(bytes(100_000_000), 9))
+    return plain[:33] + note + plain[33:]  # behind the header
 
 
 def animation(*colours: tuple[int, int, int]) -> bytes:
@@ -154,7 +127,7 @@ def animation(*colours: tuple[int, int, int]) -> bytes:
 # ---- answers
 
 
-def test_a_image_gets_its_task_its_class_and_the_blocks_that_ran(served: Served):
+def test_an_image_gets_its_task_its_class_and_the_blocks_that_ran(served: Served):
     answer = served.predict(picture(RED)).json
     assert (
         answer["task"] == "bright red"
@@ -170,7 +143,7 @@ def test_a_image_gets_its_task_its_class_and_the_blocks_that_ran(served: Served)
     assert 0 < answer["seconds"] < 20
 
 
-def test_a_image_of_no_task_says_so(served: Served):
+def test_an_image_of_no_task_says_so(served: Served):
     answer = served.predict(picture((0, 0, 0)), "application/octet-stream").json
     assert answer["task"] is None and answer["class"] is None and answer["blocks"] == []
     assert len(answer["near"]) == 2
@@ -332,7 +305,7 @@ def test_an_invalid_image_is_answered_with_one_sentence_that_says_why(what: str,
     assert served.predict(PNG).json["class"] == "224-32-32"
 
 
-def test_pixels_of_a_image_that_is_too_large_are_never_made(monkeypatch):
+def test_pixels_of_an_image_that_is_too_large_are_never_made(monkeypatch):
     monkeypatch.setattr(service, "decode_image", None)  # a caller gets a TypeError
     for side in (1001, 10_000, 14_000):
         with pytest.raises(Refused, match="too many") as refused:
