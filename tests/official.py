@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import scipy.io
 from PIL import Image
+from pixels import encode
 
 from cheem_jax.data.benchmarks.table import BY_NAME
 
@@ -30,11 +31,8 @@ def picture(
 ) -> bytes:
     """Return different bytes for different values."""
     color = value % 256 if mode == "L" else (value % 256, value // 256, 7)
-    buffer = io.BytesIO()
-    Image.new(mode, size, color).save(
-        buffer, format, **({"comment": str(value).encode()} if format == "JPEG" else {})
-    )
-    return buffer.getvalue()
+    options = {"comment": str(value).encode()} if format == "JPEG" else {}
+    return encode(Image.new(mode, size, color), format, **options)
 
 
 def text(*lines: str, end: str = "\n") -> bytes:

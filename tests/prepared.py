@@ -1,6 +1,5 @@
 """Small data sets, prepared by TFDS with the features of the real ones and random images."""
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 from PIL import Image
+from pixels import encode
 from tensorflow_datasets.core.utils import tqdm_utils
 
 from cheem_jax.data.benchmarks.table import BenchmarkTask
@@ -16,11 +16,9 @@ OWN_FEATURES = {"fgvc_aircraft/default": ("file_name", 100), "gtsrb": ("file_nam
 
 
 def png(rng: np.random.Generator, shape: tuple[int, ...]) -> bytes:
-    """A image of noise; of three channels unless the shape says one."""
+    """An image of noise; of three channels unless the shape has one."""
     pixels = rng.integers(0, 256, shape, np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if shape[-1] == 1 else pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(Image.fromarray(pixels[..., 0] if shape[-1] == 1 else pixels))
 
 
 def features_of(spec: str) -> Any:

@@ -3,18 +3,16 @@
 import contextlib
 import http.client
 import http.server
-import io
 import json
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import uvicorn
 from PIL import Image
+from pixels import encode
 
 from cheem_jax.memory.predictor import Guess, NearTask, Prediction, Predictor
 from cheem_jax.serve import Limits
@@ -94,26 +92,8 @@ class Colours(Predictor):
 def picture(
     colour: tuple[int, int, int], size: tuple[int, int] = (8, 8), kind: str = "PNG"
 ) -> bytes:
-    """A image of one colour."""
-    buffer = io.BytesIO()
-    Image.new("RGB", size, colour).save(buffer, kind)
-    return buffer.getvalue()
-
-
-def png_chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def large_png(width: int, height: int) -> bytes:
-    """An image of zeros in one bit per pixel: a hundred megapixels in 12 kB."""
-    packer = zlib.compressobj(9)
-    rows = [packer.compress(bytes(1 + (width + 7) // 8)) for _ in range(height)]
-    chunks = {
-        b"IHDR": struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0),
-        b"IDAT": b"".join([*rows, packer.flush()]),
-        b"IEND": b"",
-    }
-    return b"\x89PNG\r\n\x1a\n" + b"".join(map(png_chunk, chunks, chunks.values()))
+    """An image of one colour."""
+    return encode(Image.new("RGB", size, colour), kind)
 
 
 class Answer(NamedTuple):

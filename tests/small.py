@@ -5,9 +5,10 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,9 @@ from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.cheem.config import CheemConfig, OpSettings, SearchConfig
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import Expert, LowRank
+from cheem_jax.core.pool import Head, InternalMemory, TaskMemory, grow
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.engine.choice import make_executor
@@ -121,6 +125,30 @@ def shared_executors():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("cheem_jax.run_config.make_executor", make)
         yield
+
+
+def grown(memory: InternalMemory, name: str, texts: list[str], seed: int = 0) -> InternalMemory:
+    """Return a memory with one more task whose arrays are random."""
+    rng = np.random.default_rng(seed)
+
+    def sample(*shape):
+        return jnp.asarray(rng.normal(size=shape).astype(np.float32))
+
+    architecture = from_strings(texts)
+    make = {
+        "adapt": lambda: LowRank(sample(64, 2), sample(2, 16)),
+        "new": lambda: Expert(sample(64, 16), sample(16)),
+    }
+    learned: dict[int, Any] = {
+        block: make[choice.kind]()
+        for block, choice in enumerate(architecture)
+        if choice.kind in make
+    }
+    pool, experts = grow(memory.pool, architecture, learned, len(memory.tasks))
+    head = Head(sample(16, 3), sample(3))
+    means, centroids = np.asarray(sample(4, 16)), np.asarray(sample(5, 16))
+    task = TaskMemory(name, ("a", "b", "c"), architecture, experts, head, means, centroids)
+    return InternalMemory(pool, (*memory.tasks, task))
 
 
 class Given(NamedTuple):

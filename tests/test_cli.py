@@ -19,11 +19,9 @@ from PIL import Image
 import cheem_jax
 from cheem_jax.cli import completion, data
 from cheem_jax.cli import run as cheem_run
-from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.commands import COMMANDS, GROUPS
 from cheem_jax.cli.demo import Demo
 from cheem_jax.cli.main import main as cli_main
-from cheem_jax.cli.memory import Learn
 from cheem_jax.cli.running import run_command
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.benchmarks.table import order_of
@@ -272,11 +270,6 @@ def test_help_fits_the_terminal_and_hides_advanced_options(capsys, monkeypatch, 
     assert "--engine" not in shown and "`--help-all` also shows advanced options." in shown
     assert "--engine.executor {auto,stages,whole,scan}" in everything
     assert "`--help-all`" not in everything
-
-
-def test_hidden_options_are_parsed():
-    settings = parse(Learn, ["pets", "dogs", "--engine.executor", "scan", "--no-keep-base"])
-    assert settings.engine.executor == "scan"
 
 
 def test_the_version_is_reported(capsys):

@@ -12,8 +12,8 @@ import numpy as np
 import official
 import pytest
 from PIL import Image
+from pixels import four_colours, stored
 from test_data_cache import pictures
-from test_data_decode import four_colours, stored
 
 from cheem_jax.data import ImagesConfig, load_tasks, plan_task
 from cheem_jax.data.benchmarks.prepare import manual_dir

@@ -17,8 +17,8 @@ import pytest
 import small
 from commands import cheem
 from PIL import Image
+from pixels import large_png
 from rich.console import Console
-from serving import large_png
 
 import cheem_jax
 from cheem_jax.backbone.weights import save_converted

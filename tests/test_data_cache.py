@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from test_data_decode import encode, stored
+from pixels import encode, stored
 
 from cheem_jax.data import fingerprint, load, load_tasks, plan_task
 from cheem_jax.data.folder import plan_manifest
@@ -38,9 +37,23 @@ def make_cache(plan, root, keep, **options):
     return task
 
 
-def test_memory_and_cache_hold_the_same_pixels_and_have_one_fingerprint(tmp_path):
-    plan = plan_task(pictures(tmp_path / "pets"))
-    memory, mapped = (make_cache(plan, tmp_path / "cache", keep) for keep in ("memory", "cache"))
+@pytest.fixture
+def plan(tmp_path):
+    return plan_task(pictures(tmp_path / "pets"))
+
+
+@pytest.fixture
+def root(tmp_path):
+    """The folder of the caches, which does not exist yet."""
+    return tmp_path / "cache"
+
+
+def folders(root: Path) -> list[Path]:
+    return [entry for entry in root.iterdir() if entry.is_dir()]
+
+
+def test_memory_and_cache_hold_the_same_pixels_and_have_one_fingerprint(plan, root):
+    memory, mapped = (make_cache(plan, root, keep) for keep in ("memory", "cache"))
     assert isinstance(mapped.train.images, np.memmap) and not mapped.train.images.flags.writeable
     for split in plan.splits:
         np.testing.assert_array_equal(memory.splits[split].images, mapped.splits[split].images)
@@ -93,10 +106,8 @@ def test_photos_are_turned_in_folders_and_zips_and_keep_another_place_than_as_st
         )
 
 
-def test_a_cache_is_made_once_and_again_when_something_changes(tmp_path):
-    folder = pictures(tmp_path / "pets")
-    root = tmp_path / "cache"
-    plan = plan_task(folder)
+def test_a_cache_is_made_once_and_again_when_something_changes(tmp_path, plan, root):
+    folder = tmp_path / "pets"
     first = cache_place(plan, 8, root)
     make_cache(plan, root, "cache")
     made = first.stat().st_mtime_ns
@@ -108,27 +119,23 @@ def test_a_cache_is_made_once_and_again_when_something_changes(tmp_path):
     assert cache_place(plan_task(folder), 8, root) != first
 
 
-def test_another_decoder_makes_another_cache(tmp_path, monkeypatch):
-    plan = plan_task(pictures(tmp_path / "pets"))
+def test_another_decoder_makes_another_cache(plan, tmp_path, monkeypatch):
     first = cache_place(plan, 8, tmp_path)
     monkeypatch.setattr(load, "DECODER_VERSION", load.DECODER_VERSION + 1)
     assert cache_place(plan, 8, tmp_path) != first
 
 
-def test_a_broken_image_is_named_and_nothing_is_left(tmp_path):
+def test_a_broken_image_is_named_and_nothing_is_left(tmp_path, root):
     folder = pictures(tmp_path / "pets")
-    root = tmp_path / "cache"
     file = folder / "val" / "dog" / "3.png"
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(ValueError, match="1 image file.*val/dog/3.png"):
         make_cache(plan_task(folder), root, "cache")
-    assert [entry.name for entry in root.iterdir() if entry.is_dir()] == []
+    assert folders(root) == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_disk_that_fills_up_is_reported_and_nothing_is_left(tmp_path, monkeypatch):
-    plan = plan_task(pictures(tmp_path / "pets"))
-    root = tmp_path / "cache"
+def test_a_disk_that_fills_up_is_reported_and_nothing_is_left(plan, root, monkeypatch):
     write = load._write
 
     def to_a_full_disk(file, *others):
@@ -140,37 +147,60 @@ def test_a_disk_that_fills_up_is_reported_and_nothing_is_left(tmp_path, monkeypa
         OSError, match=r"'pets' cannot be kept in .*No space left on device.*name another folder"
     ):
         make_cache(plan, root, "cache")
-    assert not any(entry.is_dir() for entry in root.iterdir())
+    assert folders(root) == []
 
 
-def test_too_little_room_is_reported_before_anything_is_written(tmp_path, monkeypatch):
-    plan = plan_task(pictures(tmp_path / "pets"))
-    root = tmp_path / "cache"
+def test_too_little_room_is_reported_before_anything_is_written(plan, root, tmp_path, monkeypatch):
     usage = load.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(load.shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(OSError, match="0.0 GB are needed and 0.0 GB free"):
         make_cache(plan, root, "cache")
-    assert not any(entry.is_dir() for entry in root.iterdir())
+    assert folders(root) == []
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
-    plan = plan_task(pictures(tmp_path / "pets"))
+def test_a_folder_that_cannot_be_written_to_is_named(plan, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="cannot be kept in .*file/cache"):
         make_cache(plan, tmp_path / "file" / "cache", "cache")
 
 
-def test_a_corrupted_cache_is_refused_with_the_folder_to_remove(tmp_path):
-    plan = plan_task(pictures(tmp_path / "pets"))
-    root = tmp_path / "cache"
+def with_header(data: bytes, header: str) -> bytes:
+    """A file of images with another header."""
+    return data[:8] + len(header).to_bytes(2, "little") + header.encode() + data[128:]
+
+
+HEADERS = [
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (1000000000000,), }",
+    "{'descr': '|V0', 'fortran_order': False, 'shape': (1000000000000,), }",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (12,), }",
+    "{'descr': '|O', 'fortran_order': False, 'shape': (6,), }",
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (99999999999999999999,), }",
+    "[" * 3000,
+]
+DESCRIPTIONS = ["", "{", "{}", "[]", '{"image_size": 8, "splits": {}}', '{"splits": 3}']
+DESCRIPTIONS += ['{"splits": {"../../x": {}}}', "[" * 100_000, "\ud800"]
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        *(("train.npy", lambda data, end=end: data[:end]) for end in (0, -5)),
+        *(("train.npy", lambda data, header=h: with_header(data, header)) for h in HEADERS),
+        *(
+            ("cache.json", lambda data, text=text: text.encode("utf-8", "surrogatepass"))
+            for text in DESCRIPTIONS
+        ),
+        ("cache.json", lambda data: data.replace(b'"val"', b'"more"')),
+    ],
+)
+def test_a_corrupted_cache_is_refused_with_the_folder_to_remove(plan, root, file, change):
     make_cache(plan, root, "cache")
     place = cache_place(plan, 8, root)
-    (place / "train.npy").write_bytes((place / "train.npy").read_bytes()[:-5])
-    with pytest.raises(ValueError, match=f"{place.name} is corrupted .*remove this folder"):
-        make_cache(plan, root, "cache")
-    (place / "cache.json").write_text("{")
-    with pytest.raises(ValueError, match="is corrupted"):
-        open_cache(place, plan)
+    (place / file).write_bytes(change((place / file).read_bytes()))
+    message = f"the cache {place} is corrupted .*remove this folder"
+    for read in (lambda: make_cache(plan, root, "cache"), lambda: open_cache(place, plan)):
+        with pytest.raises(ValueError, match=message):
+            read()
 
 
 SLOW = """
@@ -197,24 +227,25 @@ def start(folder, root, seconds):
     )
 
 
-def test_a_process_that_is_killed_midway_leaves_nothing_that_is_trusted(tmp_path):
-    folder = pictures(tmp_path / "pets")
-    root = tmp_path / "cache"
+def stop(folder, root, number):
+    """Send a signal to a process that has begun to write."""
     process = start(folder, root, 60)
     assert process.stdout is not None and process.stdout.readline() == "writing\n"
-    process.send_signal(signal.SIGKILL)
+    process.send_signal(number)
     process.wait()
     process.stdout.close()
-    plan = plan_task(folder)
+
+
+def test_a_process_that_is_killed_midway_leaves_nothing_that_is_trusted(tmp_path, plan, root):
+    stop(tmp_path / "pets", root, signal.SIGKILL)
     assert not cache_place(plan, 8, root).exists() and any(root.glob("*.partial"))
     task = make_cache(plan, root, "cache")
     assert fingerprint(task) == fingerprint(make_cache(plan, root, "memory"))
     assert not any(root.glob("*.partial"))
 
 
-def test_a_second_process_waits_for_the_first_and_both_have_the_same(tmp_path):
+def test_a_second_process_waits_for_the_first_and_both_have_the_same(tmp_path, root):
     folder = pictures(tmp_path / "pets")
-    root = tmp_path / "cache"
     first, second = start(folder, root, 0.3), start(folder, root, 0.3)
     outputs = [process.communicate()[0].split() for process in (first, second)]
     assert [words[-2:] for words in outputs] == [outputs[0][-2:]] * 2 and outputs[0][-2] == "done"
@@ -305,42 +336,14 @@ def test_a_manifest_over_two_roots_is_two_caches(tmp_path):
     assert result == [0, 255]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"image_size": 8, "splits": {}}', b"[]"])
-def test_a_cache_whose_description_was_lost_is_corrupted(tmp_path, content):
-    plan = plan_task(pictures(tmp_path / "pets"))
-    root = tmp_path / "cache"
-    make_cache(plan, root, "cache")
-    (cache_place(plan, 8, root) / "cache.json").write_bytes(content)
-    with pytest.raises(ValueError, match="is corrupted"):
-        make_cache(plan, root, "cache")
+def test_ctrl_c_while_decoding_leaves_nothing_behind(tmp_path, root):
+    stop(pictures(tmp_path / "pets"), root, signal.SIGINT)
+    assert folders(root) == []
 
 
-def test_an_empty_file_of_images_is_refused(tmp_path):
-    plan = plan_task(pictures(tmp_path / "pets"))
-    root = tmp_path / "cache"
-    make_cache(plan, root, "cache")
-    (cache_place(plan, 8, root) / "train.npy").write_bytes(b"")
-    with pytest.raises(ValueError, match="is corrupted"):
-        make_cache(plan, root, "cache")
-
-
-def test_ctrl_c_while_decoding_leaves_nothing_behind(tmp_path):
-    folder = pictures(tmp_path / "pets")
-    root = tmp_path / "cache"
-    process = start(folder, root, 60)
-    assert process.stdout is not None and process.stdout.readline() == "writing\n"
-    process.send_signal(signal.SIGINT)
-    process.wait()
-    process.stdout.close()
-    assert not any(entry.is_dir() for entry in root.iterdir())
-
-
-def test_auto_keeps_a_small_stream_in_memory_and_a_large_one_on_the_disk(tmp_path, monkeypatch):
-    plan = plan_task(pictures(tmp_path / "pets"))
-    root = tmp_path / "cache"
-    assert (
-        not isinstance(make_cache(plan, root, "auto").train.images, np.memmap) and not root.exists()
-    )
+def test_auto_keeps_a_small_stream_in_memory_and_a_large_one_on_the_disk(plan, root, monkeypatch):
+    assert not isinstance(make_cache(plan, root, "auto").train.images, np.memmap)
+    assert not root.exists()
     monkeypatch.setattr(load, "IN_MEMORY", 1000)
     assert isinstance(make_cache(plan, root, "auto").train.images, np.memmap)
 
@@ -348,47 +351,3 @@ def test_auto_keeps_a_small_stream_in_memory_and_a_large_one_on_the_disk(tmp_pat
 def test_senseless_settings_are_refused():
     with pytest.raises(ValueError, match="workers is -1"):
         ImagesConfig(workers=-1)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        "{'descr': '<i4', 'fortran_order': False, 'shape': (1000000000000,), }",
-        "{'descr': '|V0', 'fortran_order': False, 'shape': (1000000000000,), }",
-        "{'descr': '<f4', 'fortran_order': False, 'shape': (12,), }",
-        "{'descr': '|O', 'fortran_order': False, 'shape': (6,), }",
-        "{'descr': '<i4', 'fortran_order': False, 'shape': (99999999999999999999,), }",
-        "[" * 3000,
-    ],
-)
-def test_a_header_that_contradicts_the_data_is_refused(tmp_path, header):
-    plan = plan_task(pictures(tmp_path / "pets"))
-    make_cache(plan, tmp_path / "cache", "cache")
-    place = cache_place(plan, 8, tmp_path / "cache")
-    whole = (place / "train.npy").read_bytes()
-    (place / "train.npy").write_bytes(
-        whole[:8] + len(header).to_bytes(2, "little") + header.encode() + whole[128:]
-    )
-    with pytest.raises(ValueError, match=f"the cache {place} is corrupted .*remove this folder"):
-        open_cache(place, plan)
-
-
-@pytest.mark.parametrize(
-    "meta", ["[]", '{"splits": 3}', '{"splits": {"../../x": {}}}', "[" * 100_000, "\ud800"]
-)
-def test_any_other_json_is_a_corrupted_cache(tmp_path, meta):
-    plan = plan_task(pictures(tmp_path / "pets"))
-    (tmp_path / "cache.json").write_bytes(meta.encode("utf-8", "surrogatepass"))
-    with pytest.raises(ValueError, match=f"the cache {tmp_path} is corrupted"):
-        open_cache(tmp_path, plan)
-
-
-def test_a_cache_that_lacks_a_split_is_corrupted(tmp_path):
-    plan = plan_task(pictures(tmp_path / "pets"))
-    make_cache(plan, tmp_path / "cache", "cache")
-    file = cache_place(plan, 8, tmp_path / "cache") / "cache.json"
-    meta = json.loads(file.read_text())
-    del meta["splits"]["val"]
-    file.write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=r"is corrupted \(KeyError\('val'\)\); remove this folder"):
-        make_cache(plan, tmp_path / "cache", "cache")

@@ -14,18 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from official import write
 from PIL import Image
+from pixels import png
 
 from cheem_jax.data import fingerprint, load_stream, load_task
 from cheem_jax.data.files import files_of, list_files
 from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.sources import plan_stream_file
 from cheem_jax.data.task import cut, tenths
-
-
-def png(value: int = 0) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("L", (4, 4), value).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def write_zip(file: Path, files: dict[str, bytes]) -> Path:
@@ -490,11 +485,6 @@ def test_a_stream_loads_all_tasks_sorted_or_the_named_ones_in_order(tmp_path):
     )
     stream = load_stream(tmp_path, ["digits", "birds"], image_size=4)
     assert [task.name for task in stream.tasks] == ["digits", "birds"]
-
-
-def test_a_single_task_is_a_stream_of_one(tmp_path):
-    for place in (write(tmp_path / "pets", FULL), write_zip(tmp_path / "pets.zip", FULL)):
-        assert [task.name for task in load_stream(place, image_size=4).tasks] == ["pets"]
 
 
 def test_unusable_streams_are_refused(tmp_path):

@@ -1,7 +1,6 @@
 """Data sets of the hub: read from a folder that `save_to_disk` wrote, as the hub's are from its
 cache."""
 
-import io
 import json
 import logging
 
@@ -10,7 +9,7 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled
 from PIL import Image
-from test_data_decode import stored
+from pixels import encode, stored
 
 from cheem_jax.data import ImagesConfig, load_tasks
 from cheem_jax.data.records import plan_hub
@@ -20,17 +19,15 @@ datasets = pytest.importorskip("datasets")
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 6, 6, 3), np.uint8)
 
 
-def png(pixels) -> bytes:
-    packed = io.BytesIO()
-    Image.fromarray(pixels).save(packed, "PNG")
-    return packed.getvalue()
-
-
 def table(rows, labels=None, *, image="image", label="label", more=(), broken=()):
     """Rows of a data set: columns of images and one of labels, so called; the images of some rows
     are `broken`."""
     images = [
-        {"bytes": b"no image" if row in broken else png(PIXELS[row]), "path": None} for row in rows
+        {
+            "bytes": b"no image" if row in broken else encode(Image.fromarray(PIXELS[row])),
+            "path": None,
+        }
+        for row in rows
     ]
     features = dict.fromkeys((image, *more), datasets.Image())
     features |= {label: datasets.ClassLabel(names=["cat", "dog"]), "id": datasets.Value("int64")}
@@ -231,7 +228,7 @@ def outside(tmp_path):
     files = [tmp_path / "private" / f"{at:02}.png" for at in range(20)]
     files[0].parent.mkdir()
     for at, file in enumerate(files):
-        file.write_bytes(png(PIXELS[at]))
+        file.write_bytes(encode(Image.fromarray(PIXELS[at])))
     return files
 
 

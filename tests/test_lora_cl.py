@@ -1,6 +1,5 @@
 """LoRA-CL and its upper bound: independent tasks, merged and un-merged alike, the paper's FLOPs."""
 
-
 import chex
 import jax
 import jax.numpy as jnp

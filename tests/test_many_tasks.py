@@ -16,7 +16,6 @@ from scipy.spatial.distance import cdist
 
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.learner import Cheem, together
-from cheem_jax.cheem.saved_memory import open_memory, save_memory_task
 from cheem_jax.core import pool, routing
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.ops import LowRank
@@ -61,16 +60,6 @@ def memory(executor, images):
         for i, task in enumerate(memory.tasks)
     ]
     return InternalMemory(memory.pool, tuple(tasks))
-
-
-@pytest.fixture(scope="module")
-def saved(executor, tmp_path_factory):
-    """A memory of a few tasks, and where it is saved."""
-    folder = tmp_path_factory.mktemp("a b%20#?") / "cheem"
-    memory = sampled_memory(executor, NUM_SAVED, rank=RANK)
-    for index in range(NUM_SAVED):
-        save_memory_task(folder, memory, index, RANK)
-    return folder, memory
 
 
 @pytest.fixture
@@ -144,18 +133,6 @@ def test_non_finite_features_are_routed_as_task_by_task():
     np.testing.assert_array_equal(router_for(tasks).route(points), expected)
 
 
-def test_a_router_follows_tasks_that_are_added_and_forgotten():
-    rng = np.random.default_rng(0)
-    tasks = [TaskStatistics(rng.normal(size=(5, 4)).astype(np.float32)) for _ in range(100)]
-    points = rng.normal(size=(20, 4)).astype(np.float32)
-    router = Router(PAPER)
-    for changed in (tasks, [*tasks[:50], tasks[3]], tasks[10:40], [tasks[7]]):
-        expected = distances_by_task(points, [task.centroids for task in changed]).argmin(axis=1)
-        router = router.follow(changed)
-        np.testing.assert_array_equal(router.route(points), expected)
-        assert router.follow(changed) is router
-
-
 # ---- opening
 
 
@@ -174,19 +151,6 @@ def test_tasks_are_found_by_one_look_into_the_folder_also_beyond_a_thousand(tmp_
         len(result) == 1002 and result[1001].name == "1001-task" and result[7].name == "007-another"
     )
     assert saved_tasks(tmp_path / "nothing") == []
-
-
-def test_a_memory_opens_as_it_was_saved(saved, executor):
-    root, memory = saved
-    result = open_memory(root, executor.base_pool)
-    assert [task.experts for task in result.tasks] == [task.experts for task in memory.tasks]
-    for a, b in zip(result.pool, memory.pool, strict=True):
-        assert [(one.parent, one.origin) for one in a] == [(one.parent, one.origin) for one in b]
-        chex.assert_trees_all_equal([one.params for one in a], [other.params for other in b])
-    for one, other in zip(result.tasks, memory.tasks, strict=True):
-        chex.assert_trees_all_equal(
-            (one.head, one.means, one.centroids), (other.head, other.means, other.centroids)
-        )
 
 
 # ---- dense experts

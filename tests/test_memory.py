@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import small
 from PIL import Image
+from pixels import STORED, encode, four_colours, stored
 from serving import serving
-from test_data_decode import STORED, four_colours, stored
 
 import cheem_jax
 from cheem_jax.backbone.means import base_means
@@ -139,16 +139,10 @@ def test_an_image_can_be_a_file_bytes_a_pil_image_or_pixels(learned, tmp_path):
     memory = cheem_jax.open(learned)
     image = STREAM.tasks[0].test.images[0]
     Image.fromarray(image).save(tmp_path / "a.png")
-    packed = io.BytesIO()
-    Image.fromarray(image).save(packed, "PNG")
+    file = tmp_path / "a.png"
     wanted = memory.predict(image)
-    for picture in (
-        tmp_path / "a.png",
-        str(tmp_path / "a.png"),
-        packed.getvalue(),
-        Image.fromarray(image),
-    ):
-        assert memory.predict(picture) == wanted
+    for form in (file, str(file), file.read_bytes(), Image.fromarray(image)):
+        assert memory.predict(form) == wanted
     (result,) = wanted
     assert result.task in {task.name for task in memory.tasks}
     assert sum(guess.probability for guess in result.guesses) == pytest.approx(1, abs=1e-6)
@@ -1147,10 +1141,8 @@ def test_a_memory_on_a_backbone_of_another_family_learns_answers_exports_serves_
     result = memory.predict(images)
     assert np.mean([one.task == "task1" for one in result]) > 0.5
     assert memory.export(tmp_path / "pets.stablehlo").largest_difference < 1e-4
-    file = io.BytesIO()
-    Image.fromarray(images[0]).save(file, "PNG")
     with serving(memory.predictor(batch_sizes=(1,)), Limits(max_batch=1)) as served:
-        answer = served.predict(file.getvalue()).json
+        answer = served.predict(encode(Image.fromarray(images[0]))).json
     assert (answer["task"], answer["class"]) == (result[0].task, result[0].label)
     before = given(memory, "task2")
     memory.forget("task0")

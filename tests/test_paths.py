@@ -2,7 +2,6 @@
 place."""
 
 import dataclasses
-import json
 import os
 import shutil
 import sys
@@ -26,7 +25,7 @@ import router_study
 import search_study
 import small
 import tables
-from test_commands_memory import FIRST, SECOND, TASKS, cheem, write_task
+from test_commands_memory import FIRST, TASKS, cheem, write_task
 
 import cheem_jax
 from cheem_jax.backbone.alexnet import load_alexnet
@@ -279,44 +278,6 @@ def test_nested_paths_of_a_command_line_become_absolute(here):
 
 
 @pytest.mark.full
-def test_commands_that_look_at_a_memory(capsys, root, mine, spelled, tmp_path):
-    memory, photos = spelled(f"{ELSEWHERE}/mine"), spelled(f"{ELSEWHERE}/photos/{FIRST}")
-    status, out, err = cheem(capsys, "info", memory, "--json")
-    assert status == 0, err
-    assert os.path.samefile(json.loads(out)["directory"], mine)
-    for words in (
-        ["predict", memory, f"{photos.rstrip('/')}/test"],
-        ["evaluate", memory, photos],
-        ["report", memory, "--out", spelled(f"page-{os.path.basename(tmp_path)}.html").rstrip("/")],
-        ["watch", memory, "--once"],
-        ["tensorboard", memory],
-        ["data", "verify", photos],
-        [
-            "export",
-            memory,
-            spelled(f"{os.path.basename(tmp_path)}.safetensors").rstrip("/"),
-            "--task",
-            FIRST,
-        ],
-    ):
-        status, _, err = cheem(capsys, *words)
-        assert status == 0, (words, err)
-    assert (root / f"{os.path.basename(tmp_path)}.safetensors").is_file()
-
-
-@pytest.mark.full
-def test_learning_and_forgetting_next_to_the_working_directory(capsys, root, mine, here):
-    shutil.copytree(mine, root / ELSEWHERE / "two tasks")
-    memory = f"../{ELSEWHERE}/two tasks/"
-    status, out, err = cheem(capsys, "learn", memory, f"../{ELSEWHERE}/photos/{SECOND}")
-    assert status == 0, err
-    assert "2 tasks" in out
-    status, _, err = cheem(capsys, "forget", memory, FIRST)
-    assert status == 0, err
-    assert [task.name for task in cheem_jax.open(memory).tasks] == [SECOND]
-
-
-@pytest.mark.full
 def test_public_functions(root, mine, spelled):
     photos = spelled(f"{ELSEWHERE}/photos")
     memory = cheem_jax.open(spelled(f"{ELSEWHERE}/mine"))
@@ -367,23 +328,3 @@ def test_folders_that_the_environment_names(here, monkeypatch):
         assert keep_programs() == here.parent / "compiled functions"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
-
-
-@pytest.mark.full
-def test_a_run_next_to_the_working_directory_is_resumed(here, capsys):
-    words = [
-        "--backbone",
-        "vit_micro",
-        "--preset",
-        "demo",
-        "--stream",
-        f"../{ELSEWHERE}/photos",
-        "--run-dir",
-        "../r",
-        "--tasks",
-        FIRST,
-    ]
-    for _ in range(2):
-        cheem_run.run_seeds(cheem_run.read_arguments(words))
-    assert "already; nothing to learn" in capsys.readouterr().out.replace("\n", " ")
-    assert absolute("../r") == here.parent / "r" and (here.parent / "r" / "results.json").is_file()

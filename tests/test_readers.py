@@ -170,16 +170,6 @@ def test_the_inner_archive_of_caltech101_will_do(tmp_path):
     assert examples(read_caltech101(tmp_path / "a")) == examples(read_caltech101(tmp_path / "b"))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", READERS)
-def test_folders_archives_and_a_second_reading_agree(tmp_path, name):
-    read, contents = READERS[name]
-    archives = read(official.put(tmp_path / "archives", contents()))
-    folders = read(official.put(tmp_path / "folders", contents(), unpacked=True))
-    assert archives.classes == folders.classes
-    assert examples(archives) == examples(folders) == examples(folders)
-
-
 @pytest.mark.parametrize("name", READERS)
 def test_everything_missing_is_listed_at_once(tmp_path, name):
     read, contents = READERS[name]
@@ -246,12 +236,6 @@ def test_a_class_without_images_is_named(tmp_path):
         ValueError, match=r"2750: 1 images .* of no class of this data set, .*'moon'"
     ):
         read_eurosat(place)
-
-
-def test_an_empty_folder_contains_no_class(tmp_path):
-    (tmp_path / "2750").mkdir()
-    with pytest.raises(ValueError, match="no image of 10 of 10 classes"):
-        read_eurosat(tmp_path)
 
 
 def test_car_labels_that_count_from_zero_are_refused(tmp_path):

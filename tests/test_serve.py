@@ -2,7 +2,6 @@
 sentence."""
 
 import contextlib
-import io
 import json
 import logging
 import os
@@ -20,17 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from PIL import Image
+from pixels import large_png, png_chunk
 from serving import (
     COLOURS,
     Colours,
     Served,
     ask,
     behind_a_proxy,
-    large_png,
     name_of,
     picture,
-    png_chunk,
     serving,
     wait_until,
 )
@@ -117,13 +114,6 @@ def text_bomb() -> bytes:
     return plain[:33] + note + plain[33:]  # behind the header
 
 
-def animation(*colours: tuple[int, int, int]) -> bytes:
-    buffer = io.BytesIO()
-    first, *rest = [Image.new("RGB", (8, 8), colour) for colour in colours]
-    first.save(buffer, "GIF", save_all=True, append_images=rest)
-    return buffer.getvalue()
-
-
 # ---- answers
 
 
@@ -182,10 +172,6 @@ def test_an_image_is_taken_as_curl_sends_it_without_a_content_type(served: Serve
     assert served.predict(picture(RED), form_type).json["class"] == "224-32-32"
     refused = served.predict(b"a=1&b=2", form_type)
     assert refused.status == 400 and "not an image file" in refused.json["error"]
-
-
-def test_of_an_animation_the_first_frame_counts(served: Served):
-    assert served.predict(animation(RED, BLUE), "image/gif").json["class"] == "224-32-32"
 
 
 def test_concurrent_clients_each_get_the_answer_to_their_own_image(gated: Colours):

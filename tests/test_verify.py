@@ -1,5 +1,4 @@
 import contextlib
-import io
 import json
 import os
 import re
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from official import write
 from PIL import Image
+from pixels import encode, png
 
 from cheem_jax.cli.main import main
 from cheem_jax.data import ImagesConfig, load_tasks, plan_stream, plan_task
@@ -16,12 +16,6 @@ from cheem_jax.data.load import cached
 from cheem_jax.data.verify import notes_on, verify, verify_caches, without_broken
 from cheem_jax.memory.data import decode
 from cheem_jax.run.progress import Progress
-
-
-def encoded(value: int, mode: str = "RGB", size: tuple[int, int] = (4, 4)) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(np.full((size[1], size[0]), value, np.uint8)).convert(mode).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def full() -> dict[str, bytes]:
@@ -32,13 +26,13 @@ def full() -> dict[str, bytes]:
         for name in ("cat", "dog")
         for i in range(num)
     ]
-    return {name: encoded(value) for value, name in enumerate(names)}
+    return {name: png(value) for value, name in enumerate(names)}
 
 
 def test_a_sound_task_is_counted(tmp_path):
     files = full() | {
-        "train/dog/3.png": encoded(99, "L", (9, 2)),
-        "test/cat/2.png": encoded(98, "P", (2, 3)),
+        "train/dog/3.png": png(99, (9, 2), "L"),
+        "test/cat/2.png": png(98, (2, 3), "P"),
     }
     result = verify(plan_task(write(tmp_path / "pets", files)))
     assert result.sound and (result.task, result.num, result.num_classes) == (
@@ -55,7 +49,7 @@ def test_a_sound_task_is_counted(tmp_path):
 
 def test_every_broken_file_is_named_and_the_others_are_counted(tmp_path):
     files = full() | {
-        "train/cat/0.png": encoded(0)[:44],
+        "train/cat/0.png": png(0)[:44],
         "test/dog/1.png": b"<html>",
         "val/cat/0.png": b"",
     }
@@ -105,9 +99,7 @@ def test_the_same_bytes_under_two_labels_are_reported(tmp_path):
 
 def deep(value: int) -> bytes:
     """A grey PNG of 16 bits."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.full((4, 4), value, np.uint16)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(Image.fromarray(np.full((4, 4), value, np.uint16)))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +111,7 @@ def test_16_bit_images_that_use_a_part_of_the_range_are_reported(
     files = {name: deep(number) for number, name in enumerate(full())} | {
         "train/cat/1.png": deep(brightest)
     }
-    files["train/cat/2.png"] = encoded(255)  # of 8 bits, which says nothing of the others
+    files["train/cat/2.png"] = png(255)  # of 8 bits, which says nothing of the others
     plan = plan_task(write(tmp_path / "ct", files))
     assert verify(plan).brightest == brightest
     said = (
@@ -143,9 +135,9 @@ def test_images_of_8_bits_are_not_taken_for_dim_ones(tmp_path):
 
 @pytest.mark.parametrize("keep", ["memory", "cache"])
 def test_learning_tells_equal_images_under_two_labels(tmp_path, capsys, keep):
-    files = full() | {f"train/cat/{i}.png": encoded(100 + i) for i in range(5)}
+    files = full() | {f"train/cat/{i}.png": png(100 + i) for i in range(5)}
     # other bytes, the same image
-    files |= {f"train/dog/{i}.png": encoded(100 + i, size=(8, 8)) for i in range(4)}
+    files |= {f"train/dog/{i}.png": png(100 + i, size=(8, 8)) for i in range(4)}
     files["test/cat/0.png"] = files["train/cat/4.png"]  # under one label
     plan = plan_task(write(tmp_path / "pets", files))
     decode([plan], 4, ImagesConfig(keep, tmp_path / "cache"), Progress(), upright=True)
@@ -168,9 +160,7 @@ def test_findings_go_through_json(tmp_path):
 
 
 def test_progress_adds_up_and_threads_change_nothing(tmp_path, monkeypatch):
-    files = full() | {
-        f"train/cat/x{i}.png": encoded(i % 250, "L", (3, 1 + i % 7)) for i in range(300)
-    }
+    files = full() | {f"train/cat/x{i}.png": png(i % 250, (3, 1 + i % 7), "L") for i in range(300)}
     plan = plan_task(write(tmp_path / "pets", files))
     done: list[int] = []
     result = verify(plan, on_progress=done.append)
@@ -210,7 +200,7 @@ def test_a_cache_is_held_against_its_hashes(tmp_path):
 def test_unreadable_images_are_left_out_up_to_a_twentieth_rounded_up_of_a_class_and_of_a_split(
     tmp_path,
 ):
-    files = full() | {f"train/cat/{i}.png": encoded(100 + i) for i in range(3, 20)}
+    files = full() | {f"train/cat/{i}.png": png(100 + i) for i in range(3, 20)}
     folder = write(tmp_path / "pets", files)
     plan = plan_task(folder)
     assert without_broken(plan) == (plan, [])
@@ -246,7 +236,7 @@ def test_links_to_missing_files_are_broken_images_and_those_to_missing_folders_a
 ):
     folder = write(
         tmp_path / "all" / "pets",
-        {f"{name}/{i}.png": encoded(i) for name in ("cat", "dog") for i in range(9)},
+        {f"{name}/{i}.png": png(i) for name in ("cat", "dog") for i in range(9)},
     )
     (folder / "cat" / "zz.png").symlink_to("/not/mounted/zz.png")
     plan = plan_task(folder)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from timm_files import TINY, timm_tensors
 
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
 from cheem_jax.backbone.params import build, params_of, shapes_of
@@ -26,40 +27,6 @@ from cheem_jax.backbone.weights import (
     save_converted,
 )
 from cheem_jax.core import atomic
-
-TINY = "vit_tiny_patch4_12.dino"
-"""A name that timm could have; its mean and std are known from the tag."""
-
-
-def timm_tensors(
-    *, width=64, depth=2, patch=4, grid=3, classes=0, ratio=3, clip=False
-) -> dict[str, np.ndarray]:
-    """Random weights of a plain ViT, under timm's names and in PyTorch's layout."""
-    shapes = {
-        "cls_token": (1, 1, width),
-        "pos_embed": (1, grid**2 + 1, width),
-        "patch_embed.proj.weight": (width, 3, patch, patch),
-        "norm.weight": (width,),
-        "norm.bias": (width,),
-    }
-    if clip:
-        shapes |= {"norm_pre.weight": (width,), "norm_pre.bias": (width,)}
-    else:
-        shapes["patch_embed.proj.bias"] = (width,)
-    if classes:
-        shapes |= {"head.weight": (classes, width), "head.bias": (classes,)}
-    for index in range(depth):
-        layers = {"attn.qkv": (3 * width, width), "attn.proj": (width, width)}
-        layers |= {"mlp.fc1": (ratio * width, width), "mlp.fc2": (width, ratio * width)}
-        for layer, shape in layers.items():
-            shapes |= {
-                f"blocks.{index}.{layer}.weight": shape,
-                f"blocks.{index}.{layer}.bias": shape[:1],
-            }
-        for layer in ("norm1", "norm2"):
-            shapes |= {f"blocks.{index}.{layer}.{leaf}": (width,) for leaf in ("weight", "bias")}
-    rng = np.random.default_rng(0)
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 @pytest.fixture
@@ -255,11 +222,6 @@ def test_a_pool_in_the_hubs_config_is_refused_before_the_weights_are_downloaded(
     ):
         load_pretrained("vit_tiny_patch4_12.pooled")
     assert hub and not any("safetensors" in request for request in hub)
-
-
-def test_a_model_that_pools_over_the_patches_is_refused():
-    with pytest.raises(ValueError, match="pools with 'avg', expected 'token'"):
-        infer_config(TINY, timm_tensors(), {"global_pool": "avg"})
 
 
 def test_unknown_preprocessing_is_asked_for_and_never_guessed():

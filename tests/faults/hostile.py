@@ -36,9 +36,15 @@ from unittest import mock
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # run as a script in a separate process
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np  # noqa: E402
+import official  # noqa: E402
+from page_runs import entries  # noqa: E402
 from PIL import Image  # noqa: E402
+from pixels import encode, png, png_chunk  # noqa: E402
+from scenarios import memory  # noqa: E402
+from timm_files import TINY, timm_tensors  # noqa: E402
 
 SECONDS = 20.0
 """Seconds after which an input counts as hanging; on an idle core the slowest needs about a
@@ -387,59 +393,49 @@ def picture(rng: random.Random, mode: str = "RGB", size: tuple[int, int] = (16, 
     return image
 
 
-def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
 def pictures() -> dict[str, bytes]:
     """Every accepted format in its usual kinds."""
     rng = random.Random(0)
     new = functools.partial(picture, rng)
     frames = [new("P"), new("P")]
     files = {
-        "base.jpg": saved(new(), "JPEG"),
-        "progressive.jpg": saved(new(), "JPEG", progressive=True),
-        "grey.jpg": saved(new("L"), "JPEG"),
-        "cmyk.jpg": saved(new("CMYK"), "JPEG"),
-        "exif.jpg": saved(
+        "base.jpg": encode(new(), "JPEG"),
+        "progressive.jpg": encode(new(), "JPEG", progressive=True),
+        "grey.jpg": encode(new("L"), "JPEG"),
+        "cmyk.jpg": encode(new("CMYK"), "JPEG"),
+        "exif.jpg": encode(
             new(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0\0\0\0\0"
         ),
-        "rgb.png": saved(new(), "PNG", icc_profile=rng.randbytes(300)),
-        "rgba.png": saved(new("RGBA"), "PNG"),
-        "palette.png": saved(new("P"), "PNG", transparency=b"\0\x80"),
-        "grey16.png": saved(new("I;16"), "PNG"),
-        "la.png": saved(new("LA"), "PNG"),
-        "bit.png": saved(new("1"), "PNG"),
-        "rgb.bmp": saved(new(), "BMP"),
-        "palette.bmp": saved(new("P"), "BMP"),
-        "frames.gif": saved(frames[0], "GIF", save_all=True, append_images=frames[1:]),
-        "one.gif": saved(new("P"), "GIF", transparency=3),
-        "rgb.ppm": saved(new(), "PPM"),
-        "grey16.pgm": saved(new("I;16"), "PPM"),
+        "rgb.png": encode(new(), "PNG", icc_profile=rng.randbytes(300)),
+        "rgba.png": encode(new("RGBA"), "PNG"),
+        "palette.png": encode(new("P"), "PNG", transparency=b"\0\x80"),
+        "grey16.png": encode(new("I;16"), "PNG"),
+        "la.png": encode(new("LA"), "PNG"),
+        "bit.png": encode(new("1"), "PNG"),
+        "rgb.bmp": encode(new(), "BMP"),
+        "palette.bmp": encode(new("P"), "BMP"),
+        "frames.gif": encode(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "one.gif": encode(new("P"), "GIF", transparency=3),
+        "rgb.ppm": encode(new(), "PPM"),
+        "grey16.pgm": encode(new("I;16"), "PPM"),
         "plain.ppm": b"P3\n2 2\n255\n1 2 3 4 5 6 7 8 9 10 11 12\n",
-        "lossy.webp": saved(new(), "WEBP"),
-        "lossless.webp": saved(new("RGBA"), "WEBP", lossless=True),
-        "frames.webp": saved(new(), "WEBP", save_all=True, append_images=[new()]),
-        "raw.tiff": saved(new(), "TIFF"),
-        "lzw.tiff": saved(new(), "TIFF", compression="tiff_lzw"),
-        "deflate.tiff": saved(new("L"), "TIFF", compression="tiff_adobe_deflate"),
-        "jpeg.tiff": saved(new(), "TIFF", compression="jpeg"),
-        "grey16.tiff": saved(new("I;16"), "TIFF"),
-        "fax.tiff": saved(new("1"), "TIFF", compression="group4"),
+        "lossy.webp": encode(new(), "WEBP"),
+        "lossless.webp": encode(new("RGBA"), "WEBP", lossless=True),
+        "frames.webp": encode(new(), "WEBP", save_all=True, append_images=[new()]),
+        "raw.tiff": encode(new(), "TIFF"),
+        "lzw.tiff": encode(new(), "TIFF", compression="tiff_lzw"),
+        "deflate.tiff": encode(new("L"), "TIFF", compression="tiff_adobe_deflate"),
+        "jpeg.tiff": encode(new(), "TIFF", compression="jpeg"),
+        "grey16.tiff": encode(new("I;16"), "TIFF"),
+        "fax.tiff": encode(new("1"), "TIFF", compression="group4"),
     }
     return files
-
-
-def small_png(value: int) -> bytes:
-    return saved(Image.new("L", (4, 4), value % 256), "PNG")
 
 
 def task_files(num: int = 3) -> dict[str, bytes]:
     """Return the files of a task of two classes, as in a folder or zip."""
     places = itertools.product(("train", "val", "test"), ("cat", "dog"), range(num))
-    files = {f"{s}/{c}/{i}.png": small_png(n) for n, (s, c, i) in enumerate(places)}
+    files = {f"{s}/{c}/{i}.png": png(n % 256) for n, (s, c, i) in enumerate(places)}
     return {"meta.json": json.dumps({"classes": ["cat", "dog"]}).encode(), **files}
 
 
@@ -451,11 +447,21 @@ def zipped(files: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes
     return buffer.getvalue()
 
 
-def put(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    return folder
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+def read_all(plan: Any) -> None:
+    """Decode every image of a plan."""
+    from cheem_jax.data.decode import decode_image
+
+    for part in plan.splits.values():
+        for row in range(len(part.files)):
+            check_pixels(decode_image(part.files.read(row), 8, name=part.files.where(row)))
 
 
 # Loaders
@@ -526,27 +532,21 @@ def damaged_png(data: bytes, rng: random.Random) -> bytes:
                 chunks[chosen][1] = damaged(chunks[chosen][1], rng)
         if not chunks:
             break
-    return data[:8] + b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in chunks
-    )
+    return data[:8] + b"".join(png_chunk(*chunk) for chunk in chunks)
 
 
 def zips(folder: Path) -> Attempts:
     """A task in a zip, planned and read to the end; and its meta.json."""
-    from cheem_jax.data.decode import decode_image
     from cheem_jax.data.folder import plan_stream, plan_task
 
     files = task_files()
     file = folder / "pets.zip"
     whole = [zipped(files), zipped(files, zipfile.ZIP_STORED), zipped(files, zipfile.ZIP_LZMA)]
-    place = put(folder / "plain", files)
+    place = official.write(folder / "plain", files)
 
     def read(path: Path, plan: Callable[[Path], Any]) -> None:
         plans = plan(path)
-        for part in (plans if not isinstance(plans, list) else plans[0]).splits.values():
-            for row in range(len(part.files)):
-                check_pixels(decode_image(part.files.read(row), 8, name=part.files.where(row)))
+        read_all(plans[0] if isinstance(plans, list) else plans)
 
     def attempt(rng: random.Random) -> Attempt:
         plan = rng.choice((plan_task, plan_stream))
@@ -701,7 +701,7 @@ CARS = ["path,label,split"] + [
 def stream_files(folder: Path) -> Attempts:
     from cheem_jax.data.sources import plan_source
 
-    put(folder / "birds", task_files())
+    official.write(folder / "birds", task_files())
     (folder / "birds.zip").write_bytes(zipped(task_files()))
     (folder / "cars.csv").write_text("\n".join(CARS))
     (folder / "loop.zip").symlink_to("loop.zip")
@@ -753,7 +753,7 @@ def manifests(folder: Path) -> Attempts:
 
     from cheem_jax.data.folder import plan_manifest
 
-    put(folder, task_files())
+    official.write(folder, task_files())
     header, *rows = (line.split(",") for line in CARS)
     table = {name: [row[at] for row in rows] for at, name in enumerate(header)}
     table["label"] = [int(label) for label in table["label"]]  # type: ignore[assignment]
@@ -796,7 +796,7 @@ def caches(folder: Path) -> Attempts:
     def phase(name: str, num: int) -> Iterator[Callable[[int], None]]:
         yield lambda num: None
 
-    put(folder / "pets", task_files())
+    official.write(folder / "pets", task_files())
     plan = plan_task(folder / "pets")
     cached(plan, 8, folder / "kept", phase)
     place = next(file for file in (folder / "kept").iterdir() if file.is_dir())
@@ -809,7 +809,7 @@ def caches(folder: Path) -> Attempts:
         Task("pets", ("cat", "dog"), splits["train"], splits["val"], splits["test"])
 
     def attempt(rng: random.Random) -> Attempt:
-        put(place, files)
+        official.write(place, files)
         name = rng.choice(sorted(files))
         if name == "cache.json":
             data = damaged_json(json.loads(files[name]), rng)
@@ -865,39 +865,6 @@ def damaged_npy(data: bytes, rng: random.Random) -> bytes:
     return data[:8] + struct.pack("<H", len(packed)) + packed + body
 
 
-TINY = "vit_tiny_patch4_12.dino"
-
-
-def timm_tensors(depth: int = 1, width: int = 64) -> dict[str, np.ndarray]:
-    """A plain ViT of the least size, under timm's names."""
-    shapes = {
-        "cls_token": (1, 1, width),
-        "pos_embed": (1, 10, width),
-        "patch_embed.proj.weight": (width, 3, 4, 4),
-        "patch_embed.proj.bias": (width,),
-        "norm.weight": (width,),
-        "norm.bias": (width,),
-        "head.weight": (5, width),
-        "head.bias": (5,),
-    }
-    for block in range(depth):
-        layers = {
-            "attn.qkv": (3 * width, width),
-            "attn.proj": (width, width),
-            "mlp.fc1": (width, width),
-            "mlp.fc2": (width, width),
-            "norm1": (width,),
-            "norm2": (width,),
-        }
-        for layer, shape in layers.items():
-            shapes |= {
-                f"blocks.{block}.{layer}.weight": shape,
-                f"blocks.{block}.{layer}.bias": shape[:1],
-            }
-    rng = np.random.default_rng(0)
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-
-
 ODD_TENSORS: dict[str, list[tuple[int, ...]]] = {
     "cls_token": [(), (0,), (1, 1, 0)],
     "pos_embed": [(), (1, 0, 64), (1, 2, 64), (1, 10), (0, 10, 64), (1, 10, 0)],
@@ -915,7 +882,7 @@ ODD_TENSORS: dict[str, list[tuple[int, ...]]] = {
 
 def odd_tensors(rng: random.Random) -> dict[str, np.ndarray]:
     """Tensors missing, of other shapes, ranks and types, and such as no network has."""
-    tensors = timm_tensors()
+    tensors = timm_tensors(depth=1, classes=5, ratio=1)
     for _ in range(rng.choice((1, 1, 2))):
         name = rng.choice(sorted(ODD_TENSORS))
         match rng.randrange(4):
@@ -931,32 +898,20 @@ def odd_tensors(rng: random.Random) -> dict[str, np.ndarray]:
 
 
 def weights(folder: Path) -> Attempts:
-    """Files of tensors under timm's names, in both formats; and config.json next to them."""
+    """Files of tensors under timm's names, in both formats."""
     import safetensors.numpy
 
     from cheem_jax.backbone.weights import load_pretrained
 
-    tensors = timm_tensors()
+    tensors = timm_tensors(depth=1, classes=5, ratio=1)
     valid = safetensors.numpy.save(tensors)
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **tensors)  # type: ignore[arg-type]
-    config = {
-        "global_pool": "token",
-        "pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]},
-    }
 
     def attempt(rng: random.Random) -> Attempt:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
         name = TINY
-        beside = rng.random() < 0.25
         file = folder / rng.choice(("w.safetensors", "w.npz"))
-        if beside:
-            (folder / "config.json").write_bytes(damaged_json(config, rng))
-            name = "vit_tiny_patch4_12.mystery"
-            data = valid
-            file = folder / "w.safetensors"
-        elif rng.random() < 0.3:
+        if rng.random() < 0.3:
             odd = odd_tensors(rng)
             name = rng.choice((TINY, "vit_huge_patch4_12.dino"))
             out = io.BytesIO()
@@ -971,8 +926,7 @@ def weights(folder: Path) -> Attempts:
         else:
             data = damaged_safetensors(valid, rng) if rng.random() < 0.7 else damaged(valid, rng)
         file.write_bytes(data)
-        named = "config.json" if beside and rng.random() < 0 else file.name
-        return ("" if beside else named), lambda: check_weights(load_pretrained(name, weights=file))
+        return file.name, lambda: check_weights(load_pretrained(name, weights=file))
 
     return attempt
 
@@ -1102,7 +1056,9 @@ def hub_configs(folder: Path) -> Attempts:
             "input_size": [3, 12, 12],
         },
     }
-    (folder / "model.safetensors").write_bytes(safetensors.numpy.save(timm_tensors()))
+    (folder / "model.safetensors").write_bytes(
+        safetensors.numpy.save(timm_tensors(depth=1, classes=5, ratio=1))
+    )
 
     def attempt(rng: random.Random) -> Attempt:
         (folder / "config.json").write_bytes(damaged_json(config, rng))
@@ -1123,7 +1079,6 @@ def records(folder: Path) -> Attempts:
     next to them."""
     from prepared import prepare_small
 
-    from cheem_jax.data.decode import decode_image
     from cheem_jax.data.records import plan_tfds
 
     spec = "visual_domain_decathlon/daimlerpedcls"
@@ -1131,23 +1086,16 @@ def records(folder: Path) -> Attempts:
     place = prepare_small(folder, f"{spec}:1.2.0", labels, key="name")
 
     def read() -> None:
-        plan = plan_tfds(spec, folder)
-        for part in plan.splits.values():
-            for row in range(len(part.files)):
-                check_pixels(decode_image(part.files.read(row), 8, name=part.files.where(row)))
+        read_all(plan_tfds(spec, folder))
 
     read()
-    files = {
-        str(file.relative_to(place)): file.read_bytes()
-        for file in place.rglob("*")
-        if file.is_file()
-    }
+    files = files_below(place)
     times = {name: (place / name).stat() for name in files}
     jsons = [name for name in files if name.endswith(".json")]
     indices = [name for name in files if name.endswith(".npz")]
 
     def attempt(rng: random.Random) -> Attempt:
-        put(place, files)
+        official.write(place, files)
         name = rng.choice([*jsons, *jsons, *indices, *indices, *sorted(files)])
         if name in jsons and rng.random() < 0.8:
             data = damaged_json(json.loads(files[name]), rng)
@@ -1183,11 +1131,7 @@ def records(folder: Path) -> Attempts:
 
 def checkpoints(folder: Path) -> Attempts:
     """Saved tasks; the attacker's manifest fits the files, so that hashes do not help."""
-    import jax
-    import small
-
     from cheem_jax.cheem.saved_memory import open_memory, save_memory_task
-    from cheem_jax.core.pool import Head, InternalMemory, TaskMemory, base_pool
     from cheem_jax.run.checkpoint import (
         MANIFEST,
         content_hash,
@@ -1197,33 +1141,15 @@ def checkpoints(folder: Path) -> Attempts:
         saved_tasks,
     )
 
-    pool = base_pool(small.backbone().experts("mlp_down"))
-    from cheem_jax.core.architecture import from_strings
-    from cheem_jax.core.ops import Expert
-    from cheem_jax.core.pool import grow
-
-    numbers = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
-    architecture = from_strings(["new", "reuse:0", "skip", "new"])
-    learned = {
-        block: Expert(jax.numpy.asarray(numbers), jax.numpy.asarray(numbers[0])) for block in (0, 3)
-    }
-    grown, experts = grow(pool, architecture, learned, 0)
-    head = Head(jax.numpy.asarray(numbers[:16, :3]), jax.numpy.asarray(numbers[0, :3]))
-    task = TaskMemory(
-        "first", ("a", "b", "c"), architecture, experts, head, numbers[:4], numbers[:5]
-    )
     root = folder / "checkpoints"
-    place = save_memory_task(root, InternalMemory(grown, (task,)), 0, 2)
-    files = {
-        str(file.relative_to(place)): file.read_bytes()
-        for file in place.rglob("*")
-        if file.is_file()
-    }
+    pool = tuple(block[:1] for block in memory().pool)
+    place = save_memory_task(root, memory(), 0, 2)
+    files = files_below(place)
     arrays, meta = load_task(place)
 
     def attempt(rng: random.Random) -> Attempt:
         shutil.rmtree(place)
-        put(place, files)
+        official.write(place, files)
         name = rng.choice(["task.json", "task.json", MANIFEST, *sorted(files)])
         manifest = json.loads(files[MANIFEST])
         if name in ("task.json", MANIFEST):
@@ -1243,11 +1169,11 @@ def checkpoints(folder: Path) -> Attempts:
             (place / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         match rng.randrange(4):
             case 0:
-                return "000-first", lambda: load_meta(place)
+                return place.name, lambda: load_meta(place)
             case 1:
-                return "000-first", lambda: load_manifest(place)
+                return place.name, lambda: load_manifest(place)
             case _:
-                return "000-first", lambda: open_memory(root, pool) if saved_tasks(root) else None
+                return place.name, lambda: open_memory(root, pool) if saved_tasks(root) else None
 
     return attempt
 
@@ -1275,57 +1201,14 @@ def run_configs(folder: Path) -> Attempts:
     return attempt
 
 
-def entries() -> list[dict[str, Any]]:
-    """A record of two tasks."""
-    from cheem_jax.run.results import SETTING
-
-    setting = dict.fromkeys(SETTING, "x")
-    compiled = {"programs": 1, "cached": 0, "seconds": 0.5}
-    report = {
-        "index": 0,
-        "pool": [],
-        "similarity": [[0.1]],
-        "seconds": {"search": 1.0},
-        "flops_method": 5,
-        "flops_executed": 4,
-        "params_added_percent": 1.0,
-    }
-    learned = [
-        {
-            "event": "learned",
-            "method": "cheem",
-            "report": {**report, "index": index},
-            "seconds": 1.0,
-            "compile": compiled,
-        }
-        for index in (0, 1)
-    ]
-    evaluated = [
-        {
-            "event": "evaluated",
-            "index": index,
-            "seconds": 1.0,
-            "compile": compiled,
-            "peak_memory_bytes": 5,
-            "methods": {
-                "cheem": {
-                    "accuracy": [0.5] * (index + 1),
-                    "local_accuracy": [0.6] * (index + 1),
-                    "routing": [[1]],
-                }
-            },
-        }
-        for index in (0, 1)
-    ]
-    run = {"event": "run", **setting, "method": "cheem"}
-    return [run, learned[0], evaluated[0], learned[1], evaluated[1]]
+RECORD = list(entries(names=("one", "two"), classes=("cat", "dog")))
 
 
 def run_records(folder: Path) -> Attempts:
     """`metrics.jsonl` as it is read and continued."""
     from cheem_jax.run.record import NAME, Record, read
 
-    for entry in entries():
+    for entry in RECORD:
         Record(folder).write(**entry)
     valid = (folder / NAME).read_bytes()
 
@@ -1354,7 +1237,7 @@ def results(folder: Path) -> Attempts:
     """Entries of a record with right hashes, from which `results.json` is made."""
     from cheem_jax.run.results import results_of
 
-    valid = entries()
+    valid = RECORD
     results_of(valid)
 
     def attempt(rng: random.Random) -> Attempt:
@@ -1406,7 +1289,6 @@ def architectures(folder: Path) -> Attempts:
 
 def readers(folder: Path) -> Attempts:
     """The official archives of six data sets: their bytes, the lists in them, and the images."""
-    import official
 
     from cheem_jax.data.benchmarks import builders as module
 
@@ -1429,7 +1311,7 @@ def readers(folder: Path) -> Attempts:
         kind = rng.choice(("aircraft", "cars", "sun397", "eurosat", "gtsrb", "caltech101"))
         place = folder / kind
         content = contents[kind]
-        put(place, archives[kind])
+        official.write(place, archives[kind])
         name = rng.choice(sorted(content))
         files = dict(content[name])
         if rng.random() < 0.25 or name in files:
@@ -1584,7 +1466,6 @@ def main() -> None:
     parser.add_argument("seed", type=int, nargs="?", default=0)
     parser.add_argument("--only", type=int, help="this input alone, with its traceback")
     options = parser.parse_args()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         if options.only is not None:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import small
 
 from cheem_jax.cheem.saved_memory import save_memory_task
-from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.core.ops import Expert, LowRank
-from cheem_jax.core.pool import Head, InternalMemory, StoredExpert, TaskMemory, grow
+from cheem_jax.core.ops import Expert
+from cheem_jax.core.pool import InternalMemory, StoredExpert
 from cheem_jax.run.checkpoint import load_manifest, load_task, save_task, saved_tasks
 from cheem_jax.run.directory import claim, hold
 from cheem_jax.run.record import Record, read
@@ -38,41 +38,9 @@ def memory() -> InternalMemory:
         StoredExpert(Expert(jnp.full((64, 16), float(block)), jnp.zeros(16)), None, None)
         for block in range(4)
     ]
-    grown = InternalMemory(tuple((expert,) for expert in base))
-    texts = (["adapt:0", "new", "reuse:0", "skip"], ["adapt:1", "reuse:1", "skip", "new"])
-    for index, names in enumerate(texts):
-        grown = _grown(grown, index, names)
-    return grown
-
-
-def _grown(before: InternalMemory, index: int, texts: list[str]) -> InternalMemory:
-    rng = np.random.default_rng(index)
-
-    def draw(*shape: int) -> Any:
-        return jnp.asarray(rng.normal(size=shape).astype(np.float32))
-
-    architecture = from_strings(texts)
-    learned: dict[int, Any] = {
-        block: (
-            LowRank(draw(64, 2), draw(2, 16))
-            if choice.kind == "adapt"
-            else Expert(draw(64, 16), draw(16))
-        )
-        for block, choice in enumerate(architecture)
-        if choice.kind in ("adapt", "new")
-    }
-    pool, experts = grow(before.pool, architecture, learned, index)
-    head = Head(draw(16, 3), draw(3))
-    means = np.asarray(draw(4, 16))
-    centroids = np.asarray(draw(5, 16))
-    name = f"task {index}"
-    return InternalMemory(
-        pool,
-        (
-            *before.tasks,
-            TaskMemory(name, ("a", "b", "c"), architecture, experts, head, means, centroids),
-        ),
-    )
+    memory = InternalMemory(tuple((expert,) for expert in base))
+    memory = small.grown(memory, "task 0", ["adapt:0", "new", "reuse:0", "skip"], 0)
+    return small.grown(memory, "task 1", ["adapt:1", "reuse:1", "skip", "new"], 1)
 
 
 def _contents(root: Path) -> list[str]:
