@@ -29,8 +29,7 @@ NUM_CLASSES = {"plain": 3, "grown": 4, "chained": 2, "early": 5}
 
 @functools.cache
 def subject(
-    placement: Placement = "mlp_down",
-    thresholds: tuple[float, ...] | None = None,
+    placement: Placement = "mlp_down", thresholds: tuple[float, ...] | None = None
 ) -> Subject:
     """Four tasks: the plain backbone; a new expert and an adapted one; an adapted adapted one
     and a skipped block; a network that leaves the backbone at once. Image i is at a centroid of
@@ -77,12 +76,7 @@ def subject(
         )
         tasks.append(task)
     return Subject(
-        VIT,
-        placement,
-        tuple(map(tuple, pool)),
-        tuple(tasks),
-        RouterConfig(),
-        thresholds,
+        VIT, placement, tuple(map(tuple, pool)), tuple(tasks), RouterConfig(), thresholds
     )
 
 

@@ -220,8 +220,5 @@ def _answers(num_tasks: int, num_classes: int) -> dict[str, np.ndarray]:
         answered = labels.copy()
         routed[0] = (index + 1) % num_tasks
         answered[1] = (labels[1] + 1) % num_classes
-        result |= {
-            f"given_task_{index}": answered,
-            f"chosen_task_{index}": routed,
-        }
+        result |= {f"given_task_{index}": answered, f"chosen_task_{index}": routed}
     return result

@@ -218,10 +218,8 @@ def test_weights_of_another_network_are_refused_in_one_message(tmp_path, tensors
     with pytest.raises(ValueError) as error:
         load_alexnet(tmp_path / "other.safetensors")
     message = str(error.value)
-    assert (
-        message.startswith("other.safetensors: ")
-        and "python convert/torchvision_alexnet.py" in message
-    )
+    assert message.startswith("other.safetensors: ")
+    assert "python convert/torchvision_alexnet.py" in message
     assert (
         "missing: features.0.bias; unexpected: layer1.weight; misshapen: features.3.weight is"
         in message

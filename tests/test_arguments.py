@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from cheem_jax.baselines import catalogue
-from cheem_jax.cheem.config import (
-    PRESETS,
-    CheemConfig,
-    ExplorationConfig,
-    OpSettings,
-    SearchConfig,
-)
+from cheem_jax.cheem.config import PRESETS, CheemConfig, ExplorationConfig, OpSettings, SearchConfig
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of, located, parse
 from cheem_jax.cli.demo import Demo

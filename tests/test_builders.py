@@ -190,7 +190,5 @@ def test_progress_bars_of_tfds_are_shown_again_afterwards(tfds, prepare, tmp_pat
     from tensorflow_datasets.core.utils import tqdm_utils
 
     prepare(SUN397, tmp_path / "data", official.put(tmp_path / "place", official.sun397()))
-    assert (
-        list(tqdm_utils.tqdm(range(2), desc="again")) == [0, 1]
-        and "again" in capfd.readouterr().err
-    )
+    assert list(tqdm_utils.tqdm(range(2), desc="again")) == [0, 1]
+    assert "again" in capfd.readouterr().err

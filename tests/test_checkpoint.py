@@ -113,10 +113,7 @@ def test_a_task_that_added_no_expert_is_restored(tmp_path):
 def test_the_content_hash_depends_on_content_alone(tmp_path):
     arrays, meta = (
         {"x": np.arange(3.0), "y": {"z": np.ones((2, 2), np.float32)}},
-        {
-            "name": "a",
-            "classes": ["b"],
-        },
+        {"name": "a", "classes": ["b"]},
     )
     for root in ("one", "two"):
         save_task(tmp_path / root / "000-a", arrays, meta)
@@ -217,9 +214,8 @@ def test_tasks_that_do_not_build_on_a_corrupted_task_stay_usable(tmp_path):
     directories = save_all(tmp_path, memory)
     (directories[1] / "task.json").write_text("{")
     usable, lost = open_usable(tmp_path, POOL)
-    assert [task.name for task in usable.tasks] == ["Textures, two"] and "is corrupted" in lost[
-        "001-shapes"
-    ]
+    assert [task.name for task in usable.tasks] == ["Textures, two"]
+    assert "is corrupted" in lost["001-shapes"]
     assert "builds on experts" in lost["002-letters"]
 
     shutil.rmtree(tmp_path)
@@ -227,9 +223,8 @@ def test_tasks_that_do_not_build_on_a_corrupted_task_stay_usable(tmp_path):
     directories = save_all(tmp_path, independent)
     shutil.rmtree(directories[1] / "arrays")
     usable, lost = open_usable(tmp_path, POOL)
-    assert [task.name for task in usable.tasks] == ["Textures, two", "alone"] and set(lost) == {
-        "001-shapes"
-    }
+    assert [task.name for task in usable.tasks] == ["Textures, two", "alone"]
+    assert set(lost) == {"001-shapes"}
     for usable_task, whole in zip(
         usable.tasks, (independent.tasks[0], independent.tasks[2]), strict=True
     ):
@@ -311,6 +306,5 @@ def test_a_corrupted_task_among_unreadable_ones_is_lost_and_the_others_answer(
 
     monkeypatch.setattr("cheem_jax.cheem.saved_memory.load_task", load)
     usable, lost = open_usable(tmp_path, POOL)
-    assert [task.name for task in usable.tasks] == [
-        "Textures, two"
-    ] and "Permission denied" in lost["001-shapes"]
+    assert [task.name for task in usable.tasks] == ["Textures, two"]
+    assert "Permission denied" in lost["001-shapes"]

@@ -99,9 +99,8 @@ def test_a_stream_that_is_not_there_is_named(capsys, tmp_path):
 def test_without_prepared_data_every_missing_task_is_reported_with_its_command(capsys, tmp_path):
     code, error = error_of(capsys, "--data-dir", tmp_path / "EMPTY")
     first, *lines = error.splitlines()
-    assert code == 2 and first.startswith(
-        f"error: 11 of 11 tasks of 'mtil' are not prepared in {tmp_path}"
-    )
+    assert code == 2
+    assert first.startswith(f"error: 11 of 11 tasks of 'mtil' are not prepared in {tmp_path}")
     assert [line.split(":")[0].strip() for line in lines] == list(order_of("mtil"))
     assert all(
         f"cheem data prepare {line.split(':')[0].strip()} --data-dir" in line for line in lines
@@ -282,9 +281,9 @@ def test_the_version_is_reported(capsys):
 )
 def test_an_unknown_command_is_answered_with_the_nearest(capsys, words, nearest):
     status, _, error = cheem(capsys, *words)
-    assert (
-        status == 2 and f"nearest: {nearest}; expected one of" in error and error.count("\n") == 1
-    )
+    assert status == 2
+    assert f"nearest: {nearest}; expected one of" in error
+    assert error.count("\n") == 1
     assert "nearest" not in cheem(capsys, "xyzzy")[2]
 
 

@@ -14,21 +14,13 @@ from baselines import check_method, fresh, learner
 
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.flops import backbone_flops
-from cheem_jax.baselines.coda_prompt import (
-    CodaPrompt,
-    CodaPromptConfig,
-    component_weights,
-)
+from cheem_jax.baselines.coda_prompt import CodaPrompt, CodaPromptConfig, component_weights
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.run.session import Session
 
 CONFIG = CodaPromptConfig(
-    pool=7,
-    length=4,
-    layers=(0, 2),
-    fit=FitConfig(2, 1e-2, "epoch_cosine"),
-    batch_size=16,
+    pool=7, length=4, layers=(0, 2), fit=FitConfig(2, 1e-2, "epoch_cosine"), batch_size=16
 )
 
 

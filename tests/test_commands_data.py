@@ -49,21 +49,19 @@ def test_list_tells_state_size_licence_and_the_way_to_each_task(cheem, tmp_path)
     status, out, _ = cheem("data", "list", "--data-dir", tmp_path)
     assert status == 0 and "0 of 17 ready" in out
     status, out, _ = cheem("data", "list", "gtsrb,mtil,mnist", "--json", "--data-dir", tmp_path)
-    assert status == 0 and [task["task"] for task in json.loads(out)["tasks"]][:2] == [
+    assert status == 0
+    assert [task["task"] for task in json.loads(out)["tasks"]][:2] == [
         "gtsrb",
         "aircraft",
     ]
     assert len(json.loads(out)["tasks"]) == 12
     status, out, _ = cheem("data", "list", "mtil", "--json", "--data-dir", tmp_path)
     tasks = {task["task"]: task for task in json.loads(out)["tasks"]}
-    assert (
-        status == 0
-        and len(tasks) == 11
-        and tasks["mnist"]["images"] == {"train": 54000, "val": 6000, "test": 10000}
-    )
-    assert (
-        tasks["dtd"]["benchmarks"] == ["mtil", "vdd"] and tasks["dtd"]["licence"] == "research only"
-    )
+    assert status == 0
+    assert len(tasks) == 11
+    assert tasks["mnist"]["images"] == {"train": 54000, "val": 6000, "test": 10000}
+    assert tasks["dtd"]["benchmarks"] == ["mtil", "vdd"]
+    assert tasks["dtd"]["licence"] == "research only"
     assert all(
         task["state"] == "missing" and "cheem data prepare" in task["advice"]
         for task in tasks.values()
@@ -109,9 +107,8 @@ def test_prepare_verify_and_show_a_task_from_its_archives(cheem, gtsrb, tmp_path
 def test_prepare_continues_with_the_other_tasks_and_lists_at_the_end_the_steps_to_do(cheem, gtsrb):
     status, out, err = cheem("data", "prepare", "cars,gtsrb", "--data-dir", gtsrb)
     assert status == 2 and "cars: not ready" in out and "gtsrb: ready" in out
-    assert "cars_train.tgz" in err and err.splitlines()[-1].startswith(
-        "error: 1 task(s) could not be prepared: cars"
-    )
+    assert "cars_train.tgz" in err
+    assert err.splitlines()[-1].startswith("error: 1 task(s) could not be prepared: cars")
 
 
 def test_a_corrupted_cache_is_found(cheem, gtsrb):
@@ -210,9 +207,8 @@ def test_wrong_words_are_named(cheem, tmp_path, monkeypatch, words, said):
 
 def test_help_lists_the_commands(cheem):
     status, out, _ = cheem("data", "--help")
-    assert status == 0 and all(
-        name in out for name in ("data list", "data prepare", "data verify", "data show")
-    )
+    assert status == 0
+    assert all(name in out for name in ("data list", "data prepare", "data verify", "data show"))
     status, out, _ = cheem("data", "prepare", "--help")
     assert status == 0 and "--image-size" in out
 

@@ -6,12 +6,7 @@ import shutil
 
 import pytest
 
-from cheem_jax.report.compare import (
-    CIRCUMSTANCES,
-    difference_of_records,
-    differences,
-    timeless,
-)
+from cheem_jax.report.compare import CIRCUMSTANCES, difference_of_records, differences, timeless
 from cheem_jax.run import record
 from cheem_jax.run.differences import find_differences, summary
 

@@ -42,9 +42,8 @@ def run(tmp_path, **environment):
 
 def test_a_second_process_reads_the_functions_that_the_first_compiled(tmp_path):
     first, second = run(tmp_path), run(tmp_path)
-    assert first[0] == second[0] and first[0].startswith(
-        str(tmp_path / ".cache" / "cheem_jax" / "programs")
-    )
+    assert first[0] == second[0]
+    assert first[0].startswith(str(tmp_path / ".cache" / "cheem_jax" / "programs"))
     assert first[1] == "1 0 True" and second[1] == "0 1 True"
 
 

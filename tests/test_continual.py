@@ -433,9 +433,9 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_pa
     other = subprocess.Popen(
         command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert (
-        other.stdout is not None and other.stdin is not None and other.stdout.readline() == "held\n"
-    )
+    assert other.stdout is not None
+    assert other.stdin is not None
+    assert other.stdout.readline() == "held\n"
     with pytest.raises(
         ValueError, match=f"is in use by process {other.pid} on {socket.gethostname()}"
     ):
@@ -471,11 +471,9 @@ def test_any_method_runs_stops_resumes_and_has_a_report(method, tmp_path):
         run(tmp_path / "run", config=config, progress=progress)
     result = run(tmp_path / "run", config=config)
     assert timeless(result) == timeless(whole)
-    assert (
-        result["method"] == method.name
-        and result["references"] == {}
-        and result["base_means"] is None
-    )
+    assert result["method"] == method.name
+    assert result["references"] == {}
+    assert result["base_means"] is None
     assert result["flops"].keys() == {"paper", "explicit", "executed"}
     assert result["params_stored"] == sum(task["params_stored"] for task in result["tasks"])
     is_given = method.name == "lora_finetune"

@@ -55,11 +55,9 @@ def test_wrong_arguments_end_in_one_line_and_status_two(
     (tmp_path / "there.safetensors").write_bytes(b"precious")
     assert status_of(torchvision_alexnet, arguments) == 2
     error = capsys.readouterr().err
-    assert (
-        error.startswith("error: ")
-        and error.count("\n") == 1
-        and shown in error.replace(f"{tmp_path}/", "")
-    )
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert shown in error.replace(f"{tmp_path}/", "")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [
         ("there.safetensors", b"precious")
     ]
@@ -205,9 +203,7 @@ def test_without_a_network_the_way_out_is_reported_in_one_line(tmp_path, monkeyp
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
     assert status_of(torchvision_alexnet, ["--output", str(tmp_path / "x.safetensors")]) == 2
     error = capsys.readouterr().err
-    assert (
-        error.count("\n") == 1
-        and "alexnet-owt-7be5be79.pth" in error
-        and "pass --checkpoint FILE" in error
-    )
+    assert error.count("\n") == 1
+    assert "alexnet-owt-7be5be79.pth" in error
+    assert "pass --checkpoint FILE" in error
     assert not (tmp_path / "x.safetensors").exists()

@@ -120,7 +120,8 @@ def test_cheem_convert_writes_the_same_file_as_the_script(tmp_path, nano_file, m
         b.config,
         b.source,
         b.sha256,
-    ) and a.base_means.keys() == {*b.base_means}
+    )
+    assert a.base_means.keys() == {*b.base_means}
     assert all(np.array_equal(value, b.params[name]) for name, value in a.params.items())
     with pytest.raises(SystemExit) as stop:
         cli.main()
@@ -182,11 +183,9 @@ def test_wrong_arguments_end_in_one_line_and_status_two(
         == 2
     )
     error = capsys.readouterr().err
-    assert (
-        error.startswith("error: ")
-        and error.count("\n") == 1
-        and shown in error.replace(f"{tmp_path}/", "")
-    )
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert shown in error.replace(f"{tmp_path}/", "")
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -66,11 +66,7 @@ def test_photos_are_turned_in_folders_and_zips_and_keep_another_place_than_as_st
     keep, tmp_path
 ):
     # upright files, turned ones, and their pixels as stored
-    kinds: list[list[bytes]] = [
-        [],
-        [],
-        [],
-    ]
+    kinds: list[list[bytes]] = [[], [], []]
     for seed, orientation in enumerate((1, 3, 6, 8)):
         pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
         as_stored = stored(Image.fromarray(pixels), orientation)
@@ -293,9 +289,8 @@ def test_auto_streams_large_tasks_and_caches_the_rest_of_a_large_stream(tmp_path
     monkeypatch.setattr(load, "IN_MEMORY", 2500)  # more than the small one takes, less than both
     monkeypatch.setattr(load, "CACHED", 9000)
     small, large = load_tasks(plans, 8, ImagesConfig("auto", tmp_path / "cache"))
-    assert isinstance(small.train.images, np.memmap) and isinstance(
-        large.train.images, StreamedImages
-    )
+    assert isinstance(small.train.images, np.memmap)
+    assert isinstance(large.train.images, StreamedImages)
 
 
 def test_folders_of_one_name_and_time_have_different_caches(tmp_path, monkeypatch):

@@ -230,11 +230,7 @@ def test_without_splits_test_is_cut_first_as_three_tenths(tmp_path, prefix):
     }
     task = load_task(write(tmp_path / "pets", files), image_size=4)
     # ceil(12.3), ceil(2.8)
-    assert [len(split.labels) for split in task.splits.values()] == [
-        25,
-        3,
-        13,
-    ]
+    assert [len(split.labels) for split in task.splits.values()] == [25, 3, 13]
     everything = [pair for split in task.splits.values() for pair in values(split)]
     assert sorted(everything) == [(0, i) for i in range(30)] + [(1, i) for i in range(11)]
 

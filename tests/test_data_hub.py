@@ -131,7 +131,8 @@ def test_a_name_on_the_hub_is_read_through_the_library(monkeypatch, tmp_path, ca
         == cache_dir_of("photos", None)
         != cache_dir_of("mnist", None)
     )
-    assert asked == [("someone/pets", None), ("someone/pets", "small")] and (
+    assert asked == [("someone/pets", None), ("someone/pets", "small")]
+    assert (
         one.name,
         two.name,
     ) == ("pets", "pets")

@@ -33,9 +33,9 @@ ORDER = [np.array(rows) for rows in ([3, 1, 11, 0], [5, 5, 2, 10], [9, 8, 7, 6],
 def test_a_stream_behaves_like_an_array(plan):
     memory = make_cache(plan, None, "memory").train.images
     stream = make_cache(plan, None, "stream").train.images
-    assert (
-        stream.shape == memory.shape and stream.dtype == memory.dtype and len(stream) == len(memory)
-    )
+    assert stream.shape == memory.shape
+    assert stream.dtype == memory.dtype
+    assert len(stream) == len(memory)
     np.testing.assert_array_equal(stream[np.array([3, 1, 3])], memory[[3, 1, 3]])
     np.testing.assert_array_equal(stream[:], memory)
     assert stream[:0].shape == (0, 8, 8, 3)

@@ -152,9 +152,8 @@ def test_to_extend_a_tenth_is_cut_for_validation_and_nothing_for_test(sizes, num
     given = {f"{label}/{row}": label for label, size in enumerate(sizes) for row in range(size)}
     members = {"train": dict(given)}
     cut_for_extension(members, 0)
-    assert (len(members["val"]), members["test"]) == (num, {}) and members["train"] | members[
-        "val"
-    ] == given
+    assert (len(members["val"]), members["test"]) == (num, {})
+    assert members["train"] | members["val"] == given
     assert set(members["train"].values()) == set(range(len(sizes)))
     assert set(members["val"].values()) == {label for label, size in enumerate(sizes) if size > 1}
     groups = {"train": dict(given), "val": {"v": 0}, "test": {"t": 0}}

@@ -50,8 +50,7 @@ def test_a_task_starts_exactly_at_the_plain_network(untrained):
     assert not prompts["values"].any() and 0.9 < float(jnp.abs(prompts["keys"]).max()) <= 1.0
     tokens = untrained.enter(vit, images)
     np.testing.assert_array_equal(
-        untrained.prompted(vit, tokens, prompts),
-        vit.features(vit.run_blocks(tokens, begin=1)),
+        untrained.prompted(vit, tokens, prompts), vit.features(vit.run_blocks(tokens, begin=1))
     )
     np.testing.assert_allclose(untrained.prompted(vit, tokens, prompts), vit(images), atol=1e-5)
 

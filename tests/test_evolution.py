@@ -83,10 +83,8 @@ def test_a_search_that_resumes_ends_as_one_that_was_not_stopped(generations):
     populations = []
     part = dataclasses.replace(config, generations=generations)
     search(key, toy_score, no_cost, config=part, on_generation=populations.append, **SPACE)
-    assert (
-        populations[-1].generations == generations
-        and len(populations[-1].scored.genomes) == 12 * generations
-    )
+    assert populations[-1].generations == generations
+    assert len(populations[-1].scored.genomes) == 12 * generations
     calls = []
 
     def counted(genomes):

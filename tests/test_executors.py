@@ -322,9 +322,7 @@ def test_an_error_in_one_part_is_raised():
 
 
 @pytest.mark.full
-def test_scan_compiles_one_function_for_all_architectures_and_whole_one_per_signature(
-    compilations,
-):
+def test_scan_compiles_one_function_for_all_architectures_and_whole_one_per_signature(compilations):
     rng = np.random.default_rng(0)
     scan = Scan(VIT, "mlp_down", steps_per_call=3)
     whole = Whole(VIT, "mlp_down", programs=2)
@@ -339,10 +337,8 @@ def test_scan_compiles_one_function_for_all_architectures_and_whole_one_per_sign
                 state, _ = train_step(one, supernet, state, architecture, [batch()], rate=1e-3)
         if name == "again":
             assert programs.count == 0
-    assert (
-        whole.counters()["misses"] == len(signatures)
-        and whole.counters()["evictions"] == len(signatures) - 2
-    )
+    assert whole.counters()["misses"] == len(signatures)
+    assert whole.counters()["evictions"] == len(signatures) - 2
     train_step(whole, supernet, state, architecture, [batch()], rate=1e-3)
     assert whole.counters()["hits"] == 1 and whole.counters()["compile_seconds"] > 0
 
@@ -465,11 +461,9 @@ def test_a_call_of_the_scan_sends_two_arrays_and_nothing_in_it_branches(block):
     (arguments,) = caught
     assert sent(*arguments[1:]) == [np.ndarray]
     text = program.lower(*arguments).as_text()
-    assert (
-        text.count("stablehlo.while") == 1
-        and "stablehlo.case" not in text
-        and "stablehlo.if" not in text
-    )
+    assert text.count("stablehlo.while") == 1
+    assert "stablehlo.case" not in text
+    assert "stablehlo.if" not in text
 
 
 def test_the_cache_of_compiled_functions_evicts_the_least_recently_used():
@@ -527,11 +521,7 @@ def test_a_gpu_is_given_operands_in_the_precision_and_sums_in_float32(precision)
     _, residuals = stages._linearise(stages.blocks[1], op, tokens, outputs=None, is_first=False)
     vjp = residuals.vjp((stages.blocks[1], op, tokens))
     for function, arguments, options in (
-        (
-            stages._linearise,
-            (stages.blocks[1], op, tokens),
-            {"outputs": None, "is_first": False},
-        ),
+        (stages._linearise, (stages.blocks[1], op, tokens), {"outputs": None, "is_first": False}),
         (stages._backward, (vjp, tokens, np.float32(0)), {}),
     ):
         lowered = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(

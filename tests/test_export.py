@@ -104,9 +104,8 @@ def test_stablehlo_answers_in_a_process_without_the_library(tmp_path):
     assert [entry["name"] for entry in description["tasks"]] == list(example.NUM_CLASSES)
     assert description["tasks"][2]["architecture"] == ["reuse:0", "reuse:0", "adapt:1", "skip"]
     assert [entry["temperature"] for entry in description["tasks"]] == [1, 1, 1, 1]
-    assert description["tasks"][1]["classes"][3] == "grown 3" and description[
-        "outputs"
-    ].keys() == set(names)
+    assert description["tasks"][1]["classes"][3] == "grown 3"
+    assert description["outputs"].keys() == set(names)
     # the file reveals nothing of the folders that it was made in
     assert str(Path(exporting.__file__).parents[2]).encode() not in memory.file.read_bytes()
     assert jax.config.jax_traceback_in_locations_limit != 0
@@ -141,9 +140,8 @@ def test_every_router_is_part_of_the_exported_function(
         np.testing.assert_allclose(result["logits"][row, : len(logits)], logits, atol=1e-4)
         assert (result["logits"][row, len(logits) :] < -1e29).all()
     router_fields = json.loads((tmp_path / "memory.stablehlo.json").read_text())["router"]
-    assert (router_fields["kind"], router_fields["features"]) == (kind, features) and (
-        router_fields["thresholds"] is not None
-    ) == is_open
+    assert (router_fields["kind"], router_fields["features"]) == (kind, features)
+    assert (router_fields["thresholds"] is not None) == is_open
 
 
 whole_memories = pytest.mark.xfail(
@@ -271,9 +269,8 @@ def test_a_state_dict_for_timm_contains_the_merged_expert_and_exact_zeros_where_
     assert done.largest_difference < 1e-4 and done.seconds_per_image is None
     assert done.notes == ("blocks.3.mlp.fc2 is zero: the task skips this branch",)
     tensors = load_file(done.file)
-    assert (
-        not tensors["blocks.3.mlp.fc2.weight"].any() and not tensors["blocks.3.mlp.fc2.bias"].any()
-    )
+    assert not tensors["blocks.3.mlp.fc2.weight"].any()
+    assert not tensors["blocks.3.mlp.fc2.bias"].any()
     base, first, second = (stored.params for stored in subject.pool[2])
     merged = base.weight + first.down @ first.up + second.down @ second.up
     np.testing.assert_allclose(tensors["blocks.2.mlp.fc2.weight"], merged.T, atol=1e-5)
@@ -294,10 +291,8 @@ def test_a_state_dict_for_timm_contains_the_merged_expert_and_exact_zeros_where_
         "zeroed": ["blocks.3.mlp.fc2"],
         "merged": ["blocks.2.mlp.fc2"],
     }
-    assert (
-        description["tasks"][0]["classes"] == ["chained 0", "chained 1"]
-        and description["mean"][0] == 0.485
-    )
+    assert description["tasks"][0]["classes"] == ["chained 0", "chained 1"]
+    assert description["mean"][0] == 0.485
 
 
 def test_names_and_layout_of_timm_go_back_to_ours():
@@ -337,9 +332,7 @@ def test_large_distances_excuse_no_wrong_logit():
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_open", [False, True])
-def test_every_task_is_compared_although_random_images_reach_few_of_them(
-    is_open,
-):
+def test_every_task_is_compared_although_random_images_reach_few_of_them(is_open):
     memory = example.subject()
     rng = np.random.default_rng(3)
     pictures = rng.integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)

@@ -88,10 +88,8 @@ def test_an_expert_that_another_task_uses_stays_a_candidate():
 def test_an_ancestor_stays_and_is_no_candidate():
     before = memory(("cats", "new skip"), ("dogs", "adapt:1 skip"), ("owls", "adapt:2 skip"))
     done = forget(before, "cats")
-    assert (
-        done.ancestors == (RetainedExpert(PoolPosition(0, 1), ("dogs", "owls")),)
-        and not done.removed
-    )
+    assert done.ancestors == (RetainedExpert(PoolPosition(0, 1), ("dogs", "owls")),)
+    assert not done.removed
     assert done.memory.candidates()[0] == (0, 2, 3)
     assert_same_networks(before, done.memory)
 
@@ -103,9 +101,8 @@ def test_erasing_makes_full_experts_of_descendants_with_the_same_bits():
     assert done.in_use == (RetainedExpert(PoolPosition(1, 1), ("owls",)),), (
         "what a task uses as it is stays all the same"
     )
-    assert (
-        isinstance(done.memory.pool[0][2].params, Expert) and done.memory.pool[0][2].parent is None
-    )
+    assert isinstance(done.memory.pool[0][2].params, Expert)
+    assert done.memory.pool[0][2].parent is None
     assert isinstance(done.memory.pool[0][3].params, LowRank), (
         "a grandchild still stands on its parent"
     )
@@ -138,9 +135,4 @@ def test_an_unknown_task_without_a_near_name_is_answered_with_all_names():
 
 def test_an_unknown_task_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean cats"):
-        forget(
-            memory(
-                ("cats", "new skip"),
-            ),
-            "cat",
-        )
+        forget(memory(("cats", "new skip")), "cat")

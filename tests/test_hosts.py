@@ -65,10 +65,8 @@ def test_two_processes_learn_the_same_as_one_and_only_the_first_writes_and_print
     assert [status for status, _ in job] == [0, 0], job
     assert "4 devices in 2 processes" in job[0][1] and "task0" not in job[1][1]
     for one, two in zip(learned(alone), learned(tmp_path / "run"), strict=True):
-        assert (
-            two["architecture"] == one["architecture"]
-            and two["search"]["correct"] == one["search"]["correct"]
-        )
+        assert two["architecture"] == one["architecture"]
+        assert two["search"]["correct"] == one["search"]["correct"]
         for phase in ("supernet_losses", "finetune_losses"):
             np.testing.assert_allclose(two[phase], one[phase], rtol=1e-4)
     result = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(2)]
@@ -157,9 +155,7 @@ def test_every_method_learns_the_same_in_two_processes_as_in_one(method, tmp_pat
 
 
 @pytest.mark.full
-def test_processes_with_different_settings_are_refused_before_anything_is_written(
-    tmp_path,
-):
+def test_processes_with_different_settings_are_refused_before_anything_is_written(tmp_path):
     job = spmd.start_job(
         "stream",
         tmp_path,

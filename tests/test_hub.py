@@ -172,11 +172,9 @@ def test_a_pushed_memory_contains_no_image_and_answers_the_same_once_pulled(
     assert status == 0 and "files, and no image" in out and hub.private == [True]
     sent = hub.repositories[REPO]
     card = sent["README.md"].decode()
-    assert (
-        card.startswith("---\n")
-        and 'license: "apache-2.0"' in card
-        and "| task1 | 4: c0, c1, c2, c3 |" in card
-    )
+    assert card.startswith("---\n")
+    assert 'license: "apache-2.0"' in card
+    assert "| task1 | 4: c0, c1, c2, c3 |" in card
     tasks = [f"generation-0001/cheem/00{i}-task{i}" for i in range(2)]
     expected = {"README.md", "config.json", "backbone.safetensors", "metrics.jsonl"}
     expected |= {
@@ -214,9 +212,8 @@ def test_a_forgotten_task_is_removed_by_the_next_push(monkeypatch, hub, memory, 
         cheem_jax.open(memory).forget("task1")
     names = push(memory, REPO, public=True)
     assert hub.repositories[REPO].keys() == {*names, "own.md"} and hub.private == [True]
-    assert all("task1" not in name for name in names) and any(
-        "generation-0002" in name for name in names
-    )
+    assert all("task1" not in name for name in names)
+    assert any("generation-0002" in name for name in names)
     assert not [name for name, content in hub.repositories[REPO].items() if b"task1" in content]
 
 

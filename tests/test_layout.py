@@ -29,11 +29,9 @@ def found_by(executors: list[str], layouts: list[str], folder) -> dict:
 
 def compare(one: dict, many: dict) -> None:
     assert len(one["losses"]) == spmd.STEPS
-    assert (
-        many["drawn"] == one["drawn"]
-        and many["score"] == one["score"]
-        and many["answers"] == one["answers"]
-    )
+    assert many["drawn"] == one["drawn"]
+    assert many["score"] == one["score"]
+    assert many["answers"] == one["answers"]
     # features differ by rounding, so an image between two classes can be answered otherwise
     np.testing.assert_allclose(many["closed_form"], one["closed_form"], atol=1)
     np.testing.assert_allclose(many["losses"], one["losses"], rtol=1e-4)
@@ -66,7 +64,8 @@ def fake(num: int, devices: range) -> Layout:
 def test_each_process_reads_its_part_of_a_batch_which_is_padded_with_the_first_row():
     rows = np.arange(10, 17)
     first, second = fake(4, range(0, 2)), fake(4, range(2, 4))
-    assert first.mine(rows).tolist() == [10, 11, 12, 13] and second.mine(rows).tolist() == [
+    assert first.mine(rows).tolist() == [10, 11, 12, 13]
+    assert second.mine(rows).tolist() == [
         14,
         15,
         16,

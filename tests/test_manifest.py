@@ -122,11 +122,7 @@ def test_missing_splits_are_cut_from_train(tmp_path):
     photos(tmp_path, num=10)
     plan = plan_manifest(table(tmp_path / "all.csv", "path,label", *rows(10)))
     # ceil(6.0), then ceil(1.4)
-    assert [len(part.labels) for part in plan.splits.values()] == [
-        12,
-        2,
-        6,
-    ]
+    assert [len(part.labels) for part in plan.splits.values()] == [12, 2, 6]
     lines = [f"{line},{'test' if '/9' in line else 'train'}" for line in rows(10)]
     plan = plan_manifest(table(tmp_path / "two.csv", "path,label,split", *lines))
     assert [len(part.labels) for part in plan.splits.values()] == [16, 2, 2]
@@ -391,7 +387,7 @@ def test_the_time_grows_with_the_rows_and_not_with_their_square(tmp_path):
         return time.process_time() - start
 
     seconds(500)  # imports
-    assert seconds(16000) < 100 * seconds(1000)  # by the square it would be 256 times
+    assert seconds(8000) < 100 * seconds(500)  # by the square it would be 256 times
 
 
 def test_a_first_line_too_long_for_a_field_is_reported(tmp_path):

@@ -147,9 +147,9 @@ def test_tasks_are_found_by_one_look_into_the_folder_also_beyond_a_thousand(tmp_
     monkeypatch.setattr(os, "listdir", lambda place: looks.append(place) or listdir(place))
     result = saved_tasks(tmp_path)
     assert looks == [tmp_path]
-    assert (
-        len(result) == 1002 and result[1001].name == "1001-task" and result[7].name == "007-another"
-    )
+    assert len(result) == 1002
+    assert result[1001].name == "1001-task"
+    assert result[7].name == "007-another"
     assert saved_tasks(tmp_path / "nothing") == []
 
 
@@ -279,10 +279,8 @@ def test_answers_are_the_same_bits_within_any_limit_and_nothing_is_merged_before
             assert all(map(np.array_equal, result.logits, wanted.logits))
             np.testing.assert_array_equal(result.distances, wanted.distances)
             assert bounded.counters()["bytes"] <= limit
-        assert (
-            bounded.counters()["evictions"] > 0
-            and bounded.counters()["misses"] > free.counters()["misses"]
-        )
+        assert bounded.counters()["evictions"] > 0
+        assert bounded.counters()["misses"] > free.counters()["misses"]
 
 
 def chain_of(memory, block, index) -> list[int]:
@@ -320,6 +318,5 @@ def test_preparing_asks_for_few_networks_however_many_there_are(memory, executor
     signatures = {
         (i, code == -1) for t in few for i, code in enumerate(inference.networks.codes[t])
     }
-    assert {inference.differences[t] for t in few} == set(inference.differences) and len(
-        signatures
-    ) >= executor.num_blocks
+    assert {inference.differences[t] for t in few} == set(inference.differences)
+    assert len(signatures) >= executor.num_blocks

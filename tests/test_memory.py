@@ -257,13 +257,11 @@ def test_an_invalid_image_is_named(learned, tmp_path):
     broken.write_bytes(b"no picture")
     good = STREAM.tasks[0].test.images[0]
     result = memory.predict([broken, good, tmp_path / "nowhere.png", b""])
-    assert [one.error.split(": ")[-1] for one in result][
-        2
-    ] == "no such file" and "broken.png" in result[0].error
+    assert [one.error.split(": ")[-1] for one in result][2] == "no such file"
+    assert "broken.png" in result[0].error
     assert [bool(one.error) for one in result] == [True, False, True, True]
-    assert result[1] == memory.predict(good)[0] and result[3].to_json() == {
-        "error": result[3].error
-    }
+    assert result[1] == memory.predict(good)[0]
+    assert result[3].to_json() == {"error": result[3].error}
     with pytest.raises(ValueError, match=r"image 0 is float64 \[8, 8\]"):
         memory.predict([np.zeros((8, 8))])
     with pytest.raises(ValueError, match=r"uint8 \[1, 9, 8, 3\], expected uint8 \[N, 8, 8, 3\]"):
@@ -445,7 +443,8 @@ def test_another_task_waits_for_an_interrupted_one_even_without_a_checkpoint(cop
         memory.forget("fourth", "nowhere")
     assert memory.info()["learning"]["name"] == "fourth"
     memory.forget("fourth", "task0")
-    assert memory.info()["learning"] is None and [task.name for task in memory.tasks] == [
+    assert memory.info()["learning"] is None
+    assert [task.name for task in memory.tasks] == [
         "task1",
         "task2",
     ]
@@ -692,10 +691,8 @@ def test_more_images_of_every_class_change_one_task_alone(copied, capsys):
         extension = opened.info()["tasks"][2]["extended"][0]
         assert (extension["num_train"], extension["num_classes"]) == ([40, 88], [3, 3])
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "as many as before or more, so fine-tuning is tried" in said
-        and "on 24 new validation images" in said
-    )
+    assert "as many as before or more, so fine-tuning is tried" in said
+    assert "on 24 new validation images" in said
     assert set(extension_in(copied)["candidates"]) == {"unchanged", "head", "network"}
     assert len(memory.internal.tasks[2].centroids) == 10, (
         "centroids of the new images are added to the old ones"
@@ -755,7 +752,8 @@ def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabiliti
     new = memory.internal.tasks[2]
     assert new.statistics["counts"].sum() == 52
     result = extension_in(copied)
-    assert result["kept"] in ("unchanged", "head") and set(result["candidates"]) == {
+    assert result["kept"] in ("unchanged", "head")
+    assert set(result["candidates"]) == {
         "unchanged",
         "head",
     }
@@ -896,9 +894,8 @@ def test_an_extension_that_does_not_fit_is_refused_before_anything_changes(copie
         with pytest.raises(ValueError, match="'task0' is interrupted"):
             memory.learn(data, **words)
     memory.forget("task0")
-    assert [task.name for task in memory.tasks] == ["task1", "task2"] and memory.info()[
-        "learning"
-    ] is None
+    assert [task.name for task in memory.tasks] == ["task1", "task2"]
+    assert memory.info()["learning"] is None
 
 
 def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone(copied):
@@ -913,7 +910,8 @@ def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone
     ):
         memory.learn(NEW, extend="task2")
     memory.learn(small.task("photos", 2, num_classes=4, num=24), extend="task2")
-    assert extension_in(copied)["kept"] == "network" and memory.tasks[2].classes == (
+    assert extension_in(copied)["kept"] == "network"
+    assert memory.tasks[2].classes == (
         "c0",
         "c1",
         "c2",
@@ -993,10 +991,8 @@ def test_one_more_class_leaves_the_statistics_of_all_images_at_once(tmp_path):
     one = dataclasses.replace(more, classes=("c9",), **parts, purpose="extend")
     memory.learn(one, extend="pets")
     [task] = memory.internal.tasks
-    assert (
-        task.classes == ("c0", "c1", "c2", "c9")
-        and extension_in(memory.directory)["kept"] == "head"
-    )
+    assert task.classes == ("c0", "c1", "c2", "c9")
+    assert extension_in(memory.directory)["kept"] == "head"
     images = np.concatenate([first.train.images, one.train.images])
     labels = np.concatenate([first.train.labels, np.full(40, 3, np.int32)])
     expected = fit_statistics(memory.setup.features(images), labels, router, seed=0)
@@ -1033,12 +1029,10 @@ def test_an_image_far_from_every_task_belongs_to_none_if_asked(learned):
     assert refused <= 0.3, "about a tenth of a task's own images may be refused"
     noise = np.random.default_rng(0).integers(0, 2, (4, 8, 8, 3), dtype=np.uint8) * 255
     for answer in memory.predict(noise, open_set=0.1):
-        assert (
-            answer.task is None
-            and answer.label is None
-            and answer.guesses == ()
-            and answer.blocks == ()
-        )
+        assert answer.task is None
+        assert answer.label is None
+        assert answer.guesses == ()
+        assert answer.blocks == ()
         assert len(answer.near) == 3
     assert all(answer.task is not None for answer in memory.predict(noise))
     with pytest.raises(ValueError, match="open_set is 5"):
@@ -1179,9 +1173,8 @@ def test_a_corrupted_task_is_named_and_the_others_can_answer(copied, learned):
     with pytest.raises(ValueError, match="001-task1"):
         cheem_jax.open(copied)
     usable = cheem_jax.open(copied, usable=True)
-    assert [task.name for task in usable.tasks] == ["task0", "task2"] and list(
-        usable.lost or {}
-    ) == ["001-task1"]
+    assert [task.name for task in usable.tasks] == ["task0", "task2"]
+    assert list(usable.lost or {}) == ["001-task1"]
     assert [(task.name, task.number) for task in usable.tasks] == [("task0", 0), ("task2", 2)]
     np.testing.assert_array_equal(given(usable, "task2"), given(cheem_jax.open(learned), "task2"))
     with pytest.raises(ValueError, match="opened with usable"):
@@ -1226,11 +1219,9 @@ def test_auto_chooses_256_steps_within_bounds_and_the_rate_of_demo_for_few_image
     fits = {num: auto(QUICK, num).finetune for num in (10, 127, 600, 992, 993, 5000)}
     assert [fit.epochs for fit in fits.values()] == [64, 64, 14, 9, 8, 8]
     assert [fit.learning_rate for fit in fits.values()] == [2e-3] * 4 + [1e-3] * 2
-    assert (
-        auto(QUICK, 5000) == QUICK
-        and auto(DEMO, 600).supernet == fits[600]
-        and auto(DEMO, 600).ops == DEMO.ops
-    )
+    assert auto(QUICK, 5000) == QUICK
+    assert auto(DEMO, 600).supernet == fits[600]
+    assert auto(DEMO, 600).ops == DEMO.ops
 
 
 @pytest.mark.full
@@ -1290,9 +1281,8 @@ def test_a_network_worse_than_the_frozen_backbone_is_not_kept(tmp_path, capsys):
     begin(tmp_path / "at-once", method=FALLBACK).learn(task)
     assert contents(tmp_path / "pets") == contents(tmp_path / "at-once")
     memory = cheem_jax.open(tmp_path / "pets")
-    assert memory.tasks[0].architecture == (
-        "reuse:0",
-    ) * small.CONFIG.depth and not memory.internal.added(0)
+    assert memory.tasks[0].architecture == ("reuse:0",) * small.CONFIG.depth
+    assert not memory.internal.added(0)
     compared = memory.info()["tasks"][0]["frozen_head"]
     assert compared["kept"] == "frozen" and compared["network"] < compared["frozen"]
     assert compared["frozen"] == memory.evaluate(task, split="val")[0].accuracy_given > 0.9

@@ -44,10 +44,7 @@ from cheem_jax.run.method import Encoder, FrozenFeatures
 from cheem_jax.run.session import Session
 
 CONFIG = MoeAdaptersConfig(
-    experts=6,
-    bottleneck=2,
-    fit=FitConfig(epochs=2, learning_rate=1e-2),
-    batch_size=16,
+    experts=6, bottleneck=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16
 )
 
 
@@ -297,10 +294,8 @@ def test_a_report_counts_the_auto_encoders_of_the_whole_stream(moe):
     assert first["flops_executed"] == 2 * encoder.executed_flops() + params
     experts, router = 4 * 6 * (2 * 2 * 16 + 2 + 16), 4 * 16 * 6
     rest = 17 * 3 + 2 * 16 * 6 + 6 + 16
-    assert (
-        first["params_stored"] == experts + router + rest
-        and second["params_stored"] == router + rest
-    )
+    assert first["params_stored"] == experts + router + rest
+    assert second["params_stored"] == router + rest
     assert first["params_learned"] == experts + 2 * router + rest
     assert second["params_learned"] == experts * 2 // 3 + 2 * router + rest
 

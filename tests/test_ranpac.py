@@ -22,10 +22,7 @@ from cheem_jax.data.task import Task
 from cheem_jax.run.session import Session
 
 CONFIG = RanPacConfig(
-    bottleneck=3,
-    hidden=40,
-    fit=FitConfig(epochs=2, learning_rate=1e-2),
-    batch_size=16,
+    bottleneck=3, hidden=40, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16
 )
 
 

@@ -118,12 +118,10 @@ def on_paper(what) -> str:
 def test_the_final_table_has_a_row_per_method_with_units():
     text = on_paper(table.method_grid(made_up(SMALL, 8, "vit_micro", 32)).to_rich())
     rows = {line.split("  ")[0].strip(): line for line in text.splitlines()}
-    assert (
-        "71.2" in rows["CHEEM"]
-        and "81.2" in rows["CHEEM"]
-        and "2.1" in rows["CHEEM"]
-        and "58.3 M" in rows["CHEEM"]
-    )
+    assert "71.2" in rows["CHEEM"]
+    assert "81.2" in rows["CHEEM"]
+    assert "2.1" in rows["CHEEM"]
+    assert "58.3 M" in rows["CHEEM"]
     assert "55.1" in rows["frozen, linear heads"]
     assert "84.6" in rows["full fine-tuning"] and "–" in rows["full fine-tuning"]
     assert "FoM against frozen: – (points below full FT: CHEEM 13.3, frozen 29.4)" in text
@@ -157,13 +155,7 @@ def test_a_run_without_references_has_its_tables():
     )  # no config, no share: the plain number
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        figures.architecture_grid,
-        figures.accuracy_heatmap,
-    ],
-)
+@pytest.mark.parametrize("draw", [figures.architecture_grid, figures.accuracy_heatmap])
 @pytest.mark.parametrize(("names", "num_blocks"), [(SMALL, 8), (LARGE, 12)])
 def test_figures_are_png_files_that_grow_with_the_stream_and_leave_no_text_outside(
     tmp_path, draw, names, num_blocks
@@ -172,11 +164,9 @@ def test_figures_are_png_files_that_grow_with_the_stream_and_leave_no_text_outsi
     draw(made_up(names, num_blocks, "deit_tiny", 96), file)
     with Image.open(file) as image:
         image.load()
-        assert (
-            image.format == "PNG"
-            and image.width > 75 * num_blocks
-            and image.height > 30 * len(names)
-        )
+        assert image.format == "PNG"
+        assert image.width > 75 * num_blocks
+        assert image.height > 30 * len(names)
         pixels = np.asarray(image.convert("RGB"))
     assert 0.05 < (pixels != 255).any(axis=-1).mean() < 0.9  # neither blank nor flooded
     frame = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])

@@ -298,7 +298,8 @@ def test_small_images_keep_their_pixels_and_large_ones_become_smaller():
     assert kind == "data:image/png"
     np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))), small)
     kind, _, text = data_uri(np.zeros((384, 384, 3), np.uint8)).partition(";base64,")
-    assert kind == "data:image/jpeg" and Image.open(io.BytesIO(base64.b64decode(text))).size == (
+    assert kind == "data:image/jpeg"
+    assert Image.open(io.BytesIO(base64.b64decode(text))).size == (
         224,
         224,
     )
@@ -374,10 +375,8 @@ def test_a_corrupted_record_costs_only_the_sections_that_need_it(run):
     )
     page = parsed(run)
     assert "metrics.jsonl, line 3 is not as it was written" in page.text
-    assert (
-        "Only the record contains it, and the record cannot be read." in page.text
-        and "accuracy" in sections(page)
-    )
+    assert "Only the record contains it, and the record cannot be read." in page.text
+    assert "accuracy" in sections(page)
 
 
 def test_an_unfinished_run_is_shown_up_to_its_last_entry(tmp_path):
@@ -491,10 +490,8 @@ def test_a_non_numeric_accuracy_is_reported_with_its_run(tmp_path):
     matrix = write_run(tmp_path / "matrix", pictures=write_pictures(tmp_path / "small", NAMES))
     change(matrix, lambda held: held["accuracy"][-1].__setitem__(0, None))
     page = parsed(matrix)
-    assert (
-        page.charts[1]["data"][0]["z"][2] == [None, 83.33, 83.33]
-        and sections(page)[-2] == "examples"
-    )
+    assert page.charts[1]["data"][0]["z"][2] == [None, 83.33, 83.33]
+    assert sections(page)[-2] == "examples"
     assert page.text.count("Corrupted: a value here") == 1  # the images
 
 
@@ -504,10 +501,8 @@ def test_unfinished_runs_are_shown_up_to_their_last_entry_and_not_compared(tmp_p
     broken = write_run(tmp_path / "runs/broken", planned=4)
     (broken / "config.json").write_text("{")
     page = parsed(tmp_path / "runs")
-    assert (
-        "CHEEM, seed 0, unfinished: 3 of 5 tasks" in page.text
-        and "EWC, seed 0, unfinished: 3 of 4" in page.text
-    )
+    assert "CHEEM, seed 0, unfinished: 3 of 5 tasks" in page.text
+    assert "EWC, seed 0, unfinished: 3 of 4" in page.text
     assert "comparison" not in page.ids() and {"run-1", "run-2", "runs"} <= set(page.ids())
     text = page.text[page.text.index("Not shown") :]
     assert "broken corrupted" in text and "the command that began" not in text

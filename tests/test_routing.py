@@ -424,9 +424,8 @@ def test_a_pass_that_ends_early_and_the_rest_are_the_backbone(name, placement):
         early = [
             flops.pass_flops(config, placement, until, count_attention=count) for until in range(13)
         ]
-        assert early == sorted(set(early)) and early[12] == flops.backbone_flops(
-            config, count_attention=count
-        )
+        assert early == sorted(set(early))
+        assert early[12] == flops.backbone_flops(config, count_attention=count)
     for until in range(13):
         first = flops.executed_pass_flops(config, placement, until)
         assert first + flops.executed_flops(config, placement, base, begin=until) == whole
@@ -533,9 +532,8 @@ def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_
     first, *_ = memory.internal.tasks
     away = centroid_distances(features(STREAM.tasks[0].val.images), [first.centroids])[:, 0]
     assert before[0] == predictor.thresholds[0] == pytest.approx(np.quantile(away, 0.9), rel=1e-5)
-    assert first.distances is not None and predictor.thresholds[0] == threshold(
-        first.distances, 0.1
-    )
+    assert first.distances is not None
+    assert predictor.thresholds[0] == threshold(first.distances, 0.1)
 
     noise = np.random.default_rng(0).integers(0, 2, (4, 8, 8, 3), dtype=np.uint8) * 255
     images = np.concatenate([TESTED, noise])
@@ -555,10 +553,8 @@ def test_the_routers_statistics_are_on_the_disk_and_in_the_report(learned, capsy
     memory, _ = learned
     (first, second), info = memory.info()["tasks"], memory.info()
     triangle = 32 * 33 // 2
-    assert (
-        min(first["bytes"], second["bytes"]) > 4 * triangle
-        and info["bytes"] > first["bytes"] + second["bytes"]
-    )
+    assert min(first["bytes"], second["bytes"]) > 4 * triangle
+    assert info["bytes"] > first["bytes"] + second["bytes"]
     (cost, _) = memory.setup.costs(memory.internal)
     assert cost["centroid_params"] == triangle + 3 * 32
     show_info(Info(memory=memory.directory))

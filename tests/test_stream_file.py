@@ -117,10 +117,7 @@ def test_the_seed_of_the_file_overrides_the_argument(two):
         ('[task]\npath = "a"', r"`task` must be a list of tables; write \[\[task\]\]"),
         ("task = [1]", "`task` must be a list of tables"),
         ('[[tasks]]\npath = "a"', "unknown key 'tasks'; did you mean 'task'"),
-        (
-            "colour = 1\n" + TWO,
-            "unknown key 'colour'; known are class_order, .*, name, seed, task",
-        ),
+        ("colour = 1\n" + TWO, "unknown key 'colour'; known are class_order, .*, name, seed, task"),
         ("seed = true\n" + TWO, "seed must be a whole number of at most 64 bits"),
         ('name = ""\n[[task]]\npath = "a"', "name must be text without NUL, got str"),
         ("[[task]]\npath = 3", "task 1: path must be text without NUL, got int"),

@@ -258,10 +258,8 @@ def test_steps_whose_gradient_is_non_finite_can_be_left_out_and_are_counted():
     progress, state = result.progress, result.state
     assert progress.skipped == 2 and progress.step == 6 and np.isfinite(progress.losses).all()
     # Adam's own counts of steps
-    assert (
-        jax.tree.leaves(state.head.adam)[0] == 4
-        and jax.tree.leaves(state.learners[1, NEW].adam)[0] == 0
-    )
+    assert jax.tree.leaves(state.head.adam)[0] == 4
+    assert jax.tree.leaves(state.learners[1, NEW].adam)[0] == 0
     assert np.isfinite(snapshot(state.head)[0]).all()
 
 
@@ -297,10 +295,8 @@ def test_a_fit_that_resumes_ends_as_one_that_was_not_stopped(stop_at):
     arrays, progress = saved
     resumed = SupernetFit(NET, NET.from_arrays(arrays), restored(progress.meta(), progress.running))
     result = fitted(draws, FitConfig(epochs=2), resumed)
-    assert (
-        result.progress.losses == expected.progress.losses
-        and result.progress.step == expected.progress.step == 6
-    )
+    assert result.progress.losses == expected.progress.losses
+    assert result.progress.step == expected.progress.step == 6
     chex.assert_trees_all_equal(result.state, expected.state)
 
 
@@ -409,7 +405,8 @@ def test_an_accelerator_computes_the_same_in_larger_calls_with_tokens_stored_on_
             genomes
         )
         result[device.is_host] = state.progress.losses, right
-        assert isinstance(feed, Cached) and budget.used == (
+        assert isinstance(feed, Cached)
+        assert budget.used == (
             40 * 5 * 16 * 4 + (0 if device.is_host else TASK.train.images.nbytes)
         )
         assert one.forward_rows(16, 40) == (16 if device.is_host else 24)

@@ -33,10 +33,7 @@ from cheem_jax.core.settings import FitConfig
 from cheem_jax.run.session import Session
 
 CONFIG = TunaConfig(
-    bottleneck=3,
-    alignment_epochs=3,
-    fit=FitConfig(epochs=2, learning_rate=1e-2),
-    batch_size=16,
+    bottleneck=3, alignment_epochs=3, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16
 )
 
 
@@ -72,9 +69,8 @@ def test_new_adapters_leave_the_backbone_as_it_is_and_others_do_not():
     images = small.task("colours", 0).test.images
     plain = small.backbone()(jnp.asarray(images))
     new = tuna.new_adapters(small.task("colours", 0))
-    assert np.abs(new.down).max() <= 1 / 4 and np.abs(new.down).mean() == pytest.approx(
-        1 / 8, rel=0.2
-    )
+    assert np.abs(new.down).max() <= 1 / 4
+    assert np.abs(new.down).mean() == pytest.approx(1 / 8, rel=0.2)
     np.testing.assert_allclose(tuna.features_with(new, images), plain, atol=1e-5)
     assert np.abs(tuna.features_with(random_adapters(0), images) - plain).max() > 0.1
 
@@ -205,10 +201,8 @@ def test_classes_of_one_image_are_said_and_learned():
     )
     tuna.learn(small.task("colours", 0), Session())
     report = tuna.learn(lone, Session())
-    assert (
-        np.isfinite(report["alignment_losses"]).all()
-        and tuna.predict(lone.train.images).classes.min() >= 0
-    )
+    assert np.isfinite(report["alignment_losses"]).all()
+    assert tuna.predict(lone.train.images).classes.min() >= 0
 
 
 @pytest.mark.full

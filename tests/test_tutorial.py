@@ -56,10 +56,7 @@ def test_every_name_of_the_library_that_the_notebook_uses_is_there():
 def test_names_are_found_in_imports_and_uses():
     assert names_in(
         "from cheem_jax.core.ops import Skip as S\nimport cheem_jax\ncheem_jax.open(x).learn(y)"
-    ) == {
-        "cheem_jax.core.ops.Skip",
-        "cheem_jax.open",
-    }
+    ) == {"cheem_jax.core.ops.Skip", "cheem_jax.open"}
 
 
 @pytest.mark.slow

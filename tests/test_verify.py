@@ -35,7 +35,8 @@ def test_a_sound_task_is_counted(tmp_path):
         "test/cat/2.png": png(98, (2, 3), "P"),
     }
     result = verify(plan_task(write(tmp_path / "pets", files)))
-    assert result.sound and (result.task, result.num, result.num_classes) == (
+    assert result.sound
+    assert (result.task, result.num, result.num_classes) == (
         "pets",
         {"train": 7, "val": 4, "test": 5},
         2,
@@ -81,7 +82,8 @@ def test_copies_across_splits_are_reported_and_leave_the_task_sound(tmp_path):
     ]
     result = verify(plan_task(write(tmp_path / "pets", files)))
     first = ("train", "cat", "train/cat/1.png")
-    assert result.sound and result.across == [
+    assert result.sound
+    assert result.across == [
         (first, ("val", "cat", "val/cat/1.png")),
         (first, ("test", "cat", "test/cat/0.png")),
         (first, ("test", "cat", "test/cat/1.png")),
@@ -92,7 +94,8 @@ def test_the_same_bytes_under_two_labels_are_reported(tmp_path):
     files = full()
     files["train/dog/0.png"] = files["train/cat/2.png"]
     result = verify(plan_task(write(tmp_path / "pets", files)))
-    assert result.sound and result.contradictory == [
+    assert result.sound
+    assert result.contradictory == [
         (("train", "cat", "train/cat/2.png"), ("train", "dog", "train/dog/0.png"))
     ]
 
@@ -120,9 +123,8 @@ def test_16_bit_images_that_use_a_part_of_the_range_are_reported(
     )
     (task,) = load_tasks([plan], 4, ImagesConfig("stream"))  # which is no reason to decode all
     notes = notes_on(plan, task)
-    assert len(notes) == is_dim and all(
-        said in note and note.startswith("note: ct: ") for note in notes
-    )
+    assert len(notes) == is_dim
+    assert all(said in note and note.startswith("note: ct: ") for note in notes)
     monkeypatch.setattr("sys.argv", ["cheem", "data", "verify", str(tmp_path / "ct")])
     main()
     assert (said in " ".join(capsys.readouterr().out.split())) == is_dim
@@ -207,7 +209,8 @@ def test_unreadable_images_are_left_out_up_to_a_twentieth_rounded_up_of_a_class_
     for name in ("train/cat/7.png", "val/cat/0.png"):  # of 24 cats 2 can go
         (folder / name).write_bytes(b"x")
     rest, reasons = without_broken(plan_task(folder))
-    assert rest.counts == {"train": 22, "val": 3, "test": 4} and rest.skipped == (
+    assert rest.counts == {"train": 22, "val": 3, "test": 4}
+    assert rest.skipped == (
         "train/cat/7.png",
         "val/cat/0.png",
     )
@@ -259,19 +262,15 @@ def test_links_to_missing_files_are_broken_images_and_those_to_missing_folders_a
 @pytest.mark.full
 def test_two_real_packs_are_sound(shared):
     result = verify(plan_task(shared / "data" / "mnist.zip"))
-    assert (
-        result.sound
-        and not result.across
-        and result.num == {"train": 2000, "val": 400, "test": 1000}
-    )
+    assert result.sound
+    assert not result.across
+    assert result.num == {"train": 2000, "val": 400, "test": 1000}
     assert (result.num_classes, result.modes) == (10, {"L": 3400})
     assert result.smallest_image == result.largest_image == (28, 28)
     result = verify(plan_task(shared / "data" / "daimler_pedestrians.zip"))
-    assert (
-        result.sound
-        and not result.across
-        and result.smallest_class[1] == result.largest_class[1] == 200
-    )
+    assert result.sound
+    assert not result.across
+    assert result.smallest_class[1] == result.largest_class[1] == 200
     assert result.largest_image == (18, 36)
 
 
@@ -281,9 +280,8 @@ def test_all_twelve_real_packs_are_sound(shared):
         shared / "data", [file.stem for file in sorted((shared / "data").glob("*.zip"))]
     )
     result = {plan.name: verify(plan) for plan in plans}
-    assert len(result) == 12 and all(
-        findings.sound and not findings.contradictory for findings in result.values()
-    )
+    assert len(result) == 12
+    assert all(findings.sound and not findings.contradictory for findings in result.values())
     copies = {name: len(findings.across) for name, findings in result.items() if findings.across}
     assert copies == {"flowers12": 1, "food10": 1}  # as their description says
     assert {len(set(np.bincount(plan.train.labels))) for plan in plans} == {1}

@@ -167,9 +167,8 @@ def test_a_running_run_shows_tasks_phase_and_the_time_that_the_finished_ones_for
     assert "made-up · vit_micro · CHEEM · seed 7 · preset quick, changed" in text
     assert f"process {os.getpid()} on {socket.gethostname()}" in line_with("running since", text)
     # tasks took 10 s and 20 s; the third has just begun
-    assert "67 %" in line_with("2 of 3 tasks", text) and "about 15 s left" in line_with(
-        "2 of 3 tasks", text
-    )
+    assert "67 %" in line_with("2 of 3 tasks", text)
+    assert "about 15 s left" in line_with("2 of 3 tasks", text)
     assert "average accuracy 77.5 %, task ID given 90.0 %, forgetting 5.0 points" in text
     assert "25 %" in line_with("finetune", text)
     assert "1,000 of 4,000 images, 50 images/s, 1 min 00 s left" in text
@@ -339,11 +338,9 @@ def test_a_finished_run_shows_its_result_and_ends(tmp_path):
     learn(record, 0, [0.9])
     shown = io.StringIO()
     watch_run(Watch(tmp_path), Console(file=shown, width=80))
-    assert (
-        "finished" in shown.getvalue()
-        and "1 of 1 tasks" in shown.getvalue()
-        and "90.0" in shown.getvalue()
-    )
+    assert "finished" in shown.getvalue()
+    assert "1 of 1 tasks" in shown.getvalue()
+    assert "90.0" in shown.getvalue()
     assert "full fine-tuning" not in shown.getvalue()
     bound(record, 0, 0.846)
     assert "84.6" in line_with(

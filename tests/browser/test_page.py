@@ -133,10 +133,8 @@ def test_moving_the_focus_past_the_edge_of_the_window_keeps_the_tip(one_run, ope
         page.keyboard.press("ArrowDown")
         page.wait_for_timeout(400)  # until the page has scrolled
     assert page.evaluate("scrollY") > before
-    assert (
-        page.locator("#tip b").inner_text() == "T4 four, block 1: adapt"
-        and page.locator("#tip").is_visible()
-    )
+    assert page.locator("#tip b").inner_text() == "T4 four, block 1: adapt"
+    assert page.locator("#tip").is_visible()
     page.mouse.wheel(0, 3000)
     page.locator("#tip").wait_for(state="hidden")  # its cell is out of sight
 
@@ -168,10 +166,8 @@ def test_runs_are_switched_by_choice_and_by_address(three_runs, opened_wide):
     assert visible.count() == 1 and visible.locator(".title").inner_text() == "CHEEM, seed 0"
     page.select_option("#runs", "run-3")
     page.wait_for_url(re.compile("#run-3$"))
-    assert (
-        visible.locator(".title").inner_text() == "EWC, seed 0"
-        and visible.locator(".architectures").count() == 0
-    )
+    assert visible.locator(".title").inner_text() == "EWC, seed 0"
+    assert visible.locator(".architectures").count() == 0
     page.go_back()
     page.wait_for_function("document.querySelector('#runs').value === 'run-1'")
     page.locator(".comparison td a, .comparison th a", has_text="EWC").click()

@@ -118,10 +118,8 @@ def test_a_chosen_image_is_shown_with_task_class_runners_up_and_the_blocks_that_
         f"cell => getComputedStyle(cell).{of}" for of in ("boxShadow", "backgroundColor")
     )
     dim = page.locator("#tasks tr:not(.lit) .cell").first
-    assert (
-        bright.evaluate(shadow) != "none"
-        and skipped.evaluate(shadow) == dim.evaluate(shadow) == "none"
-    )
+    assert bright.evaluate(shadow) != "none"
+    assert skipped.evaluate(shadow) == dim.evaluate(shadow) == "none"
     assert dim.evaluate(ground) != bright.evaluate(ground)
     assert min(contrasts(page, "#tasks .cell, #tasks th")) >= 4.5
     assert skipped.evaluate("cell => getComputedStyle(cell).backgroundColor") == "rgba(0, 0, 0, 0)"
@@ -133,10 +131,8 @@ def test_a_chosen_image_is_shown_with_task_class_runners_up_and_the_blocks_that_
         " block 5."
     )
     assert page.locator("#status").text_content() == "dark <b>red</b>: 96-160-224, 60.0 %"
-    assert (
-        page.locator("#picture").is_visible()
-        and page.locator("#picture").evaluate("image => image.naturalWidth") == 8
-    )
+    assert page.locator("#picture").is_visible()
+    assert page.locator("#picture").evaluate("image => image.naturalWidth") == 8
     choose(page, BRIGHT)
     expect(page.locator("#class")).to_have_text("224-32-32")
     assert lit(page).locator("th").inner_text() == "bright red" and lit(page).count() == 1
@@ -169,25 +165,19 @@ def test_the_page_names_the_memory_and_several_images_are_listed_with_their_answ
         "bright red: 224-32-32, 60.0 %",
     ]
     assert said[1].startswith("The image: not an image file")
-    assert (
-        page.locator("#class").inner_text() == "96-160-224"
-        and page.locator("#file-name").inner_text() == "a.png"
-    )
+    assert page.locator("#class").inner_text() == "96-160-224"
+    assert page.locator("#file-name").inner_text() == "a.png"
     page.locator("#list button").nth(3).click()
-    assert (
-        page.locator("#class").inner_text() == "224-32-32"
-        and page.locator("#file-name").inner_text() == "d.png"
-    )
+    assert page.locator("#class").inner_text() == "224-32-32"
+    assert page.locator("#file-name").inner_text() == "d.png"
     assert page.locator("#list [aria-current]").all_inner_texts() == [
         "d.png\nbright red: 224-32-32, 60.0 %"
     ]
     page.locator("#list button").nth(1).click()
     assert page.locator("#found").is_hidden() and page.locator("#error").inner_text() == said[1]
     page.locator("#list button").nth(2).click()
-    assert (
-        page.locator("#class").inner_text() == "None of my tasks"
-        and page.locator("#error").inner_text() == ""
-    )
+    assert page.locator("#class").inner_text() == "None of my tasks"
+    assert page.locator("#error").inner_text() == ""
     choose(page, BRIGHT)  # a new image replaces all
     expect(page.locator("#class")).to_have_text("224-32-32")
     assert page.locator("#list").is_hidden()
@@ -236,11 +226,9 @@ def test_a_file_without_an_answer_is_explained_in_a_sentence_and_the_next_image_
         .inner_text()
         .startswith("The image: not an image file of a known format (JPEG, ")
     )
-    assert (
-        page.locator("#found").is_hidden()
-        and lit(page).count() == 0
-        and page.locator("#picture").is_hidden()
-    )
+    assert page.locator("#found").is_hidden()
+    assert lit(page).count() == 0
+    assert page.locator("#picture").is_hidden()
     page.set_input_files(
         "#file", files=[{"name": "a.png", "mimeType": "image/png", "buffer": bytes(2**19)}]
     )
@@ -278,10 +266,8 @@ def test_a_image_is_dropped_or_pasted(page):
     assert page.locator("body.over").count() == 1
     page.dispatch_event("#choose", "drop", {"dataTransfer": transfer})
     page.locator("#found").wait_for()
-    assert (
-        page.locator("#file-name").inner_text() == "dropped.png"
-        and page.locator("body.over").count() == 0
-    )
+    assert page.locator("#file-name").inner_text() == "dropped.png"
+    assert page.locator("body.over").count() == 0
     page.evaluate(
         """async bytes => navigator.clipboard.write([
         new ClipboardItem({ "image/png": new Blob([new Uint8Array(bytes)], { type: "image/png" }) })])""",  # noqa: E501

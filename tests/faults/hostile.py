@@ -937,10 +937,8 @@ def check_weights(pretrained: Any) -> None:
     check_params(pretrained.config, pretrained.params)
     assert all(value.dtype == np.float32 for value in pretrained.params.values())
     for mean in pretrained.base_means.values():
-        assert (
-            mean.shape == (pretrained.config.depth, pretrained.config.width)
-            and mean.dtype == np.float32
-        )
+        assert mean.shape == (pretrained.config.depth, pretrained.config.width)
+        assert mean.dtype == np.float32
     rgb = [*pretrained.config.mean, *pretrained.config.std]
     assert np.isfinite(rgb).all() and min(pretrained.config.std) > 0
 
@@ -1348,9 +1346,8 @@ def readers(folder: Path) -> Attempts:
             reading = kinds[kind](place)
             for source in reading.sources.values():
                 for example in source.read():
-                    assert isinstance(example.image, bytes) and 0 <= example.label < len(
-                        reading.classes
-                    )
+                    assert isinstance(example.image, bytes)
+                    assert 0 <= example.label < len(reading.classes)
 
         return kind, read
 

@@ -132,8 +132,7 @@ def test_a_manifest_of_another_task_does_not_vouch_for_this_one(saved, tally, tm
 
 
 @pytest.mark.parametrize(
-    "num",
-    [pytest.param(16, marks=pytest.mark.full), pytest.param(120, marks=pytest.mark.slow)],
+    "num", [pytest.param(16, marks=pytest.mark.full), pytest.param(120, marks=pytest.mark.slow)]
 )
 def test_corrupted_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path, num):
     child = nursery.start(

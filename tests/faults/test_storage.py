@@ -117,10 +117,8 @@ def test_a_clock_set_back_by_a_year_changes_nothing(faulty, undisturbed, tmp_pat
     )
     assert outcome(tmp_path / "run") == undisturbed.outcome
     times = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert (
-        str(time.gmtime().tm_year) in times
-        and str(time.gmtime(time.time() - year).tm_year) in times
-    )
+    assert str(time.gmtime().tm_year) in times
+    assert str(time.gmtime(time.time() - year).tm_year) in times
 
 
 @pytest.mark.slow
