@@ -22,7 +22,7 @@ from cheem_jax.run.session import Session
 
 
 class Interrupted(Exception):
-    """Stands for the end of a process."""
+    """Raised in place of the end of a process."""
 
 
 class Watched(Session):
@@ -83,8 +83,7 @@ def learner(
     num_tasks: int = 3,
     router_features: FrozenFeatures | None = None,
 ) -> Any:
-    """A method over the small backbone, which also infers the task ID where no other features are
-    given."""
+    """Return a method over the small backbone; `router_features` default to the backbone's."""
     features = FrozenFeatures(stages(), config.batch_size)
     return kind(
         FrozenNetworks(stages(), features, router_features or features),
@@ -108,7 +107,7 @@ def linear(layer, x):
 
 
 def attention(query, key, value):
-    """One head."""
+    """Return the output of one attention head."""
     share = softmax(query @ key.T / np.sqrt(query.shape[-1]), axis=-1)
     return share @ value
 
@@ -121,9 +120,10 @@ def mlp(block, x):
 def check_method(
     untrained: Method, directory: Path, *, needs_task_id: bool = False, stops: bool = True
 ) -> Method:
-    """Every law that holds for any method, from before its first task.
+    """Check the laws that hold for every method, starting before its first task.
 
-    Those that need the task ID are given it; those that do not stop are too fast to be worth it.
+    `needs_task_id`: the method predicts only with the task ID. `stops`: its training can be
+    interrupted.
     """
 
     def make() -> Method:

@@ -10,7 +10,7 @@ from cheem_jax.cli.running import run_command
 
 
 def cheem(capsys, *words):
-    """Status, standard output and standard error of `cheem`."""
+    """Run `cheem`, and return status, standard output and standard error."""
     status = 0
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", ["cheem", *map(str, words)])
@@ -23,7 +23,7 @@ def cheem(capsys, *words):
 
 
 def status_of(script, arguments):
-    """Exit status of a script that converts."""
+    """Run a conversion script, and return its exit status."""
     try:
         run_command(script.main, parse(script.Convert, arguments), computes=False)
     except SystemExit as stop:

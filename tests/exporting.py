@@ -22,7 +22,7 @@ VIT = small.backbone()
 PICTURES = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8) // np.array(
     [1, 2, 4, 8, 1], np.uint8
 ).reshape(-1, 1, 1, 1)
-"""One for each task, and one more."""
+"""One image for each task, and one more."""
 FEATURES = np.asarray(jax.jit(lambda images: VIT(images))(PICTURES))
 NUM_CLASSES = {"plain": 3, "grown": 4, "chained": 2, "early": 5}
 
@@ -89,7 +89,7 @@ def encoder(placement: Placement, features: Reads) -> Backbone:
 def routed(
     placement: Placement, router: RouterConfig, thresholds: tuple[float, ...] | None = None
 ) -> Subject:
-    """The same tasks behind another router, each fitted to its image with noise."""
+    """Return the same tasks with another router, each fitted to noisy copies of its image."""
     rng = np.random.default_rng(6)
     memory = subject(placement)
     tasks = []
@@ -103,12 +103,12 @@ def routed(
 
 @functools.cache
 def logits(placement: Placement, index: int) -> np.ndarray:
-    """A task's logits of all images by the plain network."""
+    """Return a task's logits of all images, computed by the plain network."""
     return plain_logits(subject(placement), index, PICTURES)
 
 
 def plain_logits(memory: Subject, index: int, images: np.ndarray) -> np.ndarray:
-    """The same of any memory and images."""
+    """Return the logits of any memory and images, computed by the plain network."""
     task = memory.tasks[index]
     ops = list[Op]()
     for pool, expert in zip(memory.pool, task.experts, strict=True):

@@ -17,7 +17,7 @@ from cheem_jax.data.benchmarks.table import BY_NAME
 
 Files = dict[str, bytes]
 Contents = dict[str, Files]
-"""Members of each archive, by the archive's name; a loose file is its own and only member."""
+"""Members of each archive, keyed by the archive's name; a loose file is its only member."""
 
 VARIANTS = ("707-320", "Boeing 737-700", "F/A-18")
 CARS = ("AM General Hummer SUV 2000", "Ram C/V Cargo Van Minivan 2012")

@@ -15,11 +15,11 @@ from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import results_of
 
 SIZE = 8
-"""Pixels of the images."""
+"""Height and width of the images, in pixels."""
 EACH = 6
-"""Test images of each class."""
+"""Number of test images per class."""
 RIGHT = 10 / 12
-"""The accuracy of the answers that `write_run` leaves for two classes."""
+"""Accuracy of the answers that `write_run` writes for two classes."""
 
 
 def write_pictures(
@@ -101,11 +101,11 @@ def entries(
     data: Mapping[str, Any] | None = None,
     blocks: int = 2,
 ) -> Iterator[dict[str, Any]]:
-    """The record of a run: in block 1 each task adapts the last one's expert, in the others task 0
-    learns one.
+    """Yield the record of a run: in block 1 each task adapts the previous task's expert; in the
+    others task 0 learns one.
 
-    Of the answers to task i, the first image is sent to the
-    next task and the second gets a wrong class.
+    Of the answers to task i, the first image is routed to the next task and the second gets a wrong
+    class.
     """
     num = len(names)
     compiled = {"programs": 1, "cached": 2, "seconds": 0.25}

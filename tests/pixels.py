@@ -16,7 +16,7 @@ STORED = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_270,
 }
-"""How a camera stores an upright image for each orientation in EXIF."""
+"""The camera's transposition of an upright image for each EXIF orientation."""
 
 
 def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -26,26 +26,27 @@ def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
 
 
 def png(value: int = 0, size: tuple[int, int] = (4, 4), mode: str = "RGB") -> bytes:
-    """A PNG of one grey."""
+    """Return a PNG of one grey."""
     return encode(Image.new("L", size, value).convert(mode))
 
 
 def halves(mode: str, left_colour, right, size=(8, 8)) -> Image.Image:
-    """Left half and right half of two values."""
+    """Return an image whose halves have two values."""
     image = Image.new(mode, size, left_colour)
     image.paste(right, (size[0] // 2, 0, *size))
     return image
 
 
 def four_colours(width: int = 24, height: int = 16) -> Image.Image:
-    """A different colour in every corner, so that no turn or mirror image is the same."""
+    """Return an image with a different colour in every corner, so that no turn or mirror image is
+    equal."""
     image = halves("RGB", (200, 0, 0), (0, 200, 0), (width, height))
     image.paste(halves("RGB", (0, 0, 200), (250, 250, 250), (width, height // 2)), (0, height // 2))
     return image
 
 
 def stored(upright: Image.Image, orientation: int, kind: str = "PNG", **options) -> bytes:
-    """A file of the upright image as a camera stores it in this orientation."""
+    """Return a file of the upright image as a camera stores it in this orientation."""
     exif = Image.Exif()
     turn = STORED[orientation]
     exif[0x0112] = orientation
@@ -58,7 +59,7 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def large_png(width: int, height: int) -> bytes:
-    """An image of zeros in one bit per pixel: a hundred megapixels in 12 kB."""
+    """Return an image of zeros in one bit per pixel: a hundred megapixels in 12 kB."""
     packer = zlib.compressobj(9)
     rows = [packer.compress(bytes(1 + (width + 7) // 8)) for _ in range(height)]
     chunks = {

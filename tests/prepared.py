@@ -16,13 +16,13 @@ OWN_FEATURES = {"fgvc_aircraft/default": ("file_name", 100), "gtsrb": ("file_nam
 
 
 def png(rng: np.random.Generator, shape: tuple[int, ...]) -> bytes:
-    """An image of noise; of three channels unless the shape has one."""
+    """Return an image of noise, with as many channels as `shape` says."""
     pixels = rng.integers(0, 256, shape, np.uint8)
     return encode(Image.fromarray(pixels[..., 0] if shape[-1] == 1 else pixels))
 
 
 def features_of(spec: str) -> Any:
-    """The features of a stock builder, or of one of this library's own."""
+    """Return the features of a stock builder, or of a builder of this library."""
     name, _, version = spec.partition(":")
     if name in OWN_FEATURES:
         key, num = OWN_FEATURES[name]
@@ -38,7 +38,7 @@ def features_of(spec: str) -> Any:
 
 
 def value_of(feature: Any, rng: np.random.Generator) -> Any:
-    """Something that fits a feature that nobody looks at."""
+    """Return a value that fits a feature."""
     match feature:
         case tfds.features.BBoxFeature():
             return tfds.features.BBox(0.0, 0.0, 1.0, 1.0)
@@ -54,7 +54,7 @@ def value_of(feature: Any, rng: np.random.Generator) -> Any:
 def prepare_small(
     data_dir: Path, spec: str, labels: Mapping[str, np.ndarray], *, key: str | None = None
 ) -> Path:
-    """Writes a data set with these labels in its splits; `key` is the text feature that names the
+    """Write a data set with these labels in its splits; `key` is the text feature that names the
     images."""
     name, _, version = spec.partition(":")
     name, _, config = name.partition("/")
@@ -97,7 +97,7 @@ def prepare_small(
 
 
 def small_task(data_dir: Path, task: BenchmarkTask, sizes: Mapping[str, int]) -> np.ndarray:
-    """Prepares a benchmark's task with `sizes` images of each class in each TFDS split."""
+    """Prepare a benchmark's task with `sizes` images of each class in each TFDS split."""
     key = task.key.removeprefix("class/")
     num = task.num_classes + len(task.dropped)
     labels = {split: np.repeat(np.arange(num), size) for split, size in sizes.items()}

@@ -135,7 +135,7 @@ class Served(NamedTuple):
         return self.ask("POST", "/predict", body, Content_Type=kind)
 
     def metric(self, line: str) -> float:
-        """The value of one line of /metrics, 0 where it is not there yet."""
+        """Return the value of one line of /metrics, or 0 if it is missing."""
         for result in self.ask("GET", "/metrics").body.decode().splitlines():
             if result.startswith(line + " "):
                 return float(result.rpartition(" ")[2])

@@ -62,14 +62,14 @@ def save_weights(directory: Path, **fields) -> Path:
 
 @functools.cache
 def backbone(seed: int = 0, **fields) -> ViT:
-    """One for all tests: nothing changes it."""
+    """Return the small backbone, which all tests share because nothing changes it."""
     weights = pretrained(seed, **fields)
     return build(weights.config, weights.params)
 
 
 def task(name: str, seed: int, num_classes: int = 3, num: int = 40) -> Task:
-    """Classes are colours with noise, sampled from the seed: easy enough to be learned in a few
-    steps."""
+    """Return a task whose classes are colours with noise, sampled from the seed: a few steps learn
+    it."""
     rng = np.random.default_rng(seed)
     colours = rng.integers(0, 256, (num_classes, 3))
 
@@ -99,7 +99,7 @@ def enlarged(task: Task) -> Task:
 
 
 def lone_task() -> Task:
-    """A task with one image per class and split."""
+    """Return a task with one image per class and split."""
     few = task("few", 1, num=6)
     return dataclasses.replace(few, train=few.val, test=few.val)
 

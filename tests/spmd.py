@@ -21,19 +21,19 @@ ROOT = Path(__file__).parents[1]
 STEPS = 50
 BATCH = 10
 NUM = 50
-"""BATCH is not a multiple of 4 or 8 devices, so every batch is filled up."""
+"""BATCH is not a multiple of 4 or 8 devices, so that every batch is padded."""
 
 
 @functools.cache
 def _programs() -> str:
-    """Compiled compiled functions that all these processes share."""
+    """Folder of the compiled functions that all these processes share."""
     folder = tempfile.mkdtemp(prefix="cheem-programs-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def start(task: str, out: Path, *, devices: int, **settings: Any) -> subprocess.Popen[str]:
-    """One process with so many CPU devices; it writes JSON to `out`."""
+    """Start a process with this number of CPU devices; it writes JSON to `out`."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     environment |= {
         "JAX_COMPILATION_CACHE_DIR": _programs(),
@@ -74,7 +74,7 @@ def start_job(
 
 
 def finish(processes: list, seconds: float = 500) -> list[tuple[int, str]]:
-    """Exit status and output of each; none is left running."""
+    """Wait for the processes, and return exit status and output of each."""
     result = []
     try:
         for process in processes:
@@ -91,7 +91,7 @@ def finish(processes: list, seconds: float = 500) -> list[tuple[int, str]]:
 
 
 def devices(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same training, search and answers on one device and on several layouts of all, by every
+    """Train, search and predict on one device and on several layouts of all devices, with every
     executor."""
     import jax
     import small
@@ -202,7 +202,7 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
 
 
 def stream(settings: dict[str, Any]) -> dict[str, Any]:
-    """A small stream by one method, as one process of a job or alone."""
+    """Run a small stream by one method, as one process of a job or alone."""
     import dataclasses
 
     import small

@@ -46,7 +46,7 @@ def run(config: AlexNetConfig, params, images) -> np.ndarray:
 
 
 def plain_conv(x, weight, bias, stride, padding):
-    """One convolution over `[B, C, H, W]`, window by window."""
+    """Convolve `[B, C, H, W]` window by window."""
     side = weight.shape[2]
     x = np.pad(x, [(0, 0), (0, 0), (padding, padding), (padding, padding)])
     windows = sliding_window_view(x, (side, side), axis=(2, 3))[:, :, ::stride, ::stride]
@@ -61,7 +61,7 @@ def plain_pool(x):
 
 
 def plain_adaptive(x, side):
-    """Averages of bins over the last two axes."""
+    """Average bins over the last two axes."""
     height, width = x.shape[-2:]
     out = np.zeros((*x.shape[:-2], side, side), x.dtype)
     for i in range(side):
@@ -73,7 +73,7 @@ def plain_adaptive(x, side):
 
 
 def plain_alexnet(tensors, images):
-    """conv5 and pooled_conv, as float64."""
+    """Return conv5 and pooled_conv in float64."""
     layers = {k: (tensors[f"features.{k}.weight"], tensors[f"features.{k}.bias"]) for k in LAYERS}
     x = (images / 255.0 - np.array([0.485, 0.456, 0.406])) / np.array([0.229, 0.224, 0.225])
     x = x.transpose(0, 3, 1, 2)

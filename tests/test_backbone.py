@@ -17,8 +17,7 @@ NANO = CONFIGS["vit_nano"]
 
 @pytest.fixture(scope="module")
 def nano():
-    """A nano backbone whose biases and scales are random too, so that none can be forgotten
-    unseen."""
+    """A nano backbone with random biases and scales, so that a forgotten one is noticed."""
     rng = np.random.default_rng(0)
     return build(NANO, {name: _random(rng, name, shape) for name, shape in shapes_of(NANO).items()})
 

@@ -76,8 +76,7 @@ def test_the_streams_are_those_of_the_paper():
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """All tasks, four images of each class in each of TFDS's splits; and the counts that
-    follow."""
+    """All tasks, with four images per class in each of TFDS's splits, and the resulting counts."""
     pytest.importorskip("tensorflow_datasets", reason="the extra `datasets` is not installed")
     from prepared import small_task
 
@@ -323,7 +322,7 @@ def test_a_folder_that_cannot_be_written_to_is_read_all_the_same(prepared, tmp_p
 
 
 def opened(prepared, tmp_path, change):
-    """A copy of a prepared data set, one of its files changed, and opened."""
+    """Open a changed copy of a prepared data set."""
     data_dir, _ = prepared
     place = find_prepared("mnist", data_dir)
     copy = tmp_path / place.relative_to(data_dir)
@@ -418,8 +417,7 @@ def test_a_record_of_splits_that_makes_no_sense_is_reported(prepared, tmp_path, 
 
 
 def test_every_file_that_a_stock_builder_fetches_has_a_registered_hash():
-    """Some of their addresses are not encrypted, so nothing else would tell a file that was changed
-    on the way."""
+    """Some of their addresses are not encrypted, so that only the hash reveals a changed file."""
     pytest.importorskip("tensorflow_datasets", reason="the extra `datasets` is not installed")
     archives = [
         a for task in TASKS if not task.archives for a in registered(task, Path("/nonexistent"))

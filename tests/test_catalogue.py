@@ -32,7 +32,7 @@ def networks(*, routed: bool = False) -> FrozenNetworks:
 
 
 def fitting_config(name: str, preset: str = "demo"):
-    """A preset that the backbone of four blocks can hold."""
+    """Return a preset that fits a backbone of four blocks."""
     config = preset_of(name, preset)
     if name in ("coda_prompt", "dualprompt"):
         fields = [f.name for f in dataclasses.fields(config) if f.name.endswith("layers")]
@@ -71,7 +71,8 @@ def test_every_method_keeps_the_laws_of_a_method(name, tmp_path):
 
 
 POOLED = ("diki", "l2p", "moe_adapters", "s_prompts")
-"""Methods whose code chooses tokens, and therefore has to do without a class token as well."""
+"""Methods that choose tokens in their code, and therefore have to work without a class token as
+well."""
 
 
 @pytest.mark.full

@@ -43,7 +43,7 @@ def save_all(root, memory):
 
 
 def check_same(opened, memory):
-    """Two memories have the same experts and tasks."""
+    """Check that two memories have the same experts and tasks."""
     chex.assert_trees_all_equal(opened.pool, memory.pool)
     fields = attrgetter("name", "classes", "architecture", "experts")
     arrays = attrgetter("head", "means", "centroids")
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_the_first_public_format_still_opens():
 
 
 def three_tasks():
-    """The third builds on the second alone."""
+    """Return a memory whose third task builds on the second alone."""
     return grown(two_tasks(), "letters", ["reuse:0", "adapt:1", "skip", "reuse:1"], 2)
 
 

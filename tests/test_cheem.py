@@ -40,12 +40,12 @@ def learner(config=small.QUICK, stages=None, key=0, base_means=None):
 
 
 def predicted(cheem, index, task):
-    """Classes of the test images, given the task ID."""
+    """Return the predicted classes of the test images, given the task ID."""
     return cheem.predict(task.test.images, np.full(len(task.test.labels), index)).classes
 
 
 def leaves_of(memory, index):
-    """Every array that task `index` needs."""
+    """Return every array that task `index` needs."""
     task = memory.tasks[index]
     experts = [
         dense_expert(memory.pool[block], e) for block, e in enumerate(task.experts) if e is not None
@@ -101,7 +101,7 @@ print(json.dumps([predicted(cheem, i, t).tolist() for i, t in enumerate(small.st
 def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_scored_image(
     monkeypatch,
 ):
-    """At one second per reading of the clock, eight images take one second."""
+    """The clock advances one second per reading, so that eight images need one second."""
     clock = itertools.count().__next__
     monkeypatch.setattr(learner_module, "time", SimpleNamespace(perf_counter=clock))
     config = dataclasses.replace(small.QUICK, batch_size=8)
@@ -194,8 +194,8 @@ def test_removing_every_op_or_one_twice_is_refused(removed):
 
 @pytest.mark.full
 def test_inherited_weights_begin_fine_tuning_where_the_supernet_ended():
-    """At a rate of almost nothing, fine-tuning from the supernet's weights ends at their loss, from
-    new ones not."""
+    """At a rate of almost nothing, fine-tuning that starts from the supernet's weights ends at the
+    supernet's loss; new weights do not."""
     still = dataclasses.replace(small.QUICK.finetune, learning_rate=1e-9)
     last = {}
     for weights in ("initial", "inherited"):

@@ -33,7 +33,7 @@ from cheem_jax.run.session import Session
 
 
 def images(num: int, width: int, labels: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Features with some of the labels in them."""
+    """Return features that depend on the labels."""
     rng = np.random.default_rng(seed)
     centres = rng.normal(size=(labels.max() + 1, width))
     scale = np.exp(rng.normal(size=width))
@@ -41,8 +41,8 @@ def images(num: int, width: int, labels: np.ndarray, seed: int = 0) -> np.ndarra
 
 
 def brute_force(features: np.ndarray, labels: np.ndarray, num_classes: int) -> tuple[int, float]:
-    """The most right answers over the penalties, each image answered by scikit-learn's ridge
-    without it."""
+    """Return the largest number of right answers over the penalties: scikit-learn's ridge answers
+    each image without it."""
     x = (features - features.mean(0)) / np.where(features.std(0) > 1e-6, features.std(0), np.inf)
     y = np.eye(num_classes)[labels]
     num = len(labels)

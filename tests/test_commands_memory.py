@@ -462,7 +462,7 @@ def test_no_memory_is_reported_by_every_command(capsys, tmp_path, command):
 
 @pytest.mark.full
 def test_the_first_answer_of_a_process_needs_no_second_look(memory, photos):
-    """A separate process, as a person starts it."""
+    """In a separate process, as a person starts it."""
     picture = next((photos / SECOND / "test").rglob("*.png"))
     done = subprocess.run(
         [sys.executable, "-m", "cheem_jax", "predict", str(memory), str(picture), "--json"],

@@ -69,7 +69,7 @@ def evaluated(index):
 
 
 def story():
-    """The record of a run of two tasks with an upper bound for the first."""
+    """Return the record of a run of two tasks with an upper bound for the first."""
     run = {
         "event": "run",
         "time": "t",
@@ -91,7 +91,7 @@ def story():
 
 
 def changed(*places_and_values):
-    """The record with other values at places such as (4, "report", "penalty")."""
+    """Return the record with replaced values at places such as (4, "report", "penalty")."""
     entries = story()
     for place, value in places_and_values:
         at = entries
@@ -311,7 +311,7 @@ def write(directory, entries):
 
 @pytest.fixture
 def runs(tmp_path):
-    """Two directories that tell the same."""
+    """Two directories with equal contents."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     (first / "config.json").write_text(json.dumps({"seed": 0, "tasks": TASKS}))

@@ -171,7 +171,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(finished, tmp_path, place):
         pass
 
     class Stopping(Progress):
-        """Stops as the given phase begins."""
+        """Raises an error as the given phase begins."""
 
         def phase(self, phase, *, task, total):
             if (phase, task) == place:

@@ -161,7 +161,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(plan, tmp_path):
 
 
 def with_header(data: bytes, header: str) -> bytes:
-    """A file of images with another header."""
+    """Return a file of images with another header."""
     return data[:8] + len(header).to_bytes(2, "little") + header.encode() + data[128:]
 
 
@@ -312,7 +312,7 @@ def test_folders_of_one_name_and_time_have_different_caches(tmp_path, monkeypatc
 
 
 def test_a_manifest_over_two_roots_is_two_caches(tmp_path):
-    """Copies that keep their times, and one list for both; of BMP all have one size."""
+    """Copies that keep their times, and one list for both; BMP files all have one size."""
     rows = [
         f"{split}/{name}/0.bmp,{name},{split}"
         for split in ("train", "val", "test")

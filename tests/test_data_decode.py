@@ -12,7 +12,8 @@ from cheem_jax.data.files import FolderFiles
 
 
 def corners(data: bytes) -> tuple[list[int], list[int]]:
-    """Outer left and right pixels of the decoded 8x8 image, out of reach of any mixing."""
+    """Return the outer left and right pixels of the decoded 8x8 image, which resizing does not
+    mix."""
     pixels = decode_image(data, 8)
     assert pixels.dtype == np.uint8 and pixels.shape == (8, 8, 3)
     return pixels[0, 0].tolist(), pixels[-1, -1].tolist()

@@ -47,7 +47,7 @@ def test_no_image_occurs_twice(stream):
 
 
 def pixel_accuracy(train: Split, test: Split) -> float:
-    """Of a linear classifier on the pixels."""
+    """Return the accuracy of a linear classifier on the pixels."""
     flat = [split.images.reshape(len(split.images), -1) / 255 - 0.5 for split in (train, test)]
     model = RidgeClassifier(alpha=1000.0).fit(flat[0], train.labels)
     return float(np.mean(model.predict(flat[1]) == test.labels))

@@ -31,8 +31,8 @@ def write_zip(file: Path, files: dict[str, bytes]) -> Path:
 
 
 def layout(**splits: dict[str, int]) -> dict[str, bytes]:
-    """`layout(train={"cat": 3})`: files train/cat/00.png ..; each image of a class has its own
-    grey."""
+    """Return files for `layout(train={"cat": 3})`: train/cat/00.png and so on; each image of a
+    class has a different grey."""
     return {
         f"{split}/{name}/{i:02d}.png": png(i)
         for split, classes in splits.items()
@@ -45,7 +45,7 @@ FULL = layout(train={"cat": 3, "dog": 2}, val={"cat": 1, "dog": 1}, test={"cat":
 
 
 def values(split) -> list[tuple[int, int]]:
-    """(label, grey value) of each image."""
+    """Return (label, grey value) of each image."""
     return list(zip(split.labels.tolist(), split.images[:, 0, 0, 0].tolist(), strict=True))
 
 
@@ -637,7 +637,7 @@ def test_class_folders_that_differ_in_case_alone_are_refused_unless_they_are_lis
 
 
 NFC, NFD = "mus\u00e9e", "muse\u0301e"
-"""One name, as most systems write it and as a Mac does."""
+"""One name, as most systems write it and as macOS does."""
 
 
 def test_a_name_with_accents_is_one_class_however_they_are_composed(tmp_path):
@@ -747,7 +747,7 @@ def test_classes_above_splits_are_refused(tmp_path):
 
 
 class Foreign(zipfile.ZipInfo):
-    """A name as tools write it that know no UTF-8."""
+    """A name as tools without UTF-8 write it."""
 
     encoding = "gbk"
 

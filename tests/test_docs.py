@@ -40,14 +40,14 @@ def name_of(page: Path) -> str:
 
 
 def pages_of(nav: list) -> Iterator[str]:
-    """Every page that a `nav` of mkdocs names."""
+    """Yield every page that a `nav` of mkdocs names."""
     for entry in nav:
         for value in entry.values() if isinstance(entry, dict) else [entry]:
             yield from pages_of(value) if isinstance(value, list) else [value]
 
 
 def commands_in(text: str) -> Iterator[list[str]]:
-    """The words after `cheem` of every command in a page: in consoles, scripts and `inline
+    """Yield the words after `cheem` of every command in a page: in consoles, scripts and `inline
     code`."""
     for code in CODE.findall(text):
         for line in code.strip("`").replace("\\\n", " ").splitlines():
@@ -72,7 +72,7 @@ def unknown_in(words: list[str]) -> str | None:
 
 
 def resolves(name: str) -> bool:
-    """Whether a dotted name is a module or can be had from one."""
+    """Whether a dotted name is a module or an attribute of one."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:

@@ -134,7 +134,7 @@ def quick(monkeypatch):
 
 
 def interrupted(server: Server, file: Path) -> None:
-    """A download whose connection breaks after `CUT` bytes, for good."""
+    """Start a download whose connection breaks for good after `CUT` bytes."""
     server.faults = [cut_after(CUT)] + [cut_after(0)] * 9
     with pytest.raises(
         OSError,

@@ -30,7 +30,7 @@ def untrained() -> Ewc:
 
 
 def ewc_with(**changed) -> Ewc:
-    """Other settings with the same compiled functions."""
+    """Return a method with other settings and the same compiled functions."""
     ewc = fresh(untrained())
     ewc.config = dataclasses.replace(CONFIG, **changed)
     ewc.penalty = ewc.config.penalties[0] if len(ewc.config.penalties) == 1 else None

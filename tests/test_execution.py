@@ -28,7 +28,7 @@ MASK = np.ones(16, np.float32)
 
 
 def supernet_of(stages, num_classes=3, grown=True):
-    """A supernet over the base pool, or one with an added expert per block."""
+    """Return a supernet over the base pool, with one added expert per block if `grown`."""
     pool = stages.base_pool
     if grown:
         first = Supernet(jax.random.key(9), dense_experts(pool), 3, OpSettings(rank=2))

@@ -53,13 +53,13 @@ def make_supernet(pool, seed: int = 0) -> Supernet:
 
 
 def sampled(supernet: Supernet, rng: np.random.Generator):
-    """A random architecture."""
+    """Return a random architecture."""
     return decode([int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes)
 
 
 @functools.cache
 def pool_of(placement: str, num_tasks: int):
-    """The base pool grown by `num_tasks` tasks that adapt and add at random."""
+    """Return the base pool after `num_tasks` tasks that adapt and add at random."""
     pool = executor("stages", placement).base_pool
     for task in range(num_tasks):
         supernet = make_supernet(pool, task)
@@ -72,7 +72,7 @@ def pool_of(placement: str, num_tasks: int):
 def trained_supernet(
     placement: str, num_tasks: int, seed: int = 0
 ) -> tuple[Supernet, SupernetState]:
-    """A supernet whose learners have left their start: low-rank pairs begin at a zero change."""
+    """Return a supernet after four steps, since low-rank pairs start at a zero change."""
     supernet = make_supernet(pool_of(placement, num_tasks), seed)
     rng = np.random.default_rng(seed)
     state = supernet.init()
@@ -89,12 +89,12 @@ def batch(placement: str = "mlp_down") -> Batch:
 
 
 def kept_gradients(learner, grads, rate, loss):
-    """An update that puts the gradients where the parameters were."""
+    """An update that returns the gradients in place of the parameters."""
     return learner._replace(params=grads)
 
 
 def gradients(one: Executor, supernet: Supernet, state: SupernetState, architecture, data: Batch):
-    """A step's loss, its gradients by block, and the head's."""
+    """Return a step's loss, its gradients by block, and those of the head."""
     learners = supernet.with_learners(state, [architecture]).learners
     setup = supernet.setup._replace(update=kept_gradients)
     result = one.train(learners, state.head, [architecture], [[data]], rates=[0.0], setup=setup)
@@ -135,7 +135,7 @@ def test_a_non_finite_gradient_makes_the_loss_nan_and_changes_no_parameter(name)
 
 
 def reference(head, ops, placement, vit=VIT):
-    """Loss and gradients of the plain module under `jax.grad`."""
+    """Return loss and gradients of the plain module under `jax.grad`."""
     learned = {block: learned_of(op) for block, op in enumerate(ops) if learned_of(op) is not None}
 
     def loss(learned, head):
@@ -345,7 +345,8 @@ def test_scan_compiles_one_function_for_all_architectures_and_whole_one_per_sign
 
 @functools.cache
 def deep(name: str) -> Executor:
-    """Of five blocks, where the backward pass of `scan` ends at block 0, 2 or 4."""
+    """Return an executor of five blocks, for which the backward pass of `scan` ends at block 0, 2
+    or 4."""
     return KINDS[name](small.backbone(depth=5), "mlp_down")
 
 
@@ -512,7 +513,7 @@ def test_a_stage_returns_none_of_its_arguments_as_a_residual():
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_gpu_is_given_operands_in_the_precision_and_sums_in_float32(precision):
-    """Lowered for CUDA, which needs no GPU: products, their gradients, and the layouts of
+    """Lowering for CUDA needs no GPU: checks products, their gradients, and the layouts of
     attention."""
     stages = Stages(small.backbone(precision=precision), "mlp_down")
     checks = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]

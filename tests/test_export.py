@@ -65,7 +65,7 @@ np.savez("found.npz", **found)
 
 
 def check_memory(subject: Subject, result: dict[str, np.ndarray], tasks: list[int]) -> None:
-    """The answers to the first images, which belong to these tasks."""
+    """Check the answers to the first images, which belong to these tasks."""
     num = len(tasks)
     np.testing.assert_array_equal(result["task"], tasks)
     assert result["task"].dtype == np.int32 and result["logits"].shape == (num, 5)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.convert
 
 
 def timm_logits(file: Path, images: np.ndarray) -> np.ndarray:
-    """As the description in the file says it is done."""
+    """Load the file as its description says."""
     import safetensors
     import timm
     import torch

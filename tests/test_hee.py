@@ -66,8 +66,7 @@ def test_uniform_covers_all_candidates():
 
 
 def two_level_draw(rng: np.random.Generator, similarity, experts, size: int) -> int:
-    """The paper's procedure as it tells it: first a task or Aux, then Reuse or Adapt, New or
-    Skip."""
+    """Sample as the paper describes it: first a task or Aux, then Reuse or Adapt, New or Skip."""
     present = [i for i in range(len(similarity)) if not np.isnan(similarity[i])]
     scores = [similarity[i] for i in present]
     scores.append(-max(scores) if scores else 0.0)

@@ -15,9 +15,9 @@ from cheem_jax.engine.hosts import HostsConfig
 from cheem_jax.run.record import read
 
 STEPS = {"supernet": {"epochs": 17}}
-"""51 steps, three in an epoch."""
+"""Settings for 51 steps, three in an epoch."""
 LONG = {"supernet": {"epochs": 4000}}
-"""More than a test waits for: such a run ends because something ends it."""
+"""Settings for a run that lasts longer than any test waits."""
 
 
 def learned(folder: Path) -> list[dict]:

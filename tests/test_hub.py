@@ -38,7 +38,7 @@ class State:
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as a push and a pull ask of it."""
+    """The part of the hub that a push and a pull use."""
 
     def __init__(self, state: State, *args):
         self.state = state

@@ -109,7 +109,7 @@ def test_bfloat16_rounds_operands_and_nothing_else(name):
 
 @pytest.mark.parametrize("name", ["product", "attention"])
 def test_no_operand_of_a_bfloat16_product_is_transposed_on_a_cpu(name):
-    """Else XLA computes it in float32."""
+    """Otherwise XLA computes it in float32."""
     ours, plain, arguments = CASES[name]
     grad = array(*jax.eval_shape(plain, *arguments).shape)
     program = jax.jit(

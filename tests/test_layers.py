@@ -58,7 +58,7 @@ NEEDS_AN_EXTRA = {
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Dotted name to file, for every module of the package at `root`."""
+    """Return the file of every module of the package at `root`, keyed by its dotted name."""
     files = {
         file.relative_to(root.parent).with_suffix(""): file for file in sorted(root.rglob("*.py"))
     }
@@ -66,8 +66,8 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imported(name: str, file: Path) -> set[str]:
-    """Dotted names that the module imports, at the top or inside functions, relative ones
-    resolved."""
+    """Return the dotted names that the module imports, at the top or inside functions, with
+    relative ones resolved."""
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     result = set()
     for node in ast.walk(ast.parse(file.read_text(), str(file))):
@@ -82,7 +82,7 @@ def imported(name: str, file: Path) -> set[str]:
 
 
 def layer_errors(root: Path) -> list[str]:
-    """One line for each import against the order and for each module that has no place in it."""
+    """Return one line for each import against the order and for each module without a row."""
     place = {layer: i for i, layer in enumerate(layer for row in ROWS for layer in row)}
     errors = []
     for name, file in modules(root).items():

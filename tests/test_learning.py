@@ -17,11 +17,11 @@ from cheem_jax.run.session import Session
 
 
 class Halt(Exception):
-    """Ends a process in the middle."""
+    """Raised in place of the end of a process."""
 
 
 class Halting(Session):
-    """Saves at the first report after so many images of the search, and ends there."""
+    """Saves at the first report after a number of images of the search, and raises."""
 
     def __init__(self, rolling, num_images):
         super().__init__()

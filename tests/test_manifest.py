@@ -13,7 +13,7 @@ NAMES = {"cat": 10, "dog": 20}  # each with its grey
 
 
 def photos(root: Path, num: int = 4) -> Path:
-    """cat/0.png .. and dog/0.png .., so many of each."""
+    """Write `num` images per class: cat/0.png and so on, and dog/0.png and so on."""
     for name, grey in NAMES.items():
         (root / name).mkdir(parents=True)
         for i in range(num):
@@ -35,7 +35,7 @@ WITH_SPLITS = [f"{name}/{i}.png,{name},{SPLIT[i]}" for name in NAMES for i in ra
 
 
 def members(plan) -> dict[str, list[tuple[str, str]]]:
-    """(key, class name) of every image, by split."""
+    """Return (key, class name) of every image, by split."""
     return {
         split: [(part.files.key(row), plan.classes[label]) for row, label in enumerate(part.labels)]
         for split, part in plan.splits.items()

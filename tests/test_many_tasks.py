@@ -64,7 +64,7 @@ def memory(executor, images):
 
 @pytest.fixture
 def merges(monkeypatch):
-    """How often two weights were merged."""
+    """List with one entry per merge of two weights."""
     calls = []
     merge = pool.merge_dense
     monkeypatch.setattr(pool, "merge_dense", lambda *given: calls.append(1) or merge(*given))
@@ -84,7 +84,7 @@ def adapted(memory) -> list[tuple[int, int]]:
 
 
 def distances_by_task(points, tasks) -> np.ndarray:
-    """L1 distance to the nearest centroid, compared with one task after the other."""
+    """Return the L1 distance to the nearest centroid, computed task by task."""
     rows = points / np.maximum(np.linalg.norm(points, axis=1, keepdims=True), 1e-12)
     return np.stack([cdist(rows, task, "cityblock").min(axis=1) for task in tasks], axis=1)
 

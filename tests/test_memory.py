@@ -105,7 +105,7 @@ def contents(directory: Path) -> list[str]:
 
 
 def given(memory: OpenMemory, name: str) -> np.ndarray:
-    """Logits of a task's own network for its test images."""
+    """Return the logits of a task's network for its test images."""
     task = next(task for task in STREAM.tasks if task.name == name)
     return np.stack(memory.predictor(task=name).answer(task.test.images).logits)
 
@@ -564,7 +564,7 @@ def test_several_tasks_are_forgotten_together_or_none(copied):
 
 
 def dying(write, name):
-    """`MemoryState.write` in a process that is killed after it has written this setting."""
+    """Return `MemoryState.write` of a process that is killed after it has written this setting."""
 
     def die_after(self, **changes):
         state = write(self, **changes)
@@ -642,7 +642,7 @@ def test_forgetting_the_parents_of_other_tasks_experts_keeps_their_predictions_o
 
 
 def only(task: Task, *labels: int) -> Task:
-    """The images of some of a task's classes."""
+    """Return the task with the images of some of its classes."""
     parts = {}
     for name, split in task.splits.items():
         rows = np.isin(split.labels, labels)
@@ -655,7 +655,7 @@ def only(task: Task, *labels: int) -> Task:
 MORE = small.task("photos", 0, num=48)
 """Other images of the classes of `task0`."""
 SWAPPED = dataclasses.replace(MORE, classes=("c1", "c0", "c2"))
-"""The same with two classes taken for each other: learning them costs the old images."""
+"""The same with two classes swapped: learning them costs the old images."""
 NEW = only(small.task("photos", 50, num_classes=5), 3, 4)
 """Images of classes that `task0` lacks."""
 
@@ -1258,8 +1258,8 @@ def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeyp
 FALLBACK = dataclasses.replace(
     small.QUICK, finetune=FitConfig(epochs=1, learning_rate=1e-6), fallback=True
 )
-"""The head of the learned network stays as it began, so that the frozen backbone with a ridge head
-is better."""
+"""The head of the learned network keeps its initial values, so that the frozen backbone with a
+ridge head is better."""
 
 
 def test_a_task_whose_measurement_was_interrupted_is_learned_in_this_process_too(tmp_path):

@@ -36,7 +36,7 @@ METHOD = dataclasses.replace(small.QUICK, remove=("skip", "adapt"))
 
 
 class Halt(Progress):
-    """Ends the process's work when the last phase of learning begins."""
+    """Progress that is interrupted as the last phase of learning begins."""
 
     def phase(self, phase: str, **fields: Any):
         if phase == "finetune":

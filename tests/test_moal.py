@@ -62,7 +62,7 @@ def method() -> Any:
 
 
 def moal_with(**changed) -> Any:
-    """Other settings of the head with the same compiled functions."""
+    """Return a method with other settings of the head and the same compiled functions."""
     moal = fresh(method())
     moal.config = dataclasses.replace(CONFIG, **changed)
     return moal

@@ -71,7 +71,7 @@ def moe(untrained) -> Any:
 
 
 def parts(moe: MoeAdapters) -> list[np.ndarray]:
-    """Its experts on the host."""
+    """Return its experts as host arrays."""
     return [np.asarray(leaf) for leaf in moe.state.experts]
 
 

@@ -61,7 +61,7 @@ def one_executor():
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """`here` is where commands are typed; next to it are images, in folders with blanks and
+    """Commands run in the folder `here`; next to it are images, in folders with blanks and
     umlauts."""
     root = tmp_path_factory.mktemp("root")
     (root / "here").mkdir()

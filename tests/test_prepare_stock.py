@@ -34,7 +34,7 @@ for keep in ("memory", "cache", "stream"):
 
 
 def run(program, data_dir, *, packages=None):
-    """Return the printed lines of a script; with `imports` in place of the installed modules."""
+    """Run a script, and return its printed lines; `packages` replaces the installed packages."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     options = []
     root = Path(__file__).parent.parent
@@ -47,7 +47,7 @@ def run(program, data_dir, *, packages=None):
 
 
 def without_tensorflow(folder):
-    """The installed packages but TensorFlow, as links in a folder."""
+    """Return a folder with links to the installed packages, except TensorFlow."""
     folder.mkdir()
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if entry.name not in ("tensorflow", "keras") and not entry.name.startswith("tensorflow-"):

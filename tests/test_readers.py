@@ -37,7 +37,7 @@ def unpacked(request) -> bool:
 
 
 def examples(reading: Reading) -> dict[str, dict[str, LabelledImage]]:
-    """By split and key."""
+    """Return the images by split and key."""
     result = {split: list(source.read()) for split, source in reading.sources.items()}
     assert all(len({example.key for example in split}) == len(split) for split in result.values())
     return {split: {example.key: example for example in sorted(result[split])} for split in result}

@@ -17,7 +17,7 @@ OPS = ("reuse:0", "adapt:0", "new", "skip", "reuse:0")
 
 
 def made_up(names: list[str], num_blocks: int, backbone: str, image_size: int) -> dict[str, Any]:
-    """Results in the form of `results.json`, every number derived from its position."""
+    """Return results in the form of `results.json`, with numbers derived from positions."""
     num_tasks = len(names)
     pool: list[list[dict]] = [
         [{"origin": "base", "kind": "full", "parent": None}] for _ in range(num_blocks)

@@ -80,7 +80,7 @@ def parsed(*runs: Path, images: bool = True) -> Parsed:
 
 
 def change(run: Path, edit: Callable[[dict], object]) -> None:
-    """Edits the results of a run."""
+    """Edit the results of a run."""
     held = json.loads((run / "results.json").read_text())
     edit(held)
     (run / "results.json").write_text(json.dumps(held))

@@ -21,7 +21,7 @@ SAVED = Saved({"x": np.arange(4.0)}, {"step": 3})
 
 
 class Clock:
-    """A clock that the test turns; `step` seconds pass whenever it is looked at."""
+    """A clock that the test sets; each reading advances it by `step` seconds."""
 
     now, step = 0.0, 0.0
 

@@ -80,7 +80,7 @@ def quick():
 
 
 def sampled_task(num_images: int, num_classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Features around the mean of each class, and their labels."""
+    """Return features around the mean of each class, and their labels."""
     rng = np.random.default_rng(seed)
     labels = np.arange(num_images, dtype=np.int32) % num_classes
     means = rng.normal(size=(num_classes, WIDTH))
@@ -337,7 +337,8 @@ def test_a_router_is_chosen_on_the_command_line():
 
 @pytest.fixture(scope="module")
 def by_hand():
-    """Per placement the mean patch tokens at each block but the last, and the last class token."""
+    """Mean patch tokens at each block except the last, and the last class token, keyed by
+    placement."""
     vit = small.backbone()
 
     def tokens(images, placement):
@@ -378,8 +379,8 @@ def test_a_router_reads_the_features_that_the_blocks_compute(by_hand, kind, plac
 
 
 def networks(executor) -> small.Given:
-    """One never leaves the base network; others at block 3, behind the features of `early`, at
-    block 2 and at block 0."""
+    """Return four networks: one never leaves the base network; the others leave it at block 3,
+    behind the features of `early`, at block 2 and at block 0."""
     base = base_network(executor)
     keys = iter(jax.random.split(jax.random.key(1), 2))
     new = [Dense(1, init_new(next(keys), executor.base_pool[block][0].params)) for block in (3, 2)]
@@ -493,7 +494,7 @@ TESTED = np.concatenate([task.test.images for task in STREAM.tasks])
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-    """A memory of two tasks, and the first one's thresholds before the second came."""
+    """A memory of two tasks, and the thresholds of the first one before the second was learned."""
     memory = begin(tmp_path_factory.mktemp("routing") / "pets", method=METHOD, num_classes=3)
     memory.learn(STREAM.tasks[0])
     before = memory.predictor(open_set=0.1).thresholds
@@ -563,7 +564,7 @@ def test_the_routers_statistics_are_on_the_disk_and_in_the_report(learned, capsy
 
 
 def names_of(directory: Path) -> list[tuple[str, set[str]]]:
-    """Files on the disk of each task, a forgotten one as well."""
+    """Return the files on the disk of each task, including a forgotten one."""
     return [
         (place.name, set(load_task(place)[0]))
         for place in saved_tasks(next(directory.glob("*/cheem")))

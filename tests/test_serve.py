@@ -60,8 +60,7 @@ def served():
 
 @pytest.fixture
 def gated():
-    """A predictor that answers once its gate is opened, which happens at the latest when the test
-    ends."""
+    """A predictor that answers once its gate is open, at the latest when the test ends."""
     predictor = Colours()
     predictor.gate.clear()
     yield predictor
@@ -108,7 +107,7 @@ def head(length: int) -> bytes:
 
 
 def text_bomb() -> bytes:
-    """An image of one pixel with a compressed note of 100 MB."""
+    """Return an image of one pixel with a compressed note of 100 MB."""
     plain = picture(RED, (1, 1))
     note = png_chunk(b"zTXt", b"note\0\0" + zlib.compress(bytes(100_000_000), 9))
     return plain[:33] + note + plain[33:]  # behind the header
@@ -502,7 +501,7 @@ def test_running_requests_are_answered_before_the_server_ends(gated: Colours):
 
 @pytest.fixture
 def command(monkeypatch):
-    """`cheem serve` with a predictor that is already there, and the port that it will listen on."""
+    """`cheem serve` with a finished predictor, and its port."""
     predictor = Colours()
     monkeypatch.setattr(Serve, "predictor", lambda *_, **__: predictor)
     with listen("127.0.0.1", 0) as listening:
@@ -546,7 +545,7 @@ def test_a_memory_that_cannot_be_prepared_ends_the_command(command, capsys):
 
 
 class Opened(NamedTuple):
-    """A memory of as much as answering asks for."""
+    """The part of a memory that prediction uses."""
 
     targets: tuple[SimpleNamespace, ...]
 

@@ -9,7 +9,7 @@ from cheem_jax.memory.data import read_tasks
 
 
 def photos(root: Path, num: int = 4) -> Path:
-    """a/0.png .. and b/0.png .., so many of each."""
+    """Write `num` images per class: a/0.png and so on, and b/0.png and so on."""
     for grey, name in enumerate("ab"):
         (root / name).mkdir(parents=True)
         for i in range(num):

@@ -36,7 +36,7 @@ def events_in(file: Path) -> list[Event]:
 
 
 def numbers_in(file: Path) -> dict[str, list[tuple[int, Any]]]:
-    """Steps and single-precision numbers by tag."""
+    """Return steps and single-precision numbers, keyed by tag."""
     result: dict[str, list[tuple[int, Any]]] = {}
     for event in events_in(file):
         for value in event.summary.value:

@@ -383,7 +383,8 @@ def test_prefetched_batches_arrive_in_order_and_their_errors_reach_the_reader():
 
 
 def test_an_accelerator_computes_the_same_in_larger_calls_with_tokens_stored_on_the_device():
-    """Its code on a CPU: tokens written on the device, in separate sizes, and gathered there."""
+    """Runs the accelerator's code on a CPU: tokens are written on the device, in separate sizes,
+    and gathered there."""
     result = {}
     for device in (CPU, Device(is_host=False, forward_sizes=(24, 32))):
         one = Stages(small.backbone(), "mlp_down", device=device)

@@ -19,7 +19,8 @@ from cheem_jax.run.progress import Progress
 
 
 def full() -> dict[str, bytes]:
-    """Three images of each class for training, two and two for the rest, all different."""
+    """Return three images per class for training, and two and two for the other splits, all
+    different."""
     names = [
         f"{split}/{name}/{i}.png"
         for split, num in (("train", 3), ("val", 2), ("test", 2))
@@ -101,7 +102,7 @@ def test_the_same_bytes_under_two_labels_are_reported(tmp_path):
 
 
 def deep(value: int) -> bytes:
-    """A grey PNG of 16 bits."""
+    """Return a grey PNG of 16 bits."""
     return encode(Image.fromarray(np.full((4, 4), value, np.uint16)))
 
 

@@ -32,7 +32,7 @@ def unseen(num_images: int, note: str = "") -> None:
     pass
 
 
-def told_in(directory: Path) -> Doing:
+def doing_in(directory: Path) -> Doing:
     doing = read_status(directory)
     assert doing is not None
     return doing
@@ -48,7 +48,7 @@ def begin(directory: Path, names: list[str] = NAMES) -> Record:
 
 
 def learn(record: Record, index: int, accuracy: list[float], seconds: float = 8.0) -> None:
-    """A task of `seconds` + 2 s, measured."""
+    """Record a task of `seconds` + 2 s, measured."""
     *_, learned, evaluated = entries(names=NAMES[: index + 1], classes=("a", "b"))
     result = evaluated["methods"]["cheem"] | {
         "accuracy": accuracy,
@@ -59,7 +59,7 @@ def learn(record: Record, index: int, accuracy: list[float], seconds: float = 8.
 
 
 def bound(record: Record, index: int, accuracy: float) -> None:
-    """The upper bound of a task."""
+    """Record the upper bound of a task."""
     costs = {
         "learning_rate": 1e-3,
         "flops_paper": 20_000_000,
@@ -89,15 +89,15 @@ def test_a_phase_reports_its_progress_every_two_seconds(tmp_path):
 
     with Status(tmp_path, clock=clock) as status:
         with status.phase("finetune", "digits", 400, nullcontext(advance)) as tell:
-            assert told_in(tmp_path)[:6] == ("finetune", "digits", 0, 400, 0.0, "")
+            assert doing_in(tmp_path)[:6] == ("finetune", "digits", 0, 400, 0.0, "")
             clock.now = 1.9
             tell(100, "epoch 1/2 loss 2.000")
-            assert told_in(tmp_path).done == 0  # not again before two seconds are over
+            assert doing_in(tmp_path).done == 0  # not again before two seconds are over
             clock.now = 2.0
             tell(60, "epoch 1/2 loss 1.500")
             clock.now = 4.0
             tell(40, "epoch 2/2 loss 1.000")
-        statuses = told_in(tmp_path)
+        statuses = doing_in(tmp_path)
         assert (statuses.done, statuses.total, statuses.seconds, statuses.note) == (
             200,
             400,
@@ -161,7 +161,7 @@ def test_a_running_run_shows_tasks_phase_and_the_time_that_the_finished_ones_for
             for epoch in range(1, 5):
                 clock.now += 5.0
                 tell(250, f"epoch {epoch}/16 loss {1 / epoch:.3f}")
-            now = told_in(tmp_path).time
+            now = doing_in(tmp_path).time
             text = text_of(tmp_path, now=now)
             said = live.line(look(tmp_path, now))
     assert "made-up · vit_micro · CHEEM · seed 7 · preset quick, changed" in text

@@ -111,8 +111,8 @@ def test_other_models_than_plain_vits_are_refused_by_the_tensors_that_show_it(ex
 
 
 def scaled(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """With LayerScale, registers and positions of the patches alone, as DINOv2 with registers has
-    them."""
+    """Add LayerScale and registers, and remove the class token's position, as in DINOv2 with
+    registers."""
     rng = np.random.default_rng(1)
     scales = {
         f"blocks.{block}.{name}.gamma": rng.standard_normal(64)
@@ -140,7 +140,7 @@ def test_layer_scale_is_folded_and_registers_follow_the_class_token():
 
 
 def pooled(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Without class token, with attention pooling, as SigLIP has them."""
+    """Remove the class token, and add attention pooling, as in SigLIP."""
     rng = np.random.default_rng(1)
     shapes = {
         "latent": (1, 1, 64),
@@ -422,7 +422,7 @@ def test_quickgelu_names_share_the_hubs_plain_repository():
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """The hub's two answers that a download needs: a file with its commit and etag, or no
+    """The two answers of the hub that a download needs: a file with its commit and etag, or no
     repository."""
 
     def __init__(self, files: dict[str, bytes], asked: list[str], *args):

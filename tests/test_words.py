@@ -139,7 +139,7 @@ PAGES += sorted(page for kind in ("md", "ipynb", "svg") for page in DOCS.rglob(f
 
 
 def hits_in(text: str, terms: Sequence[Term] = TERMS) -> list[str]:
-    """Every word of the text to avoid, with its substitute."""
+    """Return every word of the text to avoid, with its substitute."""
     return [
         f"{hit[0]!r} -> {term.instead}"
         for term in terms
@@ -148,7 +148,7 @@ def hits_in(text: str, terms: Sequence[Term] = TERMS) -> list[str]:
 
 
 def text_of(page: Path) -> str:
-    """A page, the Markdown of a notebook, or the words in a drawing."""
+    """Return a page, the Markdown of a notebook, or the words in a drawing."""
     match page.suffix:
         case ".ipynb":
             cells = json.loads(page.read_text())["cells"]
@@ -165,8 +165,8 @@ def text_of(page: Path) -> str:
 
 
 def prose_of(page: Path) -> str:
-    """A page's sentences and the comments of its commands, without code, printed lines and targets
-    of links."""
+    """Return a page's sentences and the comments of its commands, without code, printed lines and
+    targets of links."""
     text = text_of(page)
     if page.name == "quickstart.md":  # the first paragraph talks of a family album
         title, _, rest = text.split("\n\n", 2)
@@ -203,7 +203,7 @@ def messages_of(module: Path) -> Iterator[str]:
 
 
 def prose_in(module: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring and comment of a module, without `code`."""
+    """Yield line and text of each docstring and comment of a module, without `code`."""
     source = module.read_text()
     texts = [
         (node.lineno, node.value.value)
@@ -222,7 +222,7 @@ def prose_in(module: Path) -> Iterator[tuple[int, str]]:
 
 
 def names_in(module: Path) -> Iterator[tuple[int, str]]:
-    """Line and name of everything that a module names: variables, arguments, fields, functions."""
+    """Yield line and name of every variable, argument, field and function of a module."""
     for node in ast.walk(ast.parse(module.read_text())):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):

@@ -3,13 +3,13 @@
 import numpy as np
 
 TINY = "vit_tiny_patch4_12.dino"
-"""A name that timm could have; its mean and std are known from the tag."""
+"""A plausible name of timm; its mean and std follow from the tag."""
 
 
 def timm_tensors(
     *, width=64, depth=2, patch=4, grid=3, classes=0, ratio=3, clip=False
 ) -> dict[str, np.ndarray]:
-    """Random weights of a plain ViT, under timm's names and in PyTorch's layout."""
+    """Return random weights of a plain ViT, under timm's names and in PyTorch's layout."""
     shapes = {
         "cls_token": (1, 1, width),
         "pos_embed": (1, grid**2 + 1, width),

@@ -14,7 +14,7 @@ CHROMIUM = os.environ.get("CHEEM_CHROMIUM", "/usr/bin/chromium")
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
-    """Debian's Chromium, or the one that CHEEM_CHROMIUM names."""
+    """Debian's Chromium, or the browser that CHEEM_CHROMIUM names."""
     from playwright.sync_api import sync_playwright
 
     if not Path(CHROMIUM).exists():
@@ -38,7 +38,7 @@ def one_run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def three_runs(tmp_path_factory) -> Path:
-    """The page of two methods, one of them with two seeds; a name tries to be markup."""
+    """The page of two methods, one with two seeds; the name of a task contains markup."""
     folder = tmp_path_factory.mktemp("three")
     names = (
         "<img src=x onerror=alert(1)>",

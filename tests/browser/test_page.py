@@ -30,7 +30,7 @@ def read_to_the_end(page) -> None:
 
 
 def cell(page, row: int, block: int):
-    """The architecture grid's cell; row 0 is the base."""
+    """Return a cell of the architecture grid; row 0 is the base."""
     return page.locator(".architectures tbody tr:visible").nth(row).locator("td").nth(block)
 
 

@@ -15,8 +15,7 @@ BRIGHT, DARK = (224, 32, 32), (96, 160, 224)
 
 
 def expect(place):
-    """Playwright's own, imported where it is needed: tests that are not of a browser do without the
-    package."""
+    """Return Playwright's `expect`, imported here because other tests run without the package."""
     from playwright.sync_api import expect as wait_for
 
     return wait_for(place)

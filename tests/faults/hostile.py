@@ -62,17 +62,17 @@ class Tried(NamedTuple):
     refused: int
     seconds: float
     megabytes: int
-    """By which the resident size grew at most."""
+    """Largest growth of the resident size."""
     bad: list[str]
 
 
 class Hang(BaseException):
-    """Of no kind that a loader might catch."""
+    """Not an Exception, so that no loader catches it."""
 
 
 def fuzz(name: str, numbers: Sequence[int], folder: Path, seed: int = 0) -> Tried:
-    """Every call returns, or raises a ValueError or OSError that names its file; soon, and with
-    little memory."""
+    """Check that every call returns, or raises a ValueError or OSError that names its file, in time
+    and with little memory."""
     make, most = LOADERS[name]
     attempts = make(folder)
     bad: list[str] = []
@@ -126,7 +126,7 @@ def _time_limit() -> Iterator[None]:
 
 
 def _reset_peak() -> int:
-    """The resident size now, from which Linux counts the peak again."""
+    """Reset the peak that Linux reports, and return the present resident size."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _peak()
@@ -162,8 +162,7 @@ NUMBERS = [
 
 
 def damaged(data: bytes, rng: random.Random, other: bytes = b"") -> bytes:
-    """Bytes flipped, lost, repeated, cut off, spliced with another file, or replaced by extreme
-    numbers."""
+    """Flip, remove, repeat, cut off or splice bytes, or replace them by extreme numbers."""
     result = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         at = rng.randrange(len(result) + 1)
@@ -248,8 +247,8 @@ RAW = [
 
 
 def damaged_json(value: Any, rng: random.Random) -> bytes:
-    """A JSON text with keys lost, renamed or doubled, values of other types, or an unusual
-    encoding."""
+    """Return a JSON text with removed, renamed or doubled keys, values of other types, or an
+    unusual encoding."""
     value = copy.deepcopy(value)
     raw: list[str] = []
 
@@ -295,7 +294,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def encoded(text: str, rng: random.Random) -> bytes:
-    """Mostly UTF-8."""
+    """Encode a text, mostly in UTF-8."""
     kind = rng.choice(("utf-8",) * 12 + ("utf-8-sig", "utf-16", "utf-32", "latin-1"))
     data = text.encode(kind, "surrogatepass" if kind.startswith("utf") else "replace")
     return damaged(data, rng) if rng.random() < 0.15 else data
@@ -353,7 +352,7 @@ TOML_RAW = [
 def damaged_lines(
     text: str, values: Sequence[str], rng: random.Random, separator: str = "="
 ) -> bytes:
-    """Lines lost, doubled, swapped, with other keys or values."""
+    """Remove, double or swap lines, or replace keys or values."""
     lines = text.splitlines()
     for _ in range(rng.choice((1, 1, 2, 3))):
         at = rng.randrange(len(lines)) if lines else 0
@@ -383,7 +382,7 @@ def damaged_lines(
 
 
 def picture(rng: random.Random, mode: str = "RGB", size: tuple[int, int] = (16, 12)) -> Image.Image:
-    """Noise."""
+    """Return an image of noise."""
     depth = {"RGB": 3, "RGBA": 4, "CMYK": 4, "LA": 2, "I;16": 2}.get(mode, 1)
     if mode == "1":
         return picture(rng, "L", size).convert("1")
@@ -394,7 +393,7 @@ def picture(rng: random.Random, mode: str = "RGB", size: tuple[int, int] = (16, 
 
 
 def pictures() -> dict[str, bytes]:
-    """Every accepted format in its usual kinds."""
+    """Return a file of every accepted format in its usual variants."""
     rng = random.Random(0)
     new = functools.partial(picture, rng)
     frames = [new("P"), new("P")]
@@ -491,7 +490,7 @@ def check_pixels(pixels: np.ndarray) -> None:
 
 
 def damaged_png(data: bytes, rng: random.Random) -> bytes:
-    """Corruption inside the chunks, whose checksums are right again."""
+    """Corrupt chunks, and correct their checksums."""
     chunks = []
     at = 8
     while at < len(data):
@@ -536,7 +535,7 @@ def damaged_png(data: bytes, rng: random.Random) -> bytes:
 
 
 def zips(folder: Path) -> Attempts:
-    """A task in a zip, planned and read to the end; and its meta.json."""
+    """Read a task in a zip to the end, and its meta.json."""
     from cheem_jax.data.folder import plan_stream, plan_task
 
     files = task_files()
@@ -589,7 +588,7 @@ def damaged_name(name: str, rng: random.Random) -> str:
 
 
 def damaged_zip(data: bytes, rng: random.Random) -> bytes:
-    """Corruption at headers as often as in between."""
+    """Corrupt headers as often as other bytes."""
     if rng.random() < 0.5:
         return damaged(data, rng)
     result = bytearray(data)
@@ -603,7 +602,7 @@ def damaged_zip(data: bytes, rng: random.Random) -> bytes:
 
 
 def archives(folder: Path) -> Attempts:
-    """Zips and tar.gz, read to the end."""
+    """Read zips and tar.gz files to the end."""
     from cheem_jax.data.benchmarks.archives import members
 
     files = {f"top/{name}": data for name, data in task_files(1).items()}
@@ -638,7 +637,7 @@ def tar_of(files: dict[str, bytes]) -> bytes:
 
 
 def damaged_tar(data: bytes, rng: random.Random) -> bytes:
-    """Corrupted headers, whose checksums are right again."""
+    """Corrupt headers, and correct their checksums."""
     result = bytearray(data)
     starts = [at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"]
     for at in rng.sample(starts, min(len(starts), rng.choice((1, 2)))):
@@ -852,7 +851,7 @@ HEADERS = [
 
 
 def damaged_npy(data: bytes, rng: random.Random) -> bytes:
-    """Another header before the same numbers."""
+    """Replace the header in front of the same numbers."""
     body = data[10 + struct.unpack_from("<H", data, 8)[0] :]
     if rng.random() < 0.4:
         old = data[10 : len(data) - len(body)].decode("latin-1")
@@ -881,7 +880,7 @@ ODD_TENSORS: dict[str, list[tuple[int, ...]]] = {
 
 
 def odd_tensors(rng: random.Random) -> dict[str, np.ndarray]:
-    """Tensors missing, of other shapes, ranks and types, and such as no network has."""
+    """Remove tensors, change their shapes, ranks and types, and add tensors that no network has."""
     tensors = timm_tensors(depth=1, classes=5, ratio=1)
     for _ in range(rng.choice((1, 1, 2))):
         name = rng.choice(sorted(ODD_TENSORS))
@@ -944,7 +943,7 @@ def check_weights(pretrained: Any) -> None:
 
 
 def damaged_safetensors(data: bytes, rng: random.Random) -> bytes:
-    """Another header before the same numbers."""
+    """Replace the header in front of the same numbers."""
     (size,) = struct.unpack_from("<Q", data)
     header = damaged_json(json.loads(data[8 : 8 + size]), rng)
     if rng.random() < 0.1:
@@ -958,7 +957,7 @@ def damaged_safetensors(data: bytes, rng: random.Random) -> bytes:
 
 
 def damaged_npz(data: bytes, rng: random.Random) -> bytes:
-    """Members with other headers, of no array at all, or packed to almost nothing."""
+    """Replace headers or members, or compress members to almost nothing."""
     members = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for name in archive.namelist():
@@ -1203,7 +1202,7 @@ RECORD = list(entries(names=("one", "two"), classes=("cat", "dog")))
 
 
 def run_records(folder: Path) -> Attempts:
-    """`metrics.jsonl` as it is read and continued."""
+    """`metrics.jsonl`, read and continued."""
     from cheem_jax.run.record import NAME, Record, read
 
     for entry in RECORD:
