@@ -49,7 +49,7 @@ def images_by_class(plans) -> dict[tuple[str, str], set[bytes]]:
     return images
 
 
-def test_seed_1993_gives_the_order_of_pilot():
+def test_seed_1993_leads_to_the_order_of_pilot():
     # the first classes of CIFAR-100 in the published orders of class-incremental learning
     assert np.random.RandomState(1993).permutation(100)[:5].tolist() == [68, 56, 78, 8, 23]
     for seed, num in ((1993, 100), (1993, 7), (0, 7), (2**32 - 1, 50)):
@@ -270,10 +270,10 @@ def test_a_divided_data_set_is_learned_recorded_and_resumed(capsys, zoo, monkeyp
     status, _, error = run(capsys, zoo, *words)
     assert status == 2 and "killed here" in error
     monkeypatch.undo()
-    status, told, error = run(capsys, zoo, *words)
+    status, printed, error = run(capsys, zoo, *words)
     assert status == 0, error
-    assert "zoo B0 Inc2: 7 classes permuted with seed 1993, 3 tasks of 2 classes" in told
-    assert "zoo-03 has the remaining 3" in told
+    assert "zoo B0 Inc2: 7 classes permuted with seed 1993, 3 tasks of 2 classes" in printed
+    assert "zoo-03 has the remaining 3" in printed
     first, *_ = map(json.loads, (zoo.parent / "run" / "metrics.jsonl").read_text().splitlines())
     np.random.seed(1993)
     order = [CLASSES[label] for label in np.random.permutation(7)]

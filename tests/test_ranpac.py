@@ -51,7 +51,7 @@ def test_ranpac_learns_saves_opens_and_predicts_per_image(tmp_path):
 
 
 @pytest.mark.full
-def test_tasks_one_by_one_give_the_regression_on_the_images_of_all_tasks():
+def test_tasks_one_by_one_fit_the_regression_on_the_images_of_all_tasks():
     tasks = small.stream(3).tasks
     ranpac = fresh(method())
     reports = [ranpac.learn(task, Session()) for task in tasks]
