@@ -40,23 +40,25 @@ def write_task(folder, num_classes=2, per_class=4):
                 Image.fromarray(pixels).save(directory / f"{index}.png")
 
 
-def end_of(capsys, command, settings=None, directory=None, *, computes=False):
+def end_of(capsys, command, settings=None, directory=None):
     """Run a command until it ends the process, and return status and standard error."""
     with pytest.raises(SystemExit) as stop:
-        run_command(command, settings, directory, computes=computes)
+        run_command(command, settings, directory, computes=False)
     return stop.value.code, capsys.readouterr().err
 
 
 def error_of(capsys, *arguments):
     """Return status and standard error of `cheem run`."""
-    settings = cheem_run.read_arguments(["--backbone", "vit_micro", *map(str, arguments)])
-    return end_of(capsys, cheem_run.run_seeds, settings, settings.run_dir, computes=True)
+    with pytest.raises(SystemExit) as stop:
+        settings = cheem_run.read_arguments(["--backbone", "vit_micro", *map(str, arguments)])
+        run_command(cheem_run.run_seeds, settings, settings.run_dir)
+    return stop.value.code, capsys.readouterr().err
 
 
 def raises(error):
     """A command that ends in an error."""
 
-    def command(settings):
+    def command(*_):
         raise error
 
     return command
