@@ -99,6 +99,12 @@ def copied(learned, tmp_path) -> Path:
     return Path(shutil.copytree(learned, tmp_path / "pets"))
 
 
+@pytest.fixture
+def memory(copied) -> OpenMemory:
+    """The memory of the folder `copied`."""
+    return cheem_jax.open(copied)
+
+
 def contents(directory: Path) -> list[str]:
     root = next(directory.glob("generation-*")) / "cheem"
     return [load_manifest(place)["content_sha256"] for place in saved_tasks(root)]
@@ -110,19 +116,16 @@ def given(memory: OpenMemory, name: str) -> np.ndarray:
     return np.stack(memory.predictor(task=name).answer(task.test.images).logits)
 
 
-def test_sittings_do_not_matter(learned, tmp_path):
+def test_a_memory_does_not_depend_on_its_sittings_and_new_tasks_change_no_earlier_answer(
+    learned, tmp_path
+):
     memory = begin(tmp_path / "at-once")
-    memory.learn(STREAM)
-    assert contents(tmp_path / "at-once") == contents(learned)
-    assert [task.name for task in memory.tasks] == ["task0", "task1", "task2"]
-
-
-def test_a_new_task_changes_no_earlier_answer(learned, tmp_path):
-    memory = begin(tmp_path / "pets")
     memory.learn(STREAM.tasks[0])
     before = given(memory, "task0")
-    memory.learn(STREAM.tasks[1])
+    memory.learn(STREAM)
     np.testing.assert_array_equal(given(memory, "task0"), before)
+    assert contents(tmp_path / "at-once") == contents(learned)
+    assert [task.name for task in memory.tasks] == ["task0", "task1", "task2"]
 
 
 def test_answers_do_not_depend_on_the_company_of_an_image(learned):
@@ -362,8 +365,7 @@ def test_the_record_contains_every_measurement_and_null_for_the_rest(learned):
     assert json.loads((learned / "results.json").read_text())["accuracy"] == result["accuracy"]
 
 
-def test_equal_data_are_learned_once_and_other_data_not_under_the_same_name(copied):
-    memory = cheem_jax.open(copied)
+def test_equal_data_are_learned_once_and_other_data_not_under_the_same_name(copied, memory):
     before = contents(copied)
     memory.learn(STREAM)
     assert contents(copied) == before
@@ -413,8 +415,7 @@ def test_a_killed_learning_resumes_and_ends_with_the_same_bits(learned, tmp_path
 
 
 @pytest.mark.full
-def test_an_interrupted_task_is_replaced_if_that_is_asked_for(copied):
-    memory = cheem_jax.open(copied)
+def test_an_interrupted_task_is_replaced_if_that_is_asked_for(memory):
     for phase in ("search", "finetune"):
         with pytest.raises(KeyboardInterrupt):
             memory.learn(small.task("fourth", 8), progress=Killed(phase), save_every=0)
@@ -422,8 +423,7 @@ def test_an_interrupted_task_is_replaced_if_that_is_asked_for(copied):
     assert [task.name for task in memory.tasks] == ["task0", "task1", "task2", "fifth"]
 
 
-def test_another_task_waits_for_an_interrupted_one_even_without_a_checkpoint(copied):
-    memory = cheem_jax.open(copied)
+def test_another_task_waits_for_an_interrupted_one_even_without_a_checkpoint(copied, memory):
     before = contents(copied)
     fourth, fifth = small.task("fourth", 8), small.task("fifth", 9)
     with pytest.raises(KeyboardInterrupt):
@@ -450,15 +450,13 @@ def test_another_task_waits_for_an_interrupted_one_even_without_a_checkpoint(cop
     ]
 
 
-def test_a_task_that_is_saved_is_not_interrupted(copied):
-    memory = cheem_jax.open(copied)
+def test_a_task_that_is_saved_is_not_interrupted(copied, memory):
     sha256 = memory.config.data_sha256["task2"]
     memory.state.write(learning={"name": "task2", "number": 2, "data_sha256": sha256})
     assert cheem_jax.open(copied).info()["learning"] is None
 
 
-def test_a_interrupted_task_can_be_given_up(copied):
-    memory = cheem_jax.open(copied)
+def test_an_interrupted_task_can_be_forgotten(copied, memory):
     before = contents(copied)
     with pytest.raises(KeyboardInterrupt):
         memory.learn(small.task("fourth", 8), progress=Killed("search"), save_every=0)
@@ -513,8 +511,7 @@ def test_a_network_that_computes_no_numbers_answers_nothing(learned):
 
 
 @pytest.mark.parametrize("erase", [False, True])
-def test_forgetting_leaves_other_answers_and_no_trace(copied, erase):
-    memory = cheem_jax.open(copied)
+def test_forgetting_leaves_other_answers_and_no_trace(copied, memory, erase):
     others = {name: given(memory, name) for name in ("task0", "task2")}
     memory.forget("task1", erase=erase)
     for opened in (memory, cheem_jax.open(copied)):
@@ -541,8 +538,7 @@ def test_forgetting_leaves_other_answers_and_no_trace(copied, erase):
         memory.forget("task1")
 
 
-def test_several_tasks_are_forgotten_together_or_none(copied):
-    memory = cheem_jax.open(copied)
+def test_several_tasks_are_forgotten_together_or_none(copied, memory):
     before = contents(copied)
     for names, reason in (
         (("task0", "task9"), "no task 'task9'"),
@@ -580,8 +576,7 @@ def killed(*_):
 
 
 @pytest.mark.parametrize("names", [("task0",), ("task0", "task1")])
-def test_the_next_writer_finishes_a_killed_forgetting(copied, monkeypatch, names):
-    memory = cheem_jax.open(copied)
+def test_the_next_writer_finishes_a_killed_forgetting(copied, memory, monkeypatch, names):
     with monkeypatch.context() as patched:
         patched.setattr(MemoryState, "write", dying(MemoryState.write, "forgetting"))
         with pytest.raises(KeyboardInterrupt):
@@ -667,8 +662,7 @@ def extension_in(directory: Path) -> dict:
     ]
 
 
-def test_an_extension_that_would_cost_the_old_images_is_refused(copied):
-    memory = cheem_jax.open(copied)
+def test_an_extension_that_would_cost_the_old_images_is_refused(copied, memory):
     before = given(memory, "task0")
     memory.learn(SWAPPED, extend="task0")
     result = extension_in(copied)
@@ -677,8 +671,7 @@ def test_an_extension_that_would_cost_the_old_images_is_refused(copied):
     np.testing.assert_array_equal(given(memory, "task0"), before)
 
 
-def test_more_images_of_every_class_change_one_task_alone(copied, capsys):
-    memory = cheem_jax.open(copied)
+def test_more_images_of_every_class_change_one_task_alone(copied, memory, capsys):
     others = {name: given(memory, name) for name in ("task1", "task2")}
     before = given(memory, "task0")
     (extended,) = memory.learn(MORE, extend="task0")
@@ -732,9 +725,8 @@ def test_an_extended_task_changes_only_for_the_better():
 
 
 def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabilities_calibrated(
-    copied, capsys
+    copied, memory, capsys
 ):
-    memory = cheem_jax.open(copied)
     few = small.task("photos", 0, num=12)
     old = memory.internal.tasks[0]
     experts = memory.internal.added(0)
@@ -788,8 +780,7 @@ def test_samples_move_with_the_features_that_they_stand_for():
     )
 
 
-def test_without_new_images_of_a_class_the_network_stays_as_it_is(copied, capsys):
-    memory = cheem_jax.open(copied)
+def test_without_new_images_of_a_class_the_network_stays_as_it_is(copied, memory, capsys):
     old = memory.internal.tasks[0]
     experts = memory.internal.added(0)
     memory.learn(NEW, extend="task0")
@@ -829,9 +820,8 @@ def test_a_killed_extension_leaves_the_task_and_ends_with_the_same_bits(
 
 
 def test_an_extension_that_is_killed_before_its_record_is_finished_by_the_next_writer(
-    copied, monkeypatch
+    copied, memory, monkeypatch
 ):
-    memory = cheem_jax.open(copied)
     with monkeypatch.context() as patched:
         patched.setattr(MemoryState, "write", dying(MemoryState.write, "forgetting"))
         with pytest.raises(KeyboardInterrupt):
@@ -870,8 +860,7 @@ def test_names_match_however_their_accents_are_composed(tmp_path):
     assert listed.classes == ("c", "C", "new")
 
 
-def test_an_extension_that_does_not_fit_is_refused_before_anything_changes(copied):
-    memory = cheem_jax.open(copied)
+def test_an_extension_that_does_not_fit_is_refused_before_anything_changes(copied, memory):
     before = (copied / "config.json").read_bytes()
     clash = dataclasses.replace(MORE, classes=("C0", "c1", "c2"))
     for data, words, reason in (
@@ -898,8 +887,7 @@ def test_an_extension_that_does_not_fit_is_refused_before_anything_changes(copie
     assert memory.info()["learning"] is None
 
 
-def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone(copied):
-    memory = cheem_jax.open(copied)
+def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone(copied, memory):
     task = dataclasses.replace(memory.internal.tasks[2], statistics={})
     shutil.rmtree(copied / "generation-0001" / "cheem" / "002-task2")
     older = dataclasses.replace(memory.internal, tasks=(*memory.internal.tasks[:2], task))
@@ -1015,8 +1003,7 @@ def test_forgetting_works_where_files_cannot_be_linked(copied, monkeypatch):
     assert [task.name for task in cheem_jax.open(copied).tasks] == ["task1", "task2"]
 
 
-def test_one_process_writes_at_a_time(copied):
-    memory = cheem_jax.open(copied)
+def test_one_process_writes_at_a_time(copied, memory):
     with hold(copied), pytest.raises(ValueError, match="in use by process"):
         memory.forget("task0")
     assert len(cheem_jax.open(copied).tasks) == 3
@@ -1327,8 +1314,7 @@ def test_nothing_is_left_of_a_memory_that_could_not_be_made(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stream_needs_unique_names_and_one_name_is_for_one_task(copied):
-    memory = cheem_jax.open(copied)
+def test_a_stream_needs_unique_names_and_one_name_is_for_one_task(memory):
     with pytest.raises(ValueError, match="unique"):
         memory.learn([small.task("a", 1), small.task("a", 2)])
     with pytest.raises(ValueError, match="one name"):
