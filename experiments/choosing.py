@@ -42,6 +42,7 @@ FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "tuna": {"bottleneck": (8, 16, 64)},
     "moal": {"bottleneck": (16, 64), "hidden": (1000, 5000)},
     "ranpac": {"hidden": (1000, 2000, 5000)},
+    "ease": {"bottleneck": (16, 64)},
     "moe_adapters": {"bottleneck": (8, 64)},
 }
 """The settings besides the rate that a method's own paper varies, and the rank of LoRA for every
@@ -54,7 +55,7 @@ def grids_of(method: str, fixed: Collection[str] = ()) -> dict[str, tuple[Any, .
     if method == "frozen_linear":
         return {}
     rates = LOWER_RATES if method in ("ewc", "full_finetune") else RATES
-    if method == "ranpac":
+    if method in ("ranpac", "ease"):
         rates = SGD_RATES
     grids = {"rate": rates, **FURTHER.get(method, {})}
     return {setting: values for setting, values in grids.items() if setting not in fixed}

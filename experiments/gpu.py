@@ -65,6 +65,7 @@ FIRST = (
 ONCE = (
     "moal",
     "ranpac",
+    "ease",
     "tuna",
     "diki",
     "coda_prompt",

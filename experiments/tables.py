@@ -77,6 +77,7 @@ BASELINES = (
     "tuna",
     "moal",
     "ranpac",
+    "ease",
     "frozen_linear",
 )
 SUMMARY = ("average_accuracy", "average_forgetting", "flops")

@@ -9,6 +9,7 @@ import numpy as np
 from cheem_jax.baselines.coda_prompt import CodaPrompt, CodaPromptConfig
 from cheem_jax.baselines.diki import Diki, DikiConfig
 from cheem_jax.baselines.dualprompt import DualPrompt, DualPromptConfig
+from cheem_jax.baselines.ease import Ease, EaseConfig
 from cheem_jax.baselines.ewc import Ewc, EwcConfig
 from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
 from cheem_jax.baselines.full_finetune import FullFinetune, FullFinetuneConfig
@@ -37,6 +38,7 @@ MethodName = Literal[
     "tuna",
     "moal",
     "ranpac",
+    "ease",
     "moe_adapters",
     "full_finetune",
     "lora_finetune",
@@ -56,6 +58,7 @@ BaselineConfig = (
     | TunaConfig
     | MoalConfig
     | RanPacConfig
+    | EaseConfig
     | MoeAdaptersConfig
     | FullFinetuneConfig
     | FrozenLinearConfig
@@ -83,6 +86,7 @@ LEARNERS: dict[type, Any] = dict(
             Tuna,
             Moal,
             RanPac,
+            Ease,
             MoeAdapters,
             FullFinetune,
             FrozenLinear,
@@ -123,6 +127,8 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
         return config
     # epochs, rate and batch size near those of CHEEM's preset
     epochs, rate, changes = (16, 2e-3, DEMO_BOUND) if preset == "demo" else (8, 1e-3, QUICK_BOUND)
+    if isinstance(config, RanPacConfig | EaseConfig):
+        rate = config.fit.learning_rate  # of SGD
     if not isinstance(config, FullFinetuneConfig):
         changes = {"fit": dataclasses.replace(config.fit, epochs=epochs, learning_rate=rate)}
     match config:
@@ -137,8 +143,6 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
         case MoalConfig():
             changes["hidden"] = 1000
         case RanPacConfig():
-            # the rate of SGD stays
-            changes["fit"] = dataclasses.replace(config.fit, epochs=epochs)
             changes["hidden"] = 2000
     return dataclasses.replace(config, batch_size=32, **changes)
 

@@ -28,6 +28,7 @@ METHODS = {
     "tuna": "TUNA",
     "moal": "MoAL",
     "ranpac": "RanPAC",
+    "ease": "EASE",
     "moe_adapters": "MoE-Adapters",
     "frozen_linear": "frozen, linear heads",
     "lora_finetune": "LoRA fine-tuning",
