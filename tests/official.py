@@ -154,6 +154,44 @@ def caltech101() -> Contents:
     }
 
 
+def cub200(num_classes: int = 2) -> Contents:
+    names = [f"{label + 1:03d}.Bird_{label}" for label in range(num_classes)]
+    keys = [f"{name}/{name}_{i:04d}.jpg" for name in names for i in range(3)]
+    top = "CUB_200_2011"
+    files = {f"{top}/images/{key}": picture(i) for i, key in enumerate(keys)}
+    files |= {
+        "attributes.txt": text("1 has_bill_shape::dagger"),
+        f"{top}/README": b"",
+        f"{top}/classes.txt": text(*(f"{i} {name}" for i, name in enumerate(names, 1))),
+        f"{top}/images.txt": text(*(f"{i} {key}" for i, key in enumerate(keys, 1))),
+        f"{top}/train_test_split.txt": text(
+            *(f"{i} {int(i % 3 > 0)}" for i in range(1, len(keys) + 1))
+        ),
+    }
+    return {"CUB_200_2011.tgz": files}
+
+
+def imagenet_variant(name: str, num_classes: int = 2, num: int = 5) -> Contents:
+    """`num` images of each class, as in the archives of ImageNet-R and ImageNet-A."""
+    files = {f"{name}/README.txt": text("n00000000 tench")}
+    for label in range(num_classes):
+        for i in range(num):
+            files[f"{name}/n{label:08d}/art_{i}.jpg"] = picture(num * label + i)
+    return {f"{name}.tar": files}
+
+
+def pilot(name: str, num_classes: int = 3, first: int = 10) -> Contents:
+    """Four images of each class for train and two for test, as PILOT divides its data sets."""
+    files = {}
+    for label in range(num_classes):
+        for i in range(6):
+            split = "train" if i < 4 else "test"
+            suffix, format = (".png", "PNG") if i % 2 else (".jpg", "JPEG")
+            image = picture(6 * label + i, format)
+            files[f"{name}/{split}/{first + label}/{i}{suffix}"] = image
+    return {f"{name}.zip": files}
+
+
 def tar(files: Files, mode: Literal["w", "w:gz"] = "w:gz") -> bytes:
     """Folders are separate members, as `tar` writes them."""
     buffer = io.BytesIO()
@@ -194,7 +232,8 @@ def put(place: Path, contents: Contents, *, unpacked: bool = False) -> Path:
         if name in files:
             write(place, files)
         elif not unpacked:
-            (place / name).write_bytes(zipped(files) if name.endswith(".zip") else tar(files))
+            mode = "w" if name.endswith(".tar") else "w:gz"
+            (place / name).write_bytes(zipped(files) if name.endswith(".zip") else tar(files, mode))
         elif name == "caltech-101.zip":
             with tarfile.open(
                 fileobj=io.BytesIO(files["caltech-101/101_ObjectCategories.tar.gz"])

@@ -10,9 +10,13 @@ from PIL import Image
 from pixels import encode
 from tensorflow_datasets.core.utils import tqdm_utils
 
-from cheem_jax.data.benchmarks.table import BenchmarkTask
+from cheem_jax.data.benchmarks.table import BY_NAME, BenchmarkTask, members_of
 
-OWN_FEATURES = {"fgvc_aircraft/default": ("file_name", 100), "gtsrb": ("file_name", 43)}
+OWN_FEATURES = {"fgvc_aircraft/default": ("file_name", 100), "gtsrb": ("file_name", 43)} | {
+    task.builder: ("file_name", task.num_classes)
+    for task in map(BY_NAME.__getitem__, members_of("cil"))
+    if task.archives
+}
 
 
 def png(rng: np.random.Generator, shape: tuple[int, ...]) -> bytes:

@@ -1,3 +1,4 @@
+import functools
 import io
 import os
 import re
@@ -15,8 +16,11 @@ from cheem_jax.data.benchmarks.builders import (
     read_aircraft,
     read_caltech101,
     read_cars,
+    read_cub200,
     read_eurosat,
     read_gtsrb,
+    read_imagenet_variant,
+    read_pilot,
     read_sun397,
 )
 from cheem_jax.data.benchmarks.table import BY_NAME
@@ -28,6 +32,15 @@ READERS = {
     "sun397": (read_sun397, official.sun397),
     "eurosat": (read_eurosat, official.eurosat),
     "caltech101": (read_caltech101, official.caltech101),
+    "cub200": (read_cub200, official.cub200),
+    "imagenet_r": (
+        functools.partial(read_imagenet_variant, name="imagenet-r"),
+        functools.partial(official.imagenet_variant, "imagenet-r"),
+    ),
+    "vtab50": (
+        functools.partial(read_pilot, name="vtab"),
+        functools.partial(official.pilot, "vtab"),
+    ),
 }
 
 
@@ -170,6 +183,63 @@ def test_the_inner_archive_of_caltech101_will_do(tmp_path):
     assert examples(read_caltech101(tmp_path / "a")) == examples(read_caltech101(tmp_path / "b"))
 
 
+def test_birds_have_the_official_splits(tmp_path, unpacked):
+    contents = official.cub200()
+    reading = read_cub200(official.put(tmp_path, contents, unpacked=unpacked))
+    assert reading.classes == ("001.Bird_0", "002.Bird_1")
+    assert labels(reading) == {
+        "train": {
+            f"00{label + 1}.Bird_{label}/00{label + 1}.Bird_{label}_000{i}.jpg": label
+            for label in (0, 1)
+            for i in (0, 1)
+        },
+        "test": {
+            f"00{label + 1}.Bird_{label}/00{label + 1}.Bird_{label}_0002.jpg": label
+            for label in (0, 1)
+        },
+    }
+
+
+def test_a_fifth_of_the_images_without_splits_is_the_test_split(tmp_path, unpacked):
+    read, contents = READERS["imagenet_r"]
+    reading = read(official.put(tmp_path, contents(num=10), unpacked=unpacked))
+    assert reading.classes == ("n00000000", "n00000001")
+    result = labels(reading)
+    for split, num in (("train", 8), ("test", 2)):
+        assert sorted(result[split].values()) == [0] * num + [1] * num
+    assert len(result["train"].keys() | result["test"].keys()) == 20
+
+
+@pytest.mark.parametrize("archive", ["cub", "imagenet-r", "imagenet-a", "vtab", "omnibenchmark"])
+def test_a_copy_by_pilot_keeps_its_splits(tmp_path, unpacked, archive):
+    place = official.put(tmp_path, official.pilot(archive), unpacked=unpacked)
+    if archive == "cub":
+        reading = read_cub200(place)
+    elif archive.startswith("imagenet"):
+        reading = read_imagenet_variant(place, name=archive)
+    else:
+        reading = read_pilot(place, name=archive)
+    assert reading.classes == ("10", "11", "12")
+    expected = {
+        "train": ["0.jpg", "1.png", "2.jpg", "3.png"],
+        "test": ["4.jpg", "5.png"],
+    }
+    assert labels(reading) == {
+        split: {f"{name}/{file}": label for label, name in enumerate(reading.classes) for file in f}
+        for split, f in expected.items()
+    }
+
+
+def test_a_copy_by_pilot_without_test_images_is_refused(tmp_path):
+    place = official.put(tmp_path, official.pilot("vtab"), unpacked=True)
+    shutil.rmtree(place / "vtab" / "test" / "11")
+    with pytest.raises(ValueError, match="vtab: test: no image of 1 of 3 classes: '11'"):
+        read_pilot(place, name="vtab")
+    shutil.rmtree(place / "vtab" / "test")
+    with pytest.raises(FileNotFoundError, match="vtab: no image is at test/<class>/<image>"):
+        read_pilot(place, name="vtab")
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_everything_missing_is_listed_at_once(tmp_path, name):
     read, contents = READERS[name]
@@ -209,6 +279,11 @@ def test_corrupted_archives_are_named_and_leave_no_data_set(tmp_path, name, dama
         ("gtsrb", "GTSRB/Final_Test/Images/00007.ppm", "00007.ppm"),
         ("cars", "cars_test/00002.jpg", "00002.jpg"),
         ("sun397", "SUN397/c/church/outdoor/sun_a.jpg", "/c/church/outdoor/sun_a.jpg"),
+        (
+            "cub200",
+            "CUB_200_2011/images/001.Bird_0/001.Bird_0_0001.jpg",
+            "001.Bird_0/001.Bird_0_0001.jpg",
+        ),
     ],
 )
 def test_listed_images_that_are_absent_are_counted_and_named(tmp_path, name, image, first):

@@ -18,7 +18,7 @@ from cheem_jax.cli.arguments import ADVANCED
 from cheem_jax.cli.info import print_grid
 from cheem_jax.core.paths import absolute, printable, shown
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
-from cheem_jax.data.benchmarks.table import BY_NAME, Order, members_of
+from cheem_jax.data.benchmarks.table import BY_NAME, Counts, Order, members_of
 from cheem_jax.data.decode import OnProgress, decode_in_order
 from cheem_jax.data.load import ImagesConfig, default_directory, load_tasks
 from cheem_jax.data.records import default_data_dir
@@ -30,6 +30,8 @@ from cheem_jax.run.progress import Progress, Terminal
 
 IMAGE_SIZE = 96
 """Size in pixels of the square images in a figure."""
+GROUPS = {name: members_of(name) for name in (*BENCHMARKS, "cil")}
+"""Names of the tasks of each benchmark, and of the data sets for class-incremental learning."""
 MOST_LISTED = 10
 """Maximum number of broken files that are printed one by one."""
 
@@ -49,7 +51,8 @@ class List:
     """Options of `cheem data list`."""
 
     what: Annotated[str, tyro.conf.Positional] = "all"
-    """mtil, vdd, all, names of their tasks, or several of these separated by commas."""
+    """mtil, vdd, cil (data sets of class-incremental learning), all, names of their tasks, or
+    several of these separated by commas."""
     data_dir: Path | None = None
     """Folder of the prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     json: bool = False
@@ -61,7 +64,8 @@ class Prepare(DataFolder):
     """Options of `cheem data prepare`."""
 
     what: Annotated[str, tyro.conf.Positional]
-    """mtil, vdd, all, names of their tasks, or several of these separated by commas."""
+    """mtil, vdd, cil (data sets of class-incremental learning), all, names of their tasks, or
+    several of these separated by commas."""
     image_size: int | None = None
     """Also decode all images now and resize them to this many pixels; default: the first run does
     it."""
@@ -117,10 +121,10 @@ def list_data(settings: List) -> None:
         tasks.append(
             {
                 "task": task.name,
-                "benchmarks": [name for name in BENCHMARKS if task.name in members_of(name)],
+                "benchmarks": [name for name in GROUPS if task.name in GROUPS[name]],
                 "state": status.state,
                 "tfds": task.spec,
-                "images": task.counts._asdict(),
+                "images": task.counts and task.counts._asdict(),
                 "classes": task.num_classes,
                 "bytes": status.num_bytes,
                 "licence": task.licence,
@@ -130,13 +134,15 @@ def list_data(settings: List) -> None:
     if settings.json:
         print(json.dumps({"data_dir": str(data_dir), "tasks": tasks}, indent=1))
         return
+    unknown = dict.fromkeys(Counts._fields)
     rows = [
         (
             task["task"],
             " ".join(task["benchmarks"]),
             task["state"],
             task["licence"],
-            *(f"{num:,}" for num in (*task["images"].values(), task["classes"])),
+            *("–" if num is None else f"{num:,}" for num in (task["images"] or unknown).values()),
+            f"{task['classes']:,}",
             _megabytes(task["bytes"]),
         )
         for task in tasks
@@ -279,7 +285,7 @@ def show_data(settings: Show) -> None:
 
 
 def _task_names(what: str) -> list[str]:
-    groups = {"all": [*BY_NAME]} | {name: list(members_of(name)) for name in BENCHMARKS}
+    groups = GROUPS | {"all": tuple(BY_NAME)}
     words = [word.strip() for word in what.split(",")]
     check_names(words, [*BY_NAME, *groups], "the table of benchmarks")
     return list(dict.fromkeys(name for word in words for name in groups.get(word, [word])))

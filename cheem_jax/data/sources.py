@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.benchmarks.prepare import plan_of, status_of
-from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
+from cheem_jax.data.benchmarks.table import BY_NAME, PROTOCOLS, Benchmark, Order, order_of
 from cheem_jax.data.class_split import name_split, split_by_class
 from cheem_jax.data.folder import holds_images, name_of, plan_manifest, plan_stream, plan_task
 from cheem_jax.data.records import HUB, default_data_dir, name_in, plan_hub, plan_tfds
@@ -46,13 +46,13 @@ def plan_source(
 ) -> tuple[str, list[Plan]]:
     """Return the name of a stream, and the plans of its tasks in learning order.
 
-    `source` is `mtil` or `vdd`, the name of one of their tasks, `tfds:NAME[/CONFIG][:VERSION]`,
-    `hf:NAME[:CONFIG]` (on the Hugging Face hub), a TOML file, a manifest (CSV or Parquet), or a
-    folder or zip. A name that also is a folder or file of images in the working directory is
-    ambiguous and refused. `tasks` selects and orders the tasks. `order` is one of MTIL's orders.
-    `seed` decides how missing splits are cut. `purpose` decides the minimum that each task needs.
-    `class_split` divides the source's only data set into tasks, and `tasks` then selects among
-    these. Raises MissingTasks, FileNotFoundError or ValueError.
+    `source` is `mtil` or `vdd`, the name of one of their tasks, a protocol (`PROTOCOLS`),
+    `tfds:NAME[/CONFIG][:VERSION]`, `hf:NAME[:CONFIG]` (on the Hugging Face hub), a TOML file, a
+    manifest (CSV or Parquet), or a folder or zip. A name that also is a folder or file of images in
+    the working directory is ambiguous and refused. `tasks` selects and orders the tasks. `order` is
+    one of MTIL's orders. `seed` decides how missing splits are cut. `purpose` decides the minimum
+    that each task needs. `class_split` divides the source's only data set into tasks, and `tasks`
+    then selects among these. Raises MissingTasks, FileNotFoundError or ValueError.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
     path = absolute(source)
@@ -64,6 +64,9 @@ def plan_source(
             f" {path} contains images; write ./{source} for these, or rename them if"
             " the data set is meant"
         )
+    if source in PROTOCOLS:
+        source, protocol_split = PROTOCOLS[source]
+        class_split = class_split or protocol_split
     is_stream_file = path.suffix.lower() == ".toml"
     if class_split is not None and not is_stream_file:
         name, plans = plan_source(
@@ -129,9 +132,9 @@ def images_dir(data_dir: Path | None) -> Path:
 
 
 def is_name(source: str) -> bool:
-    """Whether a source is the name of a benchmark, one of its tasks, or a data set of TFDS or the
-    hub, and not a file."""
-    return source in (*BENCHMARKS, *BY_NAME) or source.startswith(("tfds:", HUB))
+    """Whether a source is the name of a benchmark, one of its tasks, a protocol, or a data set of
+    TFDS or the hub, and not a file."""
+    return source in (*BENCHMARKS, *BY_NAME, *PROTOCOLS) or source.startswith(("tfds:", HUB))
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path | None:
@@ -164,7 +167,8 @@ def _nearest(source: str, path: Path) -> str:
         if path.parent.is_dir()
         else []
     )
-    near = difflib.get_close_matches(source, [*BENCHMARKS, *BY_NAME, *siblings], n=3, cutoff=0.6)
+    names = [*BENCHMARKS, *BY_NAME, *PROTOCOLS, *siblings]
+    near = difflib.get_close_matches(source, names, n=3, cutoff=0.6)
     return (
         f"; did you mean {' or '.join(near)}?"
         if near

@@ -23,7 +23,8 @@ class StreamConfig:
     """Tasks and their images."""
 
     stream: str = "mtil"
-    """mtil or vdd (see `cheem data list`), a stream file (TOML), a folder with one folder or zip
+    """mtil or vdd (see `cheem data list`), a protocol of class-incremental learning such as
+    cub200_b0_inc20 (see docs/data.md), a stream file (TOML), a folder with one folder or zip
     per task, or demo: the bundled stream of small tasks."""
     data_dir: Path | None = None
     """Folder of the prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""

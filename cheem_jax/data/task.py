@@ -520,7 +520,9 @@ def cut_missing(
         keys = list(members["train"])
         labels = np.array(list(members["train"].values()))
         num = len(keys) // 10 if floor else tenths(len(keys), 3 if split == "test" else 1)
-        _move(members, split, cut(labels, num, keep=len(missing) - i, order=_order(keys, seed)))
+        _move(
+            members, split, cut(labels, num, keep=len(missing) - i, order=hashed_order(keys, seed))
+        )
 
 
 def cut_for_extension(members: Members, seed: int) -> None:
@@ -540,14 +542,14 @@ def cut_for_extension(members: Members, seed: int) -> None:
         np.unique(labels[several], return_inverse=True),
     )
     if len(several):
-        order = _order([keys[row] for row in several], seed)
+        order = hashed_order([keys[row] for row in several], seed)
         mask[several] = cut(positions, tenths(len(keys), 1), keep=1, order=order)
     _move(members, "val", mask)
 
 
-def _order(keys: Sequence[str], seed: int) -> Int[np.ndarray, "N"]:
-    """Sort positions by SHA-256("seed/key"), so that the permutation depends on no library's random
-    numbers."""
+def hashed_order(keys: Sequence[str], seed: int) -> Int[np.ndarray, "N"]:
+    """Sort the positions of keys by SHA-256("seed/key"), so that the permutation depends on no
+    library's random numbers."""
     ranks = [hashlib.sha256(f"{seed}/{key}".encode()).digest() for key in keys]
     return np.array(sorted(range(len(keys)), key=ranks.__getitem__), int)
 

@@ -28,7 +28,9 @@ from cheem_jax.data.files import (
 )
 from cheem_jax.data.task import check_labels
 
-ARCHIVE_SUFFIXES = (".zip", ".tgz", ".gz")
+ARCHIVE_SUFFIXES = (".zip", ".tar", ".tgz", ".gz")
+
+GZIP_MAGIC = b"\x1f\x8b"
 
 Reader = Callable[[], bytes]
 KeyOf = Callable[[str], str | None]
@@ -40,8 +42,8 @@ def members(path: Path) -> Iterator[tuple[str, Reader]]:
     """Yield the name of every visible file, and a function that reads it. The function is valid
     until the next file.
 
-    `path` is a folder, zip or tar.gz. A tar.gz inside of it is replaced by its files. In a folder,
-    names start with the folder's name, as in an archive of it. Raises FileNotFoundError, or
+    `path` is a folder, zip, tar or tar.gz. A tar.gz inside of it is replaced by its files. In a
+    folder, names start with the folder's name, as in an archive of it. Raises FileNotFoundError, or
     ValueError that names a corrupted, truncated or huge archive.
     """
     if path.is_file() and not zipfile.is_zipfile(path):
@@ -59,15 +61,23 @@ def members(path: Path) -> Iterator[tuple[str, Reader]]:
 
 
 def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Reader]]:
-    """Yield the members of an open tar.gz, except links and devices. `where` is its name in
+    """Yield the members of an open tar or tar.gz, except links and devices. `where` is its name in
     errors."""
-    most = max(SMALL_BYTES, MAX_RATIO * file.seek(0, io.SEEK_END))
+    num_bytes = file.seek(0, io.SEEK_END)
+    most = max(SMALL_BYTES, MAX_RATIO * num_bytes)
+    file.seek(0)
+    is_packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+    file.seek(max(0, num_bytes - tarfile.BLOCKSIZE))
+    is_complete = is_packed or not file.read().strip(b"\0")
     file.seek(0)
     with (
         _named(where),
-        _Unpacked(file, most) as unpacked,
+        _Unpacked(file, most) if is_packed else contextlib.nullcontext(file) as unpacked,
         tarfile.open(fileobj=unpacked, mode="r:") as archive,
     ):
+        # tarfile treats a missing end as the end
+        if not is_complete:
+            raise ValueError("it does not end with a block of zeros")
         for number, member in enumerate(archive, start=1):
             if number > MAX_FILES:
                 raise ValueError(f"refused as a bomb: more than {MAX_FILES} members")
@@ -119,7 +129,7 @@ def _named(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(
-            f"{where}: corrupted, truncated or neither a zip nor a tar.gz"
+            f"{where}: corrupted, truncated or neither a zip nor a tar"
             f" ({error or type(error).__name__}); download it again"
         ) from error
 
@@ -196,16 +206,16 @@ def label_keys(
     return labels
 
 
-def below(folder: str, depth: int, suffix: str) -> KeyOf:
-    """Return a function that maps the names of files below `folder` to keys: the last `depth` parts
-    of the name."""
+def below(folder: str, depth: int, *suffixes: str) -> KeyOf:
+    """Return a function that maps the names of files below `folder` with one of the suffixes to
+    keys: the last `depth` parts of the name."""
 
     def key_of(name: str) -> str | None:
         parts = name.split("/")
         inside = len(parts) > depth and parts[-depth - 1] == folder
         return (
             "/".join(parts[-depth:])
-            if inside and PurePosixPath(name).suffix.lower() == suffix
+            if inside and PurePosixPath(name).suffix.lower() in suffixes
             else None
         )
 

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cheem_jax.data.benchmarks.archives import (
     Reading,
     Source,
@@ -35,6 +37,8 @@ from cheem_jax.data.benchmarks.archives import (
 )
 from cheem_jax.data.benchmarks.table import BY_NAME, TASKS
 from cheem_jax.data.decode import OnProgress, opened
+from cheem_jax.data.files import IMAGE_SUFFIXES
+from cheem_jax.data.task import cut, hashed_order
 
 ORIGIN = (
     "Read from the official files in a folder that the user filled, not downloaded by TensorFlow"
@@ -197,6 +201,75 @@ def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
     return Reading(classes, {"train": Source(path, key_of, labels)})
 
 
+def read_cub200(place: Path) -> Reading:
+    """Read CUB-200-2011 with its official train and test splits, or PILOT's copy with those of its
+    folders. Keys are `<class folder>/<file>`."""
+    [path] = locate(place, ("CUB_200_2011.tgz", "CUB_200_2011", "cub.zip", "cub"))
+    if not path.name.startswith("CUB_200_2011"):
+        return _read_train_and_test(path)
+    names = ("classes.txt", "images.txt", "train_test_split.txt")
+    classes, images, splits = (
+        dict(line.split(maxsplit=1) for line in lines) for lines in _read_lists(path, *names)
+    )
+    labels = {}
+    for split, mark in (("train", "1"), ("test", "0")):
+        keys = [key for number, key in images.items() if splits.get(number) == mark]
+        pairs = ((key, key.partition("/")[0]) for key in keys)
+        labels[split] = label_keys(pairs, [*classes.values()], f"{path}: {split}")
+    key_of = below("images", 2, ".jpg")
+    return Reading(
+        tuple(classes.values()), {split: Source(path, key_of, labels[split]) for split in labels}
+    )
+
+
+def read_imagenet_variant(place: Path, *, name: str) -> Reading:
+    """Read ImageNet-R or ImageNet-A (`name` is `imagenet-r` or `imagenet-a`): PILOT's copy with the
+    splits of its folders, or the official archive without splits. Keys are `<WordNet ID>/<file>`.
+
+    Of the official archive, ceil(n / 5) images, in proportion to the sizes of the classes, become
+    the test split.
+    """
+    [path] = locate(place, (f"{name}.tar", name, f"{name}.zip"))
+    key_of = below(name, 2, ".jpg")
+    keys = sorted(key for member, _ in members(path) if (key := key_of(member)))
+    if not keys:
+        return _read_train_and_test(path)
+    classes = sorted({key.partition("/")[0] for key in keys})
+    labels = label_keys(((key, key.partition("/")[0]) for key in keys), classes, str(path))
+    order = hashed_order(keys, seed=0)
+    is_test = cut(np.array([labels[key] for key in keys]), -(-len(keys) // 5), keep=2, order=order)
+    sources = {}
+    for split, mask in (("train", ~is_test), ("test", is_test)):
+        chosen = {keys[row]: labels[keys[row]] for row in np.flatnonzero(mask)}
+        sources[split] = Source(path, key_of, chosen)
+    return Reading(tuple(classes), sources)
+
+
+def read_pilot(place: Path, *, name: str) -> Reading:
+    """Read a data set that PILOT provides, with the splits of its folders. Keys are `<class
+    folder>/<file>`."""
+    [path] = locate(place, (f"{name}.zip", name))
+    return _read_train_and_test(path)
+
+
+def _read_train_and_test(path: Path) -> Reading:
+    """Read the images in `train/<class>/` and `test/<class>/` below any folder. Classes are the
+    sorted folders of train."""
+    key_of = {split: below(split, 2, *IMAGE_SUFFIXES) for split in ("train", "test")}
+    names = [name for name, _ in members(path)]
+    keys = {
+        split: sorted(key for name in names if (key := of(name))) for split, of in key_of.items()
+    }
+    if missing := [f"{split}/<class>/<image>" for split in keys if not keys[split]]:
+        raise FileNotFoundError(f"{path}: no image is at {' and '.join(missing)}")
+    classes = sorted({key.partition("/")[0] for key in keys["train"]})
+    sources = {}
+    for split, of in key_of.items():
+        pairs = ((key, key.partition("/")[0]) for key in keys[split])
+        sources[split] = Source(path, of, label_keys(pairs, classes, f"{path}: {split}"))
+    return Reading(tuple(classes), sources)
+
+
 def _read_lists(path: Path, *names: str) -> list[list[str]]:
     """Read the lines of text files, found as in `read_files`."""
     files = zip(names, read_files(path, *names), strict=True)
@@ -292,6 +365,11 @@ DATA_SETS = {
     "eurosat/rgb": DataSet(read_eurosat, "filename", _name, (64, 64, 3)),
     # unlike TFDS's builder, which samples 30 images of each class for train, this has one split
     "caltech101": DataSet(read_caltech101, "image/file_name", _name),
+    "cub200": DataSet(read_cub200, "file_name"),
+    "imagenet_r": DataSet(functools.partial(read_imagenet_variant, name="imagenet-r"), "file_name"),
+    "imagenet_a": DataSet(functools.partial(read_imagenet_variant, name="imagenet-a"), "file_name"),
+    "vtab50": DataSet(functools.partial(read_pilot, name="vtab"), "file_name"),
+    "omnibenchmark": DataSet(functools.partial(read_pilot, name="omnibenchmark"), "file_name"),
 }
 """Data sets by `<name>` or `<name>/<config>`."""
 

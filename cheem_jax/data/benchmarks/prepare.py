@@ -101,13 +101,13 @@ def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
                 _from_archives(task, data_dir, phase)
             else:
                 _from_stock_builder(task, data_dir, phase)
-        with phase("index", name, sum(task.counts)) as on_progress:
+        with phase("index", name, sum(task.counts or ())) as on_progress:
             return plan_of(task, data_dir, seed=seed, on_progress=on_progress)
 
 
 def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
     def build() -> None:
-        with phase("prepare", task.name, sum(task.counts)) as on_progress:
+        with phase("prepare", task.name, sum(task.counts or ())) as on_progress:
             prepare_from_folder(task.builder, data_dir, place, on_progress)
 
     place = manual_dir(data_dir)
@@ -142,6 +142,8 @@ def _get(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> No
             with phase("download", f"{name} {archive.file}", archive.num_bytes) as on_progress:
                 download(archive.url, file, archive.hash, on_progress=on_progress)
             continue
+        if not archive.hash:
+            continue
         kind, _, wanted = archive.hash.rpartition(":")
         size = file.stat().st_size
         with (
@@ -165,7 +167,7 @@ def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> Non
             "`pip install 'cheem_jax[prepare]'`, then give the command again"
         )
     _get(task.name, registered(task, data_dir), manual_dir(data_dir), phase)
-    with phase("prepare", task.name, sum(task.counts)):
+    with phase("prepare", task.name, sum(task.counts or ())):
         prepare_stock(task.spec, data_dir)
 
 
@@ -245,7 +247,7 @@ def plan_of(
         f"{'/'.join(f'{num:,}' for num in counts)} train/val/test images of {num_classes:,} classes"
         for counts, num_classes in (
             (plan.counts.values(), len(classes)),
-            (task.counts, task.num_classes),
+            (task.counts or plan.counts.values(), task.num_classes),
         )
     )
     if counted != expected:
@@ -272,7 +274,7 @@ def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) ->
             "source": plan.source,
             "rule": task.rule,
             "seed": seed,
-            "counts": task.counts._asdict(),
+            "counts": plan.counts,
             "num_classes": task.num_classes,
             "sha256": plan.split_sha256,
         }

@@ -1,5 +1,5 @@
 """The tasks of MTIL and VDD (paper, supplement 'Details of the MTIL benchmark' and 'Details of the
-VDD benchmark').
+VDD benchmark'), and data sets of class-incremental learning with their protocols.
 
 Each is a prepared TFDS data set, a rule that cuts missing splits, and the expected counts. The
 rules reproduce the counts of the paper's tables, except one: its table prints SUN397's 19,850 as
@@ -10,6 +10,8 @@ import dataclasses
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from cheem_jax.data.task import ClassSplit
 
 
 class Counts(NamedTuple):
@@ -24,8 +26,8 @@ class Archive(NamedTuple):
     """An archive of a data set. Without `url`, the user has to provide it."""
 
     file: str
-    hash: str
-    """The published SHA-256, or `md5:` and the MD5."""
+    hash: str = ""
+    """The published SHA-256, or `md5:` and the MD5. Empty if no hash is published."""
     num_bytes: int = 0
     """0 if not published."""
     url: str | None = None
@@ -47,7 +49,8 @@ class BenchmarkTask:
     version: str
     num_classes: int
     rule: Rule
-    counts: Counts
+    counts: Counts | None
+    """Expected counts. None if the data set exists with several official splits."""
     key: str
     """Feature that identifies an image on every machine (`Prepared.index`)."""
     licence: str
@@ -82,7 +85,8 @@ def _task(table: dict[str, Any]) -> BenchmarkTask:
         key: tuple(v) if isinstance(v, list) else v for key, v in table.items()
     }
     archives = tuple(Archive(**archive) for archive in table.get("archives", ()))
-    return BenchmarkTask(**fields | {"counts": Counts(*table["counts"]), "archives": archives})
+    counts = Counts(*table["counts"]) if "counts" in table else None
+    return BenchmarkTask(**fields | {"counts": counts, "archives": archives})
 
 
 _FACTS = tomllib.loads((Path(__file__).parent / "benchmarks.toml").read_text(encoding="utf-8"))
@@ -95,6 +99,20 @@ MTIL: dict[Order, str] = _FACTS["mtil"]
 VDD: str = _FACTS["vdd"]["default"]
 
 
+class Protocol(NamedTuple):
+    """A data set and the division of its classes into tasks."""
+
+    data_set: str
+    class_split: ClassSplit
+
+
+PROTOCOLS = {
+    name: Protocol(table["data_set"], ClassSplit.of(table))
+    for name, table in _FACTS["protocols"].items()
+}
+"""Protocols of class-incremental learning by name. Their settings are those of PILOT."""
+
+
 def order_of(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...]:
     """Return the names of a benchmark's tasks in learning order. Raises ValueError for an order
     that VDD does not have."""
@@ -105,7 +123,9 @@ def order_of(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...]:
     return tuple(VDD.split())
 
 
-def members_of(benchmark: Benchmark) -> tuple[str, ...]:
-    """Return the names of all tasks of a benchmark. VDD's ten include ImageNet, the pretraining
-    data."""
+def members_of(benchmark: Benchmark | Literal["cil"]) -> tuple[str, ...]:
+    """Return the names of all tasks of a benchmark, or the data sets of the protocols for `cil`.
+    VDD's ten include ImageNet, the pretraining data."""
+    if benchmark == "cil":
+        return tuple(dict.fromkeys(protocol.data_set for protocol in PROTOCOLS.values()))
     return order_of(benchmark) if benchmark == "mtil" else ("imagenet12", *order_of(benchmark))
