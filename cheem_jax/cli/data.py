@@ -30,7 +30,7 @@ from cheem_jax.run.progress import Progress, Terminal
 
 IMAGE_SIZE = 96
 """Size in pixels of the square images in a figure."""
-GROUPS = {name: members_of(name) for name in (*BENCHMARKS, "cil")}
+BENCHMARK_TASKS = {name: members_of(name) for name in (*BENCHMARKS, "cil")}
 """Names of the tasks of each benchmark, and of the data sets for class-incremental learning."""
 MOST_LISTED = 10
 """Maximum number of broken files that are printed one by one."""
@@ -121,7 +121,9 @@ def list_data(settings: List) -> None:
         tasks.append(
             {
                 "task": task.name,
-                "benchmarks": [name for name in GROUPS if task.name in GROUPS[name]],
+                "benchmarks": [
+                    name for name in BENCHMARK_TASKS if task.name in BENCHMARK_TASKS[name]
+                ],
                 "state": status.state,
                 "tfds": task.spec,
                 "images": task.counts and task.counts._asdict(),
@@ -285,7 +287,7 @@ def show_data(settings: Show) -> None:
 
 
 def _task_names(what: str) -> list[str]:
-    groups = GROUPS | {"all": tuple(BY_NAME)}
+    groups = BENCHMARK_TASKS | {"all": tuple(BY_NAME)}
     words = [word.strip() for word in what.split(",")]
     check_names(words, [*BY_NAME, *groups], "the table of benchmarks")
     return list(dict.fromkeys(name for word in words for name in groups.get(word, [word])))
