@@ -83,6 +83,9 @@ MTILS = st.builds(
     stream=TEXTS,
     data_dir=st.none() | PATHS,
     tasks=st.none() | TEXTS,
+    classes_per_task=st.none() | COUNTS,
+    first_task=st.none() | COUNTS,
+    class_order=st.none() | TEXTS,
     split_seed=st.integers(),
     images=st.builds(
         ImagesConfig, keep=st.sampled_from(["auto", "cache"]), cache_dir=st.none() | PATHS
