@@ -1,14 +1,14 @@
-"""Ablations of CHEEM, the paper's and more: a table and a figure for each.
+"""Ablations of CHEEM, those of the paper and further ones, with a table for each.
 
     python experiments/ablations.py
     python experiments/ablations.py --only epsilon,sampling --seeds 0,1,2 --run-dir runs/ablations
     python experiments/ablations.py --stream mtil --preset paper --backbone vit_base --data-dir DATA
 
-The studies: epsilon (eps1 = eps2), tolerance (tau, with S-Prompts and LoRA-CL), sampling (HEE
-against uniform), placement, ops (one removed), weights (inherited from the supernet or new),
-base_means (measured or neutral), plus (a better router), orders (of the tasks: the paper's three
-for MTIL, shuffled for any other stream). The unchanged CHEEM belongs to all of them and is run
-once. `tables.py` also reads the runs, for the paper's tables.
+The studies are: epsilon (eps1 = eps2), tolerance (tau, with S-Prompts and LoRA-CL), sampling (HEE
+or uniform), placement, ops (one is removed), weights (inherited from the supernet or new),
+base_means (measured or neutral), plus (a better router), and orders (of the tasks: the paper's
+three for MTIL, shuffled for any other stream). The unchanged CHEEM belongs to all studies and is
+run once. `tables.py` reads the runs, too, for the paper's tables.
 """
 
 import dataclasses
@@ -29,27 +29,27 @@ from cheem_jax.report.comparison import comparison
 from cheem_jax.report.table import METHODS, NONE, Grid, format_flops
 from cheem_jax.run.progress import Progress
 
+BOTH = ("exploration.epsilon", "search.epsilon")
+EPSILONS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Values of eps1 = eps2."""
+TOLERANCES = (0.01, 0.02, 0.04, 0.06, 0.08)
+"""Values of tau."""
+NUM_ORDERS = 3
+"""Number of orders of a stream, including its default order."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Ablations(Study):
-    """CHEEM with one change at a time."""
+    """Run CHEEM with one change at a time."""
 
     only: str | None = None
-    """Studies separated by commas; default: all."""
-    epsilons: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
-    """Values of eps1 = eps2."""
-    tolerances: tuple[float, ...] = (0.01, 0.02, 0.04, 0.06, 0.08)
-    """Values of tau."""
-    num_orders: int = 3
-    """Number of orders, the stream's own order included; MTIL has the paper's three."""
-    order_seed: int = 0
-    """Seed of the shuffled orders."""
+    """Names of studies, separated by commas; default: all."""
     run_dir: Path = Path("runs/ablations")
     """Folder of runs and tables; unfinished runs resume."""
 
 
 def main(settings: Ablations) -> None:
-    """Run the missing runs, then write a table per study."""
+    """Run the missing runs, then write the table of every study."""
     progress = Progress()
     studies = studies_of(settings)
     variants = {variant.name: variant for study in studies.values() for variant in study}
@@ -70,7 +70,7 @@ def main(settings: Ablations) -> None:
 
 
 def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
-    """The variants of each selected study, the unchanged CHEEM included."""
+    """Return the variants of each selected study, including the unchanged CHEEM."""
     usual = PRESETS[settings.chosen_preset]
     tolerance = usual.search.tolerance
 
@@ -81,8 +81,8 @@ def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
         "epsilon": [
             plain(f"eps1 = {usual.exploration.epsilon:g}, eps2 = {usual.search.epsilon:g}"),
             *(
-                Variant(f"epsilon-{e:g}", f"eps1 = eps2 = {e:g}", config=dict.fromkeys(EPSILONS, e))
-                for e in _checked("epsilons", settings.epsilons)
+                Variant(f"epsilon-{e:g}", f"eps1 = eps2 = {e:g}", config=dict.fromkeys(BOTH, e))
+                for e in EPSILONS
             ),
         ],
         "tolerance": [
@@ -92,7 +92,7 @@ def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
                 else Variant(
                     f"tolerance-{t:g}", f"tau = {100 * t:g} %", config={"search.tolerance": t}
                 )
-                for t in sorted({tolerance, *_checked("tolerances", settings.tolerances)})
+                for t in sorted({tolerance, *TOLERANCES})
             ),
             Variant("s_prompts", METHODS["s_prompts"], "s_prompts"),
             Variant("lora_cl", METHODS["lora_cl"], "lora_cl"),
@@ -123,61 +123,47 @@ def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
         ],
     }
     every = [*studies, "orders"]
-    asked = every if settings.only is None else names_in("--only", settings.only, every)
-    if "orders" in asked:  # reads the names of the stream's tasks
+    selected = every if settings.only is None else names_in("--only", settings.only, every)
+    if "orders" in selected:  # this study reads the names of the stream's tasks
         studies["orders"] = [plain("the stream's own order"), *orders_of(settings)]
-    return {name: variants for name, variants in studies.items() if name in asked}
+    return {name: variants for name, variants in studies.items() if name in selected}
 
 
 def orders_of(settings: Ablations) -> list[Variant]:
-    """CHEEM on other orders of the tasks than the stream's own order."""
+    """Return variants of CHEEM with orders of the tasks that differ from the stream's order."""
     if settings.order != "default":
         raise ValueError(
-            f"--order is {settings.order}; the study `orders` runs several, leave it out"
+            f"--order is {settings.order}; the study `orders` sets the order, leave it out"
         )
     if settings.stream == "mtil" and settings.tasks is None:
         names = ("paper_a", "paper_b", "paper_c")
         return [Variant(name, name.replace("_", " "), run={"order": name}) for name in names]
-    if settings.num_orders < 2:
-        raise ValueError(f"--num-orders is {settings.num_orders}; expected at least 2")
     names = task_names(settings.stream, settings.tasks, settings.data_dir, settings.class_split)
     if len(names) < 2:
         raise ValueError(
             f"{settings.stream!r} has one task, {names[0]!r}; orders need at least two"
         )
-    orders = [names]
-    rng = np.random.default_rng(settings.order_seed)
-    for _ in range(1000):  # two tasks have only two orders
-        if (
-            len(orders) < settings.num_orders
-            and (order := rng.permutation(names).tolist()) not in orders
-        ):
-            orders.append(order)
+    rng = np.random.default_rng(0)
+    # two tasks have only two orders
+    orders = dict.fromkeys(tuple(rng.permutation(names).tolist()) for _ in range(1000))
+    orders.pop(tuple(names), None)
     return [
         Variant(f"order-{number}", ", ".join(order), run={"tasks": ",".join(order)})
-        for number, order in enumerate(orders[1:], 2)
+        for number, order in enumerate(list(orders)[: NUM_ORDERS - 1], 2)
     ]
-
-
-EPSILONS = ("exploration.epsilon", "search.epsilon")
-
-
-def _checked(name: str, values: Sequence[float]) -> list[float]:
-    if not values or not all(0 <= value <= 1 for value in values):
-        raise ValueError(f"--{name} is {' '.join(map(str, values))}; expected numbers from 0 to 1")
-    return sorted(set(values))
 
 
 def write(
     directory: Path, studies: Mapping[str, Sequence[Variant]], results: Results
 ) -> dict[str, Grid]:
-    """Write all tables as Markdown and CSV, and their numbers, without missing runs."""
+    """Write the tables of all studies as Markdown and CSV with their numbers; missing runs are
+    omitted."""
     rows = {
         row["method"]: {**row, "ops": op_shares(results[row["method"]])}
         for row in comparison(results)
     }
     first = next(iter(results.values()))[0]
-    preset = first["preset"].split(",")[0]  # "demo, changed" if single settings differ
+    preset = first["preset"].split(",")[0]  # it is "demo, changed" if individual settings differ
     head = (
         f"# Ablations: {first['stream']}, {len(first['tasks'])} tasks, {first['backbone']}, preset"
         f" {preset}"
@@ -204,20 +190,20 @@ router's pass, parameters added per task in % of the backbone, and the share of 
 
 
 def op_shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """The share of blocks with each op over all tasks of all runs; None for a method without
+    """Return the share of blocks with each op over all tasks of all runs; None if the method has no
     architectures."""
     tasks = [task for run in runs for task in run["tasks"]]
     if not all("architecture" in task for task in tasks):
         return None
-    chosen = [choice.split(":")[0] for task in tasks for choice in task["architecture"]]
-    return {kind: chosen.count(kind) / len(chosen) for kind in KINDS}
+    kinds = [choice.split(":")[0] for task in tasks for choice in task["architecture"]]
+    return {kind: kinds.count(kind) / len(kinds) for kind in KINDS}
 
 
 SHOWN = ("average_accuracy", "local_average_accuracy", "average_forgetting")
 
 
 def grid_of(name: str, variants: Sequence[Variant], rows: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """The table of one study."""
+    """Make the table of one study."""
     columns = (
         "variant",
         "runs",
@@ -248,14 +234,14 @@ def grid_of(name: str, variants: Sequence[Variant], rows: Mapping[str, Mapping[s
 
 
 def draw(directory: Path, studies: Mapping[str, Sequence[Variant]], results: Results) -> None:
-    """Draw the paper's figures: both sweeps, and the networks of both samplings and placements side
-    by side."""
+    """Draw the paper's figures: both sweeps, and the target networks of both samplings and of both
+    placements."""
     if "epsilon" in studies:
         usual, *swept = studies["epsilon"]
         sweep_picture(
             directory / "epsilon.png",
             "exploration probability eps1 = eps2",
-            [(variant.config[EPSILONS[0]], results[variant.name]) for variant in swept],
+            [(variant.config[BOTH[0]], results[variant.name]) for variant in swept],
             "params_added_percent",
             {usual.title: results[usual.name]},
         )

@@ -1,4 +1,5 @@
-"""Means with deviations, files and figures of all studies; figures need no display."""
+"""Means with standard deviations, checks of options, files and figures that studies share. Figures
+need no display."""
 
 import io
 import json
@@ -27,8 +28,10 @@ COSTS = {
 
 
 def mean_std(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Mean and standard deviation (n - 1; None for one value) of the values that are not None; None
-    without any."""
+    """Return the mean and standard deviation (n - 1) of the values that are not None.
+
+    The standard deviation is None for one value; the result is None without values.
+    """
     numbers = np.array([value for value in values if value is not None], np.float64)
     if not numbers.size:
         return None
@@ -43,7 +46,7 @@ def spread(
     decimals: int = 1,
     factor: float = 1.0,
 ) -> str:
-    """`mean ± std` of values, or of a result of `mean_std`; a dash without any."""
+    """Format values, or a result of `mean_std`, as `mean ± std`; a dash without values."""
     mean = values if values is None or isinstance(values, Mapping) else mean_std(values)
     if mean is None:
         return NONE
@@ -52,7 +55,7 @@ def spread(
 
 
 def check_folder(option: str, place: Path) -> None:
-    """ValueError if an option for a folder names anything else."""
+    """Raise ValueError if the value of an option for a folder exists and is not a folder."""
     if place.exists() and not place.is_dir():
         raise ValueError(
             f"{option} names {place}, which is not a folder; expected one that exists or can be"
@@ -61,8 +64,8 @@ def check_folder(option: str, place: Path) -> None:
 
 
 def names_in(option: str, text: str, expected: Iterable[str]) -> list[str]:
-    """The names in an option, separated by commas, each once; ValueError for none and for unknown
-    ones."""
+    """Return the distinct names in the value of an option, which are separated by commas. Raises
+    ValueError for an unknown name or if there is none."""
     names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     expected = list(expected)
     unknown = [name for name in names if name not in expected]
@@ -73,7 +76,8 @@ def names_in(option: str, text: str, expected: Iterable[str]) -> list[str]:
 
 
 def write_page(place: Path, text: str, numbers: Any, table: Grid | str | None = None) -> None:
-    """Write `PLACE.md`, its numbers as `.json` and its table as `.csv`."""
+    """Write a page as `.md`, its numbers as `.json` and its table as `.csv`; `place` is their path
+    without a suffix."""
     place.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(place.with_suffix(".md"), text)
     write_atomically(place.with_suffix(".json"), json.dumps(numbers, indent=1) + "\n")
@@ -84,14 +88,15 @@ def write_page(place: Path, text: str, numbers: Any, table: Grid | str | None = 
 
 
 def filled(title: str, columns: Mapping[str, Sequence[str]]) -> Grid:
-    """A table from its columns by heading, without empty columns; the first is aligned left."""
+    """Make a table from columns keyed by their heading, without empty columns; the first column is
+    aligned left."""
     columns = {heading: cells for heading, cells in columns.items() if any(cells)}
     return Grid(title, tuple(columns), tuple(zip(*columns.values(), strict=True)), 1)
 
 
 def frame(axes: Axes, title: str = "", x: str = "", y: str = "", *, grid: bool = False) -> None:
-    """Title and axis labels in the style of all figures."""
-    # a pair of $ would start a formula
+    """Set the title and axis labels in the style of all figures."""
+    # a pair of $ would enclose a formula
     axes.set_title(title.replace("$", r"\$"), fontsize=10, color=INK, loc="left")
     axes.set_xlabel(x, color=FAINT)
     axes.set_ylabel(y, color=FAINT)
@@ -103,7 +108,7 @@ def frame(axes: Axes, title: str = "", x: str = "", y: str = "", *, grid: bool =
 
 
 def legend_below(figure: Figure, handles: Sequence[Line2D]) -> None:
-    """One legend for all panels."""
+    """Draw one legend for all panels below them."""
     columns = min(4, len(handles))
     figure.legend(
         handles=handles,
@@ -122,8 +127,8 @@ def sweep_picture(
     cost: str,
     levels: Mapping[str, Runs],
 ) -> None:
-    """Draw average accuracy (left) and a cost (right) over the values of one setting, with
-    deviations over runs, and `levels`, other runs by title, as horizontal lines."""
+    """Draw average accuracy (left) and a cost (right) over the values of one setting, with standard
+    deviations over runs. `levels` are other runs, keyed by title, which are horizontal lines."""
     figure = Figure(figsize=(9.6, 4.0), dpi=DPI, layout="constrained")
     values = [value for value, _ in points]
     measures = {
@@ -167,7 +172,8 @@ def sweep_picture(
 
 
 def architecture_sheet(file: Path, columns: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-    """Draw the target network of each task, one grid per run; columns of runs by title."""
+    """Draw the target networks of runs, one grid per run; every column has its runs keyed by
+    title."""
     with TemporaryDirectory() as folder:
         part = Path(folder) / "grid.png"
         grids = []

@@ -1,11 +1,11 @@
 """Settings of every method, chosen by accuracy on validation images of a few tasks of the stream.
 
 The learning rate is chosen first, with all other settings as in the preset, then at most two
-further settings one after the other. Of each grid the two values in the middle are tried, then the
-next ones on the side of the better while accuracy rises. A candidate learns the tasks as a stream;
-the highest average accuracy on validation images wins (task-agnostic; with the task ID given for
-upper bounds; the first of equal ones). Every method has as many passes over the training images as
-both phases of CHEEM together, half of them for a choice, and the cosine schedule.
+further settings one after the other. The two middle values of each grid are tried first, then the
+next values on the side of the better one while accuracy rises. A candidate learns the tasks as a
+stream. The highest average accuracy on validation images wins: task-agnostic accuracy, or accuracy
+with the task ID given for upper bounds; the first of equally good candidates. Every method has as
+many epochs as both phases of CHEEM together, or half of them for a choice, and the cosine schedule.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ from cheem_jax.run.progress import Progress
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 LOWER_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
-"""Rates of methods that train the whole backbone."""
+"""Learning rates of methods that train the whole backbone."""
 SGD_RATES = (3e-3, 1e-2, 5e-2, 1e-1)
-"""Rates of methods that train by SGD."""
+"""Learning rates of methods that train by SGD."""
 RANKS = (4, 16, 64)
 FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "cheem": {"ops.rank": RANKS},
@@ -45,13 +45,13 @@ FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "ease": {"bottleneck": (16, 64)},
     "moe_adapters": {"bottleneck": (8, 64)},
 }
-"""The settings besides the rate that a method's own paper varies, and the rank of LoRA for every
-method that has it, because choosing it for one of them only would be unfair."""
+"""Settings, in addition to the learning rate, that each method's paper varies. The rank of LoRA is
+chosen for every method that has it, because choosing it for one method only would be unfair."""
 
 
 def grids_of(method: str, fixed: Collection[str] = ()) -> dict[str, tuple[Any, ...]]:
-    """The values of each setting in the order of choosing, without the settings that a variant has
-    fixed; none if a method trains no network."""
+    """Return the values of each setting in the order of choosing, without the settings in `fixed`,
+    which a variant sets; there are none if the method trains no network."""
     if method == "frozen_linear":
         return {}
     rates = LOWER_RATES if method in ("ewc", "full_finetune") else RATES
@@ -62,7 +62,7 @@ def grids_of(method: str, fixed: Collection[str] = ()) -> dict[str, tuple[Any, .
 
 
 def change(method: str, setting: str, value: Any) -> dict[str, Any]:
-    """The fields of a method's settings that one choice changes."""
+    """Return the fields of a method's settings that one choice changes."""
     if setting != "rate":
         return {setting: value}
     if method == "full_finetune":
@@ -72,7 +72,7 @@ def change(method: str, setting: str, value: Any) -> dict[str, Any]:
 
 
 def budget(method: str, preset: Any) -> dict[str, Any]:
-    """The fields that set CHEEM's passes over the training images and the cosine schedule."""
+    """Return the fields that set CHEEM's number of epochs and the cosine schedule."""
     cheem = PRESETS[preset]
     epochs = cheem.supernet.epochs + cheem.finetune.epochs
     if isinstance(preset_of(method, preset), CheemConfig) or method == "frozen_linear":
@@ -80,7 +80,7 @@ def budget(method: str, preset: Any) -> dict[str, Any]:
     if method == "full_finetune":
         return {"epochs": epochs}
     fields: dict[str, Any] = {"fit.epochs": epochs, "fit.schedule": "cosine"}
-    if method == "ewc":  # one penalty, because a choice within the method would take further passes
+    if method == "ewc":  # one penalty, because a choice within the method would need further epochs
         fields["penalties"] = FURTHER["ewc"]["penalties"][1]
     return fields
 
@@ -88,7 +88,8 @@ def budget(method: str, preset: Any) -> dict[str, Any]:
 def choose(
     study: Study, tasks: str, variants: Sequence[Variant], progress: Progress
 ) -> list[Variant]:
-    """The variants with the settings that win on `tasks`, names separated by commas.
+    """Return the variants with the settings that win on `tasks`, names that are separated by
+    commas.
 
     `chosen.md` and `chosen.json` record every try. Earlier tries are not repeated.
     """
@@ -103,7 +104,8 @@ def choose(
     chosen = []
     for variant in variants:
         config = {**budget(variant.method, study.chosen_preset), **variant.config}
-        accuracies = dict[Any, float]()  # the winner of one setting is a candidate of the next
+        # the winner of one setting is a candidate for the next setting
+        accuracies = dict[Any, float]()
         for setting, values in grids_of(variant.method, variant.config).items():
             candidates = _candidates(study, variant._replace(config=config), setting, values, tasks)
 
@@ -139,7 +141,7 @@ def choose(
 def _candidates(
     study: Study, variant: Variant, setting: str, values: Sequence[Any], tasks: str
 ) -> list[tuple[Any, Variant]]:
-    """The method's settings and the run for each value of one setting."""
+    """Return the method's settings and the variant to run for each value of one setting."""
     preset = preset_of(variant.method, study.chosen_preset)
     shorter = half_as_long(changed(preset, variant.config))
     candidates = []
@@ -157,7 +159,7 @@ def _candidates(
 
 
 def chosen_before(file: Path, variants: Sequence[Variant], preset: Any) -> list[Variant]:
-    """The variants with the settings of an earlier choice, from its `chosen.json`."""
+    """Return the variants with the settings of an earlier choice, read from its `chosen.json`."""
     try:
         rows = json.loads(file.read_text())
         values = {(row["method"], row["setting"]): row["chosen"] for row in rows}
@@ -183,17 +185,17 @@ def chosen_before(file: Path, variants: Sequence[Variant], preset: Any) -> list[
 
 
 def half_as_long(config: Any) -> dict[str, int]:
-    """The fields that halve the epochs for a choice."""
+    """Return the fields that halve the epochs for a choice."""
     phases = [name for name in ("supernet", "finetune", "fit") if hasattr(config, name)]
     epochs = {f"{name}.epochs": getattr(config, name).epochs for name in phases}
     return {name: max(one // 2, 1) for name, one in (epochs or {"epochs": config.epochs}).items()}
 
 
 def climb(accuracy: Callable[[int], float], num: int) -> dict[int, float]:
-    """Accuracies of the values that are tried: the two in the middle, then outwards from the better
-    one while accuracy rises.
+    """Return the accuracies of the values that are tried, keyed by index: the two middle values,
+    then the next values on the side of the better one while accuracy rises.
 
-    The other values have better neighbours, so trying them costs passes and would hardly win.
+    The other values have better neighbours, so that they would cost training and hardly win.
     """
     low = (num - 1) // 2
     tried = {low: accuracy(low), low + 1: accuracy(low + 1)}

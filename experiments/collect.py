@@ -1,10 +1,11 @@
-"""Copies of finished runs for publication: numbers and settings, no image, no path of one machine.
+"""Copies of finished runs for publication: numbers and settings, without images and without paths
+of this machine.
 
     python experiments/collect.py --runs runs/compare --to docs/results/runs
 
-Every finished run below `--runs` becomes `TO/<its folder below RUNS>`. The stream must be where the
-run read it, because correct predictions follow from its labels; no image is decoded. An existing
-copy is replaced only if it differs. `experiments/tables.py --results` tabulates the copies.
+Every finished run below `--runs` becomes `TO/<its path below RUNS>`. The stream must be at its path
+in the run, because correct predictions follow from its labels; no image is decoded. An existing
+copy is replaced only if it differs. `experiments/tables.py --results` makes tables from the copies.
 """
 
 import dataclasses
@@ -34,16 +35,16 @@ Labels = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Collect:
-    """Copies of finished runs for publication."""
+    """Copy finished runs for publication."""
 
     runs: tuple[Path, ...]
-    """Folders with runs, at any depth."""
+    """Folders that contain runs, at any depth."""
     to: Path = Path("docs/results/runs")
     """Folder of the copies."""
 
 
 def main(settings: Collect) -> int:
-    """Collect the finished runs; 1 if one of them could not be collected."""
+    """Collect the finished runs; return 1 if one of them could not be collected."""
     progress = Progress()
     labels = dict[str, Labels]()
     failed = 0
@@ -85,15 +86,16 @@ def write(place: Path, files: Mapping[str, bytes]) -> str:
 
 
 def files_of(run: RunRecord, labels: dict[str, Labels]) -> dict[str, bytes]:
-    """The published files of a run by name; `results.json`, which marks a finished run, is last."""
+    """Return the published files of a run, keyed by name; `results.json`, which marks a finished
+    run, is last."""
     entries = list(record.read(run.directory))
     begin = next(entry for entry in entries if entry["event"] == "run")
     if not begin.get("data"):
         raise ValueError(
             "its record does not name its images, so no prediction can be checked; run it again"
         )
-    correct, given = correct_predictions(run, labels_of(run, begin["data"], labels))
-    check_correct(run, correct, given)
+    correct, correct_given = correct_predictions(run, labels_of(run, begin["data"], labels))
+    check_correct(run, correct, correct_given)
     words = placeholders(begin["command"], begin["data"])
     conditions = begin.get("conditions", {})
     published = {
@@ -116,11 +118,12 @@ def files_of(run: RunRecord, labels: dict[str, Labels]) -> dict[str, bytes]:
         if path := next(absolute_paths(content), None):
             raise ValueError(f"{name} would contain {path!r}, a path of this machine")
     encoded = {name: to_lines(content).encode() for name, content in documents.items()}
-    return {"right.npz": pack(correct, given), **encoded}
+    return {"right.npz": pack(correct, correct_given), **encoded}
 
 
 def labels_of(run: RunRecord, data: Mapping[str, Any], labels: dict[str, Labels]) -> Labels:
-    """Labels of the test images by task; ValueError if the files changed since the run."""
+    """Return the labels of the test images of each task. Raises ValueError if the files changed
+    since the run."""
     key = json.dumps([data, run.results["image_size"]], sort_keys=True)
     if key in labels:
         return labels[key]
@@ -144,11 +147,11 @@ def labels_of(run: RunRecord, data: Mapping[str, Any], labels: dict[str, Labels]
 
 
 def correct_predictions(run: RunRecord, labels: Labels) -> tuple[Correct, Correct]:
-    """Whether task and class of each test image are correct, and the class with the task ID
-    given."""
+    """Return whether the task and class of each test image are correct, and whether its class is
+    correct with the task ID given."""
     file = run.directory / "answers.npz"
     correct = []
-    given = []
+    correct_given = []
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             for index, name in enumerate(run.order):
@@ -158,16 +161,16 @@ def correct_predictions(run: RunRecord, labels: Labels) -> tuple[Correct, Correc
                     raise ValueError(
                         f"{len(tasks)} predictions for the {len(truth)} test images of {name}"
                     )
-                given.append(arrays[f"given_task_{index}"] == truth)
-                correct.append((tasks == index) & given[-1])
+                correct_given.append(arrays[f"given_task_{index}"] == truth)
+                correct.append((tasks == index) & correct_given[-1])
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file} cannot be used: {error}") from error
-    return tuple(correct), tuple(given)
+    return tuple(correct), tuple(correct_given)
 
 
 def placeholders(command: Sequence[str], data: Mapping[str, Any]) -> dict[str, str]:
-    """A word for each absolute path of a command line; a path inside of the stream's folder begins
-    with DATA."""
+    """Return a word for each absolute path of a command line; for a path inside of the stream's
+    folder, it starts with DATA."""
     stream = data["stream"]
     options = [
         ("--stream", stream),
@@ -188,11 +191,11 @@ def placeholders(command: Sequence[str], data: Mapping[str, Any]) -> dict[str, s
 
 
 PATH = re.compile(r"(?:^|[\s=:'\"(\[,])(?:~|/[^\s/]+|[A-Za-z]:[\\/])")
-"""The beginning of an absolute path anywhere in a text."""
+"""Start of an absolute path anywhere in a text."""
 
 
 def absolute_paths(content: Any) -> Iterator[str]:
-    """Texts with an absolute path; names of classes are not searched."""
+    """Yield the texts that contain an absolute path; names of classes are not searched."""
     if isinstance(content, str) and PATH.search(content):
         yield content
     elif isinstance(content, Mapping):
@@ -206,8 +209,8 @@ def absolute_paths(content: Any) -> Iterator[str]:
 
 
 def to_lines(content: Mapping[str, Any]) -> str:
-    """JSON with a line per key, and per element of a list of lists or objects, so that changes are
-    readable."""
+    """Format JSON with one line per key, and per element of a list of lists or objects, so that
+    differences are readable."""
 
     def text(value: Any) -> str:
         if isinstance(value, list) and value and isinstance(value[0], list | dict):

@@ -1,4 +1,4 @@
-"""Eleven components of a ViT block, each fine-tuned alone, as places of the memory (paper,
+"""Eleven components of a ViT block as positions of the memory, each fine-tuned alone (paper,
 appendix).
 
     python experiments/component_study.py --preset quick
@@ -7,7 +7,7 @@ appendix).
 Every component is learned from the pretrained backbone for each task (average accuracy: transfer),
 and sequentially, with one backbone through the stream (average forgetting). Every task has a
 separate head, which is frozen after its task, and the task ID is given. One learning rate per
-component is chosen on the validation splits. Finished units are not repeated, and interrupted ones
+component is chosen on the validation splits. Finished units are not repeated, and interrupted units
 resume.
 """
 
@@ -44,7 +44,6 @@ from cheem_jax.core import metrics
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.report.table import NONE, Grid, number
-from cheem_jax.run.directory import check_space
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from cheem_jax.run_config import make_networks
@@ -57,25 +56,25 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class ComponentStudy(cheem_run.StreamInputs):
-    """Transfer and forgetting of eleven components of a ViT block."""
+    """Measure transfer and forgetting of eleven components of a ViT block."""
 
     stream: str = cheem_run.DEMO
     """demo, or any other value of `experiments/mtil.py --stream`."""
     components: str = "all"
-    """Names or indices of the paper's table, separated by commas, or all; more can be added later.
-    """
+    """Names or indices of components in the paper's table, separated by commas, or all; a later
+    call can add components."""
     preset: Literal["paper", "quick"] = "quick"
     """`paper`: 20 epochs, batches of 64, five rates from 1e-5 to 1e-3; `quick`: 6 epochs of at most
     240 images per task, batches of 32, rates 1e-3 and 3e-3."""
     seeds: str = "0"
-    """Seeds separated by commas; cells are then means with the standard deviation. More can be
-    added later."""
+    """Seeds, separated by commas; with more than one seed, cells are means with the standard
+    deviation. A later call can add seeds."""
     engine: EngineConfig = EngineConfig()
-    """How networks are run."""
+    """Execution of networks."""
     run_dir: Path = Path("runs/component_study")
-    """Folder of record and tables; unfinished units resume."""
+    """Folder of the record and the tables; unfinished units in it resume."""
     save_every: float | None = None
-    """Seconds between rolling checkpoints."""
+    """Seconds between two rolling checkpoints."""
 
 
 def main(settings: ComponentStudy) -> None:
@@ -131,31 +130,25 @@ def learn(
         "data_sha256": {task.name: data_hash(task) for task in stream.tasks},
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
     }
-    with recorded(directory, identity, command) as (record, stop):
-        # parameters and two moments of the largest component, twice during replacement
-        check_space(
-            directory,
-            2 * 3 * 4 * sum(leaf.size for leaf in executor.leaves),
-            "a rolling checkpoint",
-        )
+    with recorded(directory, identity, command, progress, save_every) as session:
+        # parameters and two moments of the largest component; during replacement two checkpoints
+        # exist
+        num_bytes = 2 * 3 * 4 * sum(leaf.size for leaf in executor.leaves)
+        session.check_room(num_bytes, "a rolling checkpoint")
         network = Network(executor, training.batch_size)
-        units = Units(directory, network, stream, training, record, stop, save_every, progress)
-        about = {
-            name: identity[name]
-            for name in ("stream", "tasks", "backbone", "image_size", "training")
-        }
-        setting = {**about, "seeds": seeds, "backbone_params": backbone_params(pretrained.config)}
+        units = Units(session, network, stream, training)
+        names = ("stream", "tasks", "backbone", "image_size", "training")
+        setting = {name: identity[name] for name in names}
+        setting |= {"seeds": seeds, "backbone_params": backbone_params(pretrained.config)}
         sizes = learning.num_params(executor)
 
         def rows() -> list[dict[str, Any]]:
             return rows_of(read(directory), COMPONENTS, sizes, setting)
 
-        total = units.images_left(components, seeds)
-        with progress.phase("components", task=stream.name, total=total) as shown:
-            for number, component in enumerate(components, 1):
-                progress.say(f"{component.title}: component {number} of {len(components)}")
-                units.run(component, seeds, shown)
-                write(directory, rows(), setting)
+        for number, component in enumerate(components, 1):
+            progress.say(f"{component.title}: component {number} of {len(components)}")
+            units.run(component, seeds)
+            write(directory, rows(), setting)
         finished = rows()
     progress.console.print(table(finished, setting).to_rich())
     progress.say(
@@ -168,7 +161,8 @@ Numbers = Mapping[str, Any]
 Row = dict[str, Any]
 PAPER = "ViT-Base on VDD"
 MEASURES = {"average_accuracy": -1, "average_forgetting": 1}
-"""In %, with the sign of the ranks: 1 has the highest accuracy and the lowest forgetting."""
+"""Measures in %, with the sign for their ranks: rank 1 has the highest accuracy or the lowest
+forgetting."""
 
 
 def rows_of(
@@ -177,7 +171,7 @@ def rows_of(
     num_params: Mapping[str, int],
     setting: Numbers,
 ) -> list[Row]:
-    """A row per component with all units finished; accuracies and forgetting in %."""
+    """Make a row per component whose units are all finished; accuracies and forgetting are in %."""
     rates = setting["training"]["rates"]
     seeds = setting["seeds"]
     num_tasks = len(setting["tasks"])
@@ -229,7 +223,8 @@ def rows_of(
         row["ranks"] = {}
     for measure, sign in MEASURES.items():
         if all(row[measure] for row in rows):
-            # equal numbers of correct predictions can differ in the last bits
+            # identical numbers of correct predictions can result in accuracies that differ in the
+            # last bits
             ours = rankdata(
                 np.round([sign * row[measure]["mean"] for row in rows], 6), method="min"
             )
@@ -252,8 +247,8 @@ def in_percent(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row], setting: Numbers) -> Grid:
-    """Our numbers, and the paper's with another backbone and stream; docs/experiments.md explains
-    the columns."""
+    """Make the table of our numbers and the paper's numbers, which have a different backbone and
+    stream; docs/experiments.md explains the columns."""
     columns = (
         "",
         "component",
@@ -289,7 +284,7 @@ def table(rows: Sequence[Row], setting: Numbers) -> Grid:
 
 
 def write(directory: Path, rows: Sequence[Row], setting: Numbers) -> None:
-    """Write table and numbers."""
+    """Write the table and its numbers."""
     if rows:
         grid = table(rows, setting)
         numbers = {"setting": dict(setting), "paper": PAPER, "components": list(rows)}

@@ -3,17 +3,19 @@
     python experiments/gpu.py --stream FOLDER --weights FILE --seconds 1500 --out runs/gpu
     python experiments/gpu.py --miniature --out runs/gpu-miniature
 
-The parts in their order: `smoke` (training by every executor compared with the CPU, and two
-deterministic trainings), `speed` (`bench/accelerator.py`: steps, scoring and whole tasks, next to
-PyTorch if it is installed), `runs` (`compare.py` per method, most important first, after choosing
-settings on validation images). `--parallel` starts several runs at a time, because a small backbone
-uses little of a large accelerator; without NVIDIA's multi-process service they take turns. A part
-that exceeds its time is interrupted; a run resumes with the next call. OUT/records.tar.gz has all
-numbers and no checkpoint. The miniature takes minutes on any machine; its numbers mean nothing.
+There are three parts, in this order. `smoke` compares the training of every executor with the CPU,
+and two deterministic trainings with each other. `speed` is `bench/accelerator.py`: steps, scoring
+and whole tasks, next to PyTorch if it is installed. `runs` calls `compare.py` for each method, the
+most important method first. `--parallel` starts more than one run at a time, because a small
+backbone uses little of a large accelerator; without NVIDIA's multi-process service they take turns.
+A part that exceeds its time is interrupted, and the next call of this script resumes its run.
+OUT/records.tar.gz has all numbers and no checkpoint. The miniature takes minutes on any machine;
+its numbers are meaningless.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -22,7 +24,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,19 +34,15 @@ import jax
 import numpy as np
 from bench import measure
 from charts import check_folder, names_in
-from choosing import grids_of
 from study import task_names
 
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.cheem.config import OpSettings
-from cheem_jax.cheem.supernet import Supernet
-from cheem_jax.cheem.training import make_step, train_steps
+from cheem_jax.cheem.training import make_step
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.core.pool import dense_experts
 from cheem_jax.core.settings import Precision
 from cheem_jax.engine import choice
 from cheem_jax.engine.choice import EngineConfig, make_executor
@@ -53,7 +50,8 @@ from cheem_jax.engine.choice import EngineConfig, make_executor
 PARTS = ("smoke", "speed", "runs")
 HERE = Path(__file__).parent
 LARGEST_DIFFERENCE: dict[Precision, float] = {"float32": 1e-2, "bfloat16": 5e-2}
-"""Largest difference of a loss from the CPU's in float32, relative to the first loss."""
+"""Largest accepted difference of a loss from the CPU's loss in float32, divided by the largest
+loss."""
 FIRST = (
     "frozen_linear",
     "lora_cl",
@@ -75,7 +73,7 @@ ONCE = (
     "moe_adapters",
 )
 LIKE = "cheem:closed_form"
-"""The method whose settings uniform sampling and the reversed order share."""
+"""Method whose chosen settings are also used for uniform sampling and the reversed order."""
 QUEUE = (
     *((method, "quick", 0, "") for method in FIRST),
     *((method, "quick", seed, "") for seed in (1, 2) for method in (LIKE, "lora_cl", "cheem")),
@@ -85,44 +83,42 @@ QUEUE = (
     (LIKE, "quick", 0, "reversed"),
     ("cheem", "paper", 0, ""),
 )
-"""Method, preset, seed and order of the runs, most important first."""
+"""Method, preset, seed and order of each run, the most important run first."""
 GRACE = 60
-"""Seconds for a part to stop after an interruption."""
+"""Seconds that a part has for stopping after an interruption."""
 SPEED = 570
-"""Seconds of the part `speed` if enough time is available."""
+"""Seconds of the part `speed` if there is enough time."""
 PACKED = (".json", ".jsonl", ".md", ".csv", ".txt", ".log", ".npz")
 MEMORY = 0.9
-"""Share of an accelerator's memory for all processes together."""
+"""Share of the accelerator's memory that all processes use together."""
 Case = tuple[choice.Name, Precision, bool]
 """An executor, a precision, and whether training is deterministic."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Parts, their data and their total time."""
+    """The selected parts, their data and their total time."""
 
     stream: str = "demo"
-    """The stream of `runs`, as for `experiments/mtil.py`."""
+    """Stream of the part `runs`, as for `experiments/mtil.py`."""
     weights: Path | None = None
-    """DeiT-Tiny's weights; default: from the hub."""
+    """Weights file of DeiT-Tiny; default: download it from the hub."""
     base_data: str | None = None
     """Images of the pretraining data, as for `experiments/mtil.py`."""
     choose: str | None = None
-    """Names of the stream's tasks, separated by commas, on which settings are chosen; default:
-    those of the presets."""
-    chosen: Path | None = None
-    """The `chosen.json` of an earlier choice, whose settings are used."""
+    """Names of the stream's tasks, separated by commas, on whose validation images settings are
+    chosen, or the `chosen.json` of an earlier choice; default: use the settings of the presets."""
     parallel: int = 1
-    """Number of processes of `runs` at a time; each has a share of the accelerator's memory and a
-    log in OUT/logs."""
+    """Number of concurrent processes of the part `runs`; each has a share of the accelerator's
+    memory and a log in OUT/logs."""
     only: str = ",".join(PARTS)
-    """Parts, separated by commas."""
+    """Names of parts, separated by commas."""
     seconds: float = 1500
-    """Time limit of all parts together."""
+    """Time limit in seconds of all parts together."""
     miniature: bool = False
-    """A test without the hardware: the bundled backbones and two demo tasks."""
+    """Test without the hardware: use the bundled backbones and two demo tasks."""
     out: Path = Path("runs/gpu")
-    """Folder of all outputs; unfinished runs resume."""
+    """Folder of all outputs; unfinished runs in it resume."""
 
     def __post_init__(self) -> None:
         if not self.seconds > GRACE:
@@ -130,57 +126,44 @@ class Gpu:
                 f"--seconds is {self.seconds:g}; expected more than {GRACE}, which stopping may"
                 " take"
             )
-        if (self.choose or "").endswith(".json"):
-            raise ValueError(
-                f"--choose is {self.choose}; expected names of tasks: --chosen takes an earlier"
-                " choice"
-            )
-        if self.chosen is not None and self.choose is None:
-            raise ValueError(
-                "--chosen also needs --choose: without it, methods that it lacks have other epochs"
-            )
         if self.parallel < 1:
             raise ValueError(f"--parallel is {self.parallel}; expected 1 process or more")
 
 
 def main(settings: Gpu) -> None:
     """Run the parts, then pack their records; a failed part does not stop the others."""
-    parts = names_in("--only", settings.only, list(PARTS))
+    names = names_in("--only", settings.only, list(PARTS))
     end = time.monotonic() + settings.seconds
     check_folder("--out", settings.out)
-    queued = list(commands(settings, parts))  # a missing stream is an error before any run
-    (settings.out / "logs").mkdir(parents=True, exist_ok=True)
+    parts = list(commands(settings, names))  # a missing stream is an error before any run
+    logs = settings.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
     ended = list[str]()
     stopped = Event()
 
     def work(together: Sequence[Part]) -> None:
         for part in together:
-            left = end - GRACE - time.monotonic()
-            is_alone = settings.parallel == 1 or part.name in PARTS
-            log = (
-                None
-                if is_alone
-                else settings.out / "logs" / f"{re.sub(r'[^a-z0-9_]+', '-', part.name)}.log"
-            )
+            seconds = end - GRACE - time.monotonic()
+            sharing = 1 if part.name in PARTS else settings.parallel
+            file = logs / f"{re.sub(r'[^a-z0-9_]+', '-', part.name)}.log"
             how = "no time was left"
-            if left >= 1 and not stopped.is_set():
-                how = limited(part.command, left, log, 1 if is_alone else settings.parallel)
+            if seconds >= 1 and not stopped.is_set():
+                how = limited(part.command, seconds, file if sharing > 1 else None, sharing)
             ended.append(f"{part.name}: {how}")
             print(ended[-1], flush=True)
 
-    # timed parts and parts that need all of the memory
-    alone = [part for part in queued if part.name in PARTS]
+    # parts that need all of the memory or are timed run alone; parts with the same choice of
+    # settings run one after another, because the first one makes the choice
     groups = dict[str, list[Part]]()
-    # parts that need a choice of settings run after the one that makes it
-    for part in queued[len(alone) :]:
-        groups.setdefault(part.choice or part.name, []).append(part)
+    for part in parts:
+        groups.setdefault("" if part.name in PARTS else part.choice or part.name, []).append(part)
     try:
-        work(alone)
+        work(groups.pop("", []))
         with ThreadPoolExecutor(settings.parallel) as threads:
             try:
                 list(threads.map(work, groups.values()))
             except BaseException:
-                stopped.set()  # else every thread would start its next part
+                stopped.set()  # otherwise every thread would start its next part
                 raise
     finally:
         write_atomically(settings.out / "ended.txt", "\n".join(ended) + "\n")
@@ -192,90 +175,62 @@ def main(settings: Gpu) -> None:
 
 
 class Part(NamedTuple):
-    """A process: its name, its command line, and the folder of the choice of settings that it makes
-    or needs, if any."""
+    """A process: its name, its command line, and the folder of the run whose choice of settings it
+    makes or uses, if any."""
 
     name: str
     command: list[str]
     choice: str = ""
 
 
-def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[Part]:
-    """All processes in order."""
+def commands(settings: Gpu, names: Sequence[str]) -> Iterator[Part]:
+    """Yield all processes in their order."""
     small = settings.miniature
     out = settings.out
-    chosen_earlier = methods_of(settings.chosen)
-    if "smoke" in parts:
+    if "smoke" in names:
         yield Part("smoke", [f"{HERE}/gpu.py", "--only", "check", "--out", f"{out}"])
-    if "speed" in parts:
-        share = (
-            []
-            if settings.seconds > SPEED + 2 * GRACE
-            else ["--seconds", f"{settings.seconds / 2:.0f}"]
-        )
-        options = [*share, *(["--miniature"] if small else []), "--out", f"{out}/speed"]
-        yield Part("speed", ["-m", "experiments.bench.accelerator", *options])
-    if "runs" in parts:
-        tasks = "shapes,colours" if small else None
-        for method, preset, seed, order in QUEUE[:2] if small else QUEUE:
-            names = tasks
-            like = LIKE if order or method == "cheem:uniform" else method
-            chosen = settings.choose
-            choice = f"{place_of(out, like, preset)}" if settings.choose else ""
-            if like.replace(":", "-") in chosen_earlier:
-                chosen = settings.chosen
-                choice = ""
-            elif (like != method or order) and chosen is not None:
-                chosen = f"{choice}/chosen.json"
-            if order:
-                names = ",".join(reversed(task_names(settings.stream, tasks)))
-            given = {
-                "--stream": settings.stream,
-                "--methods": method,
-                "--preset": "demo" if small else preset,
-                "--seeds": seed,
-                "--weights": settings.weights,
-                "--base-data": settings.base_data,
-                "--choose": chosen,
-                "--backbone": "vit_nano" if small else "deit_tiny",
-                "--tasks": names,
-                "--run-dir": place_of(out, method, preset, order),
-            }
-            options = [
-                word
-                for name, value in given.items()
-                if value is not None
-                for word in (name, f"{value}")
-            ]
-            name = ", ".join(filter(None, (method, preset, f"seed {seed}", order)))
-            yield Part(name, [f"{HERE}/compare.py", *options], choice)
-
-
-def methods_of(chosen: Path | None) -> set[str]:
-    """The methods with all settings in an earlier choice; ValueError for any other file."""
-    found = defaultdict[str, set[str]](set)
-    try:
-        for row in [] if chosen is None else json.loads(chosen.read_text()):
-            found[row["method"]].add(row["setting"])
-        return {
-            name
-            for name, settings in found.items()
-            if settings >= grids_of(name.split("-")[0]).keys()
+    if "speed" in names:
+        options = ["--miniature"] if small else []
+        if settings.seconds <= SPEED + 2 * GRACE:
+            options += ["--seconds", f"{settings.seconds / 2:.0f}"]
+        command = ["-m", "experiments.bench.accelerator", "--out", f"{out}/speed"]
+        yield Part("speed", [*command, *options])
+    if "runs" not in names:
+        return
+    tasks = "shapes,colours" if small else None
+    for method, preset, seed, order in QUEUE[:2] if small else QUEUE:
+        like = LIKE if order or method == "cheem:uniform" else method
+        choice = place_of(out, like, preset)
+        chosen = settings.choose
+        is_choosing = chosen is not None and not chosen.endswith(".json")
+        if is_choosing and (like != method or order):
+            chosen = choice / "chosen.json"
+        options = {
+            "--stream": settings.stream,
+            "--methods": method,
+            "--preset": "demo" if small else preset,
+            "--seeds": seed,
+            "--weights": settings.weights,
+            "--base-data": settings.base_data,
+            "--choose": chosen,
+            "--backbone": "vit_nano" if small else "deit_tiny",
+            "--tasks": ",".join(reversed(task_names(settings.stream, tasks))) if order else tasks,
+            "--run-dir": place_of(out, method, preset, order),
         }
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"--chosen is {chosen}; expected the chosen.json of an earlier choice ({error!r})"
-        ) from error
+        words = [f"{word}" for pair in options.items() if pair[1] is not None for word in pair]
+        name = ", ".join(filter(None, (method, preset, f"seed {seed}", order)))
+        command = [f"{HERE}/compare.py", *words]
+        yield Part(name, command, f"{choice}" if is_choosing else "")
 
 
 def place_of(out: Path, method: str, preset: str, order: str = "") -> Path:
-    """The folder of a queued run."""
+    """Return the folder of a queued run."""
     return out / "runs" / "-".join(filter(None, (method.replace(":", "-"), preset, order)))
 
 
 def limited(command: list[str], seconds: float, log: Path | None = None, sharing: int = 1) -> str:
-    """Run a script for at most `seconds`, with `sharing` scripts on one accelerator; return how it
-    ended."""
+    """Run a script for at most `seconds` while `sharing` scripts share one accelerator; describe
+    how it ended."""
     start = time.monotonic()
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / sharing:.3f}"} if sharing > 1 else {}
     with contextlib.nullcontext() if log is None else log.open("ab") as output:
@@ -288,7 +243,7 @@ def limited(command: list[str], seconds: float, log: Path | None = None, sharing
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # a run saves its state
+        process.send_signal(signal.SIGINT)  # a run saves its state after this signal
         try:
             process.wait(GRACE / 2)
         except subprocess.TimeoutExpired:
@@ -299,7 +254,8 @@ def limited(command: list[str], seconds: float, log: Path | None = None, sharing
 
 
 def check(out: Path) -> None:
-    """Compare every executor with the CPU, and two deterministic trainings; write `smoke.json`."""
+    """Compare every executor with the CPU, and two deterministic trainings with each other; write
+    `smoke.json`."""
     same: Case = ("stages", "float32", True)
     cases: list[Case] = [
         *(
@@ -309,32 +265,34 @@ def check(out: Path) -> None:
         ),
         same,
     ]
-    (wanted,) = measure.in_child(trainings, [same], environment={"JAX_PLATFORMS": "cpu"})
-    found, (again,) = measure.in_child(trainings, cases), measure.in_child(trainings, [same])
+    (on_cpu,) = measure.in_child(trainings, [same], environment={"JAX_PLATFORMS": "cpu"})
+    results = measure.in_child(trainings, cases)
+    (again,) = measure.in_child(trainings, [same])
     report = dict[str, Any]()
     wrong = []
-    for (name, precision, _), ours in zip(cases[:-1], found, strict=False):
-        largest = measure.difference(ours["losses"], np.asarray(wanted["losses"]))
-        report[f"{name} {precision}"] = {**ours, "largest_difference": largest}
+    for (name, precision, _), result in zip(cases[:-1], results, strict=False):
+        largest = measure.difference(result["losses"], np.asarray(on_cpu["losses"]))
+        report[f"{name} {precision}"] = {**result, "largest_difference": largest}
         message = (
-            f"{name}, {precision} on {ours['device']}: largest difference from the CPU"
+            f"{name}, {precision} on {result['device']}: largest difference from the CPU"
             f" {largest:.1e}"
         )
         print(message, flush=True)
         wrong += [] if largest <= LARGEST_DIFFERENCE[precision] else [message]
-    report["deterministic"] = found[-1]["losses"] == again["losses"]
+    report["deterministic"] = results[-1]["losses"] == again["losses"]
     write_atomically(out / "smoke.json", json.dumps(report, indent=1) + "\n")
     if wrong or not report["deterministic"]:
         raise ValueError("; ".join(wrong) or "two deterministic trainings have different losses")
 
 
 def trainings(cases: list[Case]) -> list[dict[str, Any]]:
-    """Train every case in this process."""
+    """Run the training of every case in this process."""
     return [training(*case) for case in cases]
 
 
 def training(name: choice.Name, precision: Precision, deterministic: bool) -> dict[str, Any]:
-    """Losses of a few steps with every op on this process's device, and their peak memory."""
+    """Train for a few steps with every op on this process's device; return the losses and the peak
+    memory."""
     pretrained = load_pretrained("vit_nano")
     vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
     executor = make_executor(
@@ -343,37 +301,31 @@ def training(name: choice.Name, precision: Precision, deterministic: bool) -> di
         EngineConfig(name, deterministic=deterministic, steps_per_call=4),
         batch_size=16,
     )
-    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), 4, OpSettings(rank=4))
     ops = ["reuse:0", "adapt:0", "skip", "new", "adapt:0", "reuse:0"]
     architectures = [from_strings(ops[turn:] + ops[:turn]) for turn in (0, 1, 2, 3)] * 2
     images = measure.random_images(16, pretrained.config)
-    labels = np.arange(16, dtype=np.int32) % 4
-    steps = [make_step(executor, images, labels) for _ in architectures]
-    _, losses = train_steps(
-        executor, supernet, supernet.init(), architectures, steps, rates=[1e-3] * len(architectures)
-    )
-    device = jax.devices()[0]
-    memory = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    step = make_step(executor, images, np.arange(16, dtype=np.int32) % 4)
+    calls = measure.new_task(executor, 4, 4).train(architectures, itertools.repeat(step))
     return {
-        "device": device.device_kind,
-        "peak_memory_bytes": memory,
-        "losses": [float(loss) for loss in losses],
+        "device": jax.devices()[0].device_kind,
+        "peak_memory_bytes": measure.device_memory().get("peak_bytes_in_use"),
+        "losses": [float(loss) for losses in calls for loss in losses],
     }
 
 
 def pack(out: Path) -> Path:
-    """Pack the folder's records of at most 1 MB, without checkpoints and TensorBoard files."""
+    """Pack the records of at most 1 MB in a folder, without checkpoints and TensorBoard files."""
     file = out / "records.tar.gz"
     with tarfile.open(file, "w:gz") as archive:
-        for found in sorted(out.rglob("*")):
-            is_small = found.is_file() and found.stat().st_size < 2**20
-            if is_small and found.suffix in PACKED and "checkpoints" not in found.parts:
-                archive.add(found, found.relative_to(out))
+        for path in sorted(out.rglob("*")):
+            is_small = path.is_file() and path.stat().st_size < 2**20
+            if is_small and path.suffix in PACKED and "checkpoints" not in path.parts:
+                archive.add(path, path.relative_to(out))
     return file
 
 
 if __name__ == "__main__":
-    if sys.argv[1:3] == ["--only", "check"]:  # the part `smoke`, in a separate process
+    if sys.argv[1:3] == ["--only", "check"]:  # this is the separate process of the part `smoke`
         check(Path(sys.argv[4]))
     else:
         parsed = parse(Gpu, description=__doc__)

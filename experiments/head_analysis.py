@@ -3,34 +3,26 @@
     python experiments/head_analysis.py --runs runs/compare --out runs/heads
     python experiments/head_analysis.py --runs runs/mtil --data-dir DATA
 
-For methods with one head over all classes the logits of all test images are computed again, from
-the run's checkpoints and images. Without runs the tables have the paper's numbers and the theory
-alone.
+For methods with one head over all classes, the logits of all test images are computed again, from
+the checkpoints and images of the run. Without runs the tables contain only the paper's numbers and
+the theory.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from charts import check_folder, filled, frame, legend_below, mean_std, spread, write_page
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from charts import check_folder, filled, mean_std, spread, write_page
 from studies.heads.margins import GLOBAL_HEADS, Margins, Measured, by_task, measure, summary
-from studies.heads.theory import match_probability, match_with_one_rival
+from studies.heads.theory import match_probability
 from studies.paper.printed import Cell, printed
 
 from cheem_jax.cheem.config import PRESETS
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
-from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.finished import (
     RunRecord,
     check_comparable,
@@ -43,29 +35,30 @@ from cheem_jax.report.table import METHODS, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
 
 GAPS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
-"""Differences between the means, in standard deviations, which are equal."""
+"""Differences between the means, in standard deviations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadAnalysis:
-    """The paper's table of head designs, and how often the argmax within a task is that over all
-    tasks."""
+    """Make the paper's table of head designs, and measure how often the argmax within a task is the
+    argmax over all tasks."""
 
     stream: str | None = None
-    """The run's images, as for mtil.py; default: the name of the run's stream."""
+    """Stream of the run's images, as for `experiments/mtil.py`; default: the name of the run's
+    stream."""
     data_dir: Path | None = None
     """Folder of prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     split_seed: int = 0
-    """The run's seed of the splits that a data set lacks."""
+    """Seed with which the run made the splits that a data set lacks."""
     weights: Path | None = None
-    """The run's weights file; default: bundled, else from the hub."""
+    """Weights file of the run; default: the bundled file, or else download it from the hub."""
     runs: tuple[Path, ...] = ()
-    """Folders with finished runs, at any depth."""
+    """Folders that contain finished runs, at any depth."""
     out: Path = Path("runs/heads")
-    """Folder of tables and figures."""
+    """Folder of the tables."""
 
     def settings(self, config: Mapping[str, Any]) -> cheem_run.RunSettings:
-        """Settings that load the images and weights of a run, from its
+        """Return settings that load the images and weights of a run, given the content of its
         `config.json`."""
         return cheem_run.RunSettings(
             cheem=PRESETS["quick"],
@@ -87,7 +80,7 @@ def pixel_norm(config: Mapping[str, Any]) -> Literal["checkpoint", "unit"]:
 
 
 def main(settings: HeadAnalysis) -> None:
-    """Measure, then write tables and figures."""
+    """Measure the runs, then write the tables."""
     progress = Progress()
     out = settings.out
     check_folder("--out", out)
@@ -101,21 +94,20 @@ def main(settings: HeadAnalysis) -> None:
 
 
 def write(out: Path, measured: Sequence[Measured], left_out: Sequence[tuple[Path, str]]) -> None:
-    """Write tables, figures and all numbers."""
+    """Write the tables and all numbers."""
     out.mkdir(parents=True, exist_ok=True)
     rows = rows_of(measured)
     tasks = [task for one in measured for task in by_task(one)]
-    curves = theory()
-    page = pages(rows, tasks, curves, out)
+    page = tables_of(rows, tasks)
     if left_out:
         page.append("## Left out")
         page.append("\n".join(f"- {directory}: {why}" for directory, why in left_out))
-    numbers = {"methods": rows, "tasks": tasks, "theory": curves}
+    numbers = {"methods": rows, "tasks": tasks}
     write_page(out / "heads", "\n\n".join(page) + "\n", numbers)
 
 
 def shown(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, str]]]:
-    """The runs of the table, and the runs that are left out."""
+    """Return the runs of the table, and the excluded runs with the reason."""
     runs, left_out = read(folders)
     orders = order_names(runs)
     usual = []
@@ -134,9 +126,10 @@ def shown(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, st
 def measure_all(
     runs: Sequence[RunRecord], settings: HeadAnalysis, progress: Progress
 ) -> list[Measured]:
-    """Margins of the runs with one head over all classes; shared images and weights are read once.
+    """Measure the margins of the runs with one head over all classes. Runs with the same images and
+    weights share one copy of them.
 
-    Raises ValueError for other images or weights than the run's.
+    Raises ValueError if images or weights differ from those of the run.
     """
     sources: dict[tuple[object, ...], tuple[cheem_run.Loaded, dict[Any, Any]]] = {}
     measured = []
@@ -153,24 +146,20 @@ def measure_all(
     return measured
 
 
-def theory() -> list[dict[str, Any]]:
-    """Match probability over the number of rivals for each gap, by quadrature, and in closed form
-    for one rival."""
-    rivals = np.unique(np.geomspace(1, 10_000, 60).round().astype(int)).tolist()
-    return [
-        {
-            "gap": gap,
-            "one_rival": match_with_one_rival(gap, 1.0, 1.0),
-            "rivals": rivals,
-            "quadrature": [match_probability(gap, 1.0, 1.0, num) for num in rivals],
-        }
+def theory_grid() -> Grid:
+    """Make the table of the match probability for each gap and number of other classes M, with
+    identical deviations."""
+    numbers = (1, 10, 100, 1_000, 10_000)
+    rows = tuple(
+        (f"{gap:g}", *(f"{match_probability(gap, 1.0, 1.0, num):.3f}" for num in numbers))
         for gap in GAPS
-    ]
+    )
+    return Grid("theory", ("gap", *(f"M = {num:,}" for num in numbers)), rows, 1)
 
 
 def rows_of(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """A row per stream, backbone and method: mean and deviation over runs (n - 1), in %, and the
-    paper's numbers."""
+    """Make a row per stream, backbone and method: mean and standard deviation over runs (n - 1) in
+    %, and the paper's numbers."""
     theirs = printed()["heads"]
     methods = list(dict.fromkeys([cell.method for cell in theirs] + [*METHODS]))
     present = sorted((methods.index(one.method), *one.run.place) for one in measured)
@@ -202,27 +191,25 @@ MATCHES = {"match": "match", "predicted": "predicted", "predicted_by_class": "pr
 Row = Mapping[str, Any]
 
 
-def pages(rows: Sequence[Row], tasks: Sequence[Row], curves: Sequence[Row], out: Path) -> list[str]:
-    """Tables and figures by stream and backbone; docs/experiments.md explains them."""
-    page = ["# Designs of the head"]
+def tables_of(rows: Sequence[Row], tasks: Sequence[Row]) -> list[str]:
+    """Make the tables of the theory and of each stream and backbone; docs/experiments.md explains
+    them."""
+    page = ["# Designs of the head", "## Theory", theory_grid().to_markdown()]
     for place in dict.fromkeys((row["stream"], row["backbone"]) for row in rows):
         methods = [row for row in rows if (row["stream"], row["backbone"]) == place]
         page += [f"## {' on '.join(place)}", accuracy_grid(methods).to_markdown()]
-        here = [task for task in tasks if (task["stream"], task["backbone"]) == place]
-        if here:
-            name = "match-" + re.sub(r"[^\w.-]+", "-", "-".join(place)) + ".png"
-            match_figure(curves, here, out / name)
-            page += [error_grid(here).to_markdown(), f"![Match probability]({name})"]
-            page.append(task_grid(here).to_markdown())
-    if not tasks:
-        match_figure(curves, [], out / "match.png")
-        page.append("![Match probability](match.png)")
+        tasks_of_place = [task for task in tasks if (task["stream"], task["backbone"]) == place]
+        if tasks_of_place:
+            page += [
+                error_grid(tasks_of_place).to_markdown(),
+                task_grid(tasks_of_place).to_markdown(),
+            ]
     return page
 
 
 def error_grid(tasks: Sequence[Row]) -> Grid:
-    """Errors of the predicted match probabilities over tasks, in points: measured minus
-    predicted."""
+    """Make the table of the errors of predicted match probabilities over tasks in points: measured
+    minus predicted."""
     rows = []
     for name in ("predicted", "predicted_by_class"):
         errors = 100 * np.array([task["match"] - task[name] for task in tasks])
@@ -232,7 +219,7 @@ def error_grid(tasks: Sequence[Row]) -> Grid:
 
 
 def accuracy_grid(rows: Sequence[Row]) -> Grid:
-    """The paper's table, extended by match probabilities."""
+    """Make the paper's table, extended by match probabilities."""
     columns = {
         "method": [METHODS[row["method"]] for row in rows],
         "runs": [str(row["runs"] or "") for row in rows],
@@ -245,8 +232,8 @@ def accuracy_grid(rows: Sequence[Row]) -> Grid:
 
 
 def task_grid(tasks: Sequence[Row]) -> Grid:
-    """Means over runs, for each method and task."""
-    columns = ("method", "task", "rivals", "gap", *MATCHES.values(), "Acc_Global", "Acc_Local")
+    """Make the table of means over runs for each method and task."""
+    columns = ("method", "task", "others", "gap", *MATCHES.values(), "Acc_Global", "Acc_Local")
     rows = []
     for method, name in dict.fromkeys((task["method"], task["task"]) for task in tasks):
         group = [task for task in tasks if (task["method"], task["task"]) == (method, name)]
@@ -256,98 +243,9 @@ def task_grid(tasks: Sequence[Row]) -> Grid:
 
         percents = (f"{100 * mean(key):.1f}" for key in (*MATCHES, "accuracy", "local_accuracy"))
         rows.append(
-            (METHODS[method], name, f"{mean('rivals'):.0f}", f"{mean('scaled_gap'):.2f}", *percents)
+            (METHODS[method], name, f"{mean('others'):.0f}", f"{mean('scaled_gap'):.2f}", *percents)
         )
     return Grid("tasks", columns, tuple(rows), 2)
-
-
-MARKERS = {"ewc": "^", "moal": "v", "coda_prompt": "D", "dualprompt": "s", "l2p": "o"}
-SHADES = Normalize(0, 5)
-COLOURS = colormaps["viridis_r"]
-
-
-def match_figure(curves: Sequence[Row], measured: Sequence[Row], file: Path) -> None:
-    """Left, the theory for several gaps and measured tasks; right, measured against predicted.
-
-    The theory's curves have equal deviations. A task is at its number of rivals, coloured by its
-    gap in standard deviations.
-    """
-    figure = Figure(figsize=(10.5 if measured else 6.4, 4.8), dpi=DPI, layout="constrained")
-    panels = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]
-    axes = panels[0]
-    for curve in curves:
-        colour = COLOURS(SHADES(curve["gap"]))
-        axes.plot(curve["rivals"], curve["quadrature"], color=colour, linewidth=1.8)
-        axes.plot(
-            1, curve["one_rival"], "D", markersize=8, markerfacecolor="none", markeredgecolor=colour
-        )
-    for task in measured:
-        _point(axes, task, task["rivals"])
-    axes.set(xscale="log", ylim=(-0.03, 1.03))
-    frame(
-        axes,
-        x="classes of other tasks, M",
-        y="P(argmax within the task = argmax of all)",
-        grid=True,
-    )
-    bar = figure.colorbar(ScalarMappable(SHADES, COLOURS), ax=axes, pad=0.01, fraction=0.045)
-    bar.set_label("gap of the means, in standard deviations", color=FAINT, fontsize=9)
-    bar.ax.tick_params(colors=INK, labelsize=8)
-    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
-    if measured:
-        panels[1].plot([0, 1], [0, 1], color=FAINT, linewidth=1)
-        for task in measured:
-            marker = MARKERS[task["method"]]
-            x = task["predicted_by_class"]
-            y = task["match"]
-            panels[1].plot(
-                x, y, marker, markersize=5, markerfacecolor="none", markeredgecolor=FAINT
-            )
-            _point(panels[1], task, task["predicted"])
-        panels[1].set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
-        x = "predicted for rivals that are alike (hollow: class by class)"
-        frame(panels[1], x=x, y="measured", grid=True)
-    handles = [
-        Line2D([], [], color=FAINT, linewidth=1.8, label="quadrature"),
-        Line2D(
-            [],
-            [],
-            color=FAINT,
-            marker="D",
-            markerfacecolor="none",
-            linestyle="none",
-            label="closed form, M = 1",
-        ),
-    ]
-    for method in dict.fromkeys(task["method"] for task in measured):
-        handles.append(
-            Line2D(
-                [],
-                [],
-                color=FAINT,
-                marker=MARKERS[method],
-                linestyle="none",
-                label=f"{METHODS[method]}, a task",
-            )
-        )
-    legend_below(figure, handles)
-    figure.suptitle(
-        "How often the argmax within a task is the argmax of all", fontsize=12, color=INK
-    )
-    save(figure, file)
-
-
-def _point(axes: Axes, task: Row, x: float) -> None:
-    colour = COLOURS(SHADES(task["scaled_gap"]))
-    axes.plot(
-        x,
-        task["match"],
-        MARKERS[task["method"]],
-        color=colour,
-        markersize=7,
-        markeredgecolor=INK,
-        markeredgewidth=0.6,
-    )
 
 
 if __name__ == "__main__":

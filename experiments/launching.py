@@ -1,7 +1,8 @@
-"""Runs of a study as jobs: processes of this machine, or jobs of SLURM, through submitit.
+"""Runs of a study as jobs: processes on this machine, or jobs of SLURM, by means of submitit.
 
-A job is one run of `python experiments/mtil.py`. `RUN_DIR/jobs` has scripts, logs and the IDs of
-SLURM's jobs. Repeating a command submits the runs that are neither finished nor running.
+A job is one run of `python experiments/mtil.py`. `RUN_DIR/jobs` contains scripts, logs and the IDs
+of SLURM's jobs. If the command is repeated, it submits the runs that are neither finished nor
+running.
 """
 
 import collections
@@ -35,9 +36,10 @@ from cheem_jax.run.results import read_results
 
 State = Literal["finished", "running", "queued", "elsewhere", "failed"]
 SECONDS_TO_BE_TAKEN_BACK = 600
-"""Time in which SLURM queues a preempted job again; it does so only while the job exists."""
+"""Seconds within which SLURM queues a preempted job again, which it does only while the job
+exists."""
 SECONDS_BETWEEN_LOOKS = {"local": 0.5, "slurm": 15.0}
-"""Interval of polling jobs."""
+"""Seconds between two polls of the jobs, keyed by launcher."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,25 +49,27 @@ class LauncherConfig:
     kind: Annotated[
         Literal["none", "local", "slurm"], tyro.conf.arg(name="launcher", prefix_name=False)
     ] = "none"
-    """none: in this process, one after another; local: each in a separate process; slurm: each as a
-    job of SLURM (both: extra `cluster`)."""
+    """none: run all in this process, one after another; local: run each in a separate process;
+    slurm: submit each as a job of SLURM. The last two need the extra `cluster`."""
     jobs: int | None = None
-    """Number of runs at a time; default: local 1, slurm all."""
+    """Maximum number of concurrent runs; default: 1 for local, all for slurm."""
     gpus: int | None = None
-    """GPUs of a run on each of its nodes; local: concurrent runs share none; default: local all,
-    slurm none."""
+    """Number of GPUs of a run on each of its nodes; concurrent local runs share no GPU. Default:
+    all for local, none for slurm."""
     wait: bool = False
-    """slurm: wait until all jobs have ended, as local always does."""
+    """slurm: wait until all jobs have ended; local always waits."""
     minutes: int = 1440
-    """slurm: time limit of a job, which then stops, queues again and resumes."""
+    """slurm: time limit of a job in minutes; at the limit the job stops, queues again and
+    resumes."""
     requeues: int = 10
     """slurm: maximum number of such restarts."""
     nodes: int = 1
-    """slurm: nodes of one run, with one process on each."""
+    """slurm: number of nodes of one run, with one process on each."""
     cpus: int | None = None
-    """slurm: CPU cores of a run on each node; default, here and below: the cluster's."""
+    """slurm: number of CPU cores of a run on each node; the default here and below is that of the
+    cluster."""
     memory_gb: int | None = None
-    """slurm: main memory of a run on each node."""
+    """slurm: main memory of a run on each node in GB."""
     partition: str | None = None
     """slurm: partition of the jobs."""
     account: str | None = None
@@ -87,7 +91,7 @@ class Run(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """Runs to finish; `after_each` is called after further runs are finished."""
+    """The runs to finish; `after_each` is called whenever further runs are finished."""
 
     launcher: LauncherConfig
     logs: Path
@@ -103,20 +107,21 @@ class Job:
         self.arguments = arguments
 
     def __call__(self) -> None:
-        """Run until the end; on submitit's signal, stop after the current step and queue again."""
+        """Run until the end. On submitit's signal, stop after the current step and queue the job
+        again."""
         queue_again = signal.getsignal(signal.SIGUSR2)
-        asked = False
+        must_requeue = False
 
-        def ask(number: int, frame: object) -> None:
-            nonlocal asked
-            asked = True
+        def requeue(number: int, frame: object) -> None:
+            nonlocal must_requeue
+            must_requeue = True
             signal.raise_signal(signal.SIGTERM)
 
-        def end(number: int, frame: object) -> None:  # until learning installs its own handler
+        def end(number: int, frame: object) -> None:  # until learning installs its handler
             raise SystemExit(128 + number)
 
         signal.signal(signal.SIGTERM, end)
-        signal.signal(signal.SIGUSR2, ask)
+        signal.signal(signal.SIGUSR2, requeue)
         try:
             from cheem_jax.cli import (
                 run as cheem_run,  # takes seconds, so signals are handled before
@@ -129,46 +134,47 @@ class Job:
                 raise
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGUSR2, queue_again)
-            if asked:
-                signal.raise_signal(signal.SIGUSR2)  # ends the process on a run's first node
+            if must_requeue:
+                # this ends the process on the first node of a run
+                signal.raise_signal(signal.SIGUSR2)
                 return
             if os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
                 sleep(SECONDS_TO_BE_TAKEN_BACK)
             raise
 
     def checkpoint(self) -> Any:
-        """The same job; the run resumes from its checkpoint."""
+        """Return the same job; its run resumes from the checkpoint."""
         return load_submitit().helpers.DelayedSubmission(self)
 
 
 def results_of(directory: Path) -> dict[str, Any] | None:
-    """The results of a finished run; None while tasks are missing."""
+    """Return the results of a finished run; None while tasks are missing."""
     num_tasks = len(read_object(directory / "results.json").get("tasks", ()))
     tasks = read_object(directory / "config.json").get("tasks")
     return read_results(directory) if tasks and num_tasks == len(tasks) else None
 
 
 def watch(sweep: Sweep, look: Callable[[], dict[str, State]]) -> dict[str, State]:
-    """Poll the jobs until none is running or queued; report changes."""
-    said = collections.Counter[str]()
+    """Poll the jobs until none is running or queued; report changes and return the final states."""
+    reported = collections.Counter[str]()
     while True:
         states = look()
         counts = collections.Counter[str](states.values())
-        if counts != said:
+        if counts != reported:
             sweep.progress.say(
                 f"{len(states)} runs:"
                 f" {', '.join(f'{num} {state}' for state, num in counts.items())}"
             )
-            if counts["finished"] > said["finished"]:
+            if counts["finished"] > reported["finished"]:
                 sweep.after_each()
-            said = counts
+            reported = counts
         if not counts["running"] + counts["queued"]:
             return states
         sleep(SECONDS_BETWEEN_LOOKS[sweep.launcher.kind])
 
 
 def last_error(logs: Path, job: str) -> str:
-    """The last line of a job's error log, and its file."""
+    """Return the last line of a job's error log, and the name of the file."""
     file = logs / f"{job}_0_log.err"
     lines = file.read_text(errors="replace").split("\n")[-20:] if file.exists() else []
     lines = [line.strip() for line in lines if line.strip() and not line.startswith("INFO:")]
@@ -178,19 +184,19 @@ def last_error(logs: Path, job: str) -> str:
 
 @contextlib.contextmanager
 def exclusive(logs: Path) -> Iterator[None]:
-    """Lock the folder of jobs, because two commands would start a run twice."""
+    """Lock the folder of jobs, because two concurrent commands would start a run twice."""
     try:
-        held = filelock.FileLock(logs / ".lock", fallback_to_soft=False).acquire(timeout=0)
+        lock = filelock.FileLock(logs / ".lock", fallback_to_soft=False).acquire(timeout=0)
     except filelock.Timeout:
         raise ValueError(
             f"another command starts jobs in {str(logs.parent)!r}; wait for it"
         ) from None
-    with held:
+    with lock:
         yield
 
 
 def python_command(*environment: str) -> str:
-    """The command of this Python with the experiments on its path."""
+    """Return the command of this Python interpreter with the experiments on its path."""
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return shlex.join(["env", *environment, f"PYTHONPATH={os.pathsep.join(paths)}", sys.executable])
 
@@ -206,31 +212,32 @@ def load_submitit() -> ModuleType:
 
 
 def check(launcher: LauncherConfig) -> None:
-    """Raise ValueError for values without effect."""
+    """Raise ValueError for settings that are invalid or have no effect."""
     used = {"none": {"kind"}, "local": {"kind", "jobs", "gpus"}}.get(launcher.kind)
     for field in dataclasses.fields(LauncherConfig):
         option = f"--launcher.{field.name.replace('_', '-')}"
         value = getattr(launcher, field.name)
         if used is not None and field.name not in used and value != field.default:
             raise ValueError(
-                f"{option} is given, and --launcher {launcher.kind} has no use for it; leave it out"
+                f"{option} has no effect with --launcher {launcher.kind}; leave it out"
             )
         if type(value) is int and value < 1:
             raise ValueError(f"{option} is {value}; expected at least 1")
 
 
 def host_arguments(launcher: LauncherConfig) -> list[str]:
-    """Arguments with which every process of a run uses all devices and nodes of its job."""
+    """Return the arguments with which every process of a run uses all devices and nodes of its
+    job."""
     if launcher.nodes > 1:
         return ["--hosts.coordinator", "auto", "--devices", "all"]
     return ["--devices", "all"] if (launcher.gpus or 1) > 1 else []
 
 
 def finish(sweep: Sweep) -> None:
-    """Return when all runs are finished.
+    """Finish all runs with the launcher.
 
     Raises SystemExit with status 0 if runs are left to SLURM or to other processes, and with status
-    1 if some failed; ValueError without SLURM, or if it refuses the jobs.
+    1 if some failed. Raises ValueError if SLURM is missing or refuses the jobs.
     """
     launcher, logs = sweep.launcher, sweep.logs
     if all(results_of(run.directory) for run in sweep.runs):
@@ -262,8 +269,8 @@ NO_LIMIT = 525_600
 
 
 def work_here(sweep: Sweep) -> dict[str, State]:
-    """Run every run in a process of this machine, `jobs` at a time; a request to stop waits for
-    their current steps."""
+    """Run every run in a process on this machine, at most `jobs` at a time. A request to stop waits
+    for the current steps of all processes."""
     submitit = load_submitit()
     say = sweep.progress.say
     devices = [devices_of(sweep.launcher, place) for place in range(sweep.launcher.jobs or 1)]
@@ -274,7 +281,7 @@ def work_here(sweep: Sweep) -> dict[str, State]:
     def start(place: int, run: Run) -> None:
         executor = submitit.LocalExecutor(sweep.logs, python=python_command(*devices[place]))
         executor.update_parameters(timeout_min=NO_LIMIT)
-        # Ctrl-C reaches every process of a terminal and would kill submitit's
+        # Ctrl-C reaches every process of a terminal and would kill submitit's processes
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             jobs[place] = run, executor.submit(Job(run.arguments))
@@ -288,7 +295,7 @@ def work_here(sweep: Sweep) -> dict[str, State]:
                 os.kill(int(job.job_id), signal.SIGTERM)
             while not all(job.done() for _, job in jobs.values()):
                 sleep(SECONDS_BETWEEN_LOOKS["local"])
-            raise stop.stopped("runs at work stopped after their running steps")
+            raise stop.stopped("all running runs stopped after their current steps")
         for place, (run, job) in list(jobs.items()):
             if job.done():
                 del jobs[place]
@@ -301,7 +308,7 @@ def work_here(sweep: Sweep) -> dict[str, State]:
                 states[run.name] = "finished"
             elif owner := read_owner(run.directory):
                 states[run.name] = "elsewhere"
-                say(f"{run.name} is left to process {owner.pid} on {owner.host}")
+                say(f"process {owner.pid} on {owner.host} is running {run.name}")
             else:
                 start(next(place for place in range(len(devices)) if place not in jobs), run)
         return states
@@ -311,8 +318,8 @@ def work_here(sweep: Sweep) -> dict[str, State]:
 
 
 def devices_of(launcher: LauncherConfig, place: int) -> list[str]:
-    """Arguments of `env` that select the GPUs of a run; all GPUs without a number, because submitit
-    would hide them."""
+    """Return the arguments of `env` that select the GPUs of a run. Without a number of GPUs they
+    select all, because submitit would hide them."""
     name = "CUDA_VISIBLE_DEVICES"
     visible = os.environ.get(name)
     if launcher.gpus is None:
@@ -321,19 +328,20 @@ def devices_of(launcher: LauncherConfig, place: int) -> list[str]:
     gpus = [str(number) for number in range(needed)] if visible is None else visible.split(",")
     if len(gpus) < needed:
         raise ValueError(
-            f"--launcher.jobs and --launcher.gpus ask for {needed} GPUs; {name} is {visible!r}"
+            f"--launcher.jobs and --launcher.gpus request {needed} GPUs; {name} is {visible!r}"
         )
     return [f"{name}={','.join(gpus[place * launcher.gpus :][: launcher.gpus])}"]
 
 
 SUBMITTED = "submitted.json"
-"""IDs of SLURM's jobs by run."""
+"""File with the IDs of SLURM's jobs, keyed by run."""
 SECONDS_TO_STOP = 120
-"""A job is asked to stop this long before its time limit."""
+"""Seconds before its time limit at which a job is asked to stop."""
 
 
 def on_slurm(sweep: Sweep) -> dict[str, State]:
-    """Submit the runs without a job and report all states; wait for all jobs if `wait` is set."""
+    """Submit the runs that have no job and report all states; if `wait` is set, wait for all
+    jobs."""
     logs = sweep.logs
     say = sweep.progress.say
     jobs = _submit(sweep)
@@ -353,7 +361,7 @@ def on_slurm(sweep: Sweep) -> dict[str, State]:
     def look() -> dict[str, State]:
         try:
             alive = _alive(jobs.values())
-        except ValueError as error:  # the scheduler can be busy
+        except ValueError as error:  # the scheduler can be busy for a while
             say(f"{error}; asking again")
             return states
         for run in sweep.runs:
@@ -372,13 +380,13 @@ def on_slurm(sweep: Sweep) -> dict[str, State]:
     try:
         return watch(sweep, look)
     except KeyboardInterrupt:
-        say(f"the jobs go on; to end them: scancel {' '.join(_arrays(jobs.values()))}")
+        say(f"the jobs continue; to end them: scancel {' '.join(_arrays(jobs.values()))}")
         raise SystemExit(128 + signal.SIGINT) from None
 
 
 def _submit(sweep: Sweep) -> dict[str, str]:
     """Submit the runs that are neither finished nor running, print a row per run, and return the
-    IDs of jobs by run."""
+    IDs of all jobs, keyed by run."""
     with exclusive(sweep.logs):
         jobs: dict[str, str] = read_object(sweep.logs / SUBMITTED)
         alive = _alive(jobs.values())
@@ -402,7 +410,7 @@ def _submit(sweep: Sweep) -> dict[str, str]:
 
 
 def _sbatch(launcher: LauncherConfig, logs: Path, runs: Sequence[Run]) -> dict[str, str]:
-    """Submit the runs as one array of jobs; return their IDs."""
+    """Submit the runs as one array of jobs; return their IDs, keyed by run."""
     # a cluster can preempt jobs without queueing them again
     further: dict[str, Any] = {"requeue": True}
     for parameter in launcher.parameters:
@@ -428,7 +436,7 @@ def _sbatch(launcher: LauncherConfig, logs: Path, runs: Sequence[Run]) -> dict[s
         "srun_args": srun_args,
     }
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the error contains it
+        with contextlib.redirect_stderr(io.StringIO()):  # the error message contains it
             executor = load_submitit().SlurmExecutor(
                 logs, max_num_timeout=launcher.requeues, python=python_command()
             )
@@ -442,7 +450,8 @@ def _sbatch(launcher: LauncherConfig, logs: Path, runs: Sequence[Run]) -> dict[s
 
 
 def _alive(jobs: Collection[str]) -> dict[str, str]:
-    """SLURM's states of the jobs that have not ended; ValueError if it does not answer."""
+    """Return SLURM's states of the jobs that have not ended. Raises ValueError if SLURM does not
+    respond."""
     if not jobs:
         return {}
     command = [
@@ -453,9 +462,9 @@ def _alive(jobs: Collection[str]) -> dict[str, str]:
         f"--jobs={','.join(_arrays(jobs))}",
     ]
     answer = subprocess.run(command, capture_output=True, text=True)
-    # an invalid ID is that of a job that ended long ago
+    # the ID of a job that ended long ago is invalid
     if answer.returncode and "Invalid job id" not in answer.stderr:
-        raise ValueError(f"squeue does not tell which jobs are at work: {answer.stderr.strip()}")
+        raise ValueError(f"squeue does not list the running jobs: {answer.stderr.strip()}")
     rows = (line.strip().partition("|") for line in answer.stdout.splitlines())
     return {job: state for job, _, state in rows}
 
@@ -465,10 +474,10 @@ def _arrays(jobs: Collection[str]) -> list[str]:
 
 
 def _state_of(run: Run, job: str | None, alive: dict[str, str]) -> tuple[State | None, str]:
-    """State of a run and its description; None if no process works on it.
+    """Return the state of a run and its description; the state is None if no process is running it.
 
-    A killed job on another machine leaves its lock behind, so SLURM's answer counts for its own
-    jobs.
+    A killed job on another machine leaves its lock file. The states of jobs are therefore those
+    that SLURM reports.
     """
     if results_of(run.directory):
         return "finished", "finished"
@@ -478,5 +487,5 @@ def _state_of(run: Run, job: str | None, alive: dict[str, str]) -> tuple[State |
         ), f"is {alive[job].lower()}"
     owner = read_owner(run.directory)
     if owner and (job is None or owner.host == socket.gethostname()):
-        return "elsewhere", f"left to process {owner.pid} on {owner.host}"
+        return "elsewhere", f"run by process {owner.pid} on {owner.host}"
     return None, ""

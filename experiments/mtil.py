@@ -1,11 +1,11 @@
-"""CHEEM, or any other method, on MTIL or on any other stream of image tasks, with a pretrained ViT.
+"""CHEEM, or any other method, on MTIL or any other stream of image tasks, with a pretrained ViT.
 
     python experiments/mtil.py --backbone deit_tiny --data-dir DATA
     python experiments/mtil.py --method l2p --options.pool 10 --data-dir DATA
     python experiments/mtil.py --stream FOLDER --image-size 96 --preset quick --run-dir runs/real
 
-It is `cheem run`. DATA is the data folder that `cheem data prepare mtil --data-dir DATA` fills.
-FOLDER contains one folder or zip per task with `<split>/<class>/<image>` inside.
+The script is `cheem run`. DATA is the data folder that `cheem data prepare mtil --data-dir DATA`
+fills. FOLDER contains one folder or zip file per task with `<split>/<class>/<image>` inside.
 """
 
 import sys

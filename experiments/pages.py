@@ -1,7 +1,7 @@
 """Generated tables inside of hand-written pages.
 
-A table is the text between `<!-- table NAME -->` and `<!-- end -->`. The rest of the page
-is prose and does not change.
+A table is the text between `<!-- table NAME -->` and `<!-- end -->`. The rest of the page is prose,
+which does not change.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,13 @@ END = "<!-- end -->"
 
 
 def begin(name: str) -> str:
-    """The marker before a table."""
+    """Return the marker before a table."""
     return f"<!-- table {name} -->"
 
 
 def fill(text: str, tables: Mapping[str, str]) -> str:
-    """Replace the tables of a page by name; append a table whose marker is missing."""
+    """Replace the tables of a page, which are keyed by name; append a table whose marker is
+    missing."""
     for name, table in tables.items():
         if begin(name) not in text:
             text += f"\n## {name.capitalize()}\n\n{begin(name)}\n{END}\n"
@@ -31,7 +32,7 @@ def fill(text: str, tables: Mapping[str, str]) -> str:
 
 
 def write_tables(page: Path, tables: Mapping[str, str], title: str) -> None:
-    """Write the tables into a page; a missing page begins with `title` alone."""
+    """Write the tables into a page; a missing page is created with `title`."""
     text = page.read_text() if page.is_file() else f"# {title}\n"
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page, fill(text, tables))

@@ -3,10 +3,10 @@
     python experiments/planted.py --run-dir runs/planted
     python experiments/planted.py --preset paper --run-dir runs/planted-paper
 
-Six generated tasks: shapes, unrelated letters, easy colours, shapes in other colours (kin), alien
-noise, shapes again (twin). Every run has a separate directory, `RUN_DIR/<sampling>/seed-<seed>`.
-Finished runs are not repeated, and interrupted ones resume. `planted.md` has the tables,
-`planted.json` the numbers.
+There are six generated tasks: shapes, unrelated letters, easy colours, shapes in other colours
+(`kin`), noise (`alien`), and shapes again (`twin`). Every run has a separate directory,
+`RUN_DIR/<sampling>/seed-<seed>`. Finished runs are not repeated, and interrupted runs resume.
+`planted.md` contains the tables, `planted.json` the numbers.
 """
 
 import dataclasses
@@ -54,32 +54,28 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """CHEEM on a stream with a known structure."""
+    """Run CHEEM on a stream with a known structure."""
 
     preset: Literal["quick", "paper"] = "quick"
-    """quick: a few hundred images per task, sized for a laptop; paper: epochs and search of the
-    paper, more images."""
+    """quick: a few hundred images per task, for a laptop; paper: the paper's epochs and search, and
+    more images."""
     sampling: Literal["both", "hee", "uniform"] = "both"
-    """How architectures are sampled."""
+    """Sampling of architectures."""
     seeds: str | None = None
-    """Seeds separated by commas; default: 0,1,2 for quick, five for paper."""
-    stream_seed: int | None = None
-    """Seed of the images; default: the run's own seed, so that runs differ in images too."""
+    """Seeds, separated by commas; default: 0,1,2 for quick, 0,1,2,3,4 for paper."""
     engine: EngineConfig = EngineConfig()
-    """How networks are run."""
+    """Execution of networks."""
     run_dir: Path = Path("runs/planted")
-    """Folder of runs and tables; unfinished runs resume."""
+    """Folder of runs and tables; unfinished runs in it resume."""
     save_every: float | None = None
-    """Seconds between rolling checkpoints."""
+    """Seconds between two rolling checkpoints."""
 
 
 def main(settings: Planted) -> None:
-    """Run the missing runs, then judge all of them."""
+    """Run the missing runs, then evaluate the claims for all runs."""
     progress = Progress()
     size = SIZES[settings.preset]
     seeds = seeds_of(size.seeds if settings.seeds is None else settings.seeds)
-    if settings.stream_seed is not None and settings.stream_seed < 0:
-        raise ValueError(f"--stream-seed is {settings.stream_seed}; expected 0 or more")
     samplings: tuple[Sampling, ...] = (
         SAMPLINGS if settings.sampling == "both" else (settings.sampling,)
     )
@@ -107,7 +103,7 @@ def run(
     progress: Progress,
     workshop: dict[Any, FrozenNetworks] | None = None,
 ) -> dict[str, Any]:
-    """Learn the stream, resume it, or read the finished run."""
+    """Learn the stream, resume an interrupted run, or read a finished run; return its results."""
     alone = dataclasses.replace(settings, sampling=sampling, seeds=str(seed), run_dir=directory)
     config = RunConfig(
         method_of(settings, sampling), SIZES[settings.preset].cheem, seed, engine=settings.engine
@@ -141,16 +137,15 @@ def run_alone(settings: Planted) -> None:
 
 
 def method_of(settings: Planted, sampling: Sampling) -> CheemConfig:
-    """The preset's settings with one way of sampling."""
+    """Return the settings of the preset with one way of sampling."""
     return dataclasses.replace(PRESETS[SIZES[settings.preset].cheem], sampling=sampling)
 
 
 def stream_of(settings: Planted, seed: int) -> Stream:
-    """The images of a run."""
+    """Generate the images of a run with its seed, so that the images of runs differ, too."""
     size = SIZES[settings.preset]
-    chosen = settings.stream_seed
     return planted_stream(
-        seed=seed if chosen is None else chosen,
+        seed=seed,
         num_train=size.num_train,
         num_val=size.num_val,
         num_test=size.num_test,

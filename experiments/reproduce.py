@@ -1,4 +1,4 @@
-"""Repeat a run and report whether all numbers are equal, or the first difference.
+"""Repetition of a run: all numbers are identical, or the first difference is reported.
 
     python experiments/reproduce.py runs/demo
     python experiments/reproduce.py runs/demo --against runs/copied-from-another-machine
@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], Any], Callable[[Any], None]]] = 
         planted.run_alone,
     ),
 }
-"""For each recorded command, the parser of its arguments and the function that runs it."""
+"""Parser of the arguments and function that runs the settings, keyed by recorded command."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Reproduce:
     run_dir: Annotated[Path, tyro.conf.Positional]
     """Run directory to reproduce."""
     into: Path | None = None
-    """Folder of the reproduction, which resumes if it is unfinished; default: next to the run,
-    ending in -again."""
+    """Folder of the repeated run, which resumes if it is unfinished; default: the name of the run
+    with -again."""
     against: Path | None = None
-    """Compare with this run directory and run nothing."""
+    """Compare with this run directory, and run nothing."""
 
 
 def main(settings: Reproduce) -> None:
-    """Reproduce and compare; SystemExit with status 1 for a difference."""
+    """Repeat the run and compare both runs. Raises SystemExit with status 1 if they differ."""
     progress = Progress()
     first = settings.run_dir
     second = settings.against
@@ -66,14 +66,14 @@ def main(settings: Reproduce) -> None:
         run_again(first, second, progress)
     elif settings.into is not None:
         raise ValueError(
-            "--against compares and runs nothing, so there is nothing to keep; leave out --into"
+            "--against compares and runs nothing, so there is no new folder; leave out --into"
         )
     else:
         for directory in (first, second):
             config_of(directory)
-        tell_fingerprints(progress, fingerprints_of(first), fingerprints_of(second))
-    # the reproduction must have every task of the run and can have more
-    if not compare(first, second, progress, may_go_on=settings.against is None):
+        report_fingerprints(progress, fingerprints_of(first), fingerprints_of(second))
+    # the repeated run must have every task of the run and can have more
+    if not compare(first, second, progress, is_longer_accepted=settings.against is None):
         raise SystemExit(1)
 
 
@@ -83,55 +83,59 @@ def run_again(first: Path, second: Path, progress: Progress) -> None:
     command, run = runnable(first)
     if second.resolve() == first.resolve():
         raise ValueError(f"--into {str(second)!r} is the run itself; name another directory")
-    if (second / "config.json").exists() and (found := find_differences(config_of(second), config)):
+    if (second / "config.json").exists() and (
+        changed := find_differences(config_of(second), config)
+    ):
         raise ValueError(
             f"{str(second)!r} contains another run than {str(first)!r}:"
-            f" {summary(found, 'settings')}; compare them with --against, or name another directory"
-            " with --into"
+            f" {summary(changed, 'settings')}; compare them with --against, or name"
+            " another directory with --into"
         )
-    tell_fingerprints(progress, fingerprints_of(first), [fingerprint.take(config)])
+    report_fingerprints(progress, fingerprints_of(first), [fingerprint.take(config)])
     finished = sum(entry["event"] == "evaluated" for entry in read(first))
     total = len(config["tasks"])
     if finished < total:
         progress.say(
-            f"{first} was stopped after {finished} of {total} tasks: only what it holds can be"
-            " compared"
+            f"{first} was stopped after {finished} of {total} tasks; only these tasks are compared"
         )
     progress.say(f"running again in {second}: {shlex.join(command)}")
     run(second)
 
 
-def compare(first: Path, second: Path, progress: Progress, *, may_go_on: bool = False) -> bool:
-    """Print a table of equal checkpoints and the first difference; return whether the runs are
+def compare(
+    first: Path, second: Path, progress: Progress, *, is_longer_accepted: bool = False
+) -> bool:
+    """Print a table of the checkpoints and the first difference; return whether the runs are
     identical.
 
-    The second run `may_go_on` after the task at which the first one stopped.
+    With `is_longer_accepted`, the second run can have further tasks after the last task of the
+    first run.
     """
     progress.console.print(task_grid(first, second).to_rich())
     changes = list(differences(first, second))
     if not changes:
         progress.say(f"identical: {first} and {second}")
         return True
-    # a setting that one of them does not know yet need not change a number
+    # a setting that only one of the versions has does not always change a number
     for difference in changes[: 2 if changes[0].place.startswith("config.json") else 1]:
         progress.say(str(difference) if difference.stopped else f"first difference: {difference}")
-    return may_go_on and [difference.stopped for difference in changes] == ["first"]
+    return is_longer_accepted and [difference.stopped for difference in changes] == ["first"]
 
 
 def task_grid(first: Path, second: Path) -> Grid:
-    """A row per task: whether its checkpoints have equal content."""
+    """Make a row per task that tells whether its checkpoints have identical content."""
     names = config_of(first)["tasks"]
     records = [
         [entry for entry in read(directory) if entry["event"] == "evaluated"]
         for directory in (first, second)
     ]
-    held: list[Mapping[str, Sequence[str]]] = [
+    checkpoints: list[Mapping[str, Sequence[str]]] = [
         record[-1].get("checkpoints", {}) if record else {} for record in records
     ]
-    methods = list(dict.fromkeys((*held[0], *held[1])))
+    methods = list(dict.fromkeys((*checkpoints[0], *checkpoints[1])))
 
     def cell(method: str, index: int) -> str:
-        hashes = [side.get(method, [])[index : index + 1] for side in held]
+        hashes = [side.get(method, [])[index : index + 1] for side in checkpoints]
         return NONE if [] in hashes else "equal" if hashes[0] == hashes[1] else "differs"
 
     rows = tuple(
@@ -148,12 +152,12 @@ def task_grid(first: Path, second: Path) -> Grid:
 
 
 def fingerprints_of(directory: Path) -> list[dict[str, Any]]:
-    """The full fingerprints of the processes that worked on a run."""
+    """Return the full fingerprints of the processes of a run."""
     return [entry["conditions"] for entry in read(directory) if entry.get("conditions")]
 
 
 def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
-    """The recorded command, and a function that runs it in a directory."""
+    """Return the recorded command, and a function that runs it in a directory."""
     command = next(
         (entry.get("command") for entry in read(directory) if entry["event"] == "run"), None
     )
@@ -172,21 +176,21 @@ def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
     read_arguments, run = COMMANDS[name]
     settings = read_arguments(command[len(name.split()) :])
     if any(entry["event"] == "upper_bound" for entry in read(directory)):
-        # the bound can be added to a finished run
+        # the upper bound can be added to a finished run
         settings = dataclasses.replace(settings, upper_bound=True)
     return command, lambda into: run(dataclasses.replace(settings, run_dir=into))
 
 
 def again_of(directory: Path) -> Path:
-    """The default folder of a reproduction, next to the run directory."""
+    """Return the default folder of the repeated run, next to the run directory."""
     directory = directory.resolve()
     return directory.with_name(f"{directory.name}-again")
 
 
-def tell_fingerprints(
+def report_fingerprints(
     progress: Progress, first: list[dict[str, Any]], second: list[dict[str, Any]]
 ) -> None:
-    """Report whether equal numbers can be expected."""
+    """Report whether identical numbers can be expected."""
     pairs = itertools.product(first, second)
     changed = dict.fromkeys(
         sentence for one, other in pairs for sentence in map(str, find_differences(one, other))
@@ -204,5 +208,5 @@ def tell_fingerprints(
 
 if __name__ == "__main__":
     parsed = parse(Reproduce, description=__doc__)
-    kept = None if parsed.against else parsed.into or again_of(parsed.run_dir)
-    run_command(main, parsed, kept)
+    directory = None if parsed.against else parsed.into or again_of(parsed.run_dir)
+    run_command(main, parsed, directory)

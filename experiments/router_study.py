@@ -1,11 +1,12 @@
-"""Routers compared on collected runs: chosen on validation images, reported on test images.
+"""Comparison of routers on collected runs: the router is chosen on validation images, and results
+are those on test images.
 
     python experiments/router_study.py --results docs/results/runs --stream DATA --weights WEIGHTS
 
-A router infers the task ID from features of the frozen backbone, so no run is repeated: a
+A router infers the task ID from features of the frozen backbone, so no run is repeated. A
 prediction is correct if the router infers the task and the run's prediction with the task ID given
 is correct. The runs are those that `collect.py` collected. The choice needs no network either: it
-maximises the share of validation images whose task is inferred correctly.
+maximises the share of validation images with a correctly inferred task ID.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 from charts import check_folder
 from pages import write_tables
+from studies.heads.margins import check_same
 from studies.paper.collected import Cells, Collected, Correct, is_compared, load
 from studies.paper.paired import accuracy_difference
 from studies.routers.page import grid_of, shown_grid
@@ -37,32 +39,33 @@ from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.run.progress import Progress
 
 NEAR_BEST = 0.01
-"""Accepted loss in the share of validation images with the correct task for fewer bytes."""
+"""Accepted loss in the share of validation images with the correct task ID, in exchange for fewer
+bytes."""
 METHODS = ("cheem", "lora_cl", "s_prompts", "frozen_linear")
-"""Methods with a network or a head per task behind a router."""
+"""Methods that have a router and a network or a head per task."""
 BATCH_SIZE = 32
 Runs = Mapping[str, Sequence[Collected]]
-"""Runs by the title of their cell."""
+"""Runs, keyed by the title of their cell."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterStudy:
-    """Routers side by side on collected runs."""
+    """Compare routers on collected runs."""
 
     results: Path
     """Folder that `experiments/collect.py` wrote."""
     stream: str = cheem_run.DEMO
-    """The runs' images."""
+    """Stream of the runs' images."""
     data_dir: Path | None = None
     """Folder with the prepared data of a benchmark."""
     weights: Path | None = None
-    """The backbone's weights file; default: the bundled one."""
+    """Weights file of the backbone; default: the bundled file."""
     out: Path = Path("runs/routers")
     """Folder of numbers, tables and features."""
 
 
 def main(settings: RouterStudy) -> None:
-    """Try every router, choose one, write tables and numbers."""
+    """Try every router and choose one; write tables and numbers."""
     progress = Progress()
     check_folder("--out", settings.out)
     runs = select(load(settings.results), settings.results)
@@ -115,7 +118,7 @@ def main(settings: RouterStudy) -> None:
 
 
 def select(cells: Cells, folder: Path) -> Runs:
-    """The runs of methods with a router; ValueError if there are none."""
+    """Return the runs of methods with a router. Raises ValueError if there are none."""
     selected = [cell for cell in cells if cell.method in METHODS and is_compared(cells, cell)]
     if not selected:
         raise ValueError(
@@ -126,7 +129,8 @@ def select(cells: Cells, folder: Path) -> Runs:
 
 
 def load_images(one: Collected, settings: RouterStudy, progress: Progress) -> cheem_run.Loaded:
-    """Weights and images of the runs; ValueError for any others."""
+    """Load the weights and images of the runs. Raises ValueError if they differ from those of the
+    runs."""
     results = one.run.results
     source = dataclasses.replace(
         cheem_run.read_arguments([]),
@@ -139,23 +143,12 @@ def load_images(one: Collected, settings: RouterStudy, progress: Progress) -> ch
         split_seed=one.record["data"].get("split_seed", 0),
     )
     loaded = cheem_run.load(source, progress)
-    if loaded.pretrained.sha256 != one.run.config["weights_sha256"]:
-        raise ValueError(
-            f"the runs had other weights than {loaded.pretrained.source!r}; give theirs with"
-            " --weights"
-        )
-    hashes = one.run.config["data_sha256"]
-    if others := [
-        task.name for task in loaded.stream.tasks if data_hash(task) != hashes[task.name]
-    ]:
-        raise ValueError(
-            f"--stream {settings.stream} has other images than the runs: {', '.join(others)}"
-        )
+    check_same(one.run, loaded.stream, loaded.pretrained)
     return loaded
 
 
 def routed(correct_given: Correct, inferred: Sequence[np.ndarray]) -> Correct:
-    """By task: whether task and class of each image are correct."""
+    """Return, for each task, whether the task and class of each image are correct."""
     return tuple(
         correct & (tasks == index)
         for index, (correct, tasks) in enumerate(zip(correct_given, inferred, strict=True))
@@ -169,7 +162,8 @@ def row_of(
     runs: Runs,
     vit: ViTConfig,
 ) -> dict[str, Any]:
-    """One router's numbers: means over runs, and the paired difference from the paper's router."""
+    """Compute the numbers of one router: means over runs, and the paired difference from the
+    paper's router."""
     methods = {}
     for title, group in runs.items():
         ours, theirs = (
@@ -210,10 +204,11 @@ def row_of(
 
 
 def flops_of(runs: Runs, config: RouterConfig, vit: ViTConfig) -> dict[str, float] | None:
-    """FLOPs per image by the paper's convention and as executed, mean over the tasks of CHEEM
-    behind such a router.
+    """Count the FLOPs per image by the paper's convention and as executed, as means over the tasks
+    of CHEEM with this router.
 
-    Of several searches the first counts; None without a run of CHEEM.
+    If CHEEM was run with more than one search, the first one counts. The result is None without a
+    run of CHEEM.
     """
     cheem = [group for group in runs.values() if group[0].run.results["method"] == "cheem"]
     if not cheem:
@@ -224,7 +219,7 @@ def flops_of(runs: Runs, config: RouterConfig, vit: ViTConfig) -> dict[str, floa
         placement = one.run.results["placement"]
         for task in one.run.results["tasks"]:
             paper.append(pass_flops(vit, placement, until) + task["flops"])
-            # the task's network continues where it leaves the router's pass
+            # the task's network continues at the block at which it leaves the router's pass
             shared = task["experts"][:until]
             begin = next((block for block, expert in enumerate(shared) if expert != 0), until)
             network = from_strings(task["architecture"])
@@ -236,16 +231,16 @@ def flops_of(runs: Runs, config: RouterConfig, vit: ViTConfig) -> dict[str, floa
 
 
 def choose(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The router with the fewest bytes of those within `NEAR_BEST` of the best on validation
-    images."""
+    """Return the router with the fewest bytes among those within `NEAR_BEST` of the best one on
+    validation images."""
     best = max(row["found"]["val"] for row in rows)
     near = [row for row in rows if row["found"]["val"] >= best - NEAR_BEST]
     return dict(min(near, key=lambda row: (row["bytes_per_task"], -row["found"]["val"])))
 
 
 def same_predictions(one: Collected, paper: Mapping[int, Trial]) -> float:
-    """Share of test images whose prediction is as correct with the paper's router, fitted again, as
-    in the run."""
+    """Return the share of test images whose prediction with the paper's router, fitted again, is
+    correct exactly if it is correct in the run."""
     inferred = paper[one.run.results["seed"]].inferred["test"]
     again = np.concatenate(routed(one.correct_given, inferred))
     return float(np.mean(again == np.concatenate(one.correct)))

@@ -188,7 +188,7 @@ def study(
             cheem.memory = with_task(cheem.memory, saved)
         return cheem
 
-    with recorded(directory, identity, command) as (record, stop):
+    with recorded(directory, identity, command, progress) as session:
         for place in filter(None, memories.values()):
             run_stream(
                 select(stream, plan.behind),
@@ -200,7 +200,14 @@ def study(
                 workshop=workshop,
             )
         units = [
-            TaskUnits(functools.partial(learner, place), task, position, record, stop, progress)
+            TaskUnits(
+                functools.partial(learner, place),
+                task,
+                position,
+                session.record,
+                session.stop,
+                progress,
+            )
             for position, place in memories.items()
             for task in stream.tasks
             if task.name not in plan.behind

@@ -1,7 +1,8 @@
-"""Code of all studies: several runs of `mtil.py` on the same data, and one resumable record.
+"""Shared code of the studies: more than one run of `mtil.py` on the same data, and a record that
+resumes.
 
-Every run has a separate directory, `RUN_DIR/<variant>/seed-<seed>`, and is one that `mtil.py` could
-have made. Finished runs are not repeated, and interrupted ones resume.
+Every run has a separate directory, `RUN_DIR/<variant>/seed-<seed>`, and is a run that `mtil.py`
+could have made. Finished runs are not repeated, and interrupted runs resume.
 """
 
 import contextlib
@@ -17,36 +18,36 @@ from cheem_jax.baselines.catalogue import FrozenNetworks, MethodName, preset_of
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of
-from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.core.settings import SeedsConfig
 from cheem_jax.data.demo import TASKS
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.streams import find_stream
-from cheem_jax.data.task import ClassSplit, repeats
+from cheem_jax.data.task import ClassSplit
 from cheem_jax.run import fingerprint
-from cheem_jax.run.directory import check_held, claim, hold
+from cheem_jax.run.directory import check_held
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.record import Record
+from cheem_jax.run.session import Session, open_session
 
 Config = TypeVar("Config")
 Results = dict[str, list[dict[str, Any]]]
-"""Results by variant, one per seed."""
+"""Results of each variant, one per seed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Study(cheem_run.Common):
-    """Settings of every study over several runs."""
+    """Settings of every study that consists of runs."""
 
     stream: str = cheem_run.DEMO
     """demo, or any other value of `experiments/mtil.py --stream`."""
     preset: Preset | None = None
-    """Settings of every method; default: demo for the demo stream, quick for any other."""
+    """Preset of the settings of every method; default: demo for the demo stream, quick for any
+    other stream."""
     seeds: str | None = None
-    """Seeds separated by commas; default: 0,1,2 for the preset `paper`, else 0."""
+    """Seeds, separated by commas; default: 0,1,2 for the preset `paper`, or else 0."""
     launcher: LauncherConfig = LauncherConfig()
     """Execution of the runs."""
     run_dir: Path = Path("runs/study")
-    """Folder of runs and tables; unfinished runs resume."""
+    """Folder of runs and tables; unfinished runs in it resume."""
 
     @property
     def chosen_preset(self) -> Preset:
@@ -59,22 +60,26 @@ class Study(cheem_run.Common):
 
 @contextlib.contextmanager
 def recorded(
-    directory: Path, identity: Mapping[str, Any], command: Sequence[str] | None
-) -> Iterator[tuple[Record, Stop]]:
-    """One record for all units of a study without runs, locked for other processes.
+    directory: Path,
+    identity: Mapping[str, Any],
+    command: Sequence[str] | None,
+    progress: Progress,
+    save_every: float | None = None,
+) -> Iterator[Session]:
+    """Open the session of a study that does not consist of runs, and record its command.
 
-    ValueError if the study resumes with another `identity`.
+    Raises ValueError if the study resumes with a different `identity`.
     """
     conditions = fingerprint.take(identity)
-    with hold(directory), stop_requests() as stop:
-        resumed = claim(directory, identity)
-        record = Record(directory, fingerprint.digest(conditions))
-        record.write("continued" if resumed else "run", command=command, conditions=conditions)
-        yield record, stop
+    with open_session(directory, identity, conditions, progress, save_every) as session:
+        event = "continued" if session.is_resumed else "run"
+        session.record.write(event, command=command, conditions=conditions)
+        yield session
 
 
 class Variant(NamedTuple):
-    """One row of a study: a method with changes to its settings (dotted names) and the run's."""
+    """One row of a study: a method with changes to its settings (by dotted name) and to those of
+    the run."""
 
     name: str
     title: str
@@ -82,12 +87,11 @@ class Variant(NamedTuple):
     config: Mapping[str, Any] = {}
     run: Mapping[str, Any] = {}
     settings_of: str = ""
-    """The variant whose chosen settings an ablation shares, so that the two differ in one setting.
-    """
+    """Variant whose chosen settings an ablation shares, so that both differ in one setting."""
 
 
 def seeds_of(text: str) -> list[int]:
-    """Different whole numbers, at least 0."""
+    """Return the seeds in a text: different whole numbers of at least 0."""
     try:
         seeds = [int(seed) for seed in text.split(",")]
     except ValueError:
@@ -106,10 +110,10 @@ def run_all(
     progress: Progress,
     after_each: Callable[[Results], object] = lambda _: None,
 ) -> Results:
-    """Run the missing runs; `after_each` is called with the results so far, so that an interrupted
-    study has its tables.
+    """Run the missing runs and return all results. `after_each` is called with the available
+    results after each run, so that an interrupted study has tables.
 
-    With a launcher SystemExit ends the process here until all runs are finished.
+    With a launcher, the process ends here by SystemExit until all runs are finished.
     """
     check(study.launcher)
     settings = [
@@ -118,10 +122,7 @@ def run_all(
         for seed in study.chosen_seeds
     ]
     check_folder("--run-dir", study.run_dir)
-    names = [variant.name for variant in variants]
-    if len(set(names)) < len(names):
-        raise ValueError(f"variants named more than once: {', '.join(repeats(names))}")
-    for _, one in settings:  # before hours of other runs
+    for _, one in settings:  # check before other runs take hours
         check_held(one.run_dir, expected_config(one))
     if study.launcher.kind != "none":
         return run_as_jobs(study, settings, progress, after_each)
@@ -146,7 +147,7 @@ def run_as_jobs(
     progress: Progress,
     after_each: Callable[[Results], object],
 ) -> Results:
-    """Run every run as a separate job, with the arguments of `mtil.py`."""
+    """Run every run as a separate job with the arguments of `mtil.py`."""
     for one in {_source(one): one for _, one in settings}.values():
         find_stream(one)
 
@@ -171,7 +172,7 @@ def run_as_jobs(
 
 
 def expected_config(settings: cheem_run.RunSettings) -> dict[str, Any]:
-    """The part of a run's configuration that does not depend on weights and images."""
+    """Return the part of a run's configuration that does not depend on weights and images."""
     config = cheem_run.make_run_config(settings)
     expected = {
         config.method.name: dataclasses.asdict(config.method),
@@ -188,7 +189,8 @@ def task_names(
     data_dir: Path | None = None,
     class_split: ClassSplit | None = None,
 ) -> list[str]:
-    """Names of the stream's tasks, or of `tasks`, in learning order; no image is read."""
+    """Return the names of the stream's tasks in learning order, or those in `tasks`; no image is
+    read."""
     if tasks is not None:
         return [name.strip() for name in tasks.split(",")]
     return (
@@ -201,7 +203,7 @@ def task_names(
 
 
 def run_settings(study: Study, variant: Variant, seed: int) -> cheem_run.RunSettings:
-    """One run of a study as the settings of `mtil.py`."""
+    """Return the settings of `mtil.py` for one run of a study."""
     preset = study.chosen_preset
     config = changed(preset_of(variant.method, preset), variant.config)
     is_cheem = isinstance(config, CheemConfig)
@@ -224,8 +226,8 @@ def run_settings(study: Study, variant: Variant, seed: int) -> cheem_run.RunSett
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A settings dataclass with other values; `search.epsilon` is the field epsilon of its field
-    search."""
+    """Return a settings dataclass with changed values, keyed by dotted name: `search.epsilon` is
+    the field `epsilon` of the field `search`."""
     for name, value in changes.items():
         outer, _, inner = name.partition(".")
         value = changed(getattr(config, outer), {inner: value}) if inner else value
@@ -234,14 +236,15 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _source(settings: cheem_run.RunSettings) -> tuple[Any, ...]:
-    """The settings that decide weights and images of a run."""
+    """Return the settings that determine the weights and images of a run."""
     return tuple(
         getattr(settings, field.name) for field in dataclasses.fields(cheem_run.StreamInputs)
     )
 
 
 def loader(study: Study, progress: Progress) -> Callable[[cheem_run.RunSettings], cheem_run.Loaded]:
-    """A function that loads weights and images of a run and reuses those of the last one."""
+    """Return a function that loads the weights and images of a run, and reuses those of the last
+    run if they are the same."""
     cached: dict[tuple[Any, ...], cheem_run.Loaded] = {}
 
     def load(settings: cheem_run.RunSettings) -> cheem_run.Loaded:

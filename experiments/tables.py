@@ -1,12 +1,12 @@
-"""The paper's tables from finished runs, our numbers next to the paper's.
+"""The paper's tables from finished runs, with our numbers next to the paper's.
 
     python experiments/tables.py --runs runs/compare --out runs/tables
     python experiments/tables.py --only fom,heads
     python experiments/tables.py --results docs/results/runs --page docs/results.md
 
 Every folder below `--runs` that contains a finished run is read. A cell is the mean over seeds with
-the standard deviation (n - 1) and the number of runs; it is empty if nothing was run. Without runs
-the tables contain the paper's numbers alone. With `--results`, a folder that
+the standard deviation (n - 1) and the number of runs; it is empty without runs. If there are no
+runs at all, the tables contain only the paper's numbers. With `--results`, a folder that
 `experiments/collect.py` wrote, the tables of a page of results are written instead, with paired
 tests of the paper's claims.
 """
@@ -18,12 +18,18 @@ from typing import NamedTuple
 
 import numpy as np
 from charts import check_folder, filled, names_in
-from studies.paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
+from studies.paper.printed import (
+    NOTES,
+    Cell,
+    Printed,
+    figure_of_merit,
+    printed,
+    recomputed_fom,
+)
 from studies.paper.results import write_results
 
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
-from cheem_jax.core import metrics
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.finished import (
     IMAGE_MEASURES,
@@ -40,24 +46,25 @@ from cheem_jax.run.progress import Progress
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """The paper's tables from finished runs."""
+    """Make the paper's tables from finished runs."""
 
     runs: tuple[Path, ...] = ()
-    """Folders with runs, at any depth."""
+    """Folders that contain runs, at any depth."""
     out: Path = Path("runs/tables")
-    """Folder of the tables, as Markdown, CSV and LaTeX."""
+    """Folder of the tables in Markdown, CSV and LaTeX."""
     only: str | None = None
     """Names of tables, separated by commas; default: all."""
     results: Path | None = None
-    """Folder with collected runs, whose tables are written into `--page`. Next to it can be the
-    `chosen.json` of `compare.py --choose` and the `routers.json` of `router_study.py`."""
+    """Folder with collected runs; their tables are written into `--page`. The `chosen.json` of
+    `compare.py --choose` and the `routers.json` of `router_study.py` can be next to it."""
     page: Path = Path("docs/results.md")
-    """Page of results: the tables between its markers are replaced, and its figure is written into
-    the folder of the same name. A missing page is created with the tables alone."""
+    """Page of results. The tables between its markers are replaced, and its figure is written into
+    the folder of the same name. A missing page is created with only the tables."""
 
 
 class Layout(NamedTuple):
-    """One table of the paper: its title, its measures, and its runs (None: all)."""
+    """One table of the paper: its title, its measures, and the methods and variants of its runs
+    (None: all)."""
 
     title: str
     measures: tuple[str, ...]
@@ -84,7 +91,7 @@ SUMMARY = ("average_accuracy", "average_forgetting", "flops")
 COSTS = ("average_accuracy", "flops", "params_added_percent")
 CHEEM = ("cheem",)
 USUAL = ("",)
-"""The variant of a method with its own settings."""
+"""The variant of a method with its default settings."""
 LAYOUTS = {
     "fom": Layout("Figure of merit of CHEEM", ("fom",), BASELINES, USUAL),
     "upper_bounds": Layout("CHEEM and the upper bounds", SUMMARY, (*UPPER_BOUNDS, "cheem"), USUAL),
@@ -142,7 +149,7 @@ TITLES = {
     "fom": "FoM",
 }
 Ours = Mapping[Cell, Sequence[float]]
-"""Our numbers by cell, one per run."""
+"""Our numbers, one per run, keyed by cell."""
 HEAD = """# The paper's tables
 
 `ours` is the mean over runs with its standard deviation, followed by the number of runs; `paper` is the printed number.
@@ -152,7 +159,7 @@ An empty cell was not run, or is not in the paper.
 
 
 def main(settings: Tables) -> None:
-    """Write every table and one page with all, or the tables of the page of results."""
+    """Write every table and one page with all tables, or the tables of a page of results."""
     progress = Progress()
     if settings.results is not None:
         if settings.runs or settings.only:
@@ -199,7 +206,7 @@ def main(settings: Tables) -> None:
 def measure(
     runs: Sequence[RunRecord],
 ) -> tuple[dict[str, dict[Cell, list[float]]], list[tuple[Path, str]]]:
-    """Our numbers by table and cell, and the runs that belong to no table."""
+    """Return our numbers, keyed by table and cell, and the runs that belong to no table."""
     check_comparable(runs)
     orders = order_names(runs)
     tables: dict[str, dict[Cell, list[float]]] = {name: {} for name in LAYOUTS}
@@ -231,7 +238,7 @@ def measure(
 
 
 def variant_in(table: str, run: RunRecord, order: str) -> str | None:
-    """The variant of a run in a table; None if the table does not show it."""
+    """Return the variant of a run in a table; None if the table does not contain the run."""
     layout = LAYOUTS[table]
     router = run.results["router"]
     variant = variant_of(run)
@@ -241,7 +248,7 @@ def variant_in(table: str, run: RunRecord, order: str) -> str | None:
         "sampling": variant or "hee",
         "lite": router if variant in ("", router) else None,
     }.get(table, variant)
-    # of the paper's summaries, CLIP's backbones have a separate one
+    # CLIP's backbones have a separate summary in the paper
     is_clip = run.results["backbone"].startswith("clip")
     mixed = ("full", "heads", "lite", "class_incremental", "task_orders", "ablations")
     if (
@@ -255,31 +262,25 @@ def variant_in(table: str, run: RunRecord, order: str) -> str | None:
 
 
 def figures_of_merit(tables: Mapping[str, Ours]) -> dict[Cell, list[float]]:
-    """One value from the means over runs, if the method, CHEEM and the bound were all run."""
+    """Compute figures of merit from means over runs, for methods with runs of the method, of CHEEM
+    and of the upper bound."""
 
-    def mean(cell: Cell) -> float | None:
-        values = tables["breakdown"].get(cell) or tables["upper_bounds"].get(cell)
-        return float(np.mean(values)) if values else None
-
+    accuracies = {**tables["upper_bounds"], **tables["breakdown"]}
     figures = {}
     for cell in tables["breakdown"]:
-        if cell.measure != "average_accuracy" or cell.method == "cheem":
-            continue
-        values = (
-            mean(cell._replace(method=TOLD_METHOD)),
-            mean(cell._replace(method="cheem")),
-            mean(cell._replace(method="cheem", measure="flops")),
-            mean(cell),
-            mean(cell._replace(measure="flops")),
-        )
-        figure = None if None in values else metrics.figure_of_merit(*values)  # pyright: ignore[reportArgumentType]
-        if figure is not None:
-            figures[cell._replace(measure="fom")] = [figure]
+        if cell.measure == "average_accuracy" and cell.method != "cheem":
+
+            def number(method: str, measure: str, cell: Cell = cell) -> float | None:
+                values = accuracies.get(cell._replace(method=method, measure=measure))
+                return float(np.mean(values)) if values else None
+
+            if (figure := figure_of_merit(number, cell.method)) is not None:
+                figures[cell._replace(measure="fom")] = [figure]
     return figures
 
 
 def grids_of(name: str, ours: Ours) -> list[Grid]:
-    """A table for each stream and backbone, ours and the paper's."""
+    """Make a table of our numbers and the paper's for each stream and backbone."""
     theirs = printed().get(name, {})
     places = dict.fromkeys((cell.stream, cell.backbone) for cell in (*theirs, *ours))
     return [_grid(name, place, theirs, ours) for place in places]
@@ -287,7 +288,7 @@ def grids_of(name: str, ours: Ours) -> list[Grid]:
 
 def _grid(name: str, place: tuple[str, str], theirs: Mapping[Cell, Printed], ours: Ours) -> Grid:
     layout = LAYOUTS[name]
-    if name == "training_time":  # phases are rows, like methods
+    if name == "training_time":  # phases are rows, as methods are
         theirs = {_phase_as_row(cell): number for cell, number in theirs.items()}
         ours = {_phase_as_row(cell): numbers for cell, numbers in ours.items()}
     methods = list(METHODS)
@@ -314,8 +315,10 @@ def _grid(name: str, place: tuple[str, str], theirs: Mapping[Cell, Printed], our
             theirs[cell].text if cell in theirs else "" for cell in column
         ]
         if name == "fom":
-            again = [recomputed_fom(cell.stream, cell.backbone, cell.method) for cell in column]
-            columns[f"{title}, recomputed"] = [_number(value) for value in again]
+            recomputed = [
+                recomputed_fom(cell.stream, cell.backbone, cell.method) for cell in column
+            ]
+            columns[f"{title}, recomputed"] = [_number(value) for value in recomputed]
     return filled(f"{layout.title}: {place[0]}, {place[1]}", columns)
 
 
@@ -324,7 +327,7 @@ def _phase_as_row(cell: Cell) -> Cell:
 
 
 def our_text(values: Sequence[float] | None) -> str:
-    """Mean, standard deviation of several values, and the number of runs."""
+    """Format the mean, the standard deviation of more than one value, and the number of runs."""
     if not values:
         return ""
     deviation = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
@@ -338,7 +341,7 @@ def _number(value: float | None) -> str:
 
 
 def latex_of(grid: Grid) -> str:
-    """A booktabs table."""
+    """Format a table for LaTeX's booktabs."""
     head, *body = (" & ".join(map(_escape, line)) + r" \\" for line in (grid.columns, *grid.rows))
     form = "l" * grid.num_left + "r" * (len(grid.columns) - grid.num_left)
     lines = (

@@ -1,4 +1,5 @@
-"""`experiments/compare.py`: several methods on one stream, what is finished is not run again."""
+"""`experiments/compare.py`: methods are compared on one stream, and finished runs are not
+repeated."""
 
 import dataclasses
 import json
@@ -49,15 +50,17 @@ def settings(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("method", NAMES)
 @pytest.mark.parametrize("preset", ["demo", "quick"])
-def test_every_choice_is_of_settings_that_the_method_has(method, preset):
+def test_every_choice_is_among_settings_of_the_method(method, preset):
     usual = preset_of(method, preset)
     config = study.changed(usual, choosing.budget(method, preset))
     if method != "frozen_linear" and not isinstance(usual, CheemConfig):
         epochs = config.epochs if method == "full_finetune" else config.fit.epochs
         assert epochs == PRESETS[preset].supernet.epochs + PRESETS[preset].finetune.epochs
     for setting, values in choosing.grids_of(method).items():
-        found = [study.changed(config, choosing.change(method, setting, value)) for value in values]
-        assert len(set(found)) == len(values) >= 2
+        results = [
+            study.changed(config, choosing.change(method, setting, value)) for value in values
+        ]
+        assert len(set(results)) == len(values) >= 2
     assert len(choosing.grids_of(method)) <= 3
 
 
@@ -75,20 +78,20 @@ def test_every_choice_is_of_settings_that_the_method_has(method, preset):
     ],
 )
 def test_a_grid_is_tried_from_the_middle_towards_the_better_side(accuracies, tried):
-    asked = []
+    calls = []
 
     def accuracy(number):
-        asked.append(number)
+        calls.append(number)
         return accuracies[number]
 
     assert choosing.climb(accuracy, len(accuracies)) == {
         number: accuracies[number] for number in tried
     }
-    assert len(asked) == len(set(asked))
+    assert len(calls) == len(set(calls))
 
 
 @pytest.mark.full
-def test_settings_are_chosen_on_validation_images_and_never_on_test_images(
+def test_settings_are_chosen_on_validation_images_and_not_on_test_images(
     settings, monkeypatch, capsys
 ):
     settings = dataclasses.replace(settings, methods="diki", choose="warm,cold")
@@ -110,7 +113,7 @@ def test_settings_are_chosen_on_validation_images_and_never_on_test_images(
     shown = (settings.run_dir / "chosen.md").read_text()
     assert "Settings chosen on warm, cold" in shown and "(an end)" in shown
 
-    # other test images change no choice, and what was tried is not tried again
+    # different test images do not change the choice, and earlier tries are not repeated
     stream = streams.demo_stream(image_size=32)
     other = [
         dataclasses.replace(task, test=Split(255 - task.test.images, task.test.labels))
@@ -134,20 +137,20 @@ CHOSEN = [
 ]
 
 
-def test_an_earlier_choice_gives_the_settings_that_choosing_gave(tmp_path):
+def test_an_earlier_choice_results_in_the_chosen_settings(tmp_path):
     file = tmp_path / "chosen.json"
     file.write_text(json.dumps(CHOSEN))
     variants = compare.variants_of(compare.Compare(methods="diki,ewc,frozen_linear"))
-    found = {one.name: one.config for one in choosing.chosen_before(file, variants, "quick")}
+    results = {one.name: one.config for one in choosing.chosen_before(file, variants, "quick")}
     both = {"fit.epochs": 16, "fit.schedule": "cosine"}
-    assert found == {
+    assert results == {
         "diki": both | {"fit.learning_rate": 1e-2, "layers": "first8", "cov_shrinkage": 0.1},
         "ewc": both | {"fit.learning_rate": 1e-4, "penalties": (1e6,)},
         "frozen_linear": {},
     }
 
 
-def test_uniform_sampling_has_the_settings_chosen_for_the_search_that_it_is_compared_with(tmp_path):
+def test_uniform_sampling_has_the_settings_chosen_for_the_compared_search(tmp_path):
     file = tmp_path / "chosen.json"
     rows = [("rate", 1e-2), ("ops.rank", 64)]
     file.write_text(
@@ -171,7 +174,9 @@ def test_uniform_sampling_has_the_settings_chosen_for_the_search_that_it_is_comp
         (json.dumps(CHOSEN[:1]), "has no layers of diki"),
     ],
 )
-def test_what_is_no_earlier_choice_is_refused(settings, text, message, tmp_path, capsys):
+def test_files_that_are_not_an_earlier_choice_are_refused(
+    settings, text, message, tmp_path, capsys
+):
     file = tmp_path / "chosen.json"
     if text is not None:
         file.write_text(text)
@@ -180,48 +185,48 @@ def test_what_is_no_earlier_choice_is_refused(settings, text, message, tmp_path,
     )
     with pytest.raises(SystemExit) as stop:
         run_command(compare.main, settings, settings.run_dir)
-    said = " ".join(capsys.readouterr().err.split())
-    assert stop.value.code == 2 and message in said and str(file) in said.replace(" ", "")
+    output = " ".join(capsys.readouterr().err.split())
+    assert stop.value.code == 2 and message in output and str(file) in output.replace(" ", "")
     assert not settings.run_dir.exists()
 
 
 @pytest.mark.full
-def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_are(
+def test_an_interrupted_comparison_resumes_and_finished_runs_do_not_change(
     settings, monkeypatch, capsys
 ):
     run = cheem_run.run_seed
 
-    def stopped_after_diki(run_settings, *given):
+    def stopped_after_diki(run_settings, *arguments):
         if run_settings.method == "frozen_linear":
             raise KeyboardInterrupt
-        return run(run_settings, *given)
+        return run(run_settings, *arguments)
 
     monkeypatch.setattr(cheem_run, "run_seed", stopped_after_diki)
     with pytest.raises(SystemExit) as stop:
         run_command(compare.main, settings, settings.run_dir)
     assert stop.value.code == 130
-    begun = json.loads((settings.run_dir / "comparison.json").read_text())
-    assert [row["method"] for row in begun] == ["diki"]
+    earlier = json.loads((settings.run_dir / "comparison.json").read_text())
+    assert [row["method"] for row in earlier] == ["diki"]
     before = read(settings.run_dir / "diki" / "seed-0")
 
     monkeypatch.setattr(cheem_run, "run_seed", run)
     capsys.readouterr()
     compare.main(settings)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "seed-0 contains all 2 tasks already" in "".join(said.split("\n"))
-        and "frozen, linear heads" in said
+        "seed-0 contains all 2 tasks already" in "".join(output.split("\n"))
+        and "frozen, linear heads" in output
     )
     assert read(settings.run_dir / "diki" / "seed-0") == before
     rows = json.loads((settings.run_dir / "comparison.json").read_text())
     assert [row["method"] for row in rows] == ["diki", "frozen_linear"]  # in the order of the table
-    assert rows[0] == begun[0]
+    assert rows[0] == earlier[0]
     results = json.loads((settings.run_dir / "diki" / "seed-0" / "results.json").read_text())
     assert rows[0]["average_accuracy"]["mean"] == results["average_accuracy"]
     assert "| DIKI |" in (settings.run_dir / "comparison.md").read_text()
 
 
-def test_wrong_names_and_seeds_are_refused_before_anything_is_made(settings, capsys):
+def test_wrong_names_and_seeds_are_refused_before_any_run(settings, capsys):
     for changed, message in (
         ({"methods": "l2q"}, "unknown method 'l2q'; nearest: l2p"),
         ({"seeds": "0,x"}, "--seeds is '0,x'; expected different whole numbers"),
@@ -240,15 +245,13 @@ def test_wrong_names_and_seeds_are_refused_before_anything_is_made(settings, cap
     assert not list(settings.run_dir.iterdir())
 
 
-def test_all_means_every_method_once():
+def test_all_selects_every_method_once():
     assert compare.methods_of("all") == list(compare.NAMES)
     assert compare.methods_of("l2p, cheem") == ["cheem", "l2p"]
 
 
 @pytest.mark.full
-def test_a_folder_of_tasks_is_compared_with_any_backbone_and_the_network_that_names_tasks(
-    tmp_path, capsys
-):
+def test_methods_are_compared_on_a_folder_of_tasks_with_any_backbone_and_router(tmp_path, capsys):
     stream = stream_of_colours()
     for task in stream.tasks:
         for split in task.splits:
@@ -275,4 +278,5 @@ def test_a_folder_of_tasks_is_compared_with_any_backbone_and_the_network_that_na
         in (settings.run_dir / "comparison.md").read_text()
     )
     config = json.loads((settings.run_dir / "moe_adapters" / "seed-0" / "config.json").read_text())
-    assert config["moe_adapters"]["fit"]["epochs"] == 8  # quick, as no preset is named
+    # the preset is quick, because none is named
+    assert config["moe_adapters"]["fit"]["epochs"] == 8

@@ -1,11 +1,9 @@
-"""The command for an accelerator: on a CPU everything but the hardware, within the time that it is
-given."""
+"""The script for an accelerator, tested on a CPU: its parts, its queue and its time limit."""
 
 import json
 import sys
 import tarfile
 import time
-from pathlib import Path
 
 import gpu
 import pytest
@@ -14,9 +12,7 @@ from cheem_jax.data.demo import TASKS
 
 
 @pytest.mark.full
-def test_the_smoke_part_and_the_first_run_leave_their_records_and_no_checkpoint(
-    tmp_path, monkeypatch
-):
+def test_the_parts_smoke_and_runs_write_records_without_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "QUEUE", gpu.QUEUE[:1])
     gpu.main(gpu.Gpu(only="smoke,runs", miniature=True, out=tmp_path))
     smoke = json.loads((tmp_path / "smoke.json").read_text())
@@ -35,16 +31,14 @@ def test_the_smoke_part_and_the_first_run_leave_their_records_and_no_checkpoint(
 
 
 @pytest.mark.full
-def test_what_does_not_end_in_time_is_interrupted_and_what_fails_is_told(tmp_path):
-    begun = time.monotonic()
-    told = gpu.limited(["-c", "import time; time.sleep(600)"], 0.5)
-    assert told.startswith("interrupted after") and time.monotonic() - begun < 300
+def test_late_scripts_are_interrupted_and_failures_are_reported(tmp_path):
+    start = time.monotonic()
+    how = gpu.limited(["-c", "import time; time.sleep(600)"], 0.5)
+    assert how.startswith("interrupted after") and time.monotonic() - start < 300
     assert gpu.limited(["-c", "raise SystemExit(3)"], 60).endswith("status 3")
 
 
-def test_no_part_begins_without_time_left_and_a_failed_one_ends_with_an_error(
-    tmp_path, monkeypatch
-):
+def test_no_part_starts_without_time_and_a_failed_part_is_an_error(tmp_path, monkeypatch):
     scripts = [gpu.Part("fails", ["-c", "raise SystemExit(2)"]), gpu.Part("works", ["-c", "pass"])]
     monkeypatch.setattr(gpu, "commands", lambda settings, parts: iter(scripts))
     with pytest.raises(SystemExit, match="fails: .*status 2"):
@@ -56,15 +50,15 @@ def test_no_part_begins_without_time_left_and_a_failed_one_ends_with_an_error(
     ).read_text() == "fails: no time was left\nworks: no time was left\n"
 
 
-def test_processes_side_by_side_share_the_memory_and_have_logs_of_their_own(tmp_path, monkeypatch):
+def test_parallel_processes_share_the_memory_and_have_separate_logs(tmp_path, monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    wait = (  # until the other one has begun as well
+    wait = (  # until the other process has started
         "import os, sys, time; from pathlib import Path; here = Path(sys.argv[2]); (here /"
-        " sys.argv[1]).touch()\nbegun = time.monotonic()\nwhile len([*here.iterdir()]) < 2 and"
-        " time.monotonic() < begun + 300: time.sleep(0.01)\nprint(sys.argv[1],"
+        " sys.argv[1]).touch()\nstart = time.monotonic()\nwhile len([*here.iterdir()]) < 2 and"
+        " time.monotonic() < start + 300: time.sleep(0.01)\nprint(sys.argv[1],"
         " os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'])"
     )
-    (here := tmp_path / "begun").mkdir()
+    (here := tmp_path / "started").mkdir()
     scripts = [gpu.Part(name, ["-c", wait, name, f"{here}"]) for name in ("one", "two")]
     monkeypatch.setattr(gpu, "commands", lambda settings, parts: iter(scripts))
     gpu.main(gpu.Gpu(out=tmp_path / "out", parallel=2))
@@ -73,12 +67,12 @@ def test_processes_side_by_side_share_the_memory_and_have_logs_of_their_own(tmp_
     assert logs == [b"one 0.450\n", b"two 0.450\n"]
 
 
-def test_what_needs_a_choice_waits_for_the_run_that_makes_it(tmp_path, monkeypatch):
+def test_runs_with_the_same_choice_of_settings_run_one_after_another(tmp_path, monkeypatch):
     begin = (
         "import sys; from pathlib import Path; Path(sys.argv[1]).mkdir(); import time;"
         " time.sleep(0.2)"
     )
-    alone = f"{begin}; Path(sys.argv[1]).rmdir()"  # fails where the other one is at work
+    alone = f"{begin}; Path(sys.argv[1]).rmdir()"  # fails while the other process is running
     scripts = [
         gpu.Part(name, ["-c", alone, f"{tmp_path / 'place'}"], "one choice")
         for name in ("seed 0", "seed 1")
@@ -87,41 +81,23 @@ def test_what_needs_a_choice_waits_for_the_run_that_makes_it(tmp_path, monkeypat
     gpu.main(gpu.Gpu(out=tmp_path / "out", parallel=2))
     assert "status" not in (tmp_path / "out" / "ended.txt").read_text()
     monkeypatch.undo()
-    found = {
+    choices = {
         part.name: part.choice
         for part in gpu.commands(gpu.Gpu(choose="shapes", only="runs"), ["runs"])
     }
-    like = [name for name, choice in found.items() if choice.endswith("cheem-closed_form-quick")]
+    like = [name for name, choice in choices.items() if choice.endswith("cheem-closed_form-quick")]
     assert {"cheem:closed_form, quick, seed 1", "cheem:uniform, quick, seed 0"} < set(like) and len(
         like
     ) == 5
 
 
-def test_what_an_earlier_choice_lacks_is_chosen_on_the_named_tasks(tmp_path):
-    chosen = tmp_path / "chosen.json"
-    whole = [
-        ("lora_cl", "rate"),
-        ("lora_cl", "rank"),
-        ("cheem-closed_form", "rate"),
-        ("cheem-closed_form", "ops.rank"),
-    ]
-    rows = [
-        {"method": method, "setting": setting}
-        for method, setting in (*whole, ("s_prompts", "rate"))
-    ]
-    chosen.write_text(json.dumps(rows))
-    settings = gpu.Gpu(stream="demo", choose="shapes", chosen=chosen, only="runs")
-    given = {
-        name: words[words.index("--choose") + 1]
-        for name, words, _ in gpu.commands(settings, ["runs"])
+def test_an_earlier_choice_is_used_by_every_run():
+    settings = gpu.Gpu(stream="demo", choose="chosen.json", only="runs")
+    choices = {
+        (words[words.index("--choose") + 1], choice)
+        for _, words, choice in gpu.commands(settings, ["runs"])
     }
-    known = {name for name, file in given.items() if file == f"{chosen}"}
-    assert {"lora_cl, quick, seed 2", "cheem:uniform, quick, seed 0"} < known
-    assert "cheem:closed_form, quick, seed 0, reversed" in known
-    # the choice for S-Prompts was interrupted
-    assert {given[f"{method}, quick, seed 0"] for method in ("cheem", "l2p", "s_prompts")} == {
-        "shapes"
-    }
+    assert choices == {("chosen.json", "")}
 
 
 @pytest.mark.parametrize(
@@ -130,19 +106,16 @@ def test_what_an_earlier_choice_lacks_is_chosen_on_the_named_tasks(tmp_path):
         ({"seconds": 5.0}, "--seconds is 5"),
         ({"parallel": 0}, "--parallel is 0"),
         ({"only": "quickly"}, "--only"),
-        ({"choose": "x/chosen.json"}, "--choose is x/chosen.json; expected names"),
         ({"stream": "x/y"}, "x/y: no such folder"),
-        ({"chosen": Path("x/y.json")}, "--chosen also needs --choose"),
-        ({"chosen": Path("x/y.json"), "choose": "shapes"}, "--chosen is x/y.json; expected"),
     ],
 )
-def test_wrong_settings_are_refused(tmp_path, wrong, message):
+def test_wrong_settings_are_refused(tmp_path, changes, message):
     with pytest.raises((ValueError, OSError), match=message):
-        gpu.main(gpu.Gpu(out=tmp_path / "new", **wrong))
+        gpu.main(gpu.Gpu(out=tmp_path / "new", **changes))
     assert not (tmp_path / "new").exists()
 
 
-def test_the_queue_begins_with_what_the_evidence_needs_first():
+def test_the_most_important_runs_are_first_in_the_queue():
     settings = gpu.Gpu(stream="demo", choose="shapes,colours", only="runs")
     first, second, *others = list(gpu.commands(settings, ["runs"]))
     assert first[0] == "frozen_linear, quick, seed 0" and second[1][-1].endswith("lora_cl-quick")
@@ -154,17 +127,17 @@ def test_the_queue_begins_with_what_the_evidence_needs_first():
     )
 
 
-def test_uniform_sampling_and_the_reversed_order_have_the_settings_chosen_for_their_search(
+def test_uniform_sampling_and_the_reversed_order_use_the_settings_chosen_for_their_search(
     monkeypatch,
 ):
     ablations = (("cheem:uniform", "quick", 0, ""), (gpu.LIKE, "quick", 0, "reversed"))
     assert set(ablations) < set(gpu.QUEUE)
     monkeypatch.setattr(gpu, "QUEUE", ((gpu.LIKE, "quick", 0, ""), *ablations))
-    usual, uniform, turned = (
+    usual, uniform, reversed_run = (
         dict(zip(words[1::2], words[2::2], strict=True))
         for _, words, _ in gpu.commands(gpu.Gpu(stream="demo", choose="shapes,colours"), ["runs"])
     )
     assert "--tasks" not in usual and usual["--choose"] == "shapes,colours"
-    assert uniform["--choose"] == turned["--choose"] == f"{usual['--run-dir']}/chosen.json"
-    assert turned["--tasks"] == ",".join(TASKS[::-1]) and "--tasks" not in uniform
-    assert len({each["--run-dir"] for each in (usual, uniform, turned)}) == 3
+    assert uniform["--choose"] == reversed_run["--choose"] == f"{usual['--run-dir']}/chosen.json"
+    assert reversed_run["--tasks"] == ",".join(TASKS[::-1]) and "--tasks" not in uniform
+    assert len({each["--run-dir"] for each in (usual, uniform, reversed_run)}) == 3

@@ -1,5 +1,4 @@
-"""Runs of a study as jobs: of this machine for real, and of SLURM as far as it goes without a
-cluster."""
+"""Runs of a study as jobs: local jobs really run, and SLURM's commands are replaced by scripts."""
 
 import contextlib
 import dataclasses
@@ -35,7 +34,7 @@ from cheem_jax.run.record import read
 SHORT = study.Variant("linear", "linear heads", "frozen_linear")
 BROKEN = study.Variant("broken", "broken", "frozen_linear", run={"weights": Path("nowhere.npz")})
 SECONDS = 600
-"""Until something that never comes is given up."""
+"""Seconds after which a test stops waiting."""
 
 
 def settings_of(run_dir: Path, *arguments: str) -> compare.Compare:
@@ -44,7 +43,7 @@ def settings_of(run_dir: Path, *arguments: str) -> compare.Compare:
 
 
 @pytest.fixture
-def said() -> Progress:
+def progress() -> Progress:
     return Progress(Console(file=io.StringIO(), width=200, force_terminal=False))
 
 
@@ -61,14 +60,14 @@ def wait_for(condition) -> None:
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch) -> Path:
-    """A folder with SLURM's commands, which note what they are given; `queue` holds what squeue
-    then tells."""
+    """A folder with scripts in place of SLURM's commands. They record their arguments; the file
+    `queue` contains the output of squeue."""
     folder = tmp_path / "slurm"
     folder.mkdir()
     (folder / "next").write_text("4711")
     (folder / "queue").write_text("")
     commands = {
-        # one row per element, as `squeue --array` tells them
+        # one row per job of an array, as `squeue --array` prints them
         "sbatch": (
             """
             num=$(cat next); echo $((num + 1)) > next; cp "$1" $num.sh
@@ -99,15 +98,15 @@ def slurm(tmp_path, monkeypatch) -> Path:
 
 
 def submit(settings: compare.Compare, variants, progress: Progress) -> int:
-    """The exit status."""
+    """Run the study, which must end the process; return the exit status."""
     with pytest.raises(SystemExit) as stop:
-        study.run_all(settings, variants, progress, lambda found: None)
+        study.run_all(settings, variants, progress, lambda results: None)
     assert isinstance(stop.value.code, int)
     return stop.value.code
 
 
 @pytest.mark.full
-def test_jobs_of_this_machine_stop_go_on_fail_and_are_not_repeated(tmp_path, said):
+def test_local_jobs_stop_resume_fail_and_are_not_repeated(tmp_path, progress):
     settings = settings_of(tmp_path / "runs", "--launcher", "local")
     tables = []
     directory = settings.run_dir / "linear" / "seed-0"
@@ -118,24 +117,26 @@ def test_jobs_of_this_machine_stop_go_on_fail_and_are_not_repeated(tmp_path, sai
 
     stopper = threading.Thread(target=stop_when_it_works)
     stopper.start()
-    with pytest.raises(Stopped, match="runs at work stopped after their running steps"):
-        study.run_all(settings, [SHORT, BROKEN], said, tables.append)
+    with pytest.raises(Stopped, match="all running runs stopped after their current steps"):
+        study.run_all(settings, [SHORT, BROKEN], progress, tables.append)
     stopper.join()
     assert read_owner(directory) is None and results_of(directory) is None and not tables
 
-    assert submit(settings, [SHORT, BROKEN], said) == 1
+    assert submit(settings, [SHORT, BROKEN], progress) == 1
     (log,) = {
         file.stem
         for file in (settings.run_dir / "jobs").glob("*_log.err")
         if "nowhere.npz" in file.read_text()
     }
-    assert "broken/seed-0 failed: error: " in text_of(said) and log in text_of(said)
-    assert "2 runs: 1 running, 1 queued" in text_of(said) and "2 running" not in text_of(said)
-    assert "1 of 2 runs failed; the same command tries them again" in text_of(said)
+    assert "broken/seed-0 failed: error: " in text_of(progress) and log in text_of(progress)
+    assert "2 runs: 1 running, 1 queued" in text_of(progress) and "2 running" not in text_of(
+        progress
+    )
+    assert "1 of 2 runs failed; the same command tries them again" in text_of(progress)
 
     jobs = sorted((settings.run_dir / "jobs").iterdir())
-    found = study.run_all(settings, [SHORT], said, tables.append)
-    assert sorted((settings.run_dir / "jobs").iterdir()) == jobs and tables[-1] == found
+    results = study.run_all(settings, [SHORT], progress, tables.append)
+    assert sorted((settings.run_dir / "jobs").iterdir()) == jobs and tables[-1] == results
     events = read(directory)
     assert [entry["event"] for entry in events if "command" in entry] == ["run", "continued"]
     alone = study.run_settings(settings, SHORT, 0)
@@ -147,9 +148,9 @@ def test_jobs_of_this_machine_stop_go_on_fail_and_are_not_repeated(tmp_path, sai
 
 
 @pytest.mark.full
-def test_a_preempted_job_queues_again_and_goes_on(tmp_path, slurm, said):
+def test_a_preempted_job_queues_again_and_resumes(tmp_path, slurm, progress):
     settings = settings_of(tmp_path / "runs", "--launcher", "slurm")
-    assert submit(settings, [SHORT], said) == 0
+    assert submit(settings, [SHORT], progress) == 0
     directory = settings.run_dir / "linear" / "seed-0"
     script = ["bash", str(slurm / "4711.sh")]
     environment = {**os.environ, "SLURM_JOB_ID": "4711", "SLURM_PROCID": "0"}
@@ -157,20 +158,22 @@ def test_a_preempted_job_queues_again_and_goes_on(tmp_path, slurm, said):
         wait_for(lambda: read_owner(directory))
         owner = read_owner(directory)
         assert owner is not None
-        os.kill(owner.pid, signal.SIGUSR2)  # as SLURM does before the time is up
-        told = job.communicate()[0]
-    assert "Exiting gracefully after preemption/timeout" in told
+        os.kill(owner.pid, signal.SIGUSR2)  # as SLURM does before the time limit
+        output = job.communicate()[0]
+    assert "Exiting gracefully after preemption/timeout" in output
     assert (slurm / "requeued").read_text() == "requeue 4711\n" and results_of(directory) is None
     subprocess.run(script, env=environment, stdout=subprocess.DEVNULL, check=True)
     assert results_of(directory) is not None
-    assert study.run_all(settings, [SHORT], said, lambda found: None)["linear"][0]["seed"] == 0
+    assert (
+        study.run_all(settings, [SHORT], progress, lambda results: None)["linear"][0]["seed"] == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("number", "expected"),
     [(signal.SIGUSR2, ["stopped", "queued"]), (signal.SIGTERM, ["stopped", 600])],
 )
-def test_a_job_stops_before_it_queues_again_and_stays_where_slurm_takes_it_back(
+def test_a_job_stops_before_it_queues_again_and_waits_if_slurm_queues_it(
     number, expected, monkeypatch
 ):
     happened = []
@@ -199,8 +202,8 @@ def test_a_job_stops_before_it_queues_again_and_stays_where_slurm_takes_it_back(
     assert happened == expected
 
 
-def test_the_batch_file_says_what_was_asked_for_and_a_queued_run_is_not_submitted_twice(
-    tmp_path, slurm, said
+def test_the_batch_file_has_the_requested_options_and_a_queued_run_is_not_submitted_twice(
+    tmp_path, slurm, progress
 ):
     arguments = (
         "--launcher",
@@ -228,7 +231,7 @@ def test_the_batch_file_says_what_was_asked_for_and_a_queued_run_is_not_submitte
         "module load cuda",
     )
     settings = settings_of(tmp_path / "runs", "--seeds", "0,1,2", *arguments)
-    assert submit(settings, [SHORT], said) == 0
+    assert submit(settings, [SHORT], progress) == 0
     script = (slurm / "4711.sh").read_text()
     lines = {line.removeprefix("#SBATCH --") for line in script.splitlines()}
     assert lines >= {
@@ -254,43 +257,43 @@ def test_the_batch_file_says_what_was_asked_for_and_a_queued_run_is_not_submitte
     assert "--cpus-per-task=8 env" in script
     submitted = json.loads((settings.run_dir / "jobs" / "submitted.json").read_text())
     assert submitted == {f"linear/seed-{seed}": f"4711_{seed}" for seed in range(3)}
-    assert "3 of 3 runs submitted" in text_of(said) and "cheem watch" in text_of(said)
+    assert "3 of 3 runs submitted" in text_of(progress) and "cheem watch" in text_of(progress)
 
     (slurm / "queue").write_text("4711_0|RUNNING\n4711_1|PENDING\n4711_2|PENDING\n")
-    assert submit(settings, [SHORT], said) == 0
-    assert "0 of 3 runs submitted" in text_of(said) and "is running" in text_of(said)
+    assert submit(settings, [SHORT], progress) == 0
+    assert "0 of 3 runs submitted" in text_of(progress) and "is running" in text_of(progress)
     assert not (slurm / "4712.sh").exists() and "--jobs=4711" in (slurm / "asked").read_text()
 
     (slurm / "queue").write_text("4711_0|RUNNING\n4711_2|PENDING\n")
     (settings.run_dir / "jobs" / "4711_1_0_log.err").write_text(
         "a warning\nerror: no such weights\n\n"
     )
-    assert submit(settings, [SHORT], said) == 0
+    assert submit(settings, [SHORT], progress) == 0
     assert "#SBATCH --array" not in (slurm / "4712.sh").read_text()
-    assert "submitted again after error: no such weights" in text_of(said)
+    assert "submitted again after error: no such weights" in text_of(progress)
     submitted = json.loads((settings.run_dir / "jobs" / "submitted.json").read_text())
     assert list(submitted.values()) == ["4711_0", "4712", "4711_2"]
 
 
-def test_a_run_of_another_process_is_left_to_it_but_a_killed_job_is_not(tmp_path, slurm, said):
+def test_runs_of_other_processes_are_not_submitted_but_killed_jobs_are(tmp_path, slurm, progress):
     settings = settings_of(tmp_path / "runs", "--launcher", "slurm", "--seeds", "0,1")
     for seed, host in ((0, "elsewhere"), (1, socket.gethostname())):
         directory = settings.run_dir / "linear" / f"seed-{seed}"
         directory.mkdir(parents=True)
         (directory / ".owner.json").write_text(json.dumps({"pid": os.getpid(), "host": host}))
-    assert submit(settings, [SHORT], said) == 0
+    assert submit(settings, [SHORT], progress) == 0
     assert not (
         slurm / "4711.sh"
-    ).exists() and f"left to process {os.getpid()} on elsewhere" in text_of(said)
-    # as killed jobs leave it
+    ).exists() and f"run by process {os.getpid()} on elsewhere" in text_of(progress)
+    # the file that killed jobs leave
     (settings.run_dir / "jobs" / "submitted.json").write_text(
         json.dumps({"linear/seed-0": "17_0", "linear/seed-1": "17_1"})
     )
-    assert submit(settings, [SHORT], said) == 0
-    assert "1 of 2 runs submitted" in text_of(said) and (slurm / "4711.sh").exists()
+    assert submit(settings, [SHORT], progress) == 0
+    assert "1 of 2 runs submitted" in text_of(progress) and (slurm / "4711.sh").exists()
 
 
-def test_whoever_waits_is_told_of_every_run_that_ends(tmp_path, slurm, said, monkeypatch):
+def test_a_waiting_command_reports_every_run_that_ends(tmp_path, slurm, progress, monkeypatch):
     monkeypatch.setitem(SECONDS_BETWEEN_LOOKS, "slurm", 0.0)
     runs = [Run(name, tmp_path / "runs" / name, []) for name in ("good", "bad")]
     for run in runs:
@@ -313,15 +316,17 @@ def test_whoever_waits_is_told_of_every_run_that_ends(tmp_path, slurm, said, mon
     (logs / "4711_1_0_log.err").write_text("error: out of memory")
     waiting = LauncherConfig("slurm", wait=True)
     with pytest.raises(SystemExit) as stop:
-        launching.finish(Sweep(waiting, logs, runs, said, lambda: calls.append("tables")))
+        launching.finish(Sweep(waiting, logs, runs, progress, lambda: calls.append("tables")))
     assert stop.value.code == 1 and calls == ["tables"]
-    told = [
-        line for line in text_of(said).splitlines() if line.startswith(("2 runs:", "bad", "squeue"))
+    output = [
+        line
+        for line in text_of(progress).splitlines()
+        if line.startswith(("2 runs:", "bad", "squeue"))
     ]
-    assert told == [
+    assert output == [
         "2 runs: 1 running, 1 queued",
         (
-            "squeue does not tell which jobs are at work: slurm_load_jobs error: Socket timed out;"
+            "squeue does not list the running jobs: slurm_load_jobs error: Socket timed out;"
             " asking again"
         ),
         "2 runs: 1 finished, 1 running",
@@ -330,7 +335,7 @@ def test_whoever_waits_is_told_of_every_run_that_ends(tmp_path, slurm, said, mon
     ]
 
 
-def test_ctrl_c_ends_the_waiting_and_not_the_jobs(tmp_path, slurm, said, monkeypatch):
+def test_ctrl_c_ends_only_the_waiting_and_not_the_jobs(tmp_path, slurm, progress, monkeypatch):
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
@@ -338,12 +343,12 @@ def test_ctrl_c_ends_the_waiting_and_not_the_jobs(tmp_path, slurm, said, monkeyp
     settings = settings_of(
         tmp_path / "runs", "--launcher", "slurm", "--launcher.wait", "--seeds", "0,1"
     )
-    assert submit(settings, [SHORT], said) == 130
-    assert "the jobs go on; to end them: scancel 4711\n" in text_of(said)
+    assert submit(settings, [SHORT], progress) == 130
+    assert "the jobs continue; to end them: scancel 4711\n" in text_of(progress)
 
 
 @pytest.mark.parametrize("method", NAMES)
-def test_a_job_reads_the_settings_that_it_was_given(method, tmp_path):
+def test_a_job_reads_its_settings_from_its_arguments(method, tmp_path):
     settings = settings_of(tmp_path, "--methods", method, "--launcher", "slurm", "--seeds", "3")
     (variant,) = compare.variants_of(settings)
     one = study.run_settings(settings, variant, 3)
@@ -355,7 +360,7 @@ def test_a_job_reads_the_settings_that_it_was_given(method, tmp_path):
     assert again == dataclasses.replace(one, options=again.options)
 
 
-def test_runs_at_work_share_no_gpu(monkeypatch):
+def test_concurrent_runs_share_no_gpu(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = LauncherConfig("local", jobs=2, gpus=2)
     assert launching.devices_of(config, 1) == ["CUDA_VISIBLE_DEVICES=2,3"]
@@ -365,7 +370,7 @@ def test_runs_at_work_share_no_gpu(monkeypatch):
         "CUDA_VISIBLE_DEVICES=5"
     ]
     assert launching.devices_of(LauncherConfig("local"), 0) == ["CUDA_VISIBLE_DEVICES=4,5,6"]
-    with pytest.raises(ValueError, match="ask for 4 GPUs; CUDA_VISIBLE_DEVICES is '4,5,6'"):
+    with pytest.raises(ValueError, match="request 4 GPUs; CUDA_VISIBLE_DEVICES is '4,5,6'"):
         launching.devices_of(config, 0)
 
 
@@ -378,17 +383,17 @@ def test_runs_at_work_share_no_gpu(monkeypatch):
         ),
         (
             "--launcher.partition gpu",
-            "--launcher.partition is given, and --launcher none has no use for it",
+            "--launcher.partition has no effect with --launcher none",
         ),
         (
             "--launcher local --launcher.nodes 2",
-            "--launcher.nodes is given, and --launcher local has no use for it",
+            "--launcher.nodes has no effect with --launcher local",
         ),
         ("--launcher local --launcher.jobs 0", "--launcher.jobs is 0; expected at least 1"),
         ("--launcher local --stream NOWHERE", "NOWHERE"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line_and_nothing_is_made(
+def test_impossible_launchers_are_refused_before_anything_is_written(
     arguments, message, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -400,23 +405,21 @@ def test_what_cannot_be_is_told_in_one_line_and_nothing_is_made(
     assert not list(tmp_path.rglob("*"))
 
 
-def test_a_missing_submitit_and_a_folder_that_cannot_be_written_are_told(
-    tmp_path, said, monkeypatch
-):
+def test_a_missing_submitit_and_an_unwritable_folder_are_refused(tmp_path, progress, monkeypatch):
     settings = settings_of(tmp_path, "--launcher", "local")
     (tmp_path / "jobs").write_text("")
     with pytest.raises(
         ValueError, match=r"jobs, for the logs of jobs, cannot be made .*; choose another --run-dir"
     ):
-        study.run_all(settings, [SHORT], said, lambda found: None)
+        study.run_all(settings, [SHORT], progress, lambda results: None)
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(
         ValueError, match=r"jobs need submitit .*; pip install 'cheem_jax\[cluster\]'"
     ):
-        study.run_all(settings, [SHORT], said, lambda found: None)
+        study.run_all(settings, [SHORT], progress, lambda results: None)
 
 
-def test_what_slurm_refuses_is_told_in_its_words(tmp_path, slurm, said, capsys):
+def test_a_refusal_of_slurm_is_reported_with_its_message(tmp_path, slurm, progress, capsys):
     settings = settings_of(tmp_path / "runs", "--launcher", "slurm", "--launcher.partition", "none")
     (slurm / "sbatch").write_text(
         "#!/bin/sh\necho 'sbatch: error: invalid partition specified: none' >&2; exit 1"
@@ -425,14 +428,14 @@ def test_what_slurm_refuses_is_told_in_its_words(tmp_path, slurm, said, capsys):
         ValueError,
         match="sbatch refused the jobs: sbatch: error: invalid partition specified: none",
     ):
-        study.run_all(settings, [SHORT], said, lambda found: None)
+        study.run_all(settings, [SHORT], progress, lambda results: None)
     assert (
         capsys.readouterr().err == ""
         and not (settings.run_dir / "jobs" / "submitted.json").exists()
     )
 
 
-def test_a_run_on_several_nodes_is_told_to_find_the_others():
+def test_the_processes_of_a_run_on_more_than_one_node_find_each_other():
     assert launching.host_arguments(LauncherConfig("slurm")) == []
-    told = shlex.join(launching.host_arguments(LauncherConfig("slurm", nodes=2)))
-    assert told == "--hosts.coordinator auto --devices all"
+    output = shlex.join(launching.host_arguments(LauncherConfig("slurm", nodes=2)))
+    assert output == "--hosts.coordinator auto --devices all"

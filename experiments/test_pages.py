@@ -1,4 +1,4 @@
-"""Pages of the docs: their tables and the numbers that they quote are those of the records."""
+"""Pages of the docs: their tables and the numbers in their text are those of the records."""
 
 import json
 import re
@@ -16,7 +16,8 @@ from studies.searching.report import grids_of
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = re.compile(r"<!-- table (\S+) -->\n\n(.*?)\n\n<!-- end -->", re.DOTALL)
 NUMBER = re.compile(r"\d[\d,]*\.\d+|\d+,\d{3}")
-"""Numbers that a page computes; whole numbers also count, name and date things."""
+"""Computed numbers in a text; small whole numbers are ignored, because they also occur in names and
+dates."""
 
 
 def read(name: str):
@@ -51,7 +52,7 @@ def test_the_tables_of_a_page_are_those_of_its_records(page):
 
 
 def cut_off() -> Iterator[float]:
-    """Accuracies in % after six sets, of the methods that were cut off and of finished runs."""
+    """Yield accuracies in % after six data sets, of interrupted methods and of finished runs."""
     record = read("results/cut_off.json")
     num = len(record["tasks"])
     for method in record["methods"].values():
@@ -63,7 +64,8 @@ def cut_off() -> Iterator[float]:
 
 
 def omniglot() -> Iterator[float]:
-    """Accuracies in % on omniglot with the task ID given, and CHEEM's lead without it."""
+    """Yield accuracies in % on omniglot with the task ID given, and CHEEM's mean lead without
+    omniglot."""
     names = [task["name"] for task in read("results/runs/cheem/seed-0/results.json")["tasks"]]
     place = names.index("omniglot")
     leads = []
@@ -83,7 +85,7 @@ def omniglot() -> Iterator[float]:
 
 
 def minutes(page: str) -> Iterator[float]:
-    """Mean minutes per method."""
+    """Yield the mean minutes of each method."""
     for method in ("cheem", "cheem-closed_form", "lora_cl", "frozen_linear", "full_finetune"):
         files = sorted((DOCS / page / "runs" / method).glob("*/results.json"))
         if files:
@@ -91,7 +93,7 @@ def minutes(page: str) -> Iterator[float]:
 
 
 def images() -> Iterator[float]:
-    """Images by split."""
+    """Yield the number of images of each split."""
     tasks = read("results/runs/cheem/seed-0/results.json")["tasks"]
     for split in ("train", "val", "test"):
         yield sum(task[f"num_{split}"] for task in tasks)
@@ -105,7 +107,8 @@ def routers(page: str) -> Iterator[float]:
 
 
 def more_of_96() -> Iterator[float]:
-    """Seed 0 on two processors, and the FLOPs of TUNA over CHEEM's."""
+    """Yield the accuracies of seed 0 on two processors, and the FLOPs of TUNA divided by those of
+    CHEEM."""
     runs = [read(f"results_96/{folder}/cheem/seed-0/results.json") for folder in ("again", "runs")]
     yield from (100 * run["average_accuracy"] for run in runs)
     flops = [
@@ -130,8 +133,8 @@ ELSEWHERE = {
     "results.md": {"1.0", "0.5", "0.05", "89.3", "11.2", "0.11", "10,000"},
     "results_96.md": {"0.05", "0.12", "0.17", "0.40", "0.62", "0.10", "10,000"},
 }
-"""The level of p, ends of the interval without omniglot, the search's page, versions of JAX,
-resamples."""
+"""Further numbers in the text: the level of p, ends of the interval without omniglot, numbers of
+the search's page, versions of JAX, and the number of resamples."""
 
 
 @pytest.mark.parametrize("page", FACTS)
@@ -140,11 +143,11 @@ def test_the_numbers_in_the_text_of_a_page_are_those_of_its_records(page):
     tables = " ".join(table for _, table in TABLE.findall(text))
     facts = {f"{abs(value):.{digits}f}" for value in FACTS[page]() for digits in (1, 2)}
     facts |= {f"{value:,.0f}" for value in FACTS[page]()} | {f"{100 * largest_gap():.1f}"}
-    known = facts | set(NUMBER.findall(tables)) | ELSEWHERE[page]
+    expected = facts | set(NUMBER.findall(tables)) | ELSEWHERE[page]
     prose = re.sub(r"```.*?```|`[^`]*`", "", TABLE.sub("", text), flags=re.DOTALL)
     quoted = set(NUMBER.findall(prose))
     assert len(quoted) > 20
-    assert sorted(quoted - known) == []
+    assert sorted(quoted - expected) == []
 
 
 def test_the_results_of_the_readme_are_those_of_the_page():
@@ -165,7 +168,7 @@ def test_the_results_of_the_readme_are_those_of_the_page():
         )
 
 
-def test_tables_are_written_between_their_markers_and_nothing_else_changes(tmp_path):
+def test_only_the_text_between_the_markers_changes(tmp_path):
     page = tmp_path / "page.md"
     write_tables(page, {"sizes": "| a |"}, "Title")
     assert page.read_text().startswith("# Title\n") and dict(TABLE.findall(page.read_text()))

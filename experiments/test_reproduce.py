@@ -1,5 +1,5 @@
-"""Running a run again: the same command, the first place of difference, and what cannot be
-reproduced."""
+"""Repetition of runs: the recorded command, the first difference, and runs that cannot be
+repeated."""
 
 import dataclasses
 import io
@@ -44,7 +44,7 @@ def rewrite(directory: Path, entries: Sequence[dict[str, Any]]) -> None:
 
 
 def edit(directory: Path, **values: Any) -> None:
-    """Put values into the record's entry of the run as a whole; None removes one."""
+    """Change values of the record's entry for the whole run; None removes a value."""
     entries = record.read(directory)
     [run] = [entry for entry in entries if entry["event"] == "run"]
     run |= values
@@ -56,7 +56,7 @@ def edit(directory: Path, **values: Any) -> None:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:
-    """A finished run of one small task, and what tells how it was begun."""
+    """A finished run of one small task, with a command and conditions in its record."""
     directory = tmp_path_factory.mktemp("runs") / "small"
     learn_small(Small(directory))
     config = json.loads((directory / "config.json").read_text())
@@ -70,7 +70,7 @@ def original(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run_dir(original, tmp_path, monkeypatch) -> Path:
-    """A copy of that run; what its command learns is copied as well, which takes no time."""
+    """A copy of the run; its command also copies the run, which needs no training."""
 
     def learn(settings: Small) -> None:
         shutil.copytree(original, settings.run_dir, dirs_exist_ok=True)
@@ -83,7 +83,7 @@ def run_dir(original, tmp_path, monkeypatch) -> Path:
 
 
 def status_of(capsys, *arguments: str | Path) -> tuple[Any, str, str]:
-    """Status, output and errors of the command line."""
+    """Return the exit status, the output and the errors of the command line."""
     try:
         run_command(
             reproduce.main, parse(reproduce.Reproduce, [str(argument) for argument in arguments])
@@ -96,7 +96,7 @@ def status_of(capsys, *arguments: str | Path) -> tuple[Any, str, str]:
 
 
 @pytest.mark.full
-def test_a_run_that_comes_out_the_same_is_identical(capsys, run_dir, monkeypatch):
+def test_a_repeated_run_is_identical(capsys, run_dir, monkeypatch):
     monkeypatch.setitem(reproduce.COMMANDS, "small", (reproduce.COMMANDS["small"][0], learn_small))
     status, said, errors = status_of(capsys, run_dir)
     again = run_dir.with_name("run-again")
@@ -107,7 +107,7 @@ def test_a_run_that_comes_out_the_same_is_identical(capsys, run_dir, monkeypatch
     )
     assert "1 task0 equal equal" in said
     first, second = (record.read(directory) for directory in (run_dir, again))
-    assert first != second and len(first) == len(second)  # it was run, not copied
+    assert first != second and len(first) == len(second)  # the command ran and did not copy
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_run_that_comes_out_the_same_is_identical(capsys, run_dir, monkeypatch
         ("evaluated", ("checkpoints", "frozen_linear", 0), "ff", "checkpoints.frozen_linear[0] is"),
     ],
 )
-def test_a_number_that_came_out_otherwise_is_named_with_status_1(
+def test_the_first_different_number_is_reported_with_status_1(
     capsys, run_dir, event, keys, value, said
 ):
     other = run_dir.with_name("other")
@@ -153,9 +153,7 @@ def test_a_number_that_came_out_otherwise_is_named_with_status_1(
     assert ("1 task0 equal differs" if value == "ff" else "1 task0 equal equal") in output
 
 
-def test_a_run_of_other_settings_differs_from_its_config_on_and_the_record_tells_more(
-    capsys, run_dir
-):
+def test_a_run_with_different_settings_differs_in_its_config_and_its_record(capsys, run_dir):
     other = run_dir.with_name("other")
     shutil.copytree(run_dir, other)
     config = json.loads((other / "config.json").read_text())
@@ -167,23 +165,23 @@ def test_a_run_of_other_settings_differs_from_its_config_on_and_the_record_tells
     assert "note: a record without fingerprint" in output
 
 
-def test_other_code_versions_or_devices_are_told_before_the_run_begins(capsys, run_dir):
-    known = fingerprint.take(reproduce.config_of(run_dir))
-    edit(run_dir, conditions={**known, "versions": {**known["versions"], "jax": "0.0.1"}})
+def test_different_code_versions_or_devices_are_reported_before_the_run(capsys, run_dir):
+    conditions = fingerprint.take(reproduce.config_of(run_dir))
+    edit(run_dir, conditions={**conditions, "versions": {**conditions["versions"], "jax": "0.0.1"}})
     status, output, _ = status_of(capsys, run_dir)
     note = (
         'note: numbers may differ, since versions.jax is "0.0.1" there and'
-        f' "{known["versions"]["jax"]}" here running'
+        f' "{conditions["versions"]["jax"]}" here running'
     )
     assert status == 0 and output.index(note) < output.index("running again in") < output.index(
         "identical"
     )
 
 
-def test_a_run_that_another_version_went_on_with_says_so_and_may_be_identical(capsys, run_dir):
-    known = fingerprint.take(reproduce.config_of(run_dir))
+def test_a_run_that_another_version_resumed_can_be_identical(capsys, run_dir):
+    conditions = fingerprint.take(reproduce.config_of(run_dir))
     record.Record(run_dir).write(
-        "continued", conditions={**known, "weights_sha256": "w"}, command=["a"]
+        "continued", conditions={**conditions, "weights_sha256": "w"}, command=["a"]
     )
     status, output, _ = status_of(capsys, run_dir)
     assert (
@@ -193,14 +191,11 @@ def test_a_run_that_another_version_went_on_with_says_so_and_may_be_identical(ca
     )
 
 
-def test_of_a_run_that_stopped_only_what_it_holds_is_compared(capsys, run_dir):
+def test_only_the_finished_tasks_of_an_interrupted_run_are_compared(capsys, run_dir):
     rewrite(run_dir, record.read(run_dir)[:2])
     (run_dir / "results.json").unlink()
     status, output, _ = status_of(capsys, run_dir, "--into", run_dir.with_name("there"))
-    assert (
-        status == 0
-        and "was stopped after 0 of 1 tasks: only what it holds can be compared" in output
-    )
+    assert status == 0 and "was stopped after 0 of 1 tasks; only these tasks are compared" in output
     assert (
         "equal as far as both go, but the first run stopped before task 1 'task0', frozen_linear"
         in output
@@ -209,18 +204,20 @@ def test_of_a_run_that_stopped_only_what_it_holds_is_compared(capsys, run_dir):
     assert status == 1 and "equal as far as both go, but the second run stopped before" in output
 
 
-def test_an_upper_bound_that_was_added_later_is_asked_for_as_well(run_dir, monkeypatch):
-    begun: list[Small] = []
-    monkeypatch.setitem(reproduce.COMMANDS, "small", (reproduce.COMMANDS["small"][0], begun.append))
+def test_an_upper_bound_that_was_added_later_is_repeated(run_dir, monkeypatch):
+    started: list[Small] = []
+    monkeypatch.setitem(
+        reproduce.COMMANDS, "small", (reproduce.COMMANDS["small"][0], started.append)
+    )
     reproduce.runnable(run_dir)[1](Path("/a"))
     rewrite(
         run_dir, [*record.read(run_dir), {"event": "upper_bound", "index": 0, "test_accuracy": 1.0}]
     )
     reproduce.runnable(run_dir)[1](Path("/b"))
-    assert begun == [Small(Path("/a")), Small(Path("/b"), upper_bound=True)]
+    assert started == [Small(Path("/a")), Small(Path("/b"), upper_bound=True)]
 
 
-def test_an_unfinished_reproduction_is_continued_and_another_run_refused(capsys, run_dir):
+def test_an_unfinished_repetition_resumes_and_another_run_is_refused(capsys, run_dir):
     again = run_dir.with_name("run-again")
     again.mkdir()
     shutil.copy(run_dir / "config.json", again)
@@ -233,13 +230,13 @@ def test_an_unfinished_reproduction_is_continued_and_another_run_refused(capsys,
 
 
 def refused(capsys, *arguments: str | Path) -> str:
-    """The one line of an error with status 2."""
+    """Return the one line of an error with status 2."""
     status, _, error = status_of(capsys, *arguments)
     assert status == 2 and error.startswith("error: ") and error.count("\n") == 1
     return error
 
 
-def test_what_is_no_run_or_has_no_command_is_refused_in_one_line(capsys, run_dir, tmp_path):
+def test_folders_without_a_run_or_a_command_are_refused_in_one_line(capsys, run_dir, tmp_path):
     assert "gone' is not a run directory" in refused(capsys, tmp_path / "gone")
     assert "gone' is not a run directory" in refused(
         capsys, run_dir, "--against", tmp_path / "gone"
@@ -259,7 +256,7 @@ def test_what_is_no_run_or_has_no_command_is_refused_in_one_line(capsys, run_dir
     assert not run_dir.with_name("run-again").exists()
 
 
-def test_data_that_is_gone_is_named(capsys, run_dir, tmp_path):
+def test_missing_data_is_named(capsys, run_dir, tmp_path):
     settings = reproduce.cheem_run.RunSettings(
         cheem=PRESETS["demo"], preset="demo", backbone="vit_micro", stream=str(tmp_path / "birds")
     )
@@ -283,14 +280,14 @@ def test_data_that_is_gone_is_named(capsys, run_dir, tmp_path):
         ),
     ],
 )
-def test_every_command_that_leaves_a_run_is_run_with_the_settings_it_had(
-    run_dir, monkeypatch, words, settings
-):
-    begun: list[Any] = []
+def test_every_command_of_runs_is_repeated_with_its_settings(run_dir, monkeypatch, words, settings):
+    started: list[Any] = []
     read_arguments, _ = reproduce.COMMANDS[" ".join(words)]
-    monkeypatch.setitem(reproduce.COMMANDS, " ".join(words), (read_arguments, begun.append))
+    monkeypatch.setitem(reproduce.COMMANDS, " ".join(words), (read_arguments, started.append))
     command: Sequence[str] = [*words, *arguments_of(settings)]
     edit(run_dir, command=command)
-    found, run = reproduce.runnable(run_dir)
+    recorded, run = reproduce.runnable(run_dir)
     run(Path("/elsewhere"))
-    assert found == command and begun == [dataclasses.replace(settings, run_dir=Path("/elsewhere"))]
+    assert recorded == command and started == [
+        dataclasses.replace(settings, run_dir=Path("/elsewhere"))
+    ]

@@ -23,7 +23,6 @@ from cheem_jax.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PACKAGE = ROOT / "cheem_jax"
 
 
 class Term(NamedTuple):
@@ -260,18 +259,23 @@ def test_the_help_of_a_command_uses_the_words_of_the_field(name):
     assert not hits, "\n".join(hits)
 
 
-MODULES = sorted(module for module in PACKAGE.rglob("*.py") if any(messages_of(module)))
+MODULES = sorted(
+    module
+    for folder in ("cheem_jax", "experiments")
+    for module in (ROOT / folder).rglob("*.py")
+    if any(messages_of(module))
+)
 
 
 @pytest.mark.parametrize(
-    "module", MODULES, ids=lambda module: module.relative_to(PACKAGE).as_posix()
+    "module", MODULES, ids=lambda module: module.relative_to(ROOT).as_posix()
 )
 def test_the_errors_of_a_module_use_the_words_of_the_field(module):
     hits = [hit for message in messages_of(module) for hit in hits_in(message)]
     assert not hits, "\n".join(hits)
 
 
-DESCRIBED = ("cheem_jax", "tests")
+DESCRIBED = ("cheem_jax", "experiments", "tests")
 """Folders whose docstrings, comments and names use the words of the field."""
 ALL_MODULES = sorted(
     module for folder in DESCRIBED for module in (ROOT / folder).rglob("*.py") if module.read_text()

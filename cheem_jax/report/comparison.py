@@ -121,9 +121,14 @@ ONLY_WIDE = (
 """Measures that the terminal omits because the table would be too wide."""
 
 
-def comparison_grid(runs_by_method: Runs, titles: Mapping[str, str] = METHODS) -> Grid:
-    """Make the table of a comparison; `titles` has the displayed name of each key of the runs."""
-    rows = comparison(runs_by_method)
+def comparison_grid(
+    runs_by_method: Runs,
+    titles: Mapping[str, str] = METHODS,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+) -> Grid:
+    """Make the table of a comparison; `titles` has the displayed name of each key of the runs, and
+    `rows` is the result of `comparison` if it is available."""
+    rows = comparison(runs_by_method) if rows is None else rows
     first = next(iter(runs_by_method.values()))[0]
     several = any(row["runs"] > 1 for row in rows)
 

@@ -1,1 +1,1 @@
-"""Benchmarks of speed, memory and communication, and the page that shows them."""
+"""Benchmarks of speed and memory."""

@@ -1,28 +1,28 @@
-"""Speed of one accelerator: steps, scored candidates, whole tasks, and PyTorch on the same samples.
+"""Speed of one accelerator: training steps, scored candidates, whole tasks, and PyTorch on the same
+samples.
 
     python -m experiments.bench.accelerator --out runs/speed  # ends within 570 s
     python -m experiments.bench.accelerator --out runs/speed --miniature
 
-Weights and images are random, so no data is read. All groups of cells first compile in parallel,
-then each group measures in a separate process, most important first. `speed.json` is written after
-every cell, so an interrupted run keeps its measurements. Autotuning is off unless XLA_FLAGS is set.
-The miniature takes minutes on a CPU; its numbers mean nothing.
+Weights and images are random, so no data is read. All groups of cells first compile in parallel.
+Then each group measures in a separate process, the most important group first. `speed.json` is
+written after every cell, so an interrupted run keeps its measurements. Autotuning is off unless
+XLA_FLAGS is set. The miniature takes minutes on a CPU; its numbers are meaningless.
 """
 
 import contextlib
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
+import multiprocessing
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,13 +35,13 @@ from cheem_jax.backbone.params import build
 from cheem_jax.cheem.config import PAPER, CheemConfig
 from cheem_jax.cheem.hee import sample, uniform_table
 from cheem_jax.cheem.learner import Cheem
-from cheem_jax.cheem.training import prepare, steps_of, supernet_score, train_steps
+from cheem_jax.cheem.training import prepare, steps_of, supernet_score
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import Architecture, decode
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.keys import Keys, next_power_of_two
-from cheem_jax.core.settings import Advance, Precision
+from cheem_jax.core.settings import Precision
 from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.choice import EngineConfig, Name, make_executor
@@ -52,30 +52,32 @@ from cheem_jax.run.method import Backbone, FrozenFeatures
 from cheem_jax.run.record import to_json
 from cheem_jax.run.session import Session
 from experiments.bench import measure
+from experiments.charts import names_in
 
 FILE = "speed.json"
 AUTOTUNING_OFF = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-"""Products by cuBLAS: without autotuning XLA's reached 86 (TF32) and 11 TFLOP/s (bfloat16) on an
-H100."""
+"""Matrix products by cuBLAS. Without autotuning, XLA's kernels reached 86 TFLOP/s (TF32) and 11
+TFLOP/s (bfloat16) on an H100."""
 NUM_CLASSES = 100
 GRACE = 10
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds that are reserved for ending processes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """The cells and the time for them."""
+    """The measured cells and their time limits."""
 
     out: Path = Path("runs/speed")
-    """Folder of speed.json; its cells are not measured again."""
+    """Folder of speed.json; cells in an existing file are not measured again."""
     seconds: float = 570
-    """Time limit of everything."""
+    """Time limit in seconds of the whole command."""
     compiling: float = 120
-    """Maximum seconds of compiling in parallel; 0: each group compiles for itself."""
+    """Maximum number of seconds for compiling in parallel; 0: each group compiles its own
+    functions."""
     only: str | None = None
-    """Groups of cells, separated by commas; default: all."""
+    """Names of groups of cells, separated by commas; default: all."""
     miniature: bool = False
-    """A test without the hardware: the bundled backbones and a few small batches."""
+    """Test without the hardware: use the bundled backbones and a few small batches."""
 
     def __post_init__(self) -> None:
         if not self.seconds > 2 * GRACE:
@@ -100,7 +102,6 @@ class Sizes:
     num_train: int = 1000
     num_val: int = 300
     config: CheemConfig = dataclasses.replace(PAPER, batch_size=32)
-    product: int = 8192
     peers: tuple[str, ...] = ("deit_tiny", "vit_base")
     peer_pixels: int | None = None
 
@@ -126,15 +127,14 @@ MINIATURE = Sizes(
         finetune=dataclasses.replace(PAPER.finetune, epochs=1),
         search=dataclasses.replace(PAPER.search, population=4, generations=2, num_parents=2),
     ),
-    256,
     ("deit_tiny",),
     32,
 )
 
 
 class Cell(NamedTuple):
-    """One measurement: its name, its time in seconds, and the function that returns its JSON
-    values."""
+    """One measurement: its name, its expected time in seconds, and a function that measures and
+    returns JSON values."""
 
     name: str
     seconds: float
@@ -142,7 +142,8 @@ class Cell(NamedTuple):
 
 
 def groups(sizes: Sizes) -> dict[str, list[Cell]]:
-    """The cells by process, most important first."""
+    """Return the cells of each group, the most important group first; each group has a separate
+    process."""
     tiny, base = sizes.tiny, sizes.base
 
     def steps(name: str, executor: Name, batch: int, precision: Precision) -> Cell:
@@ -162,8 +163,7 @@ def groups(sizes: Sizes) -> dict[str, list[Cell]]:
 
     return {
         "tiny": [
-            Cell("peaks", 10, functools.partial(peak_cell, sizes)),
-            Cell("dispatch", 5, dispatch_cell),
+            Cell("peaks", 10, peak_cell),
             steps(tiny, "stages", sizes.batch, "float32"),
             steps(tiny, "stages", sizes.batch, "bfloat16"),
             steps(tiny, "scan", sizes.batch, "float32"),
@@ -189,76 +189,72 @@ def groups(sizes: Sizes) -> dict[str, list[Cell]]:
 
 
 def main(settings: Speed) -> None:
-    """Run the groups one after another, each with its share of the remaining time."""
+    """Run the groups one after another, each with a share of the remaining time."""
     end = time.monotonic() + settings.seconds - GRACE
-    named = groups(MINIATURE if settings.miniature else Sizes())
-    wanted = (
-        list(named)
-        if settings.only is None
-        else [name.strip() for name in settings.only.split(",")]
-    )
-    if unknown := [name for name in wanted if name not in named]:
-        raise ValueError(f"--only names {', '.join(unknown)}; expected some of {', '.join(named)}")
+    sizes = MINIATURE if settings.miniature else Sizes()
+    cells = groups(sizes)
+    names = list(cells) if settings.only is None else names_in("--only", settings.only, cells)
     settings.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("XLA_FLAGS", AUTOTUNING_OFF)  # of the groups: this process uses no device
+    os.environ.setdefault("XLA_FLAGS", AUTOTUNING_OFF)  # this process uses no device
     if settings.compiling:
-        processes = [
-            started(settings, name, settings.compiling, "warm")
-            for name in wanted
-            if name != "torch"
-        ]
         until = min(time.monotonic() + settings.compiling, end)
-        print(f"compiling: {', '.join(ended(process, until) for process in processes)}", flush=True)
-    left = {name: sum(cell.seconds for cell in named[name]) for name in wanted}
-    for name in wanted:
+        processes = [
+            start(compile_cells, name, sizes, settings.out) for name in names if name != "torch"
+        ]
+        print(f"compiling: {', '.join(wait(process, until) for process in processes)}", flush=True)
+    needed = {name: sum(cell.seconds for cell in cells[name]) for name in names}
+    for name in names:
         now = time.monotonic()
         if name == "torch" and importlib.util.find_spec("timm") is None:
             note(settings.out, name, {"left_out": "timm is not installed"}, {})
         elif now < end:
-            # later groups keep their time; unused time of earlier groups is shared by all
-            seconds = max(left[name] / sum(left.values()) * (end - now), min(left[name], end - now))
-            print(f"{name}: {ended(started(settings, name, seconds), now + seconds)}", flush=True)
-        del left[name]
-    numbers = read(settings.out)
-    print(f"{len(numbers['cells'])} cells in {settings.out / FILE}")
+            # a group can use the unused time of earlier groups, but not the time of later ones
+            share = needed[name] / sum(needed.values()) * (end - now)
+            seconds = max(share, min(needed[name], end - now))
+            process = start(run_cells, name, sizes, settings.out, seconds)
+            print(f"{name}: {wait(process, now + seconds)}", flush=True)
+        del needed[name]
+    print(f"{len(read(settings.out)['cells'])} cells in {settings.out / FILE}")
 
 
-def started(settings: Speed, name: str, seconds: float, how: str = "") -> subprocess.Popen[bytes]:
-    """Start one group in a separate process; `warm`: compile and cache its functions without
-    measuring."""
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.bench.accelerator",
-        "--group",
-        name,
-        f"{seconds:.1f}",
-    ]
-    command += [str(settings.out.resolve()), str(int(settings.miniature)), how]
-    environment = dict(os.environ)
-    if name == "torch" or how:  # others need memory, too
-        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    return subprocess.Popen(command, cwd=measure.ROOT, env=environment)
+def start(work: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Start a function in a new process."""
+    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
+    process.start()
+    return process
 
 
-def ended(process: subprocess.Popen[bytes], until: float) -> str:
-    """Wait for a process until a moment, then end it; return how it ended."""
-    start = time.monotonic()
-    try:
-        status = process.wait(max(until - start, 0))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(GRACE / 2)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        return f"ended after {time.monotonic() - start:.0f} s"
-    return f"{time.monotonic() - start:.0f} s" + (f", status {status}" if status else "")
+def wait(process: BaseProcess, until: float) -> str:
+    """Wait for a process until a moment of the monotonic clock, then end it; describe its end."""
+    begin = time.monotonic()
+    process.join(max(until - begin, 0))
+    if is_late := process.is_alive():
+        process.terminate()
+        process.join(GRACE / 2)
+        process.kill()
+        process.join()
+    took = f"{time.monotonic() - begin:.0f} s"
+    if is_late:
+        return f"ended after {took}"
+    return took + (f", status {process.exitcode}" if process.exitcode else "")
+
+
+def share_memory() -> None:
+    """Allocate the device's memory on demand, because other processes need it, too."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+
+def compile_cells(name: str, sizes: Sizes, out: Path) -> None:
+    """Compile and cache the functions of a group's cells without measuring."""
+    share_memory()
+    keep_programs()
+    for cell in groups(brief(sizes))[name]:
+        with contextlib.suppress(Exception):  # the measurement records the error
+            cell.measure()
 
 
 def brief(sizes: Sizes) -> Sizes:
-    """Sizes that only compile the functions of the cells."""
+    """Return sizes with which the cells compile all their functions in little time."""
     config = sizes.config
     config = dataclasses.replace(
         config,
@@ -271,36 +267,32 @@ def brief(sizes: Sizes) -> Sizes:
     )
 
 
-def run_cells(name: str, seconds: float, out: Path, *, miniature: bool, warm: bool = False) -> None:
-    """Measure a group's cells in its process; a failed cell is recorded and does not stop the
-    others."""
+def run_cells(name: str, sizes: Sizes, out: Path, seconds: float) -> None:
+    """Measure a group's cells for at most `seconds`; a failed cell is recorded and does not stop
+    the others."""
     end = time.monotonic() + seconds
-    sizes = MINIATURE if miniature else Sizes()
+    if name == "torch":
+        share_memory()
     keep_programs()
-    if warm:
-        for cell in groups(brief(sizes))[name]:
-            with contextlib.suppress(Exception):  # the measurement records it
-                cell.measure()
-        return
     cached = read(out)["cells"]
     machine = measure.machine() | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
     for cell in groups(sizes)[name]:
-        left = end - time.monotonic()
         if cell.name in cached and "error" not in cached[cell.name]:
             continue
-        if left < cell.seconds / 3:
-            note(out, cell.name, {"left_out": f"{left:.0f} s were left"}, machine)
+        remaining = end - time.monotonic()
+        if remaining < cell.seconds / 3:
+            note(out, cell.name, {"left_out": f"{remaining:.0f} s were left"}, machine)
             continue
-        start = time.monotonic()
+        begin = time.monotonic()
         try:
             numbers = cell.measure()
-        except Exception as error:  # one cell of many
+        except Exception as error:  # a cell can fail in any way
             numbers = {"error": f"{type(error).__name__}: {error}"[:500]}
-        note(out, cell.name, {**numbers, "took_seconds": time.monotonic() - start}, machine)
+        note(out, cell.name, {**numbers, "took_seconds": time.monotonic() - begin}, machine)
 
 
 def read(out: Path) -> dict[str, Any]:
-    """The recorded measurements."""
+    """Read the recorded measurements."""
     file = out / FILE
     return json.loads(file.read_text()) if file.is_file() else {"cells": {}}
 
@@ -324,43 +316,20 @@ def _short(numbers: Mapping[str, Any]) -> dict[str, Any]:
 # ---- cells
 
 
-def peak_cell(sizes: Sizes) -> dict[str, Any]:
-    """Copy bandwidth, and the fastest large products in TF32 and bfloat16."""
-    size = 2**28 if sizes.product > 1024 else 2**20
-    values = jnp.zeros(size, jnp.float32)
+def peak_cell() -> dict[str, Any]:
+    """Measure the copy bandwidth, and the fastest large matrix products in TF32 and bfloat16."""
+    values = jnp.zeros(2**20 if jax.default_backend() == "cpu" else 2**28, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
-    numbers: dict[str, Any] = {
-        "copy_bytes_per_second": 2 * values.nbytes / _best(lambda: copy(values))
+    seconds = min(measure.alternate({"": lambda: copy(values).block_until_ready()}, 5)[""])
+    return {
+        "copy_bytes_per_second": 2 * values.nbytes / seconds,
+        "float32_flops_per_second": measure.matrix_peak("float32"),
+        "bfloat16_flops_per_second": measure.matrix_peak("bfloat16"),
     }
-    for precision in ("float32", "bfloat16"):
-        operand = jax.random.normal(jax.random.key(0), (sizes.product, sizes.product), precision)
-        product = jax.jit(lambda x: jnp.matmul(x, x))
-        seconds = _best(lambda product=product, operand=operand: product(operand))
-        numbers[f"{precision}_flops_per_second"] = 2 * sizes.product**3 / seconds
-    return numbers
-
-
-def _best(work: Callable[[], jax.Array], repeats: int = 5) -> float:
-    return min(measure.alternate({"": lambda: work().block_until_ready()}, repeats)[""])
-
-
-def dispatch_cell() -> dict[str, Any]:
-    """Host seconds per call of a trivial compiled function, by its number of arguments."""
-    numbers = {}
-    for num in (1, 15, 158):
-        arguments = [jnp.zeros(8) + i for i in range(num)]
-        first = jax.jit(lambda *a: a[0] + 1)
-        first(*arguments).block_until_ready()
-        start = time.perf_counter()
-        for _ in range(500):
-            last = first(*arguments)
-        numbers[f"{num} arguments"] = (time.perf_counter() - start) / 500
-        last.block_until_ready()
-    return numbers
 
 
 class Subject:
-    """An executor with a new supernet, and tokens of random images, cached as in training."""
+    """An executor with a new supernet, and cached tokens of random images as in training."""
 
     def __init__(
         self, sizes: Sizes, name: str, executor: Name, batch: int, precision: Precision, num: int
@@ -371,7 +340,7 @@ class Subject:
         self.executor = make_executor(
             vit, "mlp_down", EngineConfig(executor, programs=512), batch_size=batch
         )
-        self.fitting = measure.new_task(self.executor.base_pool, NUM_CLASSES, sizes.rank)
+        self.training = measure.new_task(self.executor, NUM_CLASSES, sizes.rank)
         self.batch = batch
         self.labels = np.arange(num, dtype=np.int32) % NUM_CLASSES
         budget = Budget(2**36)
@@ -381,24 +350,16 @@ class Subject:
         )
 
     def train(self, architectures: Sequence[Architecture]) -> list[jax.Array]:
-        """Run one step per architecture without waiting; return the losses."""
-        executor, fitting = self.executor, self.fitting
+        """Take one step per architecture without waiting for the device; return the losses."""
         order = np.resize(np.arange(len(self.labels)), len(architectures) * self.batch)
         pieces = list(batches(order, self.batch))
-        steps = steps_of(executor, self.feed, self.labels, pieces, self.batch)
-        losses = []
-        for first in range(0, len(architectures), executor.steps_per_call):
-            some = architectures[first : first + executor.steps_per_call]
-            data = [next(steps) for _ in some]
-            fitting.state, some_losses = train_steps(
-                executor, fitting.supernet, fitting.state, some, data, rates=[1e-3] * len(some)
-            )
-            losses += some_losses
-        return losses
+        steps = steps_of(self.executor, self.feed, self.labels, pieces, self.batch)
+        return list(itertools.chain.from_iterable(self.training.train(architectures, steps)))
 
 
 def samples(config: ViTConfig, num: int) -> list[Architecture]:
-    """Architectures sampled uniformly over the candidates of a first task, equal for all sides."""
+    """Sample architectures uniformly over the candidates of a first task, identical for all
+    sides."""
     table = uniform_table([1] * config.depth).astype(np.float32)
     return [
         decode(codes, [1] * config.depth)
@@ -409,25 +370,26 @@ def samples(config: ViTConfig, num: int) -> list[Architecture]:
 def step_cell(
     sizes: Sizes, name: str, executor: Name, batch: int, precision: Precision
 ) -> dict[str, Any]:
-    """Seconds per supernet step: of the host, until the device is ready, and the device's busy
-    share."""
+    """Measure the seconds per supernet step, on the host and until the device is ready, and the
+    device's busy share."""
     mark = Mark.now()
     subject = Subject(sizes, name, executor, batch, precision, 8 * batch)
     architectures = samples(subject.config, sizes.num_steps)
-    if executor == "whole":  # it compiles a function per architecture, so one is timed
+    # the executor compiles a function per architecture, so one architecture is timed
+    if executor == "whole":
         architectures = [architectures[0]] * len(architectures)
     else:
-        prepare(subject.executor, subject.fitting.supernet, batch)
-    first = [float(loss) for loss in subject.train(architectures)]  # compiles everything
+        prepare(subject.executor, subject.training.supernet, batch)
+    first = [float(loss) for loss in subject.train(architectures)]  # compiles all functions
     warm = mark.since()
     returned = []
     done = []
     for _ in range(sizes.repeats):
-        start = time.perf_counter()
+        begin = time.perf_counter()
         losses = subject.train(architectures)
-        returned.append((time.perf_counter() - start) / len(architectures))
-        jax.block_until_ready((losses, subject.fitting.state))
-        done.append((time.perf_counter() - start) / len(architectures))
+        returned.append((time.perf_counter() - begin) / len(architectures))
+        jax.block_until_ready((losses, subject.training.state))
+        done.append((time.perf_counter() - begin) / len(architectures))
     seconds = statistics.median(done)
     flops = batch * statistics.mean(
         measure.step_flops(subject.config, one, sizes.rank, begin=0) for one in architectures
@@ -440,7 +402,7 @@ def step_cell(
         "flops_per_second": flops / seconds,
         "warm_up": warm,
         "first_losses": first[:16],
-        "memory": _memory(),
+        "memory": measure.device_memory(),
     }
     return numbers | traced(
         lambda: jax.block_until_ready(subject.train(architectures[: sizes.num_traced])),
@@ -449,21 +411,22 @@ def step_cell(
 
 
 def candidate_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
-    """Seconds per candidate of one generation on a validation set, by rows per forward pass."""
+    """Measure the seconds per candidate of one generation on a validation set, for each number of
+    rows per forward pass."""
     numbers: dict[str, Any] = {}
     subject = Subject(sizes, name, "stages", sizes.batch, precision, sizes.num_scored)
-    executor, fitting = subject.executor, subject.fitting
+    executor, training = subject.executor, subject.training
     table = uniform_table([1] * subject.config.depth).astype(np.float32)
     codes = np.asarray(sample(jax.random.key(1), table, num=sizes.num_candidates))
     for rows in sizes.rows:
-        # forward passes of an accelerator have separate sizes
+        # on an accelerator, forward passes have batch sizes different from those of training
         executor.device = dataclasses.replace(
             executor.device, forward_sizes=(rows,) if rows > sizes.batch else ()
         )
         score = supernet_score(
             executor,
-            fitting.supernet,
-            fitting.state,
+            training.supernet,
+            training.state,
             subject.feed,
             subject.labels,
             batch_size=sizes.batch,
@@ -480,12 +443,13 @@ def candidate_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, A
 
 
 def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
-    """The same steps and candidates in PyTorch, with images on the device and without waiting."""
+    """Measure the same steps and candidates in PyTorch, with images on the device and without
+    waiting."""
     import torch
 
     from experiments.bench.peer import CheemPeer
 
-    torch.set_float32_matmul_precision("high")  # TF32, as JAX's default
+    torch.set_float32_matmul_precision("high")  # TF32, which is JAX's default
     is_fixed = "compiled" in way
     pretrained = measure.backbone(name, sizes.peer_pixels)
     peer = CheemPeer(
@@ -499,21 +463,21 @@ def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
     architectures = [architectures[0]] * len(architectures) if is_fixed else architectures
     images = torch.as_tensor(measure.random_images(sizes.batch, pretrained.config)).to(peer.device)
     labels = peer.labels(np.arange(sizes.batch, dtype=np.int32) % NUM_CLASSES)
-    wait = torch.cuda.synchronize if peer.device.type == "cuda" else lambda: None
+    synchronise = torch.cuda.synchronize if peer.device.type == "cuda" else lambda: None
 
     def train(some: Sequence[Architecture]) -> None:
         for architecture in some:
             peer.step(architecture, images, labels, NUM_CLASSES)
-        wait()
+        synchronise()
 
-    start = time.perf_counter()
+    begin = time.perf_counter()
     train(architectures[: sizes.num_traced])
-    warm = time.perf_counter() - start
+    warm = time.perf_counter() - begin
     times = []
     for _ in range(sizes.repeats):
-        start = time.perf_counter()
+        begin = time.perf_counter()
         train(architectures)
-        times.append((time.perf_counter() - start) / len(architectures))
+        times.append((time.perf_counter() - begin) / len(architectures))
     numbers: dict[str, Any] = {
         "step_seconds": statistics.median(times),
         "all_step_seconds": times,
@@ -524,9 +488,11 @@ def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
         scored = torch.as_tensor(measure.random_images(sizes.num_scored, pretrained.config)).to(
             peer.device
         )
-        wanted = np.arange(sizes.num_scored, dtype=np.int32) % NUM_CLASSES
+        labels_of_scored = np.arange(sizes.num_scored, dtype=np.int32) % NUM_CLASSES
         candidates = architectures[: sizes.num_candidates]
-        score = functools.partial(peer.count_right, candidates, scored, wanted, NUM_CLASSES)
+        score = functools.partial(
+            peer.count_right, candidates, scored, labels_of_scored, NUM_CLASSES
+        )
         numbers["seconds_per_candidate"] = min(measure.alternate({"": score}, 3)[""]) / len(
             candidates
         )
@@ -534,8 +500,8 @@ def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
 
 
 def task_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
-    """Learn a whole first task at the paper's settings, compilation included; utilisation by
-    phase."""
+    """Learn a whole first task with the paper's settings; measure its seconds, compilation
+    included, and the device's utilisation in each phase."""
     mark = Mark.now()
     pretrained = measure.backbone(name)
     vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
@@ -555,91 +521,26 @@ def task_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, Any]:
         split(sizes.num_val, 1),
         split(sizes.num_val, 2),
     )
-    with watched_device() as utilisation:
-        start = time.perf_counter()
-        running = Phases()
-        report = learner.learn(task, running)
-        seconds = time.perf_counter() - start
-    busy = {
-        phase: statistics.mean(shares)
-        for phase, begin, end in running.spans
-        if (shares := [share for moment, share in utilisation if begin <= moment <= end])
-    }
+    begin = time.perf_counter()
+    report = learner.learn(task, Session())
+    seconds = time.perf_counter() - begin
     return {
         "executor": executor.name,
         "reason": executor.reason,
         "seconds": seconds,
         "seconds_by_phase": report["seconds"],
-        "utilisation_by_phase": busy,
-        "utilisation": statistics.mean([share for _, share in utilisation])
-        if utilisation
-        else None,
         "compiled": mark.since(),
         "num_train": sizes.num_train,
         "num_val": sizes.num_val,
         "searched": report["searched"],
-        "memory": _memory(),
+        "memory": measure.device_memory(),
     }
 
 
-class Phases(Session):
-    """A session without display or checkpoints that records the start and end of each phase."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spans: list[tuple[str, float, float]] = []
-
-    @contextlib.contextmanager
-    def phase(
-        self, name: str, total: int = 0, state: Any = None, *, title: str | None = None
-    ) -> Iterator[Advance]:
-        """See `Session.phase`."""
-        begin = time.perf_counter()
-        with super().phase(name, total, state, title=title) as advance:
-            yield advance
-        self.spans.append((name, begin, time.perf_counter()))
-
-
-@contextlib.contextmanager
-def watched_device() -> Iterator[list[tuple[float, float]]]:
-    """Times and the accelerator's utilisation, twice a second; empty without nvidia-smi."""
-    command = [
-        "nvidia-smi",
-        "--query-gpu=utilization.gpu",
-        "--format=csv,noheader,nounits",
-        "-lms",
-        "500",
-    ]
-    utilisation: list[tuple[float, float]] = []
-    try:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-    except OSError:
-        yield utilisation
-        return
-    assert process.stdout is not None
-    lines = process.stdout
-
-    def follow() -> None:
-        for line in lines:
-            if line.strip().isdigit():
-                utilisation.append((time.perf_counter(), int(line) / 100))
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield utilisation
-    finally:
-        process.terminate()
-        process.wait()
-        thread.join()
-
-
 def traced(work: Callable[[], object], num: int) -> dict[str, Any]:
-    """Kernels per unit of work, their seconds and the busy share, from a profiler trace.
+    """Count kernels per unit of work, their seconds and the device's busy share with the profiler.
 
-    Empty on a CPU, whose kernels the profiler does not name.
+    The result is empty on a CPU, because the profiler does not name its kernels.
     """
     if jax.default_backend() == "cpu":
         work()
@@ -668,7 +569,7 @@ def traced(work: Callable[[], object], num: int) -> dict[str, Any]:
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total = 0.0
     end = -np.inf
     for first, last in sorted(spans):
@@ -677,17 +578,6 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
     return float(total)
 
 
-def _memory() -> dict[str, int]:
-    numbers = jax.local_devices()[0].memory_stats() or {}
-    return {
-        name: numbers[name] for name in ("bytes_in_use", "peak_bytes_in_use") if name in numbers
-    }
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--group"]:  # a group's own process
-        _, _, group, given, folder, small, how = sys.argv
-        run_cells(group, float(given), Path(folder), miniature=small == "1", warm=how == "warm")
-    else:
-        parsed = parse(Speed, description=__doc__)
-        run_command(main, parsed, parsed.out, computes=False)
+    parsed = parse(Speed, description=__doc__)
+    run_command(main, parsed, parsed.out, computes=False)

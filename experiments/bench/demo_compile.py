@@ -1,5 +1,5 @@
-"""Shares of compilation and of checkpoints in a run: the demo with an empty and with a filled
-cache.
+"""Shares of compilation and of checkpoints in the time of a run: the demo with an empty and with a
+filled cache.
 
     python -m experiments.bench.demo_compile
 """
@@ -20,10 +20,10 @@ from experiments.bench.measure import Bench, Row
 GOAL_COLD = 0.15
 GOAL_WARM = 0.03
 GOAL_PROGRAMS = 100.0
-"""Limits of the share of compilation in the time, with an empty and with a filled cache, and of the
-number of compiled functions."""
+"""Limits of the share of compilation in the time, with an empty and with a filled cache, and limit
+of the number of compiled functions."""
 GOAL_SAVING = 0.02
-"""Limit of the share of checkpoints."""
+"""Limit of the share of checkpoints in the time."""
 
 
 def main(settings: Bench) -> None:
@@ -80,7 +80,7 @@ def main(settings: Bench) -> None:
 
 
 def run_demo(directory: Path, cache: Path, quick: bool) -> dict[str, Any]:
-    """One run in a process; wall-clock seconds include the start of Python."""
+    """Run the demo in a new process; its wall-clock seconds include the start of Python."""
     environment = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_ENABLE_COMPILATION_CACHE": "true"}
     command = [sys.executable, "-m", "cheem_jax", "demo", "--run-dir", str(directory)]
     command += ["--method", "frozen_linear"] if quick else []

@@ -4,11 +4,12 @@ memories.
     python -m experiments.bench.footprint
 
 A function compiled for a CPU needs about a hundred memory maps per block. Linux allows a process
-`vm.max_map_count` of them (65,530) and ends it with a segmentation fault above, so dropped
+`vm.max_map_count` maps (65,530) and ends it with a segmentation fault if it needs more, so dropped
 functions must be freed. One process repeats three things with a backbone of two tiny blocks: a
-training step of a sampled architecture by the executor `whole`, whose cache has 4 of the 16
-signatures; a supernet with a separate executor; a memory of two tasks that is opened, used and
-dropped. A compile cache on disk serves repeated compilations, as in a second run.
+training step with a sampled architecture by the executor `whole`, whose cache has room for 4 of the
+16 signatures; a step of a new supernet with a separate executor; a memory of two tasks that is
+opened, used and dropped. A compilation cache on disk serves repeated compilations, as in a second
+run.
 """
 
 import gc
@@ -24,7 +25,7 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.cheem.expert_memory import TaskNetworks
-from cheem_jax.cheem.training import make_step, train_step
+from cheem_jax.cheem.training import make_step
 from cheem_jax.cli.arguments import parse
 from cheem_jax.core.architecture import decode
 from cheem_jax.core.pool import DenseExperts, InternalMemory
@@ -44,11 +45,11 @@ CAPACITY = 4
 BATCH = 8
 NUM_CLASSES = 3
 GOAL = 1.1
-"""Limit of the maximum of the second half relative to that of the first."""
+"""Limit of the maximum of the second half, divided by the maximum of the first half."""
 
 
 def main(settings: Bench) -> None:
-    """Repeat each of the three; write `footprint.json`."""
+    """Repeat the three things; write `footprint.json`."""
     num, rounds = (200, 12) if settings.quick else (ARCHITECTURES, ROUNDS)
     with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
         measure.keep_compiled(Path(folder))
@@ -56,16 +57,17 @@ def main(settings: Bench) -> None:
         rng = np.random.default_rng(0)
         memory = sampled_memory(Stages(vit, "mlp_down"), 2, rank=2)
         whole = Whole(vit, "mlp_down", programs=CAPACITY)
-        fitting = measure.new_task(memory.pool, NUM_CLASSES, 2)
-        found = {
-            "training steps of `whole`": repeat(num, lambda: train(whole, fitting, rng)),
-            "supernets with executors of their own": repeat(
-                rounds,
-                lambda: train(
-                    Stages(vit, "mlp_down"), measure.new_task(memory.pool, NUM_CLASSES, 2), rng
-                ),
+
+        def new_task(executor: Executor) -> Training:
+            return measure.new_task(executor, NUM_CLASSES, 2, memory.pool)
+
+        training = new_task(whole)
+        footprints = {
+            "training steps of `whole`": repeat(num, lambda: train(training, rng)),
+            "supernets with separate executors": repeat(
+                rounds, lambda: train(new_task(Stages(vit, "mlp_down")), rng)
             ),
-            "memories opened, asked and dropped": repeat(rounds, lambda: ask(vit, memory)),
+            "memories opened, used and dropped": repeat(rounds, lambda: predict(vit, memory)),
         }
     measure.say(f"footprint: {whole.counters()}; Linux allows {memory_map_limit():,} memory maps")
     rows = [
@@ -77,7 +79,7 @@ def main(settings: Bench) -> None:
             "at most",
             note=f"at most {of[what][0]:,.0f} in the first half, {of[what][1]:,.0f} in the second",
         )
-        for name, of in found.items()
+        for name, of in footprints.items()
         for what in ("memory maps", "resident MB")
     ]
     measure.save(
@@ -85,14 +87,14 @@ def main(settings: Bench) -> None:
         "footprint",
         rows,
         quick=settings.quick,
-        found=found,
+        found=footprints,
         counters=whole.counters(),
     )
 
 
 def repeat(times: int, work: Callable[[], object]) -> dict[str, Any]:
-    """Maxima of both halves of the calls after the first quarter: memory maps and resident
-    megabytes."""
+    """Call `work` `times` times; return the maxima of memory maps and resident megabytes in both
+    halves of the calls after the first quarter."""
     gc.collect()
     sizes = []
     for _ in range(times):
@@ -107,23 +109,16 @@ def repeat(times: int, work: Callable[[], object]) -> dict[str, Any]:
     }
 
 
-def train(executor: Executor, fitting: Training, rng: np.random.Generator) -> None:
-    """One training step of a sampled architecture with new learners."""
-    supernet = fitting.supernet
-    architecture = decode(
-        [int(rng.integers(0, 2 * size + 2)) for size in supernet.sizes], supernet.sizes
-    )
-    step = make_step(
-        executor,
-        measure.random_images(BATCH, CONFIG),
-        np.arange(BATCH, dtype=np.int32) % NUM_CLASSES,
-    )
-    jax.block_until_ready(
-        train_step(executor, supernet, fitting.state, architecture, step, rate=1e-3)
-    )
+def train(training: Training, rng: np.random.Generator) -> None:
+    """Take one training step with a sampled architecture."""
+    sizes = training.supernet.sizes
+    architecture = decode([int(rng.integers(0, 2 * size + 2)) for size in sizes], sizes)
+    images = measure.random_images(BATCH, CONFIG)
+    labels = np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
+    training.step(architecture, make_step(training.executor, images, labels))
 
 
-def ask(vit: ViT, memory: InternalMemory) -> None:
+def predict(vit: ViT, memory: InternalMemory) -> None:
     """Make a predictor with a separate executor, predict once, and drop it."""
     networks = TaskNetworks(DenseExperts(memory.pool, 2**30), memory.tasks)
     predictor = Predictor(Stages(vit, "mlp_down"), memory.tasks, networks, RouterConfig())

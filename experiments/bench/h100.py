@@ -1,14 +1,16 @@
-"""Kernels and bytes of a supernet step on an H100, from functions that are compiled and not run.
+"""Kernels and bytes of a supernet step on an H100, counted in functions that are compiled and not
+run.
 
     python -m experiments.bench.h100
 
-Needs JAX with its CUDA plugin and no GPU. A step's calls are traced with shapes alone, and the HLO
-of each function contains its kernels and the bytes that they read and write. Exits with status 1 if
-a goal is missed.
+It needs JAX with its CUDA plugin, but no GPU. The calls of a step are traced with shapes only. The
+HLO of each function contains its kernels and the bytes that they read and write. The exit status is
+1 if a goal is missed.
 """
 
 import collections
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +26,6 @@ from cheem_jax.backbone.params import build, init_params
 from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.hee import sample, uniform_table
 from cheem_jax.cheem.supernet import Supernet
-from cheem_jax.cheem.training import train_steps
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import decode
@@ -35,7 +36,7 @@ from cheem_jax.engine import stages as composed
 from cheem_jax.engine.choice import EngineConfig, Name, make_executor
 from cheem_jax.engine.executor import Batch, Gather
 from cheem_jax.engine.layout import Layout
-from experiments.bench.measure import Bench, Row, in_child, save, say
+from experiments.bench.measure import Bench, Row, Training, in_child, save, say
 
 TARGET = """
 gpu_device_info {
@@ -53,7 +54,7 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 12 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """  # noqa: E501
-"""The limits of the hardware by NVIDIA's data sheet."""
+"""The limits of the hardware according to NVIDIA's data sheet."""
 NUM_STEPS = 24
 BATCH = 32
 NUM_CLASSES = 20
@@ -71,11 +72,11 @@ NO_KERNEL = {
     "async-done",
     "fusion-done",
 }
-"""Opcodes without a kernel."""
+"""Opcodes that start no kernel."""
 
 
 class Goal(NamedTuple):
-    """Upper limits of a step."""
+    """Upper limits of one training step."""
 
     executor: Name
     precision: Precision
@@ -91,15 +92,16 @@ GOALS = (
     Goal("stages", "bfloat16", 34, 550, 5.7, 12),
     Goal("scan", "bfloat16", 0.25, 600, 6.5, 0.25),
 )
-"""Limits for DeiT-Tiny, uniform samples of a first task and 32 images: slightly above the counted
-numbers, to detect growth."""
+"""Limits for DeiT-Tiny, uniform samples of a first task and 32 images. They are slightly above the
+counted numbers, to detect growth."""
 
 
 # ---- kernels of a compiled function
 
 
 class Kernels(NamedTuple):
-    """Kernels of one call of a function."""
+    """Number of kernels and their bytes in one call of a function, with its conditionals and
+    loops."""
 
     num: float
     bytes: float
@@ -108,8 +110,8 @@ class Kernels(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One instruction of a computation: opcode, bytes of the result, operands, and the rest of the
-    line."""
+    """One instruction of a computation: its opcode, the bytes of its result, its operands, and the
+    rest of its line."""
 
     opcode: str
     bytes: int
@@ -140,17 +142,17 @@ _LINE = re.compile(
 
 
 def _named(attribute: str, rest: str) -> list[str]:
-    """The computations that an instruction names in one of its attributes."""
+    """Return the names of the computations in one attribute of an instruction."""
     numbers = re.findall(rf"\b(?:{attribute})=(\{{[^}}]*\}}|%?[\w.\-]+)", rest)
     return [name.strip(" %") for names in numbers for name in names.strip("{}").split(",")]
 
 
 def kernels(text: str) -> Kernels:
-    """Kernels of an optimised HLO module, with all iterations of loops and the largest branch of
-    conditionals.
+    """Count the kernels of an optimised HLO module, with all iterations of loops and the largest
+    branch of each conditional.
 
-    A kernel's bytes are its operands and results. Of a sliced or gathered operand only the slice
-    counts, and of one that is updated in place only the update.
+    The bytes of a kernel are those of its operands and results. If an operand is sliced or
+    gathered, only the slice counts; if it is updated in place, only the update counts.
     """
     computations: dict[str, dict[str, Line]] = {}
     entry = None
@@ -162,7 +164,7 @@ def kernels(text: str) -> Kernels:
         elif match := _LINE.match(text_line):
             arguments, rest = _closed(text_line[match.end() :])
             operands = re.findall(r"%([\w.\-]+)", arguments)
-            # int8 results of a product are its scratch memory
+            # an int8 result of a matrix product is its scratch memory
             shape = (
                 re.sub(r"s8\[[\d,]*\]", "", match["shape"])
                 if match["opcode"] == "custom-call"
@@ -175,7 +177,7 @@ def kernels(text: str) -> Kernels:
 
 
 def _closed(text: str) -> tuple[str, str]:
-    """Split a text at the closing parenthesis of one that was opened before it."""
+    """Split a text at its first unmatched closing parenthesis."""
     depth = 1
     for place, letter in enumerate(text):
         depth += {"(": 1, ")": -1}.get(letter, 0)
@@ -185,7 +187,7 @@ def _closed(text: str) -> tuple[str, str]:
 
 
 def _size(shape: str) -> int:
-    """Bytes of an array or a tuple of arrays."""
+    """Return the bytes of an array or a tuple of arrays with this HLO shape."""
     numbers = re.findall(r"(\w+)\[([\d,]*)\]", shape)
     return sum(
         BYTES[kind] * int(np.prod([int(n) for n in sizes.split(",") if n]))
@@ -196,33 +198,34 @@ def _size(shape: str) -> int:
 def _launched(name: str, computations: Mapping[str, Mapping[str, Line]]) -> Kernels:
     total = Kernels(0, 0, 0, 0)
     for line in computations[name].values():
-        launched = Kernels(0, 0, 0, 0)
+        count = Kernels(0, 0, 0, 0)
         if line.opcode == "while":
             trips = re.search(r"known_trip_count[^\d]*(\d+)", line.rest)
             if trips is None:
                 raise ValueError(f"a loop of {name} has no known trip count")
             (body,) = _named("body", line.rest)
             num, size, conditionals, loops = _launched(body, computations)
-            launched = Kernels(int(trips[1]) * num, int(trips[1]) * size, conditionals, loops + 1)
+            count = Kernels(int(trips[1]) * num, int(trips[1]) * size, conditionals, loops + 1)
         elif line.opcode == "conditional":
             branches = _named("branch_computations|true_computation|false_computation", line.rest)
             largest = max(
-                (_launched(branch, computations) for branch in branches), key=lambda own: own.num
+                (_launched(branch, computations) for branch in branches),
+                key=lambda kernels: kernels.num,
             )
-            launched = largest._replace(conditionals=largest.conditionals + 1)
+            count = largest._replace(conditionals=largest.conditionals + 1)
         elif line.opcode == "call":
             (called,) = _named("to_apply", line.rest)
-            launched = _launched(called, computations)
+            count = _launched(called, computations)
         elif line.opcode not in NO_KERNEL:
-            launched = Kernels(1, _moved(line, computations[name], computations), 0, 0)
-        total = Kernels(*(a + b for a, b in zip(total, launched, strict=True)))
+            count = Kernels(1, _moved(line, computations[name], computations), 0, 0)
+        total = Kernels(*(a + b for a, b in zip(total, count, strict=True)))
     return total
 
 
 def _moved(
     line: Line, around: Mapping[str, Line], computations: Mapping[str, Mapping[str, Line]]
 ) -> int:
-    """Bytes that one kernel reads and writes."""
+    """Return the bytes that one kernel reads and writes."""
     sizes = [around[operand].bytes for operand in line.operands if operand in around]
     called = _named("calls", line.rest) if line.opcode == "fusion" else []
     if not called:
@@ -231,15 +234,15 @@ def _moved(
         return line.bytes + (line.bytes if line.opcode in SLICES else sum(sizes))
     inner = computations[called[0]]
     users: dict[str, list[Line]] = collections.defaultdict(list)
-    for own in inner.values():
-        for operand in set(own.operands):
-            users[operand].append(own)
+    for instruction in inner.values():
+        for operand in set(instruction.operands):
+            users[operand].append(instruction)
     read = 0
     written = line.bytes
-    for name, own in inner.items():
-        if own.opcode != "parameter":
+    for name, instruction in inner.items():
+        if instruction.opcode != "parameter":
             continue
-        # indices and updates are further operands
+        # indices and updates are other operands of the user
         sliced = [
             user.bytes for user in users[name] if user.operands[0] == name and user.opcode in SLICES
         ]
@@ -249,10 +252,10 @@ def _moved(
             if user.operands[0] == name and user.opcode == "dynamic-update-slice"
         ]
         is_partial = len(sliced) + len(updated) == len(users[name])
-        read += min(sum(sliced), own.bytes) if is_partial else own.bytes
-    for own in inner.values():
-        if own.opcode == "dynamic-update-slice":
-            written -= own.bytes - inner[own.operands[1]].bytes
+        read += min(sum(sliced), instruction.bytes) if is_partial else instruction.bytes
+    for instruction in inner.values():
+        if instruction.opcode == "dynamic-update-slice":
+            written -= instruction.bytes - inner[instruction.operands[1]].bytes
     return read + max(written, 0)
 
 
@@ -260,7 +263,8 @@ def _moved(
 
 
 class Counted(NamedTuple):
-    """One call of a function: its kernels, and the number of arrays that the host sends."""
+    """One call of a function: its name, its kernels, and the number of arrays copied from the
+    host."""
 
     name: str
     kernels: Kernels
@@ -268,7 +272,7 @@ class Counted(NamedTuple):
 
 
 class OnPaper(Layout):
-    """The layout of an absent device, whose functions map shapes to shapes; `calls` records each
+    """The layout of an absent device: its functions map shapes to shapes, and `calls` records each
     call."""
 
     def __init__(self, device: Any):
@@ -281,7 +285,7 @@ class OnPaper(Layout):
         return Compiled(super().jit(function, **options), self)
 
     def placed(self, leaf: Any) -> Any:
-        """An array's shape on the device."""
+        """Return the shape of an array on the device."""
         return (
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.where)
             if hasattr(leaf, "dtype")
@@ -290,32 +294,33 @@ class OnPaper(Layout):
 
 
 class Compiled:
-    """A jitted function that compiles for its arguments' shapes, returns shapes and records the
-    call."""
+    """A jitted function that compiles for the shapes of its arguments, records the call and returns
+    shapes."""
 
     def __init__(self, program: Any, layout: OnPaper):
         self.program = program
         self.layout = layout
-        self._made = {}
+        self._compiled = {}
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         leaves, tree = jax.tree.flatten((arguments, named))
         copies = sum(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves)
         leaves = [self.layout.placed(leaf) for leaf in leaves]
         key = (str(tree), *leaves)
-        if key not in self._made:
+        if key not in self._compiled:
             placed, how = jax.tree.unflatten(tree, leaves)
             text = self.program.lower(*placed, **how).compile().as_text()
             shapes = jax.tree.map(self.layout.placed, self.program.eval_shape(*placed, **how))
-            self._made[key] = shapes, kernels(text)
-        shapes, numbers = self._made[key]
+            self._compiled[key] = shapes, kernels(text)
+        shapes, numbers = self._compiled[key]
         self.layout.calls.append(
             Counted(getattr(self.program, "__name__", "?").strip("_"), numbers, copies)
         )
         return shapes
 
     def lower(self, *arguments: Any, **named: Any) -> "Compiled":
-        """Return itself, for functions that are lowered and compiled before the call."""
+        """Return the function itself, because some functions are lowered and compiled before the
+        call."""
         return self
 
     compile = lower
@@ -329,8 +334,8 @@ def count(
     batch: int = BATCH,
     num: int = NUM_STEPS,
 ) -> dict[str, Any]:
-    """Kernels and bytes of a supernet step on a device (default: this one), mean of `num` steps
-    with tokens on the device."""
+    """Count kernels and bytes of a supernet step, as the mean over `num` steps, with tokens on the
+    device. The default device is this process's first device."""
     device = device or jax.devices()[0]
     layout = OnPaper(device)
     config = dataclasses.replace(config_of(backbone), precision=precision)
@@ -339,54 +344,51 @@ def count(
         mock.patch.object(owner, what, Compiled(getattr(owner, what), layout))
         for owner, what in programs
     ]
-    # traced code depends on the platform
+    # the traced code depends on the platform
     patches.append(mock.patch.object(jax, "default_backend", lambda: device.platform))
     vit = build(config, init_params(config, jax.random.key(0)))
     experts = dense_experts(base_pool(vit.experts("mlp_down")))
     supernet = Supernet(jax.random.key(1), experts, NUM_CLASSES, OpSettings())
     state = supernet.init()
     setup = supernet.setup
-    if name == "stages":  # other executors include the update in their step
+    if name == "stages":  # the step of other executors includes the update
         object.__setattr__(supernet, "setup", setup._replace(update=Compiled(setup.update, layout)))
     codes = np.asarray(
         sample(jax.random.key(0), uniform_table([1] * config.depth).astype(np.float32), num=num)
     )
-    architectures = [decode(own, supernet.sizes) for own in codes]
+    architectures = [decode(row, supernet.sizes) for row in codes]
     state = supernet.with_learners(state, architectures)
-    held = layout.placed(
+    tokens = layout.placed(
         jax.ShapeDtypeStruct((NUM_IMAGES, config.num_tokens, config.width), np.float32)
     )
     rows = np.arange(batch, dtype=np.int32)
     weights = np.full(batch, 1 / batch, np.float32)
-    step = [Batch(Gather(0, held, rows), np.zeros(batch, np.int32), weights)]
+    step = [Batch(Gather(0, tokens, rows), np.zeros(batch, np.int32), weights)]
     with patches[0], patches[1], patches[2], patches[3]:
         executor = make_executor(
             vit, "mlp_down", EngineConfig(name), batch_size=batch, layout=layout
         )
-        for first in range(0, num, executor.steps_per_call):
-            part = architectures[first : first + executor.steps_per_call]
-            state, _ = train_steps(
-                executor, supernet, state, part, [step] * len(part), rates=[1e-3] * len(part)
-            )
+        training = Training(executor, supernet, state)
+        list(training.train(architectures, itertools.repeat(step)))
     return per_step(layout.calls, num)
 
 
 def count_all(quick: bool) -> list[dict[str, Any]]:
-    """Count every goal's executor and precision."""
+    """Count kernels and bytes for the executor and precision of every goal."""
     target = topologies.get_topology_desc(
         "1x1x1", platform="cuda", target_config=TARGET, topology="1x1x1"
     )
     numbers = []
     for goal in GOALS[: 1 if quick else None]:
         backbone, num = ("vit_nano", 8) if quick else ("deit_tiny", NUM_STEPS)
-        asked = count(goal.executor, goal.precision, target.devices[0], backbone, num=num)
-        numbers.append({"executor": goal.executor, "precision": goal.precision, **asked})
+        counts = count(goal.executor, goal.precision, target.devices[0], backbone, num=num)
+        numbers.append({"executor": goal.executor, "precision": goal.precision, **counts})
         say(f"h100: {numbers[-1]}")
     return numbers
 
 
 def per_step(calls: Sequence[Counted], num: int) -> dict[str, Any]:
-    """Mean numbers per step, and calls by function."""
+    """Return the mean counts per step, and the calls per step of each function."""
     called = collections.Counter(call.name for call in calls)
     return {
         "dispatches": len(calls) / num,
@@ -400,7 +402,7 @@ def per_step(calls: Sequence[Counted], num: int) -> dict[str, Any]:
 
 
 def rows_of(numbers: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Each number with its limit."""
+    """Make one row per count with its limit."""
     rows = []
     for entry, goal in zip(numbers, GOALS, strict=False):
         for what, unit in (

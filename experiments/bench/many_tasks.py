@@ -2,13 +2,13 @@
 
     python -m experiments.bench.many_tasks
 
-The memory has sampled, untrained architectures and is saved like learned tasks. A separate process
-per T opens the first T tasks. Task centroids are features of five generated images, so a task's
-images are routed to it. Then one further task is learned, with the similarity pass on 32 images,
-and a supernet steps over all experts and, in turns, over the backbone's alone.
+The memory has sampled, untrained architectures and is saved like learned tasks. For each T a new
+process opens the first T tasks. The centroids of a task are features of five generated images, so
+the images of a task are routed to it. Then one further task is learned, with the similarity pass on
+32 images, and supernet steps over all experts take turns with steps over the backbone's experts.
 
-Costs that can grow with T are measured in CPU seconds of all threads, which other load hardly
-changes. Wall-clock seconds are recorded, too.
+Costs that can grow with T are measured in CPU seconds of all threads, which hardly depend on other
+load. Wall-clock seconds are recorded, too.
 """
 
 import contextlib
@@ -62,15 +62,17 @@ NUM_ASKED = 64
 NUM_CENTROIDS = 5
 BATCH, NUM_KINDS = 32, 12
 LIMIT = 8 * 2**20
-"""Limit of merged experts in bytes."""
+"""Limit in bytes of the merged experts."""
 GOAL_LINEAR = 1.25
-"""Cost per task at the largest T relative to T = 100; 1 is linear."""
+"""Limit of the cost per task at the largest T, divided by that at T = 100; 1 means linear
+growth."""
 GOAL_SAME = 1.5
-"""Limit of costs that must not depend on T, with noise of a few short steps."""
+"""Limit of the growth of costs that must not depend on T; it allows for the noise of a few short
+steps."""
 GOAL_STEP = 1.1
-"""Limit of a step, which runs one network independent of the pool."""
+"""Limit of the growth of a step, which runs one network, independent of the pool."""
 GOAL_BYTES = 1.25
-"""Bytes on disk per byte of the arrays that tasks added."""
+"""Limit of the bytes on disk per byte of the arrays that tasks added."""
 PANELS = {
     "learning a task (CPU s)": {
         "all": "learn_cpu_seconds",
@@ -95,34 +97,29 @@ PANELS = {
 }
 
 
-class Seconds:
-    """Wall-clock and CPU seconds by name."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, float] = {}
+class Seconds(dict[str, float]):
+    """Wall-clock and CPU seconds, keyed by name."""
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         cpu = time.process_time()
         yield
-        self.found[f"{name}_seconds"] = time.perf_counter() - start
-        self.found[f"{name}_cpu_seconds"] = time.process_time() - cpu
+        self[f"{name}_seconds"] = time.perf_counter() - start
+        self[f"{name}_cpu_seconds"] = time.process_time() - cpu
 
     def median(self, name: str, work: Callable[[], object], repeats: int = 5) -> None:
-        """Median seconds of calls after one call to warm up."""
+        """Measure the median seconds of `repeats` calls after one call to warm up."""
         work()
-        each = []
-        for _ in range(repeats):
-            with self(name):
+        calls = [Seconds() for _ in range(repeats)]
+        for call in calls:
+            with call(name):
                 work()
-            each.append(dict(self.found))
-        for key in (f"{name}_seconds", f"{name}_cpu_seconds"):
-            self.found[key] = statistics.median(found[key] for found in each)
+        self.update({key: statistics.median(call[key] for call in calls) for key in calls[0]})
 
 
 class Watched(Session):
-    """A session that times its phases."""
+    """A session that measures the seconds of its phases."""
 
     def __init__(self, measured: Seconds):
         super().__init__()
@@ -143,7 +140,8 @@ class Watched(Session):
 
 
 def patches(task: int, num: int, size: int) -> np.ndarray:
-    """Random patches of colour, with the task's number as seed: uint8 `[num, S, S, 3]`."""
+    """Make images of random coloured patches with the task's number as seed: uint8 `[num, S, S,
+    3]`."""
     coarse = np.random.default_rng(task).integers(0, 256, (num, 4, 4, 3))
     return np.repeat(np.repeat(coarse, -(-size // 4), axis=1), -(-size // 4), axis=2)[
         :, :size, :size
@@ -151,16 +149,16 @@ def patches(task: int, num: int, size: int) -> np.ndarray:
 
 
 def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
-    """Write a memory of sampled tasks; return the bytes of the arrays that each task added."""
+    """Write a memory of sampled tasks; return the bytes of the arrays that each task adds."""
     executor = measure.stages(vit)
     memory = sampled_memory(executor, num_tasks)
     features = FrozenFeatures(executor, 64)
     size = vit.config.image_size
-    seen = np.concatenate([patches(task, NUM_CENTROIDS, size) for task in range(num_tasks)])
-    centroids = np.split(normalise(features(seen)), num_tasks)
+    images = np.concatenate([patches(task, NUM_CENTROIDS, size) for task in range(num_tasks)])
+    centroids = np.split(normalise(features(images)), num_tasks)
     pairs = zip(memory.tasks, centroids, strict=True)
     memory = InternalMemory(
-        memory.pool, tuple(dataclasses.replace(task, centroids=own) for task, own in pairs)
+        memory.pool, tuple(dataclasses.replace(task, centroids=rows) for task, rows in pairs)
     )
     for index in range(num_tasks):
         save_memory_task(root, memory, index, RANK)
@@ -168,16 +166,16 @@ def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
 
 
 def added_bytes(memory: InternalMemory, index: int) -> int:
-    """Bytes of the arrays that a task added: its experts, head, means and centroids."""
+    """Return the bytes of the arrays that a task adds: its experts, head, means and centroids."""
     task = memory.tasks[index]
-    own = [stored.params for stored in memory.added(index).values()]
+    learned = [stored.params for stored in memory.added(index).values()]
     return sum(
-        leaf.nbytes for leaf in jax.tree.leaves((own, task.head, task.means, task.centroids))
+        leaf.nbytes for leaf in jax.tree.leaves((learned, task.head, task.means, task.centroids))
     )
 
 
 def small() -> CheemConfig:
-    """The demo's settings with minimal epochs and candidates."""
+    """Return the demo's settings with minimal epochs and numbers of candidates."""
     preset = PRESETS["demo"]
     return dataclasses.replace(
         preset,
@@ -188,23 +186,23 @@ def small() -> CheemConfig:
 
 
 def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
-    """All measurements of the first tasks of a saved memory, in a separate process."""
+    """Measure a saved memory with `num_tasks` tasks; runs in a separate process."""
     root = Path(folder)
-    # reuse compiled functions of earlier processes; compilations are counted
+    # processes reuse compiled functions of earlier ones; compilations are counted
     measure.keep_compiled(root.parent / "programs")
     vit = measure.backbone("vit_nano" if quick else "vit_micro")
     executor = measure.stages(vit)
     config = small()
     cheem = Cheem(executor, config, Keys(0), None, FrozenFeatures(executor, config.batch_size))
     FrozenFeatures(executor, config.batch_size)(patches(0, 1, vit.config.image_size))
-    begun = compilations()
+    before = compilations()
     seconds = Seconds()
     with seconds("open"):
         cheem.open(root)
-    opened = {**seconds.found, "opened_megabytes": measure.process_memory("VmRSS") / 1e6}
+    opened = {**seconds, "opened_megabytes": measure.process_memory("VmRSS") / 1e6}
     memory = cheem.memory
     assert len(memory.tasks) == num_tasks
-    found = {
+    numbers = {
         "tasks": num_tasks,
         "experts_of_largest_block": max(map(len, memory.pool)),
         **opened,
@@ -213,12 +211,13 @@ def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
         **learning(cheem),
         **stepping(executor, memory),
     }
-    since = compilations().since(begun)
-    return {**found, "programs": since.programs + since.cached}
+    since = compilations().since(before)
+    return {**numbers, "programs": since.programs + since.cached}
 
 
 def routing(memory: InternalMemory, width: int) -> dict[str, float]:
-    """Seconds to infer the task of 1,000 images by the index, checked against all centroids."""
+    """Measure the seconds to infer the tasks of 1,000 images by the index; check the result against
+    the distances to all centroids."""
     features = np.random.default_rng(1).normal(size=(NUM_ROUTED, width)).astype(np.float32)
     centroids = [task.centroids for task in memory.tasks]
     points = normalise(features)
@@ -226,19 +225,20 @@ def routing(memory: InternalMemory, width: int) -> dict[str, float]:
     router = Router(PAPER, tuple(map(TaskStatistics, centroids)))
     by_task = np.stack([cdist(points, rows, "cityblock").min(axis=1) for rows in centroids], axis=1)
     assert np.array_equal(router.route(features), by_task.argmin(axis=1)), (
-        "the router infers other tasks"
+        "the router infers different tasks"
     )
     seconds.median("route_l1", functools.partial(router.route, features))
-    return {"index_megabytes": router.rows.nbytes / 1e6, **seconds.found}
+    return {"index_megabytes": router.rows.nbytes / 1e6, **seconds}
 
 
 def answering(executor: Stages, memory: InternalMemory, size: int) -> dict[str, Any]:
-    """Seconds and memory with a limit on merged experts and without; both must predict the same."""
+    """Measure seconds and memory of predictions with and without a limit on merged experts; check
+    that images are routed to their tasks."""
     num = len(memory.tasks)
-    chosen = np.linspace(0, num - 1, NUM_ASKED).astype(int)
-    asked = np.concatenate([patches(task, 1, size) for task in chosen.tolist()])
+    tasks = np.linspace(0, num - 1, NUM_ASKED).astype(int)
+    images_of_tasks = np.concatenate([patches(task, 1, size) for task in tasks.tolist()])
     each = np.concatenate([patches(task, 1, size) for task in range(num)])
-    found = {}
+    numbers = {}
     answers = {}
     seconds = Seconds()
     for name, limit in (("limited", LIMIT), ("free", 2**40)):
@@ -254,51 +254,52 @@ def answering(executor: Stages, memory: InternalMemory, size: int) -> dict[str, 
         assert np.array_equal(answers[name].targets, np.arange(num)), (
             "images are routed to other tasks"
         )
-        seconds.median(f"ask_{name}", functools.partial(predictor.answer, asked))
-        found |= {
+        seconds.median(f"ask_{name}", functools.partial(predictor.answer, images_of_tasks))
+        numbers |= {
             f"{name}_megabytes": measure.process_memory("VmRSS") / 1e6,
             f"{name}_counters": predictor.counters(),
             f"{name}_programs": compilations().since(before).programs,
         }
     equal = all(map(np.array_equal, answers["limited"].logits, answers["free"].logits))
-    return {**found, **seconds.found, "same_bits": equal}
+    return {**numbers, **seconds, "same_bits": equal}
 
 
 def learning(cheem: Cheem) -> dict[str, Any]:
-    """Seconds by phase of one further task with everything compiled, and its bytes in the
-    record."""
+    """Measure the seconds of each phase of learning one further task with all functions compiled,
+    and its bytes in the record."""
     task = demo_stream(num_train=64, num_val=32, num_test=32).tasks[0]
     memory = cheem.memory
-    cheem.learn(task, Session())  # compiles
+    cheem.learn(task, Session())  # compiles all functions
     cheem.features.clear()
     cheem.memory = memory
     seconds = Seconds()
     with seconds("learn"):
         report = cheem.learn(task, Watched(seconds))
     return {
-        **seconds.found,
+        **seconds,
         "record_kilobytes": sum(len(json.dumps(to_json(value))) for value in report.values()) / 1e3,
         "learned_megabytes": measure.process_memory("VmRSS") / 1e6,
     }
 
 
 def stepping(executor: Stages, memory: InternalMemory) -> dict[str, Any]:
-    """Seconds of a step in supernets over the memory's experts and over the backbone's, in
-    turns."""
+    """Measure the seconds of a step in supernets over the memory's experts and over the backbone's
+    experts, in turns."""
     images = measure.random_images(BATCH, executor.config)
     labels = np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
     (batch,) = batches(np.arange(BATCH), BATCH)
-    data = step_of(executor, measure.kept(executor, images, batch_size=BATCH), labels, batch)
+    feed = measure.cached_tokens(executor, images, batch_size=BATCH)
+    data = step_of(executor, feed, labels, batch)
     sides: dict[str, Callable[[], object]] = {}
     for name, pool in (("base", executor.base_pool), ("memory", memory.pool)):
-        fitting = measure.new_task(pool, NUM_CLASSES, RANK)
-        architectures = sampled_kinds(fitting.supernet.sizes, NUM_KINDS)
-        prepare(executor, fitting.supernet, BATCH)
+        training = measure.new_task(executor, NUM_CLASSES, RANK, pool)
+        architectures = sampled_kinds(training.supernet.sizes, NUM_KINDS)
+        prepare(executor, training.supernet, BATCH)
         for architecture in architectures:  # learners are made when they are first sampled
-            measure.step(executor, fitting, architecture, data)
+            training.step(architecture, data)
         following = itertools.cycle(architectures)
-        sides[name] = lambda fitting=fitting, following=following: measure.step(
-            executor, fitting, next(following), data
+        sides[name] = lambda training=training, following=following: training.step(
+            next(following), data
         )
     before = compilations()
     seconds = measure.medians(measure.alternate(sides, 4 * NUM_KINDS))
@@ -311,10 +312,10 @@ def stepping(executor: Stages, memory: InternalMemory) -> dict[str, Any]:
 
 
 def main(settings: Bench) -> None:
-    """Write the memory once, measure every T in a separate process; write `many_tasks.json` and a
-    figure."""
+    """Write the memory once, and measure every T in a separate process; write `many_tasks.json` and
+    a figure."""
     numbers = (1, 10) if settings.quick else TASKS
-    found = []
+    entries = []
     with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
         whole = Path(folder) / "memory"
         start = time.perf_counter()
@@ -333,54 +334,40 @@ def main(settings: Bench) -> None:
             entry = measure.in_child(measure_tasks, str(first), num, settings.quick)
             measure.say(f"many_tasks: T = {num}: learned in {entry['learn_seconds']:.3g} s")
             entry["disk_kilobytes"] = float(np.mean(written[max(0, num - 10) : num])) / 1e3
-            found.append(entry)
-    measure.draw_over_tasks(found, PANELS, settings.out.parent / "many_tasks.png")
-    rows = rows_of(found, sum(written), sum(added))
-    measure.save(settings.out, "many_tasks", rows, quick=settings.quick, tasks=found)
+            entries.append(entry)
+    measure.draw_over_tasks(entries, PANELS, settings.out.parent / "many_tasks.png")
+    rows = rows_of(entries, sum(written), sum(added))
+    measure.save(settings.out, "many_tasks", rows, quick=settings.quick, tasks=entries)
 
 
-def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[Row]:
-    """The rows: the largest T relative to T = 100 for costs that can grow, else relative to the
-    smallest."""
-    first, last = found[0], found[-1]
-    middle = next((entry for entry in found if entry["tasks"] == 100), first)
+def rows_of(entries: Sequence[dict[str, Any]], written: int, added: int) -> list[Row]:
+    """Make the rows: costs at the largest T, divided by those at T = 100 if they can grow, or else
+    by those at the smallest T."""
+    first, last = entries[0], entries[-1]
+    middle = next((entry for entry in entries if entry["tasks"] == 100), first)
     few = first["tasks"]
     some = middle["tasks"]
     many = last["tasks"]
 
-    def sides(key: str, of: dict[str, Any]) -> dict[str, float]:
-        return {
-            f"T = {of['tasks']}": of[f"{key}_cpu_seconds"],
-            f"T = {many}": last[f"{key}_cpu_seconds"],
-        }
-
-    def per_task(key: str) -> float:
-        return (last[f"{key}_cpu_seconds"] / (many + 1)) / (
-            middle[f"{key}_cpu_seconds"] / (some + 1)
-        )
+    def linear(what: str, name: str, note: str) -> Row:
+        key = f"{name}_cpu_seconds"
+        growth = (last[key] / (many + 1)) / (middle[key] / (some + 1))
+        seconds = {f"T = {some}": middle[key], f"T = {many}": last[key]}
+        title = f"{what}, T = {some} to {many}"
+        return Row(title, seconds, growth, GOAL_LINEAR, "at most", note=note)
 
     def other(entry: dict[str, Any]) -> float:
         return entry["learn_cpu_seconds"] - entry["similarity_cpu_seconds"]
 
     return [
-        Row(
-            f"opening, per task, T = {some} to {many}",
-            sides("open", middle),
-            per_task("open"),
-            GOAL_LINEAR,
-            "at most",
-            note="every file and the content hashed",
+        linear("opening, per task", "open", "every file and the content are hashed"),
+        linear(
+            "similarity pass on 32 images, per network",
+            "similarity",
+            "linear in the number of networks, less if they share prefixes",
         ),
         Row(
-            f"similarity pass on 32 images, per network, T = {some} to {many}",
-            sides("similarity", middle),
-            per_task("similarity"),
-            GOAL_LINEAR,
-            "at most",
-            note="linear in the networks, less where they share prefixes",
-        ),
-        Row(
-            f"learning but for that pass, T = {few} to {many}",
+            f"learning without that pass, T = {few} to {many}",
             {f"T = {few}": other(first), f"T = {many}": other(last)},
             other(last) / other(first),
             GOAL_SAME,
@@ -393,15 +380,12 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             last["step_seconds"] / last["base_step_seconds"],
             GOAL_STEP,
             "at most",
-            note="seconds on the clock, in turns; one network runs, whatever the pool contains",
+            note="wall-clock seconds, in turns; one network runs, independent of the pool",
         ),
-        Row(
-            f"task-ID inference on 1,000 images, T = {some} to {many}",
-            sides("route_l1", middle),
-            per_task("route_l1"),
-            GOAL_LINEAR,
-            "at most",
-            note=f"exact; {last['index_megabytes']:.3g} MB of centroids",
+        linear(
+            "task-ID inference on 1,000 images",
+            "route_l1",
+            f"exact; {last['index_megabytes']:.3g} MB of centroids",
         ),
         Row(
             f"64 images of 64 tasks, T = {many}",
@@ -411,7 +395,7 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             },
             last["ask_limited_cpu_seconds"] / last["ask_free_cpu_seconds"],
             note="experts that are evicted are merged again; "
-            + ("equal bits" if all(entry["same_bits"] for entry in found) else "**other bits**"),
+            + ("equal bits" if all(entry["same_bits"] for entry in entries) else "**other bits**"),
         ),
         Row(
             f"merged experts after an image of each task, at most 8 MB, T = {many}",
@@ -437,7 +421,7 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             float(
                 max(
                     entry[f"{name}_programs"]
-                    for entry in found
+                    for entry in entries
                     for name in ("limited", "free", "step")
                 )
             ),

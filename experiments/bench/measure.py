@@ -1,6 +1,6 @@
 """Timing, counting of FLOPs and output files of the benchmarks.
 
-`alternate` times several sides in turns, `in_child` calls a function in a new process, `save`
+`alternate` times several sides in turns, `in_child` calls a function in a new process, and `save`
 writes the rows.
 """
 
@@ -9,14 +9,14 @@ import datetime
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import json
-import math
 import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -33,7 +33,7 @@ from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
 from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.supernet import Supernet, SupernetState
-from cheem_jax.cheem.training import train_step
+from cheem_jax.cheem.training import train_steps
 from cheem_jax.cli.running import run_command
 from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.core.architecture import Architecture
@@ -54,52 +54,54 @@ PACKAGES = ("jax", "jaxlib", "flax", "torch", "timm", "pillow", "grain")
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Settings of every part."""
+    """Settings of every benchmark."""
 
     out: Path = ROOT / "docs" / "benchmarks"
     """Folder of the JSON files; figures are written next to it."""
     quick: bool = False
-    """Tiny sizes, to test that everything runs; the numbers mean nothing."""
+    """Use tiny sizes to test that everything runs; the numbers are meaningless."""
     loaded: bool = False
-    """Measure although other programs use the processors, which distorts even ratios."""
+    """Measure even if other processes use the processors, which distorts even ratios."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of a table: a measurement and its goal."""
+    """One row of a table: a measurement and its goal."""
 
     what: str
     seconds: dict[str, float]
-    """Median seconds per side."""
+    """Median seconds of each side."""
     reached: float | None = None
-    """The number that is compared with the goal; None if a side could not be measured."""
+    """Value that is compared with the goal; None if a side could not be measured."""
     goal: float | None = None
     sense: Literal["at least", "at most"] = "at least"
     unit: str = "x"
     ceiling: float | None = None
-    """The ratio that the FLOPs alone would allow."""
+    """Ratio of the sides' FLOPs."""
     share: float | None = None
-    """FLOPs per second of our side, relative to the machine's fastest large matrix product."""
+    """FLOPs per second of our side, divided by those of the machine's fastest large matrix
+    product."""
     note: str = ""
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal was reached; None without goal or measurement."""
+        """Whether the goal was reached; None if there is no goal or no measurement."""
         if self.reached is None or self.goal is None:
             return None
         return self.reached >= self.goal if self.sense == "at least" else self.reached <= self.goal
 
 
 Times = Mapping[str, Sequence[float]]
-"""Seconds of every call by side."""
+"""Seconds of every call, keyed by side."""
 Sides = Mapping[str, Callable[[], object]]
-"""Work that is timed in turns, by name."""
+"""Functions that are timed in turns, keyed by the name of the side."""
 
 
 def alternate(sides: Sides, repeats: int) -> dict[str, list[float]]:
-    """Seconds of every call: each side once to warm up, then all sides in turns in every repeat.
+    """Return the seconds of every call. Every side runs once to warm up, then all sides run in
+    turns `repeats` times.
 
-    Turns spread other load on the machine over all sides.
+    Taking turns spreads other load on the machine over all sides.
     """
     for side in sides.values():
         side()
@@ -113,12 +115,13 @@ def alternate(sides: Sides, repeats: int) -> dict[str, list[float]]:
 
 
 def medians(times: Times) -> dict[str, float]:
-    """The median of every side."""
+    """Return the median seconds of every side."""
     return {name: statistics.median(calls) for name, calls in times.items()}
 
 
 def ratio(seconds: Mapping[str, float], slow: str, fast: str) -> float | None:
-    """Speed of `fast` relative to `slow`; None without one of them."""
+    """Return how many times as fast as `slow` the side `fast` is; None if one of them is
+    missing."""
     return seconds[slow] / seconds[fast] if slow in seconds and fast in seconds else None
 
 
@@ -133,7 +136,8 @@ def compare(
     precision: Precision = "float32",
     **more: Any,
 ) -> Row:
-    """The row of one side against another; `flops` are those of a call of `fast`."""
+    """Make the row that compares one side with another; `flops` is the number of FLOPs of one call
+    of `fast`."""
     seconds = medians(times)
     share = None if flops is None else flops / seconds[fast] / matrix_peak(precision)
     return Row(what, seconds, ratio(seconds, slow, fast), goal, share=share, **more)
@@ -142,16 +146,16 @@ def compare(
 def in_child(
     function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
 ) -> Any:
-    """Call a function in a new process, with `environment` added; return JSON values.
+    """Call a function in a new process with the additional variables `environment`; return its
+    result as JSON values.
 
     The process has compiled nothing, and its resident memory is that of the function. Raises
-    ValueError if it dies.
+    ValueError if the process dies.
     """
     before = dict(os.environ)
-    spawn = multiprocessing.get_context("spawn")
     os.environ.update(environment or {})
     try:
-        with ProcessPoolExecutor(1, mp_context=spawn, initializer=compile_everything) as pool:
+        with fresh_process() as pool:
             return to_json(pool.submit(function, *arguments).result())
     except BrokenProcessPool:
         raise ValueError(
@@ -162,30 +166,47 @@ def in_child(
         os.environ.update(before)
 
 
+def fresh_process() -> ProcessPoolExecutor:
+    """Return a pool of one new process, which has compiled nothing and reads no compiled functions
+    from disk."""
+    # a fork would inherit compiled functions
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, mp_context=spawn, initializer=compile_everything)
+
+
 def keep_compiled(folder: Path) -> None:
-    """Keep compiled functions in a folder; must be called before the first compilation."""
+    """Cache compiled functions in a folder; must be called before the first compilation."""
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def compile_everything() -> None:
-    """Disable the persistent compilation cache, so that compilation is measured at its full
-    cost."""
+    """Disable the persistent compilation cache, so that measurements include the full cost of
+    compilation."""
     jax.config.update("jax_enable_compilation_cache", False)
 
 
-def difference(actual: Any, wanted: np.ndarray) -> float:
-    """Largest difference of two arrays, relative to the largest entry of `wanted`."""
+def difference(actual: Any, expected: np.ndarray) -> float:
+    """Return the largest difference of two arrays, divided by the largest entry of `wanted`."""
     return float(
-        np.abs(np.asarray(actual) - wanted).max() / max(float(np.abs(wanted).max()), 1e-12)
+        np.abs(np.asarray(actual) - expected).max() / max(float(np.abs(expected).max()), 1e-12)
     )
 
 
-def process_memory(field: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
-    """Memory of this process in bytes on Linux: resident, peak, or resident without mapped files.
+def device_memory() -> dict[str, int]:
+    """Return the bytes in use on the device and their peak; empty on a CPU, which counts none."""
+    numbers = jax.local_devices()[0].memory_stats() or {}
+    names = ("bytes_in_use", "peak_bytes_in_use")
+    return {name: numbers[name] for name in names if name in numbers}
 
-    On other systems it is the peak by `ru_maxrss`, which includes the parent's memory at the start.
+
+def process_memory(field: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
+    """Return this process's memory in bytes: resident (`VmRSS`), its peak (`VmHWM`), or resident
+    without mapped files (`RssAnon`).
+
+    Only Linux reports these values. Other systems report the peak by `ru_maxrss`, which includes
+    the parent's memory at the start.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -196,14 +217,14 @@ def process_memory(field: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
 
 
 def other_work(seconds: float = 2.0) -> float | None:
-    """Share of the processors' time that other programs use; None if the system does not
-    report it."""
+    """Return the share of the processors' time that other processes use; None if the system does
+    not report it."""
 
     def times() -> tuple[int, int]:
         fields = [
             int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
         ]
-        return sum(fields), fields[3] + fields[4]  # idle, and waiting for a disk
+        return sum(fields), fields[3] + fields[4]  # idle time and time spent waiting for a disk
 
     try:
         (total, idle), _ = times(), time.sleep(seconds)
@@ -215,37 +236,33 @@ def other_work(seconds: float = 2.0) -> float | None:
 
 MOST_OTHER_WORK = 0.1
 _load: dict[str, float] = {}
-"""The share of other work, for the record."""
+"""Share of other work, for the record."""
 
 
 @functools.cache
 def matrix_peak(precision: Precision) -> float:
-    """FLOPs per second of the fastest large matrix product, by JAX or, if installed, by PyTorch."""
-    size = 2048 if jax.default_backend() == "cpu" else 8192
-    best = math.inf
+    """FLOPs per second of the fastest large matrix product with float32 sums, computed by JAX or,
+    if it is installed, by PyTorch."""
+    on_cpu = jax.default_backend() == "cpu"
+    size = 2048 if on_cpu else 8192
     values = np.random.default_rng(0).normal(size=(size, size)).astype(np.float32)
-    sides: list[Callable[[], object]] = []
-    for options in {id(o): o for o in (jit_options("float32"), jit_options("bfloat16"))}.values():
-        ours = jax.jit(
+    operand = jnp.asarray(values, precision)
+    sides: dict[str, Callable[[], object]] = {}
+    for options in (jit_options("float32"), jit_options("bfloat16")):
+        product = jax.jit(
             lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32), compiler_options=options
         )
-        sides.append(
-            functools.partial(
-                lambda f, x: f(x).block_until_ready(), ours, jnp.asarray(values, precision)
-            )
-        )
-    if importlib.util.find_spec("torch") is not None and jax.default_backend() == "cpu":
+        sides[str(options)] = lambda product=product: product(operand).block_until_ready()
+    if on_cpu and importlib.util.find_spec("torch") is not None:
         import torch
 
         theirs = torch.from_numpy(values).to(getattr(torch, precision))
-        sides.append(lambda: theirs @ theirs)
-    for side in sides:
-        best = min([best, *alternate({"": side}, 5)[""]])
-    return 2 * size**3 / best
+        sides["PyTorch"] = lambda: theirs @ theirs
+    return 2 * size**3 / min(itertools.chain(*alternate(sides, 5).values()))
 
 
 def machine() -> dict[str, Any]:
-    """Machine, versions and date."""
+    """Return the machine, the versions of the packages and the date."""
     conditions = fingerprint.take({"data_sha256": {}, "weights_sha256": ""})
     device = conditions["device"]
     installed = {one.name: one.version for one in importlib.metadata.distributions()}
@@ -264,7 +281,8 @@ def machine() -> dict[str, Any]:
 def save(
     out: Path | None, part: str, rows: Sequence[Row], *, quick: bool = False, **more: Any
 ) -> None:
-    """Print a line per row and write a part's file; the name ends in `-gpu` on an accelerator."""
+    """Print a line per row and write the file of a benchmark; its name ends in `-gpu` on an
+    accelerator."""
     for row in rows:
         texts = [f"{name} {value:.4g} s" for name, value in row.seconds.items()]
         if row.reached is not None:
@@ -284,19 +302,21 @@ def save(
 
 
 def command(main: Callable[[Bench], None], settings: Bench) -> None:
-    """Run a part with compilation at its full cost; refuse if other programs use the processors."""
+    """Run a benchmark with the full cost of compilation; raise ValueError if other processes use
+    the processors."""
     compile_everything()
-    run_command(lambda settings: main(alone(settings)), settings)
+    run_command(lambda settings: main(check_load(settings)), settings)
 
 
-def alone(settings: Bench) -> Bench:
-    """The same settings; ValueError if other work would distort the measurement."""
+def check_load(settings: Bench) -> Bench:
+    """Return the settings unchanged; raise ValueError if other work would distort the
+    measurement."""
     share = None if settings.quick else other_work()
     if share is not None:
         _load["other_work"] = round(share, 3)
         if share > MOST_OTHER_WORK and not settings.loaded:
             raise ValueError(
-                f"other programs use {100 * share:.0f} % of the processors, which distorts even"
+                f"other processes use {100 * share:.0f} % of the processors, which distorts even"
                 f" ratios; expected at most {100 * MOST_OTHER_WORK:.0f} %: wait for them, or"
                 " measure all the same with --loaded"
             )
@@ -304,12 +324,13 @@ def alone(settings: Bench) -> Bench:
 
 
 def say(message: str) -> None:
-    """Print a line to the terminal without buffering."""
+    """Print a line to standard error without buffering."""
     print(message, file=sys.stderr, flush=True)
 
 
 def backbone(name: str, image_size: int | None = None) -> Pretrained:
-    """A backbone's weights: bundled, from the folder CHEEM_SHARED, or random, which are as fast."""
+    """Load a backbone's weights: bundled, from the folder CHEEM_SHARED, or else random weights,
+    which are as fast."""
     if name in ("vit_micro", "vit_nano"):
         return load_pretrained(name, image_size=image_size)
     file = (
@@ -325,12 +346,15 @@ def backbone(name: str, image_size: int | None = None) -> Pretrained:
 
 
 def stages(vit: Pretrained) -> Stages:
-    """The library's executor for training on a CPU, memory at MLP-down."""
+    """Make the library's executor for training on a CPU, with the memory at MLP-down."""
     return Stages(build(vit.config, vit.params), "mlp_down")
 
 
-def kept(executor: Executor, images: Images, prefix: Network = (), *, batch_size: int) -> Feed:
-    """Tokens after frozen blocks, cached as in training, without a limit on memory."""
+def cached_tokens(
+    executor: Executor, images: Images, prefix: Network = (), *, batch_size: int
+) -> Feed:
+    """Return the tokens behind the frozen blocks `prefix`, cached as in training, without a limit
+    on memory."""
     feed = HostImages(executor, images)
     budget = Budget(2**34)
     return keep_tokens(
@@ -340,29 +364,44 @@ def kept(executor: Executor, images: Images, prefix: Network = (), *, batch_size
 
 @dataclasses.dataclass
 class Training:
-    """A supernet and its current state, which `step` replaces."""
+    """The training of a supernet; every step replaces `state`."""
 
+    executor: Executor
     supernet: Supernet
     state: SupernetState
 
+    def train(
+        self, architectures: Sequence[Architecture], steps: Iterable[Step]
+    ) -> Iterator[list[jax.Array]]:
+        """Take one step per architecture without waiting for the device; yield the losses of each
+        call of the device."""
+        remaining = iter(steps)
+        size = self.executor.steps_per_call
+        for first in range(0, len(architectures), size):
+            part = architectures[first : first + size]
+            data = list(itertools.islice(remaining, len(part)))
+            rates = [1e-3] * len(part)
+            self.state, losses = train_steps(
+                self.executor, self.supernet, self.state, part, data, rates=rates
+            )
+            yield losses
 
-def step(executor: Executor, fitting: Training, architecture: Architecture, data: Step) -> float:
-    """Run one training step to its end; replace the state of `fitting` and return the loss."""
-    fitting.state, loss = train_step(
-        executor, fitting.supernet, fitting.state, architecture, data, rate=1e-3
-    )
-    jax.block_until_ready((loss, fitting.state))
-    return float(loss)
+    def step(self, architecture: Architecture, data: Step) -> float:
+        """Take one step, wait until it is finished, and return the loss."""
+        ((loss,),) = self.train([architecture], [data])
+        jax.block_until_ready((loss, self.state))
+        return float(loss)
 
 
-def new_task(pool: Pool, num_classes: int, rank: int) -> Training:
-    """A fresh supernet over the experts of a pool."""
-    supernet = Supernet(jax.random.key(1), dense_experts(pool), num_classes, OpSettings(rank=rank))
-    return Training(supernet, supernet.init())
+def new_task(executor: Executor, num_classes: int, rank: int, pool: Pool | None = None) -> Training:
+    """Return the training of a new supernet over a pool's experts; default: the backbone's."""
+    experts = dense_experts(executor.base_pool if pool is None else pool)
+    supernet = Supernet(jax.random.key(1), experts, num_classes, OpSettings(rank=rank))
+    return Training(executor, supernet, supernet.init())
 
 
 def random_images(num: int, config: ViTConfig, seed: int = 0) -> np.ndarray:
-    """uint8 `[num, S, S, 3]`."""
+    """Make `num` random images: uint8 `[num, S, S, 3]`."""
     size = config.image_size
     return np.random.default_rng(seed).integers(0, 256, (num, size, size, 3), np.uint8)
 
@@ -370,7 +409,8 @@ def random_images(num: int, config: ViTConfig, seed: int = 0) -> np.ndarray:
 def draw_over_tasks(
     entries: Sequence[Mapping[str, Any]], panels: Mapping[str, Mapping[str, str]], file: Path
 ) -> None:
-    """Draw a panel per title over the number of learned tasks, with a line per label and key."""
+    """Draw one panel per title over the number of learned tasks, with one line per label and
+    key."""
     num_rows = -(-len(panels) // 3)
     figure = Figure(figsize=(12, 3 * num_rows), dpi=120, layout="constrained")
     tasks = [entry["tasks"] for entry in entries]
@@ -389,22 +429,23 @@ def draw_over_tasks(
     figure.savefig(file)
 
 
-# ---- FLOPs per image as executed: with attention products, the last block for the CLS token alone
+# ---- FLOPs per image as executed: with attention products, and with only the CLS token in the last
+# block
 
 
 class BlockFlops(NamedTuple):
-    """FLOPs of one block's forward pass: the part of all ops, that of all ops except Skip, and the
-    plastic layer (`mlp_down`)."""
+    """FLOPs of one block's forward pass: the part that all ops share, the part that all ops except
+    Skip share, and the plastic layer (`mlp_down`)."""
 
     enter: int
     widen: int
     leave: int
     attention: int
-    """Products of activations in `enter`, whose gradient costs twice as much."""
+    """Products of activations in `enter`, whose gradients cost twice as much."""
 
 
 def block_flops(config: ViTConfig, block: int) -> BlockFlops:
-    """Count FLOPs from shapes, two per multiply-add."""
+    """Count the FLOPs of a block from its shapes, two per multiply-add."""
     last = block == config.depth - 1
     enter, branch = executed_halves(config, last=last)
     outputs = 1 if last else config.num_tokens
@@ -414,10 +455,11 @@ def block_flops(config: ViTConfig, block: int) -> BlockFlops:
 
 
 def tree_flops(config: ViTConfig, networks: Sequence[Network], *, from_images: bool = False) -> int:
-    """FLOPs of networks as one prefix tree, from the tokens of block 0 or from images.
+    """Count the FLOPs of networks that run as one prefix tree, starting from the tokens of block 0
+    or from images.
 
-    Attention runs once per distinct parent, the up-projection once per parent with a child that is
-    not Skip, the down-projection once per distinct child.
+    Attention runs once per distinct parent. The up-projection runs once per parent with a child
+    other than Skip, the down-projection once per distinct child.
     """
     total = embed_flops(config) + block_flops(config, 0).enter if from_images else 0
     codes = [
@@ -436,17 +478,18 @@ def tree_flops(config: ViTConfig, networks: Sequence[Network], *, from_images: b
 def separate_flops(
     config: ViTConfig, networks: Sequence[Network], *, from_images: bool = False
 ) -> int:
-    """FLOPs of the same networks one by one."""
+    """Count the FLOPs of the same networks if they run one by one."""
     return sum(tree_flops(config, [network], from_images=from_images) for network in networks)
 
 
 def step_flops(
     config: ViTConfig, architecture: Architecture, rank: int, begin: int | None = None
 ) -> int:
-    """FLOPs of a training step on one image, from the tokens of block `begin` or from the image
-    (None).
+    """Count the FLOPs of a training step on one image, starting from the tokens of block `begin`
+    or, if it is None, from the image.
 
-    Blocks before the first op that learns have no backward pass, and that op's input no gradient.
+    Blocks before the first op that learns have no backward pass, and the input of that op has no
+    gradient.
     """
     costs = [block_flops(config, block) for block in range(config.depth)]
     kinds = [choice.kind for choice in architecture]

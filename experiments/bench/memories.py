@@ -26,9 +26,9 @@ def sampled_memory(
     rank: int = RANK,
     architecture: Architecture | None = None,
 ) -> InternalMemory:
-    """A memory of untrained tasks with architectures from the exploiting sampler.
+    """Make a memory of untrained tasks with architectures from the exploiting sampler.
 
-    With `architecture` all tasks have that architecture with separate parameters.
+    If `architecture` is set, all tasks have that architecture, with separate parameters.
     """
     rng = np.random.default_rng(0)
     width = executor.config.width
@@ -72,19 +72,19 @@ def sampled_memory(
 
 
 def experts_used(memory: InternalMemory) -> list[tuple[int | None, ...]]:
-    """Experts of the base network and of every task's network, by block."""
+    """Return the expert in each block of the base network and of every task's network."""
     return [(0,) * len(memory.pool), *(task.experts for task in memory.tasks)]
 
 
 def networks_of(memory: InternalMemory) -> list[list[Dense]]:
-    """The base network and every task's network."""
+    """Return the base network and every task's network."""
     experts = dense_experts(memory.pool)
     return [task_network(experts, used) for used in experts_used(memory)]
 
 
 def sampled_table(rng: np.random.Generator, memory: InternalMemory) -> np.ndarray:
-    """The exploiting table of sampled similarities, which are about equal in all blocks of an
-    earlier network."""
+    """Return the exploiting table of sampled similarities, which are similar in all blocks of one
+    network."""
     earlier = experts_used(memory)
     sizes = pool_sizes(memory.pool)
     near = rng.uniform(-1, 1, (len(earlier), 1)) + 0.3 * rng.normal(size=(len(earlier), len(sizes)))
@@ -93,7 +93,7 @@ def sampled_table(rng: np.random.Generator, memory: InternalMemory) -> np.ndarra
 
 
 def sampled_kinds(sizes: Sequence[int], num: int) -> list[tuple[Choice, ...]]:
-    """Architectures with sampled experts whose op kinds do not depend on the pool."""
+    """Sample architectures whose op kinds do not depend on the pool."""
     kinds = np.random.default_rng(0).integers(0, 4, (num, len(sizes)))
     rng = np.random.default_rng(1)
     architectures = []

@@ -6,11 +6,12 @@ Both sides have the same weights and images, and must agree on losses and gradie
 timed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from torch import Tensor
 
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.fitting import FitBatch, Inputs
@@ -44,7 +45,7 @@ def main(settings: Bench) -> None:
         " float32"
     )
     times = alternate(sides, repeats)
-    rows = [  # public codes compute queries in every step, so cached ones have no goal
+    rows = [  # public implementations compute queries in every step, so cached queries have no goal
         compare(f"{what}, against {other}", times, other, OURS, goal)
         for other, goal in ((CACHED, None), (PLAIN, 1.0))
     ]
@@ -62,7 +63,8 @@ def main(settings: Bench) -> None:
 def l2p(
     pretrained: Pretrained, executor: Stages, images: np.ndarray, labels: np.ndarray, batch: int
 ) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
-    """One pass over the images with prompts at the first block, optimiser included, by side."""
+    """Return the function of each side that trains for one epoch with prompts at the first block,
+    and the largest differences between the sides."""
     config = L2pConfig(fit=FitConfig(epochs=1), batch_size=batch)
     features = FrozenFeatures(executor, batch)
     method = L2p(FrozenNetworks(executor, features, features), config, Keys(0), 1)
@@ -93,31 +95,34 @@ def l2p(
     rows = slice(0, batch)
     weights = np.full(batch, 1 / batch, np.float32)
     inputs: Any = {"images": images[rows], "query": query[rows]}
-    given = FitBatch(inputs, labels[rows], weights, jax.random.key(5))  # pyright: ignore[reportArgumentType]
-    loss, (own, own_head) = jax.jit(jax.value_and_grad(method.fitter.loss))(
-        (prompts, head), fixed, given
+    first_batch = FitBatch(inputs, labels[rows], weights, jax.random.key(5))  # pyright: ignore[reportArgumentType]
+    loss, (grads, own_head) = jax.jit(jax.value_and_grad(method.fitter.loss))(
+        (prompts, head), fixed, first_batch
     )
-    wanted_loss, wanted = peer.gradients(images[rows], labels[rows])
-    grads = [
-        own["pool"][0],
-        own["keys"][0],
+    expected_loss, expected = peer.gradients(images[rows], labels[rows])
+    compared = [
+        grads["pool"][0],
+        grads["keys"][0],
         own_head.weight[:, :NUM_CLASSES],
         own_head.bias[:NUM_CLASSES],
     ]
     largest = {
-        "loss": abs(float(loss) - wanted_loss) / abs(wanted_loss),
-        "gradient": max(difference(grad, other) for grad, other in zip(grads, wanted, strict=True)),
+        "loss": abs(float(loss) - expected_loss) / abs(expected_loss),
+        "gradient": max(
+            difference(grad, other) for grad, other in zip(compared, expected, strict=True)
+        ),
     }
     checks = steps.checked("methods", largest)
 
     cached = [peer.query(images[start : start + batch]) for start in range(0, len(images), batch)]
 
-    def theirs(with_queries: bool) -> None:
-        for number, start in enumerate(range(0, len(images), batch)):
+    def theirs(queries: Sequence[Tensor | None]) -> None:
+        for start, query_of_batch in zip(range(0, len(images), batch), queries, strict=True):
             part = slice(start, start + batch)
-            peer.step(images[part], labels[part], cached[number] if with_queries else None)
+            peer.step(images[part], labels[part], query_of_batch)
 
-    return {OURS: ours, CACHED: lambda: theirs(True), PLAIN: lambda: theirs(False)}, checks
+    plain = [None] * len(cached)
+    return {OURS: ours, CACHED: lambda: theirs(cached), PLAIN: lambda: theirs(plain)}, checks
 
 
 if __name__ == "__main__":

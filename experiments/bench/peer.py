@@ -1,9 +1,9 @@
-"""CHEEM's steps and scoring, and L2P's steps, in plain PyTorch with timm, as references of speed.
+"""CHEEM's steps and scoring, and L2P's steps, in plain PyTorch with timm, as references for speed.
 
-The code is a user's without this library: timm's blocks with an op instead of
-`mlp.fc2` or with prompts before the first block's keys and values, autograd, and one Adam for all
-parameters. Arguments and results are NumPy arrays in our layout (`[in, out]`); PyTorch's is `[out,
-in]`.
+The code is that of a user without this library: timm's blocks with an op instead of `mlp.fc2`, or
+with prompts before the keys and values of the first block, autograd, and one Adam for all
+parameters. Arguments and results are NumPy arrays in this library's layout (`[in, out]`); PyTorch's
+layout is `[out, in]`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,19 +23,21 @@ from cheem_jax.cheem.closed_form import PENALTIES
 from cheem_jax.core.architecture import Architecture, Choice
 
 Arrays = tuple[np.ndarray, np.ndarray]
-"""Two arrays in our layout: an `Expert` or a `Head` (weight, bias), or a `LowRank` (down, up)."""
+"""Two arrays in this library's layout: an `Expert` or a `Head` (weight, bias), or a `LowRank`
+(down, up)."""
 Pair = tuple[nn.Parameter, nn.Parameter]
 """Two parameters in PyTorch's layout."""
 Block = Any
-"""timm's `Block`, whose layers have no declared types."""
+"""timm's `Block`; its layers have no declared types."""
 
 LEARNING_RATE = 1e-3
 RECOMPILE_LIMIT = 64
-"""Limit of the variants of one compiled function: gradients, training, batch sizes, precisions."""
+"""Limit of the variants of one compiled function; variants differ in gradients, training, batch
+size and precision."""
 
 
 class Peer:
-    """timm's frozen model in float32 with our weights, on the same kind of device.
+    """timm's frozen model in float32 with our weights, on the kind of device that JAX uses.
 
     Images are uint8 [B, H, W, 3], labels [B]. Subclasses set `optimizer`.
     """
@@ -58,20 +60,20 @@ class Peer:
         )
 
     def pixels(self, images: np.ndarray | Tensor) -> Tensor:
-        """Normalised images, float32 [B, 3, H, W]; the argument can be on the device."""
+        """Normalise images to float32 [B, 3, H, W]; the argument can be on the device."""
         scaled = torch.as_tensor(images).to(self.device).permute(0, 3, 1, 2).float() / 255.0
         return (scaled - self.mean) / self.std
 
     def tokens(self, pixels: Tensor) -> Tensor:
-        """Input of the first block: [B, N, D]."""
+        """Compute the input of the first block: [B, N, D]."""
         return self.model.norm_pre(self.model._pos_embed(self.model.patch_embed(pixels)))
 
     def labels(self, labels: np.ndarray | Tensor) -> Tensor:
-        """Labels on the device."""
+        """Copy labels to the device."""
         return torch.as_tensor(labels).to(self.device, torch.int64)
 
     def descend(self, loss: Tensor) -> Tensor:
-        """Run one step of Adam; return the loss before it without waiting."""
+        """Take one step of Adam; return the loss before the step without waiting for the device."""
         # with None, parameters that are not sampled keep their moments and step count
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -80,9 +82,9 @@ class Peer:
 
 
 class CheemPeer(Peer):
-    """Blocks with Reuse, Adapt, New or Skip at `mlp.fc2`, and a task's learned parameters.
+    """Blocks with Reuse, Adapt, New or Skip at `mlp.fc2`, and the learned parameters of a task.
 
-    `experts[block]` are the backbone's, frozen; `pairs[block]`, `new[block]` and `head` are
+    `experts[block]` are the backbone's and frozen; `pairs[block]`, `new[block]` and `head` are
     learned. Every block computes all tokens, as in timm. `precision` is autocast's type in the
     forward pass.
     """
@@ -111,7 +113,7 @@ class CheemPeer(Peer):
         self.optimizer = torch.optim.Adam(learned, lr=LEARNING_RATE)
         self._dense, self._adapted, self._skipped = run_dense, run_adapted, run_skipped
         if compiled:
-            # above the limit a function would run eagerly with only a warning
+            # above the limit a function would run eagerly, and PyTorch would only warn
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             torch._dynamo.config.fail_on_recompile_limit_hit = True
             self._dense, self._adapted, self._skipped = (
@@ -122,14 +124,14 @@ class CheemPeer(Peer):
     def set_learned(
         self, learned: Mapping[tuple[int, str], Sequence[Any]], head: Sequence[Any]
     ) -> None:
-        """Copy learned parameters in our layout, each with Adam as before its first step.
+        """Copy learned parameters in this library's layout, and reset the state of Adam.
 
-        `learned` maps a block and "adapt" to (down [F, r], up [r, D]), and with "new" to (weight
-        [F, D], bias [D]); `head` is (weight [D, C], bias [C]) with C = `num_outputs`.
+        `learned` maps a block and "adapt" to (down [F, r], up [r, D]), and a block and "new" to
+        (weight [F, D], bias [D]); `head` is (weight [D, C], bias [C]) with C = `num_outputs`.
         """
-        own = {"adapt": self.pairs, "new": self.new}
-        given = [(own[kind][block], arrays) for (block, kind), arrays in learned.items()]
-        for pair, arrays in (*given, (self.head, head)):
+        parameters = {"adapt": self.pairs, "new": self.new}
+        pairs = [(parameters[kind][block], arrays) for (block, kind), arrays in learned.items()]
+        for pair, arrays in (*pairs, (self.head, head)):
             for parameter, array in zip(pair, arrays, strict=True):
                 parameter.copy_(torch.tensor(np.asarray(array, np.float32).T))
                 self.optimizer.state.pop(parameter, None)
@@ -137,8 +139,8 @@ class CheemPeer(Peer):
     def gradients(
         self, architecture: Architecture, images: np.ndarray, labels: np.ndarray, num_classes: int
     ) -> tuple[float, dict[int, Arrays], Arrays]:
-        """Mean loss and its gradients in our layout, by block and of the head, without an
-        update."""
+        """Compute the mean loss, and its gradients for each block and for the head in this
+        library's layout, without an update."""
         learned = {"adapt": self.pairs, "new": self.new}
         sampled = {
             i: learned[choice.kind][i]
@@ -146,8 +148,8 @@ class CheemPeer(Peer):
             if choice.kind in learned
         }
         loss = self._loss(architecture, images, labels, num_classes)
-        wanted = [tensor for pair in (*sampled.values(), self.head) for tensor in pair]
-        flat = iter([_to_ours(grad) for grad in torch.autograd.grad(loss, wanted)])
+        parameters = [tensor for pair in (*sampled.values(), self.head) for tensor in pair]
+        flat = iter([_to_ours(grad) for grad in torch.autograd.grad(loss, parameters)])
         grads = {block: (next(flat), next(flat)) for block in sampled}
         return loss.item(), grads, (next(flat), next(flat))
 
@@ -158,8 +160,8 @@ class CheemPeer(Peer):
         labels: np.ndarray | Tensor,
         num_classes: int,
     ) -> Tensor:
-        """Run one step of Adam on the architecture's parameters and the head; return the loss
-        before it."""
+        """Take one step of Adam on the architecture's parameters and the head; return the loss
+        before the step."""
         return self.descend(self._loss(architecture, images, labels, num_classes))
 
     @torch.inference_mode()
@@ -170,18 +172,18 @@ class CheemPeer(Peer):
         labels: np.ndarray,
         num_classes: int,
     ) -> np.ndarray:
-        """Number of correct predictions per architecture: int64 [C]."""
+        """Count the correct predictions of each architecture: int64 [C]."""
         pixels = self.pixels(images)
-        wanted = self.labels(labels)
+        device_labels = self.labels(labels)
         counts = [
-            (self._logits(a, pixels, num_classes).argmax(dim=-1) == wanted).sum()
+            (self._logits(a, pixels, num_classes).argmax(dim=-1) == device_labels).sum()
             for a in architectures
         ]
         return torch.stack(counts).cpu().numpy()
 
     @torch.inference_mode()
     def forward(self, architecture: Architecture, images: np.ndarray, batch_size: int) -> None:
-        """A forward pass over a data set."""
+        """Run a forward pass over a data set."""
         for start in range(0, len(images), batch_size):
             self._logits(
                 architecture, self.pixels(images[start : start + batch_size]), len(self.classes)
@@ -198,8 +200,8 @@ class CheemPeer(Peer):
         return F.cross_entropy(logits.float(), self.labels(labels))
 
     def _logits(self, architecture: Architecture, pixels: Tensor, num_classes: int) -> Tensor:
-        """Logits [B, C] of normalised pixels [B, 3, H, W]; columns after `num_classes` are
-        -1e30."""
+        """Compute the logits [B, C] of normalised pixels [B, 3, H, W]; columns after `num_classes`
+        are -1e30."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
             x = self.tokens(pixels)
             for index, (block, choice) in enumerate(zip(self.blocks, architecture, strict=True)):
@@ -216,14 +218,16 @@ class CheemPeer(Peer):
         return torch.where(self.classes < num_classes, logits, -1e30)
 
     def _new_pair(self, width: int, num_inputs: int, rank: int) -> Pair:
-        """LoRA's start: down [r, F] Kaiming-uniform with a = sqrt(5), up [D, r] zero."""
+        """Initialise a pair as LoRA does: down [r, F] is Kaiming-uniform with a = sqrt(5), up [D,
+        r] is zero."""
         down = torch.empty(rank, num_inputs).uniform_(-(num_inputs**-0.5), num_inputs**-0.5)
         return nn.Parameter(down.to(self.device)), nn.Parameter(
             torch.zeros(width, rank, device=self.device)
         )
 
     def _linear(self, num_outputs: int, num_inputs: int) -> Pair:
-        """Truncated normal 0.02 [out, in] and zero bias [out]."""
+        """Initialise a layer: a truncated normal weight [out, in] with standard deviation 0.02 and
+        a zero bias [out]."""
         weight = nn.init.trunc_normal_(
             torch.empty(num_outputs, num_inputs), std=0.02, a=-0.04, b=0.04
         )
@@ -233,12 +237,12 @@ class CheemPeer(Peer):
 
 
 class Walked(NamedTuple):
-    """Outputs of one network for a data set: features [N, D], mean CLS tokens [L, D], mean patch
-    tokens of some blocks."""
+    """Outputs of one network for a data set: features [N, D], mean CLS tokens [L, D], and the mean
+    patch tokens of some blocks."""
 
     features: np.ndarray
     means: np.ndarray
-    on_the_way: list[np.ndarray]
+    patch_tokens: list[np.ndarray]
 
 
 class TaskPeer(CheemPeer):
@@ -253,8 +257,8 @@ class TaskPeer(CheemPeer):
     def walk(
         self, architecture: Architecture, images: np.ndarray, blocks: Sequence[int] = ()
     ) -> Walked:
-        """A forward pass over images [N, H, W, 3]; the means are those of the plastic layers'
-        outputs."""
+        """Run a forward pass over images [N, H, W, 3]; the mean tokens are those of the plastic
+        layers' outputs."""
         features = []
         read = list[list[Tensor]]([] for _ in blocks)
         sums = torch.zeros(len(self.blocks), self.model.num_features)
@@ -283,7 +287,7 @@ class TaskPeer(CheemPeer):
         labels: np.ndarray,
         num_classes: int,
     ) -> np.ndarray:
-        """`count_right` over a data set."""
+        """Count the correct predictions of each architecture over a data set, in batches."""
         cuts = [
             slice(start, start + self.batch_size)
             for start in range(0, len(images), self.batch_size)
@@ -302,29 +306,31 @@ class TaskPeer(CheemPeer):
         num_fitted: int,
         num_classes: int,
     ) -> int:
-        """Right answers of the best ridge head: leave-one-out on the first `num_fitted` images, as
-        it is on the others.
+        """Count the correct predictions of the best ridge head: leave-one-out predictions of the
+        first `num_fitted` images, and ordinary predictions of the other images.
 
         Source: as `cheem_jax.cheem.closed_form.fit_head`.
         """
         x = torch.from_numpy(self.walk(architecture, images).features)
-        wanted = torch.from_numpy(labels).long()
+        device_labels = torch.from_numpy(labels).long()
         fitted = torch.arange(len(x)) < num_fitted
         x = (x - x[fitted].mean(dim=0)) / x[fitted].std(dim=0, correction=0).clamp_min(1e-6)
-        y = F.one_hot(wanted, num_classes).float()
+        y = F.one_hot(device_labels, num_classes).float()
         share = y[fitted].mean(dim=0)
         eigenvalues, vectors = torch.linalg.eigh(x[fitted].T @ x[fitted])
         z = x @ vectors
         moments = z[fitted].T @ (y[fitted] - share)
-        found = []
+        counts = []
         for penalty in PENALTIES:
             shrunk = eigenvalues.clamp_min(0) + penalty * num_fitted
             logits = z @ (moments / shrunk[:, None]) + share
             leverage = 1 / num_fitted + (z * z / shrunk).sum(dim=1)
-            alone = y - (y - logits) / (1 - leverage).clamp_min(1e-6)[:, None]
-            right = torch.where(fitted[:, None], alone, logits).argmax(dim=1) == wanted
-            found.append((int(right[fitted].sum()), penalty, int(right.sum())))
-        return max(found)[2]
+            leave_one_out = y - (y - logits) / (1 - leverage).clamp_min(1e-6)[:, None]
+            is_right = (
+                torch.where(fitted[:, None], leave_one_out, logits).argmax(dim=1) == device_labels
+            )
+            counts.append((int(is_right[fitted].sum()), penalty, int(is_right.sum())))
+        return max(counts)[2]
 
     def _component(self, block: Block, z: Tensor, index: int, choice: Choice) -> Tensor:
         u = block.mlp.act(block.mlp.fc1(block.norm2(z)))
@@ -337,7 +343,7 @@ class TaskPeer(CheemPeer):
 
 
 def run_dense(block: Block, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A block on x [B, N, D] that reuses an expert, or has a new one: weight [D, F], bias [D]."""
+    """Run a block on x [B, N, D] with a reused or new expert: weight [D, F], bias [D]."""
     x = x + block.attn(block.norm1(x))
     u = block.mlp.act(block.mlp.fc1(block.norm2(x)))
     return x + F.linear(u, weight, bias)
@@ -346,21 +352,21 @@ def run_dense(block: Block, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def run_adapted(
     block: Block, x: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor
 ) -> Tensor:
-    """A block on x [B, N, D] that adapts an expert by down [r, F] and up [D, r]."""
+    """Run a block on x [B, N, D] with an expert that is adapted by down [r, F] and up [D, r]."""
     x = x + block.attn(block.norm1(x))
     u = block.mlp.act(block.mlp.fc1(block.norm2(x)))
     return x + F.linear(u, weight, bias) + F.linear(F.linear(u, down), up)
 
 
 def run_skipped(block: Block, x: Tensor) -> Tensor:
-    """A block on x [B, N, D] without its FFN branch."""
+    """Run a block on x [B, N, D] without its FFN branch."""
     return x + block.attn(block.norm1(x))
 
 
 class L2pPeer(Peer):
     """A pool of prompts at the first block, and one linear head.
 
-    A step computes the query, like the public codes, or has a cached one as argument.
+    A step computes the queries, as public implementations do, or has cached queries as an argument.
     """
 
     def __init__(
@@ -371,27 +377,28 @@ class L2pPeer(Peer):
         keys: np.ndarray,
         weight: np.ndarray,
     ):
-        """Begin at pool [M, P, D], keys [M, D] and head weight [D, C]; the head's bias is zero."""
+        """Initialise the pool [M, P, D], keys [M, D] and head weight [D, C]; the head's bias is
+        zero."""
         super().__init__(pretrained)
         self.config = config
-        begun = (pool, keys, weight.T, np.zeros(weight.shape[1], np.float32))
-        self.learned = [nn.Parameter(torch.tensor(array, device=self.device)) for array in begun]
+        arrays = (pool, keys, weight.T, np.zeros(weight.shape[1], np.float32))
+        self.learned = [nn.Parameter(torch.tensor(array, device=self.device)) for array in arrays]
         self.pool, self.keys, self.weight, self.bias = self.learned
         self.optimizer = torch.optim.Adam(self.learned, lr=LEARNING_RATE)
 
     @torch.no_grad()
     def query(self, images: np.ndarray) -> Tensor:
-        """Class tokens [B, D] of a pass without prompts."""
+        """Compute the CLS tokens [B, D] of a pass without prompts."""
         return self.model.forward_features(self.pixels(images))[:, 0]
 
     def step(self, images: np.ndarray, labels: np.ndarray, query: Tensor | None = None) -> Tensor:
-        """One step of Adam; the loss before it."""
+        """Take one step of Adam; return the loss before the step."""
         return self.descend(
             self.loss(images, labels, self.query(images) if query is None else query)
         )
 
     def gradients(self, images: np.ndarray, labels: np.ndarray) -> tuple[float, list[np.ndarray]]:
-        """Loss, and its gradients for pool, keys, weight [D, C] and bias."""
+        """Compute the loss, and its gradients for pool, keys, weight [D, C] and bias."""
         loss = self.loss(images, labels, self.query(images))
         pool, keys, weight, bias = (
             grad.cpu().numpy() for grad in torch.autograd.grad(loss, self.learned)
@@ -399,10 +406,11 @@ class L2pPeer(Peer):
         return loss.item(), [pool, keys, weight.T, bias]
 
     def loss(self, images: np.ndarray, labels: np.ndarray, query: Tensor) -> Tensor:
-        """Mean cross-entropy and the pull of the chosen keys."""
-        near = F.normalize(query, dim=-1) @ F.normalize(self.keys, dim=-1).T
-        best, chosen = near.topk(self.config.top_k, dim=-1)
-        prompts = self.pool[chosen]
+        """Compute the mean cross-entropy plus the distance of the queries from the selected
+        keys."""
+        similarity = F.normalize(query, dim=-1) @ F.normalize(self.keys, dim=-1).T
+        best, selected = similarity.topk(self.config.top_k, dim=-1)
+        prompts = self.pool[selected]
         half = self.config.length // 2
         keys = prompts[:, :, :half].flatten(1, 2)
         values = prompts[:, :, half:].flatten(1, 2)
@@ -416,7 +424,7 @@ class L2pPeer(Peer):
 
 
 def run_prefixed(block: Block, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """A block on x [B, N, D] whose queries also attend to keys and values [B, P, D]."""
+    """Run a block on x [B, N, D] whose queries also attend to `keys` and `values` [B, P, D]."""
     attention = block.attn
     num, tokens, width = x.shape
 
@@ -431,7 +439,7 @@ def run_prefixed(block: Block, x: Tensor, keys: Tensor, values: Tensor) -> Tenso
 
 
 def to_timm(pretrained: Pretrained) -> dict[str, Tensor]:
-    """Our parameters under timm's names and in PyTorch's layout, without the head."""
+    """Return the parameters under timm's names and in PyTorch's layout, without the head."""
     tensors = {}
     patch = pretrained.config.patch_size
     for name, value in pretrained.params.items():

@@ -1,10 +1,10 @@
-"""Predictions for a folder of images, next to decoded arrays, and the time to the first prediction.
+"""Predictions for a folder of images, compared with decoded arrays, and the time to the first
+prediction.
 
-python experiments/bench/predicting.py runs/demo photos --out docs/benchmarks
+    python experiments/bench/predicting.py runs/demo photos --out docs/benchmarks
 """
 
 import dataclasses
-import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -23,23 +23,23 @@ from experiments.bench.measure import Row, alternate, medians, ratio, save
 
 @dataclasses.dataclass(frozen=True)
 class Predicting:
-    """A memory and images."""
+    """A memory, images and the number of measurements."""
 
     memory: Annotated[Path, tyro.conf.Positional]
-    """A memory, or a run directory."""
-    pictures: Annotated[Path, tyro.conf.Positional]
-    """A folder of images."""
+    """Memory, or a run directory."""
+    images: Annotated[Path, tyro.conf.Positional]
+    """Folder of images."""
     num: int = 600
     """Maximum number of images."""
     rounds: int = 5
-    """Number of rounds of both sides in turns."""
+    """Number of rounds in which both sides take turns."""
     out: Path | None = None
     """Folder of predicting.json; default: the numbers are only printed."""
 
 
 def main(settings: Predicting) -> None:
-    """Print and write the numbers."""
-    files = files_in(settings.pictures)[0][: settings.num]
+    """Measure, then print and write the numbers."""
+    files = files_in(settings.images)[0][: settings.num]
     memory = open_memory(settings.memory)
     predictor = memory.predictor()
     predictor.prepare()
@@ -52,7 +52,6 @@ def main(settings: Predicting) -> None:
         settings.rounds,
     )
     seconds = medians(times)
-    single = itertools.cycle(images)
     command = [
         sys.executable,
         "-m",
@@ -62,7 +61,6 @@ def main(settings: Predicting) -> None:
         files[0],
         "--json",
     ]
-    one = alternate({"one picture": lambda: predictor(next(single)[None])}, 50)
     first = alternate(
         {"process": lambda: subprocess.run(command, check=True, capture_output=True)}, 3
     )
@@ -77,13 +75,7 @@ def main(settings: Predicting) -> None:
             note=f"{rate:.0f} images/s from files",
         ),
         Row(
-            f"{what}: one image, decoded",
-            {},
-            1000 * medians(one)["one picture"],
-            unit="ms in the median",
-        ),
-        Row(
-            f"{what}: a process from nothing to its first answer, compiled functions cached",
+            f"{what}: a new process to its first prediction, compiled functions cached",
             {},
             medians(first)["process"],
             5.0,

@@ -27,20 +27,20 @@ PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class All:
-    """Parts and their output."""
+    """Selected benchmarks and their output."""
 
     only: str = ",".join(PARTS)
-    """Parts, separated by commas."""
+    """Names of benchmarks, separated by commas."""
     out: Path = ROOT / "docs" / "benchmarks"
     """Folder of the JSON files; figures are written next to it."""
     quick: bool = False
-    """Tiny sizes, to test that everything runs; the numbers mean nothing."""
+    """Use tiny sizes to test that everything runs; the numbers are meaningless."""
     loaded: bool = False
-    """Measure although other programs use the processors, which distorts even ratios."""
+    """Measure even if other processes use the processors, which distorts even ratios."""
 
 
 def main(settings: All) -> None:
-    """Run the parts one after another; a failed part does not stop the others."""
+    """Run the benchmarks one after another; a failed benchmark does not stop the others."""
     parts = [part.strip() for part in settings.only.split(",")]
     if unknown := [part for part in parts if part not in PARTS]:
         raise ValueError(f"unknown parts {unknown}; expected some of: {', '.join(PARTS)}")

@@ -29,24 +29,22 @@ from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
 from experiments.bench.measure import Row, save
 
-NUM_PICTURES = 64
-"""Number of different images, whose responses are compared with those without load."""
-QUEUE = 16
-"""Length of the queue of the overloaded server."""
+NUM_IMAGES = 64
+"""Number of different images. Their responses under load are compared with those without load."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """The memory and the load."""
+    """The served memory and the load."""
 
     memory: Annotated[Path, tyro.conf.Positional]
-    """A run directory, or a memory."""
+    """Memory, or a run directory."""
     requests: int = 20_000
     """Total number of requests."""
     clients: int = 32
     """Number of concurrent clients, each with a separate connection."""
-    picture_size: int = 64
-    """Pixels of the square PNG images."""
+    image_size: int = 64
+    """Size of the square PNG images in pixels."""
     every: int = 2000
     """Number of requests between two measurements of the server's memory."""
     out: Path | None = None
@@ -57,17 +55,15 @@ def main(settings: Serving) -> None:
     """Start a server, send requests, and print the measurements."""
     if settings.requests < 1 or settings.clients < 1 or settings.every < 1:
         raise ValueError("requests, clients and every must be at least 1")
-    pictures = make_pictures(NUM_PICTURES, settings.picture_size)
+    images = make_images(NUM_IMAGES, settings.image_size)
     with server(settings.memory) as port:
-        alone = [ask(port, picture) for picture in pictures]
+        unloaded = [ask(port, image) for image in images]
         before = [
-            seconds for _ in range(4) for seconds in (ask(port, picture)[2] for picture in pictures)
+            seconds for _ in range(4) for seconds in (ask(port, image)[2] for image in images)
         ]
         start = metrics(port)
-        load = under_load(port, pictures, [answer for _, answer, _ in alone], settings)
+        load = under_load(port, images, [answer for _, answer, _ in unloaded], settings)
         end = metrics(port)
-    with server(settings.memory, "--max-queue", str(QUEUE)) as port:
-        refused = over_limits(port, pictures, settings.clients)
     results = {
         "clients": settings.clients,
         "requests": settings.requests,
@@ -78,23 +74,21 @@ def main(settings: Serving) -> None:
             (end["cheem_batch_images_sum"] - start["cheem_batch_images_sum"])
             / (end["cheem_batch_images_count"] - start["cheem_batch_images_count"])
         ),
-        "over_limits": refused,
     }
     print(
-        f"statuses {load['statuses']}, lost {load['lost']}, other answers than alone"
+        f"statuses {load['statuses']}, lost {load['lost']}, different responses than without load"
         f" {load['other_answers']}"
     )
     save(settings.out, "serving", rows(results), numbers=results)
 
 
 def rows(results: dict[str, Any]) -> list[Row]:
-    """The rows of the table."""
+    """Make the rows of the table."""
     latency = results["latency"]
     resident = list(results["resident_bytes"].values())
     seconds = {name: latency[name] / 1000 for name in ("p50", "p90", "p99")}
     load = f"{results['requests']:,} requests of {results['clients']} clients"
     fine = results["statuses"].get("200", 0)
-    refused = {"429": results["over_limits"]["429"], **results["over_limits"]["413"]}
     return [
         Row(
             f"{load}, p99 over p50",
@@ -108,7 +102,7 @@ def rows(results: dict[str, Any]) -> list[Row]:
             ),
         ),
         Row(
-            f"{load}, without an answer or with another one than alone",
+            f"{load}, without a response or with a different response than without load",
             {},
             results["requests"] - fine + results["other_answers"],
             0,
@@ -116,7 +110,7 @@ def rows(results: dict[str, Any]) -> list[Row]:
             unit="requests",
         ),
         Row(
-            "programs compiled after warm-up",
+            "functions compiled after warm-up",
             {},
             results["programs_after_warm_up"],
             0,
@@ -134,24 +128,17 @@ def rows(results: dict[str, Any]) -> list[Row]:
                 " the end"
             ),
         ),
-        in_the_median("one client", results["one_client"]),
-        *(
-            in_the_median(f"refused while the server is busy: {what}", times)
-            for what, times in refused.items()
-            if times is not None
+        Row(
+            "one client",
+            {"p99": results["one_client"]["p99"] / 1000},
+            results["one_client"]["p50"],
+            unit="ms in the median",
         ),
     ]
 
 
-def in_the_median(what: str, milliseconds: dict[str, float]) -> Row:
-    """A row without a goal."""
-    return Row(
-        what, {"p99": milliseconds["p99"] / 1000}, milliseconds["p50"], unit="ms in the median"
-    )
-
-
-def make_pictures(num: int, size: int) -> list[bytes]:
-    """Different PNG files of coloured waves."""
+def make_images(num: int, size: int) -> list[bytes]:
+    """Make different PNG files of coloured waves."""
     rng = np.random.default_rng(0)
     files = []
     across = np.linspace(0, 2 * np.pi, size)
@@ -184,20 +171,20 @@ def server(memory: Path, *options: str) -> Iterator[int]:
 
 
 def connect(port: int) -> contextlib.closing[http.client.HTTPConnection]:
-    """A new connection, closed at the end of a `with`."""
+    """Open a connection that is closed at the end of a `with` statement."""
     return contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60))
 
 
 def ask(
-    port: int, picture: bytes, connection: http.client.HTTPConnection | None = None
+    port: int, image: bytes, connection: http.client.HTTPConnection | None = None
 ) -> tuple[int, dict[str, Any], float]:
-    """Status, response without its time, and seconds of one request, on a new connection by
-    default."""
+    """Send one request, by default on a new connection; return its status, its response without the
+    server's seconds, and its seconds."""
     if connection is None:
         with connect(port) as connection:
-            return ask(port, picture, connection)
+            return ask(port, image, connection)
     start = time.perf_counter()
-    connection.request("POST", "/predict", picture, {"Content-Type": "image/png"})
+    connection.request("POST", "/predict", image, {"Content-Type": "image/png"})
     response = connection.getresponse()
     answer = json.loads(response.read())
     seconds = time.perf_counter() - start
@@ -205,18 +192,8 @@ def ask(
     return response.status, answer, seconds
 
 
-def announce(port: int, num_bytes: int) -> tuple[int, float]:
-    """Status and seconds of a request that sends only its headers."""
-    with connect(port) as connection:
-        start = time.perf_counter()
-        connection.putrequest("POST", "/predict")
-        connection.putheader("Content-Length", str(num_bytes))
-        connection.endheaders()
-        return connection.getresponse().status, time.perf_counter() - start
-
-
 def metrics(port: int) -> dict[str, float]:
-    """The server's metrics without labels."""
+    """Return the server's metrics that have no labels."""
     with connect(port) as connection:
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode().splitlines()
@@ -227,86 +204,50 @@ def metrics(port: int) -> dict[str, float]:
 
 
 def under_load(
-    port: int, pictures: Sequence[bytes], expected: Sequence[dict], settings: Serving
+    port: int, images: Sequence[bytes], expected: Sequence[dict], settings: Serving
 ) -> dict[str, Any]:
-    """Send requests by all clients, each one at a time, and measure memory in between."""
+    """Send requests from all clients, and measure the server's memory in between. A client waits
+    for a response before it sends its next request."""
     numbers = itertools.count()
     lock = threading.Lock()
     seconds = []
     statuses = Counter[int]()
-    wrong = 0
+    num_different = 0
     resident = {0: metrics(port)["process_resident_memory_bytes"]}
 
     def client() -> None:
-        nonlocal wrong
+        nonlocal num_different
         with connect(port) as connection:
             while (number := next(numbers)) < settings.requests:
-                status, answer, took = ask(port, pictures[number % len(pictures)], connection)
+                status, answer, took = ask(port, images[number % len(images)], connection)
                 with lock:
                     seconds.append(took)
                     statuses[status] += 1
-                    # probabilities can differ in the last digits in another batch
-                    alone = expected[number % len(pictures)]
-                    wrong += any(
-                        answer.get(name) != alone[name] for name in ("task", "class", "blocks")
+                    # probabilities can differ in the last digits between batches
+                    unloaded = expected[number % len(images)]
+                    num_different += any(
+                        answer.get(name) != unloaded[name] for name in ("task", "class", "blocks")
                     )
                 if (number + 1) % settings.every == 0:
                     resident[number + 1] = metrics(port)["process_resident_memory_bytes"]
 
     start = time.perf_counter()
     with ThreadPoolExecutor(settings.clients) as threads:
-        for done in [threads.submit(client) for _ in range(settings.clients)]:
-            done.result()
+        for client_result in [threads.submit(client) for _ in range(settings.clients)]:
+            client_result.result()
     wall = time.perf_counter() - start
     return {
         "latency": quantiles(seconds),
         "images_per_second": len(seconds) / wall,
         "statuses": {str(status): num for status, num in statuses.items()},
-        "other_answers": wrong,
+        "other_answers": num_different,
         "lost": settings.requests - len(seconds),
         "resident_bytes": {str(at): size for at, size in resident.items()},
     }
 
 
-def over_limits(port: int, pictures: Sequence[bytes], clients: int) -> dict[str, Any]:
-    """Seconds until requests above a limit are refused, while `clients` keep the server busy."""
-    stop = threading.Event()
-    answers = list[tuple[int, float]]()
-
-    def busy() -> None:
-        while not stop.is_set():
-            status, _, seconds = ask(port, pictures[0])
-            answers.append((status, seconds))
-
-    buffer = io.BytesIO()
-    Image.new("1", (10_000, 10_000)).save(buffer, "PNG")
-    with ThreadPoolExecutor(clients) as threads:
-        for _ in range(clients):
-            threads.submit(busy)
-        try:
-            refused = {
-                "announced body of 11 MB": [announce(port, 11 * 2**20) for _ in range(50)],
-                "sent body of 11 MB": [ask(port, bytes(11 * 2**20))[::2] for _ in range(50)],
-                "picture of 100 megapixels": [ask(port, buffer.getvalue())[::2] for _ in range(50)],
-            }
-        finally:
-            stop.set()
-    statuses = Counter(status for status, _ in answers)
-    return {
-        "statuses_of_busy_clients": {str(status): num for status, num in statuses.items()},
-        "429": quantiles([seconds for status, seconds in answers if status == 429]),
-        "413": {
-            what: quantiles([took for status, took in tries if status == 413])
-            for what, tries in refused.items()
-        },
-        "resident_bytes_after": metrics(port)["process_resident_memory_bytes"],
-    }
-
-
-def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Quantiles in milliseconds; None without measurements."""
-    if not seconds:
-        return None
+def quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Return quantiles in milliseconds."""
     results = np.quantile(seconds, [0.5, 0.9, 0.99, 1]) * 1000
     return dict(zip(("p50", "p90", "p99", "max"), map(float, results), strict=True))
 

@@ -1,9 +1,10 @@
-"""Every way of sharing or caching work, next to the same executor without it.
+"""Every way of sharing or caching work, compared with the same executor without it.
 
     python -m experiments.bench.sharing
 
-Both sides must compute the same bits, inference the same features up to rounding. The ceiling of a
-ratio is the ratio of FLOPs (with attention products, the last block for the CLS token alone).
+Both sides must compute identical bits; features of inference must agree up to rounding. The ceiling
+of a ratio is the ratio of the FLOPs, counted with attention products and with only the CLS token in
+the last block.
 """
 
 import itertools
@@ -46,7 +47,7 @@ from experiments.bench import measure
 from experiments.bench.measure import (
     Bench,
     Row,
-    kept,
+    cached_tokens,
     medians,
     separate_flops,
     step_flops,
@@ -56,37 +57,25 @@ from experiments.bench.memories import networks_of, sampled_memory, sampled_tabl
 
 RANK, NUM_CLASSES = 16, 20
 SHARED, APART = "shared", "apart"
-LAST = 1.2
 WHOLE_SEARCH = 1.3
 SIMILARITY = 1.5
 FINETUNE = 1.35
 INFERENCE = 1.25
 """Required speeds relative to separate work."""
 NUM_SAME = 6
-"""Number of blocks that the networks of the planted cases share with the base network."""
+"""Number of blocks that the networks of the constructed cases share with the base network."""
 
 
 def main(settings: Bench) -> None:
     """Measure every part and write `sharing.json`."""
     quick = settings.quick
-    rows: list[Row] = []
-    details: dict[str, Any] = {}
-    # backbone, image size, validation images, repeats
-    searched = (
-        [("vit_nano", None, 26, 1)]
-        if quick
-        else [("vit_micro", None, 64, 5), ("deit_tiny", 96, 26, 3)]
-    )
-    for name, image_size, num_val, repeats in searched:
-        start = time.perf_counter()
-        found, details[f"search, {name}"] = searches(name, image_size, num_val, repeats, quick)
-        rows += found
-        measure.say(f"sharing: search of {name} took {time.perf_counter() - start:.0f} s")
     name, small, large = ("vit_nano", 32, 32) if quick else ("deit_tiny", 96, 224)
-    rows += similarities(name, small, 1 if quick else 3)
-    found, details["fine-tuning"] = finetuning(name, large, 2 if quick else 8)
-    rows += found
-    rows += inferences(name, large, 1 if quick else 3)
+    repeats = 1 if quick else 3
+    search_row, searched = whole_search(name, small, 26, quick)
+    similarity_rows = similarities(name, small, repeats)
+    step_row, steps = finetuning(name, large, 2 if quick else 8)
+    rows = [search_row, *similarity_rows, step_row, *inferences(name, large, repeats)]
+    details = {"search": searched, "fine-tuning": steps}
     measure.save(settings.out, "sharing", rows, quick=quick, details=details)
 
 
@@ -97,7 +86,8 @@ def shared_row(
     goal: float | None,
     note: str = "",
 ) -> Row:
-    """A row with its ceiling from the FLOPs of separate and of shared work."""
+    """Make a row whose ceiling is the ratio of `counted`, the FLOPs of separate and of shared
+    work."""
     ceiling = counted[0] / counted[1]
     return Row(what, seconds, seconds[APART] / seconds[SHARED], goal, ceiling=ceiling, note=note)
 
@@ -105,10 +95,11 @@ def shared_row(
 # ---- search
 
 
-def searches(
-    name: str, image_size: int | None, batch_size: int, repeats: int, quick: bool
-) -> tuple[list[Row], dict[str, Any]]:
-    """Run a search, then score its generations again as prefix trees and one network per call."""
+def whole_search(
+    name: str, image_size: int, batch_size: int, quick: bool
+) -> tuple[Row, dict[str, Any]]:
+    """Run a search, then score its generations again, as prefix trees and with one network per
+    call."""
     vit = measure.backbone(name, image_size)
     executor = measure.stages(vit)
     sizes = {"num_train": 64 if quick else 256, "num_val": batch_size, "num_test": 26}
@@ -121,12 +112,12 @@ def searches(
         [dense_network(supernet, state, genome, merged) for genome in genomes]
         for genomes in generations
     ]
-    feed = kept(executor, task.val.images, batch_size=batch_size)
+    feed = cached_tokens(executor, task.val.images, batch_size=batch_size)
 
-    def score(found: Sequence[Network]) -> np.ndarray:
+    def score(networks: Sequence[Network]) -> np.ndarray:
         return count_right(
             executor,
-            found,
+            networks,
             state.head.params,
             feed,
             task.val.labels,
@@ -135,49 +126,40 @@ def searches(
             advance=unwatched,
         )
 
-    def apart(found: Sequence[Network]) -> np.ndarray:
-        return np.concatenate([score([network]) for network in found])
+    def score_separately(networks: Sequence[Network]) -> np.ndarray:
+        return np.concatenate([score([network]) for network in networks])
 
-    last = medians(compare(lambda: score(networks[-1]), lambda: apart(networks[-1]), repeats))
     # each call scores the next generation, so the sum over all calls is a whole search
     turns = [itertools.cycle(networks) for _ in range(2)]
-    times = compare(lambda: score(next(turns[0])), lambda: apart(next(turns[1])), len(networks))
-    total = {name: sum(found) for name, found in times.items()}
-    counted = [
-        (separate_flops(vit.config, found), tree_flops(vit.config, found)) for found in networks
-    ]
-    num = sum(map(len, networks))
+    times = compare(
+        lambda: score(next(turns[0])), lambda: score_separately(next(turns[1])), len(networks)
+    )
+    total = {name: sum(seconds) for name, seconds in times.items()}
+    counted = (
+        sum(separate_flops(vit.config, generation) for generation in networks),
+        sum(tree_flops(vit.config, generation) for generation in networks),
+    )
+    what = f"whole search, {sum(map(len, networks))} networks, {name}"
     note = f"{len(task.val.labels)} validation images at {vit.config.image_size} pixels"
-    everything = sum(c[0] for c in counted), sum(c[1] for c in counted)
-    rows = [
-        shared_row(
-            f"last generation of a search, {len(networks[-1])} networks, {name}",
-            last,
-            counted[-1],
-            LAST,
-            note,
-        ),
-        shared_row(f"whole search, {num} networks, {name}", total, everything, WHOLE_SEARCH, note),
-    ]
-    return rows, {"samples": times}
+    return shared_row(what, total, counted, WHOLE_SEARCH, note), {"samples": times}
 
 
 def real_search(
     executor: Executor, memory: InternalMemory, task: Task, batch_size: int, config: SearchConfig
 ) -> tuple[tuple[Supernet, SupernetState], list[np.ndarray]]:
-    """Train a supernet for two epochs; return it and the genomes of every generation of a
-    search."""
+    """Train a supernet for two epochs and run a search; return the supernet and the genomes of
+    every generation."""
     rng = np.random.default_rng(2)
     num = len(task.train.labels)
     exploit = sampled_table(rng, memory)
     uniform = uniform_table(pool_sizes(memory.pool))
-    fitting = measure.new_task(memory.pool, len(task.classes), RANK)
-    supernet = fitting.supernet
+    training = measure.new_task(executor, len(task.classes), RANK, memory.pool)
+    supernet = training.supernet
     order, mode, draw, key = jax.random.split(jax.random.key(3), 4)
     state = fit(
         executor,
-        SupernetFit(supernet, fitting.state),
-        kept(executor, task.train.images, batch_size=32),
+        SupernetFit(supernet, training.state),
+        cached_tokens(executor, task.train.images, batch_size=32),
         task.train.labels,
         draws=supernet_draws(mode, draw, exploit=exploit, uniform=uniform, epsilon=0.3),
         config=FitConfig(epochs=2, learning_rate=2e-3),
@@ -185,7 +167,7 @@ def real_search(
         order_key=order,
         advance=unwatched,
     ).state
-    feed = kept(executor, task.val.images, batch_size=batch_size)
+    feed = cached_tokens(executor, task.val.images, batch_size=batch_size)
     score = supernet_score(
         executor, supernet, state, feed, task.val.labels, batch_size=batch_size, advance=unwatched
     )
@@ -207,12 +189,12 @@ def real_search(
 
 
 def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
-    """Ten networks over the same images: planted ones that share blocks with the base, and sampled
-    ones."""
+    """Measure the similarity pass of ten networks over the same images: networks that share blocks
+    with the base network, and sampled networks."""
     vit = measure.backbone(name, image_size)
     executor = measure.stages(vit)
     num = 32
-    feed = kept(executor, measure.random_images(num, vit.config), batch_size=num)
+    feed = cached_tokens(executor, measure.random_images(num, vit.config), batch_size=num)
     same = min(NUM_SAME, executor.num_blocks - 1)
     planted = leaving_memory(executor, 9, same)
     sampled = sampled_memory(executor, 9)
@@ -223,8 +205,10 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
     ):
         networks = networks_of(memory)
 
-        def means(chosen: Sequence[Network]) -> np.ndarray:
-            return token_means(executor, chosen, feed, num, batch_size=num, advance=unwatched).means
+        def means(networks: Sequence[Network]) -> np.ndarray:
+            return token_means(
+                executor, networks, feed, num, batch_size=num, advance=unwatched
+            ).means
 
         times = compare(
             lambda networks=networks: means(networks),
@@ -242,8 +226,8 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
 
 
 def leaving_memory(executor: Executor, num: int, same: int) -> InternalMemory:
-    """A memory whose tasks reuse the base in the first `same` blocks and have separate experts
-    after them."""
+    """Make a memory whose tasks reuse the base network in the first `same` blocks and have separate
+    experts in the following blocks."""
     architecture = (Choice("reuse", 0),) * same + (Choice("new"),) * (executor.num_blocks - same)
     return sampled_memory(executor, num, architecture=architecture)
 
@@ -251,8 +235,9 @@ def leaving_memory(executor: Executor, num: int, same: int) -> InternalMemory:
 # ---- fine-tuning
 
 
-def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dict[str, Any]]:
-    """Fine-tuning with Adapt in block 7 and Reuse elsewhere: from cached tokens and from images."""
+def finetuning(name: str, image_size: int, repeats: int) -> tuple[Row, dict[str, Any]]:
+    """Measure fine-tuning steps with Adapt in block 7 and Reuse in all others, from cached tokens
+    and from images."""
     vit = measure.backbone(name, image_size)
     config = vit.config
     num = 16
@@ -263,25 +248,23 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
     )
     images = measure.random_images(num, config)
     labels = np.arange(num, dtype=np.int32) % NUM_CLASSES
-    fitting = {
-        side: measure.new_task(executor.base_pool, NUM_CLASSES, RANK) for side in (SHARED, APART)
-    }
-    supernet = fitting[SHARED].supernet
+    training = {side: measure.new_task(executor, NUM_CLASSES, RANK) for side in (SHARED, APART)}
+    supernet = training[SHARED].supernet
     prepare(executor, supernet, num)
     prefix = frozen_prefix(supernet, architecture)
-    kept(executor, images, prefix, batch_size=num)
+    cached_tokens(executor, images, prefix, batch_size=num)
     start = time.perf_counter()
     feeds: dict[str, Feed] = {
-        SHARED: kept(executor, images, prefix, batch_size=num),
+        SHARED: cached_tokens(executor, images, prefix, batch_size=num),
         APART: HostImages(executor, images),
     }
-    keeping = time.perf_counter() - start
+    caching = time.perf_counter() - start
     losses: dict[str, list[float]] = {SHARED: [], APART: []}
     (batch,) = batches(np.arange(num), num)
 
     def step(side: str) -> None:
         data = step_of(executor, feeds[side], labels, batch)
-        losses[side].append(measure.step(executor, fitting[side], architecture, data))
+        losses[side].append(training[side].step(architecture, data))
 
     times = measure.alternate({SHARED: lambda: step(SHARED), APART: lambda: step(APART)}, repeats)
     if losses[SHARED] != losses[APART]:
@@ -292,13 +275,13 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
         step_flops(config, architecture, RANK),
         step_flops(config, architecture, RANK, begin=same),
     )
-    note = f"keeping them took {keeping:.3g} s for {num} images, once"
+    note = f"caching the tokens took {caching:.3g} s for {num} images, once"
     what = (
         f"fine-tuning step, {num} images at {image_size} pixels, learning from block {same + 1} on,"
         f" {name}"
     )
-    return [shared_row(what, medians(times), counted, FINETUNE, note)], {
-        "keep_seconds": keeping,
+    return shared_row(what, medians(times), counted, FINETUNE, note), {
+        "keep_seconds": caching,
         "samples": times,
     }
 
@@ -307,8 +290,8 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
 
 
 def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
-    """Inference on images of several tasks: each network continues the base network's pass, or runs
-    from the images."""
+    """Measure inference on images of more than one task: each network continues the base network's
+    pass, or starts from the images."""
     vit = measure.backbone(name, image_size)
     config = vit.config
     executor = measure.stages(vit)
@@ -329,7 +312,7 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
         inference.prepare()
         times = compare(
             lambda inference=inference, tasks=tasks: resumed(inference, images, tasks),
-            lambda inference=inference, tasks=tasks: twice(inference, images, tasks),
+            lambda inference=inference, tasks=tasks: two_passes(inference, images, tasks),
             repeats,
             1e-3,  # batches and groups have different sizes, so the last bits differ
         )
@@ -354,14 +337,14 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
 
 
 def resumed(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.ndarray:
-    """The library's features with a router that returns `tasks`."""
+    """Compute features with the library and a router that returns `tasks`."""
     feed = HostImages(inference.executor, images)
     return inference.features(feed, len(images), lambda features: tasks[: len(features)])
 
 
-def twice(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.ndarray:
-    """The same features from two full forward passes: the base network's, then each task's from its
-    images."""
+def two_passes(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.ndarray:
+    """Compute the same features with two full forward passes: the base network's pass, then the
+    pass of each task's network."""
     executor = inference.executor
     result = np.zeros((len(images), executor.config.width), np.float32)
     features = []
@@ -374,17 +357,19 @@ def twice(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.nda
     for task in np.unique(tasks):
         network = inference.networks.network(task)
         rows = np.flatnonzero(tasks == task)
-        done = 0
+        num_computed = 0
         for padded, size in pieces(rows, inference.sizes):
             last = executor.advance(network, executor.begin(images[padded]), executor.num_blocks)
-            result[rows[done : done + size]] = np.asarray(executor.features(last.values))[:size]
-            done += size
+            result[rows[num_computed : num_computed + size]] = np.asarray(
+                executor.features(last.values)
+            )[:size]
+            num_computed += size
     return result
 
 
 def compare(
     shared: Callable[[], np.ndarray],
-    apart: Callable[[], np.ndarray],
+    score_separately: Callable[[], np.ndarray],
     repeats: int,
     tolerance: float = 0.0,
 ) -> dict[str, list[float]]:
@@ -393,7 +378,7 @@ def compare(
     results: dict[str, list[np.ndarray]] = {SHARED: [], APART: []}
     sides: dict[str, Callable[[], object]] = {
         SHARED: lambda: results[SHARED].append(shared()),
-        APART: lambda: results[APART].append(apart()),
+        APART: lambda: results[APART].append(score_separately()),
     }
     times = measure.alternate(sides, repeats)
     for ours, theirs in zip(results[SHARED], results[APART], strict=True):

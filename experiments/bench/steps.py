@@ -35,71 +35,67 @@ from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, Times, alternate, compare, say
 from experiments.bench.peer import CheemPeer
 
-NUM_DRAWS = 12
+NUM_SAMPLES = 12
 NUM_CLASSES = 20
 RANK = 16
 OURS = "ours"
-IMAGES = "ours from images"
 EAGER = "PyTorch eager"
 COMPILED = "torch.compile"
 SINGLE, AUTOCAST = "ours float32", "PyTorch autocast"
 LARGEST_DIFFERENCE = 1e-3
-"""Largest difference of losses and gradients between the sides, relative to the largest entry of an
-array."""
+"""Largest accepted difference of losses and gradients between the sides, divided by the largest
+entry of an array."""
 
 
 class Ours:
-    """Our side: a new task over a pool with one expert per block."""
+    """Our side: the training of a new task over a pool with one expert per block."""
 
     def __init__(self, executor: Stages, images: np.ndarray, labels: np.ndarray):
-        self.executor, self.labels = executor, labels
-        self.fitting = measure.new_task(executor.base_pool, NUM_CLASSES, RANK)
-        self.supernet = self.fitting.supernet
-        self.images = HostImages(executor, images)
+        self.executor = executor
+        self.labels = labels
+        self.training = measure.new_task(executor, NUM_CLASSES, RANK)
+        self.supernet = self.training.supernet
         self.pixels = images
-        self.kept = self.keep(())
+        self.tokens = self.cache(())
         self.fill_pairs()
 
-    def keep(self, prefix) -> Feed:
-        """Tokens after frozen blocks, cached as in training."""
-        return measure.kept(self.executor, self.pixels, prefix, batch_size=len(self.labels))
+    def cache(self, prefix: Sequence[Dense]) -> Feed:
+        """Return the tokens behind the frozen blocks `prefix`, cached as in training."""
+        return measure.cached_tokens(
+            self.executor, self.pixels, prefix, batch_size=len(self.labels)
+        )
 
     def fill_pairs(self) -> None:
-        """Make all learners, with nonzero pairs, because half of the gradients of a zero pair are
-        zero."""
+        """Initialise all learners with nonzero pairs, because half of the gradients of a zero pair
+        are zero."""
         num = self.executor.num_blocks
         both = [(Choice("adapt", 0),) * num, (Choice("new"),) * num]
-        state = self.supernet.with_learners(self.fitting.state, both)
+        state = self.supernet.with_learners(self.training.state, both)
         learners = dict(state.learners)
         for place, learner in state.learners.items():
             if isinstance(learner.params, LowRank):
                 up = 0.02 * jax.random.normal(jax.random.key(place[0]), learner.params.up.shape)
                 learners[place] = learner._replace(params=LowRank(learner.params.down, up))
-        self.fitting.state = state._replace(learners=learners)
+        self.training.state = state._replace(learners=learners)
 
     def step(self, architecture: Architecture, feed: Feed) -> None:
-        """Run one training step to its end."""
+        """Take one training step and wait until it is finished."""
         num = len(self.labels)
         (batch,) = batches(np.arange(num), num)
-        measure.step(
-            self.executor,
-            self.fitting,
-            architecture,
-            step_of(self.executor, feed, self.labels, batch),
-        )
+        self.training.step(architecture, step_of(self.executor, feed, self.labels, batch))
 
     def hand_over(self, peer: CheemPeer) -> None:
-        """Copy all learned parameters to a peer."""
+        """Copy all learned parameters to `peer`."""
         learned = {
-            (block, choice.kind): own.params
-            for (block, choice), own in self.fitting.state.learners.items()
+            (block, choice.kind): learner.params
+            for (block, choice), learner in self.training.state.learners.items()
         }
-        peer.set_learned(learned, self.fitting.state.head.params)
+        peer.set_learned(learned, self.training.state.head.params)
 
 
 def goal() -> float:
-    """Required speed relative to PyTorch, eager and compiled; PyTorch's kernels are faster on
-    Intel's processors."""
+    """Return the required speed relative to PyTorch; PyTorch's kernels are faster on Intel's
+    processors."""
     return 1.5 if "Intel" in measure.machine()["cpu"] else 1.8
 
 
@@ -108,7 +104,7 @@ def main(settings: Bench) -> None:
     pretrained = measure.backbone("deit_tiny", 32 if settings.quick else None)
     sizes, rounds = ((4, 8), 1) if settings.quick else ((16, 64), 2)
     depth = pretrained.config.depth
-    codes = np.random.default_rng(0).integers(0, 4, (NUM_DRAWS, depth))
+    codes = np.random.default_rng(0).integers(0, 4, (NUM_SAMPLES, depth))
     architectures = [decode(row, (1,) * depth) for row in codes]
     executor = make_executor(pretrained, "float32")
     peers = {EAGER: make_peer(pretrained), COMPILED: make_peer(pretrained, compiled=True)}
@@ -125,14 +121,13 @@ def main(settings: Bench) -> None:
         prepare(ours.executor, ours.supernet, num)
         warm = warm_compiled(peers, architectures, images, labels)
         sides: dict[str, Callable[[Architecture], object]] = {
-            OURS: lambda a, ours=ours: ours.step(a, ours.kept),
-            IMAGES: lambda a, ours=ours: ours.step(a, ours.images),
+            OURS: lambda a, ours=ours: ours.step(a, ours.tokens),
         }
         for name, peer in peers.items():
             sides[name] = lambda a, peer=peer, x=images, y=labels: peer.step(a, x, y, NUM_CLASSES)
         what = f"supernet step, {num} images"
         flops = num * mean_flops(pretrained.config, architectures)
-        times = over_draws(sides, architectures, rounds if is_first else 1)
+        times = over_samples(sides, architectures, rounds if is_first else 1)
         samples[f"supernet step, {num}"] = times
         note = f"compiling by torch.compile took {warm:.0f} s"
         rows += against_torch(f"{what}, float32", times, flops, note)
@@ -163,11 +158,11 @@ def main(settings: Bench) -> None:
 
 
 def data(num: int, config: ViTConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Random images and labels."""
+    """Make random images and labels."""
     return measure.random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
 
 
-def over_draws(
+def over_samples(
     sides: dict[str, Callable[[Architecture], object]],
     architectures: Sequence[Architecture],
     rounds: int,
@@ -184,7 +179,7 @@ def over_draws(
 
 
 def against_torch(what: str, times: Times, flops: float, note: str = "") -> list[Row]:
-    """Ours against eager and compiled PyTorch."""
+    """Make the rows that compare our side with eager and compiled PyTorch."""
     return [
         compare(f"{what}, against {EAGER}", times, EAGER, OURS, goal(), flops=flops),
         compare(f"{what}, against {COMPILED}", times, COMPILED, OURS, goal(), note=note),
@@ -192,12 +187,12 @@ def against_torch(what: str, times: Times, flops: float, note: str = "") -> list
 
 
 def mean_flops(config: ViTConfig, architectures: Sequence[Architecture]) -> float:
-    """Mean FLOPs of a training step on one image from cached tokens."""
+    """Return the mean FLOPs of a training step on one image from cached tokens."""
     return statistics.mean(measure.step_flops(config, one, RANK, begin=0) for one in architectures)
 
 
 def finetuned(depth: int) -> Architecture:
-    """A network whose first op that learns is in its third block."""
+    """Return an architecture whose first op that learns is in the third block."""
     reuse, adapt = Choice("reuse", 0), Choice("adapt", 0)
     pattern = [reuse, reuse, adapt, Choice("skip"), Choice("new"), reuse]
     return tuple(pattern[block % len(pattern)] for block in range(depth))
@@ -206,12 +201,12 @@ def finetuned(depth: int) -> Architecture:
 def finetuning(
     ours: Ours, peers: dict[str, CheemPeer], images: np.ndarray, labels: np.ndarray
 ) -> dict[str, list[float]]:
-    """Time fine-tuning of one architecture from the tokens after its frozen prefix."""
+    """Time fine-tuning steps of one architecture that start from the tokens behind its frozen
+    prefix."""
     architecture = finetuned(ours.executor.num_blocks)
-    unchanged = ours.keep(frozen_prefix(ours.supernet, architecture))
+    unchanged = ours.cache(frozen_prefix(ours.supernet, architecture))
     sides: dict[str, Callable[[], object]] = {
         OURS: lambda: ours.step(architecture, unchanged),
-        IMAGES: lambda: ours.step(architecture, ours.images),
     }
     for name, peer in peers.items():
         sides[name] = lambda peer=peer: peer.step(architecture, images, labels, NUM_CLASSES)
@@ -221,22 +216,22 @@ def finetuning(
 def bfloat16(
     pretrained: Pretrained, ours: Ours, architectures, images, labels, rounds: int
 ) -> dict[str, list[float]]:
-    """Time the supernet steps with bfloat16 operands."""
+    """Time supernet steps with bfloat16 operands."""
     half = Ours(make_executor(pretrained, "bfloat16"), images, labels)
     prepare(half.executor, half.supernet, len(labels))
     peer = make_peer(pretrained, precision="bfloat16")
     sides: dict[str, Callable[[Architecture], object]] = {
-        OURS: lambda a: half.step(a, half.kept),
-        SINGLE: lambda a: ours.step(a, ours.kept),
+        OURS: lambda a: half.step(a, half.tokens),
+        SINGLE: lambda a: ours.step(a, ours.tokens),
         AUTOCAST: lambda a: peer.step(a, images, labels, NUM_CLASSES),
     }
-    return over_draws(sides, architectures, rounds)
+    return over_samples(sides, architectures, rounds)
 
 
 def evaluation(
     executor: Stages, peer: CheemPeer, quick: bool
 ) -> tuple[Row, dict[str, list[float]]]:
-    """Time counting correct predictions of candidates, as for a generation of the search."""
+    """Time the counting of correct predictions of candidates, as for a generation of the search."""
     num_candidates, num_images = (4, 8) if quick else (20, 64)
     images, labels = data(num_images, executor.config)
     ours = Ours(executor, images, labels)
@@ -244,30 +239,34 @@ def evaluation(
     score = supernet_score(
         ours.executor,
         ours.supernet,
-        ours.fitting.state,
-        ours.kept,
+        ours.training.state,
+        ours.tokens,
         labels,
         batch_size=num_images,
         advance=unwatched,
     )
-    found: dict[str, np.ndarray] = {}
+    counts: dict[str, np.ndarray] = {}
     ours.hand_over(peer)
     candidates = [decode(row, ours.supernet.sizes) for row in codes]
     sides: dict[str, Callable[[], object]] = {
-        OURS: lambda: found.update(ours=score(codes)),
-        EAGER: lambda: found.update(peer=peer.count_right(candidates, images, labels, NUM_CLASSES)),
+        OURS: lambda: counts.update(ours=score(codes)),
+        EAGER: lambda: counts.update(
+            peer=peer.count_right(candidates, images, labels, NUM_CLASSES)
+        ),
     }
     times = alternate(sides, 1 if quick else 2)
-    differing = int(np.abs(found["ours"] - found["peer"]).sum())
-    # rounding can change the prediction if two logits are nearly equal
+    differing = int(np.abs(counts["ours"] - counts["peer"]).sum())
+    # rounding can change a prediction if two logits are nearly equal
     if differing > max(1, num_candidates * num_images // 100):
-        raise ValueError(f"right answers differ by {differing} of {num_candidates * num_images}")
+        raise ValueError(
+            f"correct predictions differ by {differing} of {num_candidates * num_images}"
+        )
     note = (
         f"ours shares prefixes and begins at cached tokens; {differing} of"
-        f" {num_candidates * num_images} answers differ"
+        f" {num_candidates * num_images} predictions differ"
     )
     what = f"{num_candidates} candidates on {num_images} images, float32, against {EAGER}"
-    networks = [dense_network(ours.supernet, ours.fitting.state, row, {}) for row in codes]
+    networks = [dense_network(ours.supernet, ours.training.state, row, {}) for row in codes]
     flops = num_images * measure.tree_flops(executor.config, networks)
     return compare(what, times, EAGER, OURS, goal(), flops=flops, note=note), times
 
@@ -275,7 +274,7 @@ def evaluation(
 def forward_passes(
     pretrained: Pretrained, peers: dict[str, CheemPeer], quick: bool
 ) -> tuple[list[Row], dict[str, list[float]]]:
-    """Time the backbone over a data set in batches, in both precisions."""
+    """Time forward passes of the backbone over a data set in batches, in both precisions."""
     num, batch = (8, 4) if quick else (128, 32)
     images, _ = data(num, pretrained.config)
     base = (Choice("reuse", 0),) * pretrained.config.depth
@@ -311,22 +310,26 @@ def agree(
     largest = {"loss": 0.0, "gradient": 0.0}
     weights = np.full(len(labels), 1 / len(labels), np.float32)
     batch = Batch(ours.executor.begin(images), labels, weights)
-    head = ours.fitting.state.head.params
+    head = ours.training.state.head.params
     for architecture in architectures:
-        ops = ours.supernet.ops(ours.fitting.state, architecture)
+        ops = ours.supernet.ops(ours.training.state, architecture)
         loss, grads, head_grad = ours.executor.gradients(ops, head, batch, NUM_CLASSES)
-        wanted_loss, wanted, wanted_head = peer.gradients(architecture, images, labels, NUM_CLASSES)
-        if grads.keys() != wanted.keys():
+        expected_loss, expected, expected_head = peer.gradients(
+            architecture, images, labels, NUM_CLASSES
+        )
+        if grads.keys() != expected.keys():
             raise ValueError(
-                f"gradients of blocks {sorted(grads)} here and {sorted(wanted)} in PyTorch"
+                f"gradients of blocks {sorted(grads)} here and {sorted(expected)} in PyTorch"
             )
         pairs = [
             (ours_, theirs)
             for block in grads
-            for ours_, theirs in zip(grads[block], wanted[block], strict=True)
+            for ours_, theirs in zip(grads[block], expected[block], strict=True)
         ]
-        pairs += list(zip(head_grad, wanted_head, strict=True))
-        largest["loss"] = max(largest["loss"], abs(float(loss) - wanted_loss) / abs(wanted_loss))
+        pairs += list(zip(head_grad, expected_head, strict=True))
+        largest["loss"] = max(
+            largest["loss"], abs(float(loss) - expected_loss) / abs(expected_loss)
+        )
         largest["gradient"] = max(
             largest["gradient"], *(measure.difference(*pair) for pair in pairs)
         )
@@ -346,7 +349,8 @@ def checked(part: str, largest: dict[str, float]) -> dict[str, float]:
 def warm_compiled(
     peers: dict[str, CheemPeer], architectures: Sequence[Architecture], images, labels
 ) -> float:
-    """Compile every architecture by torch.compile; return the seconds."""
+    """Compile every architecture with torch.compile; return the seconds. If torch.compile fails,
+    remove its side from `peers`."""
     if COMPILED not in peers:
         return 0.0
     start = time.perf_counter()
@@ -364,13 +368,13 @@ def warm_compiled(
 
 
 def make_executor(pretrained: Pretrained, precision: Precision) -> Stages:
-    """Our executor for training on a CPU."""
+    """Make our executor for training on a CPU."""
     config = dataclasses.replace(pretrained.config, precision=precision)
     return measure.stages(dataclasses.replace(pretrained, config=config))
 
 
 def make_peer(pretrained: Pretrained, **options: Any) -> CheemPeer:
-    """PyTorch with the same weights."""
+    """Make PyTorch's side with the same weights."""
     return CheemPeer(pretrained, rank=RANK, num_outputs=next_power_of_two(NUM_CLASSES), **options)
 
 

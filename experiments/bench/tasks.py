@@ -3,10 +3,11 @@ timm.
 
     python -m experiments.bench.tasks
 
-Ours learns a task as the first one of a memory and records its samples: an architecture per step,
-the candidates of every generation, the target network. The peer then does the same work with these
-samples: similarity, supernet, search, fine-tuning, mean tokens and router. Budgets are a quarter of
-the presets', which keeps the shares of the phases. Images are read from the folder CHEEM_SHARED.
+Our side learns a task as the first task of a memory and records its samples: one architecture per
+step, the candidates of every generation, and the target network. The peer then does the same work
+with these samples: similarity, supernet, search, fine-tuning, mean tokens and router. Budgets are a
+quarter of those of the presets, which preserves the shares of the phases. Images are read from the
+folder CHEEM_SHARED.
 """
 
 import dataclasses
@@ -46,11 +47,11 @@ from experiments.bench.peer import TaskPeer
 OURS, PEER = "ours", "PyTorch eager"
 TASKS = ("flowers12", "gtsrb")
 EXPERT = Expert(jnp.zeros((1, 1)), jnp.zeros(1))
-"""Placeholder of an expert for counting FLOPs."""
+"""Placeholder for an expert when FLOPs are counted."""
 
 
 def fewer(config: CheemConfig, supernet: int, finetune: int, **search: int) -> CheemConfig:
-    """The same settings with fewer epochs and candidates."""
+    """Return the settings with fewer epochs and candidates."""
     return dataclasses.replace(
         config,
         supernet=dataclasses.replace(config.supernet, epochs=supernet),
@@ -63,7 +64,7 @@ BUDGETS = {
     "the paper's search": (fewer(QUICK, 2, 2, generations=2), 2.0),
     "the search of quick_plus": (fewer(QUICK_PLUS, 1, 3, population=8, num_parents=4), 3.0),
 }
-"""Settings, and the required speed relative to PyTorch."""
+"""Settings and the required speed relative to PyTorch, keyed by the name of the search."""
 
 
 @dataclasses.dataclass
@@ -74,18 +75,18 @@ class Plan:
     """One architecture per step."""
     generations: list[list[Architecture]] = dataclasses.field(default_factory=list)
     scored: np.ndarray = dataclasses.field(default_factory=lambda: np.arange(0))
-    """Rows of the training images that the score uses."""
+    """Rows of the training images that are used by the score."""
     target: Architecture = ()
     """The target network."""
 
 
-class Noting(Cheem):
-    """A learner that records its samples."""
+class RecordingCheem(Cheem):
+    """A learner that records its samples in `plan`."""
 
     plan: Plan
 
     def similarity(self, learning: Learning) -> np.ndarray:
-        """See `Cheem`; the plan begins here."""
+        """See `Cheem`; this call starts a new plan."""
         self.plan = Plan()
         return super().similarity(learning)
 
@@ -111,13 +112,13 @@ class Noting(Cheem):
         score = super()._score(learning, trained, rows, advance)
         self.plan.scored = rows
 
-        def noted(genomes: np.ndarray) -> np.ndarray:
+        def recorded(genomes: np.ndarray) -> np.ndarray:
             self.plan.generations.append(
                 [decode(codes, learning.candidates.sizes) for codes in genomes]
             )
             return score(genomes)
 
-        return noted
+        return recorded
 
     def finetune(self, learning: Learning, trained: Any, codes: np.ndarray) -> Any:
         """See `Cheem`."""
@@ -135,14 +136,14 @@ def main(settings: Bench) -> None:
     checks = {}
     for task, (what, (config, goal)) in itertools.product(tasks, BUDGETS.items()):
         learner = functools.partial(new_learner, executor, config)
-        # compile first, because `demo_compile` measures compilation
+        # compile all functions first, because `demo_compile` measures compilation
         learner().learn(shortened(task, 2 * config.batch_size), Session())
         start = time.perf_counter()
         ours = learner()
         report = ours.learn(task, Session())
-        own = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         start = time.perf_counter()
-        spent, features = replay(pretrained, ours.plan, config, task, ours.keys)
+        seconds_of_peer, features = replay(pretrained, ours.plan, config, task, ours.keys)
         theirs = time.perf_counter() - start
         expected = ours.features.encoder.features(
             task.train.images[:32], batch_size=config.batch_size
@@ -150,10 +151,14 @@ def main(settings: Bench) -> None:
         checks[f"{task.name}, {what}"] = difference = measure.difference(features[:32], expected)
         if difference > 1e-3:
             raise ValueError(f"features differ from PyTorch's by {difference}; at most 1e-3")
-        phases.append({"task": task.name, "search": what, OURS: report["seconds"], PEER: spent})
-        share = flops_of(pretrained, ours.plan, config, task) / own / measure.matrix_peak("float32")
+        phases.append(
+            {"task": task.name, "search": what, OURS: report["seconds"], PEER: seconds_of_peer}
+        )
+        share = (
+            flops_of(pretrained, ours.plan, config, task) / elapsed / measure.matrix_peak("float32")
+        )
         title = f"learning {task.name}, {len(task.train.labels):,} images, {what}, against {PEER}"
-        rows.append(Row(title, {OURS: own, PEER: theirs}, theirs / own, goal, share=share))
+        rows.append(Row(title, {OURS: elapsed, PEER: theirs}, theirs / elapsed, goal, share=share))
         if config.score == "closed_form":
             heads = sum(map(len, ours.plan.generations)) * head_seconds(pretrained, ours.plan, task)
             seconds = {"heads": heads, "search": report["seconds"]["search"]}
@@ -167,8 +172,8 @@ def main(settings: Bench) -> None:
                     "at most",
                 )
             )
-        measure.say(f"tasks: {title}: {theirs / own:.2f} ({own:.1f} and {theirs:.1f} s)")
-        # after each task, because it takes minutes
+        measure.say(f"tasks: {title}: {theirs / elapsed:.2f} ({elapsed:.1f} and {theirs:.1f} s)")
+        # save after each task, because a task takes minutes
         measure.save(
             settings.out,
             "tasks",
@@ -181,7 +186,8 @@ def main(settings: Bench) -> None:
 
 
 def flops_of(pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task) -> float:
-    """FLOPs of all forward and backward passes of our side, with shared prefixes once."""
+    """Count the FLOPs of all forward and backward passes of our side; a shared prefix counts
+    once."""
     vit = pretrained.config
     num = len(task.train.labels)
     num_val = len(task.val.labels)
@@ -191,13 +197,16 @@ def flops_of(pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task
         return [
             [
                 Dense(code, None if choice.kind == "skip" else EXPERT)
-                for code, choice in zip(encode(own, sizes), own, strict=True)
+                for code, choice in zip(encode(architecture, sizes), architecture, strict=True)
             ]
-            for own in architectures
+            for architecture in architectures
         ]
 
     base: Architecture = (Choice("reuse", 0),) * vit.depth
-    steps = [measure.step_flops(vit, own, config.ops.rank, begin=0) for own in plan.supernet]
+    steps = [
+        measure.step_flops(vit, architecture, config.ops.rank, begin=0)
+        for architecture in plan.supernet
+    ]
     begin = next(
         (block for block, choice in enumerate(plan.target) if choice.kind in ("adapt", "new")),
         vit.depth,
@@ -206,7 +215,7 @@ def flops_of(pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task
         num * measure.separate_flops(vit, networks([base]), from_images=True)
         + num * config.supernet.epochs * float(np.mean(steps))
         + (len(plan.scored) + num_val)
-        * sum(measure.tree_flops(vit, networks(own)) for own in plan.generations)
+        * sum(measure.tree_flops(vit, networks(generation)) for generation in plan.generations)
         + num
         * config.finetune.epochs
         * measure.step_flops(vit, plan.target, config.ops.rank, begin=begin)
@@ -215,7 +224,7 @@ def flops_of(pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task
 
 
 def head_seconds(pretrained: Pretrained, plan: Plan, task: Task) -> float:
-    """Seconds to fit one candidate's head in closed form, with random features."""
+    """Measure the seconds to fit one candidate's head in closed form, with random features."""
     num = len(plan.scored) + len(task.val.labels)
     num_outputs = next_power_of_two(len(task.classes))
     rows = np.arange(next_power_of_two(num))
@@ -240,20 +249,20 @@ def head_seconds(pretrained: Pretrained, plan: Plan, task: Task) -> float:
 
 
 def real_tasks() -> Sequence[Task]:
-    """The two tasks at 224 pixels."""
+    """Load the two tasks at 224 pixels."""
     folder = Path(os.environ.get("CHEEM_SHARED", measure.ROOT.parent / "shared"))
     _, plans = plan_source(str(folder / "data224" / "eleven.toml"))
     return load_tasks([plan for plan in plans if plan.name in TASKS], 224)
 
 
 def small_tasks() -> Sequence[Task]:
-    """A generated task, to test that everything runs."""
+    """Generate a small task to test that everything runs."""
     return demo_stream(num_train=64, num_val=32, num_test=32).tasks[:1]
 
 
 def shortened(task: Task, num: int | None) -> Task:
-    """The task with its images in memory, and with the first `num` training and validation images
-    and one of every class."""
+    """Return the task with its images in memory, restricted to the first `num` training and
+    validation images and one image of every class."""
 
     def cut(split: Split) -> Split:
         firsts = np.unique(split.labels, return_index=True)[1]
@@ -263,22 +272,23 @@ def shortened(task: Task, num: int | None) -> Task:
     return dataclasses.replace(task, train=cut(task.train), val=cut(task.val))
 
 
-def new_learner(executor: Any, config: CheemConfig) -> Noting:
-    """A learner without tasks."""
+def new_learner(executor: Any, config: CheemConfig) -> RecordingCheem:
+    """Make a learner without tasks."""
     features = FrozenFeatures(Backbone(executor, config.router), config.batch_size)
-    return Noting(executor, config, Keys(0), None, features)
+    return RecordingCheem(executor, config, Keys(0), None, features)
 
 
 def replay(
     pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task, keys: Keys
 ) -> tuple[dict[str, float], np.ndarray]:
-    """Repeat the work in PyTorch; return seconds by phase and the router's features `[N, D]`."""
-    spent: dict[str, float] = {}
+    """Repeat the work in PyTorch; return the seconds of each phase and the router's features `[N,
+    D]`."""
+    seconds_of_peer: dict[str, float] = {}
 
     def timed(phase: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         result = work()
-        spent[phase] = spent.get(phase, 0.0) + time.perf_counter() - start
+        seconds_of_peer[phase] = seconds_of_peer.get(phase, 0.0) + time.perf_counter() - start
         return result
 
     num_classes = len(task.classes)
@@ -300,7 +310,7 @@ def replay(
     val_labels = task.val.labels
     base = timed("similarity", lambda: peer.walk(peer.base, images, blocks))
     last = [base.features] if reads.until(depth) == depth else []
-    features = join_tokens([*base.on_the_way, *last]) if blocks else base.features
+    features = join_tokens([*base.patch_tokens, *last]) if blocks else base.features
 
     def steps(
         peer: TaskPeer, architectures: Sequence[Architecture], phase: Phase, epochs: Sequence[int]
@@ -309,8 +319,8 @@ def replay(
         for epoch in epochs:
             order = order_at(key_at(keys.at(0, phase), epoch), len(labels))
             for rows in batches(order, batch):
-                chosen = rows.rows[: rows.size]
-                peer.step(next(following), images[chosen], labels[chosen], num_classes)
+                subset = rows.rows[: rows.size]
+                peer.step(next(following), images[subset], labels[subset], num_classes)
 
     timed(
         "supernet",
@@ -322,10 +332,10 @@ def replay(
             if config.score == "shared_head":
                 peer.count_in_batches(generation, val_images, val_labels, num_classes)
                 continue
-            seen = np.concatenate([images[plan.scored], val_images])
-            wanted = np.concatenate([labels[plan.scored], val_labels])
+            all_images = np.concatenate([images[plan.scored], val_images])
+            expected = np.concatenate([labels[plan.scored], val_labels])
             for architecture in generation:
-                peer.ridge_right(architecture, seen, wanted, len(plan.scored), num_classes)
+                peer.ridge_right(architecture, all_images, expected, len(plan.scored), num_classes)
 
     timed("search", search)
 
@@ -342,7 +352,7 @@ def replay(
         "router",
         lambda: fit_statistics(features, labels, reads, seed=keys.seed_at(0, Phase.CENTROIDS)),
     )
-    return spent, features
+    return seconds_of_peer, features
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The benchmarks measure in turns, count as the library counts, and show a missed goal as
-missed."""
+"""The benchmarks time their sides in turns, count FLOPs as the library does, and report missed
+goals."""
 
 import json
 import time
@@ -19,12 +19,13 @@ EXPERT = Expert(np.zeros((384, 96), np.float32), np.zeros(96, np.float32))
 
 
 def network(*codes: int) -> list[Dense]:
-    """Block by block an expert's code, -1 for Skip; 0 behind the last one given."""
+    """Make a network from the expert's code of each block, with -1 for Skip; missing codes are
+    0."""
     padded = [*codes, *[0] * (CONFIG.depth - len(codes))]
     return [Dense(code, None if code == -1 else EXPERT) for code in padded]
 
 
-def test_sides_are_warmed_once_and_then_run_in_turns(monkeypatch):
+def test_every_side_warms_up_once_and_then_the_sides_take_turns(monkeypatch):
     calls: list[str] = []
     now = 0.0
     took = {"a": iter([9, 1, 5, 2]), "b": iter([9, 3, 3, 4])}
@@ -40,45 +41,45 @@ def test_sides_are_warmed_once_and_then_run_in_turns(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     times = measure.alternate({"a": side("a"), "b": side("b")}, 3)
     assert calls == ["a", "b"] * 4
-    assert times == {"a": [1, 5, 2], "b": [3, 3, 4]}  # without the warm-up
+    assert times == {"a": [1, 5, 2], "b": [3, 3, 4]}  # the warm-up is not timed
     seconds = measure.medians(times)
     assert seconds == {"a": 2, "b": 3}
     assert measure.ratio(seconds, "b", "a") == 1.5
     assert measure.ratio(seconds, "c", "a") is None
 
 
-def test_a_goal_is_met_from_its_own_side_only():
+def test_a_goal_is_an_upper_or_a_lower_limit():
     assert measure.Row("", {}, 2.0, 2.0).met is True
     assert measure.Row("", {}, 1.9, 2.0).met is False
     assert measure.Row("", {}, 1.9, 2.0, "at most").met is True
     assert measure.Row("", {}, None, 2.0).met is None
 
 
-def test_one_network_costs_what_the_library_counts():
+def test_the_flops_of_one_network_are_those_that_the_library_counts():
     assert measure.separate_flops(CONFIG, [network()], from_images=True) == executed_backbone_flops(
         CONFIG
     )
 
 
-def test_a_tree_runs_what_networks_share_once():
+def test_a_tree_counts_shared_work_once():
     first = measure.block_flops(CONFIG, 0)
     alone = measure.tree_flops(CONFIG, [network()])
     assert measure.tree_flops(CONFIG, [network(), network()]) == alone
     assert measure.separate_flops(CONFIG, [network(), network()]) == 2 * alone
-    # siblings at block 0: only its up-projection is shared
+    # siblings at block 0 share only its up-projection
     assert measure.tree_flops(CONFIG, [network(), network(1)]) == 2 * alone - first.widen
-    # Skip has no use for it
+    # Skip does not use it
     assert (
         measure.tree_flops(CONFIG, [network(), network(-1)])
         == 2 * alone - first.widen - first.leave
     )
-    # siblings at the last block share everything but the down-projection of the class token
+    # siblings at the last block share everything except the down-projection of the CLS token
     last = measure.block_flops(CONFIG, CONFIG.depth - 1)
     siblings = [network(), network(*[0] * (CONFIG.depth - 1), 1)]
     assert measure.tree_flops(CONFIG, siblings) == alone + last.leave
 
 
-def test_nothing_runs_backward_before_the_first_op_that_learns():
+def test_a_step_has_no_backward_pass_before_the_first_op_that_learns():
     reuse, adapt = Choice("reuse", 0), Choice("adapt", 0)
     depth = CONFIG.depth
     rank = 4
@@ -89,7 +90,7 @@ def test_nothing_runs_backward_before_the_first_op_that_learns():
     pair = pair_flops(CONFIG, "mlp_down", rank)
     last = costs[-1]
     backward = last.enter + last.attention + last.widen + last.leave
-    # the pair runs forward and has gradients of its own; only the last block hands a gradient back
+    # the pair has a forward pass and gradients; only the last block passes a gradient back
     assert measure.step_flops(CONFIG, late, rank) == forward + 2 * pair + backward
     saved = (
         embed_flops(CONFIG) + sum(c.enter + c.widen + c.leave for c in costs[:-2]) + costs[-2].enter
@@ -100,7 +101,7 @@ def test_nothing_runs_backward_before_the_first_op_that_learns():
     )
 
 
-def test_a_record_says_which_goal_was_missed_and_what_was_not_run(tmp_path, capsys):
+def test_a_record_lists_missed_goals_and_missing_measurements(tmp_path, capsys):
     rows = [
         measure.Row("a step", {"ours": 0.2, "PyTorch": 0.3}, 1.5, 2.0, share=0.41),
         measure.Row("programs", {}, 4.0, 5.0, "at most", "programs"),
@@ -113,30 +114,30 @@ def test_a_record_says_which_goal_was_missed_and_what_was_not_run(tmp_path, caps
         programs == "programs: 4 programs, goal: at most 5: yes"
         and without == "without torch: not measured"
     )
-    found = json.loads((tmp_path / "benchmarks/steps.json").read_text())
-    assert [row["met"] for row in found["rows"]] == [False, True, None]
-    assert found["machine"]["cpu"] and found["machine"]["jax"]
+    record = json.loads((tmp_path / "benchmarks/steps.json").read_text())
+    assert [row["met"] for row in record["rows"]] == [False, True, None]
+    assert record["machine"]["cpu"] and record["machine"]["jax"]
 
 
-def test_generated_photographs_are_all_different_and_about_as_large_as_real_ones():
+def test_generated_photographs_differ_and_have_the_size_of_real_files():
     files = list(data.photographs(8))
     assert len(set(files)) == 8
     assert all(50_000 < len(file) < 100_000 for file in files)
     assert list(data.photographs(2)) == files[:2]
 
 
-def test_other_work_is_refused_unless_it_is_allowed(monkeypatch):
+def test_other_load_is_refused_unless_it_is_allowed(monkeypatch):
     monkeypatch.setattr(measure, "other_work", lambda: 0.35)
     monkeypatch.setattr(measure, "_load", {})
-    with pytest.raises(ValueError, match="other programs use 35 % of the processors.*--loaded"):
-        measure.alone(measure.Bench())
-    measure.alone(measure.Bench(loaded=True))
+    with pytest.raises(ValueError, match="other processes use 35 % of the processors.*--loaded"):
+        measure.check_load(measure.Bench())
+    measure.check_load(measure.Bench(loaded=True))
     assert measure.machine()["other_work"] == 0.35
     monkeypatch.setattr(measure, "other_work", lambda: 0.02)
-    measure.alone(measure.Bench())
+    measure.check_load(measure.Bench())
 
 
-def test_the_share_of_other_work_counts_busy_processors():
+def test_the_share_of_other_load_is_between_0_and_1():
     share = measure.other_work(0.05)
     assert share is None or 0 <= share <= 1
 
@@ -146,12 +147,12 @@ def test_an_unknown_part_is_refused():
         run.main(run.All(only="step"))
 
 
-def test_a_busy_share_counts_overlapping_kernels_once():
+def test_overlapping_kernels_count_once():
     assert accelerator.covered([(0, 10), (5, 12), (20, 25), (21, 22)]) == 17
     assert accelerator.covered([]) == 0
 
 
-def test_a_cell_that_fails_or_finds_no_time_is_noted_and_a_measured_one_stays(
+def test_failed_and_omitted_cells_are_recorded_and_measured_cells_are_not_repeated(
     tmp_path, monkeypatch
 ):
     calls = []
@@ -167,18 +168,18 @@ def test_a_cell_that_fails_or_finds_no_time_is_noted_and_a_measured_one_stays(
     monkeypatch.setattr(accelerator, "groups", lambda sizes: {"group": cells})
     monkeypatch.setattr(accelerator, "keep_programs", lambda: None)
     for _ in range(2):
-        accelerator.run_cells("group", 100, tmp_path, miniature=True)
-    found = json.loads((tmp_path / "speed.json").read_text())
-    assert found["machine"]["jax"] and found["cells"]["works"]["a"] == 1
+        accelerator.run_cells("group", accelerator.MINIATURE, tmp_path, 100)
+    record = json.loads((tmp_path / "speed.json").read_text())
+    assert record["machine"]["jax"] and record["cells"]["works"]["a"] == 1
     assert (
-        found["cells"]["fails"]["error"].startswith("ZeroDivisionError")
-        and "left_out" in found["cells"]["long"]
+        record["cells"]["fails"]["error"].startswith("ZeroDivisionError")
+        and "left_out" in record["cells"]["long"]
     )
     assert calls == ["works", "fails", "fails"]
 
 
 @pytest.mark.full
-def test_the_speed_of_an_accelerator_is_measured_in_miniature(tmp_path):
+def test_the_miniature_of_an_accelerator_measures_every_cell(tmp_path):
     accelerator.main(
         accelerator.Speed(tmp_path, seconds=1500, only="tiny,task_tiny", miniature=True)
     )

@@ -1,4 +1,4 @@
-"""Kernels and bytes are read from programs' text, and steps are followed on shapes alone."""
+"""Kernels and bytes are counted in HLO text, and steps are traced on shapes only."""
 
 import pytest
 
@@ -46,8 +46,8 @@ ENTRY %main (a: bf16[100,8], b: f32[8,100], p: pred[]) -> (s32[], f32[8,100]) {
 """  # noqa: E501
 
 
-def test_a_loop_counts_as_often_as_it_runs_and_a_row_of_a_table_as_the_row():
-    product = 2 * 800 + 4 * 800 + 4 * 100 * 100  # without the scratch memory
+def test_every_iteration_of_a_loop_counts_and_a_slice_counts_as_the_slice():
+    product = 2 * 800 + 4 * 800 + 4 * 100 * 100  # the scratch memory does not count
     turn = (2 * 400 + 4) + (2 * 400 + 4)
     assert h100.kernels(TEXT) == Kernels(1 + 5 * 2, product + 5 * turn, conditionals=0, loops=1)
 
@@ -74,9 +74,9 @@ ENTRY %main (p: pred[], x.1: f32[4]) -> f32[4] {
 
 @pytest.mark.full
 @pytest.mark.parametrize("executor", ["stages", "scan"])
-def test_steps_are_followed_on_shapes(executor):
-    # in a process of its own: functions are checked here to get arrays, not shapes
-    found = in_child(
+def test_steps_are_traced_on_shapes(executor):
+    # in a separate process, because functions are checked here to receive arrays, not shapes
+    counts = in_child(
         h100.count,
         executor,
         "float32",
@@ -86,22 +86,22 @@ def test_steps_are_followed_on_shapes(executor):
         8,
         environment={"JAX_PLATFORMS": "cpu"},
     )
-    assert found["kernels"] > 100 and 0 < found["gigabytes"] < 1 and found["conditionals"] == 0
+    assert counts["kernels"] > 100 and 0 < counts["gigabytes"] < 1 and counts["conditionals"] == 0
     if executor == "scan":
-        assert found["programs"] == {"take": 1 / 8, "train_of": 1 / 8} and found["loops"] == 1 / 8
-        assert found["dispatches"] == found["copies"] == 2 / 8
+        assert counts["programs"] == {"take": 1 / 8, "train_of": 1 / 8} and counts["loops"] == 1 / 8
+        assert counts["dispatches"] == counts["copies"] == 2 / 8
     else:
-        assert {"take", "loss_and_gradients", "linearise", "update"} <= found["programs"].keys()
-        assert found["programs"]["take"] == 1 and found["dispatches"] > 10
+        assert {"take", "loss_and_gradients", "linearise", "update"} <= counts["programs"].keys()
+        assert counts["programs"]["take"] == 1 and counts["dispatches"] > 10
 
 
-def test_what_a_step_asks_for_is_held_against_the_most_that_it_may():
+def test_counts_of_a_step_are_compared_with_their_limits():
     kernels = Kernels(300, 4e9, 1, 0)
-    found = h100.per_step(
+    counts = h100.per_step(
         [Counted("take", Kernels(1, 1e9, 0, 0), 1), Counted("step", kernels, 3)], 2
     )
-    assert found["programs"] == {"step": 0.5, "take": 0.5}
-    rows = {row.what: row for row in h100.rows_of([found])}
+    assert counts["programs"] == {"step": 0.5, "take": 0.5}
+    rows = {row.what: row for row in h100.rows_of([counts])}
     assert rows["stages, float32: kernels a step"].reached == 150.5
     assert (
         rows["stages, float32: gigabytes a step"].reached == 2.5

@@ -1,4 +1,4 @@
-"""`experiments/component_study.py`: eleven components of a block, each fine-tuned by itself."""
+"""`experiments/component_study.py`: eleven components of a block, each fine-tuned alone."""
 
 import dataclasses
 import json
@@ -19,6 +19,7 @@ from cheem_jax.core import metrics
 from cheem_jax.core.interruption import Stop, Stopped
 from cheem_jax.core.keys import Keys
 from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.engine.passes import unwatched
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
 from cheem_jax.run_config import make_networks
@@ -43,7 +44,7 @@ VIT = dataclasses.replace(small.CONFIG, depth=2)
 
 
 def pretrained() -> Pretrained:
-    # ten times as large as a start of training, so that blocks matter
+    # ten times as large as initial weights, so that blocks matter
     params = {
         name: 10 * v if name.endswith("kernel") else v
         for name, v in init_params(VIT, jax.random.key(0)).items()
@@ -67,12 +68,12 @@ def learn(directory, names):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A study of two components that nobody stopped, and its rows."""
+    """A study of two components that was not interrupted, and its rows."""
     directory = tmp_path_factory.mktemp("finished")
     return directory, learn(directory, "ln2,projection")
 
 
-def test_the_components_are_the_papers_with_the_sizes_of_their_layers(executor):
+def test_the_components_are_those_of_the_paper_with_the_sizes_of_their_layers(executor):
     d = 16
     f = 64
     blocks = 2
@@ -93,7 +94,7 @@ def test_the_components_are_the_papers_with_the_sizes_of_their_layers(executor):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_putting_a_component_back_changes_its_own_numbers_and_no_others(executor, name):
+def test_inserting_a_component_changes_only_its_parameters(executor, name):
     leaves = [np.asarray(leaf) for leaf in executor.leaves]
     pieces = pieces_of(executor, BY_NAME[name])
     parts = [part + 1 for part in extract(leaves, pieces)]
@@ -105,8 +106,7 @@ def test_putting_a_component_back_changes_its_own_numbers_and_no_others(executor
 
 
 def test_the_thirds_of_the_fused_weight_are_query_key_and_value(executor):
-    """Without queries attention is even, whatever the keys are; without keys, whatever the queries
-    are."""
+    """Attention is uniform without queries, for any keys, and without keys, for any queries."""
     images = STREAM.tasks[0].test.images[:4]
     features = executor.jit(lambda leaves, images: executor.vit_of(leaves)(images))
     rng = np.random.default_rng(0)
@@ -122,55 +122,57 @@ def test_the_thirds_of_the_fused_weight_are_query_key_and_value(executor):
     leaves = [np.asarray(leaf) for leaf in executor.leaves]
     for absent, silent in (("query", "key"), ("key", "query")):
         even = with_parts(leaves, absent, scale=0.0)
-        there = np.asarray(features(even, images))
+        reference = np.asarray(features(even, images))
         np.testing.assert_allclose(
-            features(with_parts(even, silent, scale=1.0), images), there, atol=1e-4
+            features(with_parts(even, silent, scale=1.0), images), reference, atol=1e-4
         )
         assert (
-            np.abs(np.asarray(features(with_parts(even, "value", scale=1.0), images)) - there).max()
+            np.abs(
+                np.asarray(features(with_parts(even, "value", scale=1.0), images)) - reference
+            ).max()
             > 0.1
         )
-        assert np.abs(np.asarray(features(leaves, images)) - there).max() > 1e-3
+        assert np.abs(np.asarray(features(leaves, images)) - reference).max() > 1e-3
 
 
 def fit(learner, index, rate):
     task = STREAM.tasks[index]
-    num = len(task.classes)
-    fitting = learner.begun(Keys(index), index, num, learner.pretrained)
-    fitting = learner.fit(
-        fitting, Keys(index), index, num, task.train, TRAINING, rate, lambda num, note="", /: None
-    )
+    fitting = learner.begin(Keys(index), index, task, learner.pretrained)
+    fitting = learner.fit(fitting, Keys(index), index, task, TRAINING, rate, unwatched)
     leaves = learner.leaves(fitting.learned.parts)
-    learner.network.accuracy(leaves, fitting.learned.head, task.test, num)
+    learner.network.accuracy(leaves, fitting.learned.head, task.test, len(task.classes))
     return leaves
 
 
 @pytest.mark.full
-def test_training_keeps_the_bytes_of_all_but_the_component_and_compiles_one_step(
-    executor, compilations
-):
+def test_training_changes_only_the_component_and_compiles_one_step(executor, compilations):
     learner = Learner(Network(executor, 16), BY_NAME["key"])
     before = [np.array(leaf) for leaf in executor.leaves]
     after = [np.asarray(leaf) for leaf in fit(learner, 0, 1e-2)]
     inside = [np.zeros(leaf.shape, bool) for leaf in before]
     for piece in learner.pieces:
         inside[piece.leaf][..., piece.begin : piece.end] = True
-    # keys' biases move every logit of a softmax alike, so their gradient is rounding
+    # biases of keys shift all logits of a softmax equally, so their gradient is only rounding noise
     changed = [
-        (a[own] != b[own]).mean()
-        for a, b, own in zip(before, after, inside, strict=True)
-        if own.ndim == 2 and own.any()
+        (a[inside_leaf] != b[inside_leaf]).mean()
+        for a, b, inside_leaf in zip(before, after, inside, strict=True)
+        if inside_leaf.ndim == 2 and inside_leaf.any()
     ]
     assert len(changed) == VIT.depth and min(changed) > 0.9
-    for a, b, c, own in zip(before, after, executor.leaves, inside, strict=True):
-        assert a[~own].tobytes() == b[~own].tobytes() and a.tobytes() == np.asarray(c).tobytes()
+    for a, b, c, inside_leaf in zip(before, after, executor.leaves, inside, strict=True):
+        assert (
+            a[~inside_leaf].tobytes() == b[~inside_leaf].tobytes()
+            and a.tobytes() == np.asarray(c).tobytes()
+        )
     with compilations() as programs:
-        fit(learner, 1, 1e-3)  # another rate, and 4 classes, which share the padded head with 3
+        # a different rate, and 4 classes, whose head is padded to the same size as that of 3
+        # classes
+        fit(learner, 1, 1e-3)
     assert programs.count == 0
 
 
 @pytest.mark.full
-def test_the_study_sweeps_the_rate_and_a_sequence_begins_as_its_first_task_alone(finished):
+def test_the_study_sweeps_the_rate_and_a_sequence_starts_like_transfer(finished):
     directory, rows = finished
     assert [row["name"] for row in rows] == ["ln2", "projection"]
     for row in rows:
@@ -189,21 +191,20 @@ def test_the_study_sweeps_the_rate_and_a_sequence_begins_as_its_first_task_alone
 
 
 def units_of(directory):
-    """What the record holds of the trained units of ln2."""
+    """Return the record's entries of the trained units of ln2."""
     drop = ("time", "fingerprint")
     entries = [{key: entry[key] for key in entry if key not in drop} for entry in read(directory)]
     return [entry for entry in entries if entry.get("component") == "ln2"]
 
 
 @pytest.mark.full
-def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(
-    finished, tmp_path, monkeypatch
-):
+def test_an_interrupted_study_resumes_with_identical_units(finished, tmp_path, monkeypatch):
     steps = [0]
     stopping = list[Stop]()
     fit = Learner.fit
     init = Units.__init__
-    # 4 steps a unit: in the last unit of the sweep, in the last task of the sequence
+    # every unit has 4 steps; the stops are in the last unit of the sweep and in the last task of
+    # the sequence
     stops = {23, 35}
 
     def counting(self, *arguments):
@@ -219,7 +220,7 @@ def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(
 
     def watched(self, *arguments):
         init(self, *arguments)
-        stopping.append(self.stop)
+        stopping.append(self.session.stop)
 
     monkeypatch.setattr(Learner, "fit", counting)
     monkeypatch.setattr(Units, "__init__", watched)
@@ -229,14 +230,14 @@ def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(
     learn(tmp_path, "ln2")
     assert units_of(tmp_path) == units_of(finished[0]) and steps[0] == 36
 
-    # without its checkpoint a sequence begins again
+    # without its checkpoint a sequence starts again
     Record(tmp_path).keep(lambda entry: entry["event"] != "sequential" or entry["index"] < 2)
     learn(tmp_path, "ln2")
     assert units_of(tmp_path) == units_of(finished[0]) and steps[0] == 48
 
 
 @pytest.mark.full
-def test_a_finished_study_trains_nothing_and_belongs_to_its_settings(finished, monkeypatch):
+def test_a_finished_study_trains_nothing_and_refuses_other_settings(finished, monkeypatch):
     directory, rows = finished
     monkeypatch.delattr(Learner, "fit")
     assert learn(directory, "ln2,projection") == rows
@@ -245,7 +246,7 @@ def test_a_finished_study_trains_nothing_and_belongs_to_its_settings(finished, m
         learn(directory, "ln2,projection")
 
 
-def test_the_rate_is_the_best_mean_over_tasks_and_seeds_and_none_before_the_sweep_is_done():
+def test_the_chosen_rate_has_the_best_mean_over_tasks_and_seeds():
     accuracy = {
         (0, 1e-3): (0.9, 0.1),
         (0, 1e-2): (0.5, 0.6),
@@ -264,7 +265,7 @@ def test_the_rate_is_the_best_mean_over_tasks_and_seeds_and_none_before_the_swee
         for (seed, rate), values in accuracy.items()
         for index, value in enumerate(values)
     ]
-    # means: 0.475 and 0.525; the first task alone would choose the other
+    # the means are 0.475 and 0.525; the first task alone would choose the other rate
     assert chosen_rate(entries, BY_NAME["ln1"], (1e-3, 1e-2), (0, 1), 2) == 1e-2
     assert chosen_rate(entries[:-1], BY_NAME["ln1"], (1e-3, 1e-2), (0, 1), 2) is None
     assert chosen_rate(entries[:-1], BY_NAME["ln1"], (1e-3, 1e-2), (0,), 2) == 1e-2
@@ -308,7 +309,7 @@ def test_forgetting_of_seeds_has_a_mean_and_a_standard_deviation():
     assert row["average_accuracy"] == {"mean": 70, "std": 0, "runs": [70, 70]}
 
 
-def test_components_are_named_or_numbered_and_unknown_ones_refused():
+def test_components_have_names_or_indices_and_unknown_ones_are_refused():
     assert [component.index for component in components_of("projection, 3,mlp_down")] == [3, 11]
     assert components_of("all") == list(COMPONENTS)
     with pytest.raises(

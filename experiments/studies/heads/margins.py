@@ -1,4 +1,5 @@
-"""Margins of finished runs: the best logit of an image's task minus that of all other classes."""
+"""Margins of finished runs: the best logit of an image's task minus the best logit of all other
+classes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -18,65 +19,69 @@ from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.memory.contents import parse_settings
 from cheem_jax.report.finished import RunRecord
 from cheem_jax.run_config import make_networks
-from studies.heads.theory import match_probability, match_with_unequal_rivals
+from studies.heads.theory import match_probability, match_with_unequal_others
 
 GLOBAL_HEADS = ("ewc", "moal", "coda_prompt", "dualprompt", "l2p")
 """Methods that compute comparable logits of all classes with one pass and one head."""
 
 FEW = 10
-"""Classes with fewer images have no separate normal fit."""
+"""Minimum number of images of a class for a separate normal fit."""
 
 
 class Margins(NamedTuple):
     """Statistics of the logits of one task's test images."""
 
     task: str
-    num_rivals: int
-    """Classes of other tasks."""
+    num_others: int
+    """Number of classes of other tasks."""
     best_own: Float[np.ndarray, "N"]
     """Largest logit within the task, the paper's Z*."""
-    best_rival: Float[np.ndarray, "N"]
+    best_other: Float[np.ndarray, "N"]
     """Largest logit of all other classes."""
-    rival_mean: float
-    """Over images and rivals."""
-    rival_std: float
+    other_mean: float
+    """Mean over images and other classes."""
+    other_std: float
     accuracy: float
-    """By the largest logit of all classes, in [0, 1]."""
+    """Accuracy in [0, 1] of the largest logit of all classes."""
     local_accuracy: float
-    """By the largest logit within the task."""
+    """Accuracy in [0, 1] of the largest logit within the task."""
     predicted_by_class: float
-    """Match probability if each rival has a separate mean and deviation for each true class."""
+    """Match probability if every other class has a separate mean and deviation for each true
+    class."""
 
     @property
     def margin(self) -> Float[np.ndarray, "N"]:
-        """Above 0 if the argmax within the task is that over all classes."""
-        return self.best_own - self.best_rival
+        """Difference of the best logits; above 0 if the argmax within the task is the argmax over
+        all classes."""
+        return self.best_own - self.best_other
 
 
 class Fit(NamedTuple):
-    """Mean and standard deviation of the best logit within the task and of a rival's."""
+    """Mean and standard deviation of the best logit within the task and of the logit of another
+    class."""
 
     local_mean: float
     local_std: float
-    rival_mean: float
-    rival_std: float
+    other_mean: float
+    other_std: float
 
     @property
     def gap(self) -> float:
-        return self.local_mean - self.rival_mean
+        return self.local_mean - self.other_mean
 
     @property
     def scaled_gap(self) -> float:
-        """The gap over the root mean square of both deviations."""
-        return self.gap / float(np.sqrt((self.local_std**2 + self.rival_std**2) / 2))
+        """Gap divided by the root mean square of both deviations."""
+        return self.gap / float(np.sqrt((self.local_std**2 + self.other_std**2) / 2))
 
-    def match(self, num_rivals: int) -> float:
-        """P(Z* exceeds all rivals) for normal and independent logits."""
-        return match_probability(self.gap, self.local_std, self.rival_std, num_rivals)
+    def match(self, num_others: int) -> float:
+        """Compute P(Z* exceeds the logits of all other classes) for normal and independent
+        logits."""
+        return match_probability(self.gap, self.local_std, self.other_std, num_others)
 
 
 class Measured(NamedTuple):
-    """A run with the margins of its tasks; without margins if every task has a separate head."""
+    """A run with the margins of its tasks; there are none if every task has a separate head."""
 
     run: RunRecord
     margins: Sequence[Margins]
@@ -89,9 +94,10 @@ class Measured(NamedTuple):
 def margins_of(
     task: str, logits: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"], first: int, num: int
 ) -> Margins:
-    """Margins from the logits of all classes; columns `first` to `first + num` are the task's.
+    """Compute margins from the logits of all classes; columns `first` to `first + num` are those of
+    the task.
 
-    Raises ValueError for non-finite logits and without a rival.
+    Raises ValueError for non-finite logits and if there is no other class.
     """
     if not np.isfinite(logits).all():
         raise ValueError(
@@ -104,52 +110,53 @@ def margins_of(
         )
     logits = logits.astype(np.float64)
     local = logits[:, first : first + num]
-    rivals = np.delete(logits, np.s_[first : first + num], axis=1)
+    others = np.delete(logits, np.s_[first : first + num], axis=1)
     return Margins(
         task,
-        rivals.shape[1],
+        others.shape[1],
         local.max(axis=1),
-        rivals.max(axis=1),
-        float(rivals.mean()),
-        float(rivals.std()),
+        others.max(axis=1),
+        float(others.mean()),
+        float(others.std()),
         accuracy=float((logits.argmax(axis=1) == first + labels).mean()),
         local_accuracy=float((local.argmax(axis=1) == labels).mean()),
-        predicted_by_class=by_class(local.max(axis=1), rivals, labels),
+        predicted_by_class=by_class(local.max(axis=1), others, labels),
     )
 
 
 def by_class(
-    best: Float[np.ndarray, "N"], rivals: Float[np.ndarray, "N M"], labels: Int[np.ndarray, "N"]
+    best: Float[np.ndarray, "N"], others: Float[np.ndarray, "N M"], labels: Int[np.ndarray, "N"]
 ) -> float:
-    """Match probability from separate normal fits of Z* and of each rival for each true class.
+    """Compute the match probability from separate normal fits of Z* and of the logits of every
+    other class for each true class.
 
-    Rare classes share one fit; they are left out if they have too few images even together, because
+    Rare classes share one fit. They are left out if they have too few images even together, because
     such a fit would only repeat the images.
     """
     groups = np.where(np.bincount(labels)[labels] < FEW, -1, labels)
     probabilities = []
     sizes = []
     for group in np.unique(groups):
-        z, others = best[groups == group], rivals[groups == group]
+        z, logits = best[groups == group], others[groups == group]
         if len(z) >= min(FEW, len(labels)):
             sizes.append(len(z))
             probabilities.append(
-                match_with_unequal_rivals(
-                    float(z.mean()), float(z.std()), others.mean(axis=0), others.std(axis=0)
+                match_with_unequal_others(
+                    float(z.mean()), float(z.std()), logits.mean(axis=0), logits.std(axis=0)
                 )
             )
     return float(np.average(probabilities, weights=sizes))
 
 
 def fit_of(parts: Sequence[Margins]) -> Fit:
-    """Normal fits of the logits of one task, or of several tasks together."""
+    """Fit normal distributions to the logits of one task, or of more than one task together."""
     best = np.concatenate([margins.best_own for margins in parts])
     weights = np.array(
-        [len(margins.best_own) * margins.num_rivals for margins in parts], np.float64
+        [len(margins.best_own) * margins.num_others for margins in parts], np.float64
     )
     means, stds = (
         np.array([getattr(margins, name) for margins in parts])
-        for name in ("rival_mean", "rival_std")
+        for name in ("other_mean", "other_std")
     )
     mean = np.average(means, weights=weights)
     variance = np.average(stds**2 + (means - mean) ** 2, weights=weights)
@@ -157,10 +164,11 @@ def fit_of(parts: Sequence[Margins]) -> Fit:
 
 
 def summary(parts: Sequence[Margins]) -> dict[str, Any]:
-    """Measured and predicted probabilities, in [0, 1], of one task or of several together.
+    """Summarise measured and predicted probabilities in [0, 1] of one task, or of more than one
+    task together.
 
-    `predicted` uses one normal fit for all; it is the mean over images of the match probability for
-    their number of rivals.
+    `predicted` uses one normal fit for all tasks; it is the mean over images of the match
+    probability for their number of other classes.
     """
     fit = fit_of(parts)
     margin = np.concatenate([margins.margin for margins in parts])
@@ -171,13 +179,13 @@ def summary(parts: Sequence[Margins]) -> dict[str, Any]:
 
     return {
         "images": len(margin),
-        "rivals": mean([margins.num_rivals for margins in parts]),
+        "others": mean([margins.num_others for margins in parts]),
         **fit._asdict(),
         "scaled_gap": fit.scaled_gap,
         "margin_mean": float(margin.mean()),
         "margin_std": float(margin.std()),
         "match": float((margin >= 0).mean()),
-        "predicted": mean([fit.match(margins.num_rivals) for margins in parts]),
+        "predicted": mean([fit.match(margins.num_others) for margins in parts]),
         "predicted_by_class": mean([margins.predicted_by_class for margins in parts]),
         "accuracy": mean([margins.accuracy for margins in parts]),
         "local_accuracy": mean([margins.local_accuracy for margins in parts]),
@@ -185,14 +193,14 @@ def summary(parts: Sequence[Margins]) -> dict[str, Any]:
 
 
 def by_task(measured: Measured) -> list[dict[str, Any]]:
-    """The summary of each task of a run, with stream, backbone, method and seed."""
+    """Return the summary of each task of a run, with stream, backbone, method and seed."""
     (stream, backbone), seed = measured.run.place, measured.run.results["seed"]
     about = {"stream": stream, "backbone": backbone, "method": measured.method, "seed": seed}
     return [{**about, "task": margins.task, **summary([margins])} for margins in measured.margins]
 
 
 def check_same(run: RunRecord, stream: Stream, pretrained: Pretrained) -> None:
-    """ValueError for other images, labels or weights than the run's."""
+    """Raise ValueError if images, labels or weights differ from those of the run."""
     expected = run.config["data_sha256"]
     actual = {task.name: data_hash(task) for task in stream.tasks}
     if other := [
@@ -218,9 +226,10 @@ def measure(
     pretrained: Pretrained,
     workshop: dict[Any, FrozenNetworks] | None = None,
 ) -> list[Margins]:
-    """Margins of every task after the last one, from the run's checkpoints and images.
+    """Measure the margins of every task after the last one, from the run's checkpoints and images.
 
-    Raises ValueError for other images or weights than the run's and for incomplete checkpoints.
+    Raises ValueError if images or weights differ from those of the run, and for incomplete
+    checkpoints.
     """
     check_same(run, stream, pretrained)
     name = run.results["method"]

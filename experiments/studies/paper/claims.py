@@ -1,7 +1,9 @@
-"""The paper's claims checked on collected runs: one difference, its interval and a verdict per row.
+"""The paper's claims, checked on collected runs: every row has a difference, its interval and a
+verdict.
 
-A verdict compares the 95 % interval with the values that agree with the claim: confirmed if it is
-inside, refuted if it is outside, else not decided. Fewer than MIN_SEEDS seeds decide nothing.
+A verdict compares the 95 % interval with the values that agree with the claim: the claim is
+confirmed if the interval is inside of their range, refuted if it is outside, and not decided
+otherwise. With fewer than MIN_SEEDS seeds no claim is decided.
 """
 
 import math
@@ -14,7 +16,7 @@ from cheem_jax.core.architecture import from_strings
 from cheem_jax.report.table import METHODS, NONE, Grid
 from studies.paper.collected import Cell, Cells, Collected
 from studies.paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
-from studies.paper.printed import TOLD_METHOD, printed
+from studies.paper.printed import UPPER_BOUND, printed
 
 CONFIRMED = "confirmed"
 REFUTED = "refuted"
@@ -27,14 +29,14 @@ CHEEM = Cell("cheem")
 CLOSED_FORM = Cell("cheem", "closed-form score")
 """CHEEM with the search of `quick_plus`."""
 Range = tuple[float, float]
-"""Values that agree with a claim, the ends excluded."""
+"""Range of the values that agree with a claim, without its ends."""
 POSITIVE: Range = (0.0, math.inf)
 NEGATIVE: Range = (-math.inf, 0.0)
 EQUAL: Range = (-0.01, math.inf)
-"""At most one point less accurate."""
+"""Differences that count as equal accuracy: CHEEM is at most one point less accurate."""
 COLLAPSE: Range = (0.20, math.inf)
 SAME: Range = (-0.02, 0.02)
-"""Differences in accuracy between orders of the tasks that count as none."""
+"""Differences in accuracy between orders of the tasks that count as no difference."""
 
 
 class Verdict(NamedTuple):
@@ -45,9 +47,10 @@ class Verdict(NamedTuple):
     estimate: Estimate | None = None
     seeds: tuple[int, ...] = ()
     unit: str = "points"
-    """`points` for fractions, which are shown in %; any other value is shown unscaled."""
+    """Unit of the estimate. With `points`, estimates are fractions and shown in %; with any other
+    unit, estimates are shown unscaled."""
     missing: str = ""
-    """The reason why there is no estimate."""
+    """Reason why there is no estimate."""
 
 
 def verdict(estimate: Estimate, agree: Range) -> str:
@@ -61,10 +64,10 @@ def verdict(estimate: Estimate, agree: Range) -> str:
 
 
 def largest_gap() -> float:
-    """The paper's largest gap between CHEEM and full fine-tuning: a fraction."""
+    """Return the paper's largest gap between CHEEM and full fine-tuning as a fraction."""
     table = printed()["upper_bounds"]
     gaps = [
-        table[cell._replace(method=TOLD_METHOD)].value - number.value
+        table[cell._replace(method=UPPER_BOUND)].value - number.value
         for cell, number in table.items()
         if cell.method == "cheem" and cell.measure == "average_accuracy"
     ]
@@ -74,7 +77,7 @@ def largest_gap() -> float:
 def pairs_of(
     cells: Cells, ours: Cell, theirs: Cell
 ) -> tuple[dict[int, tuple[Collected, Collected]], str]:
-    """Runs of both cells by common seed, or why there are none."""
+    """Return the runs of both cells, keyed by common seed, and the reason if there are none."""
     if missing := [cell.title for cell in (ours, theirs) if cell not in cells]:
         return {}, f"no run of {' and of '.join(missing)}"
     common = cells[ours].keys() & cells[theirs].keys()
@@ -89,18 +92,21 @@ def compare(
     theirs: Cell,
     agree: Range = POSITIVE,
     *,
-    given: tuple[bool, bool] = (False, False),
+    with_task_ids: tuple[bool, bool] = (False, False),
 ) -> Verdict:
-    """Difference in average accuracy, paired by seed and test image.
+    """Estimate the difference in average accuracy, paired by seed and test image.
 
-    `given`: whether each side has the task ID.
+    `with_task_ids` tells for each side whether the task ID is given.
     """
     pairs, missing = pairs_of(cells, ours, theirs)
     if missing:
         return Verdict(compared, NOT_RUN, missing=missing)
     order = next(iter(pairs.values()))[0].run.order
     a, b = (
-        [pair[side].correct_by_task(order, given=given[side]) for pair in pairs.values()]
+        [
+            pair[side].correct_by_task(order, with_task_id=with_task_ids[side])
+            for pair in pairs.values()
+        ]
         for side in (0, 1)
     )
     estimate = accuracy_difference(a, b)
@@ -108,12 +114,13 @@ def compare(
 
 
 def searches(cells: Cells) -> list[Cell]:
-    """CHEEM with each search that was run; the paper's if neither was."""
+    """Return the cells of CHEEM with each search that was run, or the cell of the paper's search if
+    none was run."""
     return [cell for cell in (CHEEM, CLOSED_FORM) if cell in cells] or [CHEEM]
 
 
 def better_than(method: str) -> Callable[[Cells], list[Verdict]]:
-    """CHEEM's average accuracy minus that of a method."""
+    """Compare CHEEM's average accuracy with that of a method."""
     return lambda cells: [
         compare(f"{ours.title} − {METHODS[method]}", cells, ours, Cell(method))
         for ours in searches(cells)
@@ -121,7 +128,8 @@ def better_than(method: str) -> Callable[[Cells], list[Verdict]]:
 
 
 def close_to_the_bound(cells: Cells) -> list[Verdict]:
-    """CHEEM minus full fine-tuning, with the task ID given to both and to the bound alone."""
+    """Compare CHEEM with full fine-tuning, with the task ID given to both, and to full fine-tuning
+    only."""
     sides = {
         "task ID given to both": (True, True),
         "task ID given to the latter alone, as in the paper": (False, True),
@@ -132,18 +140,18 @@ def close_to_the_bound(cells: Cells) -> list[Verdict]:
             f"{ours.title} − full fine-tuning, {side}",
             cells,
             ours,
-            Cell(TOLD_METHOD),
+            Cell(UPPER_BOUND),
             agree,
-            given=given,
+            with_task_ids=with_task_ids,
         )
         for ours in searches(cells)
-        for side, given in sides.items()
+        for side, with_task_ids in sides.items()
     ]
 
 
 def easy_tasks_skip_more(cells: Cells) -> list[Verdict]:
-    """Rank correlation over tasks between the accuracy of frozen heads, the task ID given, and the
-    number of blocks with Skip."""
+    """Correlate, over tasks, the rank of the accuracy of frozen heads with the task ID given and
+    the rank of the number of blocks with Skip."""
     return [_skips(cells, ours) for ours in searches(cells)]
 
 
@@ -157,7 +165,7 @@ def _skips(cells: Cells, ours: Cell) -> Verdict:
         if "frozen_linear" in results["references"]:
             accuracies[seed] = results["references"]["frozen_linear"]["local_accuracy"][-1]
         elif heads is not None:
-            correct = heads.correct_by_task(collected.run.order, given=True)
+            correct = heads.correct_by_task(collected.run.order, with_task_id=True)
             accuracies[seed] = [float(task.mean()) for task in correct]
         else:
             continue
@@ -180,8 +188,8 @@ def _skips(cells: Cells, ours: Cell) -> Verdict:
 
 
 def fewer_parameters_than_uniform(cells: Cells) -> list[Verdict]:
-    """HEE minus uniform sampling, for every search that ran with both: average accuracy, and
-    parameters added per task."""
+    """Compare HEE with uniform sampling for every search that was run with both: average accuracy,
+    and parameters added per task."""
     both = [ours for ours in searches(cells) if _uniform(ours) in cells] or searches(cells)[:1]
     return [row for ours in both for row in _without_hee(cells, ours)]
 
@@ -210,7 +218,7 @@ def _without_hee(cells: Cells, ours: Cell) -> list[Verdict]:
 
 
 def prompts_collapse(cells: Cells) -> list[Verdict]:
-    """Methods with one head over all tasks, below S-Prompts and below frozen heads."""
+    """Compare methods with one head over all tasks with S-Prompts and with frozen heads."""
     return [
         compare(f"{METHODS[sound]} − {METHODS[method]}", cells, Cell(sound), Cell(method), COLLAPSE)
         for sound in ("s_prompts", "frozen_linear")
@@ -219,7 +227,7 @@ def prompts_collapse(cells: Cells) -> list[Verdict]:
 
 
 def insensitive_to_the_order(cells: Cells) -> list[Verdict]:
-    """CHEEM in every other order of the tasks minus the same search in the usual order."""
+    """Compare CHEEM in every other order of the tasks with the same search in the usual order."""
     return [
         compare(f"{cell.title} − usual order", cells, cell, usual, SAME)
         for cell in cells
@@ -241,12 +249,12 @@ CLAIMS: dict[str, Callable[[Cells], list[Verdict]]] = {
         better_than("frozen_linear")
     ),
 }
-"""In the order of the page, which states the rules."""
+"""Functions that check the claims, in the order of the page, which states the rules."""
 NUMBERS = ("measured", "95 % interval", "over tasks", "p", "by seed")
 
 
 def claim_grid(cells: Cells) -> Grid:
-    """A row per comparison, without claims that were not run."""
+    """Make a row per comparison, without claims that were not run."""
     rows = []
     for claim, check in CLAIMS.items():
         verdicts = check(cells)
@@ -259,7 +267,7 @@ def claim_grid(cells: Cells) -> Grid:
 
 
 def number_cells(row: Verdict) -> Sequence[str]:
-    """The cells of a row below `NUMBERS`."""
+    """Return the cells of a row in the columns `NUMBERS`."""
     estimate = row.estimate
     if estimate is None:
         return row.missing, *[NONE] * (len(NUMBERS) - 1)

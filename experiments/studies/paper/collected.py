@@ -1,8 +1,8 @@
-"""The publishable part of finished runs: its format, and how it is read.
+"""The publishable part of finished runs: its format and its reader.
 
-The folder of a run has `results.json` and `config.json` as the run wrote them, `record.json`
-(command, data and conditions, without paths of one machine) and `right.npz`, one bit per test
-image: whether the prediction is correct. It has no image and no label.
+The folder of a run contains `results.json` and `config.json` as the run wrote them, `record.json`
+(command, data and conditions, without paths of this machine), and `right.npz` with one bit per test
+image, which tells whether the prediction is correct. It contains no image and no label.
 """
 
 import io
@@ -19,26 +19,26 @@ from cheem_jax.report.finished import RunRecord, check_comparable, order_names, 
 from cheem_jax.report.table import METHODS
 
 Correct = tuple[Bool[np.ndarray, "_"], ...]
-"""By task: whether the prediction of each test image is correct."""
+"""For each task, whether the prediction of each test image is correct."""
 
 
 class Collected(NamedTuple):
-    """A collected run, with its correct predictions, task-agnostic and with the task ID given."""
+    """A collected run with its correct predictions, task-agnostic and with the task ID given."""
 
     run: RunRecord
     record: Mapping[str, Any]
     correct: Correct
     correct_given: Correct
 
-    def correct_by_task(self, order: Sequence[str], *, given: bool) -> Correct:
-        """Correct predictions in this order of the tasks."""
-        correct = self.correct_given if given else self.correct
+    def correct_by_task(self, order: Sequence[str], *, with_task_id: bool) -> Correct:
+        """Return the correct predictions with the tasks in this order."""
+        correct = self.correct_given if with_task_id else self.correct
         by_name = dict(zip(self.run.order, correct, strict=True))
         return tuple(by_name[name] for name in order)
 
 
 class Cell(NamedTuple):
-    """The common part of runs that differ in their seeds."""
+    """The identity of runs that differ only in their seeds."""
 
     method: str
     variant: str = ""
@@ -46,38 +46,39 @@ class Cell(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name of a table's row."""
+        """Title of the row in a table."""
         parts = (METHODS[self.method], self.variant, self.order)
         return ", ".join(part for part in parts if part not in ("", "default"))
 
 
 Cells = Mapping[Cell, Mapping[int, Collected]]
-"""Runs by cell and seed, in the order of the methods' table."""
+"""Runs, keyed by cell and seed, in the order of the table of methods."""
 
 
 def is_usual(cells: Cells, cell: Cell) -> bool:
-    """Whether runs have a method's own settings; a lighter router is one of them, an ablation is
-    not."""
+    """Return whether the runs of a cell have the usual settings of their method. A lighter router
+    is usual, an ablation is not."""
     run = next(iter(cells[cell].values())).run.results
     return cell.order == "default" and cell.variant in ("", run["router"])
 
 
 COMPARED = ("closed-form score", "uniform, closed-form score", "from the nearest task")
-"""Variants that are compared like methods."""
+"""Variants that are compared as if they were methods."""
 
 
 def is_compared(cells: Cells, cell: Cell) -> bool:
-    """Whether runs are compared with other methods; an ablation is not."""
+    """Return whether the runs of a cell are compared with other methods; an ablation is not."""
     return is_usual(cells, cell) or (cell.order == "default" and cell.variant in COMPARED)
 
 
 def usual_cell(cells: Cells, method: str) -> Cell | None:
-    """The runs of a method with its own settings, if there are any."""
+    """Return the cell of a method with its usual settings; None if it was not run."""
     return next((cell for cell in cells if cell.method == method and is_usual(cells, cell)), None)
 
 
 def load(folder: Path) -> Cells:
-    """All collected runs; ValueError for a corrupted run and for runs that cannot be compared."""
+    """Load all collected runs. Raises ValueError for a corrupted run and for runs that cannot be
+    compared."""
     if not folder.is_dir():
         raise ValueError(
             f"--results names {folder}, which is not a folder; expected one that collect.py wrote"
@@ -121,14 +122,14 @@ def _load(run: RunRecord) -> Collected:
         record = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error}); collect the run again") from error
-    correct, given = unpack(run.directory / "right.npz")
-    check_correct(run, correct, given)
-    return Collected(run, record, correct, given)
+    correct, correct_given = unpack(run.directory / "right.npz")
+    check_correct(run, correct, correct_given)
+    return Collected(run, record, correct, correct_given)
 
 
-def check_correct(run: RunRecord, correct: Correct, given: Correct) -> None:
-    """ValueError unless the accuracies of the results follow from the correct predictions."""
-    for name, by_task in (("accuracy", correct), ("local_accuracy", given)):
+def check_correct(run: RunRecord, correct: Correct, correct_given: Correct) -> None:
+    """Raise ValueError unless the accuracies in the results follow from the correct predictions."""
+    for name, by_task in (("accuracy", correct), ("local_accuracy", correct_given)):
         recorded = run.results[name][-1]
         shares = [float(task.mean()) for task in by_task]
         if len(shares) != len(recorded) or not np.allclose(shares, recorded, rtol=0, atol=1e-9):
@@ -139,20 +140,21 @@ def check_correct(run: RunRecord, correct: Correct, given: Correct) -> None:
             )
 
 
-def pack(correct: Correct, given: Correct) -> bytes:
-    """An uncompressed npz with one bit per image: its bytes depend on the predictions alone."""
+def pack(correct: Correct, correct_given: Correct) -> bytes:
+    """Return an uncompressed npz file with one bit per image; its bytes depend only on the
+    predictions."""
     stream = io.BytesIO()
     arrays = {
         "num_images": np.array([len(task) for task in correct], np.int32),
         "right": np.packbits(np.concatenate(correct)),
-        "right_given": np.packbits(np.concatenate(given)),
+        "right_given": np.packbits(np.concatenate(correct_given)),
     }
     np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
     return stream.getvalue()
 
 
 def unpack(file: Path) -> tuple[Correct, Correct]:
-    """The inverse of `pack`."""
+    """Read a file that `pack` made."""
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             sizes = arrays["num_images"]
@@ -164,5 +166,5 @@ def unpack(file: Path) -> tuple[Correct, Correct]:
                 raise ValueError("it contains fewer bits than images")
     except (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file} cannot be read ({error}); collect the run again") from error
-    correct, given = (tuple(np.split(one, np.cumsum(sizes)[:-1])) for one in bits)
-    return correct, given
+    correct, correct_given = (tuple(np.split(one, np.cumsum(sizes)[:-1])) for one in bits)
+    return correct, correct_given

@@ -1,11 +1,12 @@
-"""Differences between methods, with intervals, from runs that share seeds, tasks and test images.
+"""Differences between methods, with intervals, from runs with the same seeds, tasks and test
+images.
 
 The bootstrap resamples seeds and, independently, the images within each task or the tasks. One
 resample of images or tasks applies to every seed and to both sides, because all of them had the
-same ones. A bootstrap over few seeds underestimates their spread. With two or more seeds, the
-interval therefore also contains Student's t interval over the means of the seeds, and the p of a
-difference is the larger one of both. Differences in accuracy have a second, wider interval for
-which the tasks are resampled, too.
+same images and tasks. A bootstrap over few seeds underestimates their spread. With two or more
+seeds, the interval therefore also contains Student's t interval over the means of the seeds, and
+the p of a difference is the larger p of both. Differences in accuracy have a second, wider interval
+for which the tasks are resampled, too.
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,10 @@ RESAMPLES = 10_000
 SEED = 20_261
 LEVEL = 0.95
 ROUNDING = 1e-12
-"""Resampled values below this count as zero."""
+"""Resampled values of at most this size count as zero."""
 
 BySeed = Sequence[Sequence[Bool[np.ndarray, "_"]]]
-"""By seed and task: whether the prediction of each test image is correct."""
+"""For each seed and task, whether the prediction of each test image is correct."""
 
 
 class Estimate(NamedTuple):
@@ -34,14 +35,14 @@ class Estimate(NamedTuple):
     p: float
     per_seed: tuple[float, ...]
     over_tasks: tuple[float, float] | None = None
-    """The interval if the tasks are resampled, too."""
+    """Interval if the tasks are resampled, too."""
 
 
 def accuracy_difference(ours: BySeed, theirs: BySeed, *, resamples: int = RESAMPLES) -> Estimate:
-    """Mean over tasks of the accuracy of `ours` minus that of `theirs`: a fraction.
+    """Estimate the mean over tasks of the accuracy of `ours` minus that of `theirs`, as a fraction.
 
-    Element s of both sides is one seed. The interval of a single seed is over test images alone.
-    Raises ValueError if seeds, tasks or images differ in number.
+    Item s of both sides is one seed. The interval of a single seed is over test images only. Raises
+    ValueError if the sides differ in the number of seeds, tasks or images.
     """
     sizes = [[[len(task) for task in seed] for seed in side] for side in (ours, theirs)]
     if (
@@ -66,7 +67,8 @@ def accuracy_difference(ours: BySeed, theirs: BySeed, *, resamples: int = RESAMP
             ],
             axis=1,
         )  # [N, S]
-        # images with equal leads in all seeds are interchangeable, so their counts are sampled
+        # images with identical differences in all seeds are interchangeable, so their counts are
+        # sampled
         patterns, counts = np.unique(lead, axis=0, return_counts=True)
         images = rng.multinomial(len(lead), counts / len(lead), size=resamples) / len(lead)
         resampled[:, task] = ((images @ patterns) * seeds).sum(axis=1)
@@ -78,7 +80,8 @@ def accuracy_difference(ours: BySeed, theirs: BySeed, *, resamples: int = RESAMP
 
 
 def mean_difference(ours: Float[np.ndarray, "S T"], theirs: Float[np.ndarray, "S T"]) -> Estimate:
-    """Mean difference over seeds and tasks of a measure without images; both are resampled."""
+    """Estimate the mean difference over seeds and tasks of a measure that has no images; seeds and
+    tasks are resampled."""
     rng = np.random.default_rng(SEED)
     lead = ours - theirs
     num_seeds, num_tasks = lead.shape
@@ -88,10 +91,11 @@ def mean_difference(ours: Float[np.ndarray, "S T"], theirs: Float[np.ndarray, "S
 
 
 def rank_correlation(x: Float[np.ndarray, "S T"], y: Float[np.ndarray, "S T"]) -> Estimate:
-    """Spearman's coefficient over tasks, mean over seeds; the interval resamples both.
+    """Estimate Spearman's coefficient over tasks, as a mean over seeds; seeds and tasks are
+    resampled.
 
-    p is that of permuted tasks, one permutation for all seeds. Raises ValueError for a row of equal
-    values, which has no coefficient.
+    p is that of permuted tasks, with one permutation for all seeds. Raises ValueError for a row of
+    identical values, which has no coefficient.
     """
     if any(np.ptp(row) == 0 for row in (*x, *y)):
         raise ValueError("a rank correlation needs at least two different values in every row")
@@ -108,15 +112,15 @@ def rank_correlation(x: Float[np.ndarray, "S T"], y: Float[np.ndarray, "S T"]) -
 
 
 def _shares(rng: np.random.Generator, num: int, resamples: int) -> Float[np.ndarray, "R N"]:
-    """How often each of `num` things is in a resample, divided by `num`."""
+    """Return how often each of `num` items is in a resample, divided by `num`."""
     return rng.multinomial(num, np.full(num, 1 / num), size=resamples) / num
 
 
 def _spearman(
     x: Float[np.ndarray, "*X T"], y: Float[np.ndarray, "*Y T"]
 ) -> Float[np.ndarray, "*Z"]:
-    """Spearman's coefficient over the last axis, ties at their mean rank; 0 for a constant side,
-    which a resample can have."""
+    """Compute Spearman's coefficient over the last axis, with ties at their mean rank. It is 0 if
+    one side is constant, which a resample can be."""
     a, b = (rankdata(values, axis=-1) for values in (x, y))
     a, b = (ranks - ranks.mean(axis=-1, keepdims=True) for ranks in (a, b))
     scale = np.sqrt((a**2).sum(axis=-1) * (b**2).sum(axis=-1))

@@ -1,19 +1,21 @@
-"""The paper's printed numbers, read from `numbers.csv`, and figures of merit from them."""
+"""The paper's printed numbers, read from `numbers.csv`, and figures of merit that follow from
+them."""
 
 import csv
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from cheem_jax.core import metrics
 
-TOLD_METHOD = "full_finetune"
-"""The upper bound of the figure of merit, which is given the task ID."""
+UPPER_BOUND = "full_finetune"
+"""Upper bound in the figure of merit; it is given the task ID."""
 
 
 class Cell(NamedTuple):
-    """The place of a number; `variant` is a placement, a sampling, a router or a task order."""
+    """The identity of a number; `variant` is a placement, a sampling, a router or an order of
+    tasks."""
 
     stream: str
     backbone: str
@@ -24,12 +26,12 @@ class Cell(NamedTuple):
 
 
 class Printed(NamedTuple):
-    """A printed number: accuracy and forgetting in %, FLOPs in G, added parameters in %, hours per
+    """A printed number: accuracy and forgetting in %, GFLOPs, added parameters in %, or hours per
     task."""
 
     value: float
     text: str
-    """The number with its standard deviation, if the paper prints one."""
+    """The number, with its standard deviation if the paper prints one."""
 
 
 NOTES = {
@@ -52,12 +54,12 @@ NOTES = {
         " seed, and the table is a mean over three."
     ),
 }
-"""Inconsistencies inside the paper, by table."""
+"""Inconsistencies in the paper, keyed by table."""
 
 
 @functools.cache
 def printed() -> Mapping[str, Mapping[Cell, Printed]]:
-    """Every printed number by table and cell."""
+    """Read every printed number, keyed by table and cell."""
     tables: dict[str, dict[Cell, Printed]] = {}
     with (Path(__file__).parent / "numbers.csv").open(newline="") as file:
         for row in csv.DictReader(file):
@@ -71,11 +73,11 @@ def printed() -> Mapping[str, Mapping[Cell, Printed]]:
 
 
 VARIANTS = {"full": "", "placement": "mlp_down", "breakdown": "", "upper_bounds": "", "clip": ""}
-"""Tables by precision, the most digits first, with the variant of the usual CHEEM."""
+"""Tables, those with the most digits first, with the variant of the usual CHEEM."""
 
 
 def recomputed_fom(stream: str, backbone: str, method: str) -> float | None:
-    """CHEEM's figure of merit against a method, from the printed accuracies and FLOPs."""
+    """Compute CHEEM's figure of merit against a method from the printed accuracies and FLOPs."""
 
     def number(name: str, measure: str) -> float | None:
         cell = Cell(stream, backbone, name, measure)
@@ -85,11 +87,14 @@ def recomputed_fom(stream: str, backbone: str, method: str) -> float | None:
         )
         return next((one.value for one in cells if one is not None), None)
 
+    return figure_of_merit(number, method)
+
+
+def figure_of_merit(number: Callable[[str, str], float | None], method: str) -> float | None:
+    """Compute CHEEM's figure of merit against a method; None if a number is missing. `number`
+    returns a measure of a method."""
     values = (
-        number(TOLD_METHOD, "average_accuracy"),
-        number("cheem", "average_accuracy"),
-        number("cheem", "flops"),
-        number(method, "average_accuracy"),
-        number(method, "flops"),
+        number(UPPER_BOUND, "average_accuracy"),
+        *(number(name, key) for name in ("cheem", method) for key in ("average_accuracy", "flops")),
     )
     return None if None in values else metrics.figure_of_merit(*values)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""The tables and the figure of a page of results, from collected runs."""
+"""The tables and the figure of a page of results, made from collected runs."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ Results = Mapping[str, Any]
 
 
 class Row(NamedTuple):
-    """A row of the tables: the results of one cell's runs."""
+    """A row of the tables: the results of the runs of one cell."""
 
     cell: Cell
     title: str
@@ -48,10 +48,10 @@ def write_results(results: Path, page: Path) -> int:
 
 
 def tables_of(results: Path) -> dict[str, str]:
-    """Markdown tables by name.
+    """Make the Markdown tables, keyed by name.
 
-    Next to the folder `results` can be `routers.json` of `router_study.py` and `chosen.json` of
-    `compare.py --choose`.
+    The `routers.json` of `router_study.py` and the `chosen.json` of `compare.py --choose` can be
+    next to the folder `results`.
     """
     cells = load(results)
     rows = rows_of(cells)
@@ -70,7 +70,7 @@ def tables_of(results: Path) -> dict[str, str]:
 
 
 def rows_of(cells: Cells) -> list[Row]:
-    """All cells; ablations and other orders are last."""
+    """Return the rows of all cells; ablations and other orders are last."""
     if not any(is_usual(cells, cell) for cell in cells):
         raise ValueError("no collected run has a method's own settings and order; collect one")
     rows = [
@@ -97,7 +97,8 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def method_grid(rows: Sequence[Row], cells: Cells) -> Grid:
-    """Means over runs, and the lead of CHEEM: of the search of `quick_plus` if it was run."""
+    """Make the table of means over runs and of the lead of CHEEM, with the search of `quick_plus`
+    if it was run."""
     ours = searches(cells)[-1]
     lines = []
     for row, means in zip(
@@ -122,16 +123,19 @@ def _cell(name: str, value: Mapping[str, Any] | None, runs: Sequence[Results]) -
 
 
 def _lead(cell: Cell, cells: Cells, ours: Cell) -> str:
-    """CHEEM minus another method; next to an upper bound CHEEM is given the task ID, too."""
+    """Format CHEEM's accuracy minus that of another method. Compared with an upper bound, CHEEM is
+    given the task ID, too."""
     if cell == ours or ours not in cells:
         return NONE
     is_bound = cell.method in UPPER_BOUNDS
-    value, interval, *_ = number_cells(compare("", cells, ours, cell, given=(is_bound, is_bound)))
+    value, interval, *_ = number_cells(
+        compare("", cells, ours, cell, with_task_ids=(is_bound, is_bound))
+    )
     return value if interval == NONE else f"{value.removesuffix(' points')} ({interval})"
 
 
 def task_grid(rows: Sequence[Row]) -> Grid:
-    """A row per method, a column per task and the mean."""
+    """Make a row per method with a column per task and their mean."""
     tasks = rows[0].runs[0]["tasks"]
     names = [task["name"] for task in tasks]
     sizes = [f"{task['num_train']:,}, {len(task['classes'])}" for task in tasks]
@@ -160,8 +164,8 @@ LENGTHS = (
 
 
 def setting_grid(cells: Cells, chosen: Sequence[Mapping[str, Any]]) -> Grid:
-    """Epochs, learning rates and batch size of every method, the settings in which a variant
-    differs, and the values that were tried on validation images."""
+    """Make the table of the epochs, learning rates and batch size of every method, the settings in
+    which a variant differs, and the values that were tried on validation images."""
     tried: dict[str, list[str]] = {}
     for row in chosen:
         tried.setdefault(row["title"], []).append(_tried(row))
@@ -170,13 +174,13 @@ def setting_grid(cells: Cells, chosen: Sequence[Mapping[str, Any]]) -> Grid:
         usual = usual_cell(cells, cell.method)
         config = _config(cells, cell)
         if usual in (None, cell):
-            shown = [name for name in config if name.split(".")[-1] in LENGTHS]
+            names = [name for name in config if name.split(".")[-1] in LENGTHS]
             text = ""
         else:
             base = _config(cells, usual)
-            shown = [name for name, value in config.items() if base.get(name) != value]
+            names = [name for name, value in config.items() if base.get(name) != value]
             text = f"as {usual.title}, but for "
-        settings = [f"{name} {config[name]}" for name in shown]
+        settings = [f"{name} {config[name]}" for name in names]
         if cell.order != "default":
             order = next(iter(cells[cell].values())).run.order
             settings.append(f"the tasks in the order {' '.join(order)}")
@@ -189,7 +193,7 @@ def setting_grid(cells: Cells, chosen: Sequence[Mapping[str, Any]]) -> Grid:
 
 
 def _config(cells: Cells, cell: Cell) -> dict[str, Any]:
-    """The settings of a cell by dotted name."""
+    """Return the settings of a cell, keyed by dotted name."""
     run = next(iter(cells[cell].values())).run
     return flatten_dict(run.config.get(cell.method, {}), sep=".")
 
@@ -208,8 +212,8 @@ AGNOSTIC, GIVEN = "#1f77b4", "#c0792b"
 
 
 def accuracy_figure(rows: Mapping[str, Sequence[Results]], file: Path) -> None:
-    """A line per method: mean, standard deviation and a point per run, with the task ID inferred
-    and given."""
+    """Draw a line per method with the mean, the standard deviation and a point per run, with the
+    task ID inferred and given."""
     figure = Figure(figsize=(7.2, 1.5 + 0.42 * len(rows)), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     lowest = [100.0]
@@ -234,7 +238,7 @@ def accuracy_figure(rows: Mapping[str, Sequence[Results]], file: Path) -> None:
             axes.plot(values, heights, "o", color=INK, markersize=2.5, zorder=3)
     titles = [title.replace("$", r"\$").replace(" (", "\n(") for title in rows]
     axes.set_yticks(range(len(rows)), titles, color=INK, fontsize=9)
-    # positions are compared, not lengths, so the axis need not begin at 0
+    # positions are compared and not lengths, so the axis does not have to start at 0
     axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(10 * (min(lowest) // 10), 100))
     frame(axes, x="average accuracy after the last task, %", grid=True)
     labels = (

@@ -1,4 +1,4 @@
-"""What may be published of a run: answers as bits, settings without the places of one machine."""
+"""Published copies of runs: predictions as bits, and settings without paths of this machine."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,10 @@ from studies.paper.collected import load, pack, unpack
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A finished run and one that is not."""
-    pictures = write_pictures(tmp_path / "pictures", ("one", "two", "three"))
-    write_run(tmp_path / "runs/cheem/seed-0", pictures=pictures)
-    write_run(tmp_path / "runs/l2p/seed-0", pictures=pictures, method="l2p", planned=4)
+    """A finished run and an unfinished run."""
+    images = write_pictures(tmp_path / "images", ("one", "two", "three"))
+    write_run(tmp_path / "runs/cheem/seed-0", pictures=images)
+    write_run(tmp_path / "runs/l2p/seed-0", pictures=images, method="l2p", planned=4)
     return tmp_path / "runs"
 
 
@@ -25,12 +25,12 @@ def collected(runs: Path, to: Path) -> int:
     return collect.main(collect.Collect((runs,), to))
 
 
-def test_a_finished_run_is_collected_and_an_unfinished_one_left_out(runs, tmp_path, capsys):
+def test_a_finished_run_is_collected_and_an_unfinished_run_is_left_out(runs, tmp_path, capsys):
     assert collected(runs, tmp_path / "to") == 0
     said = capsys.readouterr().out.replace("\n", "")
     assert "seed-0: collected" in said and "left out" in said and "unfinished" in said
     [seeds] = load(tmp_path / "to").values()
-    # of twelve images one was sent to another task and another got a wrong class
+    # of twelve images, one is assigned to another task and one has a wrong class
     assert [(task.sum(), len(task)) for task in seeds[0].correct] == [(10, 12)] * 3
     assert [task.sum() for task in seeds[0].correct_given] == [11] * 3
     assert not seeds[0].correct[0][:2].any() and seeds[0].correct_given[0][0]
@@ -42,7 +42,7 @@ def test_a_finished_run_is_collected_and_an_unfinished_one_left_out(runs, tmp_pa
     ]
 
 
-def test_collecting_again_changes_nothing_and_a_changed_run_is_replaced(runs, tmp_path, capsys):
+def test_collecting_again_replaces_only_changed_runs(runs, tmp_path, capsys):
     collected(runs, tmp_path / "to")
     before = {
         file: (file.read_bytes(), file.stat().st_mtime_ns)
@@ -60,7 +60,7 @@ def test_collecting_again_changes_nothing_and_a_changed_run_is_replaced(runs, tm
     )
 
 
-def test_a_run_that_went_on_under_other_conditions_says_so(runs, tmp_path):
+def test_the_record_lists_changed_conditions_of_a_resumed_run(runs, tmp_path):
     record = Record(runs / "cheem/seed-0")
     for python in ("3.11", "3.12", "3.12"):
         conditions = {"code": {"version": "0.1.0"}, "versions": {"python": python}}
@@ -70,7 +70,7 @@ def test_a_run_that_went_on_under_other_conditions_says_so(runs, tmp_path):
     assert run.record["continued"] == ['versions.python is "3.11" there and "3.12" here']
 
 
-def test_no_place_of_the_machine_is_published(runs, tmp_path, capsys):
+def test_no_path_of_the_machine_is_published(runs, tmp_path, capsys):
     collected(runs, tmp_path / "to")
     text = "".join(file.read_text() for file in (tmp_path / "to").rglob("*.json"))
     assert str(tmp_path) not in text and '"stream": "DATA"' in text
@@ -83,7 +83,7 @@ def test_no_place_of_the_machine_is_published(runs, tmp_path, capsys):
     assert not (tmp_path / "other").exists()
 
 
-def test_paths_of_a_command_become_words():
+def test_paths_of_a_command_are_replaced_by_words():
     command = [
         "mtil.py",
         "--weights",
@@ -112,28 +112,30 @@ def test_paths_of_a_command_become_words():
 @pytest.mark.parametrize(
     "text", ["/home/me", "--flag=/tmp/x", "see ~/runs", r"C:\runs", "in (/srv)"]
 )
-def test_absolute_paths_are_noticed_anywhere(text):
+def test_absolute_paths_are_detected_anywhere(text):
     assert list(collect.absolute_paths({"a": [1, {"b": text}]})) == [text]
     assert not list(
         collect.absolute_paths({"classes": [text], "a": "cpu/gpu, 1 / 2, DATA/base.zip"})
     )
 
 
-def test_other_labels_and_damaged_answers_are_refused_with_the_reason(runs, tmp_path, capsys):
+def test_changed_labels_and_corrupted_predictions_are_refused_with_the_reason(
+    runs, tmp_path, capsys
+):
     answers = runs / "cheem/seed-0/answers.npz"
     whole = answers.read_bytes()
     answers.write_bytes(whole[:100])
     assert collected(runs, tmp_path / "to") == 1
     assert "answers.npz cannot be used" in capsys.readouterr().out.replace("\n", "")
     answers.write_bytes(whole)
-    (tmp_path / "pictures/two/test/cat/5.png").unlink()
+    (tmp_path / "images/two/test/cat/5.png").unlink()
     assert collected(runs, tmp_path / "to") == 1
     assert "files or labels changed since the run: two" in capsys.readouterr().out.replace(
         "\n", " "
     )
 
 
-def test_answers_of_another_moment_are_refused(runs, tmp_path, capsys):
+def test_predictions_that_do_not_match_the_results_are_refused(runs, tmp_path, capsys):
     file = runs / "cheem/seed-0/answers.npz"
     with np.load(file) as held:
         answers = {name: held[name] for name in held.files}
@@ -145,14 +147,16 @@ def test_answers_of_another_moment_are_refused(runs, tmp_path, capsys):
     )
 
 
-def test_bits_come_back_as_they_were(tmp_path):
+def test_unpacked_bits_are_those_that_were_packed(tmp_path):
     rng = np.random.default_rng(0)
-    right, given = (tuple(rng.random(size) < 0.5 for size in (3, 17, 8)) for _ in range(2))
-    (tmp_path / "right.npz").write_bytes(pack(right, given))
-    for came, went in zip(unpack(tmp_path / "right.npz"), (right, given), strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(came, went, strict=True))
+    right, correct_given = (tuple(rng.random(size) < 0.5 for size in (3, 17, 8)) for _ in range(2))
+    (tmp_path / "right.npz").write_bytes(pack(right, correct_given))
+    for unpacked, packed in zip(
+        unpack(tmp_path / "right.npz"), (right, correct_given), strict=True
+    ):
+        assert all(np.array_equal(a, b) for a, b in zip(unpacked, packed, strict=True))
 
 
-def test_two_runs_that_would_be_one_copy_are_refused(runs, tmp_path):
+def test_two_runs_with_the_same_destination_are_refused(runs, tmp_path):
     with pytest.raises(ValueError, match="two runs would be published as"):
         collect.main(collect.Collect((runs, runs), tmp_path / "to"))

@@ -1,4 +1,5 @@
-"""The tables of a page of results: paired estimates against worked values, and verdicts."""
+"""Tables of a page of results: paired estimates are compared with worked values, and verdicts with
+their intervals."""
 
 import json
 from collections.abc import Sequence
@@ -28,12 +29,13 @@ NAMES = ("one", "two", "three")
 
 
 def correct(*counts: int) -> np.ndarray:
-    """Correct, wrong, correct, ... in turn, as often as the counts say."""
+    """Make runs of correct, wrong, correct, ... predictions with these lengths."""
     return np.repeat(np.arange(len(counts)) % 2 == 0, counts)
 
 
 def test_the_interval_of_one_seed_is_the_analytic_one():
-    # of 400 images, 60 are correct for us alone and 20 for them alone: variance 0.2 - 0.1^2
+    # of 400 images, 60 are correct for our side only and 20 for the other side only: the variance
+    # is 0.2 - 0.1^2
     ours, theirs = [[correct(60, 20, 320)]], [[correct(0, 60, 340)]]
     estimate = accuracy_difference(ours, theirs)
     deviation = np.sqrt((0.2 - 0.1**2) / 400)
@@ -50,22 +52,24 @@ def test_tasks_have_equal_weights_and_an_interval_of_resampled_tasks():
         [[correct(1000), correct(10)]], [[correct(0, 1000), correct(10)]]
     )
     assert (estimate.value, estimate.low, estimate.high) == (0.5, 0.5, 0.5)
-    # half of 100 tasks are won by all images, half by none: only the choice of tasks matters
+    # all images of half of the 100 tasks are correct, and none of the other half: only the choice
+    # of tasks matters
     ours = [[correct(10) if task % 2 else correct(0, 10) for task in range(100)]]
     over_tasks = accuracy_difference(ours, [[correct(0, 10)] * 100]).over_tasks
     np.testing.assert_allclose(over_tasks, 0.5 + 1.96 * 0.05 * np.array([-1, 1]), atol=0.011)
 
 
-def test_seeds_are_resampled_too():
+def test_seeds_are_resampled():
     same = [[correct(30, 20, 50)], [correct(10, 90)]]
     assert accuracy_difference(same, same) == Estimate(0.0, 0.0, 0.0, 1.0, (0.0, 0.0), (0.0, 0.0))
-    # one seed wins all images, the other none: means of two resampled seeds are 0, 0.5 and 1
+    # all images differ for one seed and none for the other: means of two resampled seeds are 0, 0.5
+    # and 1
     estimate = accuracy_difference([[correct(50)]] * 2, [[correct(0, 50)], [correct(50)]])
     # Student's t with one degree of freedom: 12.706 standard errors of 0.5 each, and p = 0.5
     ends = 0.5 + 12.706 * 0.5 * np.array([-1, 1])
     np.testing.assert_allclose([estimate.low, estimate.high], ends, rtol=1e-4)
     assert estimate.value == 0.5 and estimate.p == pytest.approx(0.5, abs=0.03)
-    # equal predictions of three seeds are not three times as many images
+    # identical predictions of three seeds do not count as three times as many images
     ours, theirs = [correct(60, 20, 320)], [correct(0, 60, 340)]
     one, three = (accuracy_difference([ours] * num, [theirs] * num) for num in (1, 3))
     assert three.high - three.low == pytest.approx(one.high - one.low, rel=0.05)
@@ -107,7 +111,7 @@ def test_a_mean_over_tasks_has_the_interval_of_the_tasks():
     assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * ours.std() / 10, rel=0.05)
 
 
-def test_the_rank_correlation_is_spearmans():
+def test_the_rank_correlation_is_that_of_spearman():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 12))
     y = rng.integers(0, 4, size=(2, 12)).astype(float)
@@ -116,7 +120,7 @@ def test_the_rank_correlation_is_spearmans():
         estimate.per_seed, [spearmanr(x[seed], y[seed])[0] for seed in (0, 1)]
     )
     assert estimate.low < estimate.value < estimate.high
-    # the permutation p of one row is close to that of Student's t
+    # the permutation p of one row is close to the p of Student's t
     one = rank_correlation(x[:1], y[:1])
     assert one.p == pytest.approx(spearmanr(x[0], y[0])[1], abs=0.03)
     rising = np.arange(8.0)[None]
@@ -148,15 +152,19 @@ def write(
     names: Sequence[str] = NAMES,
     **config,
 ) -> Path:
-    """A collected run with 200 test images per task, of which about `rate` are correct."""
+    """Write a collected run with 200 test images per task; the share of correct predictions is
+    about `rate`."""
     rng = np.random.default_rng(seed)
     directory = folder / f"{method}{len(list(folder.glob('*')))}/seed-{seed}"
-    luck = {name: rng.random((2, 200)) for name in NAMES}  # the same for all methods
-    given = tuple(luck[name][0] < rate for name in names)
-    right = tuple(own & (luck[name][1] < 0.9) for own, name in zip(given, names, strict=True))
-    made = entries(names=names, classes=("cat", "dog"), method=method, seed=seed)
-    results = results_of(list(made))
-    for name, by_task in (("accuracy", right), ("local_accuracy", given)):
+    uniform = {name: rng.random((2, 200)) for name in NAMES}  # identical for all methods
+    correct_given = tuple(uniform[name][0] < rate for name in names)
+    right = tuple(
+        given_of_task & (uniform[name][1] < 0.9)
+        for given_of_task, name in zip(correct_given, names, strict=True)
+    )
+    entry_list = entries(names=names, classes=("cat", "dog"), method=method, seed=seed)
+    results = results_of(list(entry_list))
+    for name, by_task in (("accuracy", right), ("local_accuracy", correct_given)):
         results[name][-1] = [float(task.mean()) for task in by_task]
     results["average_accuracy"] = float(np.mean(results["accuracy"][-1]))
     results["local_average_accuracy"] = float(np.mean(results["local_accuracy"][-1]))
@@ -179,7 +187,7 @@ def write(
     directory.mkdir(parents=True)
     for name, content in contents.items():
         (directory / f"{name}.json").write_text(json.dumps(content))
-    (directory / "right.npz").write_bytes(pack(right, given))
+    (directory / "right.npz").write_bytes(pack(right, correct_given))
     return directory
 
 
@@ -189,13 +197,13 @@ def page_of(tmp_path: Path) -> str:
 
 
 def row_of(page: str, name: str) -> list[str]:
-    """The cells after the one with this name."""
+    """Return the cells after the cell with this name."""
     line = next(line for line in page.splitlines() if f"| {name} |" in line)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     return cells[cells.index(name) + 1 :]
 
 
-def test_one_run_makes_the_tables_without_a_comparison_and_always_the_same(tmp_path):
+def test_one_run_makes_tables_without_a_comparison_that_are_always_identical(tmp_path):
     write(tmp_path / "runs")
     page = page_of(tmp_path)
     figure = (tmp_path / "docs/results/accuracy.png").read_bytes()
@@ -204,7 +212,7 @@ def test_one_run_makes_the_tables_without_a_comparison_and_always_the_same(tmp_p
     assert "(a) CHEEM" not in page and not {"nan", "None", str(tmp_path)} & set(page.split())
 
 
-def test_every_claim_is_compared_with_the_runs_that_it_needs(tmp_path):
+def test_every_claim_is_checked_with_its_runs(tmp_path):
     for seed in (0, 1, 2):
         write(tmp_path / "runs", seed=seed, rate=0.8)
         write(tmp_path / "runs", "s_prompts", seed=seed, rate=0.95)
@@ -226,7 +234,7 @@ def test_every_claim_is_compared_with_the_runs_that_it_needs(tmp_path):
     bound = row_of(page, "CHEEM − full fine-tuning, task ID given to both")
     assert bound[0] == TOO_FEW
     assert row_of(page, "CHEEM, order2 − usual order")[1:3] == ["0.0 points", "0.0 to 0.0"]
-    # parameters: 1.5 against 1.5 + 1 and the letters e of the names: 1, 0 and 2
+    # parameters: 1.5, and 2.5 plus the number of letters e in the name: 1, 0 and 2
     added = row_of(page, "HEE − uniform, parameters added per task")
     assert added[1] == "−2.00 % of the backbone"
     leads = {name: row_of(page, name)[3] for name in ("LoRA-CL", "full fine-tuning *")}
@@ -235,7 +243,7 @@ def test_every_claim_is_compared_with_the_runs_that_it_needs(tmp_path):
     assert "| CHEEM, uniform | as CHEEM, but for sampling uniform |" in page
 
 
-def test_the_closed_form_search_has_rows_of_its_own(tmp_path):
+def test_the_closed_form_search_has_separate_rows(tmp_path):
     write(tmp_path / "runs", rate=0.7)
     search = {"score": "closed_form", "rate": 0.9}
     write(tmp_path / "runs", **search)
@@ -256,15 +264,15 @@ def test_the_closed_form_search_has_rows_of_its_own(tmp_path):
     assert "rate 0.001: 50.0, **0.003: 75.0** |" in page
 
 
-def test_corrupted_runs_end_in_one_error(tmp_path):
+def test_corrupted_runs_are_refused(tmp_path):
     directory = write(tmp_path / "runs")
     file = directory / "right.npz"
     content = file.read_bytes()
     file.write_bytes(content[:-60])
     with pytest.raises(ValueError, match=r"right.npz cannot be read .*collect the run again"):
         page_of(tmp_path)
-    wrong = tuple(np.zeros(200, bool) for _ in NAMES)
-    file.write_bytes(pack(wrong, wrong))
+    all_wrong = tuple(np.zeros(200, bool) for _ in NAMES)
+    file.write_bytes(pack(all_wrong, all_wrong))
     with pytest.raises(ValueError, match="do not give the accuracy of its results"):
         page_of(tmp_path)
     file.write_bytes(content)

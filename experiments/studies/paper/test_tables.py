@@ -1,4 +1,4 @@
-"""The paper's tables: its printed numbers, and ours beside them."""
+"""The paper's tables: its printed numbers, and our numbers next to them."""
 
 import csv
 import json
@@ -20,15 +20,15 @@ UNEVEN = {
     ("mtil", "deit_tiny", "dualprompt"),
     ("vdd", "vit_base", "tuna"),
 }
-"""Figures of merit that do not follow from what the paper prints."""
+"""Figures of merit that do not follow from the printed numbers."""
 
 
 def test_the_papers_figures_of_merit_follow_from_its_accuracies_and_flops():
     off = set()
     for cell, number in printed()["fom"].items():
-        found = recomputed_fom(cell.stream, cell.backbone, cell.method)
-        assert found is not None
-        if abs(found / number.value - 1) > 0.03:
+        figures = recomputed_fom(cell.stream, cell.backbone, cell.method)
+        assert figures is not None
+        if abs(figures / number.value - 1) > 0.03:
             off.add((cell.stream, cell.backbone, cell.method))
     assert len(printed()["fom"]) == 36 and off == UNEVEN
 
@@ -51,7 +51,7 @@ def test_the_papers_averages_follow_from_its_full_rows():
 
 
 def write_run(directory: Path, method="cheem", seed=0, accuracy=0.8, **changed) -> Path:
-    """What a run leaves behind, as far as tables read it."""
+    """Write the parts of a run's files that tables read."""
     num_tasks = len(changed.get("tasks", TASKS))
     matrix = [[accuracy, None], [accuracy - 0.02, accuracy]][:num_tasks]
     matrix = [row[:num_tasks] for row in matrix]
@@ -110,7 +110,7 @@ def test_cells_are_means_over_seeds_with_the_number_of_runs(tmp_path):
     write_run(tmp_path / "runs/bound", "full_finetune", accuracy=0.91)
     write_run(tmp_path / "runs/lora", "lora_cl", accuracy=0.71)
     out = run_tables(tmp_path, "breakdown", "fom", "upper_bounds", "training_time", "full")
-    rows = rows_of(out / "breakdown-5.csv")  # behind the paper's four
+    rows = rows_of(out / "breakdown-5.csv")  # after the paper's four tables
     assert rows["CHEEM"] == {
         "method": "CHEEM",
         "accuracy %, ours": "81.00 ± 2.83 (2)",
@@ -145,29 +145,29 @@ def test_class_incremental_accuracies_weigh_images_and_old_results_get_them(tmp_
     assert table["CHEEM"]["seconds, ours"] == "7200.00 (1)"
 
 
-def test_ours_stand_beside_the_papers(tmp_path):
+def test_our_numbers_are_next_to_those_of_the_paper(tmp_path):
     write_run(tmp_path / "runs/a", stream="mtil", backbone="deit_tiny", router="deit_tiny")
     row = rows_of(run_tables(tmp_path, "placement") / "placement-2.csv")["CHEEM, mlp_down"]
     assert (row["accuracy %, ours"], row["accuracy %, paper"]) == ("79.00 (1)", "74.51")
 
 
-def test_variants_and_orders_have_tables_of_their_own(tmp_path):
+def test_variants_and_orders_have_separate_tables(tmp_path):
     write_run(tmp_path / "runs/1")
     write_run(tmp_path / "runs/2", cheem={"sampling": "uniform"}, accuracy=0.7)
-    turned = [
+    tasks_reversed = [
         {"name": name, "num_test": 50, "flops_method": 4e9, "seconds": {}}
         for name in reversed(TASKS)
     ]
-    write_run(tmp_path / "runs/3", tasks=turned, accuracy=0.6)
+    write_run(tmp_path / "runs/3", tasks=tasks_reversed, accuracy=0.6)
     out = run_tables(tmp_path, "breakdown", "sampling", "task_orders")
     assert rows_of(out / "breakdown-5.csv")["CHEEM"]["accuracy %, ours"] == "79.00 (1)"
     assert rows_of(out / "sampling-3.csv")["CHEEM, uniform"]["accuracy %, ours"] == "69.00 (1)"
     orders = rows_of(out / "task_orders-2.csv")
     assert orders["CHEEM, reversed"]["accuracy %, ours"] == "59.00 (1)"
-    assert orders["CHEEM, reversed"]["shapes, ours"] == "60.00 (1)"  # by name, not by place
+    assert orders["CHEEM, reversed"]["shapes, ours"] == "60.00 (1)"  # by name, not by position
 
 
-def test_a_run_is_counted_once_and_variants_are_not_averaged(tmp_path):
+def test_a_run_counts_once_and_variants_are_not_averaged(tmp_path):
     write_run(tmp_path / "runs/1")
     write_run(tmp_path / "runs/copy")
     write_run(tmp_path / "runs/uniform", cheem={"sampling": "uniform"}, accuracy=0.5)
@@ -186,7 +186,7 @@ def test_a_run_is_counted_once_and_variants_are_not_averaged(tmp_path):
     assert {"CHEEM-lite, vit_nano", "CHEEM-lite, alexnet"} <= set(lite)
     assert rows_of(out / "full-5.csv")["CHEEM"]["shapes, ours"] == "78.00 (1)"
     assert "copy: the same run as" in (out / "tables.md").read_text()
-    assert not (out / "components-2.csv").exists()  # no run of ours is one
+    assert not (out / "components-2.csv").exists()  # no table of ours, because no run belongs to it
 
 
 def test_the_benchmarks_orders_have_the_papers_names(tmp_path):
@@ -210,7 +210,7 @@ def test_the_benchmarks_orders_have_the_papers_names(tmp_path):
     assert (row["sun397, ours"], row["sun397, paper"]) == ("50.00 (1)", "66.86")
 
 
-def test_two_runs_of_one_seed_count_once_whatever_ran_them(tmp_path):
+def test_two_runs_of_one_seed_count_once_for_any_executor(tmp_path):
     write_run(tmp_path / "runs/a", engine={"executor": "stages", "precision": "float32"})
     write_run(tmp_path / "runs/b", engine={"executor": "scan", "precision": "float32"})
     runs, left_out = read([tmp_path / "runs"])
@@ -219,7 +219,7 @@ def test_two_runs_of_one_seed_count_once_whatever_ran_them(tmp_path):
     ]
 
 
-def test_runs_of_other_tasks_of_a_stream_are_refused_with_their_names(tmp_path):
+def test_runs_with_different_tasks_are_refused_with_the_names_of_the_tasks(tmp_path):
     write_run(tmp_path / "runs")
     (run, *_), _ = read([tmp_path / "runs"])
     shapes, letters = run.results["tasks"]
@@ -228,7 +228,7 @@ def test_runs_of_other_tasks_of_a_stream_are_refused_with_their_names(tmp_path):
         check_comparable([run, other])
 
 
-def test_other_precisions_and_presets_are_refused(tmp_path):
+def test_different_precisions_and_presets_are_refused(tmp_path):
     write_run(tmp_path / "runs/1")
     write_run(tmp_path / "runs/2", seed=1, engine={"precision": "bfloat16"})
     with pytest.raises(ValueError, match="precision is .float32. there and .bfloat16. here"):
@@ -240,7 +240,7 @@ def test_other_precisions_and_presets_are_refused(tmp_path):
         )
 
 
-def test_runs_on_other_data_are_refused_with_the_difference(tmp_path):
+def test_runs_on_different_data_are_refused_with_the_difference(tmp_path):
     write_run(tmp_path / "runs/1")
     write_run(tmp_path / "runs/2", "lora_cl", split_sha256={"shapes": "a", "letters": "other"})
     differ = (
@@ -252,14 +252,14 @@ def test_runs_on_other_data_are_refused_with_the_difference(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_runs_with_other_settings_do_not_share_a_cell(tmp_path):
+def test_runs_with_different_settings_do_not_share_a_cell(tmp_path):
     write_run(tmp_path / "runs/1")
     write_run(tmp_path / "runs/2", seed=1, cheem={"sampling": "hee", "batch_size": 7})
     with pytest.raises(ValueError, match="would share cells, but cheem.batch_size is"):
         run_tables(tmp_path, "breakdown")
 
 
-def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path, capsys):
+def test_unfinished_and_corrupted_runs_are_listed_separately(tmp_path, capsys):
     write_run(tmp_path / "runs/good")
     (write_run(tmp_path / "runs/begun", "lora_cl") / "results.json").unlink()
     (write_run(tmp_path / "runs/broken", "l2p") / "results.json").write_text("{")
@@ -301,7 +301,7 @@ def test_wrong_names_are_refused(tmp_path):
         run_tables(tmp_path, "fom")
 
 
-def test_latex_is_escaped_and_the_paper_alone_makes_tables(tmp_path):
+def test_latex_is_escaped_and_tables_are_made_without_runs(tmp_path):
     out = tmp_path / "out"
     tables.main(tables.Tables(out=out, only="breakdown"))
     text = (out / "breakdown-1.tex").read_text()
@@ -309,11 +309,11 @@ def test_latex_is_escaped_and_the_paper_alone_makes_tables(tmp_path):
     assert Cell("mtil", "vit_base", "ewc", "flops") in printed()["breakdown"]
 
 
-def test_runs_whose_base_means_are_of_other_images_share_no_cell(tmp_path):
-    def of(*told: dict[str, str | None]):
+def test_runs_with_base_means_of_different_images_do_not_share_a_cell(tmp_path):
+    def of(*changes: dict[str, str | None]):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        for seed, own in enumerate(told):
-            write_run(folder / str(seed), seed=seed, **own)
+        for seed, change in enumerate(changes):
+            write_run(folder / str(seed), seed=seed, **change)
         return read([folder])[0]
 
     measured = {"base_means_sha256": None, "base_data_sha256": "a"}
@@ -328,11 +328,11 @@ def test_runs_whose_base_means_are_of_other_images_share_no_cell(tmp_path):
         check_comparable(of(measured, {**measured, "base_data_sha256": "b"}))
 
 
-def test_another_router_or_search_is_a_variant_of_any_method(tmp_path):
+def test_a_different_router_or_search_is_a_variant_of_any_method(tmp_path):
     early = {"router": {"kind": "lda", "features": "early"}}
     search = {"search": {"tolerance": 0.1}}
     write_run(tmp_path / "a", "lora_cl", lora_cl=early)
     write_run(tmp_path / "b", "cheem", cheem={**early, **search})
-    found = {run.results["method"]: variant_of(run) for run in read([tmp_path])[0]}
-    assert found["lora_cl"] == "router lda early"
-    assert found["cheem"] == "tau 0.1, router lda early"
+    figures = {run.results["method"]: variant_of(run) for run in read([tmp_path])[0]}
+    assert figures["lora_cl"] == "router lda early"
+    assert figures["cheem"] == "tau 0.1, router lda early"

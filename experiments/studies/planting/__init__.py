@@ -1,1 +1,1 @@
-"""A stream whose right structure is known, and whether CHEEM finds it."""
+"""A stream with a known structure, and whether CHEEM recovers it."""

@@ -1,6 +1,7 @@
-"""Claims about the networks of a planted stream: met or not per run, and how often by chance.
+"""Claims about the networks of a planted stream: whether each run meets them, and how often random
+networks do.
 
-Every claim needs a strict difference from an unrelated task, so equal networks meet none.
+Every claim requires a strict difference from an unrelated task, so identical networks meet none.
 docs/experiments.md states the claims.
 """
 
@@ -23,12 +24,13 @@ from studies.planting.structure import (
 )
 
 SAMPLES = 4000
-"""Random networks per run."""
+"""Number of random networks per run."""
 KIN, TWIN, EASY, ALIEN = map(index_of, ("kin", "twin", "easy", "alien"))
 UNRELATED = (index_of("unrelated"), ALIEN)
-"""Tasks that are no easier than the kin and unrelated to shapes."""
+"""Tasks that are not easier than `kin` and unrelated to shapes."""
 SURPLUS = np.eye(5, dtype=int)[FAMILY] - np.eye(5, dtype=int)[[STRANGER, NEW]].sum(axis=0)
-"""Weights of the sources: blocks of the family minus those with new and unrelated experts."""
+"""Weights of the sources: number of blocks with experts of the family minus number of blocks with
+new and unrelated experts."""
 CLAIMS = (
     *(
         f"{role} {claim}"
@@ -46,7 +48,7 @@ class Verdict(NamedTuple):
 
     value: float
     level: float
-    """The value without any preference."""
+    """Value without any preference."""
     met: bool
     chance: float | None = None
     """Share of random networks that meet the claim; None for claims about similarity."""
@@ -61,13 +63,15 @@ class Measured(NamedTuple):
 
 
 def judge(results: Mapping[str, Any], costs: Costs) -> dict[str, Verdict | None]:
-    """Every claim about one run; None if no expert of the family or no similarity exists."""
+    """Evaluate every claim for one run; a verdict is None if the family has no expert or there is
+    no similarity."""
     networks = structure.structure_of(results, costs)
     rng = np.random.default_rng(results["seed"])
     by_chance = structure.expected(networks)
     measured = measure(count(networks), by_chance)
     sampled = measure(count(structure.random_networks(networks, rng, SAMPLES)), by_chance)
-    # S of every task to the earlier networks, the backbone's first; NaN if one skips the block
+    # S of every task to the earlier networks, with the backbone's network first; NaN if a network
+    # skips the block
     similarity = [np.array(task, float) for task in results["similarity"]]
     verdicts: dict[str, Verdict | None] = dict.fromkeys(CLAIMS)
     for name, one in measured.items():
@@ -83,7 +87,8 @@ def judge(results: Mapping[str, Any], costs: Costs) -> dict[str, Verdict | None]
 
 
 def measure(counts: Counts, by_chance: Float[np.ndarray, "T 5"]) -> dict[str, Measured]:
-    """The claims about structures, without those for which the family has no expert."""
+    """Evaluate the claims about structures, without the claims for which the family has no
+    expert."""
     claims = {}
     added = counts.added
     ones = np.ones(len(added))
@@ -124,8 +129,8 @@ def _judge_similarity(
     measured: structure.Preference,
     least: float,
 ) -> Verdict | None:
-    """Whether a task prefers the network of shapes to those outside of the family, more than the
-    easy and the alien task do."""
+    """Evaluate whether a task prefers the network of shapes to the networks outside of the family,
+    and does so more than the `easy` and the `alien` task."""
     relative = 1 + RELATED[0]
 
     def preference(task: int) -> tuple[float, float]:
@@ -140,22 +145,23 @@ def _judge_similarity(
 
 
 class Summary(NamedTuple):
-    """One claim over the runs of one way of sampling."""
+    """One claim over the runs with one way of sampling."""
 
     claim: str
     sampling: str
     met: int
     runs: int
-    """Runs in which the claim can be judged."""
+    """Number of runs in which the claim can be evaluated."""
     value: list[float]
     level: float | None = None
     chance: float | None = None
     p: float | None = None
-    """Probability of at least as many runs by chance, not corrected for the number of claims."""
+    """Probability that at least as many runs meet the claim by chance, not corrected for the number
+    of claims."""
 
 
 def summarise(claim: str, sampling: str, verdicts: Sequence[Verdict | None]) -> Summary:
-    """Counts, values and chance."""
+    """Summarise the verdicts of all runs for one claim and way of sampling."""
     judged = [verdict for verdict in verdicts if verdict is not None]
     met = sum(verdict.met for verdict in judged)
     values = [verdict.value for verdict in judged if not np.isnan(verdict.value)]
@@ -171,7 +177,8 @@ def summarise(claim: str, sampling: str, verdicts: Sequence[Verdict | None]) -> 
 
 
 def distribution(chances: Sequence[float]) -> Float[np.ndarray, "n"]:
-    """Probabilities of 0, 1, 2, ... successes of independent events with these chances."""
+    """Return the probabilities of 0, 1, 2, ... successes of independent events with these
+    chances."""
     probabilities = np.ones(1)
     for chance in chances:
         probabilities = np.convolve(probabilities, [1 - chance, chance])

@@ -1,4 +1,4 @@
-"""The tables and numbers of a planted experiment."""
+"""Tables and numbers of the experiment with a planted structure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,21 +11,21 @@ from studies.planting.claims import CLAIMS, Verdict, judge, summarise
 from studies.planting.structure import NAMES, Costs, count, structure_of
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Results by sampling, one per seed."""
+"""Results, one per seed, keyed by sampling."""
 Verdicts = Mapping[str, Sequence[Mapping[str, Verdict | None]]]
-"""Verdicts by sampling, one mapping per run."""
+"""Verdicts, one mapping per run, keyed by sampling."""
 TITLES = {"hee": "HEE", "uniform": "uniform"}
 
 
 def judge_all(runs: Runs, costs: Costs) -> Verdicts:
-    """Every claim in every run."""
+    """Evaluate every claim for every run."""
     return {
         sampling: [judge(results, costs) for results in group] for sampling, group in runs.items()
     }
 
 
 def claims_grid(verdicts: Verdicts) -> Grid:
-    """A row per claim and sampling."""
+    """Make a row per claim and sampling."""
     rows = []
     for claim in CLAIMS:
         for sampling, runs in verdicts.items():
@@ -46,8 +46,8 @@ def claims_grid(verdicts: Verdicts) -> Grid:
 
 
 def tasks_grid(runs: Runs, costs: Costs) -> Grid:
-    """Accuracy, cost and the sources of the blocks' experts by task and sampling; means over
-    runs."""
+    """Make a row per task and sampling with accuracy, costs and the sources of the blocks' experts,
+    as means over runs."""
     rows = []
     for index, name in enumerate(NAMES):
         for sampling, group in runs.items():
@@ -88,7 +88,7 @@ def tasks_grid(runs: Runs, costs: Costs) -> Grid:
 
 
 def numbers(runs: Runs, verdicts: Verdicts) -> list[dict[str, Any]]:
-    """Architectures and verdicts of every run, as JSON values."""
+    """Return the architectures and verdicts of every run as JSON values."""
     return [
         {
             "sampling": sampling,
@@ -100,9 +100,9 @@ def numbers(runs: Runs, verdicts: Verdicts) -> list[dict[str, Any]]:
                 and verdict._replace(
                     value=None if np.isnan(verdict.value) else verdict.value  # pyright: ignore[reportArgumentType]
                 )._asdict()
-                for name, verdict in own.items()
+                for name, verdict in run_verdicts.items()
             },
         }
         for sampling, group in runs.items()
-        for results, own in zip(group, verdicts[sampling], strict=True)
+        for results, run_verdicts in zip(group, verdicts[sampling], strict=True)
     ]

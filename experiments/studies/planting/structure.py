@@ -1,11 +1,13 @@
-"""A stream with a known structure, the experts that a run's networks use, and the same counts of
+"""A stream with a known structure, the experts that a run's networks use, and the same counts for
 random networks.
 
-The tasks: an origin (shapes), its kin and its twin, an easy, an alien and an unrelated task.
+The roles of the tasks are `origin` (shapes), `kin` (shapes in other colours), `twin` (shapes
+again), `easy`, `alien` and `unrelated`.
 
-Experts are pool indices; 0 is the backbone's. The family is the tasks of shapes. Its experts are
-those that an earlier task of the family uses, added by that task or shared, except the backbone's.
-They are counted for every task, so that kin and twin can be compared with unrelated tasks.
+Experts are pool indices; 0 is the backbone's expert. The family is the tasks of shapes. Its experts
+are the experts that an earlier task of the family uses, added by that task or shared, except those
+of the backbone. They are counted for every task, so that `kin` and `twin` can be compared with
+unrelated tasks.
 """
 
 import zlib
@@ -24,23 +26,23 @@ from cheem_jax.data import demo
 from cheem_jax.data.task import Split, Stream, Task
 
 Draw = Callable[[np.random.Generator, np.ndarray, int], np.ndarray]
-"""(generator, labels [N], image size) to uint8 images [N, S, S, 3]."""
+"""Function of a generator, labels [N] and the image size; returns uint8 images [N, S, S, 3]."""
 
 IMAGE_SIZE = 32
 LAGS = {
     "right": (0, 1), "down": (1, 0), "down_right": (1, 1), "down_left": (1, -1),
     "right_2": (0, 2), "down_2": (2, 0), "down_2_right": (2, 1), "down_right_2": (1, 2),
 }  # fmt: skip
-"""Rows and columns between two equal pixels of the noise."""
+"""Distance in rows and columns between two identical pixels of the noise, keyed by class."""
 FLIPS = 0.1
-"""Share of pixels that differ all the same."""
+"""Share of pixels that differ from the pixel at that distance."""
 
 
 def draw_noise(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
-    """Noise in two colours in which a pixel mostly repeats the pixel at the lag of its class.
+    """Draw noise in two colours in which most pixels repeat the pixel at the lag of their class.
 
-    Each single pixel has either colour with equal probability in all classes. Returns uint8
-    `[N, S, S, 3]`.
+    An individual pixel has either colour with equal probability in all classes. Returns uint8 `[N,
+    S, S, 3]`.
     """
     pattern = np.empty((len(labels), image_size, image_size))
     for label, lag in enumerate(LAGS.values()):
@@ -79,25 +81,25 @@ PLAN = (
     Planted("noise", "alien", tuple(LAGS), draw_noise),
     Planted("shapes_again", "twin", demo.SHAPES, demo.draw_shapes),
 )
-"""The alien is between kin and twin, so that all three have the same mean position: later tasks
-have larger pools."""
+"""`alien` is between `kin` and `twin`, so that its position is their mean position. The position
+matters because later tasks have larger pools."""
 
 NAMES = tuple(task.name for task in PLAN)
 
 
 def index_of(role: str) -> int:
-    """Index in the stream of the one task of this role."""
+    """Return the index of the task with this role."""
     return [task.role for task in PLAN].index(role)
 
 
 RELATED = tuple(map(index_of, ("origin", "kin", "twin")))
-"""The family of shapes, as indices in the stream."""
+"""Indices of the family of shapes in the stream."""
 
 
 def planted_stream(*, seed: int, num_train: int, num_val: int, num_test: int) -> Stream:
-    """The planned tasks with balanced classes, a function of its arguments alone.
+    """Generate the planned tasks with balanced classes; the images depend only on the arguments.
 
-    Raises ValueError for fewer images than classes.
+    Raises ValueError if a split has fewer images than classes.
     """
     sizes = {"train": num_train, "val": num_val, "test": num_test}
     most = max(len(task.classes) for task in PLAN)
@@ -119,14 +121,15 @@ def planted_stream(*, seed: int, num_train: int, num_val: int, num_test: int) ->
 
 
 Preference = Callable[[np.ndarray, int, Sequence[int]], tuple[float, float]]
-"""(similarity [E, L], network, other networks) to a measure of preference and its level without
-one."""
+"""Function of a similarity [E, L], a network and other networks; returns a measure of preference
+and its value without preference."""
 FAMILY, STRANGER, BASE, NEW, SKIP = range(5)
-"""Sources of a block's expert: the family, another task, the backbone, a new expert, none."""
+"""Sources of a block's expert: the family, another task, the backbone, a new expert, or none."""
 
 
 class Costs(NamedTuple):
-    """FLOPs per image by the paper's convention, and parameters in % of the backbone's."""
+    """FLOPs per image by the paper's convention, and parameters in % of the backbone's
+    parameters."""
 
     plain: int
     skip: int
@@ -136,7 +139,7 @@ class Costs(NamedTuple):
 
 
 def costs_of(config: ViTConfig, cheem: CheemConfig) -> Costs:
-    """Savings and costs of the ops on this backbone."""
+    """Return the savings and costs of the ops on this backbone."""
     rank = cheem.ops.rank
     total = backbone_params(config)
     inputs = config.mlp_width if cheem.placement == "mlp_down" else config.width
@@ -150,19 +153,20 @@ def costs_of(config: ViTConfig, cheem: CheemConfig) -> Costs:
 
 
 class Structure(NamedTuple):
-    """N structures of T tasks over one history of the pool: that of a run, or random ones."""
+    """N structures of T tasks over one history of the pool: the structure of a run, or random
+    structures."""
 
     sizes: Int[np.ndarray, "T L"]
-    """Experts in the pool before each task."""
+    """Number of experts in the pool before each task."""
     codes: Int[np.ndarray, "N T L"]
-    """Candidate of every block as encoded by `architecture.encode`."""
+    """Candidate of every block, encoded by `architecture.encode`."""
     family: Bool[np.ndarray, "T L E"]
-    """Experts of the family before each task."""
+    """Whether an expert is one of the family's before each task."""
     costs: Costs
 
 
 def structure_of(results: Mapping[str, Any], costs: Costs) -> Structure:
-    """The structure of a run on the planted stream, N = 1."""
+    """Return the structure of a run on the planted stream, with N = 1."""
     tasks, pool = results["tasks"], results["pool"]
     origins = [[-1 if e["origin"] == "base" else e["origin"] for e in block] for block in pool]
     sizes = np.array(
@@ -175,7 +179,7 @@ def structure_of(results: Mapping[str, Any], costs: Costs) -> Structure:
     family = np.zeros((len(tasks), len(pool), max(map(len, pool))), bool)
     for member in RELATED:
         for block, expert in enumerate(tasks[member]["experts"]):
-            if expert:  # neither the backbone's nor skipped
+            if expert:  # an expert other than the backbone's
                 family[member + 1 :, block, expert] = True
     return Structure(sizes, np.array(codes)[None], family, costs)
 
@@ -187,7 +191,7 @@ def random_networks(structure: Structure, rng: np.random.Generator, num: int) ->
 
 
 def sources(structure: Structure) -> Int[np.ndarray, "N T L"]:
-    """FAMILY, STRANGER, BASE, NEW or SKIP per block."""
+    """Return FAMILY, STRANGER, BASE, NEW or SKIP for every block."""
     n, codes = structure.sizes, structure.codes
     task, block = np.indices(n.shape)
     expert = codes % n  # undefined for New and Skip
@@ -198,15 +202,15 @@ def sources(structure: Structure) -> Int[np.ndarray, "N T L"]:
 
 
 class Counts(NamedTuple):
-    """Blocks by source and op of every task's network, and its costs."""
+    """Numbers of blocks of every task's network by source and op, and its costs."""
 
     source: Int[np.ndarray, "N T 5"]
     adapts: Int[np.ndarray, "N T"]
     flops: Int[np.ndarray, "N T"]
     added: Float[np.ndarray, "N T"]
-    """Parameters in percent of the backbone."""
+    """Parameters in % of the backbone's parameters."""
     planted: Int[np.ndarray, "T"]
-    """Blocks at which the family has experts."""
+    """Number of blocks at which the family has experts."""
 
 
 def count(structure: Structure) -> Counts:
@@ -227,7 +231,8 @@ def count(structure: Structure) -> Counts:
 
 
 def expected(structure: Structure) -> Float[np.ndarray, "T 5"]:
-    """Expected number of blocks by source if all candidates are equally probable."""
+    """Return the expected number of blocks of each source if all candidates are equally
+    probable."""
     n = structure.sizes
     family = structure.family.sum(-1)
     per_block = np.stack(
@@ -239,10 +244,10 @@ def expected(structure: Structure) -> Float[np.ndarray, "T 5"]:
 def first_share(
     similarity: Float[np.ndarray, "E L"], network: int, others: Sequence[int]
 ) -> tuple[float, float]:
-    """Share of blocks at which network `network` is more similar than all others, and the
-    expectation for a random order.
+    """Return the share of blocks at which network `network` is more similar than all others, and
+    its expectation for a random order.
 
-    Only blocks with `network` and another network count; NaN without any.
+    Only blocks with `network` and another network count; the result is NaN without such a block.
     """
     present = ~np.isnan(similarity)
     counted = present[network] & present[list(others)].any(axis=0)
@@ -256,10 +261,11 @@ def first_share(
 def first_level_lead(
     similarity: Float[np.ndarray, "E L"], network: int, others: Sequence[int]
 ) -> tuple[float, float]:
-    """psi of network `network` over the mean psi of the others, mean over the blocks with both, and
-    1.
+    """Return psi of network `network` divided by the mean psi of the others, as a mean over the
+    blocks with both, and its expectation, 1.
 
-    Unlike psi over 1 / n it does not depend on the number of networks; NaN without such a block.
+    Unlike psi divided by 1 / n, the result does not depend on the number of networks. It is NaN
+    without such a block.
     """
     psi = np.stack([first_level(column)[0] for column in similarity.T], axis=-1)
     present = ~np.isnan(similarity)

@@ -15,7 +15,7 @@ from studies.pretraining import formula_images
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[np.ndarray, np.ndarray]:
+def images_and_labels() -> tuple[np.ndarray, np.ndarray]:
     return formula_images.formula_images(0, 2)
 
 
@@ -29,8 +29,8 @@ def trainer(tiny) -> pretrain_micro.Trainer:
     return pretrain_micro.make_trainer(tiny, 16)
 
 
-def test_the_same_seed_makes_the_same_images_and_another_seed_others(made):
-    images, labels = made
+def test_images_depend_only_on_the_seed(images_and_labels):
+    images, labels = images_and_labels
     again, _ = formula_images.formula_images(0, 2)
     other, _ = formula_images.formula_images(1, 2)
     np.testing.assert_array_equal(images, again)
@@ -39,8 +39,8 @@ def test_the_same_seed_makes_the_same_images_and_another_seed_others(made):
     np.testing.assert_array_equal(np.bincount(labels), np.full(formula_images.NUM_CLASSES, 2))
 
 
-def test_images_of_a_class_differ_and_none_is_blank(made):
-    images, labels = made
+def test_images_of_a_class_differ_and_none_is_blank(images_and_labels):
+    images, labels = images_and_labels
     first, second = (
         images[labels.argsort(kind="stable")].reshape(-1, 2, 32 * 32 * 3).transpose(1, 0, 2)
     )
@@ -48,7 +48,7 @@ def test_images_of_a_class_differ_and_none_is_blank(made):
     assert images.reshape(len(images), -1).std(axis=1).min() > 1.0  # grey levels of 255
 
 
-def test_mosaic_classes_have_colours_of_their_own():
+def test_mosaic_classes_have_separate_colours():
     images, labels = formula_images.formula_images(0, 8)
     mosaics = labels >= formula_images.NUM_CLASSES - 50
     colours = images[mosaics].mean(axis=(1, 2)).reshape(50, 8, 3)
@@ -58,8 +58,8 @@ def test_mosaic_classes_have_colours_of_their_own():
 
 
 @pytest.mark.full
-def test_a_few_steps_on_one_batch_lower_its_loss(made, trainer):
-    images = made[0][::61][:16]
+def test_a_few_steps_on_one_batch_lower_its_loss(images_and_labels, trainer):
+    images = images_and_labels[0][::61][:16]
     labels = np.arange(16, dtype=np.int32)
     state = (trainer.learned, trainer.moments)
     losses = []
@@ -71,8 +71,10 @@ def test_a_few_steps_on_one_batch_lower_its_loss(made, trainer):
 
 
 @pytest.mark.full
-def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(made, tiny, trainer, tmp_path):
-    images = made[0][:48]
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(
+    images_and_labels, tiny, trainer, tmp_path
+):
+    images = images_and_labels[0][:48]
     labels = np.arange(48, dtype=np.int32) % 16
     tiny = dataclasses.replace(tiny, work_dir=tmp_path / "whole")
     whole = params_of(pretrain_micro.train(tiny, trainer, images, labels, until=5))
@@ -83,7 +85,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(made, tiny, trai
         np.testing.assert_array_equal(resumed[name], value)
 
 
-def test_a_state_of_other_settings_is_refused_by_name(tiny, tmp_path):
+def test_a_state_with_other_settings_is_refused_with_their_names(tiny, tmp_path):
     pretrain_micro.save_state(tmp_path / "state", tiny, {"x": np.ones(3)}, 7)
     state, step = pretrain_micro.load_state(tmp_path / "state", tiny, {"x": np.zeros(3)})
     assert step == 7 and state["x"].tolist() == [1, 1, 1]
@@ -93,7 +95,7 @@ def test_a_state_of_other_settings_is_refused_by_name(tiny, tmp_path):
         )
 
 
-def test_every_epoch_shows_each_image_once_in_an_order_of_its_own():
+def test_every_epoch_has_each_image_once_in_a_separate_order():
     epochs = [
         np.concatenate(
             [pretrain_micro.batch_at(3 * epoch + i, 48, seed=0, batch_size=16) for i in range(3)]
@@ -106,7 +108,7 @@ def test_every_epoch_shows_each_image_once_in_an_order_of_its_own():
 
 
 @pytest.mark.parametrize("backbone", BUNDLED)
-def test_bundled_weights_are_small_finite_and_carry_base_means(backbone):
+def test_bundled_weights_are_small_and_finite_and_have_base_means(backbone):
     file = pretrain_micro.BUNDLED / f"{backbone}.safetensors"
     assert file.stat().st_size <= 3_000_000
     pretrained = load_pretrained(backbone)
@@ -120,8 +122,8 @@ def test_bundled_weights_are_small_finite_and_carry_base_means(backbone):
 
 @pytest.mark.full
 @pytest.mark.parametrize("backbone", BUNDLED)
-def test_bundled_features_read_digits_far_better_than_random_ones(backbone):
+def test_bundled_features_classify_digits_far_better_than_random_ones(backbone):
     random = pretrain_micro.wide_init(config_of(backbone), jax.random.key(1))
     before = pretrain_micro.digits_probe(random, backbone)["features"]
     after = pretrain_micro.digits_probe(load_pretrained(backbone).params, backbone)["features"]
-    assert 1 - after < 0.6 * (1 - before)  # errors
+    assert 1 - after < 0.6 * (1 - before)  # share of wrong predictions

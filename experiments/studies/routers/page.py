@@ -1,4 +1,4 @@
-"""The tables of the study of routers."""
+"""Tables of the study of routers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,8 @@ Numbers = Mapping[str, Any]
 
 
 def shown_grid(study: Numbers) -> Grid:
-    """The paper's router, the chosen one, and the best of each kind on validation images."""
+    """Make the table of the paper's router, the chosen router, and the best router of each kind on
+    validation images."""
     best: dict[str, Numbers] = {}
     for row in study["rows"]:
         kind = row["config"]["kind"]
@@ -19,7 +20,7 @@ def shown_grid(study: Numbers) -> Grid:
 
 
 def grid_of(study: Numbers, rows: Sequence[Numbers]) -> Grid:
-    """A row per router; the first one is the paper's, the one in bold was chosen."""
+    """Make a row per router; the first row is the paper's router, and the chosen router is bold."""
     columns = (
         "reads",
         "router",
@@ -54,7 +55,7 @@ def _cells(row: Numbers, study: Numbers) -> tuple[str, ...]:
 
 
 def gain_text(gain: Numbers) -> str:
-    """Points and their interval; zero has no sign."""
+    """Format a difference in points and its interval; zero has no sign."""
     numbers = [f"{100 * gain[name]:+.1f}" for name in ("value", "low", "high")]
     numbers = [number if number.strip("+-0.") else "0.0" for number in numbers]
     return "{} ({} to {})".format(*(number.replace("-", "−") for number in numbers))

@@ -22,7 +22,7 @@ FEW = (PAPER, RouterConfig("lda", "early"), RouterConfig(features="levels", num_
 
 @pytest.fixture(scope="module")
 def studied(tmp_path_factory):
-    """Three collected runs, the study of them, and what a second call of it writes."""
+    """Three collected runs, their study, and the numbers that a second call writes."""
     folder = tmp_path_factory.mktemp("routers")
     for name, command in (("cheem", SHORT), ("frozen_linear", f"{HEAD} --method frozen_linear")):
         cheem_run.run_seeds(
@@ -34,15 +34,16 @@ def studied(tmp_path_factory):
         patched.setattr(router_study, "candidates", lambda: iter(FEW))
         router_study.main(settings)
         first = json.loads((folder / "out/routers.json").read_text())
-        patched.setattr("studies.routers.trying.intermediate_features", None)  # features are stored
+        # features are read from the first call's files
+        patched.setattr("studies.routers.trying.intermediate_features", None)
         router_study.main(settings)
     return folder, first, json.loads((folder / "out/routers.json").read_text())
 
 
 @pytest.mark.full
-def test_the_papers_router_made_again_is_that_of_the_runs(studied):
-    folder, found, _ = studied
-    assert found["same_answers"] == 1.0 and found["runs"] == {
+def test_the_papers_router_fitted_again_is_that_of_the_runs(studied):
+    folder, study, _ = studied
+    assert study["same_answers"] == 1.0 and study["runs"] == {
         "CHEEM": [0, 1],
         "frozen, linear heads": [0],
     }
@@ -50,7 +51,7 @@ def test_the_papers_router_made_again_is_that_of_the_runs(studied):
         json.loads((folder / f"runs/cheem/seed-{seed}/results.json").read_text()) for seed in (0, 1)
     ]
     heads = json.loads((folder / "runs/frozen_linear/results.json").read_text())
-    paper, early = found["rows"][:2]
+    paper, early = study["rows"][:2]
     assert paper["methods"]["CHEEM"]["accuracy"] == pytest.approx(
         np.mean([run["average_accuracy"] for run in runs])
     )
@@ -60,56 +61,62 @@ def test_the_papers_router_made_again_is_that_of_the_runs(studied):
     assert paper["methods"]["CHEEM"]["gain"]["value"] == 0
     for name in ("paper", "executed"):
         assert paper["flops"][name] == pytest.approx(np.mean([run["flops"][name] for run in runs]))
-        assert early["flops"][name] < paper["flops"][name]  # half of the backbone infers the task
+        # half of the backbone infers the task ID
+        assert early["flops"][name] < paper["flops"][name]
 
 
 @pytest.mark.full
-def test_the_choice_is_by_validation_and_then_by_bytes(studied):
-    _, found, _ = studied
-    best = max(row["found"]["val"] for row in found["rows"])
-    near = [row for row in found["rows"] if row["found"]["val"] >= best - router_study.NEAR_BEST]
-    assert found["chosen"]["bytes_per_task"] == min(row["bytes_per_task"] for row in near)
-    # 5 centroids of 48 numbers; the means of 10 classes of two patch tokens, and the triangle of
-    # their scatter
-    assert found["rows"][0]["bytes_per_task"] == 4 * 5 * 48
-    assert found["rows"][1]["bytes_per_task"] == 4 * (10 * 96 + 96 * 97 / 2)
+def test_the_router_is_chosen_by_validation_accuracy_and_then_by_bytes(studied):
+    _, study, _ = studied
+    best = max(row["found"]["val"] for row in study["rows"])
+    near = [row for row in study["rows"] if row["found"]["val"] >= best - router_study.NEAR_BEST]
+    assert study["chosen"]["bytes_per_task"] == min(row["bytes_per_task"] for row in near)
+    # 5 centroids of 48 numbers; the means of 10 classes over two patch tokens, and the triangle of
+    # their scatter matrix
+    assert study["rows"][0]["bytes_per_task"] == 4 * 5 * 48
+    assert study["rows"][1]["bytes_per_task"] == 4 * (10 * 96 + 96 * 97 / 2)
 
 
 @pytest.mark.full
-def test_a_second_call_computes_the_same_from_what_is_kept(studied):
+def test_a_second_call_computes_the_same_from_stored_features(studied):
     _, first, again = studied
-    for found in (first, again):
-        for row in (*found["rows"], found["chosen"]):
+    for study in (first, again):
+        for row in (*study["rows"], study["chosen"]):
             row.pop("seconds_per_task"), row.pop("microseconds_per_image")
     assert first == again
 
 
 @pytest.mark.full
 def test_the_page_has_a_row_for_each_router(studied):
-    folder, found, _ = studied
+    folder, study, _ = studied
     page = (folder / "out/routers.md").read_text()
-    # the paper's, the chosen one and the best of each kind, then all
+    # the paper's router, the chosen one and the best of each kind, then all routers
     assert page.count("\n| last |") == 2 and page.count("\n| early |") == 2
-    assert f"**{found['chosen']['title']}**" in page
+    assert f"**{study['chosen']['title']}**" in page
 
 
 @pytest.mark.full
-def test_other_images_and_weights_than_the_runs_had_are_refused(studied, tmp_path):
+def test_images_and_weights_that_differ_from_the_runs_are_refused(studied, tmp_path):
     folder, _, _ = studied
     settings = router_study.RouterStudy(folder / "collected", out=tmp_path / "out")
-    for name, key, value, told in (
-        ("config.json", "weights_sha256", "0" * 64, "the runs had other weights than 'bundled'"),
+    for name, key, value, message in (
+        (
+            "config.json",
+            "weights_sha256",
+            "0" * 64,
+            "began with weights 000000000000, but those of 'vit_nano'",
+        ),
         (
             "config.json",
             "data_sha256",
             {"shapes": "0", "letters": "0"},
-            "--stream demo has other images than the runs: shapes, letters",
+            "had other images or labels of shapes, letters than 'demo' contains here",
         ),
     ):
         shutil.copytree(folder / "collected", tmp_path / key)
         for file in (tmp_path / key).rglob(name):
             file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             router_study.main(dataclasses.replace(settings, results=tmp_path / key))
 
 

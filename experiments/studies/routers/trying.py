@@ -1,4 +1,4 @@
-"""Routers fitted to features of the frozen backbone."""
+"""Routers that are fitted to features of the frozen backbone."""
 
 import io
 import time
@@ -20,13 +20,13 @@ from cheem_jax.run.method import base_network
 
 SPLITS = ("train", "val", "test")
 Features = Mapping[str, Sequence[Float[np.ndarray, "N D"]]]
-"""By split: mean patch tokens at each quarter of the depth, then the last CLS token."""
+"""Mean patch tokens at each quarter of the depth and the last CLS token, keyed by split."""
 
 
 def features_of_task(
     task: Task, executor: Executor, file: Path, batch_size: int, say: Callable[[str], object]
 ) -> Features:
-    """Features of a task's images, read from `file` or computed and written there."""
+    """Read the features of a task's images from `file`, or compute and write them."""
     if not file.exists():
         say(f"features of {task.name}")
         arrays = {}
@@ -54,7 +54,7 @@ def features_of_task(
 
 
 def read_features(features: Features, split: str, config: RouterConfig) -> Float[np.ndarray, "N E"]:
-    """The features of a split that a router reads."""
+    """Return the features of a split that are the router's input."""
     *patches, last = features[split]
     parts = {"last": [last], "early": patches[:-1], "levels": [*patches, last]}[config.features]
     return join_tokens(parts)
@@ -64,17 +64,17 @@ class Trial(NamedTuple):
     """One router over all tasks of a stream."""
 
     inferred: dict[str, list[Int[np.ndarray, "_"]]]
-    """By split and true task: the inferred task of each image."""
+    """The inferred task of each image, keyed by split, with one item per true task."""
     bytes_per_task: float
-    """Size of the router, mean over tasks."""
+    """Size of the router in bytes, as a mean over tasks."""
     seconds_per_task: float
-    """Time to fit a task's statistics, mean over tasks."""
+    """Time to fit a task's statistics, as a mean over tasks."""
     microseconds_per_image: float
-    """Time to infer the task of an image from its features, all images in one call."""
+    """Time to infer the task of an image from its features if all images are in one call."""
 
 
 def candidates() -> Iterator[RouterConfig]:
-    """The routers that are compared; the first is the paper's."""
+    """Yield the compared routers; the first is the paper's router."""
     reads: tuple[Reads, ...] = ("last", "early", "levels")
     for features in reads:
         yield RouterConfig(features=features)
@@ -84,7 +84,7 @@ def candidates() -> Iterator[RouterConfig]:
 
 
 def title_of(config: RouterConfig) -> str:
-    """Kind and main setting of a router."""
+    """Describe the kind and the main setting of a router."""
     if config.kind == "lda":
         return f"LDA, shrinkage {config.shrinkage:g}"
     return f"k-means, {config.num_centroids} centroids, l1"

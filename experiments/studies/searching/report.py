@@ -290,7 +290,7 @@ def draw(study: Numbers, file: Path) -> None:
     """Each score's correlation and each recipe's accuracy at its best rate, by task."""
     rows = study["found"]
     figure = Figure(figsize=(9.6, 1.2 + 0.35 * len(rows)), dpi=DPI, layout="constrained")
-    left, right = figure.subplots(1, 2)
+    correlation_axes, accuracy_axes = figure.subplots(1, 2)
     ranked = {(row["task"], row["position"]): row for row in study["ranking"]}
     sides = (("shared_head", PAPER, COST, -OFFSET), ("closed_form", PLUS, ACCURACY, OFFSET))
     handles: tuple[list[Line2D], list[Line2D]] = ([], [])
@@ -301,15 +301,17 @@ def draw(study: Numbers, file: Path) -> None:
             y = place + offset
             if rank := ranked.get((row["task"], row["position"]), {}).get(score):
                 ends = [rank["low"], rank["high"]]
-                left.plot(ends, [y, y], color=color, alpha=0.35, linewidth=3)
-                left.plot(rank["value"], y, "o", color=color)
+                correlation_axes.plot(ends, [y, y], color=color, alpha=0.35, linewidth=3)
+                correlation_axes.plot(rank["value"], y, "o", color=color)
             if side := row["recipes"].get(recipe):
                 tests = [100 * value for value in side["test"][side["best_rate"]].values()]
-                right.plot(tests, [y] * len(tests), "o", color=color, markersize=4)
+                accuracy_axes.plot(tests, [y] * len(tests), "o", color=color, markersize=4)
     names = [f"{row['task']}, {row['position'].split()[0]}" for row in rows]
     titles = (("score and accuracy", "Spearman"), ("target networks", "test accuracy, %"))
-    for axes, (title, x), labels in zip((left, right), titles, handles, strict=True):
-        axes.set_yticks(range(len(rows)), names if axes is left else [""] * len(rows))
+    for axes, (title, x), labels in zip(
+        (correlation_axes, accuracy_axes), titles, handles, strict=True
+    ):
+        axes.set_yticks(range(len(rows)), names if axes is correlation_axes else [""] * len(rows))
         axes.set_ylim(len(rows) - 0.5, -0.5)
         frame(axes, title, x, grid=True)
         axes.legend(handles=labels, frameon=False, fontsize=8, labelcolor=INK, loc="best")

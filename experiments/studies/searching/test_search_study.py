@@ -1,4 +1,5 @@
-"""`experiments/search_study.py`: how scores rank networks, and what each recipe's search finds."""
+"""`experiments/search_study.py`: the ranking of networks by scores, and the networks that the
+search of each recipe selects."""
 
 import dataclasses
 import io
@@ -27,7 +28,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 STREAM = small.stream(2)
 PLAN = search_study.Plan(["quick", "plus"], [1e-2, 3e-3], [0], 4, ["task0"])
 WORKSHOP = {}
-"""Compiled networks, of which there is one backbone."""
+"""Compiled networks of the backbone, which all tests share."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,23 +84,21 @@ def test_every_unit_is_computed_once_first_and_behind(finished):
     assert one["images"]["supernet"] == 3 * 40 and one["images"]["finetune"] == 4 * 40
     assert one["images"]["search"] == 12 * 20
     assert one["passes"] == 3 * (3 + 4) * 40 + sum(one["images"].values()) - (3 + 4) * 40
-    found = json.loads((finished / "search_study.json").read_text())
-    assert [row["task"] for row in found["ranking"]] == ["task1", "task1", "mean"]
-    assert set(found["costs"]) == {"quick", "plus"}
+    numbers = json.loads((finished / "search_study.json").read_text())
+    assert [row["task"] for row in numbers["ranking"]] == ["task1", "task1", "mean"]
+    assert set(numbers["costs"]) == {"quick", "plus"}
     assert "closed form" in (finished / "search_study.md").read_text()
     assert (finished / "search_study.png").stat().st_size > 10_000
 
 
 @pytest.mark.full
-def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(
-    finished, tmp_path, monkeypatch
-):
+def test_an_interrupted_study_resumes_with_identical_numbers(finished, tmp_path, monkeypatch):
     phase = Counted.phase
-    seen = [0]
+    phases = [0]
 
     def stopping(self, name, total=0, state=None, **more):
-        seen[0] += 1
-        if seen[0] in (2, 9, 30):
+        phases[0] += 1
+        if phases[0] in (2, 9, 30):
             self.stop.signal_number = signal.SIGINT
         return phase(self, name, total, state, **more)
 
@@ -141,19 +140,19 @@ def test_wrong_settings_are_named():
 @pytest.mark.full
 def test_a_rank_correlation_has_an_interval_and_none_where_all_are_equal():
     x = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
-    found = correlation((x, x**2))
-    assert found is not None and [
-        found[name] for name in ("value", "low", "high")
+    numbers = correlation((x, x**2))
+    assert numbers is not None and [
+        numbers[name] for name in ("value", "low", "high")
     ] == pytest.approx([1, 1, 1])
-    assert found["num"] == 5
+    assert numbers["num"] == 5
     swapped = np.array(
         [0.1, 0.3, 0.2, 0.4, 0.5]
     )  # squared differences of ranks 1 + 1: 1 - 6 * 2 / 120
-    found = correlation((x, swapped))
+    numbers = correlation((x, swapped))
     assert (
-        found is not None
-        and found["value"] == pytest.approx(0.9)
-        and found["low"] < 0.9 <= found["high"]
+        numbers is not None
+        and numbers["value"] == pytest.approx(0.9)
+        and numbers["low"] < 0.9 <= numbers["high"]
     )
     assert correlation((x, np.ones(5))) is None and correlation() is None
     together = correlation((x, swapped), (x, -x))
@@ -230,7 +229,7 @@ def test_each_side_is_compared_at_its_best_rate_on_validation_images():
     at_best, at_one = gain(rows, "plus", "quick", None), gain(rows, "plus", "quick", "0.001")
     assert at_best is not None and at_best["value"] == pytest.approx(
         (0.1 + 0.5) / 2
-    )  # what failed counts as 0
+    )  # a failed training counts as 0
     assert (
         at_one is not None
         and at_one["value"] == pytest.approx((-0.3 + 0.5) / 2)
@@ -239,7 +238,7 @@ def test_each_side_is_compared_at_its_best_rate_on_validation_images():
     assert gain(rows, "plus", "uniform", None) is None
 
 
-def test_costs_are_of_what_all_recipes_learned():
+def test_costs_are_those_of_tasks_that_all_recipes_learned():
     more = {"passes": 10, "flops": 4, "params_added": 2, "seconds": {"search": 1.0}}
     entries = [
         learned("a", "quick", 1e-3, 0, 0.5, 0.5, **more),
@@ -247,20 +246,20 @@ def test_costs_are_of_what_all_recipes_learned():
         learned("a", "plus", 1e-3, 0, 0.5, 0.5, **{**more, "passes": 20}),
         learned("a", "plus", 3e-3, 0, 0.5, 0.5, **{**more, "passes": 90}),
     ]
-    found = costs(entries)
-    assert found["quick"]["num"] == 1 and found["plus"]["passes"] == 20
+    numbers = costs(entries)
+    assert numbers["quick"]["num"] == 1 and numbers["plus"]["passes"] == 20
 
 
 def test_the_stream_on_the_page_is_that_of_the_committed_numbers():
     page = (DOCS / "search.md").read_text()
-    found = json.loads((DOCS / "results/search/stream_at_96.json").read_text())
+    numbers = json.loads((DOCS / "results/search/stream_at_96.json").read_text())
     sides = [
-        found[recipe][column] for column in ("given", "agnostic") for recipe in ("quick", "plus")
+        numbers[recipe][column] for column in ("given", "agnostic") for recipe in ("quick", "plus")
     ]
     for task in sides[0]:
         assert f"| {task} | {' | '.join(f'{side[task]:.1f}' for side in sides)} |" in page
     means = [
-        found[recipe][f"mean_{column}"]
+        numbers[recipe][f"mean_{column}"]
         for column in ("given", "agnostic")
         for recipe in ("quick", "plus")
     ]
@@ -271,8 +270,8 @@ def test_the_stream_on_the_page_is_that_of_the_committed_numbers():
 
 def test_the_runs_with_more_epochs_on_the_page_are_the_committed_ones():
     page = (DOCS / "search.md").read_text()
-    found = json.loads((DOCS / "results/search/more_epochs.json").read_text())
-    by_curve = itertools.groupby(found["runs"], lambda run: (run["task"], run["method"]))
+    numbers = json.loads((DOCS / "results/search/more_epochs.json").read_text())
+    by_curve = itertools.groupby(numbers["runs"], lambda run: (run["task"], run["method"]))
     rows = {curve: sorted(runs, key=lambda run: run["passes"]) for curve, runs in by_curve}
     assert len(rows) == 4 and all(
         [run["passes"] for run in runs] == [8, 16, 32] for runs in rows.values()
@@ -290,8 +289,8 @@ def test_the_runs_with_more_epochs_on_the_page_are_the_committed_ones():
 
 def test_the_searches_for_a_late_task_on_the_page_are_the_committed_ones():
     page = (DOCS / "search.md").read_text()
-    found = json.loads((DOCS / "results/search/late_task.json").read_text())
-    for run in found["cars49"]:
+    numbers = json.loads((DOCS / "results/search/late_task.json").read_text())
+    for run in numbers["cars49"]:
         learned = sum(op.split(":")[0] in ("adapt", "new") for op in run["architecture"])
         epochs = f"{run['supernet_epochs']} + {run['finetune_epochs']}"
         numbers = (
@@ -305,7 +304,7 @@ def test_the_searches_for_a_late_task_on_the_page_are_the_committed_ones():
         assert f"| {run['search']} | {' | '.join(map(str, numbers))} |" in page
     streams = {
         (processor, 0): [task["accuracy_given_percent"] for task in tasks]
-        for processor, tasks in found["streams"].items()
+        for processor, tasks in numbers["streams"].items()
     }
     for seed in (0, 1, 2):
         file = DOCS / f"results/runs/cheem-closed_form/seed-{seed}/results.json"
@@ -317,11 +316,11 @@ def test_the_searches_for_a_late_task_on_the_page_are_the_committed_ones():
         assert (
             f"| {processor} | {seed} | {sum(tasks[:8]) / 8:.1f} | {tasks[7]:.1f} | {mean} |" in page
         )
-    hours = f"took {found['hours_of_the_second_stream']:.1f} hours on two cores of an Intel Xeon"
+    hours = f"took {numbers['hours_of_the_second_stream']:.1f} hours on two cores of an Intel Xeon"
     assert hours in (DOCS.parent / "README.md").read_text()
 
 
-def test_uniform_sampling_on_the_page_is_what_was_cut_off_next_to_hee_at_the_same_task():
+def test_the_page_compares_interrupted_uniform_sampling_with_hee_at_the_same_task():
     page = (DOCS / "search.md").read_text()
     cut = json.loads((DOCS / "results/cut_off.json").read_text())
     uniform = cut["uniform_after_seven"]
@@ -334,8 +333,13 @@ def test_uniform_sampling_on_the_page_is_what_was_cut_off_next_to_hee_at_the_sam
         given = 100 * sum(run["local_accuracy"][num - 1][:num]) / num
         added = sum(task["params_added_percent"] for task in run["tasks"][:num]) / num
         hee.append((f"{given:.1f}", f"{added:.1f}"))
-    own = f"{sum(uniform['given']) / num:.1f}", f"{sum(uniform['params_added_percent']) / num:.1f}"
-    assert f"{own[0]} % with the task ID given and {own[1]} % of the backbone per task" in page
+    shares = (
+        f"{sum(uniform['given']) / num:.1f}",
+        f"{sum(uniform['params_added_percent']) / num:.1f}",
+    )
+    assert (
+        f"{shares[0]} % with the task ID given and {shares[1]} % of the backbone per task" in page
+    )
     (same, first, second), added = zip(*hee, strict=True)
     others = f"{first} and {second} with {added[1]} and {added[2]} with two others"
     assert f"HEE has {same} and {added[0]} with the same seed, {others}" in page
