@@ -101,7 +101,7 @@ def test_an_earlier_choice_is_used_by_every_run():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("changes", "message"),
     [
         ({"seconds": 5.0}, "--seconds is 5"),
         ({"parallel": 0}, "--parallel is 0"),

@@ -95,7 +95,7 @@ def test_steps_wait_for_the_device_as_often_as_training_does(monkeypatch, steps_
 
 
 @pytest.mark.parametrize(
-    "changed, said",
+    "changed, message",
     [
         ({"backbones": ("vit_nono",)}, "unknown backbone 'vit_nono'; nearest: vit_nano"),
         ({"batch_sizes": (16, 0)}, "batch_sizes is (16, 0); expected at least 1"),
