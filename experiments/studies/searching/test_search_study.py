@@ -293,7 +293,7 @@ def test_the_searches_for_a_late_task_on_the_page_are_the_committed_ones():
     for run in numbers["cars49"]:
         learned = sum(op.split(":")[0] in ("adapt", "new") for op in run["architecture"])
         epochs = f"{run['supernet_epochs']} + {run['finetune_epochs']}"
-        numbers = (
+        cells = (
             epochs,
             run["position"],
             run["seed"],
@@ -301,7 +301,7 @@ def test_the_searches_for_a_late_task_on_the_page_are_the_committed_ones():
             learned,
             f"{run['accuracy_percent']:.1f}",
         )
-        assert f"| {run['search']} | {' | '.join(map(str, numbers))} |" in page
+        assert f"| {run['search']} | {' | '.join(map(str, cells))} |" in page
     streams = {
         (processor, 0): [task["accuracy_given_percent"] for task in tasks]
         for processor, tasks in numbers["streams"].items()
