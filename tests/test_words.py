@@ -267,9 +267,7 @@ MODULES = sorted(
 )
 
 
-@pytest.mark.parametrize(
-    "module", MODULES, ids=lambda module: module.relative_to(ROOT).as_posix()
-)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.relative_to(ROOT).as_posix())
 def test_the_errors_of_a_module_use_the_words_of_the_field(module):
     hits = [hit for message in messages_of(module) for hit in hits_in(message)]
     assert not hits, "\n".join(hits)
