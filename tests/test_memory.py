@@ -17,6 +17,7 @@ import small
 from PIL import Image
 from pixels import STORED, encode, four_colours, stored
 from serving import serving
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
 import cheem_jax
 from cheem_jax.backbone.means import base_means
@@ -26,6 +27,7 @@ from cheem_jax.cheem.config import DEMO, PRESETS, QUICK, auto
 from cheem_jax.cheem.expert_memory import TaskNetworks, task_network
 from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core.keys import Phase
 from cheem_jax.core.metrics import log_probability
 from cheem_jax.core.pool import DenseExperts, Head, logits_of
 from cheem_jax.core.routing import RouterConfig, fit_statistics, packed
@@ -33,12 +35,13 @@ from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.passes import network_features
+from cheem_jax.engine.passes import token_means, unwatched
 from cheem_jax.export import kind_of
 from cheem_jax.memory import OpenMemory
 from cheem_jax.memory.contents import read_info
 from cheem_jax.memory.data import NamedFiles
 from cheem_jax.memory.extending import (
+    SHRINKAGE,
     Candidate,
     add_router_statistics,
     add_statistics,
@@ -969,8 +972,12 @@ def test_router_statistics_of_parts_add_up_to_those_of_all(new_classes):
 def test_one_more_class_leaves_the_statistics_of_all_images_at_once(tmp_path):
     router = RouterConfig("lda")
     memory = begin(tmp_path / "memory", method=dataclasses.replace(small.QUICK, router=router))
-    first, more = small.task("pets", 0), small.task("pets", 7)
+    first, more = small.task("pets", 0), small.task("pets", 7, num=24)
+    labels = first.val.labels.copy()
+    labels[::4] = (labels[::4] + 1) % 3  # wrong, so that the temperature is not at its bound
+    first = dataclasses.replace(first, val=Split(first.val.images, labels))
     memory.learn(first)
+    [before] = memory.internal.tasks
 
     parts = {
         name: Split(split.images, np.zeros_like(split.labels))
@@ -982,15 +989,44 @@ def test_one_more_class_leaves_the_statistics_of_all_images_at_once(tmp_path):
     assert task.classes == ("c0", "c1", "c2", "c9")
     assert extension_in(memory.directory)["kept"] == "head"
     images = np.concatenate([first.train.images, one.train.images])
-    labels = np.concatenate([first.train.labels, np.full(40, 3, np.int32)])
+    labels = np.concatenate([first.train.labels, np.full(24, 3, np.int32)])
     expected = fit_statistics(memory.setup.features(images), labels, router, seed=0)
     chex.assert_trees_all_close(task.router_statistics, expected, rtol=1e-4, atol=1e-6)
     learner = memory.setup.learner(memory.internal)
     feed = HostImages(learner.executor, images)
     network = task_network(learner.dense, task.experts)
-    [features] = network_features(learner.executor, [network], feed, len(images), batch_size=16)
-    at_once = class_statistics(np.asarray(features), labels, 4)
+    result = token_means(
+        learner.executor, [network], feed, len(images), batch_size=16, advance=unwatched
+    )
+    np.testing.assert_allclose(task.means, result.means[0], rtol=1e-4, atol=1e-5)
+    at_once = class_statistics(result.features, labels, 4)
     chex.assert_trees_all_close(dict(task.statistics), at_once, rtol=1e-3, atol=1e-4)
+    expected_head = discriminant_head(task.statistics, before.head)
+    chex.assert_trees_all_close(task.head, expected_head, rtol=1e-3, atol=1e-3)
+    samples = sample_features(before.statistics, memory.setup.keys.seed_at(1, Phase.METHOD_NOISE))
+    temperature = new_temperature(before, task.head, *samples)
+    assert task.temperature == pytest.approx(temperature, rel=1e-4)
+    assert task.temperature != pytest.approx(before.temperature, rel=1e-2)
+
+
+def test_the_closed_form_head_is_that_of_scikit_learn():
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(4, dtype=np.int32), 15)  # equal classes have equal priors
+    means = 3 * rng.normal(size=(4, 6)) + np.arange(4)[:, None]
+    features = (means[labels] + rng.normal(size=(60, 6)) @ rng.normal(size=(6, 6))).astype("f4")
+    old = Head(jnp.asarray(rng.normal(size=(6, 3)), jnp.float32), jnp.zeros(3))
+    head = discriminant_head(class_statistics(features, labels, 4), old)
+    lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=SHRINKAGE, priors=[1 / 4] * 4)
+    points = 4 * rng.normal(size=(200, 6)).astype(np.float32)
+    expected = lda.fit(features, labels).decision_function(points)
+    logits = logits_of(points, head)
+    np.testing.assert_array_equal(logits.argmax(axis=1), expected.argmax(axis=1))
+    logits, expected = (
+        values - values.mean(axis=1, keepdims=True) for values in (logits, expected)
+    )
+    scale = (logits * expected).sum() / np.square(expected).sum()
+    assert scale > 0
+    np.testing.assert_allclose(logits, scale * expected, rtol=1e-2, atol=1e-3 * abs(logits).max())
 
 
 def test_forgetting_works_where_files_cannot_be_linked(copied, monkeypatch):
