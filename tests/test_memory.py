@@ -16,6 +16,7 @@ import pytest
 import small
 from PIL import Image
 from pixels import STORED, encode, four_colours, stored
+from scipy.special import softmax
 from serving import serving
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
@@ -28,8 +29,8 @@ from cheem_jax.cheem.expert_memory import TaskNetworks, task_network
 from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.keys import Phase
-from cheem_jax.core.metrics import log_probability
-from cheem_jax.core.pool import DenseExperts, Head, logits_of
+from cheem_jax.core.metrics import calibration_error, fit_temperature, log_probability
+from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, logits_of
 from cheem_jax.core.routing import RouterConfig, fit_statistics, packed
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.decode import decode_pieces
@@ -754,7 +755,9 @@ def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabiliti
     }
     samples, labels = sample_features(old.statistics, 0)
     head = discriminant_head(new.statistics, old.head)
-    temperature = new_temperature(old, head, samples, labels)
+    # the temperature of the samples is the square of the mean by that of the images
+    temperature = new_temperature(old, head, samples, labels, samples, labels)
+    temperature = temperature**2 / fit_temperature(logits_of(samples, head), labels)
     before, after = (
         log_probability(logits_of(samples, used_head) / by, labels)
         for used_head, by in ((old.head, old.temperature), (head, temperature))
@@ -1004,9 +1007,52 @@ def test_one_more_class_leaves_the_statistics_of_all_images_at_once(tmp_path):
     expected_head = discriminant_head(task.statistics, before.head)
     chex.assert_trees_all_close(task.head, expected_head, rtol=1e-3, atol=1e-3)
     samples = sample_features(before.statistics, memory.setup.keys.seed_at(1, Phase.METHOD_NOISE))
-    temperature = new_temperature(before, task.head, *samples)
+    feed = HostImages(learner.executor, one.val.images)
+    val = token_means(
+        learner.executor, [network], feed, 12, batch_size=16, advance=unwatched
+    ).features
+    val_labels = np.full(12, 3, np.int32)
+    temperature = new_temperature(before, task.head, *samples, val, val_labels)
     assert task.temperature == pytest.approx(temperature, rel=1e-4)
     assert task.temperature != pytest.approx(before.temperature, rel=1e-2)
+
+
+def test_probabilities_stay_calibrated_without_the_old_images():
+    """Features of images that were not trained on have twice the variance of training features, as
+    those of a fine-tuned network have."""
+    rng = np.random.default_rng(6)
+    num_old = 6
+    means = 1.1 * rng.normal(size=(8, 12))
+
+    def sampled(classes, num, variance):
+        labels = np.repeat(np.array(classes, np.int32), num)
+        noise = np.sqrt(variance) * rng.normal(size=(len(labels), 12))
+        return (means[labels] + noise).astype(np.float32), labels
+
+    old_classes, new_classes = range(num_old), range(num_old, 8)
+    features, labels = sampled(old_classes, 60, 1)
+    zeros = Head(jnp.zeros((12, num_old)), jnp.zeros(num_old))
+    statistics = class_statistics(features, labels, num_old)
+    head = discriminant_head(statistics, zeros)
+    head = Head(0.7 * head.weight, 0.7 * head.bias)
+    val_features, val_labels = sampled(old_classes, 60, 2)
+    temperature = fit_temperature(logits_of(val_features, head), val_labels)
+    blank = np.zeros((1, 1), np.float32)
+    before = TaskMemory("pets", (), (), (), head, blank, blank, None, {}, temperature, statistics)
+    more = class_statistics(*sampled(new_classes, 60, 1), 8)
+    new_head = discriminant_head(add_statistics(statistics, more), head)
+    fitted = new_temperature(
+        before, new_head, *sample_features(statistics, 0), *sampled(new_classes, 60, 2)
+    )
+    test_features, test_labels = sampled(range(8), 1000, 2)
+    logits = logits_of(test_features, new_head).astype(float)
+
+    def error(temperature):
+        probabilities = softmax(logits / temperature, axis=1)
+        correct = probabilities.argmax(axis=1) == test_labels
+        return calibration_error(probabilities.max(axis=1), correct)
+
+    assert error(fitted) < 0.02 < error(temperature)
 
 
 def test_the_closed_form_head_is_that_of_scikit_learn():

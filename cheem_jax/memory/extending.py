@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.optimize import minimize_scalar
 
-from cheem_jax.core.metrics import MOST_TEMPERATURE, log_probability
+from cheem_jax.core.metrics import MOST_TEMPERATURE, fit_temperature, log_probability
 from cheem_jax.core.pool import Head, TaskMemory, logits_of
 from cheem_jax.core.routing import (
     NUM_QUANTILES,
@@ -148,13 +148,21 @@ def move_samples(
 
 
 def new_temperature(
-    task: TaskMemory, head: Head, samples: Float[np.ndarray, "S D"], labels: Int[np.ndarray, "S"]
+    task: TaskMemory,
+    head: Head,
+    samples: Float[np.ndarray, "S D"],
+    labels: Int[np.ndarray, "S"],
+    val: Float[np.ndarray, "V D"],
+    val_labels: Int[np.ndarray, "V"],
 ) -> float:
     """Fit the temperature of a new head on the same network.
 
-    Samples of the earlier classes get the same mean log-probability as with the task's head and
-    temperature, which were fitted to validation images. Samples are easier than images, so a
-    temperature fitted to the samples alone would be too low.
+    Returns the geometric mean of two temperatures whose errors have opposite signs. With the first,
+    samples of the earlier classes have the same mean log-probability as with the task's head and
+    temperature, which were fitted to validation images. It is too low if many classes are new:
+    samples are easier than images, and new classes lower the log-probability of the earlier ones.
+    The second is fitted to the new validation images. It is too high, because the network has not
+    learned their classes.
     """
     wanted = log_probability(logits_of(samples, task.head) / task.temperature, labels)
     logits = logits_of(samples, head)
@@ -164,7 +172,7 @@ def new_temperature(
         return abs(log_probability(logits / np.exp(log_temperature), labels) - wanted)
 
     fit: Any = minimize_scalar(difference, bounds=(-bound, bound), method="bounded")
-    return float(np.exp(fit.x))
+    return float(np.sqrt(np.exp(fit.x) * fit_temperature(logits_of(val, head), val_labels)))
 
 
 def class_statistics(

@@ -336,7 +336,9 @@ class MemoryLearner(Cheem):
             # fine-tuning requires images of every class, so the temperature can be fitted to them
             temperature = fit_temperature(logits_of(result.val, best.head), task.val.labels)
         elif best.kind == "head":
-            temperature = new_temperature(before, best.head, samples, sample_labels)
+            temperature = new_temperature(
+                before, best.head, samples, sample_labels, result.val, task.val.labels
+            )
         share = num_before / (num_before + len(labels))
         self.remember(
             task,
