@@ -12,12 +12,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # which has it from the process tha
     programs = tempfile.mkdtemp(prefix="cheem-programs-")
     atexit.register(shutil.rmtree, programs, ignore_errors=True)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", programs)
-    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(
-        2 * 2**30
-    )  # with a limit JAX locks the folder  # noqa: E501
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = (
-        "0.05"  # looking for a place among many costs too  # noqa: E501
-    )
+    # with a limit JAX locks the folder
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2 * 2**30)
+    # a search among many programs costs too
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import contextlib
@@ -31,7 +29,8 @@ import pytest
 from compiling import Compilations, count_compilations
 from jaxtyping import install_import_hook
 
-gc.disable()  # imports create millions of objects that stay; `pytest_collection_finish` enables collection again  # noqa: E501
+# imports create millions of objects that stay; `pytest_collection_finish` enables collection again
+gc.disable()
 # Only what is imported from here on is checked, so nothing above may lead to these packages.
 # As pyright has it, an int will do for a float.
 _BEARTYPE = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
@@ -56,10 +55,10 @@ def compilations() -> Callable[[], contextlib.AbstractContextManager[Compilation
 
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory_maps() -> Iterator[None]:
-    """Between modules, free the compiled functions that earlier modules keep once they take a third of the limit.
+    """Between modules, free the compiled functions once they take a third of the memory maps.
 
-    Each takes a hundred memory maps or more, and Linux ends a process that asks for more than `vm.max_map_count`.
-    """  # noqa: E501
+    Each takes a hundred or more, and Linux ends a process that asks for over `vm.max_map_count`.
+    """
     yield
     # imported late: what is imported before the hook above is not checked
     from cheem_jax.engine.whole import memory_map_limit, memory_maps
@@ -74,9 +73,7 @@ def shared() -> Path:
     """Real data and weights beside the project; a test without it is skipped, or fails in CI."""
     directory = Path(os.environ.get("CHEEM_SHARED", "../shared")).resolve()
     if not directory.is_dir():
-        reason = (
-            f"no folder {directory}: set CHEEM_SHARED to the one that holds the data and weights"  # noqa: E501
-        )
+        reason = f"no folder {directory}: set CHEEM_SHARED to that of the data and weights"
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)

@@ -1,6 +1,8 @@
 """Small copies of the data sets' official archives: the real layout and quirks, a few images of
 eight pixels."""
 
+import dataclasses
+import hashlib
 import io
 import itertools
 import tarfile
@@ -9,11 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pytest
 import scipy.io
 from PIL import Image
 from pixels import encode
 
-from cheem_jax.data.benchmarks.table import BY_NAME
+from cheem_jax.data.benchmarks.table import BY_NAME, Archive, Counts
 
 Files = dict[str, bytes]
 Contents = dict[str, Files]
@@ -242,3 +245,27 @@ def put(place: Path, contents: Contents, *, unpacked: bool = False) -> Path:
         else:
             write(place / "Partitions" if name == "Partitions.zip" else place, files)
     return place
+
+
+def expect(
+    patch: pytest.MonkeyPatch,
+    name: str,
+    place: Path,
+    counts: Counts | None = None,
+    url: str | None = None,
+) -> tuple[Archive, ...]:
+    """Make the table expect the archives of a data set in a folder, to download from `url`."""
+    archives = tuple(
+        Archive(
+            archive.file,
+            hashlib.sha256((place / archive.file).read_bytes()).hexdigest(),
+            (place / archive.file).stat().st_size,
+            url and f"{url}/{archive.file}",
+        )
+        if (place / archive.file).exists()
+        else archive._replace(url=None)
+        for archive in BY_NAME[name].archives
+    )
+    task = dataclasses.replace(BY_NAME[name], counts=counts, archives=archives)
+    patch.setitem(BY_NAME, name, task)
+    return archives

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import threading
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +14,7 @@ import pytest
 from cheem_jax.data.benchmarks import download
 from cheem_jax.data.benchmarks import prepare as preparing
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, splits_file, status_of
-from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Archive, Counts
+from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Counts
 
 pytest.importorskip("tensorflow_datasets", reason="needs the extra `datasets`")
 
@@ -27,26 +26,8 @@ def silent(phase, task, total):
 
 @pytest.fixture
 def gtsrb(monkeypatch):
-    """Make the table expect the small archives of GTSRB in a folder, with 43 images in each
-    split."""
-
-    def expect(
-        place: Path, counts: tuple[int, int, int] = (43, 43, 43), url: str | None = None
-    ) -> tuple[Archive, ...]:
-        archives = tuple(
-            Archive(
-                archive.file,
-                hashlib.sha256((place / archive.file).read_bytes()).hexdigest(),
-                (place / archive.file).stat().st_size,
-                url and f"{url}/{archive.file}",
-            )
-            for archive in BY_NAME["gtsrb"].archives
-        )
-        task = dataclasses.replace(BY_NAME["gtsrb"], counts=Counts(*counts), archives=archives)
-        monkeypatch.setitem(BY_NAME, "gtsrb", task)
-        return archives
-
-    return expect
+    """Make the table expect the small archives of GTSRB in a folder."""
+    return functools.partial(official.expect, monkeypatch, "gtsrb", counts=Counts(43, 43, 43))
 
 
 @pytest.fixture
@@ -131,7 +112,8 @@ def test_archives_that_must_be_brought_are_all_named(tmp_path):
 
 
 def test_wrong_counts_after_preparing_are_refused_with_the_task_and_both_numbers(tmp_path, gtsrb):
-    gtsrb(official.put(manual_dir(tmp_path), official.gtsrb()), (23976, 2664, 12630))
+    counts = Counts(23976, 2664, 12630)
+    gtsrb(official.put(manual_dir(tmp_path), official.gtsrb()), counts=counts)
     with pytest.raises(
         ValueError, match=r"task 'gtsrb' has 43/43/43 .* expected 23,976/2,664/12,630"
     ):

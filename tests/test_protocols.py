@@ -1,13 +1,11 @@
 """Protocols of class-incremental learning by name, on small archives with the official layouts."""
 
-import dataclasses
-import hashlib
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import official
 import pytest
+from test_prepare import silent
 
 from cheem_jax.data import ImagesConfig, load_tasks
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
@@ -18,28 +16,13 @@ from cheem_jax.data.task import ClassSplit
 pytest.importorskip("tensorflow_datasets", reason="needs the extra `datasets`")
 
 
-@contextmanager
-def silent(phase, task, total):
-    yield lambda num: None
-
-
 @pytest.fixture
 def fill(tmp_path, monkeypatch):
     """Put small archives into a data folder, and make the table expect these."""
 
     def put(name: str, contents: official.Contents) -> Path:
         place = official.put(manual_dir(tmp_path), contents)
-        archives = tuple(
-            archive._replace(
-                hash=hashlib.sha256((place / archive.file).read_bytes()).hexdigest(), url=None
-            )
-            for archive in BY_NAME[name].archives
-            if (place / archive.file).exists() and archive.hash
-        )
-        task = BY_NAME[name]
-        archives = archives or tuple(archive._replace(url=None) for archive in task.archives)
-        task = dataclasses.replace(task, counts=None, archives=archives)
-        monkeypatch.setitem(BY_NAME, name, task)
+        official.expect(monkeypatch, name, place)
         prepare(name, tmp_path, silent)
         return tmp_path
 
