@@ -71,10 +71,10 @@ def test_the_router_is_chosen_by_validation_accuracy_and_then_by_bytes(studied):
     best = max(row["found"]["val"] for row in study["rows"])
     near = [row for row in study["rows"] if row["found"]["val"] >= best - router_study.NEAR_BEST]
     assert study["chosen"]["bytes_per_task"] == min(row["bytes_per_task"] for row in near)
-    # 5 centroids of 48 numbers; the means of 10 classes over two patch tokens, and the triangle of
-    # their scatter matrix
+    # 5 centroids of 48 numbers; the means of 10 classes over two patch tokens, the numbers of their
+    # images, and the triangle of their scatter matrix
     assert study["rows"][0]["bytes_per_task"] == 4 * 5 * 48
-    assert study["rows"][1]["bytes_per_task"] == 4 * (10 * 96 + 96 * 97 / 2)
+    assert study["rows"][1]["bytes_per_task"] == 4 * (10 * 96 + 10 + 96 * 97 / 2)
 
 
 @pytest.mark.full
