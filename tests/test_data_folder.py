@@ -2,6 +2,7 @@ import io
 import json
 import math
 import os
+import stat
 import struct
 import tarfile
 import tracemalloc
@@ -430,6 +431,19 @@ def test_a_zip_with_backslashes_is_refused_with_the_way_out(tmp_path):
         ValueError, match=r"'cat.*as it has a backslash; unpack it, and zip it again"
     ):
         load_task(write_zip(tmp_path / "x.zip", FULL | {"cat\\1.png": png()}), image_size=4)
+
+
+def test_a_link_in_a_zip_is_not_followed(tmp_path):
+    outside = tmp_path / "private.png"
+    outside.write_bytes(png())
+    file = write_zip(tmp_path / "x.zip", FULL)
+    link = zipfile.ZipInfo("train/cat/link.png")
+    link.create_system = 3  # Unix
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr(link, str(outside))
+    with pytest.raises(ValueError, match=r"x\.zip/train/cat/link\.png: not an image file"):
+        load_task(file, image_size=4)
 
 
 def test_absurd_zip_members_are_refused(tmp_path, monkeypatch):
