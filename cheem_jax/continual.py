@@ -12,7 +12,9 @@ import numpy as np
 from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.full_finetune import FullFinetune
+from cheem_jax.cheem.expert_memory import ExpertMemory
 from cheem_jax.core.images import Images
+from cheem_jax.core.metrics import open_set_steps
 from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.task import Stream, Task
 from cheem_jax.engine import hosts
@@ -85,6 +87,7 @@ def run_stream(
             evaluate(stream.tasks[: index + 1], run.methods, session, saving)
             run.networks.forget(task)
             _write_results(session, tensorboard)
+        _measure_open_set(stream, run.methods[0], session)
         results = _write_results(session, tensorboard, stream)
         if run.bound is not None:
             _measure_bounds(stream, run.bound, session)
@@ -250,6 +253,24 @@ def _say_accuracy(
             f"{round(num * shares.max())} of {num} test images of {task.name} were taken for "
             f"{names[int(shares.argmax())]}; are these the same kind of images?"
         )
+
+
+def _measure_open_set(stream: Stream, method: Method, session: Session) -> None:
+    """Record how well distances to the learned tasks separate the images of later tasks, after each
+    task but the last. Methods without centroids and streams of one task have no such record."""
+    if (
+        len(stream.tasks) == 1
+        or not isinstance(method, ExpertMemory)
+        or method.needs_task_id
+        or any(entry["event"] == "open_set" for entry in read(session.directory))
+    ):
+        return
+    start = Mark.now()
+    tests = [task.test.images for task in stream.tasks]
+    distances = np.concatenate([method.distances(images) for images in tests])
+    tasks = np.repeat(np.arange(len(tests)), [len(images) for images in tests])
+    steps = [step._asdict() for step in open_set_steps(distances, tasks)]
+    session.record.write("open_set", steps=steps, **start.since())
 
 
 def _measure_bounds(stream: Stream, bound: FullFinetune, session: Session) -> None:

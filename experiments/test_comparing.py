@@ -162,6 +162,26 @@ def test_uniform_sampling_has_the_settings_chosen_for_the_compared_search(tmp_pa
     assert uniform.config == {**usual.config, "sampling": "uniform"} and uniform.name != usual.name
 
 
+def test_references_of_the_search_keep_their_rank_and_op_when_rates_are_chosen(tmp_path):
+    names = ("lora_cl", "lora_cl:new", "lora_cl:rank128", "lora_cl:rank192")
+    assert compare.methods_of(",".join(names)) == list(names)
+    variants = compare.variants_of(compare.Compare(methods=",".join(names)))
+    rows = [{"method": variant.name, "setting": "rate", "chosen": 1e-3} for variant in variants] + [
+        {"method": "lora_cl", "setting": "rank", "chosen": 64}
+    ]
+    file = tmp_path / "chosen.json"
+    file.write_text(json.dumps(rows))
+    chosen = choosing.chosen_before(file, variants, "quick")
+    configs = [study.changed(preset_of("lora_cl", "quick"), one.config) for one in chosen]
+    assert [(config.op, config.rank) for config in configs] == [
+        ("adapt", 64),
+        ("new", 1),
+        ("adapt", 128),
+        ("adapt", 192),
+    ]
+    assert {config.fit.learning_rate for config in configs} == {1e-3}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -241,6 +241,29 @@ def test_evaluate_measures_tasks_by_name(capsys, memory, photos):
     assert status == 2 and "no task 'nothing'" in err
 
 
+def test_evaluate_measures_the_rejection_of_unknown_images(capsys, memory, photos, tmp_path):
+    noise = np.random.default_rng(0).integers(0, 2, (2, 32, 32, 3), dtype=np.uint8) * 255
+    for row, pixels in enumerate(noise):
+        Image.fromarray(pixels).save(tmp_path / f"{row}.png")
+    words = ["evaluate", memory, photos / FIRST, "--unknown"]
+    status, out, _ = cheem(capsys, *words, tmp_path, "--json")
+    measured = json.loads(out)["open_set"]
+    assert status == 0 and measured["num_unknown"] == 2 and measured["auroc"] > 0.5
+    status, out, _ = cheem(capsys, *words, tmp_path)
+    assert status == 0 and f"AUROC {100 * measured['auroc']:.1f} %" in " ".join(out.split())
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for place, message in (
+        (tmp_path, "1 unknown image(s) cannot be used"),
+        (empty, "contains no image"),
+        (tmp_path / "nothing", "1 unknown image(s) cannot be used"),
+    ):
+        status, out, err = cheem(capsys, *words, place)
+        assert status == 2 and message in err and not out
+        assert len(err.strip().split("error:")) == 2
+
+
 def test_learning_again_with_equal_data_changes_nothing(capsys, copied, photos):
     config = json.loads((copied / "config.json").read_text())
     assert (

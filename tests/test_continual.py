@@ -146,6 +146,8 @@ def test_the_results_contain_every_documented_key(finished):
     last = np.dot(nums, matrix[-1]) / sum(nums)
     assert results["last_accuracy"] == pytest.approx(last)
     assert results["incremental_accuracy"] == pytest.approx((matrix[0, 0] + last) / 2)
+    (step,) = results["open_set"]  # after the first of two tasks
+    assert set(step) == {"auroc", "fpr95"} and 0 <= step["auroc"] <= 1
     for task, fitted in zip(results["tasks"], results["similarity"], strict=True):
         assert len(task["architecture"]) == 4 and len(fitted[0]) == 4
         assert {"similarity", "supernet", "search", "finetune", "router"} <= set(task["seconds"])

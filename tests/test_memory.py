@@ -1091,6 +1091,29 @@ def test_one_process_writes_at_a_time(copied, memory):
     assert len(cheem_jax.open(copied).tasks) == 3
 
 
+def test_the_open_set_is_measured_on_images_of_no_task(learned):
+    memory = cheem_jax.open(learned)
+    noise = np.random.default_rng(0).integers(0, 2, (5, 8, 8, 3), dtype=np.uint8) * 255
+    score = memory.evaluate_open_set(STREAM, list(noise))
+    num = sum(len(task.test.labels) for task in STREAM.tasks)
+    assert (score.num_known, score.num_unknown) == (num, 5)
+    predictor = memory.predictor()
+    known_scores = np.concatenate(
+        [predictor.rejection_scores(task.test.images) for task in STREAM.tasks]
+    )
+    unknown_scores = predictor.rejection_scores(noise)
+    pairs = (
+        np.sign(unknown_scores[:, None] - known_scores) / 2 + 0.5
+    )  # 1: ranked rightly; 0.5: a tie
+    assert score.auroc == pytest.approx(pairs.mean()) and score.auroc > 0.8
+    threshold = np.sort(known_scores)[int(np.ceil(0.95 * num)) - 1]
+    assert score.fpr95 == np.mean(unknown_scores <= threshold)
+    same = memory.evaluate_open_set(STREAM.tasks[0], list(STREAM.tasks[0].test.images))
+    assert same.auroc == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="no unknown image is given"):
+        memory.evaluate_open_set(STREAM, [])
+
+
 def test_an_image_far_from_every_task_belongs_to_none_if_asked(learned):
     memory = cheem_jax.open(learned)
     answers = memory.predict(STREAM.tasks[0].val.images, open_set=0.1)
@@ -1147,6 +1170,8 @@ def test_a_run_answers_and_a_new_memory_can_begin_with_it(tmp_path):
         memory.learn(STREAM.tasks[2])
     with pytest.raises(ValueError, match="without a calibrated distance"):
         memory.predict(STREAM.tasks[1].test.images, open_set=0.1)
+    with pytest.raises(ValueError, match="without a calibrated distance"):
+        memory.evaluate_open_set(STREAM.tasks[1], list(STREAM.tasks[2].test.images))
     other = tmp_path / "other.safetensors"
     save_converted(other, dataclasses.replace(pretrained, sha256="1" * 64))
     with pytest.raises(ValueError, match="was learned with weights of SHA-256"):

@@ -128,3 +128,29 @@ def test_routing_counts_fractions_of_the_true_task():
     confusion = metrics.routing_confusion(true, chosen, 3)
     np.testing.assert_array_equal(confusion, [[0.75, 0, 0.25], [0, 1, 0], [nan, nan, nan]])
     assert metrics.matrix_to_json(confusion)[2] == [None, None, None]
+
+
+def test_open_set_metrics_rank_unknown_images_above_known_ones():
+    # of the 4 * 2 pairs, 0.9 is above all four and 0.35 above 0.1 and 0.2: 6 of 8
+    measured = metrics.open_set_metrics(np.array([0.1, 0.2, 0.4, 0.6]), np.array([0.35, 0.9]))
+    assert measured.auroc == pytest.approx(6 / 8)
+    # accepting 95 % of four images accepts all of them, up to 0.6, and accepts 0.35
+    assert measured.fpr95 == pytest.approx(1 / 2)
+
+
+def test_open_set_metrics_count_ties_half_and_accept_nineteen_of_twenty():
+    known_scores = np.append(np.linspace(0, 0.5, 19), 1.0)
+    measured = metrics.open_set_metrics(known_scores, np.array([0.5, 0.75, 1.0]))
+    # 0.5: 18 below and a tie; 0.75: 19 below; 1.0: 19 below and a tie
+    assert measured.auroc == pytest.approx((18.5 + 19 + 19.5) / 60)
+    assert measured.fpr95 == pytest.approx(1 / 3)  # the threshold 0.5 accepts 19 of 20
+
+
+def test_after_each_task_images_of_later_tasks_are_unknown_and_only_learned_tasks_count():
+    # rows: two images of task 0, one of task 1, one of task 2; columns: distances to tasks 0, 1, 2
+    distances = np.array([[1.0, 9, 9], [5, 9, 0], [4, 1, 9], [8, 6, 0]])
+    first, second = metrics.open_set_steps(distances, np.array([0, 0, 1, 2]))
+    # after task 0: known 1 and 5, unknown 4 and 8; accepting both known accepts 4
+    assert first == (pytest.approx(3 / 4), pytest.approx(1 / 2))
+    # after task 1: known 1, 5 and 1, unknown 6
+    assert second == (1.0, 0.0)

@@ -130,6 +130,23 @@ def test_figures_and_tables_are_written_as_files_on_request(run, capsys):
     assert rows[0]["CHEEM %"] == "83.3"
 
 
+def test_a_run_shows_how_well_images_of_later_tasks_are_rejected(tmp_path):
+    run = write_run(tmp_path / "run")
+    steps = [{"auroc": 0.9, "fpr95": 0.4}, {"auroc": 0.75, "fpr95": 0.5}]
+    record.Record(run).write("open_set", steps=steps)
+    results = results_of(record.read(run))
+    assert results["open_set"] == steps
+    (run / "results.json").write_text(json.dumps(results))
+    page = parsed(run)
+    assert "open-set" in sections(page)
+    (chart,) = [spec for spec in page.charts if spec["data"][0].get("name") == "AUROC"]
+    assert [(trace["name"], trace["y"]) for trace in chart["data"]] == [
+        ("AUROC", [90.0, 75.0]),
+        ("FPR95", [40.0, 50.0]),
+    ]
+    assert chart["data"][0]["x"] == ["T1 one", "T2 two"]
+
+
 def test_a_method_without_a_pool_has_neither_architectures_nor_a_search(tmp_path):
     page = parsed(write_run(tmp_path / "run", method="ewc"))
     assert sections(page) == [

@@ -44,6 +44,7 @@ from cheem_jax.core.routing import (
     normalise,
     num_stored,
     packed,
+    rejection_scores,
     threshold,
     unpacked,
 )
@@ -485,6 +486,16 @@ def test_lora_cl_keeps_every_law_with_another_router(tmp_path):
     assert all(task.moments["scatter"].shape == (32 * 33 // 2,) for task in method.memory.tasks)
 
 
+def test_a_rejection_score_is_the_share_of_nearer_validation_images():
+    quantiles = calibrate(np.array([1.0, 2, 3, 4, 5]))
+    # 2.5 is in the middle between the quantiles 0.25 and 0.5; beyond the ends are 0 and 1
+    np.testing.assert_allclose(
+        rejection_scores(np.array([0.5, 1, 2, 2.5, 5, 9, np.nan]), quantiles),
+        [0, 0, 0.25, 0.375, 1, 1, 1],
+        atol=1e-6,
+    )
+
+
 # ---- memories
 
 STREAM = small.stream(2)
@@ -546,6 +557,10 @@ def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_
     np.testing.assert_array_equal(
         result, np.where(distances <= predictor.thresholds[routed], routed, -1)
     )
+    # the score ranks images as the rule does: at a rate of 0.1, scores above 0.9 are rejected
+    scores = predictor.rejection_scores(images)
+    clear = np.abs(scores - 0.9) > 1e-6
+    np.testing.assert_array_equal((scores > 0.9)[clear], (result == -1)[clear])
     assert (result[-4:] == -1).all() and np.mean(result[:-4] == -1) < 0.4
 
 

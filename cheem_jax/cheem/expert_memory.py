@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from cheem_jax.backbone.flops import (
     backbone_flops,
@@ -37,6 +37,7 @@ from cheem_jax.core.routing import (
     Router,
     RouterConfig,
     TaskStatistics,
+    centroid_distances,
     fit_statistics,
     num_stored,
 )
@@ -289,6 +290,12 @@ class ExpertMemory:
         if inferred is None:
             inferred = self.index.route(self.features(images))
         return Inferred(np.asarray(inferred, np.int32), classes)
+
+    def distances(self, images: Images) -> Float[np.ndarray, "N T"]:
+        """Compute the L1 distance from each image to the nearest centroid (or class mean) of each
+        task, by which a memory rejects images of no task. Later tasks do not change it."""
+        centroids = [task.centroids for task in self.memory.tasks]
+        return centroid_distances(self.features(images), centroids)
 
     def _classes(self, task: TaskMemory, images: Images, *, shares: bool) -> Int[np.ndarray, "N"]:
         """Predict the classes of images with a task's network. If it `shares` its forward pass with

@@ -179,6 +179,9 @@ class Evaluate(OfData, Answering):
     open_set: float | None = None
     """Share of a task's images that can be rejected, as for `cheem predict`; a rejected image
     counts as wrong."""
+    unknown: Path | None = None
+    """Folder of images that belong to no task of the memory. Also measure how well --open-set
+    separates them from the images of DATA, over all rates: AUROC and FPR95."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -188,6 +191,11 @@ def evaluate_memory(settings: Evaluate) -> None:
     progress = Progress(Terminal(stderr=True))
     memory = settings.open()
     tasks = settings.load(settings.plans("measure"), memory, progress, only=settings.split)
+    unknown = None
+    if settings.unknown is not None:
+        unknown = memory.evaluate_open_set(
+            tasks, settings.unknown, split=settings.split, task=settings.task
+        )
     scores = memory.evaluate(
         tasks, split=settings.split, task=settings.task, open_set=settings.open_set
     )
@@ -202,7 +210,10 @@ def evaluate_memory(settings: Evaluate) -> None:
             )
     if settings.json:
         entries = [score._asdict() for score in scores]
-        print(json.dumps({"split": settings.split, "tasks": entries}, indent=1))
+        report = {"split": settings.split, "tasks": entries}
+        if unknown is not None:
+            report["open_set"] = unknown._asdict()
+        print(json.dumps(report, indent=1))
         return
     shares = np.array(
         [(s.accuracy, s.accuracy_given, s.calibration_error, s.task_accuracy) for s in scores]
@@ -219,6 +230,12 @@ def evaluate_memory(settings: Evaluate) -> None:
     for score in scores:
         output.say(f"{score.task}: measured on {score.images}")
     output.say(SCORES_LEGEND)
+    if unknown is not None:
+        output.say(
+            f"open set, {unknown.num_known:,} known and {unknown.num_unknown:,} unknown images:"
+            f" AUROC {100 * unknown.auroc:.1f} %, FPR95 {100 * unknown.fpr95:.1f} % (unknown images"
+            " that are accepted if 95 % of the known ones are)"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

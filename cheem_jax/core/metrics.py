@@ -6,7 +6,7 @@ are not learned yet are NaN.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Integer
@@ -99,6 +99,53 @@ def routing_confusion(
     np.add.at(counts, (true, inferred), 1)
     totals = counts.sum(axis=1, keepdims=True)
     return np.divide(counts, totals, out=np.full_like(counts, np.nan), where=totals > 0)
+
+
+class OpenSetMetrics(NamedTuple):
+    """Separation of images of no known task from images of the known tasks by one score."""
+
+    auroc: float
+    """Probability that an unknown image has a larger score than a known image; ties count half."""
+    fpr95: float
+    """Share of unknown images that are accepted at the smallest threshold that accepts at least
+    95 % of the known images."""
+
+
+def open_set_metrics(
+    known_scores: Float[np.ndarray, " N"], unknown_scores: Float[np.ndarray, " M"]
+) -> OpenSetMetrics:
+    """Compute AUROC and FPR95 from the finite scores of known and of unknown images.
+
+    Images with large scores are rejected. There is at least one known and one unknown image.
+    """
+    # imported here, because scikit-learn takes a second to import and every command imports this
+    # module
+    from sklearn.metrics import roc_auc_score, roc_curve
+
+    scores = np.concatenate([known_scores, unknown_scores])
+    is_known = np.arange(len(scores)) < len(known_scores)
+    # without all thresholds, the first one that accepts 95 % could be missing
+    accepted_unknown, accepted_known, _ = roc_curve(is_known, -scores, drop_intermediate=False)
+    return OpenSetMetrics(
+        float(roc_auc_score(~is_known, scores)),
+        float(accepted_unknown[np.argmax(accepted_known >= 0.95)]),
+    )
+
+
+def open_set_steps(
+    distances: Float[np.ndarray, "N T"], tasks: Integer[np.ndarray, " N"]
+) -> list[OpenSetMetrics]:
+    """Compute the open-set metrics after each task but the last: images of tasks 0..t are known,
+    those of later tasks unknown, and the score is the distance to the nearest of tasks 0..t.
+
+    `distances` are those of each image to each task, which later tasks must not change. `tasks` are
+    the true tasks of the images.
+    """
+    steps = []
+    for step in range(distances.shape[1] - 1):
+        scores = distances[:, : step + 1].min(axis=1)
+        steps.append(open_set_metrics(scores[tasks <= step], scores[tasks > step]))
+    return steps
 
 
 def fit_temperature(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -> float:

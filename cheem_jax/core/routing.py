@@ -275,3 +275,15 @@ def threshold(quantiles: Float[np.ndarray, "Q"], rate: float) -> float:
             " as 0.05"
         )
     return float(np.interp(1 - rate, np.linspace(0, 1, len(quantiles)), quantiles))
+
+
+def rejection_scores(
+    distances: Float[np.ndarray, "N"], quantiles: Float[np.ndarray, "Q"]
+) -> Float[np.ndarray, "N"]:
+    """Compute the share of a task's validation images that are nearer to the task than each image.
+
+    An image is rejected at the open-set rates above 1 - score. `quantiles` are those of
+    `calibrate`. The score of a NaN distance is 1.
+    """
+    shares = np.interp(distances, quantiles, np.linspace(0, 1, len(quantiles)))
+    return np.nan_to_num(shares, nan=1.0)

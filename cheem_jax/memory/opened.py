@@ -18,17 +18,24 @@ from cheem_jax.core.architecture import to_strings
 from cheem_jax.core.interruption import stop_requests
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.pool import DenseExperts, InternalMemory, TaskMemory
-from cheem_jax.data.task import SPLITS, check_names
+from cheem_jax.data.task import check_names
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.feed import memory_budget
 from cheem_jax.export import Exported, Format, Subject, export, kind_of
 from cheem_jax.memory.changing import conditions, forget_tasks, learn_tasks, read_new_tasks
 from cheem_jax.memory.contents import MemoryConfig, describe
-from cheem_jax.memory.data import Data, Picture, read_tasks
+from cheem_jax.memory.data import Data, Picture
 from cheem_jax.memory.forgetting import Forgotten
 from cheem_jax.memory.learning import make_setup
 from cheem_jax.memory.predictor import BATCH_SIZES, Prediction, Predictor, predict_files
-from cheem_jax.memory.scoring import TaskScore, score_task, to_evaluated
+from cheem_jax.memory.scoring import (
+    OpenSetScore,
+    TaskScore,
+    read_labelled,
+    score_open_set,
+    score_task,
+    to_evaluated,
+)
 from cheem_jax.memory.state import MemoryState, read_base, read_state
 from cheem_jax.report.memories import keep_evaluated
 from cheem_jax.run.directory import hold
@@ -233,23 +240,23 @@ class OpenMemory:
 
         `task` is the learned name if the data are one task. Raises as `score_task`.
         """
-        if split not in SPLITS:
-            raise ValueError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
-        size = self.config.image_size
-        tasks = read_tasks(data, size, upright=self.config.upright, purpose="measure", only=split)
-        if task is not None and len(tasks) != 1:
-            raise ValueError(f"{task!r} is one task, but the data have {[t.name for t in tasks]}")
-        names = [self.state.names[self.state.index(task or one.name)] for one in tasks]
+        predictor = self.predictor(open_set=open_set)
         return [
-            score_task(
-                one,
-                split,
-                self.predictor(open_set=open_set),
-                self.predictor(task=name),
-                is_learned="test" in one.cut and self.state.is_learned(name, one),
-            )
-            for name, one in zip(names, tasks, strict=True)
+            score_task(one, split, predictor, self.predictor(task=name), is_learned=is_learned)
+            for name, one, is_learned in read_labelled(self.state, data, split, task)
         ]
+
+    def evaluate_open_set(
+        self,
+        data: Data,
+        unknown: str | Path | Sequence[Picture],
+        *,
+        split: str = "test",
+        task: str | None = None,
+    ) -> OpenSetScore:
+        """Score the rejection of unknown images at all rates of `open_set` (`score_open_set`)."""
+        labelled = read_labelled(self.state, data, split, task)
+        return score_open_set(labelled, split, unknown, self.predictor())
 
     def keep_scores(self, scores: Sequence[TaskScore]) -> None:
         """Store scores on test images for `cheem report`, until the next change."""

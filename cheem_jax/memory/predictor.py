@@ -12,7 +12,7 @@ from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.core.architecture import to_strings
 from cheem_jax.core.images import Images
 from cheem_jax.core.pool import TaskMemory
-from cheem_jax.core.routing import PAPER, Router, RouterConfig, threshold
+from cheem_jax.core.routing import PAPER, Router, RouterConfig, rejection_scores, threshold
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import HostImages
@@ -138,14 +138,7 @@ class Predictor:
         self.open_set_router = self.router if router.kind == "kmeans" else Router(PAPER, statistics)
         self.thresholds: Float[np.ndarray, "T"] | None = None
         if open_set is not None:
-            if lacking := [target.name for target in targets if target.distances is None]:
-                raise ValueError(
-                    f"{', '.join(lacking)} were learned without a calibrated distance, so open_set"
-                    " cannot be used; leave it out, or begin a memory with `cheem learn`, which"
-                    " calibrates each task"
-                )
-            distances = (target.distances for target in targets if target.distances is not None)
-            self.thresholds = np.array([threshold(one, open_set) for one in distances])
+            self.thresholds = np.array([threshold(one, open_set) for one in self._quantiles])
         base = base_network(executor)
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self._inference = {}
@@ -159,6 +152,18 @@ class Predictor:
                 sizes=sorted(sizes, reverse=True),
                 reads=router,
             )
+
+    @property
+    def _quantiles(self) -> list[Float[np.ndarray, "Q"]]:
+        """Quantiles of the calibrated distances of each target. Raises ValueError if a target has
+        none."""
+        if lacking := [target.name for target in self.targets if target.distances is None]:
+            raise ValueError(
+                f"{', '.join(lacking)} were learned without a calibrated distance, so open_set and"
+                " unknown cannot be used; leave them out, or begin a memory with `cheem learn`,"
+                " which calibrates each task"
+            )
+        return [target.distances for target in self.targets if target.distances is not None]
 
     @property
     def image_size(self) -> int:
@@ -249,14 +254,48 @@ class Predictor:
         distances = self.router.distances(tokens)
         nearest = np.argmin(distances, axis=1).astype(np.int32)
         if self.thresholds is not None:
-            open_set = (
-                distances
-                if self.open_set_router is self.router
-                else self.open_set_router.distances(tokens)
-            )
-            is_own = open_set[np.arange(len(nearest)), nearest] <= self.thresholds[nearest]
-            nearest[~is_own] = -1  # also for NaN
+            open_set = self._open_set_distances(tokens, distances, nearest)
+            nearest[~(open_set <= self.thresholds[nearest])] = -1  # also for NaN
         return distances, nearest
+
+    def _open_set_distances(
+        self,
+        tokens: Float[np.ndarray, "N E"],
+        distances: Float[np.ndarray, "N T"],
+        nearest: Int[np.ndarray, "N"],
+    ) -> Float[np.ndarray, "N"]:
+        """Compute the calibrated distance from each image to its nearest target; `distances` are
+        the router's."""
+        if self.open_set_router is not self.router:
+            distances = self.open_set_router.distances(tokens)
+        return distances[np.arange(len(nearest)), nearest]
+
+    def rejection_scores(self, images: Images) -> Float[np.ndarray, "N"]:
+        """Compute the share of the nearest target's validation images that are nearer to it than
+        each image: the score by which `open_set` rejects images.
+
+        Raises ValueError if a target was not calibrated.
+        """
+        quantiles = self._quantiles
+        if not len(images):
+            return np.zeros(0)
+        read = list[np.ndarray]()
+
+        def route(tokens: np.ndarray) -> np.ndarray:
+            read.append(tokens)
+            return np.full(len(tokens), -1)
+
+        inference = self._inference[self.batch_sizes[-1]]
+        inference.features(HostImages(self.executor, images), len(images), route)
+        tokens = np.concatenate(read)[: len(images)]  # the last batch is padded
+        distances = self.router.distances(tokens)
+        nearest = np.argmin(distances, axis=1)
+        open_set = self._open_set_distances(tokens, distances, nearest)
+        scores = np.zeros(len(images))
+        for target in np.unique(nearest).tolist():
+            rows = nearest == target
+            scores[rows] = rejection_scores(open_set[rows], quantiles[target])
+        return scores
 
 
 def class_probabilities(logits: Float[np.ndarray, "C"], task: TaskMemory) -> Float[np.ndarray, "C"]:

@@ -1,14 +1,19 @@
-"""Accuracies of a memory on labelled images of a learned task."""
+"""Accuracies of a memory on labelled images of learned tasks, and its rejection of other images."""
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from cheem_jax.core.metrics import calibration_error
-from cheem_jax.data.task import Task, spelled_as
+from cheem_jax.core.metrics import calibration_error, open_set_metrics
+from cheem_jax.data.decode import PIECE, decode_pieces
+from cheem_jax.data.files import first_of
+from cheem_jax.data.task import SPLITS, Split, Task, spelled_as
+from cheem_jax.memory.data import Data, NamedFiles, Picture, files_in, read_tasks
 from cheem_jax.memory.predictor import Predictor, class_probabilities
+from cheem_jax.memory.state import MemoryState
 from cheem_jax.report.memories import Evaluated
 
 
@@ -43,19 +48,7 @@ def score_task(
         is_learned: whether the task was learned from these data.
     """
     (target,) = given.targets
-    parts = [task.splits[split]]
-    text = "the {} " + f"{split} images"
-    if split == "test" and "test" in task.cut:
-        if is_learned:
-            text = "the {} images of it that were held out as test images when it was learned"
-        else:
-            parts = list(task.splits.values())
-            text = "all {} images"
-    parts = [part for part in parts if len(part.labels)]
-    if not parts:
-        raise ValueError(
-            f"task {task.name!r} has no {split} image to measure on; name another split"
-        )
+    parts, text = parts_of(task, split, is_learned=is_learned)
     names = np.array(spelled_as(task.classes, target.classes))
     wanted = [name for part in parts for name in names[part.labels].tolist()]
     if unknown := sorted(set(wanted) - set(target.classes)):
@@ -89,6 +82,94 @@ def score_task(
     return TaskScore(
         target.name, num, accuracy, accuracy_given, task_accuracy, error, text.format(f"{num:,}")
     )
+
+
+def parts_of(task: Task, split: str, *, is_learned: bool) -> tuple[list[Split], str]:
+    """Return the parts of a task with the images of a split, and their description with `{}` for
+    their number; arguments and errors are those of `score_task`."""
+    parts = [task.splits[split]]
+    text = "the {} " + f"{split} images"
+    if split == "test" and "test" in task.cut:
+        if is_learned:
+            text = "the {} images of it that were held out as test images when it was learned"
+        else:
+            parts = list(task.splits.values())
+            text = "all {} images"
+    parts = [part for part in parts if len(part.labels)]
+    if not parts:
+        raise ValueError(
+            f"task {task.name!r} has no {split} image to measure on; name another split"
+        )
+    return parts, text
+
+
+class OpenSetScore(NamedTuple):
+    """Separation of images of no known task from images of the memory's tasks, by the score behind
+    `open_set`."""
+
+    auroc: float
+    """Area under the ROC curve, in [0, 1]; 0.5 is chance."""
+    fpr95: float
+    """Share of unknown images that are accepted if 95 % of the known images are."""
+    num_known: int
+    num_unknown: int
+
+
+def read_labelled(
+    state: MemoryState, data: Data, split: str, task: str | None
+) -> list[tuple[str, Task, bool]]:
+    """Read labelled images of learned tasks; return the learned name of each task, its images, and
+    whether it was learned from these data.
+
+    `task` is the learned name if the data are one task. Raises ValueError for an unknown split, and
+    for tasks that the memory lacks.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
+    size, upright = state.config.image_size, state.config.upright
+    tasks = read_tasks(data, size, upright=upright, purpose="measure", only=split)
+    if task is not None and len(tasks) != 1:
+        raise ValueError(f"{task!r} is one task, but the data have {[t.name for t in tasks]}")
+    names = [state.names[state.index(task or one.name)] for one in tasks]
+    return [
+        (name, one, "test" in one.cut and state.is_learned(name, one))
+        for name, one in zip(names, tasks, strict=True)
+    ]
+
+
+def score_open_set(
+    labelled: Sequence[tuple[str, Task, bool]],
+    split: str,
+    unknown: str | Path | Sequence[Picture],
+    predictor: Predictor,
+) -> OpenSetScore:
+    """Score the rejection of `unknown` images, in a folder or given one by one, against the images
+    of a split of labelled tasks.
+
+    Raises ValueError for a target without calibrated distances, for a folder without images, and
+    for images that cannot be read.
+    """
+    files = files_in(Path(unknown))[0] if isinstance(unknown, str | Path) else unknown
+    if not files:
+        raise ValueError("no unknown image is given; expected at least one")
+    unknown_scores = []
+    broken = []
+    named = NamedFiles(files, upright=predictor.upright)
+    for piece in decode_pieces(named, predictor.image_size, PIECE):
+        broken += filter(None, piece.errors)
+        unknown_scores.append(predictor.rejection_scores(piece.images))
+    if broken:
+        raise ValueError(
+            f"{len(broken)} unknown image(s) cannot be used: {first_of(broken)}; replace or remove"
+            " them"
+        )
+    known_scores = [
+        predictor.rejection_scores(part.images)
+        for _, task, is_learned in labelled
+        for part in parts_of(task, split, is_learned=is_learned)[0]
+    ]
+    scores = np.concatenate(known_scores), np.concatenate(unknown_scores)
+    return OpenSetScore(*open_set_metrics(*scores), *map(len, scores))
 
 
 def to_evaluated(scores: Sequence[TaskScore]) -> dict[str, Evaluated]:

@@ -143,6 +143,8 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         "seconds_total": sum(entry["seconds"] for entry in timed),
         "references": references,
     }
+    if steps := next((e["steps"] for e in entries if e["event"] == "open_set"), None):
+        result["open_set"] = steps
     if "pool" in main[-1]:
         result["pool"] = main[-1]["pool"]
     if "similarity" in main[-1]:

@@ -293,6 +293,14 @@ def _sections(
             lambda: charts.routing(results),
         ),
         (
+            "open_set" in results,
+            "open-set",
+            "Unknown tasks",
+            "How well the distance to the learned tasks separates images of later tasks.",
+            "chart",
+            lambda: charts.open_set(results),
+        ),
+        (
             "similarity" in results,
             "similarity",
             "Similarity of tasks",

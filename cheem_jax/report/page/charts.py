@@ -222,6 +222,30 @@ def accuracy_curves(runs: Mapping[str, Sequence[Results]]) -> Chart:
     return Chart(caption, variants, choose="accuracy with the")
 
 
+def open_set(results: Results) -> Chart:
+    """AUROC and FPR95 in % of rejecting images of later tasks, after each task but the last."""
+    tasks = spread(len(results["open_set"]), SHOWN)
+    x = task_axis(results, tasks, "after learning")
+    traces = []
+    for place, (title, key) in enumerate((("AUROC", "auroc"), ("FPR95", "fpr95"))):
+        trace = points(
+            x["categoryarray"],
+            [100 * results["open_set"][task][key] for task in tasks],
+            f"{title} after %{{x}}<br><b>%{{y:.1f}} %</b>",
+            name=title,
+            mode="lines+markers",
+            marker={"color": f"@c{place}", "size": 6},
+        )
+        traces.append(trace | {"line": {"color": f"@c{place}", "width": 2}})
+    caption = (
+        "Test images of later tasks are unknown, those of the tasks so far known; the score is the"
+        " distance to the nearest learned task, without calibration. FPR95 is the share of unknown"
+        " images that are accepted if 95 % of the known ones are."
+    )
+    spec = plot(traces, x, axis("%", range=[0, 102]))
+    return Chart(caption + note_of_spread(len(results["open_set"])), {"": spec})
+
+
 def pool_growth(results: Results) -> Chart:
     """Number of experts per block after each task."""
     num = len(results["tasks"])

@@ -336,3 +336,7 @@ def test_a_different_router_or_search_is_a_variant_of_any_method(tmp_path):
     figures = {run.results["method"]: variant_of(run) for run in read([tmp_path])[0]}
     assert figures["lora_cl"] == "router lda early"
     assert figures["cheem"] == "tau 0.1, router lda early"
+    write_run(tmp_path / "c/1", "lora_cl", lora_cl={"op": "new", "rank": 1})
+    write_run(tmp_path / "c/2", "lora_cl", lora_cl={"op": "adapt", "rank": 192}, seed=1)
+    variants = [variant_of(run) for run in read([tmp_path / "c"])[0]]
+    assert variants == ["new in every block", "rank 192"]
