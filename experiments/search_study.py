@@ -1,13 +1,12 @@
-"""The search for target networks: how scores rank networks, and accuracy and cost of each recipe.
+"""The search for target networks: accuracy and cost of each recipe.
 
     python experiments/search_study.py --stream DATA --tasks gtsrb,omniglot --image-size 96
     python experiments/search_study.py --stream DATA --tasks gtsrb,omniglot --image-size 96 \\
         --behind caltech101,cifar10,food10
 
 Every task is learned by every recipe, at every rate and with every seed, as the first task and,
-with `--behind`, after a memory of these tasks, learned with the preset `quick`. Architectures
-sampled from a supernet are scored in both ways and trained. Finished units are not repeated; tasks,
-recipes, rates and seeds can be added later.
+with `--behind`, after a memory of these tasks, learned with the preset `quick`. Finished units are
+not repeated; tasks, recipes, rates and seeds can be added later.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from charts import names_in
-from studies.searching.report import write
+from studies.searching.report import FIRST, write
 from studies.searching.units import RECIPES, TaskUnits
 from study import recorded, seeds_of
 
@@ -50,24 +49,14 @@ class SearchStudy(cheem_run.StreamInputs):
     """Images of the pretraining data (a source of one task, as for `--stream`)."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
-    recipes: str = "quick,plus"
-    """Names of recipes separated by commas: quick (the paper's search), plus, uniform (plus without
-    HEE)."""
-    rates: str = "1e-3,3e-3"
+    recipes: str = ",".join(RECIPES)
+    """Names of recipes separated by commas."""
+    rates: str = "3e-3"
     """Learning rates of both phases, separated by commas."""
     seeds: str = "0,1,2"
     """Seeds separated by commas."""
-    sampled: int = 12
-    """Number of architectures per task that are sampled, scored and trained, half of them by HEE;
-    0: none."""
     run_dir: Path = Path("runs/search_study")
     """Folder of record and tables; unfinished units resume."""
-
-    def __post_init__(self) -> None:
-        if self.sampled and self.sampled < 4:
-            raise ValueError(
-                f"--sampled is {self.sampled}; a rank correlation needs at least 4 architectures"
-            )
 
 
 class Plan(NamedTuple):
@@ -76,7 +65,6 @@ class Plan(NamedTuple):
     recipes: list[str]
     rates: list[float]
     seeds: list[int]
-    sampled: int = 0
     behind: list[str] = []
 
     def jobs(self, units: list[TaskUnits]) -> Iterator[Callable[[], None]]:
@@ -86,11 +74,10 @@ class Plan(NamedTuple):
             for one in units:
                 for rate in self.rates:
                     yield functools.partial(one.reuse, rate, seed)
-                for recipe in self.recipes:
-                    for rate in self.rates:
-                        yield functools.partial(one.learn, recipe, rate, seed)
-                if self.sampled and seed == self.seeds[0]:
-                    yield functools.partial(one.rank, self.sampled, self.rates[0])
+                    for recipe in self.recipes:
+                        # the past of LoRA-CL does not matter
+                        if RECIPES[recipe].has_supernet or one.position == FIRST:
+                            yield functools.partial(one.learn, recipe, rate, seed)
 
 
 def main(settings: SearchStudy) -> None:
@@ -100,7 +87,6 @@ def main(settings: SearchStudy) -> None:
         names_in("--recipes", settings.recipes, RECIPES),
         rates_of(settings.rates),
         seeds_of(settings.seeds),
-        settings.sampled,
         [] if settings.behind is None else [name.strip() for name in settings.behind.split(",")],
     )
     fields = {
@@ -113,7 +99,10 @@ def main(settings: SearchStudy) -> None:
             [*plan.behind, *(name for name in asked if name not in plan.behind)]
         )
     source = cheem_run.RunSettings(
-        **fields, base_data=settings.base_data, engine=settings.engine, cheem=RECIPES["quick"]
+        **fields,
+        base_data=settings.base_data,
+        engine=settings.engine,
+        cheem=RECIPES["quick"].config,
     )
     study(
         settings.run_dir,
@@ -161,7 +150,7 @@ def study(
         raise ValueError(
             f"--behind names {', '.join(unknown)}; the stream's tasks are {', '.join(names)}"
         )
-    quick = RECIPES["quick"]
+    quick = RECIPES["quick"].config
     base = find_base_means(
         pretrained, quick, engine.precision, images=loaded.base_images, progress=progress
     )
@@ -175,7 +164,7 @@ def study(
         "engine": dataclasses.asdict(engine),
         "data_sha256": {"base": base.data_sha256},  # entries have the hashes of their tasks
     }
-    memories: dict[str, Path | None] = {"first": None}
+    memories: dict[str, Path | None] = {FIRST: None}
     if plan.behind:
         memories[f"behind {', '.join(plan.behind)}"] = (
             directory / "memories" / "+".join(plan.behind)

@@ -254,12 +254,12 @@ def test_the_sweep_of_the_upper_bound_resumes_in_the_middle(tmp_path):
     ("name", "settings"),
     [
         ("whole", {}),
-        ("scan", {}),
+        ("scan", {"sampling": "anchored", "head": "ridge", "weights": "inherited"}),
         ("stages", {"score": "closed_form", "score_images": 24}),
         ("stages", {"augment": True}),
     ],
 )
-def test_resuming_is_exact_with_every_executor_score_and_augmentation(tmp_path, name, settings):
+def test_resuming_is_exact_with_every_executor_search_and_augmentation(tmp_path, name, settings):
     method = dataclasses.replace(small.QUICK, **settings)
     config = dataclasses.replace(
         CONFIG, method=method, engine=EngineConfig(executor=name, steps_per_call=2)

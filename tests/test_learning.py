@@ -65,9 +65,12 @@ def stages():
     return Stages(small.backbone(), "mlp_down")
 
 
-def learner(stages, generations=3):
+ANCHORED = {"sampling": "anchored", "head": "ridge", "weights": "inherited", "fallback": True}
+
+
+def learner(stages, generations=3, **settings):
     search = dataclasses.replace(small.QUICK.search, generations=generations)
-    config = dataclasses.replace(small.QUICK, search=search)
+    config = dataclasses.replace(small.QUICK, search=search, **settings)
     return Cheem(stages, config, Keys(0), None, FrozenFeatures(stages, config.batch_size))
 
 
@@ -111,3 +114,49 @@ def test_a_search_resumes_from_a_rolling_checkpoint(stages, tmp_path):
     assert resumed.num_images == resumed.totals["search"] == 120
     for name in ("search", "searched", "architecture", "finetune_losses"):
         assert result[name] == expected[name]
+
+
+def test_an_elimination_starts_from_adapt_everywhere_and_ends_within_its_tolerance(stages):
+    task = small.task("colours", 0)
+    report = learner(stages, **ANCHORED).learn(task, Session())
+    result = report["search"]
+    losses, flops = result["losses"], result["flops"]
+    assert len(losses) == len(flops) == len(result["correct"]) == report["searched"]
+    # the anchor, and Reuse and Skip in each of 4 blocks, are scored first
+    assert report["searched"] > 9 and flops[0] == max(flops)
+    assert flops[result["chosen"]] == report["flops"] <= flops[0]
+    assert not any(op.startswith("new") for op in report["architecture"])
+    assert report["validation_accuracy"] == result["correct"][result["chosen"]] / 20
+    assert report["frozen_head"]["kept"] in ("network", "frozen")
+
+
+def test_an_elimination_resumes_from_a_rolling_checkpoint(stages, tmp_path):
+    task = small.task("colours", 0)
+    whole = Resumed(None)
+    expected = learner(stages, **ANCHORED).learn(task, whole)
+    assert whole.totals["search"] == 9 * 20 < whole.num_images
+    rolling = Rolling(tmp_path)
+    with pytest.raises(Halt):
+        learner(stages, **ANCHORED).learn(task, Halting(rolling, 180))
+    resumed = Resumed(rolling.open(0, print))
+    result = learner(stages, **ANCHORED).learn(task, resumed)
+    assert resumed.num_images == whole.num_images - 180
+    for name in ("search", "searched", "architecture", "supernet_losses", "finetune_losses"):
+        assert result[name] == expected[name]
+
+
+def test_a_ridge_head_starts_training_below_the_loss_of_a_random_one(stages):
+    task = small.task("colours", 0)
+    first = {}
+    for head in ("random", "ridge"):
+        report = learner(stages, **{**ANCHORED, "head": head}).learn(task, Session())
+        first[head] = report["supernet_losses"][0]
+    assert first["ridge"] < first["random"] / 2
+
+
+def test_an_elimination_needs_all_ops_and_its_own_score():
+    for settings in ({"remove": ("skip",)}, {"score": "closed_form"}):
+        with pytest.raises(ValueError, match="sampling anchored uses Reuse, Adapt and Skip"):
+            dataclasses.replace(small.QUICK, sampling="anchored", **settings)
+    with pytest.raises(ValueError, match="standard_errors is -1"):
+        dataclasses.replace(small.QUICK.search, standard_errors=-1)

@@ -21,6 +21,7 @@ import numpy as np
 
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.baseline import at_least_one
+from cheem_jax.cheem.closed_form import start_with_ridge_head
 from cheem_jax.cheem.config import QUICK_PLUS
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, router_arrays
 from cheem_jax.cheem.supernet import Supernet
@@ -51,6 +52,8 @@ class LoraClConfig:
     rank: int = 40
     """Rank of the pairs; for ViT-B, the paper's FLOPs correspond to a rank of 42 to 47."""
     fit: FitConfig = FitConfig(epochs=20)
+    head: Literal["random", "ridge"] = "random"
+    """Initial head, as for CHEEM: `ridge` is fitted to the frozen backbone's features."""
     router: RouterConfig = RouterConfig()
     batch_size: int = 64
 
@@ -92,6 +95,13 @@ class LoraCl(ExpertMemory):
             train = keep_tokens(
                 "training images", executor, train, num, (), batch_size=batch_size, budget=budget
             )
+        if config.head == "ridge" and not fitting.progress.step:
+            with session.phase("head"):
+                state = start_with_ridge_head(
+                    network, executor, self.features, task.train, train, batch_size
+                )
+            fitting = fitting._replace(state=state)
+            underway.keep("finetune", fitting)
         num_images = images_left(fitting.progress, config.fit, num, batch_size)
         with session.phase("train", num_images, underway.saved) as advance:
             fitting = fit(

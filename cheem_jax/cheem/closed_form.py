@@ -21,13 +21,14 @@ from cheem_jax.cheem.training import dense_network
 from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.metrics import fit_temperature, fitted
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Head, logits_of
+from cheem_jax.core.pool import Head, logits_of, padded
 from cheem_jax.core.settings import Advance
-from cheem_jax.data.task import Task
+from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.executor import Executor, Place
 from cheem_jax.engine.feed import Feed
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.passes import network_features, unwatched
 from cheem_jax.engine.spread import features_spread
+from cheem_jax.run.method import FrozenFeatures, base_network
 
 PENALTIES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 """Ridge penalties that `fit_head` selects from, per image, for standardised features."""
@@ -141,6 +142,35 @@ def ridge_head(
     return Head(jnp.asarray(weight, jnp.float32), jnp.asarray(bias, jnp.float32)), float(
         ridge.alpha_ / num
     )
+
+
+def start_with_ridge_head(
+    supernet: Supernet,
+    executor: Executor,
+    frozen: FrozenFeatures,
+    train: Split,
+    feed: Feed,
+    batch_size: int,
+) -> SupernetState:
+    """Make the state before the first step with a ridge head on the frozen backbone's features.
+
+    With a random head, the first steps of Adam change the low-rank pairs by gradients of random
+    directions. On tasks with many classes and few images, training then can remain at the loss of a
+    uniform prediction (docs/search.md). `feed` has the images of `train`.
+    """
+    features = frozen_features(executor, frozen, train, feed, batch_size)
+    head, _ = ridge_head(features, train.labels, supernet.num_classes)
+    return supernet.start_from({}, padded(head))
+
+
+def frozen_features(
+    executor: Executor, frozen: FrozenFeatures, split: Split, feed: Feed, batch_size: int
+) -> Float[np.ndarray, "N D"]:
+    """Compute the frozen backbone's features of a split, or return those that the router has."""
+    if frozen.ends(executor):
+        return frozen(split.images)
+    networks = [base_network(executor)]
+    return network_features(executor, networks, feed, len(split.labels), batch_size=batch_size)[0]
 
 
 RIDGE_SCALE = 20.0

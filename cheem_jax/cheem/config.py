@@ -48,6 +48,9 @@ class SearchConfig:
     resampled gene (paper: 0.5)."""
     tolerance: float = 0.02
     """tau: accuracy loss accepted in return for fewer FLOPs, in absolute accuracy (paper: 2 %)."""
+    standard_errors: float = 1.0
+    """Increase of the validation loss that backward elimination accepts, in standard errors of the
+    paired difference."""
 
     def __post_init__(self) -> None:
         for name in ("population", "generations", "num_parents"):
@@ -58,6 +61,10 @@ class SearchConfig:
                 raise ValueError(
                     f"search {name} is {getattr(self, name)}; expected a number in [0, 1]"
                 )
+        if not self.standard_errors >= 0:
+            raise ValueError(
+                f"search standard_errors is {self.standard_errors}; expected 0 or more"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +96,15 @@ class CheemConfig:
     """`known` computes the similarity to the base task if its mean CLS tokens are known; `neutral`
     always sets this similarity to 0."""
     supernet: FitConfig = FitConfig(epochs=50)
-    sampling: Literal["hee", "uniform"] = "hee"
-    """`hee` samples as in the paper; `uniform` is the paper's pure exploration: eps1 = eps2 = 1,
-    also in mutation."""
+    sampling: Literal["hee", "uniform", "anchored"] = "hee"
+    """`hee` samples as in the paper. `uniform` is the paper's pure exploration: eps1 = eps2 = 1,
+    also in mutation. `anchored` mostly samples Adapt of the expert that HEE prefers in each block,
+    and replaces the evolutionary search by backward elimination from the network that adapts every
+    block (docs/search.md)."""
+    head: Literal["random", "ridge"] = "random"
+    """Initial head of supernet training. `random` samples a truncated normal, as in the paper;
+    `ridge` is a ridge regression on the features of the frozen backbone, which keeps the first
+    steps from damaging these features."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     score: Literal["shared_head", "closed_form"] = "shared_head"
@@ -123,6 +136,11 @@ class CheemConfig:
             raise ValueError(
                 f"remove names {', '.join(self.remove)}; expected some of {', '.join(KINDS)}, each"
                 " once"
+            )
+        if self.sampling == "anchored" and (self.remove or self.score != "shared_head"):
+            raise ValueError(
+                "sampling anchored uses Reuse, Adapt and Skip and the score shared_head; leave out"
+                " remove and score, or take sampling hee"
             )
 
 

@@ -17,6 +17,7 @@ from cheem_jax.backbone.flops import (
     executed_flops,
     network_flops,
 )
+from cheem_jax.cheem.elimination import Eliminated
 from cheem_jax.cheem.evolution import Scored, Searched
 from cheem_jax.cheem.saved_memory import open_memory, save_memory_task, with_task
 from cheem_jax.cheem.supernet import Supernet
@@ -65,6 +66,7 @@ class Underway:
 
     similarity: np.ndarray | None = None
     searched: Searched | None = None
+    eliminated: Eliminated | None = None
     fits: dict[str, FitState] = dataclasses.field(default_factory=dict)
     """Progress of each training stage, keyed by `supernet` or `finetune`."""
     learned: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -83,11 +85,12 @@ class Underway:
         searched = None
         if "searched" in arrays:
             searched = Searched(meta["generations"], Scored(**arrays["searched"]))
+        eliminated = Eliminated(**arrays["eliminated"]) if "eliminated" in arrays else None
         fits = {}
         for name, fit in meta["fits"].items():
             fits[name] = restored(fit, arrays.get(f"{name}_running", ()))
         learned = {name: arrays[name] for name in fits if name in arrays}
-        return cls(arrays.get("similarity"), searched, fits, learned)
+        return cls(arrays.get("similarity"), searched, eliminated, fits, learned)
 
     @property
     def skipped(self) -> int:
@@ -118,6 +121,8 @@ class Underway:
             arrays["similarity"] = self.similarity
         if self.searched is not None:
             arrays["searched"] = self.searched.scored._asdict()
+        if self.eliminated is not None:
+            arrays["eliminated"] = self.eliminated._asdict()
         fits: dict[str, Any] = {}
         for name, fit in self.fits.items():
             fits[name] = fit.meta()

@@ -7,6 +7,7 @@ task i. NaN marks a block that the task skips.
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +123,45 @@ def without(
     rest = table * allowed
     rest = np.where(rest.any(axis=1, keepdims=True), rest, allowed)
     return rest / rest.sum(axis=1, keepdims=True)
+
+
+class Anchor(NamedTuple):
+    """A network that adapts one expert in every block, and the candidates that can replace
+    Adapt."""
+
+    genome: Int[np.ndarray, "L"]
+    """Candidate index of Adapt in each block."""
+    changes: Sequence[Sequence[int]]
+    """Candidate indices per block that add no parameters, from the most to the least expensive: the
+    Reuse candidates, then Skip."""
+
+    def table(self, sizes: Sequence[int]) -> Float[np.ndarray, "L C"]:
+        """Make the table for supernet training that samples Adapt with probability `ADAPT`, Skip
+        with probability `SKIP` and Reuse otherwise."""
+        table = _empty(sizes)
+        for block, (*reuse, skip) in enumerate(self.changes):
+            table[block, skip] = SKIP
+            table[block, reuse] = (1 - ADAPT - SKIP) / len(reuse)
+            table[block, self.genome[block]] = ADAPT
+        return table
+
+
+ADAPT, SKIP = 0.85, 0.1
+"""Probabilities of an anchored table."""
+
+
+def anchored(exploit: Float[np.ndarray, "L C"], sizes: Sequence[int]) -> Anchor:
+    """Make the anchor that adapts, in each block, the expert that exploitation samples most.
+
+    Each block can change to Reuse of that expert, Reuse of the base expert, and Skip.
+    """
+    genome = []
+    changes = []
+    for block, n in enumerate(sizes):
+        expert = int(np.argmax(exploit[block, :n] + exploit[block, n : 2 * n]))
+        genome.append(n + expert)
+        changes.append([*dict.fromkeys((expert, 0)), 2 * n + 1])
+    return Anchor(np.array(genome, np.int32), changes)
 
 
 @functools.partial(jax.jit, static_argnames="num")

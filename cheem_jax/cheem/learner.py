@@ -15,11 +15,26 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from cheem_jax.cheem.closed_form import HeadComparison, closed_form_score, compare_heads
+from cheem_jax.cheem.closed_form import (
+    HeadComparison,
+    closed_form_score,
+    compare_heads,
+    frozen_features,
+    start_with_ridge_head,
+)
 from cheem_jax.cheem.config import CheemConfig
+from cheem_jax.cheem.elimination import Eliminated, eliminate
 from cheem_jax.cheem.evolution import Score, Searched, prepare_search, search
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, task_network
-from cheem_jax.cheem.hee import cosines, exploit_table, norm_cosine, uniform_table, without
+from cheem_jax.cheem.hee import (
+    Anchor,
+    anchored,
+    cosines,
+    exploit_table,
+    norm_cosine,
+    uniform_table,
+    without,
+)
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import (
     Draws,
@@ -28,6 +43,7 @@ from cheem_jax.cheem.training import (
     constant_draws,
     fit,
     frozen_prefix,
+    head_losses,
     prepare,
     supernet_draws,
     supernet_score,
@@ -61,6 +77,8 @@ class SamplingTables(NamedTuple):
 
     exploit: Float[np.ndarray, "L C"]
     uniform: Float[np.ndarray, "L C"]
+    anchor: Anchor | None = None
+    """Start of backward elimination; `exploit` is its table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +175,9 @@ class Cheem(ExpertMemory):
         report = self.costs(len(self.memory.tasks) - 1) | {
             "pool": self.memory.history(),
             **phase_report(learning, similarity, trained, finished),
-            **search_report(learning, codes, self.config),
+            **search_report(
+                learning, codes, self.config, architecture_flops(self.executor, supernet)
+            ),
             "engine": self.executor.counters(),
             "seconds": session.seconds,
         }
@@ -204,15 +224,19 @@ class Cheem(ExpertMemory):
         """Train the supernet (section 'Supernet Training')."""
         config = self.config
         supernet = self._supernet(learning, Phase.SUPERNET_INIT)
-        fitting = learning.underway.fitting("supernet", supernet)
+        fitting = begin_stage(self.executor, self.features, learning, "supernet", supernet, config)
         with learning.session.phase("prepare"):
             prepare(self.executor, supernet, config.batch_size)
-            prepare_search(tables.exploit, config.search)
+            if config.sampling != "anchored":
+                prepare_search(tables.exploit, config.search)
         draws = supernet_draws(
             self.keys.at(learning.index, Phase.SUPERNET_MODE),
             self.keys.at(learning.index, Phase.SUPERNET_DRAW),
-            **tables._asdict(),
-            epsilon=1.0 if config.sampling == "uniform" else config.exploration.epsilon,
+            exploit=tables.exploit,
+            uniform=tables.uniform,
+            epsilon={"hee": config.exploration.epsilon, "uniform": 1.0, "anchored": 0.0}[
+                config.sampling
+            ],
         )
         images = self._training_images(learning, Phase.SUPERNET_AUGMENTATION)
         return self._train(learning, "supernet", fitting, images, draws, Phase.SUPERNET_ORDER)
@@ -222,6 +246,8 @@ class Cheem(ExpertMemory):
     ) -> Int[np.ndarray, "L"]:
         """Search for the target network and return its candidate indices. `underway.searched`
         contains all scored architectures."""
+        if tables.anchor is not None:
+            return search_backward(self.executor, learning, tables.anchor, trained, self.config)
         config = self.config.search
         underway = learning.underway
         if self.config.sampling == "uniform":
@@ -244,9 +270,10 @@ class Cheem(ExpertMemory):
 
             codes, _ = search(
                 self.keys.at(learning.index, Phase.SEARCH),
-                self._score(learning, trained, rows, advance),
+                candidate_score(self.executor, learning, trained, rows, self.config, advance),
                 architecture_flops(self.executor, trained.supernet),
-                **tables._asdict(),
+                exploit=tables.exploit,
+                uniform=tables.uniform,
                 num_images=num,
                 config=config,
                 on_generation=keep,
@@ -260,15 +287,21 @@ class Cheem(ExpertMemory):
         """Train the target network stand-alone, as a supernet that samples only this architecture.
 
         `trained` is the trained supernet; it is used only if the fine-tuning weights are inherited.
+        Without one, they are initialised.
         """
         config = self.config
         supernet = self._supernet(learning, Phase.FINETUNE_INIT)
         architecture = decode(codes, learning.candidates.sizes)
-        fitting = learning.underway.fitting("finetune", supernet)
-        if config.weights == "inherited" and not fitting.progress.step:
-            assert trained is not None, "inherited weights come from a supernet"
-            fitting = fitting._replace(state=trained.supernet.inherit(trained.state, architecture))
-            learning.underway.keep("finetune", fitting)
+        if config.weights == "inherited" and trained is not None:
+            fitting = learning.underway.fitting("finetune", supernet)
+            if not fitting.progress.step:
+                state = trained.supernet.inherit(trained.state, architecture)
+                fitting = fitting._replace(state=state)
+                learning.underway.keep("finetune", fitting)
+        else:
+            fitting = begin_stage(
+                self.executor, self.features, learning, "finetune", supernet, config
+            )
         images = self._training_images(learning, Phase.FINETUNE_AUGMENTATION)
         if not config.augment:
             prefix = frozen_prefix(supernet, architecture)
@@ -354,26 +387,94 @@ class Cheem(ExpertMemory):
         seed = self.keys.seed_at(learning.index, phase)
         return AugmentedImages(self.executor, learning.task.train.images, seed)
 
-    def _score(
-        self, learning: Learning, trained: SupernetFit, rows: Int[np.ndarray, "N"], advance: Advance
-    ) -> Score:
-        task = learning.task
-        supernet, state, _ = trained
-        common = {"batch_size": self.batch_size, "advance": advance}
-        if self.config.score == "shared_head":
-            return supernet_score(
-                self.executor, supernet, state, learning.val, task.val.labels, **common
-            )
-        return closed_form_score(
-            self.executor,
-            supernet,
-            state,
-            train=Subset(learning.train, rows),
-            train_labels=task.train.labels[rows],
-            val=learning.val,
-            val_labels=task.val.labels,
-            **common,
+
+def candidate_score(
+    executor: Executor,
+    learning: Learning,
+    trained: SupernetFit,
+    rows: Int[np.ndarray, "N"],
+    config: CheemConfig,
+    advance: Advance,
+) -> Score:
+    """Make the score function of the evolutionary search; `rows` are the training images that a
+    closed-form head is fitted to."""
+    task = learning.task
+    common = {"batch_size": config.batch_size, "advance": advance}
+    if config.score == "shared_head":
+        return supernet_score(
+            executor, trained.supernet, trained.state, learning.val, task.val.labels, **common
         )
+    return closed_form_score(
+        executor,
+        trained.supernet,
+        trained.state,
+        train=Subset(learning.train, rows),
+        train_labels=task.train.labels[rows],
+        val=learning.val,
+        val_labels=task.val.labels,
+        **common,
+    )
+
+
+def search_backward(
+    executor: Executor,
+    learning: Learning,
+    anchor: Anchor,
+    trained: SupernetFit,
+    config: CheemConfig,
+) -> Int[np.ndarray, "L"]:
+    """Search for the target network by backward elimination, and return its candidate indices.
+
+    `underway.eliminated` contains all scored architectures.
+    """
+    underway = learning.underway
+    labels = learning.task.val.labels
+    # the networks that are scored after the single changes are not known in advance
+    total = len(labels) * (1 + sum(map(len, anchor.changes)))
+    with learning.session.phase("search", total, underway.saved) as advance:
+
+        def keep(eliminated: Eliminated) -> None:
+            underway.eliminated = eliminated
+            advance(0, f"{len(eliminated.genomes)} networks")
+
+        codes, _ = eliminate(
+            head_losses(
+                executor,
+                trained.supernet,
+                trained.state,
+                learning.val,
+                labels,
+                batch_size=config.batch_size,
+                advance=advance,
+            ),
+            anchor.genome,
+            anchor.changes,
+            standard_errors=config.search.standard_errors,
+            on_scored=keep,
+            earlier=underway.eliminated,
+        )
+    return codes
+
+
+def begin_stage(
+    executor: Executor,
+    frozen: FrozenFeatures,
+    learning: Learning,
+    name: str,
+    supernet: Supernet,
+    config: CheemConfig,
+) -> SupernetFit:
+    """Return the training stage `name` before its first step, or in the state that an earlier
+    process saved."""
+    fitting = learning.underway.fitting(name, supernet)
+    if config.head == "ridge" and not fitting.progress.step:
+        with learning.session.phase("head"):
+            state = start_with_ridge_head(
+                supernet, executor, frozen, learning.task.train, learning.train, config.batch_size
+            )
+        fitting = fitting._replace(state=state)
+        learning.underway.keep(name, fitting)
+    return fitting
 
 
 def feed_splits(
@@ -463,9 +564,15 @@ def sampling_tables(
     config: CheemConfig, candidates: Candidates, similarity: Float[np.ndarray, "E L"]
 ) -> SamplingTables:
     """Compute the probabilities that supernet training and search sample from."""
-    exploit = exploit_table(similarity, candidates.earlier, candidates.sizes)
-    tables = (exploit, uniform_table(candidates.sizes))
-    return SamplingTables(*(without(table, config.remove, candidates.sizes) for table in tables))
+    sizes = candidates.sizes
+    exploit = exploit_table(similarity, candidates.earlier, sizes)
+    uniform = uniform_table(sizes)
+    if config.sampling == "anchored":
+        anchor = anchored(exploit, sizes)
+        return SamplingTables(anchor.table(sizes), uniform, anchor)
+    return SamplingTables(
+        without(exploit, config.remove, sizes), without(uniform, config.remove, sizes)
+    )
 
 
 def num_scored(config: CheemConfig, task: Task) -> int:
@@ -493,12 +600,18 @@ def phase_report(
 
 
 def search_report(
-    learning: Learning, codes: Int[np.ndarray, "L"], config: CheemConfig
+    learning: Learning, codes: Int[np.ndarray, "L"], config: CheemConfig, flops_of: Score
 ) -> dict[str, Any]:
-    """Report a finished search. `codes` is the selected architecture."""
-    searched = learning.underway.searched
-    assert searched is not None, "the search has ended"
-    genomes, correct, flops = searched.scored
+    """Report a finished search. `codes` is the selected architecture, and `flops_of` counts the
+    FLOPs of architectures."""
+    eliminated, searched = learning.underway.eliminated, learning.underway.searched
+    if eliminated is not None:
+        genomes = eliminated.genomes
+        correct = eliminated.correct.sum(axis=1)
+        flops = flops_of(genomes)
+    else:
+        assert searched is not None, "the search has ended"
+        genomes, correct, flops = searched.scored
     num_images = num_scored(config, learning.task) + len(learning.task.val.labels)
     chosen = int(np.flatnonzero((genomes == codes).all(axis=1))[0])
     search = {
@@ -509,6 +622,9 @@ def search_report(
         "chosen": chosen,
     }
     name = "validation_accuracy"
+    if eliminated is not None:
+        search["population"] = len(genomes)
+        search["losses"] = eliminated.losses.mean(axis=1).round(6).tolist()
     if config.score != "shared_head":  # this score includes training images
         name = "score"
         search["score"] = config.score
@@ -531,21 +647,15 @@ def compare_with_frozen(
     """Compare the learned network with the frozen backbone and a ridge head on the validation
     images. Returns None if the backbone's features are non-finite."""
     task = learning.task
-
-    def features_of(network: Network, name: str, feed: Feed) -> Float[np.ndarray, "N D"]:
-        num = len(task.splits[name].labels)
-        return network_features(executor, [network], feed, num, batch_size=batch_size)[0]
-
     with learning.session.phase("finetune"):
-        if frozen.ends(executor):
-            train, val = frozen(task.train.images), frozen(task.val.images)
-        else:
-            base = base_network(executor)
-            train = features_of(base, "train", learning.train)
-            val = features_of(base, "val", learning.val)
+        train, val = (
+            frozen_features(executor, frozen, split, feed, batch_size)
+            for split, feed in ((task.train, learning.train), (task.val, learning.val))
+        )
         if not (np.isfinite(train).all() and np.isfinite(val).all()):
             return None
-        learned = features_of(network, "val", learning.val)
+        num = len(task.val.labels)
+        (learned,) = network_features(executor, [network], learning.val, num, batch_size=batch_size)
         return compare_heads(learned, head, task, train, val)
 
 
@@ -586,8 +696,10 @@ def expected_seconds(
     generations = config.search.generations
     if underway.searched is not None:
         generations -= underway.searched.generations
-    scored = len(task.val.labels) + num_scored(config, task)
-    passes = 3 * trained + config.search.population * generations * scored
+    networks = config.search.population * generations
+    if config.sampling == "anchored":  # Reuse and Skip of each block, alone and accepted
+        networks = 4 * executor.num_blocks
+    passes = 3 * trained + networks * (len(task.val.labels) + num_scored(config, task))
     seconds = passes * _fastest(one_pass, 4) / len(rows)
     if config.augment:
         seconds += trained * _fastest(augment, 3) / executor.rows(config.batch_size)

@@ -13,21 +13,23 @@ from typing import NamedTuple, cast
 import jax
 import numpy as np
 from jaxtyping import Float, Int
+from scipy.special import log_softmax
 
 from cheem_jax.backbone.flops import network_flops
+from cheem_jax.cheem import elimination
 from cheem_jax.cheem.evolution import Score
 from cheem_jax.cheem.hee import sample
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.core.architecture import Architecture, Choice, decode, encode, to_strings
 from cheem_jax.core.keys import key_at, next_power_of_two
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import merge_dense
+from cheem_jax.core.pool import logits_of, merge_dense
 from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.engine.batches import Rows, batches, num_batches
 from cheem_jax.engine.executor import Batch, Dense, Executor, Place, Step
 from cheem_jax.engine.feed import Feed, HostImages
 from cheem_jax.engine.passes import unwatched
-from cheem_jax.engine.spread import count_right_spread
+from cheem_jax.engine.spread import count_right_spread, features_spread
 from cheem_jax.run import training
 from cheem_jax.run.training import FitState
 
@@ -309,6 +311,40 @@ def supernet_score(
             num_classes=supernet.num_classes,
             batch_size=batch_size,
             advance=advance,
+        )
+
+    return score
+
+
+def head_losses(
+    executor: Executor,
+    supernet: Supernet,
+    state: SupernetState,
+    feed: Feed,
+    labels: Int[np.ndarray, "N"],
+    *,
+    batch_size: int,
+    advance: Advance = unwatched,
+) -> elimination.LossFunction:
+    """Make a score function for backward elimination from the supernet's weights and head.
+
+    The function maps genomes `[P, L]` to the cross-entropy of each held-out image of `feed`, and
+    whether its class is predicted correctly, `[P, N]`.
+    """
+    merged: dict[Place, Expert] = {}
+    head = supernet.trained_head(state)
+
+    def score(genomes: np.ndarray) -> elimination.Losses:
+        networks = [dense_network(supernet, state, codes, merged) for codes in genomes]
+        features = features_spread(
+            executor, networks, feed, len(labels), batch_size=batch_size, advance=advance
+        )
+        logits = logits_of(features, head).astype(np.float64)
+        values = -log_softmax(logits, axis=-1)[:, np.arange(len(labels)), labels]
+        return elimination.Losses(
+            # the memory layout decides the order in which NumPy adds numbers
+            np.ascontiguousarray(values),
+            logits.argmax(axis=-1) == labels,
         )
 
     return score

@@ -53,7 +53,7 @@ class Head(NamedTuple):
     bias: Float[Array, "C"]
 
 
-def logits_of(features: Float[np.ndarray, "N D"], head: Head) -> Float[np.ndarray, "N C"]:
+def logits_of(features: Float[np.ndarray, "*N D"], head: Head) -> Float[np.ndarray, "*N C"]:
     """Compute the logits of a head with NumPy."""
     return features @ np.asarray(head.weight) + np.asarray(head.bias)
 

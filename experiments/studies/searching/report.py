@@ -1,97 +1,28 @@
 """Numbers, tables and a figure from the record of a study of the search."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from charts import ACCURACY, COST, frame, write_page
-from jaxtyping import Float
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from scipy.stats import spearmanr
 
-from cheem_jax.report.figures import DPI, INK, save
+from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import NONE, Grid, format_flops, number, percent
-from studies.searching.units import Entry
+from studies.searching.units import LORA, Entry
 
 Numbers = Mapping[str, Any]
 RESAMPLES = 2000
-SCORES = {"shared_head": "shared head", "closed_form": "closed form"}
-PAPER, PLUS = "quick", "plus"
 NAME = "search_study"
-OFFSET = 0.15
-"""Half of the distance between the two sides of a task in the figure."""
+FIRST = "first"
+"""Position of a task without earlier tasks."""
+COSTS = {"params_added": ("parameters added, k", 1e-3), "flops": ("FLOPs per image, M", 1e-6)}
 
 
-def bootstrap(
-    value: float, num: int, resample: Callable[[np.random.Generator], float]
-) -> dict[str, Any]:
-    """A value of `num` things with its 95 % interval."""
-    rng = np.random.default_rng(0)
-    resampled = [resample(rng) for _ in range(RESAMPLES)]
-    low, high = np.nanquantile(resampled, (0.025, 0.975))
-    return {"value": value, "low": float(low), "high": float(high), "num": num}
-
-
-def correlation(
-    *pairs: tuple[Float[np.ndarray, "P"], Float[np.ndarray, "P"]],
-) -> dict[str, Any] | None:
-    """Spearman's rank correlation, mean over the pairs; the interval resamples the networks of each
-    pair.
-
-    None without pairs, and if all values of one side are equal.
-    """
-
-    def spearman(x: np.ndarray, y: np.ndarray) -> float:
-        if len(x) < 3 or not np.ptp(x) or not np.ptp(y):
-            return float("nan")
-        result: Any = spearmanr(x, y)
-        return float(result.statistic)
-
-    def resample(rng: np.random.Generator) -> float:
-        rows = [rng.integers(0, len(x), len(x)) for x, _ in pairs]
-        return float(np.mean([spearman(x[i], y[i]) for (x, y), i in zip(pairs, rows, strict=True)]))
-
-    if not pairs or np.isnan(value := float(np.mean([spearman(x, y) for x, y in pairs]))):
-        return None
-    return bootstrap(value, sum(len(x) for x, _ in pairs), resample)
-
-
-def rankings(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Correlation of each score with accuracy after stand-alone training, over validation and test
-    images: a row per task and position with all samples trained, and the mean."""
-    rows = []
-    pairs = {name: [] for name in SCORES}
-    for sampled in entries:
-        if sampled["event"] != "sampled":
-            continue
-        common = ("task", "position", "data_sha256", "settings", "num", "rate")
-        unit = {"event": "trained", **{name: sampled[name] for name in common}}
-        trained = {tuple(e["genome"]): e for e in entries if unit.items() <= e.items()}
-        accuracies = [accuracy_of(trained.get(tuple(genome))) for genome in sampled["genomes"]]
-        if None in accuracies:
-            continue
-        row = {name: sampled[name] for name in ("task", "position", "rate")}
-        for name, scores in pairs.items():
-            scores.append((np.array(sampled[name]), np.array(accuracies, np.float64)))
-            row[name] = correlation(scores[-1])
-        rows.append(row)
-    mean = {"task": "mean", "position": "", **{name: correlation(*pairs[name]) for name in SCORES}}
-    return [*rows, mean] if len(rows) > 1 else rows
-
-
-def accuracy_of(entry: Entry | None) -> float | None:
-    """Accuracy over validation and test images together; None if training failed or is missing."""
-    if entry is None or entry["test_accuracy"] is None:
-        return None
-    counts = np.array([entry["num_val"], entry["num_test"]])
-    return float(counts @ [entry["val_accuracy"], entry["test_accuracy"]] / counts.sum())
-
-
-def found_by(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Test accuracy by recipe and rate, and of the all-Reuse network: a row per task and
-    position."""
+def accuracies_by_task(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Return one row per task and position: test accuracies by recipe and rate, and those of the
+    all-Reuse network."""
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         if entry["event"] in ("learned", "reuse"):
@@ -110,53 +41,72 @@ def found_by(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def _by_rate(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Test accuracy of each seed by rate, and the rate with the best mean on validation images; a
-    failed training counts as 0."""
+    """Return the test accuracy of each seed by rate, the rate with the best mean accuracy on
+    validation images, and that mean. A failed training counts as 0."""
     test: dict[str, dict[str, float]] = {}
     val: dict[str, list[float]] = {}
     for entry in entries:
         rate = f"{entry['rate']:g}"
         test.setdefault(rate, {})[str(entry["seed"])] = entry["test_accuracy"] or 0.0
         val.setdefault(rate, []).append(entry["val_accuracy"] or 0.0)
-    best = max(val, key=lambda rate: float(np.mean(val[rate])), default=None)
-    return {"best_rate": best, "test": test}
+    means = {rate: float(np.mean(values)) for rate, values in val.items()}
+    best = max(means, key=lambda rate: means[rate], default=None)
+    return {"best_rate": best, "val": means.get(best or ""), "test": test}
 
 
-def gain(
-    rows: Sequence[Numbers], recipe: str, other: str, rate: str | None
-) -> dict[str, Any] | None:
-    """Gain of a recipe over another at a rate, or at the best rate of each (None), as a fraction.
+def best_lora(rows: Sequence[Numbers]) -> str | None:
+    """Return the recipe of LoRA-CL with the highest mean accuracy on validation images, each task
+    at its best rate; None if no recipe has all tasks."""
+    first = [row["recipes"] for row in rows if row["position"] == FIRST]
+    complete = [name for name in LORA if first and all(name in recipes for recipes in first)]
+    return max(
+        complete, key=lambda name: np.mean([one[name]["val"] for one in first]), default=None
+    )
 
-    Mean over tasks of the means over common seeds; the interval resamples tasks and seeds.
+
+def gain(rows: Sequence[Numbers], recipe: str, other: str) -> dict[str, Any] | None:
+    """Compute the gain of a recipe over another, each task at its best rate, as a fraction.
+
+    The value is the mean over tasks of the means over common seeds, with its 95 % interval
+    (bootstrap over tasks and seeds). LoRA-CL has results as the first task only, which hold for
+    every position.
     """
+    first = {row["task"]: row["recipes"] for row in rows if row["position"] == FIRST}
     gains = []
     for row in rows:
-        if not {recipe, other} <= row["recipes"].keys():
+        ours = row["recipes"].get(recipe)
+        theirs = row["recipes"].get(other)
+        if other in LORA:
+            theirs = first.get(row["task"], {}).get(other)
+        if ours is None or theirs is None:
             continue
-        ours, theirs = (
-            side["test"].get(rate or side["best_rate"], {})
-            for side in (row["recipes"][name] for name in (recipe, other))
-        )
+        ours, theirs = (side["test"][side["best_rate"]] for side in (ours, theirs))
         if seeds := sorted(ours.keys() & theirs.keys()):
             gains.append(np.array([ours[seed] - theirs[seed] for seed in seeds]))
     if not gains:
         return None
-
-    def resample(rng: np.random.Generator) -> float:
-        tasks = rng.integers(0, len(gains), len(gains))
-        return float(np.mean([rng.choice(gains[i], len(gains[i])).mean() for i in tasks]))
-
-    return bootstrap(float(np.mean([one.mean() for one in gains])), len(gains), resample)
+    rng = np.random.default_rng(0)
+    resampled = [
+        np.mean([rng.choice(gains[i], len(gains[i])).mean() for i in tasks])
+        for tasks in rng.integers(0, len(gains), (RESAMPLES, len(gains)))
+    ]
+    low, high = np.quantile(resampled, (0.025, 0.975))
+    value = float(np.mean([one.mean() for one in gains]))
+    return {"value": value, "low": float(low), "high": float(high), "num": len(gains)}
 
 
 def costs(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
-    """Forward passes, seconds by phase, FLOPs and added parameters by recipe, means over the units
-    that all recipes learned."""
-    learned = [entry for entry in entries if entry["event"] == "learned" and entry["genome"]]
+    """Compute accuracy, forward passes, seconds by phase, FLOPs and added parameters by recipe:
+    means over the units of first tasks that all recipes learned."""
+    learned = [
+        entry
+        for entry in entries
+        if entry["event"] == "learned" and entry["genome"] and entry["position"] == FIRST
+    ]
     recipes = dict.fromkeys(entry["recipe"] for entry in learned)
     units: dict[tuple[Any, ...], dict[str, Entry]] = {}
     for entry in learned:
-        unit = tuple(entry[name] for name in ("task", "position", "rate", "seed"))
+        unit = tuple(entry[name] for name in ("task", "rate", "seed"))
         units.setdefault(unit, {})[entry["recipe"]] = entry
     common = [unit for unit in units.values() if unit.keys() == recipes.keys()]
     means = {}
@@ -167,7 +117,7 @@ def costs(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
             "num": len(group),
             **{
                 name: float(np.mean([entry[name] for entry in group]))
-                for name in ("passes", "flops", "params_added")
+                for name in ("test_accuracy", "passes", "flops", "params_added")
             },
             "seconds": {
                 phase: float(np.mean([entry["seconds"].get(phase, 0.0) for entry in group]))
@@ -183,59 +133,47 @@ def write(directory: Path, entries: Sequence[Entry], setting: Numbers) -> list[G
     grids = grids_of(study)
     title = f"{study['stream']}, {study['backbone']} at {study['image_size']} pixels"
     parts = [f"# The search on {title}", *(grid.to_markdown() for grid in grids)]
-    if study["found"]:
+    if study["costs"]:
         draw(study, directory / f"{NAME}.png")
-        parts.append(f"![Score against accuracy, and accuracy by recipe]({NAME}.png)")
+        parts.append(f"![Accuracy against parameters and FLOPs by recipe]({NAME}.png)")
     write_page(directory / NAME, "\n\n".join(parts) + "\n", study)
     return grids
 
 
 def numbers_of(entries: Sequence[Entry], setting: Numbers) -> dict[str, Any]:
-    """All numbers of the tables, as JSON values."""
-    rows = found_by(entries)
+    """Return all numbers of the tables as JSON values."""
+    rows = accuracies_by_task(entries)
     recipes = dict.fromkeys(name for row in rows for name in row["recipes"])
-    rates = dict.fromkeys(
-        rate for row in rows for side in row["recipes"].values() for rate in side["test"]
-    )
+    references = [
+        name for name in (best_lora(rows), "plus", "quick") if name is not None and name in recipes
+    ]
     gains = [
-        {"recipe": name, "rate": rate, **value}
+        {"recipe": name, "over": reference, **value}
         for name in recipes
-        for rate in (*rates, None)
-        if name != PAPER and (value := gain(rows, name, PAPER, rate)) is not None
+        for reference in references
+        if name != reference and (value := gain(rows, name, reference)) is not None
     ]
     return {
         **{name: setting[name] for name in ("stream", "backbone", "image_size")},
-        "ranking": rankings(entries),
-        "found": rows,
+        "accuracies": rows,
         "gains": gains,
         "costs": costs(entries),
     }
 
 
 def grids_of(study: Numbers) -> list[Grid]:
-    """The tables that have rows; docs/search.md explains them."""
+    """Return the tables that have rows; docs/search.md explains them."""
     grids = (
-        ranking_grid(study["ranking"]),
-        found_grid(study["found"]),
+        accuracy_grid(study["accuracies"]),
         gain_grid(study["gains"]),
         cost_grid(study["costs"]),
     )
     return [grid for grid in grids if grid.rows]
 
 
-def ranking_grid(ranking: Sequence[Numbers]) -> Grid:
-    """Both rank correlations by task and position."""
-    rows = [
-        (row["task"], row["position"], *(_interval(row[name], 2) for name in SCORES))
-        for row in ranking
-    ]
-    columns = ("task", "position", *SCORES.values())
-    return Grid("Correlation of scores and accuracy", columns, tuple(rows), 2)
-
-
-def found_grid(rows: Sequence[Numbers]) -> Grid:
-    """Mean test accuracy by task, recipe and rate, and of the all-Reuse network at its best
-    rate."""
+def accuracy_grid(rows: Sequence[Numbers]) -> Grid:
+    """Make the table of mean test accuracies by task, recipe and rate, and of the all-Reuse network
+    at its best rate."""
     columns = dict.fromkeys(
         (name, rate)
         for recipe in dict.fromkeys(name for row in rows for name in row["recipes"])
@@ -257,73 +195,63 @@ def found_grid(rows: Sequence[Numbers]) -> Grid:
 
 
 def gain_grid(gains: Sequence[Numbers]) -> Grid:
-    """Points over the paper's search by recipe and rate."""
+    """Make the table of differences in accuracy between recipes, each task at its best rate."""
     rows = [
-        (one["recipe"], one["rate"] or "each at its best", _interval(one, 1, 100), str(one["num"]))
+        (
+            one["recipe"],
+            one["over"],
+            "{:.1f} ({:.1f} to {:.1f})".format(
+                *(100 * one[name] for name in ("value", "low", "high"))
+            ).replace("-", "−"),
+            str(one["num"]),
+        )
         for one in gains
     ]
-    columns = ("recipe", "rate", "points", "tasks")
-    return Grid(f"Points over `{PAPER}`", columns, tuple(rows), 2)
+    columns = ("recipe", "minus", "points", "tasks")
+    return Grid("Differences in accuracy", columns, tuple(rows), 2)
 
 
 def cost_grid(costs: Mapping[str, Numbers]) -> Grid:
-    """Costs of learning a task and of its network by recipe; a training step counts as three
-    forward passes."""
+    """Make the table of accuracies and costs by recipe; a training step counts as three forward
+    passes."""
     phases = dict.fromkeys(phase for one in costs.values() for phase in one["seconds"])
     seconds = (f"{phase}\ns" for phase in phases)
-    columns = ("recipe", "forward\npasses", *seconds, "all\ns", "FLOPs", "parameters\nadded")
+    columns = (
+        *("recipe", "accuracy\n%", "parameters\nadded", "FLOPs", "forward\npasses"),
+        *(*seconds, "all\ns"),
+    )
     rows = [
         (
             name,
+            percent(one["test_accuracy"]),
+            number(one["params_added"], 0),
+            format_flops(one["flops"]),
             number(one["passes"], 0),
             *(number(one["seconds"].get(phase, 0.0), 1) for phase in phases),
             number(sum(one["seconds"].values()), 1),
-            format_flops(one["flops"]),
-            number(one["params_added"], 0),
         )
         for name, one in costs.items()
     ]
-    return Grid("Costs per task", columns, tuple(rows), 1)
+    return Grid("Accuracy and costs as a first task", columns, tuple(rows), 1)
 
 
 def draw(study: Numbers, file: Path) -> None:
-    """Each score's correlation and each recipe's accuracy at its best rate, by task."""
-    rows = study["found"]
-    figure = Figure(figsize=(9.6, 1.2 + 0.35 * len(rows)), dpi=DPI, layout="constrained")
-    correlation_axes, accuracy_axes = figure.subplots(1, 2)
-    ranked = {(row["task"], row["position"]): row for row in study["ranking"]}
-    sides = (("shared_head", PAPER, COST, -OFFSET), ("closed_form", PLUS, ACCURACY, OFFSET))
-    handles: tuple[list[Line2D], list[Line2D]] = ([], [])
-    for score, recipe, color, offset in sides:
-        for labels, label in zip(handles, (SCORES[score], recipe), strict=True):
-            labels.append(Line2D([], [], marker="o", linestyle="", color=color, label=label))
-        for place, row in enumerate(rows):
-            y = place + offset
-            if rank := ranked.get((row["task"], row["position"]), {}).get(score):
-                ends = [rank["low"], rank["high"]]
-                correlation_axes.plot(ends, [y, y], color=color, alpha=0.35, linewidth=3)
-                correlation_axes.plot(rank["value"], y, "o", color=color)
-            if side := row["recipes"].get(recipe):
-                tests = [100 * value for value in side["test"][side["best_rate"]].values()]
-                accuracy_axes.plot(tests, [y] * len(tests), "o", color=color, markersize=4)
-    names = [f"{row['task']}, {row['position'].split()[0]}" for row in rows]
-    titles = (("score and accuracy", "Spearman"), ("target networks", "test accuracy, %"))
-    for axes, (title, x), labels in zip(
-        (correlation_axes, accuracy_axes), titles, handles, strict=True
-    ):
-        axes.set_yticks(range(len(rows)), names if axes is correlation_axes else [""] * len(rows))
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        frame(axes, title, x, grid=True)
-        axes.legend(handles=labels, frameon=False, fontsize=8, labelcolor=INK, loc="best")
+    """Draw accuracy against added parameters and against FLOPs: a point per recipe, and LoRA-CL's
+    ranks as a curve."""
+    costs = study["costs"]
+    curve = [name for name in LORA if name in costs]
+    figure = Figure(figsize=(9.6, 3.8), dpi=DPI, layout="constrained")
+    for axes, (cost, (label, factor)) in zip(figure.subplots(1, 2), COSTS.items(), strict=True):
+        points = {
+            name: (factor * one[cost], 100 * one["test_accuracy"]) for name, one in costs.items()
+        }
+        axes.plot(*zip(*(points[name] for name in curve), strict=True), "-", color=FAINT)
+        for name, (x, y) in points.items():
+            axes.plot(x, y, "o", color=COST if name in LORA else ACCURACY)
+            axes.annotate(name, (x, y), (4, 4), textcoords="offset points", size=7, color=INK)
+        frame(axes, label, "test accuracy, %", grid=True)
     save(figure, file)
 
 
 def _mean(tests: Mapping[str, float] | None) -> str:
     return percent(sum(tests.values()) / len(tests)) if tests else NONE
-
-
-def _interval(one: Numbers | None, decimals: int, factor: float = 1.0) -> str:
-    if one is None:
-        return NONE
-    numbers = (f"{factor * one[name]:.{decimals}f}" for name in ("value", "low", "high"))
-    return "{} ({} to {})".format(*(number.replace("-", "−") for number in numbers))

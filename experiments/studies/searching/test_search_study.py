@@ -1,5 +1,5 @@
-"""`experiments/search_study.py`: the ranking of networks by scores, and the networks that the
-search of each recipe selects."""
+"""`experiments/search_study.py`: units of a plan, comparisons of recipes, and the numbers on the
+page."""
 
 import dataclasses
 import io
@@ -8,7 +8,6 @@ import json
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import search_study
 import small
@@ -21,12 +20,13 @@ from cheem_jax.report.table import METHODS
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from studies.searching import units
-from studies.searching.report import correlation, costs, found_by, gain, rankings
+from studies.searching.report import accuracies_by_task, best_lora, costs, gain
 from studies.searching.units import Counted
 
 DOCS = Path(__file__).parents[3] / "docs"
 STREAM = small.stream(2)
-PLAN = search_study.Plan(["quick", "plus"], [1e-2, 3e-3], [0], 4, ["task0"])
+RECIPES = ["quick", "backward-1", "anchor", "lora-8"]
+PLAN = search_study.Plan(RECIPES, [1e-2, 3e-3], [0], ["task0"])
 WORKSHOP = {}
 """Compiled networks of the backbone, which all tests share."""
 
@@ -34,10 +34,16 @@ WORKSHOP = {}
 @pytest.fixture(scope="module", autouse=True)
 def recipes():
     """Recipes that take seconds."""
-    plus = dataclasses.replace(small.QUICK, score="closed_form")
     with pytest.MonkeyPatch.context() as patch:
-        for name, config in (("quick", small.QUICK), ("plus", plus)):
-            patch.setitem(units.RECIPES, name, config)
+        for name, recipe in units.RECIPES.items():
+            small_config = dataclasses.replace(
+                small.QUICK,
+                **{
+                    field: getattr(recipe.config, field)
+                    for field in ("sampling", "head", "score", "weights")
+                },
+            )
+            patch.setitem(units.RECIPES, name, recipe._replace(config=small_config))
         yield
 
 
@@ -77,18 +83,32 @@ def test_every_unit_is_computed_once_first_and_behind(finished):
     positions = {entry["position"] for entry in entries_of(finished, "learned")}
     assert positions == {"first", "behind task0"}
     learned = entries_of(finished, "learned")
-    wanted = [("quick", 1e-2), ("quick", 3e-3), ("plus", 1e-2), ("plus", 3e-3)]
-    assert [(entry["recipe"], entry["rate"]) for entry in learned] == 2 * wanted
-    assert len(entries_of(finished, "reuse")) == 4 and len(entries_of(finished, "trained")) == 8
+    wanted = [(recipe, rate) for rate in (1e-2, 3e-3) for recipe in RECIPES]
+    behind = [unit for unit in wanted if unit[0] != "lora-8"]  # needs no past
+    assert [(entry["recipe"], entry["rate"]) for entry in learned] == wanted + behind
+    assert len(entries_of(finished, "reuse")) == 4
     one = learned[0]  # 3 and 4 epochs of 40 images; 12 candidates on 20 images, and similarity
     assert one["images"]["supernet"] == 3 * 40 and one["images"]["finetune"] == 4 * 40
     assert one["images"]["search"] == 12 * 20
     assert one["passes"] == 3 * (3 + 4) * 40 + sum(one["images"].values()) - (3 + 4) * 40
     numbers = json.loads((finished / "search_study.json").read_text())
-    assert [row["task"] for row in numbers["ranking"]] == ["task1", "task1", "mean"]
-    assert set(numbers["costs"]) == {"quick", "plus"}
-    assert "closed form" in (finished / "search_study.md").read_text()
+    assert set(numbers["costs"]) == set(RECIPES)
+    assert {one["over"] for one in numbers["gains"]} == {"lora-8", "quick"}
+    assert "| recipe | minus | points | tasks |" in (finished / "search_study.md").read_text()
     assert (finished / "search_study.png").stat().st_size > 10_000
+
+
+@pytest.mark.full
+def test_recipes_share_a_supernet_and_its_costs(finished):
+    learned = entries_of(finished, "learned")
+    by_recipe = {entry["recipe"]: entry for entry in learned[:4]}
+    backward, anchor = by_recipe["backward-1"], by_recipe["anchor"]
+    assert anchor["architecture"] == ["adapt:0"] * 4 and "search" not in anchor["images"]
+    # the anchor, 8 single changes, and at least one network for the changes that are tried
+    assert backward["images"]["search"] >= 10 * 20
+    for name in ("supernet", "finetune"):
+        assert backward["images"][name] == anchor["images"][name]
+    assert "supernet" not in by_recipe["lora-8"]["images"]
 
 
 @pytest.mark.full
@@ -107,7 +127,7 @@ def test_an_interrupted_study_resumes_with_identical_numbers(finished, tmp_path,
         with pytest.raises(Stopped, match="is kept"):
             study(tmp_path)
     study(tmp_path)
-    events = ("learned", "reuse", "sampled", "trained")
+    events = ("learned", "reuse")
     assert entries_of(tmp_path, *events) == entries_of(finished, *events)
 
 
@@ -133,83 +153,19 @@ def test_wrong_settings_are_named():
         search_study.rates_of("0,1")
     with pytest.raises(ValueError, match="--recipes names 'slow'"):
         search_study.main(search_study.SearchStudy(recipes="slow"))
-    with pytest.raises(ValueError, match="--sampled is 3"):
-        search_study.SearchStudy(sampled=3)
-
-
-@pytest.mark.full
-def test_a_rank_correlation_has_an_interval_and_none_where_all_are_equal():
-    x = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
-    numbers = correlation((x, x**2))
-    assert numbers is not None and [
-        numbers[name] for name in ("value", "low", "high")
-    ] == pytest.approx([1, 1, 1])
-    assert numbers["num"] == 5
-    swapped = np.array(
-        [0.1, 0.3, 0.2, 0.4, 0.5]
-    )  # squared differences of ranks 1 + 1: 1 - 6 * 2 / 120
-    numbers = correlation((x, swapped))
-    assert (
-        numbers is not None
-        and numbers["value"] == pytest.approx(0.9)
-        and numbers["low"] < 0.9 <= numbers["high"]
-    )
-    assert correlation((x, np.ones(5))) is None and correlation() is None
-    together = correlation((x, swapped), (x, -x))
-    assert (
-        together is not None
-        and together["value"] == pytest.approx((0.9 - 1) / 2)
-        and together["num"] == 10
-    )
-
-
-def test_networks_are_ranked_where_all_of_them_are_trained():
-    place = {
-        "task": "a",
-        "position": "first",
-        "data_sha256": "d",
-        "settings": "s",
-        "num": 4,
-        "rate": 1e-3,
-    }
-    genomes, shared, closed = [[0], [1], [2], [3]], [0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]
-    sampled = {
-        "event": "sampled",
-        **place,
-        "genomes": genomes,
-        "shared_head": shared,
-        "closed_form": closed,
-    }
-    trained = [
-        {
-            "event": "trained",
-            **place,
-            "genome": genome,
-            "val_accuracy": genome[0] / 4,
-            "test_accuracy": genome[0] / 4,
-            "num_val": 10,
-            "num_test": 30,
-        }
-        for genome in genomes
-    ]
-    (row,) = rankings([sampled, *trained])
-    assert row["shared_head"]["value"] == pytest.approx(-1) and row["closed_form"][
-        "value"
-    ] == pytest.approx(1)
-    assert rankings([sampled, *trained[:3]]) == []
 
 
 def learned(task, recipe, rate, seed, val, test, **further):
     return {
         "event": "learned",
         "task": task,
-        "position": "first",
         "recipe": recipe,
         "rate": rate,
         "seed": seed,
         "val_accuracy": val,
         "test_accuracy": test,
         "genome": [0],
+        "position": "first",
         **further,
     }
 
@@ -223,19 +179,32 @@ def test_each_side_is_compared_at_its_best_rate_on_validation_images():
         learned("b", "quick", 1e-3, 0, 0.5, None),
         learned("b", "plus", 1e-3, 0, 0.5, 0.5),
     ]
-    rows = found_by(entries)
+    rows = accuracies_by_task(entries)
     sides = rows[0]["recipes"]
     assert sides["quick"]["best_rate"] == "0.003" and sides["plus"]["best_rate"] == "0.003"
-    at_best, at_one = gain(rows, "plus", "quick", None), gain(rows, "plus", "quick", "0.001")
-    assert at_best is not None and at_best["value"] == pytest.approx(
-        (0.1 + 0.5) / 2
-    )  # a failed training counts as 0
-    assert (
-        at_one is not None
-        and at_one["value"] == pytest.approx((-0.3 + 0.5) / 2)
-        and at_one["num"] == 2
-    )
-    assert gain(rows, "plus", "uniform", None) is None
+    gained = gain(rows, "plus", "quick")
+    # a failed training counts as 0
+    assert gained is not None and gained["value"] == pytest.approx((0.1 + 0.5) / 2)
+    assert gained["num"] == 2 and gained["low"] <= gained["value"] <= gained["high"]
+    assert gain(rows, "plus", "anchor") is None
+
+
+def test_lora_cl_is_compared_at_its_best_rank_in_every_position():
+    behind = {"position": "behind z"}
+    entries = [
+        learned("a", "lora-8", 3e-3, 0, 0.5, 0.9),
+        learned("a", "lora-16", 3e-3, 0, 0.7, 0.6),
+        learned("b", "lora-8", 3e-3, 0, 0.5, 0.9),
+        learned("b", "lora-16", 3e-3, 0, 0.4, 0.5),
+        learned("a", "plus", 3e-3, 0, 0.5, 0.8),
+        learned("a", "plus", 3e-3, 0, 0.5, 0.7, **behind),
+        learned("b", "lora-64", 3e-3, 0, 0.9, 0.9),  # not on all tasks
+    ]
+    rows = accuracies_by_task(entries)
+    assert best_lora(rows) == "lora-16"
+    gained = gain(rows, "plus", "lora-16")
+    assert gained is not None and gained["num"] == 2
+    assert gained["value"] == pytest.approx((0.2 + 0.1) / 2)
 
 
 def test_costs_are_those_of_tasks_that_all_recipes_learned():

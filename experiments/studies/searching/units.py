@@ -1,27 +1,22 @@
 """The units of a study of the search for one task, each recorded when it is finished.
 
-A unit is a task learned by a recipe, the all-Reuse network, the scores of sampled architectures, or
-one of these trained stand-alone. Finished units are not repeated.
+A unit is a task learned by a recipe, or the all-Reuse network. Finished units are not repeated.
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from cheem_jax.cheem.closed_form import closed_form_score
-from cheem_jax.cheem.config import PRESETS, CheemConfig
-from cheem_jax.cheem.evolution import Score
-from cheem_jax.cheem.hee import sample
-from cheem_jax.cheem.learner import Cheem, Learning, SamplingTables, sampling_tables
-from cheem_jax.cheem.training import SupernetFit, architecture_flops, dense_network, supernet_score
+from cheem_jax.cheem.config import PRESETS, CheemConfig, OpSettings
+from cheem_jax.cheem.learner import Cheem, Learning, sampling_tables
+from cheem_jax.cheem.training import SupernetFit, architecture_flops, dense_network
 from cheem_jax.core.architecture import decode, to_strings
 from cheem_jax.core.interruption import Stop
-from cheem_jax.core.keys import Keys, Phase
-from cheem_jax.core.settings import Advance
+from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.data.task import Task
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.feed import HostImages
@@ -33,21 +28,67 @@ from cheem_jax.run.rolling import Saved
 from cheem_jax.run.session import Session
 
 Entry = dict[str, Any]
-PLUS = dataclasses.replace(PRESETS["quick_plus"], router=PRESETS["quick"].router)
-"""The search of `quick_plus` with the paper's router, since the task ID is given in this study."""
-RECIPES: dict[str, CheemConfig] = {
-    "quick": PRESETS["quick"],
-    "plus": PLUS,
-    "uniform": dataclasses.replace(PLUS, sampling="uniform"),
-}
-"""The compared searches: the paper's on a small budget, the closed-form one, and that without HEE.
-"""
-RANKED = "plus"
-"""The recipe whose supernet ranks sampled architectures, by its own score and by the paper's."""
+
+
+class Recipe(NamedTuple):
+    """Settings of CHEEM, and the phases that the recipe uses."""
+
+    config: CheemConfig
+    has_supernet: bool = True
+    """False: the network that adapts every block is trained alone, as by LoRA-CL."""
+    searches: bool = True
+    """False: the network that adapts every block is fine-tuned."""
+
+
+LORA = {f"lora-{rank}": rank for rank in (8, 16, 64, 128)}
+"""Ranks of LoRA-CL, keyed by recipe."""
+
+
+def _recipes() -> dict[str, Recipe]:
+    router = PRESETS["quick"].router  # the task ID is given, so the simplest router suffices
+    plus = dataclasses.replace(PRESETS["quick_plus"], router=router)
+    rate = plus.finetune.learning_rate
+
+    def ranked(rank: int, head: Literal["ridge", "random"] = "ridge") -> CheemConfig:
+        return CheemConfig(
+            ops=OpSettings(rank=rank),
+            supernet=FitConfig(8, rate),
+            sampling="anchored",
+            head=head,
+            finetune=FitConfig(8, rate),
+            weights="inherited",
+            router=router,
+            batch_size=plus.batch_size,
+        )
+
+    def backward(standard_errors: float) -> Recipe:
+        config = ranked(64)
+        search = dataclasses.replace(config.search, standard_errors=standard_errors)
+        return Recipe(dataclasses.replace(config, search=search))
+
+    def lora(rank: int, head: Literal["ridge", "random"] = "ridge") -> Recipe:
+        config = dataclasses.replace(ranked(rank, head), finetune=FitConfig(16, rate))
+        return Recipe(config, has_supernet=False, searches=False)
+
+    return {
+        "quick": Recipe(PRESETS["quick"]),
+        "plus": Recipe(plus),
+        "backward-0": backward(0),
+        "backward-1": backward(1),
+        "backward-2": backward(2),
+        "anchor": Recipe(ranked(64), searches=False),
+        "lora-64-random": lora(64, "random"),
+        **{name: lora(rank) for name, rank in LORA.items()},
+    }
+
+
+RECIPES = _recipes()
+"""The compared recipes, each with 16 passes over the training images: the paper's search on a small
+budget (quick), the closed-form search (plus), backward elimination within 0, 1 and 2 standard
+errors, its anchor without elimination, and LoRA-CL by rank, with a ridge head and with a random
+head at the start."""
 STEP = 3
 """Forward passes per training step on an image."""
-TRIES = 10
-"""Samples per wanted architecture, because samples repeat."""
 
 
 class Counted(Session):
@@ -77,6 +118,16 @@ class Counted(Session):
             yield advance
 
 
+class Shared(NamedTuple):
+    """A trained supernet and the costs of its training."""
+
+    key: tuple[str, int]
+    """Settings of the supernet, and seed."""
+    trained: SupernetFit
+    seconds: dict[str, float]
+    images: dict[str, int]
+
+
 class TaskUnits:
     """The units of one task after one memory; `make` returns a learner with that memory."""
 
@@ -94,6 +145,7 @@ class TaskUnits:
         self.position = position
         self.data_sha256 = data_hash(task)
         self.record, self.stop, self.progress = record, stop, progress
+        self.shared: Shared | None = None
 
     def finished(self, event: str, **place: Any) -> Entry | None:
         """A finished unit, computed from the same images."""
@@ -105,17 +157,15 @@ class TaskUnits:
 
     def learn(self, recipe: str, rate: float, seed: int) -> None:
         """Learn the task by a recipe at one rate; record target network, accuracy and costs."""
-        config = at_rate(RECIPES[recipe], rate)
+        config = at_rate(RECIPES[recipe].config, rate)
         place = {"recipe": recipe, "settings": settings_of(config), "rate": rate, "seed": seed}
         if self.finished("learned", **place):
             return
         cheem, learning, counted = self._begin(
             config, seed, f"{recipe}, rate {rate:g}, seed {seed}"
         )
-        tables = sampling_tables(cheem.config, learning.candidates, cheem.similarity(learning))
         try:
-            trained = cheem.train_supernet(learning, tables)
-            codes = cheem.search(learning, tables, trained)
+            trained, codes = self._search(cheem, learning, counted, RECIPES[recipe], seed)
             unit = self._result(cheem, learning, cheem.finetune(learning, trained, codes), codes)
         except FloatingPointError as error:
             self.progress.say(f"{self.task.name}, {recipe}, rate {rate:g}: no network, {error}")
@@ -135,75 +185,42 @@ class TaskUnits:
         """Train the head of the network that reuses the backbone in every block."""
         if self.finished("reuse", rate=rate, seed=seed):
             return
-        config = at_rate(RECIPES["quick"], rate)
+        config = at_rate(RECIPES["quick"].config, rate)
         cheem, learning, _ = self._begin(config, seed, f"all Reuse, rate {rate:g}, seed {seed}")
-        self._write(
-            "reuse",
-            rate=rate,
-            seed=seed,
-            **self._trained(cheem, learning, None, [0] * cheem.executor.num_blocks),
-        )
+        codes = np.zeros(cheem.executor.num_blocks, np.int32)
+        fit = cheem.finetune(learning, None, codes)
+        self._write("reuse", rate=rate, seed=seed, **self._result(cheem, learning, fit, codes))
 
-    def rank(self, num: int, rate: float) -> None:
-        """Score architectures by one supernet in both ways and train each stand-alone; half are
-        sampled by HEE, half uniformly."""
-        config = at_rate(RECIPES[RANKED], rate)
-        place = {"settings": settings_of(config), "num": num, "rate": rate}
-        sampled = self.finished("sampled", **place)
-        if sampled and all(
-            self.finished("trained", **place, genome=genome) for genome in sampled["genomes"]
-        ):
-            return
-        cheem, learning, _ = self._begin(config, 0, f"{num} sampled, rate {rate:g}")
-        tables = sampling_tables(cheem.config, learning.candidates, cheem.similarity(learning))
-        trained = cheem.train_supernet(learning, tables)
-        genomes = sample_both(cheem.keys, learning.index, tables, num)
-        if sampled is None:
-            scores = self._scores(cheem, learning, trained)
-            shares = {
-                name: (score(genomes) / total).tolist() for name, (score, total) in scores.items()
-            }
-            self._write("sampled", **place, genomes=genomes, **shares)
-        for genome in genomes.tolist():
-            if self.finished("trained", **place, genome=genome) is None:
-                learning = self._begin(config, 0, f"{''.join(map(str, genome))}, rate {rate:g}")[1]
-                self._write("trained", **place, **self._trained(cheem, learning, trained, genome))
+    def _search(
+        self, cheem: Cheem, learning: Learning, counted: Counted, recipe: Recipe, seed: int
+    ) -> tuple[SupernetFit | None, Int[np.ndarray, "L"]]:
+        """Train the supernet and search, if the recipe has these phases.
 
-    def _scores(
-        self, cheem: Cheem, learning: Learning, trained: SupernetFit
-    ) -> dict[str, tuple[Score, int]]:
-        """The paper's score and the one in closed form, each with its number of images."""
-        size = cheem.batch_size
-        train = self.task.train
-        val = self.task.val
-        fixed = (cheem.executor, trained.supernet, trained.state)
-        shared = supernet_score(*fixed, learning.val, val.labels, batch_size=size)
-        closed = closed_form_score(
-            *fixed,
-            train=learning.train,
-            train_labels=train.labels,
-            val=learning.val,
-            val_labels=val.labels,
-            batch_size=size,
-        )
-        num = len(val.labels)
-        return {"shared_head": (shared, num), "closed_form": (closed, num + len(train.labels))}
+        Consecutive recipes that train the same supernet share it, with its costs.
+        """
+        config = cheem.config
+        tables = sampling_tables(config, learning.candidates, cheem.similarity(learning))
+        if not recipe.has_supernet:
+            assert tables.anchor is not None, "LoRA-CL adapts every block"
+            return None, tables.anchor.genome
+        search = PRESETS["quick"].search
+        key = settings_of(dataclasses.replace(config, search=search, finetune=config.supernet))
+        if self.shared is None or self.shared.key != (key, seed):
+            trained = cheem.train_supernet(learning, tables)
+            costs = dict(learning.session.seconds), dict(counted.images)
+            self.shared = Shared((key, seed), trained, *costs)
+        else:
+            learning.session.seconds.update(self.shared.seconds)
+            counted.images.update(self.shared.images)
+        if not recipe.searches:
+            assert tables.anchor is not None, "the anchor adapts every block"
+            return self.shared.trained, tables.anchor.genome
+        return self.shared.trained, cheem.search(learning, tables, self.shared.trained)
 
     def _begin(self, config: CheemConfig, seed: int, title: str) -> tuple[Cheem, Learning, Counted]:
         counted = Counted(self.stop, self.progress, f"{self.task.name}, {self.position}, {title}")
         cheem = self.make(config, seed)
         return cheem, cheem.begin(self.task, counted), counted
-
-    def _trained(
-        self, cheem: Cheem, learning: Learning, supernet: SupernetFit | None, genome: list[int]
-    ) -> Entry:
-        """Train an architecture stand-alone."""
-        codes = np.array(genome, np.int32)
-        try:
-            return self._result(cheem, learning, cheem.finetune(learning, supernet, codes), codes)
-        except FloatingPointError as error:
-            self.progress.say(f"{self.task.name}: {genome} has no accuracy, {error}")
-            return {"genome": genome, "val_accuracy": None, "test_accuracy": None}
 
     def _result(
         self, cheem: Cheem, learning: Learning, fit: SupernetFit, codes: Int[np.ndarray, "L"]
@@ -260,15 +277,3 @@ def at_rate(config: CheemConfig, rate: float) -> CheemConfig:
 def settings_of(config: CheemConfig) -> str:
     """Hash of a recipe's settings; units of other settings are not reused."""
     return fingerprint.digest(to_json(dataclasses.asdict(config)))
-
-
-def sample_both(keys: Keys, index: int, tables: SamplingTables, num: int) -> Int[np.ndarray, "P L"]:
-    """Sample half of `num` different architectures by HEE and half uniformly; fewer in a small
-    space."""
-    genomes: dict[tuple[int, ...], None] = {}
-    for place, (table, wanted) in enumerate(zip(tables, (num // 2, num), strict=True)):
-        key = keys.at(index, Phase.METHOD_TUNING, place)
-        for genome in np.asarray(sample(key, table.astype(np.float32), num=TRIES * num)).tolist():
-            if len(genomes) < wanted:
-                genomes[tuple(genome)] = None
-    return np.array(list(genomes), np.int32)
