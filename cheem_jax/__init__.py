@@ -1,8 +1,8 @@
-"""Continual learning with Vision Transformers: earlier tasks keep their parameters, and no image of
-them is stored.
+"""Continual learning with Vision Transformers: earlier tasks keep their parameters, and their
+images are not stored.
 
 `create`, `open` and `begin_with` return an `OpenMemory`; see `cheem_jax.memory`. The other names
-are CHEEM's parts for research, which docs/guides/research.md explains.
+are the parts of CHEEM for research; see docs/guides/research.md.
 """
 
 import importlib
@@ -61,7 +61,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    # imported on access: processes that decode images import this package and need no JAX
+    # imported on access, because processes that decode images import this package and need no JAX
     if name not in _PLACES:
         raise AttributeError(f"module 'cheem_jax' has no attribute {name!r}")
     module, _, attribute = _PLACES[name].rpartition(".")

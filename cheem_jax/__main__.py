@@ -1,7 +1,7 @@
 """`python -m cheem_jax` is the `cheem` command."""
 
 if __name__ == "__main__":
-    # imported here: worker processes that decode images import this file, too
+    # imported here, because worker processes that decode images also import this file
     from cheem_jax.cli.main import main
 
     main()

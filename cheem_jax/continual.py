@@ -1,4 +1,4 @@
-"""The loop over a stream: learn a task, save it, evaluate all tasks so far."""
+"""The loop over a stream: learn a task, save it, and evaluate all tasks learned so far."""
 
 import resource
 import sys
@@ -40,7 +40,8 @@ from cheem_jax.run_config import (
 )
 
 ROUTING_COST = 10
-"""Percentage points lost to task-ID inference above which a message names the wrong task."""
+"""If task-ID inference loses at least this many percentage points, a message reports which
+task received the images."""
 
 
 def run_stream(
@@ -58,19 +59,20 @@ def run_stream(
     data: Mapping[str, Any] | None = None,
     tensorboard: bool = False,
 ) -> dict[str, Any]:
-    """Learn the stream in `directory`, or resume it; returns the content of `results.json`.
+    """Learn the stream in `directory`, or resume it. Return the content of `results.json`.
 
-    A run that was killed and resumed ends as an uninterrupted one. Ctrl-C and SIGTERM raise Stopped
-    after the running step. Raises ValueError if the directory contains another run or is corrupted.
+    A run that was killed and resumed has the same results as an uninterrupted one. Ctrl-C and
+    SIGTERM raise Stopped after the current step. Raises ValueError if the directory contains
+    another run or is corrupted.
 
     Args:
         base_images: images of the pretraining data, uint8 `[N, S, S, 3]`, for CHEEM's similarity.
-        router: a lighter network that infers the task ID instead of the backbone (CHEEM-lite).
-        save_every: seconds between rolling checkpoints; default: 30, or more if they take over 2 %
-            of the time.
+        router: a smaller network that infers the task ID instead of the backbone (CHEEM-lite).
+        save_every: seconds between rolling checkpoints; default: 30, or more if checkpoints would
+            take over 2 % of the time.
         command: the command line of this run, for the record.
         workshop: compiled networks, shared by the runs of this process.
-        data: source of the images, for the record, so that a report can show some.
+        data: source of the images, for the record; reports use it to display images.
         tensorboard: write event files after each task.
     """
     start = Mark.now()
@@ -96,7 +98,7 @@ def run_stream(
 
 
 def _restore_run(session: Session, run: PreparedRun) -> int:
-    """Restore the methods of a resumed run; returns the number of finished tasks."""
+    """Restore the methods of a resumed run. Return the number of finished tasks."""
     names = [task.name for task in run.inputs.stream.tasks]
     if not session.is_resumed:
         return 0
@@ -106,8 +108,8 @@ def _restore_run(session: Session, run: PreparedRun) -> int:
 def _record_start(
     session: Session, run: PreparedRun, num_finished: int, start: Mark, **origin: Any
 ) -> None:
-    """Record and say that the run begins, resumes or is complete; `origin` are the command and the
-    source of the data."""
+    """Record and print that the run begins, resumes or is complete; `origin` contains the command
+    and the source of the data."""
     num_tasks = len(run.inputs.stream.tasks)
     executor = run.networks.executor
     shared = {
@@ -124,19 +126,22 @@ def _record_start(
     elif num_finished < num_tasks or (run.bound and _missing_bounds(session, num_tasks)):
         session.record.write("continued", **shared, **start.since())
         if changed := fingerprint.apart(begin["conditions"], run.conditions):
-            session.say(f"this run began under other conditions, so numbers may differ: {changed}")
+            session.say(
+                "the conditions have changed since this run started, so numbers may differ:"
+                f" {changed}"
+            )
     for remark in run.remarks:
         session.say(remark)
     directory = shown(session.directory)
     if num_finished == num_tasks:
-        session.say(f"{directory} contains all {num_tasks} tasks already; nothing to learn")
+        session.say(f"{directory} already contains all {num_tasks} tasks; nothing to learn")
     elif session.is_resumed:
         session.say(f"resuming {directory} with task {num_finished + 1} of {num_tasks}")
 
 
 def learn_task(task: Task, number: int, method: Method, session: Session) -> float:
-    """Learn one task, save it, and reload it from disk, as a restart would; returns the seconds
-    that checkpoints took."""
+    """Learn a task, save it, and reload it from disk, as a restart would. Return the seconds spent
+    on checkpoints."""
     root = session.root(method.name)
     start = Mark.now()
     session.check_stop()
@@ -163,16 +168,15 @@ def learn_task(task: Task, number: int, method: Method, session: Session) -> flo
 
 
 def say_learned(report: Mapping[str, Any], session: Session) -> None:
-    """Display the remarks of a learned task's report, and its architecture."""
+    """Print the remarks in the report of a learned task, and its architecture."""
     name = report["name"]
     for what in report.get("not_kept", ()):
         session.say(
-            f"{what}: no room to keep them (--engine.memory-gb), so every epoch computes them again"
+            f"{what}: they do not fit into the cache (--engine.memory-gb), so every epoch computes"
+            " them again"
         )
     if num_skipped := report.get("skipped_steps"):
-        session.say(
-            f"{name}: {num_skipped} steps left out because of a non-finite loss or gradient"
-        )
+        session.say(f"{name}: {num_skipped} steps skipped because of a non-finite loss or gradient")
     if compared := report.get("frozen_head"):
         network, frozen = (f"{100 * compared[key]:.1f} %" for key in ("network", "frozen"))
         session.say(
@@ -190,10 +194,10 @@ def say_learned(report: Mapping[str, Any], session: Session) -> None:
 def evaluate(
     learned: Sequence[Task | None], methods: Sequence[Method], session: Session, saving: float
 ) -> None:
-    """Evaluate every task so far with every method; the checkpoints of the last one took `saving`
-    seconds.
+    """Evaluate all tasks in `learned` with every method; `saving` is the number of seconds spent on
+    checkpoints of the last task.
 
-    None is a task without images, whose measurements are null in the record.
+    None in `learned` is a task without images, whose measurements are null in the record.
     """
     num = len(learned)
     start = Mark.now()
@@ -208,9 +212,12 @@ def evaluate(
                 given = np.full(len(task.test.labels), index, np.int32)
                 predictions[index] = method.predict(task.test.images, given)
                 advance(len(task.test.labels))
-                session.check_stop()  # `advance` does not ask the other processes every time
+                # `advance` does not communicate with the other processes in every call
+                session.check_stop()
         if not measured:
-            hosts.first_does(lambda made=predictions: write_answers(session.directory, made))
+            hosts.run_on_first(
+                lambda answers=predictions: write_answers(session.directory, answers)
+            )
         measured[method.name] = accuracies(predictions, present, num)
     contents = {
         name: [load_manifest(place)["content_sha256"] for place in saved_tasks(session.root(name))]
@@ -238,7 +245,7 @@ def _say_accuracy(
     average = 100 * np.mean([measured["accuracy"][i] for i in present])
     over = f"; average over {len(present)} tasks {average:.1f} %" if len(present) > 1 else ""
     num = len(task.test.labels)
-    # without test images, the validation images are the test split
+    # without test images, the test split contains the validation images
     split = "validation" if task.test is task.val else "test"
     session.say(
         f"{task.name}: {accuracy:.1f} % on {num:,} {split} image{'' if num == 1 else 's'}"
@@ -250,8 +257,8 @@ def _say_accuracy(
         reports = (e["report"] for e in read(session.directory) if e["event"] == "learned")
         names = {report["index"]: report["name"] for report in reports}
         session.say(
-            f"{round(num * shares.max())} of {num} test images of {task.name} were taken for "
-            f"{names[int(shares.argmax())]}; are these the same kind of images?"
+            f"{round(num * shares.max())} of {num} test images of {task.name} were routed to"
+            f" {names[int(shares.argmax())]}; the two tasks may contain similar images"
         )
 
 
@@ -274,7 +281,7 @@ def _measure_open_set(stream: Stream, method: Method, session: Session) -> None:
 
 
 def _measure_bounds(stream: Stream, bound: FullFinetune, session: Session) -> None:
-    """Fine-tune the whole backbone for each task whose upper bound is not recorded yet."""
+    """Fine-tune the whole backbone for each task without a recorded upper bound."""
     vit = bound.executor.config
     for index in _missing_bounds(session, len(stream.tasks)):
         start = Mark.now()
@@ -307,17 +314,18 @@ def _missing_bounds(session: Session, num_tasks: int) -> list[int]:
 def _write_results(
     session: Session, tensorboard: bool, stream: Stream | None = None
 ) -> dict[str, Any]:
-    """Write `results.json`, event files, and the report if `stream` has the images for it."""
+    """Write `results.json` and event files. With `stream`, also write the report, whose examples
+    are its test images."""
     if tensorboard:
-        hosts.first_does(lambda: write_events(session.directory))
-    hosts.first_does(lambda: write_results(session.directory))
+        hosts.run_on_first(lambda: write_events(session.directory))
+    hosts.run_on_first(lambda: write_results(session.directory))
     if stream is not None:
         tests = {task.name: task.test for task in stream.tasks}
-        hosts.first_does(lambda: refresh_page(session.directory, tests))
+        hosts.run_on_first(lambda: refresh_page(session.directory, tests))
     return results_of(read(session.directory))
 
 
 def peak_memory_bytes() -> int:
-    """Return the largest resident size of this process so far."""
+    """Return the peak resident memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,4 +1,4 @@
-"""Settings, networks and methods of a run, and its identity in `config.json` and the record.
+"""Settings, networks and methods of a run, and its identity in `config.json` and in the record.
 
 Networks are compiled once for all runs of a process.
 """
@@ -17,7 +17,7 @@ from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.alexnet_encoder import AlexNetEncoder
-from cheem_jax.baselines.catalogue import MethodConfig, make, preset_of
+from cheem_jax.baselines.catalogue import MethodConfig, make, make_preset
 from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
 from cheem_jax.baselines.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.cheem.config import CheemConfig, Preset
@@ -25,7 +25,7 @@ from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.routing import PAPER
 from cheem_jax.core.settings import Placement, Precision, SeedsConfig, Token
-from cheem_jax.data.task import Stream, hash_of
+from cheem_jax.data.task import Stream, hash_images
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine import hosts
 from cheem_jax.engine.choice import EngineConfig, make_executor
@@ -37,12 +37,12 @@ from cheem_jax.run.method import Backbone, FrozenFeatures, FrozenNetworks, Metho
 from cheem_jax.run.progress import Progress
 
 RouterWeights = Pretrained | PretrainedAlexNet
-"""Weights of a lighter network that infers the task ID instead of the backbone (CHEEM-lite)."""
+"""Weights of a smaller network that infers the task ID instead of the backbone (CHEEM-lite)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Settings of a run; with the data and the weights they determine every result."""
+    """Settings of a run. Together with the data and the weights, they determine all results."""
 
     method: MethodConfig
     preset: Preset
@@ -52,7 +52,7 @@ class RunConfig:
     engine: EngineConfig = EngineConfig()
     seeds: SeedsConfig = SeedsConfig()
     mesh: MeshConfig = MeshConfig()
-    """Devices; a run can resume on others."""
+    """Devices of the run; a run can resume on other devices."""
 
 
 class BaseMeans(NamedTuple):
@@ -60,13 +60,13 @@ class BaseMeans(NamedTuple):
     `config.json`."""
 
     values: np.ndarray | None = None
-    """mu of the base task `[L, D]`, section 'Task similarity'; None: unknown, so its similarity is
-    neutral (0)."""
+    """mu of the base task `[L, D]`, section 'Task similarity'. None if unknown; the similarity to
+    the base task is then neutral (0)."""
     means_sha256: str | None = None
-    """Hash of means that are part of the weights."""
+    """Hash of the means if they are part of the weights."""
     data_sha256: str | None = None
-    """Hash of the images that the means were measured on: the last bits of a measured mean differ
-    between machines."""
+    """Hash of the images if the means were measured on them. The means themselves are not hashed,
+    because their last bits differ between machines."""
 
 
 class RunInputs(NamedTuple):
@@ -79,8 +79,8 @@ class RunInputs(NamedTuple):
     base: BaseMeans = BaseMeans()
 
     def check(self) -> None:
-        """Raise ValueError if a network needs images of another size, or if the method is its own
-        upper bound."""
+        """Raise ValueError if a network needs images of another size, or if the method is itself
+        the upper bound."""
         shape = self.stream.tasks[0].train.images.shape[1:]
         for network in filter(None, (self.pretrained, self.router)):
             size = network.config.image_size
@@ -91,10 +91,10 @@ class RunInputs(NamedTuple):
                     " image size"
                 )
         if self.config.upper_bound is not None and self.config.method.name == "full_finetune":
-            raise ValueError("full_finetune is the upper bound itself: leave out --upper-bound")
+            raise ValueError("full_finetune is itself the upper bound; omit --upper-bound")
 
     def identity(self) -> dict[str, Any]:
-        """Return the content of `config.json`: everything that determines the results.
+        """Return the content of `config.json`: all values that determine the results.
 
         The upper bound is not included, so that it can be added to a finished run.
         """
@@ -122,7 +122,7 @@ class RunInputs(NamedTuple):
         """Return the first entry of the record: the settings that tables and reports display."""
         stream, pretrained, router, config, base = self
         method = config.method
-        is_preset = preset_of(method.name, config.preset) == method
+        is_preset = make_preset(method.name, config.preset) == method
         base_means = "neutral" if base.values is None else "known"
         return {
             "method": method.name,
@@ -142,7 +142,7 @@ class RunInputs(NamedTuple):
         }
 
     def remarks(self, executor: Executor) -> list[str]:
-        """Write sentences about the settings, displayed when the run begins."""
+        """Return sentences about the settings, which are printed when the run begins."""
         engine, method = self.config.engine, self.config.method
         sentences = [
             f"networks run in {engine.precision} by the executor {executor.name!r}:"
@@ -150,16 +150,16 @@ class RunInputs(NamedTuple):
         ]
         if executor.layout.is_many:
             over = f" in {hosts.count()} processes" if hosts.count() > 1 else ""
-            sentences.append(f"each batch is divided over {executor.layout.num} devices{over}")
+            sentences.append(f"each batch is split over {executor.layout.num} devices{over}")
         if self.base.values is None and isinstance(method, CheemConfig):
-            why = (
-                "left out, as set"
+            reason = (
+                "not used, as configured"
                 if method.base_means == "neutral"
                 else "unknown at this image size (`cheem convert --base-data` measures them)"
             )
             sentences.append(
-                f"mean CLS tokens of the pretraining data are {why}: its similarity to each task"
-                " counts as 0"
+                f"mean CLS tokens of the pretraining data are {reason}; the similarity of each task"
+                " to the pretraining data is set to 0"
             )
         return sentences
 
@@ -173,7 +173,7 @@ def make_networks(
     workshop: dict[Any, FrozenNetworks] | None = None,
     mesh: MeshConfig | None = None,
 ) -> FrozenNetworks:
-    """Build the networks of a run, or return those that `workshop` contains, with their compiled
+    """Build the networks of a run, or return them from `workshop`, with their compiled
     functions."""
     layout = make_layout(mesh or MeshConfig())
     placement: Placement = getattr(config, "placement", "mlp_down")
@@ -186,16 +186,17 @@ def make_networks(
     if key in workshop:
         return workshop[key]
 
-    def executor_of(weights: Pretrained, **settings: Any) -> Executor:
+    def build_executor(weights: Pretrained, **settings: Any) -> Executor:
         vit = build(dataclasses.replace(weights.config, precision=engine.precision), weights.params)
         return make_executor(vit, placement, engine, batch_size=size, layout=layout, **settings)
 
-    executor = executor_of(pretrained, token=token)
+    executor = build_executor(pretrained, token=token)
     features = FrozenFeatures(executor, size)
     if isinstance(router, PretrainedAlexNet):
         if reads.features != "last":
             raise ValueError(
-                f"router features {reads.features!r} are of a ViT's blocks; alexnet has only `last`"
+                f"router features {reads.features!r} require the blocks of a ViT; with alexnet, use"
+                " `last`"
             )
         jit = functools.partial(
             jax.jit, compiler_options=jit_options(engine.precision, engine.deterministic)
@@ -203,7 +204,7 @@ def make_networks(
         alexnet = build_alexnet(router.config, router.params)
         router_features = FrozenFeatures(AlexNetEncoder(alexnet, jit=jit), size)
     elif router is not None or reads.features != "last":
-        other = executor if router is None else executor_of(router)
+        other = executor if router is None else build_executor(router)
         router_features = FrozenFeatures(Backbone(other, reads), size)
     else:
         router_features = features
@@ -219,15 +220,15 @@ def find_base_means(
     images: Images | None,
     progress: Progress,
 ) -> BaseMeans:
-    """Return the base means in the weights at this image size, placement and token, or else measure
-    them on the images, if there are any."""
+    """Return the base means in the weights for this image size, placement and token. If there are
+    none, measure them on the images, if given."""
     if not isinstance(config, CheemConfig) or config.base_means == "neutral":
         return BaseMeans()
     setting = f"{pretrained.config.image_size}/{config.placement}/{config.token}"
     if (means := pretrained.base_means.get(setting)) is not None:
         if images is not None:
             progress.say(
-                f"the weights contain base means for {setting}: the base data is not needed"
+                f"the weights contain base means for {setting}; the base data are not needed"
             )
         return BaseMeans(means, means_sha256=hashlib.sha256(means.tobytes()).hexdigest())
     if images is None:
@@ -235,15 +236,15 @@ def find_base_means(
     progress.say(f"measuring mean CLS tokens of the pretraining data on {len(images):,} images")
     vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
     measured = base_means(vit, images, batch_size=config.batch_size)[setting]
-    return BaseMeans(measured, data_sha256=hash_of(images))
+    return BaseMeans(measured, data_sha256=hash_images(images))
 
 
 def make_methods(
     config: RunConfig, networks: FrozenNetworks, num_tasks: int, base: BaseMeans
 ) -> tuple[Sequence[Method], FullFinetune | None]:
-    """Make the run's own method, followed by CHEEM's reference, and the upper bound if it is set.
+    """Make the method of the run, followed by CHEEM's reference, and the upper bound if it is set.
 
-    Raises ValueError if settings do not fit each other.
+    Raises ValueError if settings contradict each other.
     """
     keys = Keys(config.seed, config.seeds)
     methods = [make(config.method, networks, keys, num_tasks, base.values)]
@@ -267,7 +268,7 @@ class PreparedRun(NamedTuple):
     conditions: dict[str, Any]
     """Code, versions and device; see `fingerprint.take`."""
     remarks: list[str]
-    """Sentences about the settings, displayed when the run begins."""
+    """Sentences about the settings, which are printed when the run begins."""
 
 
 def prepare_run(
@@ -277,10 +278,10 @@ def prepare_run(
     base_images: Images | None = None,
     workshop: dict[Any, FrozenNetworks] | None = None,
 ) -> PreparedRun:
-    """Check the settings and build the networks and methods of a run.
+    """Check the settings, and build the networks and methods of a run.
 
-    Raises ValueError if the settings do not fit each other, the stream or the weights, or if the
-    processes of a job differ in them.
+    Raises ValueError if the settings contradict each other, the stream or the weights, or if they
+    differ between the processes of a job.
     """
     inputs.check()
     stream, pretrained, router, config, _ = inputs

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cheem_jax.backbone.alexnet import FORMAT, AlexNetConfig, from_torchvision
-from cheem_jax.backbone.weights import sha256_of
+from cheem_jax.backbone.weights import hash_file
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
 from cheem_jax.core.atomic import write_atomically
@@ -51,7 +51,7 @@ def convert(options: Convert) -> dict[str, np.ndarray]:
         )
     checkpoint = options.checkpoint or download()
     tensors = read_checkpoint(checkpoint)
-    metadata = {"format": FORMAT, "source": checkpoint.name, "sha256": sha256_of(checkpoint)}
+    metadata = {"format": FORMAT, "source": checkpoint.name, "sha256": hash_file(checkpoint)}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.output, save(tensors, metadata))
     return tensors

@@ -17,7 +17,7 @@ from typing import Any
 from charts import write_page
 from study import Study, Variant, changed, run_all
 
-from cheem_jax.baselines.catalogue import preset_of
+from cheem_jax.baselines.catalogue import make_preset
 from cheem_jax.cheem.config import PRESETS, CheemConfig
 from cheem_jax.report.table import NONE, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
@@ -75,7 +75,7 @@ def budget(method: str, preset: Any) -> dict[str, Any]:
     """Return the fields that set CHEEM's number of epochs and the cosine schedule."""
     cheem = PRESETS[preset]
     epochs = cheem.supernet.epochs + cheem.finetune.epochs
-    if isinstance(preset_of(method, preset), CheemConfig) or method == "frozen_linear":
+    if isinstance(make_preset(method, preset), CheemConfig) or method == "frozen_linear":
         return {}
     if method == "full_finetune":
         return {"epochs": epochs}
@@ -142,7 +142,7 @@ def _candidates(
     study: Study, variant: Variant, setting: str, values: Sequence[Any], tasks: str
 ) -> list[tuple[Any, Variant]]:
     """Return the method's settings and the variant to run for each value of one setting."""
-    preset = preset_of(variant.method, study.chosen_preset)
+    preset = make_preset(variant.method, study.chosen_preset)
     shorter = half_as_long(changed(preset, variant.config))
     candidates = []
     for number, value in enumerate(values):

@@ -31,7 +31,7 @@ from cheem_jax.baselines.catalogue import (
 from cheem_jax.cheem.config import QUICK_PLUS
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
-from cheem_jax.report.comparison import comparison, comparison_grid, csv_of, narrow
+from cheem_jax.report.comparison import comparison, comparison_grid, to_csv, narrow
 from cheem_jax.report.table import METHODS, NONE, Grid
 from cheem_jax.run.progress import Progress
 
@@ -159,7 +159,7 @@ def write(directory: Path, results: Results, titles: Mapping[str, str] = METHODS
     grid = comparison_grid(results, titles, rows)
     caption = grid.caption.replace("\n", "  \n")
     text = f"# {grid.title}\n\n{grid.to_markdown()}\n\n{caption}\n"
-    write_page(directory / "comparison", text, rows, csv_of(rows))
+    write_page(directory / "comparison", text, rows, to_csv(rows))
     devices = sorted({run["engine"]["device"] for runs in results.values() for run in runs})
     phases = {name: phases_of(runs) for name, runs in results.items()}
     times = None

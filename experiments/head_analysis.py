@@ -26,10 +26,10 @@ from cheem_jax.cli.running import run_command
 from cheem_jax.report.finished import (
     RunRecord,
     check_comparable,
-    numbers_of,
+    describe_variant,
+    measurements,
     order_names,
     read,
-    variant_of,
 )
 from cheem_jax.report.table import METHODS, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
@@ -113,7 +113,7 @@ def shown(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, st
     usual = []
     for run in runs:
         order = orders[run.results["stream"], run.order]
-        variant = variant_of(run)
+        variant = describe_variant(run)
         if run.results["method"] in UPPER_BOUNDS:
             left_out.append((run.directory, "an upper bound is given the task ID"))
         elif order != "default" or variant:
@@ -167,7 +167,7 @@ def rows_of(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     rows = []
     for place in dict.fromkeys([*(cell[:3] for cell in theirs), *ours]):
         group = [one for one in measured if (*one.run.place, one.method) == place]
-        numbers = [numbers_of(one.run.results) for one in group]
+        numbers = [measurements(one.run.results) for one in group]
         pooled = [summary(one.margins) for one in group if one.margins]
         printed_cells = {name: theirs.get(Cell(*place, name)) for name in ACCURACIES}
         rows.append(

@@ -27,7 +27,7 @@ from bench import measure
 from charts import check_folder
 from pages import write_tables
 
-from cheem_jax.backbone.config import ViTConfig, at_image_size, config_of
+from cheem_jax.backbone.config import ViTConfig, at_image_size, find_config
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
 from cheem_jax.cheem.hee import sample, uniform_table
@@ -302,7 +302,7 @@ def cases_of(settings: Profile) -> list[Case]:
     for name, precision, size in itertools.product(
         settings.backbones, settings.precisions, settings.batch_sizes
     ):
-        config = dataclasses.replace(config_of(name), precision=precision)
+        config = dataclasses.replace(find_config(name), precision=precision)
         if settings.image_size is not None:
             config = at_image_size(config, settings.image_size)
         table = uniform_table([1] * config.depth).astype(np.float32)

@@ -32,9 +32,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from studies.pretraining.formula_images import NUM_CLASSES, formula_images
 
-from cheem_jax.backbone.config import ViTConfig, config_of
+from cheem_jax.backbone.config import ViTConfig, find_config
 from cheem_jax.backbone.means import base_means
-from cheem_jax.backbone.params import Params, build, init_params, params_of
+from cheem_jax.backbone.params import Params, build, get_params, init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
@@ -102,7 +102,7 @@ class Trainer(NamedTuple):
 def make_trainer(config: Pretrain, num_classes: int = NUM_CLASSES) -> Trainer:
     """Make the jitted step `(learned, moments, step, images, labels) -> (learned, moments, loss,
     accuracy)` and the initial state."""
-    vit_config = config_of(config.backbone)
+    vit_config = find_config(config.backbone)
     init_key, augment_key = jax.random.split(jax.random.key(config.seed))
     graphdef, state = nnx.split(build(vit_config, wide_init(vit_config, init_key)))
     learned = Learned(state, jnp.zeros((vit_config.width, num_classes)), jnp.zeros(num_classes))
@@ -269,7 +269,7 @@ def digits_probe(params: Params, backbone: str) -> dict[str, float]:
     digits = np.stack(
         [np.asarray(Image.fromarray(scan).resize((32, 32), _BICUBIC)) for scan in scans]
     )
-    graphdef, state = nnx.split(build(config_of(backbone), params))
+    graphdef, state = nnx.split(build(find_config(backbone), params))
     images = np.repeat(digits[..., None], 3, axis=-1)
     features = jax.jit(lambda state, images: nnx.merge(graphdef, state)(images))(state, images)
     order = np.random.default_rng(0).permutation(len(digits))
@@ -294,9 +294,9 @@ def export(
 ) -> None:
     """Write the converted file: float16 weights, and the mean CLS tokens of the network with these
     weights."""
-    params = {name: value.astype(np.float16) for name, value in params_of(vit).items()}
+    params = {name: value.astype(np.float16) for name, value in get_params(vit).items()}
     means = base_means(
-        build(config_of(config.backbone), params), images[:: max(1, len(images) // 4800)]
+        build(find_config(config.backbone), params), images[:: max(1, len(images) // 4800)]
     )
     source = (
         f"formula-driven pretraining, seed {config.seed}: {NUM_CLASSES} classes, "
@@ -304,7 +304,7 @@ def export(
     )
     sha256 = hashlib.sha256(b"".join(params[name].tobytes() for name in sorted(params))).hexdigest()
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_converted(file, Pretrained(config_of(config.backbone), params, source, sha256, means))
+    save_converted(file, Pretrained(find_config(config.backbone), params, source, sha256, means))
 
 
 def main(config: Pretrain) -> None:
@@ -316,12 +316,12 @@ def main(config: Pretrain) -> None:
         flush=True,
     )
     file = config.output or BUNDLED / f"{config.backbone}.safetensors"
-    vit_config = config_of(config.backbone)
+    vit_config = find_config(config.backbone)
     random = init_params(vit_config, jax.random.key(1))
     print("random features:", digits_probe(random, config.backbone), flush=True)
 
     def on_save(vit, step: int) -> None:
-        print("pretrained features:", digits_probe(params_of(vit), config.backbone), flush=True)
+        print("pretrained features:", digits_probe(get_params(vit), config.backbone), flush=True)
         export(file, config, vit, images, step)
 
     train(config, make_trainer(config), images, labels, on_save=on_save)

@@ -20,7 +20,7 @@ from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.demo import Demo, learn_demo
 from cheem_jax.cli.running import run_command
-from cheem_jax.report.compare import config_of, differences
+from cheem_jax.report.compare import differences, read_config
 from cheem_jax.report.table import NONE, Grid
 from cheem_jax.run import fingerprint
 from cheem_jax.run.differences import find_differences, summary
@@ -70,7 +70,7 @@ def main(settings: Reproduce) -> None:
         )
     else:
         for directory in (first, second):
-            config_of(directory)
+            read_config(directory)
         report_fingerprints(progress, fingerprints_of(first), fingerprints_of(second))
     # the repeated run must have every task of the run and can have more
     if not compare(first, second, progress, is_longer_accepted=settings.against is None):
@@ -79,12 +79,12 @@ def main(settings: Reproduce) -> None:
 
 def run_again(first: Path, second: Path, progress: Progress) -> None:
     """Run the command of a run in another directory, or resume it there."""
-    config = config_of(first)
+    config = read_config(first)
     command, run = runnable(first)
     if second.resolve() == first.resolve():
         raise ValueError(f"--into {str(second)!r} is the run itself; name another directory")
     if (second / "config.json").exists() and (
-        changed := find_differences(config_of(second), config)
+        changed := find_differences(read_config(second), config)
     ):
         raise ValueError(
             f"{str(second)!r} contains another run than {str(first)!r}:"
@@ -124,7 +124,7 @@ def compare(
 
 def task_grid(first: Path, second: Path) -> Grid:
     """Make a row per task that tells whether its checkpoints have identical content."""
-    names = config_of(first)["tasks"]
+    names = read_config(first)["tasks"]
     records = [
         [entry for entry in read(directory) if entry["event"] == "evaluated"]
         for directory in (first, second)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from charts import check_folder
 from launching import LauncherConfig, Run, Sweep, check, finish, host_arguments, results_of
 
-from cheem_jax.baselines.catalogue import FrozenNetworks, MethodName, preset_of
+from cheem_jax.baselines.catalogue import FrozenNetworks, MethodName, make_preset
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of
@@ -24,7 +24,7 @@ from cheem_jax.data.sources import plan_source
 from cheem_jax.data.streams import find_stream
 from cheem_jax.data.task import ClassSplit
 from cheem_jax.run import fingerprint
-from cheem_jax.run.directory import check_held
+from cheem_jax.run.directory import check_settings
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.session import Session, open_session
 
@@ -123,7 +123,7 @@ def run_all(
     ]
     check_folder("--run-dir", study.run_dir)
     for _, one in settings:  # check before other runs take hours
-        check_held(one.run_dir, expected_config(one))
+        check_settings(one.run_dir, expected_config(one))
     if study.launcher.kind != "none":
         return run_as_jobs(study, settings, progress, after_each)
     results = Results()
@@ -205,7 +205,7 @@ def task_names(
 def run_settings(study: Study, variant: Variant, seed: int) -> cheem_run.RunSettings:
     """Return the settings of `mtil.py` for one run of a study."""
     preset = study.chosen_preset
-    config = changed(preset_of(variant.method, preset), variant.config)
+    config = changed(make_preset(variant.method, preset), variant.config)
     is_cheem = isinstance(config, CheemConfig)
     names = [field.name for field in dataclasses.fields(cheem_run.Common)]
     return cheem_run.RunSettings(

@@ -35,10 +35,10 @@ from cheem_jax.report.finished import (
     IMAGE_MEASURES,
     RunRecord,
     check_comparable,
-    numbers_of,
+    describe_variant,
+    measurements,
     order_names,
     read,
-    variant_of,
 )
 from cheem_jax.report.table import METHODS, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
@@ -221,7 +221,7 @@ def measure(
         }
         for name, variant in variants.items():
             layout = LAYOUTS[name]
-            for (measure, task), value in numbers_of(run.results).items():
+            for (measure, task), value in measurements(run.results).items():
                 if (
                     value is not None
                     and measure in layout.measures
@@ -230,7 +230,7 @@ def measure(
                     cell = Cell(*run.place, method, measure, variant, task)
                     tables[name].setdefault(cell, []).append(value)
         if not variants:
-            variant = variant_of(run)
+            variant = describe_variant(run)
             why = f"no table shows {method}{variant and f' ({variant})'} in the order {order}"
             unused.append((run.directory, why))
     tables["fom"] = figures_of_merit(tables)
@@ -241,7 +241,7 @@ def variant_in(table: str, run: RunRecord, order: str) -> str | None:
     """Return the variant of a run in a table; None if the table does not contain the run."""
     layout = LAYOUTS[table]
     router = run.results["router"]
-    variant = variant_of(run)
+    variant = describe_variant(run)
     shown = {
         "task_orders": None if variant else order,
         "placement": variant or "mlp_down",

@@ -11,7 +11,7 @@ import pytest
 import study
 from PIL import Image
 
-from cheem_jax.baselines.catalogue import NAMES, preset_of
+from cheem_jax.baselines.catalogue import NAMES, make_preset
 from cheem_jax.cheem.config import PRESETS, CheemConfig
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.running import run_command
@@ -51,7 +51,7 @@ def settings(monkeypatch, tmp_path):
 @pytest.mark.parametrize("method", NAMES)
 @pytest.mark.parametrize("preset", ["demo", "quick"])
 def test_every_choice_is_among_settings_of_the_method(method, preset):
-    usual = preset_of(method, preset)
+    usual = make_preset(method, preset)
     config = study.changed(usual, choosing.budget(method, preset))
     if method != "frozen_linear" and not isinstance(usual, CheemConfig):
         epochs = config.epochs if method == "full_finetune" else config.fit.epochs
@@ -172,7 +172,7 @@ def test_references_of_the_search_keep_their_rank_and_op_when_rates_are_chosen(t
     file = tmp_path / "chosen.json"
     file.write_text(json.dumps(rows))
     chosen = choosing.chosen_before(file, variants, "quick")
-    configs = [study.changed(preset_of("lora_cl", "quick"), one.config) for one in chosen]
+    configs = [study.changed(make_preset("lora_cl", "quick"), one.config) for one in chosen]
     assert [(config.op, config.rank) for config in configs] == [
         ("adapt", 64),
         ("new", 1),

@@ -9,7 +9,7 @@ import jit_profile
 import pytest
 from bench import measure
 
-from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.config import find_config
 from cheem_jax.core.architecture import from_strings
 
 
@@ -114,7 +114,7 @@ def test_settings_that_cannot_be_measured_are_refused(tmp_path, changed, message
 
 
 def test_the_flops_of_a_step_follow_from_the_shapes_of_a_real_backbone():
-    config = config_of("deit_tiny")
+    config = find_config("deit_tiny")
     frozen = measure.step_flops(config, from_strings(["reuse:0"] * 12), 16)
     learned = measure.step_flops(config, from_strings(["new"] + ["reuse:0"] * 11), 16)
     assert (

@@ -101,10 +101,8 @@ def test_a_repeated_run_is_identical(capsys, run_dir, monkeypatch):
     status, said, errors = status_of(capsys, run_dir)
     again = run_dir.with_name("run-again")
     assert (status, errors) == (0, "") and f"identical: {run_dir} and {again}" in said
-    assert (
-        f"fingerprints equal: {fingerprint.digest(fingerprint.take(reproduce.config_of(run_dir)))}"
-        in said
-    )
+    digest = fingerprint.digest(fingerprint.take(reproduce.read_config(run_dir)))
+    assert f"fingerprints equal: {digest}" in said
     assert "1 task0 equal equal" in said
     first, second = (record.read(directory) for directory in (run_dir, again))
     assert first != second and len(first) == len(second)  # the command ran and did not copy
@@ -166,7 +164,7 @@ def test_a_run_with_different_settings_differs_in_its_config_and_its_record(caps
 
 
 def test_different_code_versions_or_devices_are_reported_before_the_run(capsys, run_dir):
-    conditions = fingerprint.take(reproduce.config_of(run_dir))
+    conditions = fingerprint.take(reproduce.read_config(run_dir))
     edit(run_dir, conditions={**conditions, "versions": {**conditions["versions"], "jax": "0.0.1"}})
     status, output, _ = status_of(capsys, run_dir)
     note = (
@@ -179,7 +177,7 @@ def test_different_code_versions_or_devices_are_reported_before_the_run(capsys, 
 
 
 def test_a_run_that_another_version_resumed_can_be_identical(capsys, run_dir):
-    conditions = fingerprint.take(reproduce.config_of(run_dir))
+    conditions = fingerprint.take(reproduce.read_config(run_dir))
     record.Record(run_dir).write(
         "continued", conditions={**conditions, "weights_sha256": "w"}, command=["a"]
     )
@@ -201,7 +199,7 @@ def test_only_the_finished_tasks_of_an_interrupted_run_are_compared(capsys, run_
         in output
     )
     status, output, _ = status_of(capsys, run_dir.with_name("there"), "--against", run_dir)
-    assert status == 1 and "equal as far as both go, but the second run stopped before" in output
+    assert status == 1 and "equal up to where the second run stopped, before" in output
 
 
 def test_an_upper_bound_that_was_added_later_is_repeated(run_dir, monkeypatch):

@@ -124,7 +124,7 @@ def test_the_option_augment_is_a_setting_of_cheem():
     ]
     assert configs == [dataclasses.replace(PRESETS["paper"], augment=True)] * 2
     with pytest.raises(
-        ValueError, match="--augment is a setting of cheem, and lora_cl has none; leave it out"
+        ValueError, match="--augment is a setting of cheem, which lora_cl does not have; omit it"
     ):
         cheem_run.make_method_config(cheem_run.read_arguments(["--method", "lora_cl", "--augment"]))
 
@@ -165,7 +165,7 @@ def test_mtil_runs_three_seeds_with_the_papers_settings():
         pytest.param(
             compare,
             ["--methods", "cheem_lite", "--router", "alexnet", "--image-size", "64"],
-            "AlexNet's weights do not ship with the package",
+            "weights of AlexNet are not part of the package",
             marks=pytest.mark.full,
         ),
         (compare, ["--seeds", "-1"], "--seeds is '-1'"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import chex
 import numpy as np
+import pytest
 import small
 from compiling import count_compilations
 from scipy.special import erf, softmax
@@ -165,6 +166,12 @@ def check_method(
         np.testing.assert_array_equal(measured.tasks, inferred.tasks)
         right = inferred.tasks == 1
         np.testing.assert_array_equal(measured.classes[right], inferred.classes[right])
+
+    for wrong in (-1, 3):
+        with pytest.raises(
+            ValueError, match=rf"task IDs \[{wrong}\] are unknown; expected .* 0 to 2"
+        ):
+            method.predict(test, np.full(20, wrong, np.int32))
 
     # from the disk alone
     again = make()

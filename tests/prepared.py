@@ -10,11 +10,11 @@ from PIL import Image
 from pixels import encode
 from tensorflow_datasets.core.utils import tqdm_utils
 
-from cheem_jax.data.benchmarks.table import BY_NAME, BenchmarkTask, members_of
+from cheem_jax.data.benchmarks.table import BY_NAME, BenchmarkTask, task_names
 
 OWN_FEATURES = {"fgvc_aircraft/default": ("file_name", 100), "gtsrb": ("file_name", 43)} | {
     task.builder: ("file_name", task.num_classes)
-    for task in map(BY_NAME.__getitem__, members_of("cil"))
+    for task in map(BY_NAME.__getitem__, task_names("cil"))
     if task.archives
 }
 

@@ -16,7 +16,7 @@ from pixels import encode
 
 from cheem_jax.memory.predictor import Guess, NearTask, Prediction, Predictor
 from cheem_jax.serve import Limits
-from cheem_jax.serve.app import address_of, hosts_of, listen, make_app, make_server
+from cheem_jax.serve.app import host_names, listen, make_app, make_server, server_url
 from cheem_jax.serve.service import Service
 
 DEFAULTS = Limits()
@@ -161,11 +161,11 @@ def serving(
 ) -> Iterator[Served]:
     """A server on a free port; warm unless `is_warm` is false."""
     with listen("127.0.0.1", 0) as listening:
-        app = make_app(predictor, limits, hosts_of(listening, "127.0.0.1", public), name=name)
+        app = make_app(predictor, limits, host_names(listening, "127.0.0.1", public), name=name)
         server = make_server(app, limits)
         service = app.state.service
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        url = address_of(listening)
+        url = server_url(listening)
         port = listening.getsockname()[1]
         thread.start()
         try:

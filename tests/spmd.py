@@ -125,8 +125,8 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     from cheem_jax.core.pool import dense_expert, dense_experts, pool_sizes
     from cheem_jax.engine.choice import EngineConfig, make_executor
     from cheem_jax.engine.executor import Dense
-    from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
-    from cheem_jax.engine.passes import answers, token_means
+    from cheem_jax.engine.feed import Budget, cache_tokens, feed_images
+    from cheem_jax.engine.passes import classes_and_features, token_means
 
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (NUM, 8, 8, 3), dtype=np.uint8)
@@ -158,7 +158,7 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     quiet = lambda num_images, note="", /: None  # noqa: E731
     budget = Budget(2**30)
     plain = feed_images(executor, images, budget)
-    feed = keep_tokens("images", executor, plain, NUM, (), batch_size=BATCH, budget=budget)
+    feed = cache_tokens("images", executor, plain, NUM, (), batch_size=BATCH, budget=budget)
     state = fit(
         executor,
         SupernetFit(network, network.init()),
@@ -186,8 +186,8 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     )(genomes)
     base = [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]
     means = token_means(executor, [base], plain, NUM, batch_size=BATCH, advance=quiet)
-    chosen = answers(
-        executor, base, state.head.params, plain, num=NUM, num_classes=3, batch_size=BATCH
+    [chosen] = classes_and_features(
+        executor, [base], state.head.params, plain, num=NUM, num_classes=3, batch_size=BATCH
     )
     return {
         "drawn": samples.tolist(),
@@ -208,7 +208,7 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
     import small
     from rich.console import Console
 
-    from cheem_jax.baselines.catalogue import NEED_A_ROUTER, preset_of
+    from cheem_jax.baselines.catalogue import NEED_A_ROUTER, make_preset
     from cheem_jax.cheem.config import CheemConfig
     from cheem_jax.continual import RunConfig, run_stream
     from cheem_jax.engine import hosts
@@ -219,7 +219,7 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
     hosts.connect(
         HostsConfig(**settings.get("hosts", {}), timeout=settings.get("hosts_timeout", 30))
     )
-    method = preset_of(settings["method"], "demo")
+    method = make_preset(settings["method"], "demo")
     if isinstance(method, CheemConfig):
         config = {
             field.name: getattr(small.QUICK, field.name)

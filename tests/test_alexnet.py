@@ -17,7 +17,7 @@ from cheem_jax.backbone.alexnet import (
     from_torchvision,
     load_alexnet,
     shapes_of,
-    torchvision_name_of,
+    to_torchvision_name,
 )
 
 SMALL = AlexNetConfig(63)
@@ -157,14 +157,14 @@ def test_flops_at_224_are_655_million_multiply_adds_of_convolutions(feature):
 
 def test_parameters_are_torchvisions():
     assert sum(int(np.prod(shape)) for shape in shapes_of(SMALL).values()) == 2_469_696
-    assert {torchvision_name_of(name) for name in shapes_of(SMALL)} == {
+    assert {to_torchvision_name(name) for name in shapes_of(SMALL)} == {
         f"features.{index}.{leaf}" for index in LAYERS for leaf in ("weight", "bias")
     }
 
 
 @pytest.mark.parametrize("make", [AlexNetConfig, lambda size: load_alexnet(None, image_size=size)])
 def test_the_smallest_image_has_63_pixels(make):
-    with pytest.raises(ValueError, match="AlexNet takes images of 63 pixels or more, got 62"):
+    with pytest.raises(ValueError, match="AlexNet needs images of at least 63 pixels, got 62"):
         make(62)
 
 
@@ -241,8 +241,8 @@ def test_building_from_parameters_that_do_not_fit_names_them(tensors):
 @pytest.mark.parametrize(
     ("name", "kind", "shown"),
     [
-        (None, ValueError, "do not ship with the package"),
-        ("none.safetensors", FileNotFoundError, "no weights file .*none.safetensors"),
+        (None, ValueError, "are not part of the package"),
+        ("none.safetensors", FileNotFoundError, "none.safetensors. does not exist"),
         ("alexnet.pth", ValueError, "expected a .safetensors or .npz file.*--checkpoint"),
         ("broken.safetensors", ValueError, "broken.safetensors is not a readable safetensors file"),
     ],

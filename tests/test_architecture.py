@@ -42,5 +42,5 @@ def test_a_text_that_is_no_choice_is_refused_by_name(text):
 
 
 def test_experts_outside_the_pool_are_refused():
-    with pytest.raises(ValueError, match="reuse:1 names no expert"):
+    with pytest.raises(ValueError, match="reuse:1 is not possible in a pool of 1 expert"):
         encode((Choice("reuse", 1),), [1])

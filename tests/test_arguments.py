@@ -121,7 +121,7 @@ def test_the_arguments_of_mtil_rebuild_its_settings_from_any_preset(given_settin
 @pytest.mark.parametrize("method", catalogue.NAMES)
 @pytest.mark.parametrize("preset", ["paper", "demo"])
 def test_the_arguments_of_every_method_rebuild_its_settings(method, preset):
-    options = None if method in ("cheem", "cheem_lite") else catalogue.preset_of(method, preset)
+    options = None if method in ("cheem", "cheem_lite") else catalogue.make_preset(method, preset)
     if hasattr(options, "fit"):
         options = dataclasses.replace(
             options, fit=dataclasses.replace(options.fit, epochs=3), batch_size=7
@@ -141,14 +141,14 @@ def test_of_options_given_twice_the_last_one_counts_everywhere():
     twice = cheem_run.read_arguments(
         ["--method", "ewc", "--method=l2p", "--preset", "quick", "--preset", "demo"]
     )
-    assert cheem_run.make_method_config(twice) == catalogue.preset_of("l2p", "demo")
+    assert cheem_run.make_method_config(twice) == catalogue.make_preset("l2p", "demo")
 
 
 def test_settings_of_another_method_are_refused():
     asked = cheem_run.read_arguments(["--method", "l2p", "--cheem.ops.rank", "3"])
     with pytest.raises(ValueError, match="those of l2p are --options"):
         cheem_run.make_method_config(asked)
-    with pytest.raises(ValueError, match="anchors CHEEM's similarity"):
+    with pytest.raises(ValueError, match="anchors the similarity of CHEEM"):
         cheem_run.make_run_config(
             cheem_run.read_arguments(["--method", "l2p", "--base-data", "pictures"])
         )

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from cheem_jax.backbone.config import CONFIGS, at_image_size, config_of
-from cheem_jax.backbone.params import build, check_params, init_params, params_of, shapes_of
+from cheem_jax.backbone.config import CONFIGS, at_image_size, find_config
+from cheem_jax.backbone.params import build, check_params, get_params, init_params, shapes_of
 from cheem_jax.backbone.vit import rotate, rotations
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, resize
 from cheem_jax.core.ops import Reuse
@@ -63,7 +63,7 @@ def test_deit_tiny_agrees_with_the_float64_reference_in_every_block_and_in_the_l
 
 def test_uint8_images_are_normalised_by_the_mean_and_std_of_the_weights(nano):
     config = dataclasses.replace(NANO, mean=(0.1, 0.4, 0.6), std=(0.2, 0.3, 0.5))
-    vit = build(config, params_of(nano))
+    vit = build(config, get_params(nano))
     images = _images(2, 32, 32)
     floats = ((images / 255.0 - np.array(config.mean)) / np.array(config.std)).astype(np.float32)
     embed = nnx.jit(lambda vit, images: vit.embed(images))
@@ -72,7 +72,7 @@ def test_uint8_images_are_normalised_by_the_mean_and_std_of_the_weights(nano):
 
 def test_patches_are_read_row_by_row_and_each_in_height_width_channel_order(nano):
     images = np.random.default_rng(2).standard_normal((1, 32, 32, 3)).astype(np.float32)
-    params = params_of(nano)
+    params = get_params(nano)
     patch = images[0, 8:16, 16:24].reshape(
         -1
     )  # row 1 and column 2 of a 4 x 4 grid: patch 6, token 7
@@ -113,15 +113,15 @@ def test_a_rotary_backbone_has_no_position_embedding_and_keeps_its_weights_at_an
 
 
 def test_params_survive_the_way_through_a_module(nano):
-    params = params_of(nano)
-    again = params_of(build(NANO, params))
+    params = get_params(nano)
+    again = get_params(build(NANO, params))
     assert params.keys() == again.keys() == shapes_of(NANO).keys()
     for name, value in params.items():
         np.testing.assert_array_equal(value, again[name])
 
 
 def test_one_message_lists_every_missing_unexpected_and_misshapen_parameter(nano):
-    params = params_of(nano)
+    params = get_params(nano)
     for index in (0, 1, 2, 4):
         del params[f"blocks.{index}.up.bias"]
     params["extra"] = np.zeros(3, np.float32)
@@ -149,7 +149,7 @@ def test_random_weights_start_as_timm_starts_a_vit():
 
 def test_an_unknown_backbone_is_answered_with_the_nearest_names():
     with pytest.raises(ValueError, match="unknown backbone 'deit_tinny'; nearest: deit_tiny"):
-        config_of("deit_tinny")
+        find_config("deit_tinny")
 
 
 def test_an_image_size_off_the_patch_grid_is_answered_with_its_neighbours():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cheem_jax.data.benchmarks.prepare import plan_of, registered, splits_file
-from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, TASKS, Counts, members_of, order_of
+from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, TASKS, Counts, task_names, task_order
 from cheem_jax.data.files import Chosen
 from cheem_jax.data.load import load_tasks
 from cheem_jax.data.records import find_prepared, open_prepared, plan_tfds
@@ -66,16 +66,18 @@ def test_the_papers_counts_follow_from_the_split_rules(task):
 
 
 def test_the_streams_are_those_of_the_paper():
-    assert len(members_of("mtil")) == 11
-    assert len(members_of("vdd")) == 10
-    assert "imagenet12" not in order_of("vdd")
-    assert {frozenset(order.split()) for order in MTIL.values()} == {frozenset(members_of("mtil"))}
-    assert order_of("mtil")[:3] == ("aircraft", "caltech101", "cifar100")
-    assert order_of("mtil", "paper_c")[0] == "mnist" and order_of("mtil", "zscl_ii")[0] == "cars"
-    members = {name for benchmark in ("mtil", "vdd", "cil") for name in members_of(benchmark)}
+    assert len(task_names("mtil")) == 11
+    assert len(task_names("vdd")) == 10
+    assert "imagenet12" not in task_order("vdd")
+    assert {frozenset(order.split()) for order in MTIL.values()} == {frozenset(task_names("mtil"))}
+    assert task_order("mtil")[:3] == ("aircraft", "caltech101", "cifar100")
+    assert (
+        task_order("mtil", "paper_c")[0] == "mnist" and task_order("mtil", "zscl_ii")[0] == "cars"
+    )
+    members = {name for benchmark in ("mtil", "vdd", "cil") for name in task_names(benchmark)}
     assert members == set(BY_NAME)
     with pytest.raises(ValueError, match="order 'paper_a' belongs to mtil"):
-        order_of("vdd", "paper_a")
+        task_order("vdd", "paper_a")
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,7 @@ def test_splits_other_than_those_written_down_are_refused(prepared):
     record = json.loads(file.read_text())
     file.write_text(json.dumps(record | {"sha256": "0" * 64}))
     with pytest.raises(
-        ValueError, match="task 'pets': the splits are not those of .*pets-seed5.json"
+        ValueError, match="task 'pets': the splits have the sha256 .*pets-seed5.json contains"
     ):
         plan_of(tasks["pets"], data_dir, seed=5)
     file.write_text("{")
@@ -266,7 +268,7 @@ def test_the_table_of_the_docs_lists_the_benchmarks_tasks():
     for name, cells in rows.items():
         task = BY_NAME[name]
         values = [cell.strip(" `") for cell in cells[2:]]
-        benchmarks = [group for group in ("mtil", "vdd", "cil") if name in members_of(group)]
+        benchmarks = [group for group in ("mtil", "vdd", "cil") if name in task_names(group)]
         assert values[0].split() == benchmarks and values[1] == f"{task.num_classes:,}"
         assert values[2] == (" / ".join(f"{num:,}" for num in task.counts or ()) or "–")
         assert (values[3], values[4], values[6]) == (task.rule, task.spec, task.licence)
@@ -297,7 +299,7 @@ def test_a_benchmark_is_planned_in_the_order_asked_for(prepared, monkeypatch):
         monkeypatch.setitem(BY_NAME, name, task)
     for order in ("default", "paper_b"):
         name, plans = plan_source("mtil", data_dir=data_dir, order=order)
-        assert name == "mtil" and tuple(plan.name for plan in plans) == order_of("mtil", order)
+        assert name == "mtil" and tuple(plan.name for plan in plans) == task_order("mtil", order)
     _, plans = plan_source("vdd", ["svhn", "dped"], data_dir=data_dir)
     assert [plan.name for plan in plans] == ["svhn", "dped"]
     with pytest.raises(ValueError, match="benchmark 'vdd' has no task 'mnist'"):

@@ -175,7 +175,8 @@ def test_missing_files_and_unknown_names_leave_nothing_behind(prepare, tmp_path)
     ):
         prepare(SUN397, tmp_path / "data", tmp_path / "place")
     with pytest.raises(
-        ValueError, match=r"no builder named 'sun'; there are fgvc_aircraft/default, .*caltech101"
+        ValueError,
+        match=r"unknown builder 'sun'; expected one of fgvc_aircraft/default, .*caltech101",
     ):
         prepare("sun", tmp_path / "data", tmp_path / "place")
     assert not (tmp_path / "data").exists()

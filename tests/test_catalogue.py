@@ -15,7 +15,7 @@ from cheem_jax.baselines.catalogue import (
     FrozenNetworks,
     check_name,
     make,
-    preset_of,
+    make_preset,
 )
 from cheem_jax.cheem.config import PRESETS, CheemLiteConfig
 from cheem_jax.core.keys import Keys
@@ -33,7 +33,7 @@ def networks(*, routed: bool = False) -> FrozenNetworks:
 
 def fitting_config(name: str, preset: str = "demo"):
     """Return a preset that fits a backbone of four blocks."""
-    config = preset_of(name, preset)
+    config = make_preset(name, preset)
     if name in ("coda_prompt", "dualprompt"):
         fields = [f.name for f in dataclasses.fields(config) if f.name.endswith("layers")]
         config = dataclasses.replace(
@@ -45,7 +45,7 @@ def fitting_config(name: str, preset: str = "demo"):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_method_has_every_preset(name, preset):
-    config = preset_of(name, preset)
+    config = make_preset(name, preset)
     assert config.name == name and config.batch_size >= 1
     if preset == "paper" and name not in ("cheem", "cheem_lite"):
         assert config == type(config)()  # the defaults are the paper's comparison
@@ -63,7 +63,7 @@ def test_every_method_is_made_from_its_settings(name):
     "name", ["frozen_linear", pytest.param("cheem_lite", marks=pytest.mark.full)]
 )
 def test_every_method_keeps_the_laws_of_a_method(name, tmp_path):
-    config = preset_of(name, "demo")
+    config = make_preset(name, "demo")
     if name == "cheem_lite":
         config = CheemLiteConfig(**vars(small.QUICK))
     method = make(config, networks(routed=name == "cheem_lite"), Keys(0), 3)
@@ -95,7 +95,7 @@ def test_given_the_task_id_every_baseline_is_as_accurate_as_frozen_heads_on_an_e
         config = dataclasses.replace(config, penalties=(10.0,))
     tasks = small.stream(2).tasks
     reached = []
-    for settings, router in ((preset_of("frozen_linear", "demo"), reference), (config, features)):
+    for settings, router in ((make_preset("frozen_linear", "demo"), reference), (config, features)):
         method = make(settings, FrozenNetworks(executor, reference, router), Keys(0), 2)
         method.check(tasks)
         right = []
@@ -144,7 +144,7 @@ def pooled_stages() -> Stages:
 )
 def test_impossible_settings_are_refused(name, field, value, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(preset_of(name, "paper"), **{field: value})
+        dataclasses.replace(make_preset(name, "paper"), **{field: value})
 
 
 def test_an_unknown_method_is_answered_with_the_nearest_names():
@@ -154,13 +154,13 @@ def test_an_unknown_method_is_answered_with_the_nearest_names():
 
 @pytest.mark.parametrize("name", NEED_A_ROUTER)
 def test_methods_that_need_another_network_say_so(name):
-    with pytest.raises(ValueError, match="give it one: --router"):
-        make(preset_of(name, "demo"), networks(), Keys(0), 2)
+    with pytest.raises(ValueError, match="give one: --router"):
+        make(make_preset(name, "demo"), networks(), Keys(0), 2)
 
 
 def test_a_router_for_a_method_without_one_is_refused():
-    with pytest.raises(ValueError, match="l2p infers no task ID with a router"):
-        make(preset_of("l2p", "demo"), networks(routed=True), Keys(0), 2)
+    with pytest.raises(ValueError, match="l2p does not infer the task ID with a router"):
+        make(make_preset("l2p", "demo"), networks(routed=True), Keys(0), 2)
 
 
 def test_tables_know_every_method():

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import small
 
-from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.config import find_config
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
 from cheem_jax.core.settings import Precision
 from cheem_jax.engine import choice
 from cheem_jax.engine.choice import EngineConfig, choose, make_executor
 
-SMALL, LARGE = config_of("vit_micro"), config_of("vit_base")
+SMALL, LARGE = find_config("vit_micro"), find_config("vit_base")
 MEASURED = [
     {
         "platform": "gpu",
@@ -51,11 +51,13 @@ def test_auto_chooses_the_fastest_executor_of_the_nearest_measurement(monkeypatc
     )
     assert small_one == (
         "scan",
-        "the fastest when measured with small on a card; a batch here has 0.5 times its FLOPs",
+        "the fastest executor in a measurement of small on a card;"
+        " a batch has 0.5 times the FLOPs of that measurement",
     )
     assert large_one == (
         "stages",
-        "the fastest when measured with large on a card; a batch here has 4 times its FLOPs",
+        "the fastest executor in a measurement of large on a card;"
+        " a batch has 4 times the FLOPs of that measurement",
     )
 
 
@@ -63,7 +65,7 @@ def test_a_measurement_of_this_very_batch_is_reported_as_it_is(monkeypatch):
     monkeypatch.setattr(choice, "measurements", lambda: MEASURED)
     assert (
         choose(EngineConfig(), SMALL, 32, "gpu")[1]
-        == "the fastest when measured with small on a card"
+        == "the fastest executor in a measurement of small on a card"
     )
 
 
@@ -71,7 +73,7 @@ def test_without_a_measurement_auto_says_so(monkeypatch):
     monkeypatch.setattr(choice, "measurements", lambda: MEASURED)
     for config, batch_size, platform, name in (
         (SMALL, 16, "tpu", "scan"),  # small backbones wait for the host's dispatches
-        (config_of("deit_tiny"), 32, "tpu", "scan"),
+        (find_config("deit_tiny"), 32, "tpu", "scan"),
         (LARGE, 32, "tpu", "stages"),
         (dataclasses.replace(SMALL, precision="bfloat16"), 16, "cpu", "stages"),
     ):
@@ -85,7 +87,8 @@ def test_a_measurement_in_another_precision_is_none(monkeypatch):
     assert choose(EngineConfig(), LARGE, 32, "gpu")[0] == "stages"
     assert choose(EngineConfig(), dataclasses.replace(LARGE, precision="bfloat16"), 64, "gpu") == (
         "scan",
-        "the fastest when measured with rounded on a card; a batch here has 2 times its FLOPs",
+        "the fastest executor in a measurement of rounded on a card;"
+        " a batch has 2 times the FLOPs of that measurement",
     )
 
 

@@ -24,7 +24,7 @@ from cheem_jax.cli.demo import Demo
 from cheem_jax.cli.main import main as cli_main
 from cheem_jax.cli.running import run_command
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.data.benchmarks.table import order_of
+from cheem_jax.data.benchmarks.table import task_order
 
 ROOT = Path(__file__).parent.parent
 
@@ -103,7 +103,7 @@ def test_without_prepared_data_every_missing_task_is_reported_with_its_command(c
     first, *lines = error.splitlines()
     assert code == 2
     assert first.startswith(f"error: 11 of 11 tasks of 'mtil' are not prepared in {tmp_path}")
-    assert [line.split(":")[0].strip() for line in lines] == list(order_of("mtil"))
+    assert [line.split(":")[0].strip() for line in lines] == list(task_order("mtil"))
     assert all(
         f"cheem data prepare {line.split(':')[0].strip()} --data-dir" in line for line in lines
     )

@@ -22,7 +22,7 @@ from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import dense_network
 from cheem_jax.core.keys import Keys
-from cheem_jax.core.pool import dense_experts, logits_of
+from cheem_jax.core.pool import compute_logits, dense_experts
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import network_features
@@ -82,7 +82,7 @@ def test_the_ridge_head_is_that_of_the_least_squared_error_without_each_image(la
         errors[penalty] = np.square(np.array(alone) - y).sum()
     head, penalty = ridge_head(features, labels, num_classes)
     assert penalty == pytest.approx(min(errors, key=errors.__getitem__))
-    logits = logits_of(features, head)
+    logits = compute_logits(features, head)
     wanted = Ridge(alpha=penalty * num).fit(x, y).predict(x)
     scale = np.std(logits) / np.std(wanted)
     np.testing.assert_allclose(logits, scale * wanted, rtol=1e-3, atol=1e-3 * scale)

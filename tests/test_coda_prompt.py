@@ -12,7 +12,7 @@ import pytest
 import small
 from baselines import check_method, fresh, learner
 
-from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.config import find_config
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.coda_prompt import CodaPrompt, CodaPromptConfig, component_weights
 from cheem_jax.core.keys import Phase
@@ -127,7 +127,7 @@ def test_the_weight_of_an_empty_row_is_zero_with_a_finite_gradient():
 
 @pytest.mark.parametrize("backbone, paper", [("vit_base", 70.3), ("deit_tiny", 5.0)])
 def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flops(backbone, paper):
-    vit = config_of(backbone)
+    vit = find_config(backbone)
     coda = SimpleNamespace(config=CodaPromptConfig(), vit=vit)
     prefixes = CodaPrompt.added_flops(coda)["attention"]  # pyright: ignore
     assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(

@@ -323,7 +323,7 @@ def test_a_memory_accepts_the_settings_that_it_was_made_with_wherever_the_files_
     del config["base_data_sha256"]  # as in a memory of an earlier version
     (copied / "config.json").write_text(json.dumps(config))
     status, _, err = cheem(capsys, *words)
-    assert status == 2 and "'base_data_sha256'" in err and "Learn its tasks again" in err
+    assert status == 2 and "'base_data_sha256'" in err and "learn the tasks again" in err
 
 
 @pytest.mark.full
@@ -390,7 +390,7 @@ def test_a_class_alone_is_measured_and_added(capsys, copied, photos, tmp_path):
     assert status == 0 and (score["num_images"], score["images"]) == (8, "all 8 images")
     memory = cheem_jax.open(copied)
     assert [memory.evaluate(folder.parent, task=FIRST)[0]._asdict()] == [score]
-    with pytest.raises(ValueError, match="has no val image to measure on; name another split"):
+    with pytest.raises(ValueError, match="has no val images; choose another split"):
         memory.evaluate(
             Path(shutil.move(folder.parent, tmp_path / "a" / "test")).parent,
             split="val",
@@ -416,7 +416,7 @@ def test_a_class_alone_is_measured_and_added(capsys, copied, photos, tmp_path):
     for row in list(new.iterdir())[1:]:
         row.unlink()
     status, _, err = cheem(capsys, "learn", copied, new.parent, "--extend", FIRST)
-    assert status == 2 and "give at least 2 images of one class" in err
+    assert status == 2 and "give at least 2 images of a class" in err
 
 
 def test_a_task_is_extended_by_new_classes_and_info_tells(capsys, copied, photos, tmp_path):
@@ -436,10 +436,10 @@ def test_a_task_is_extended_by_new_classes_and_info_tells(capsys, copied, photos
     said = " ".join(out.split())
     assert (
         status == 0
-        and f"{FIRST}: 16 more images to learn from (16 before), 16 to decide on, 2 more classes (2 before)"  # noqa: E501
+        and f"{FIRST}: 16 more images to learn from (16 before), 16 for validation, 2 more classes (2 before)"  # noqa: E501
         in said
     )
-    assert f"no new image of {', '.join(task.classes[:2])}; the network stays as it is" in said
+    assert f"no new images of {', '.join(task.classes[:2])}; the network stays as it is" in said
     status, out, _ = cheem(capsys, "learn", copied, more, "--extend", FIRST)
     assert status == 0 and f"{FIRST}: learned already" in out
     status, out, _ = cheem(capsys, "info", copied)

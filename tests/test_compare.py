@@ -247,14 +247,12 @@ def test_clocks_memory_and_the_history_of_a_process_make_no_difference():
 def test_a_run_that_stopped_is_equal_up_to_its_last_entry():
     result = difference_of_records(story(), story()[:4], TASKS)
     assert (
-        str(result)
-        == "equal as far as both go, but the second run stopped before task 2 'textures', cheem"
+        str(result) == "equal up to where the second run stopped, before task 2 'textures', cheem"
     )
     assert result is not None and result.stopped == "second"
     result = difference_of_records(story()[:7], story(), TASKS)
     assert (
-        str(result)
-        == "equal as far as both go, but the first run stopped before the upper bound of task 1"
+        str(result) == "equal up to where the first run stopped, before the upper bound of task 1"
         " 'colours'"
     )
     assert difference_of_records([], [], TASKS) is None

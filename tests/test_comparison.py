@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from cheem_jax.report.comparison import comparison, comparison_grid, csv_of, narrow
+from cheem_jax.report.comparison import comparison, comparison_grid, narrow, to_csv
 
 
 def run(method, accuracy, flops, seed=0, forgetting=0.0, router="vit_micro"):
@@ -77,7 +77,7 @@ def test_the_table_names_the_routers_network_and_fits_a_narrow_terminal():
 
 
 def test_the_csv_contains_every_number_and_leaves_missing_ones_empty():
-    rows = list(csv.DictReader(io.StringIO(csv_of(comparison(FOUND)))))
+    rows = list(csv.DictReader(io.StringIO(to_csv(comparison(FOUND)))))
     assert [row["method"] for row in rows] == list(FOUND)
     assert float(rows[0]["average_accuracy"]) == pytest.approx(0.82)
     assert rows[3]["average_accuracy"] == "" and rows[1]["average_accuracy_std"] == ""

@@ -12,16 +12,16 @@ import pytest
 from cheem_jax.engine.compilation import (
     DETERMINISTIC,
     Compilations,
-    NotKept,
+    NotCached,
     compilations,
+    enable_cache,
     jit_options,
-    keep_programs,
 )
 
 PROGRAM = """
 import jax
-from cheem_jax.engine.compilation import compilations, keep_programs
-print(keep_programs())
+from cheem_jax.engine.compilation import compilations, enable_cache
+print(enable_cache())
 before = compilations()
 jax.jit(lambda x: x * 3 + 1)(2.0).block_until_ready()
 found = compilations().since(before)
@@ -71,13 +71,13 @@ def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(tmp_path, 
     before = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        with pytest.raises(NotKept, match="JAX_COMPILATION_CACHE_DIR"):
-            keep_programs()
+        with pytest.raises(NotCached, match="JAX_COMPILATION_CACHE_DIR"):
+            enable_cache()
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file" / "programs"))
         with pytest.raises(
-            ValueError, match=r"cannot keep compiled functions in .*file/programs"
+            ValueError, match=r"cannot cache compiled functions in .*file/programs"
         ) as error:
-            keep_programs()
+            enable_cache()
         assert error.type is ValueError
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
@@ -94,8 +94,8 @@ def test_a_user_whom_the_system_does_not_know_does_without_in_one_line(tmp_path,
     )
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-        with pytest.raises(NotKept, match=r"uid not found: 12345.*/etc/passwd"):
-            keep_programs()
+        with pytest.raises(NotCached, match=r"uid not found: 12345.*/etc/passwd"):
+            enable_cache()
         assert not jax.config.jax_enable_compilation_cache and not list(tmp_path.iterdir())
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
@@ -110,8 +110,8 @@ def test_a_folder_that_others_can_write_to_stores_no_compiled_functions(monkeypa
     before = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        with pytest.raises(NotKept, match="JAX_COMPILATION_CACHE_DIR"):
-            keep_programs()
+        with pytest.raises(NotCached, match="JAX_COMPILATION_CACHE_DIR"):
+            enable_cache()
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from cheem_jax import run_config
 from cheem_jax.backbone.means import base_means
-from cheem_jax.baselines.catalogue import preset_of
+from cheem_jax.baselines.catalogue import make_preset
 from cheem_jax.baselines.coda_prompt import CodaPromptConfig
 from cheem_jax.baselines.dualprompt import DualPromptConfig
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
@@ -299,7 +299,7 @@ def test_a_full_disk_is_reported_before_a_task_begins(tmp_path, monkeypatch):
     free = shutil.disk_usage(tmp_path)._replace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda directory: free)
     with pytest.raises(
-        ValueError, match=r"task 'task0' takes at most 4\.\d MB on the disk .* has 1\.0 MB left"
+        ValueError, match=r"task 'task0' needs at most 4\.\d MB on disk .* has only 1\.0 MB"
     ):
         run(tmp_path / "run", ONE_TASK)
     monkeypatch.undo()
@@ -319,7 +319,8 @@ def test_a_checkpoint_of_another_run_is_noticed(copy, tmp_path):
     shutil.rmtree(copy / place)
     shutil.copytree(tmp_path / "other" / place, copy / place)
     with pytest.raises(
-        ValueError, match="frozen_linear/000-task0 is whole, but not the one that this run saved"
+        ValueError,
+        match="frozen_linear/000-task0 is complete, but it is not the checkpoint of this run",
     ):
         run(copy)
 
@@ -489,9 +490,9 @@ def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_i
         (CodaPromptConfig(pool=1, layers=(0,), batch_size=16), "pool"),
         (
             DualPromptConfig(pool=1, general_layers=(0,), expert_layers=(1,), batch_size=16),
-            "has none for task 2",
+            "task 2 needs another one",
         ),
-        (preset_of("cheem_lite", "demo"), "give it one: --router"),
+        (make_preset("cheem_lite", "demo"), "give one: --router"),
     ):
         with pytest.raises(ValueError, match=message):
             run(tmp_path / "run", config=RunConfig(config, "demo"))
@@ -502,7 +503,7 @@ def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_i
 def test_a_run_writes_event_files_while_it_runs_and_refuses_early_if_it_cannot(
     tmp_path, monkeypatch
 ):
-    config = RunConfig(preset_of("frozen_linear", "quick"), "quick")
+    config = RunConfig(make_preset("frozen_linear", "quick"), "quick")
     run(tmp_path / "run", config=config, tensorboard=True)
     events = tmp_path / "run" / "tensorboard" / "frozen_linear" / "events.out.tfevents.cheem_jax"
     assert events.read_bytes().count(b"average_accuracy") >= 2

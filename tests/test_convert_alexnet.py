@@ -10,7 +10,7 @@ from commands import status_of
 from flax import nnx
 
 from cheem_jax.backbone.alexnet import AlexNetConfig, build_alexnet, from_torchvision, load_alexnet
-from cheem_jax.backbone.weights import sha256_of
+from cheem_jax.backbone.weights import hash_file
 from convert import torchvision_alexnet
 
 
@@ -123,7 +123,7 @@ def test_a_converted_checkpoint_loads_with_the_numbers_and_hash_of_its_origin(
     given = ["--checkpoint", str(checkpoint)] if source == "given" else []
     assert status_of(torchvision_alexnet, [*given, "--output", str(output)]) == 0
     loaded = load_alexnet(output, image_size=96)
-    assert (loaded.source, loaded.sha256) == (checkpoint.name, sha256_of(checkpoint))
+    assert (loaded.source, loaded.sha256) == (checkpoint.name, hash_file(checkpoint))
     np.testing.assert_array_equal(
         loaded.params["conv1.kernel"],
         model.features[0].weight.detach().numpy().transpose(2, 3, 1, 0),

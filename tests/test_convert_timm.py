@@ -15,7 +15,7 @@ from PIL import Image
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.means import base_means, pooled_means
 from cheem_jax.backbone.params import build, shapes_of
-from cheem_jax.backbone.timm_names import from_timm, infer_config, timm_name_of
+from cheem_jax.backbone.timm_names import from_timm, infer_config, to_timm_name
 from cheem_jax.backbone.weights import (
     Pretrained,
     load_pretrained,
@@ -158,7 +158,10 @@ def test_an_existing_output_stays_unless_overwriting_is_asked_for(tmp_path, nano
         (["--output", "x.safetensors", "--wieghts", "y"], "--weights"),
         (["--output", "x.bin"], "must end in .safetensors, got 'x.bin'"),
         (["--output", "x.safetensors", "--backbone", "deit_tinny"], "nearest: deit_tiny"),
-        (["--output", "x.safetensors", "--weights", "none.npz"], "no weights file 'none.npz'"),
+        (
+            ["--output", "x.safetensors", "--weights", "none.npz"],
+            "weights file 'none.npz' does not exist",
+        ),
         (["--output", "x.safetensors", "--weights", "none.npz", "--from-timm"], "two sources"),
         (["--output", "x.safetensors", "--image-size", "96"], "give both or neither"),
         (
@@ -466,7 +469,7 @@ def _assert_inferred(name: str) -> None:
     if config.gated or config.rotary is not None:
         return  # other names of tensors, which the comparison of outputs covers
     theirs = {key for key in model.state_dict() if not key.endswith(".gamma")}
-    assert {timm_name_of(key) for key in shapes_of(config)} == theirs - _unused(config)
+    assert {to_timm_name(key) for key in shapes_of(config)} == theirs - _unused(config)
 
 
 @pytest.mark.convert

@@ -140,7 +140,8 @@ def test_a_disk_that_fills_up_is_reported_and_nothing_is_left(plan, root, monkey
 
     monkeypatch.setattr(load, "_write", to_a_full_disk)
     with pytest.raises(
-        OSError, match=r"'pets' cannot be kept in .*No space left on device.*name another folder"
+        OSError,
+        match=r"'pets' cannot be stored in .*No space left on device.*choose another folder",
     ):
         make_cache(plan, root, "cache")
     assert folders(root) == []
@@ -149,14 +150,14 @@ def test_a_disk_that_fills_up_is_reported_and_nothing_is_left(plan, root, monkey
 def test_too_little_room_is_reported_before_anything_is_written(plan, root, tmp_path, monkeypatch):
     usage = load.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(load.shutil, "disk_usage", lambda path: usage._replace(free=100))
-    with pytest.raises(OSError, match="0.0 GB are needed and 0.0 GB free"):
+    with pytest.raises(OSError, match="0.0 GB are needed, but only 0.0 GB are free"):
         make_cache(plan, root, "cache")
     assert folders(root) == []
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(plan, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="cannot be kept in .*file/cache"):
+    with pytest.raises(OSError, match="cannot be stored in .*file/cache"):
         make_cache(plan, tmp_path / "file" / "cache", "cache")
 
 

@@ -75,7 +75,7 @@ def test_splits_of_a_saved_data_set_have_usual_names_too(saved):
     plan = plan_hub(saved(train=table(range(20)), extra=table(range(20, 30))))
     assert plan.cut == ("val", "test")
     with pytest.raises(
-        ValueError, match=r"several names for one split \['val'\]: \['val', 'validation'\]; join"
+        ValueError, match=r"more than one name for the split val: \['val', 'validation'\]; merge"
     ):
         plan_hub(saved(train=table(range(8)), val=table(range(8)), validation=table(range(8))))
 

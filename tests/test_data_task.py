@@ -103,7 +103,7 @@ def test_select_tells_the_nearest_names_for_an_unknown_task():
         select(stream, ["xyz"])
     with pytest.raises(ValueError, match=r"more than once: \['cars'\]"):
         select(stream, ["cars", "cars"])
-    with pytest.raises(ValueError, match="no task was named"):
+    with pytest.raises(ValueError, match="no task name given"):
         select(stream, [])
 
 
@@ -135,7 +135,7 @@ def test_measuring_needs_one_image_and_extending_every_class_and_one_validation_
         ({"train": one}, "split 'train': no image of 1 of 2 classes: 'dog'"),
         (
             {"val": none},
-            "no image to decide on; to extend a task, give at least 2 images of one class",
+            "no image for validation; to extend a task, give at least 2 images of a class",
         ),
         ({"classes": ()}, "expected at least 1"),
     ):

@@ -11,15 +11,15 @@ import small
 from baselines import attention, check_method, fresh, learner, linear, mlp, norm
 from scipy.stats import multivariate_normal
 
-from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.config import find_config
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.diki import (
     Diki,
     DikiConfig,
+    find_layers,
     fit_gaussian,
-    gaussian_of,
-    layers_of,
     log_density,
+    unpack_gaussian,
 )
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.engine.stages import Stages
@@ -144,7 +144,7 @@ def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(untra
         assert reports[name]["params_learned"] == 128 + 51
         assert reports[name]["params_stored"] == 128 + 51 + 16 + 136
     features = method.features(small.task("task1", 1).train.images)
-    result = gaussian_of(method.tasks[1])
+    result = unpack_gaussian(method.tasks[1])
     expected = fit_gaussian(features)
     np.testing.assert_array_equal(result.factor, expected.factor)
 
@@ -154,9 +154,9 @@ def test_a_fused_pass_and_three_blocks_with_explicit_attention_are_near_the_pape
     backbone, printed, untrained
 ):
     method: Any = fresh(untrained)
-    method.vit = vit = config_of(backbone)
+    method.vit = vit = find_config(backbone)
     method.config = DikiConfig()
-    method.layers = layers_of("last3", 12)
+    method.layers = find_layers("last3", 12)
     method.classes.add("headless", ())
     result = method.costs()
     assert round(result["flops_as_printed"] / 1e9, 1) == printed  # the paper prints 42.5 and 2.8
@@ -164,7 +164,7 @@ def test_a_fused_pass_and_three_blocks_with_explicit_attention_are_near_the_pape
     attention = backbone_flops(vit, count_attention=True) - backbone_flops(vit)
     assert result["flops_explicit"] - result["flops_as_printed"] == attention
     # as is the official first eight blocks: two passes but for the patch embedding
-    method.layers = layers_of("first8", 12)
+    method.layers = find_layers("first8", 12)
     twice = 2 * backbone_flops(vit) - 2 * 196 * 768 * vit.width
     assert method.costs()["flops_method"] == twice
 
@@ -175,7 +175,7 @@ def test_impossible_settings_are_refused_and_thin_covariances_reported(untrained
     other = FrozenFeatures(Stages(small.backbone(), "mlp_down"), 16)
     with pytest.raises(ValueError, match="give it the features of the same backbone"):
         learner(Diki, CONFIG, router_features=other)
-    assert layers_of("last3", 4) == (1, 2, 3) and layers_of("first8", 12) == tuple(range(8))
+    assert find_layers("last3", 4) == (1, 2, 3) and find_layers("first8", 12) == tuple(range(8))
     tasks = [small.task("small", 0, num=16), small.task("large", 1)]
     assert [note.split(": ")[-1] for note in untrained.check(tasks)] == ["small"]
     shrunk: Any = fresh(untrained)

@@ -99,9 +99,9 @@ def test_a_broken_jax_is_reported_last_with_the_way_out(tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
     *table, problem, verdict = done.stdout.splitlines()
     assert problem.startswith(
-        "PROBLEM: devices: RuntimeError: jaxlib is too old for this jax; way out: pip install"
+        "PROBLEM: devices: RuntimeError: jaxlib is too old for this jax; solution: pip install"
     )
-    assert verdict == "cheem cannot work here"
+    assert verdict == "cheem does not work on this machine"
     assert any("cheem_jax" in line for line in table)
 
 
@@ -126,7 +126,7 @@ def test_a_gpu_that_jax_does_not_use_is_reported_with_the_extra(installed, sound
         "cheem_jax", "Provides-Extra: cuda12", "Requires-Dist: jax[cuda12] ; extra == 'cuda12'"
     )
     installed("jax", "Provides-Extra: cuda12", "Requires-Dist: a-plugin ; extra == 'cuda12'")
-    result, (note,) = doctor.look(doctor.Doctor())
+    result, (note,) = doctor.collect(doctor.Doctor())
     assert result["gpus"]["nvidia-smi 0"] == "NVIDIA H200, 143771 MiB, 570.1"
     assert result["extras"]["cuda12"] == "missing: a-plugin; pip install 'cheem_jax[cuda12]'"
     assert note == (
@@ -135,7 +135,7 @@ def test_a_gpu_that_jax_does_not_use_is_reported_with_the_extra(installed, sound
         False,
     )
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    _, (note,) = doctor.look(doctor.Doctor())
+    _, (note,) = doctor.collect(doctor.Doctor())
     assert note.way_out == "unset JAX_PLATFORMS"
 
 
@@ -156,7 +156,7 @@ def test_huge_pages_that_are_not_requested_are_a_note(
     monkeypatch.setattr(doctor, "HUGE_PAGES", tmp_path / "enabled")
     monkeypatch.setattr(doctor.platform, "libc_ver", lambda: libc)
     monkeypatch.setenv("GLIBC_TUNABLES", tunables)
-    _, problems = doctor.look(doctor.Doctor())
+    _, problems = doctor.collect(doctor.Doctor())
     notes = [problem for problem in problems if "glibc.malloc.hugetlb=1" in problem.way_out]
     assert bool(notes) == is_reported and not any(note.needed for note in notes)
 

@@ -138,7 +138,7 @@ def interrupted(server: Server, file: Path) -> None:
     server.faults = [cut_after(CUT)] + [cut_after(0)] * 9
     with pytest.raises(
         OSError,
-        match=rf"images.zip cannot be downloaded: .*resumes from byte {CUT}.*put the file at",
+        match=rf"images.zip cannot be downloaded: .*to resume at byte {CUT}.*download the file",
     ):
         download(server.url, file, SHA256)
     server.faults.clear()
@@ -268,7 +268,7 @@ def test_a_refused_file_is_not_asked_for_again(server, tmp_path, code):
     server.faults = [status(code)]
     with pytest.raises(
         OSError,
-        match=rf"images.zip cannot be downloaded: HTTP status {code} .*put the file at .*a.zip",
+        match=rf"images.zip cannot be downloaded: HTTP status {code} .*yourself to .*a.zip",
     ):
         download(server.url, tmp_path / "a.zip", SHA256)
     assert len(server.requested) == 1 and names(tmp_path) == []
@@ -320,7 +320,7 @@ def test_a_port_without_a_server_is_a_clear_error(tmp_path):
 def test_a_web_page_is_no_archive(server, tmp_path):
     server.content_type = "text/html; charset=utf-8"
     with pytest.raises(
-        ValueError, match=r"web page arrived where an archive was expected.*a\.tar\.gz"
+        ValueError, match=r"the server sent a web page instead of an archive.*a\.tar\.gz"
     ):
         download(server.url, tmp_path / "a.tar.gz", SHA256)
     assert names(tmp_path) == []
@@ -382,7 +382,9 @@ def test_an_encrypted_address_does_not_lead_to_one_that_is_not(tmp_path, monkeyp
     monkeypatch.setattr(requests.adapters.HTTPAdapter, "send", send)
     if target.startswith("//"):  # the same scheme
         return download("https://example.org/a.zip", tmp_path / "a.zip", SHA256)
-    with pytest.raises(ValueError, match=f"a.zip: it leads to {target}, which is not encrypted"):
+    with pytest.raises(
+        ValueError, match=f"a.zip: it redirects to {target}, which is not encrypted"
+    ):
         download("https://example.org/a.zip", tmp_path / "a.zip", SHA256)
     assert asked == ["https://example.org/a.zip"] and names(tmp_path) == []
 

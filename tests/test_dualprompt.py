@@ -10,7 +10,7 @@ import pytest
 import small
 from baselines import check_method, learner
 
-from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.config import find_config
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.dualprompt import DualPrompt, DualPromptConfig
 from cheem_jax.core.settings import FitConfig
@@ -84,7 +84,7 @@ def test_an_image_gets_the_slot_of_its_nearest_learned_key_in_numpy():
 
 @pytest.mark.parametrize("backbone, paper", [("vit_base", 70.3), ("deit_tiny", 5.0)])
 def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flops(backbone, paper):
-    vit = config_of(backbone)
+    vit = find_config(backbone)
     dual = SimpleNamespace(config=DualPromptConfig(), vit=vit, pool=11)
     prefixes = DualPrompt.added_flops(dual)["attention"]  # pyright: ignore
     assert prefixes == 4 * 197 * vit.width * (3 * 2 + 10 * 3)
@@ -98,7 +98,7 @@ def test_the_pool_contains_at_least_one_slot_per_task():
     assert learner(DualPrompt, CONFIG, num_tasks=11).pool == 11
     with pytest.raises(
         ValueError,
-        match="2 slots has none for task 3; expected one per task: set pool to 3 or more",
+        match="has 2 slots, but task 3 needs another one; set pool to at least 3",
     ):
         learner(DualPrompt, dataclasses.replace(CONFIG, pool=2)).check(small.stream(3).tasks)
 

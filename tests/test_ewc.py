@@ -12,11 +12,11 @@ import small
 from baselines import Interrupted, Watched, check_method, fresh, learner
 
 from cheem_jax.backbone import flops
-from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.config import find_config
 from cheem_jax.baselines.ewc import Ewc, EwcConfig, squared_gradients
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.settings import FitConfig
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.session import Session
 
 CONFIG = EwcConfig(penalties=(100.0,), fit=FitConfig(epochs=2, learning_rate=1e-3), batch_size=16)
@@ -68,10 +68,10 @@ def test_the_fisher_information_of_logistic_regression_is_the_analytic_one():
 @functools.cache
 def spelled_out():
     """Log-probabilities of one image, and the gradient of one of them."""
-    vit_of = untrained().executor.vit_of
+    merge_vit = untrained().executor.merge_vit
 
     def log_probabilities(leaves, head, image):
-        features = vit_of(leaves)(image[None])
+        features = merge_vit(leaves)(image[None])
         return jax.nn.log_softmax((features @ head.weight + head.bias)[0, :3])
 
     gradient = jax.grad(
@@ -85,7 +85,7 @@ def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images():
     ewc = fresh(untrained())
     task = small.task("colours", 0)
     leaves, head = ewc.fitter.begin(ewc.start(task)).learned
-    fisher = ewc.add_fisher(ewc.state.fisher, (leaves, head), task, unwatched)
+    fisher = ewc.add_fisher(ewc.state.fisher, (leaves, head), task, no_progress)
 
     values, gradient = spelled_out()
     key = ewc.keys.at(0, Phase.METHOD_NOISE, 1)
@@ -132,8 +132,8 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_resumes(tmp_
     tasks = small.stream(3).tasks
     searching = ewc_with(penalties=(0.0, 1e2, 1e9))
     assert searching.check(tasks) == [
-        "learns task1, task2 3 times beforehand, to select one of 3 penalties on the validation"
-        " split"
+        "task1, task2 are learned 3 times beforehand, to select one of 3 penalties on the"
+        " validation split"
     ]
     whole = fresh(searching)
     report = whole.learn(tasks[0], Session())
@@ -180,7 +180,7 @@ def test_costs_are_those_of_one_plain_forward_pass():
     assert (report["params_learned"], report["params_stored"]) == (params + 17 * 3, params + 17 * 3)
     # the table's row: 33.7 and 2.2 (rounded up there), attention products not counted
     for name, row in (("vit_base", 33.7), ("deit_tiny", 2.2)):
-        assert flops.backbone_flops(config_of(name)) / 1e9 == pytest.approx(row, abs=0.06)
+        assert flops.backbone_flops(find_config(name)) / 1e9 == pytest.approx(row, abs=0.06)
 
 
 @pytest.mark.full
@@ -188,10 +188,10 @@ def test_penalties_are_compared_on_a_stream_that_is_known_beforehand():
     tasks = small.stream(2).tasks
     ewc = ewc_with(penalties=(1.0, 2.0))
     with pytest.raises(
-        ValueError, match=r"starts with 'task0': call check\(tasks\) first, or give one penalty"
+        ValueError, match=r"starts with 'task0'; call check\(tasks\) first, or give one penalty"
     ):
         ewc.learn(tasks[0], Session())
     assert ewc.check(tasks[:1]) == [
-        "a single task needs no penalty, so the 2 penalties are not compared"
+        "a single task needs no penalty, so none of the 2 penalties is selected"
     ]
     assert ewc.learn(tasks[0], Session())["penalty"] == 1.0

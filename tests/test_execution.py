@@ -17,7 +17,7 @@ from cheem_jax.engine.batches import batches
 from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.executor import Batch, Dense, masked_logits
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.passes import answers, count_right, token_means
+from cheem_jax.engine.passes import classes_and_features, count_correct, token_means
 from cheem_jax.engine.stages import Stages
 
 VIT = small.backbone()
@@ -84,7 +84,7 @@ def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(co
                     stages, supernet, state, decode(codes, supernet.sizes), step, rate=1e-3
                 )
                 network = dense_network(supernet, state, np.array(codes), {})
-                count_right(
+                count_correct(
                     stages,
                     [network],
                     state.head.params,
@@ -155,11 +155,14 @@ def test_an_image_gets_the_same_answer_in_different_company():
     network = dense_network(supernet, state, np.array([0, 1, 3, 0]), {})
     head = state.head.params
     sizes = {"num_classes": 3, "batch_size": 16}
-    together = answers(stages, network, head, HostImages(stages, IMAGES), num=16, **sizes)
-    alone = [
-        answers(stages, network, head, HostImages(stages, IMAGES[i : i + 1]), num=1, **sizes)[0]
-        for i in range(16)
-    ]
+
+    def classes(images):
+        feed = HostImages(stages, images)
+        [answers] = classes_and_features(stages, [network], head, feed, num=len(images), **sizes)
+        return answers
+
+    together = classes(IMAGES)
+    alone = [classes(IMAGES[i : i + 1])[0] for i in range(16)]
     np.testing.assert_array_equal(together, alone)
 
 

@@ -20,7 +20,7 @@ from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import dense_network, train_step, train_steps
 from cheem_jax.core.architecture import decode, from_strings
-from cheem_jax.core.ops import Adapt, LowRank, Reuse, learned_of, with_learned
+from cheem_jax.core.ops import Adapt, LowRank, Reuse, trained_params, with_learned
 from cheem_jax.core.pool import dense_experts, grow
 from cheem_jax.engine.batches import side_by_side
 from cheem_jax.engine.executor import Batch, Dense, Executor, Gather, masked_logits
@@ -136,7 +136,9 @@ def test_a_non_finite_gradient_makes_the_loss_nan_and_changes_no_parameter(name)
 
 def reference(head, ops, placement, vit=VIT):
     """Return loss and gradients of the plain module under `jax.grad`."""
-    learned = {block: learned_of(op) for block, op in enumerate(ops) if learned_of(op) is not None}
+    learned = {
+        block: trained_params(op) for block, op in enumerate(ops) if trained_params(op) is not None
+    }
 
     def loss(learned, head):
         classes = [
@@ -399,8 +401,8 @@ def test_a_scan_learns_as_the_stages_wherever_its_backward_pass_ends(trained, ch
 
 
 def test_few_compiled_functions_serve_networks_that_learn_from_different_blocks():
-    assert [deep("scan").start_of(block) for block in range(6)] == [0, 0, 2, 2, 4, 5]
-    assert [deep("stages").start_of(block) for block in range(6)] == [0, 1, 2, 3, 4, 5]
+    assert [deep("scan").backward_end(block) for block in range(6)] == [0, 0, 2, 2, 4, 5]
+    assert [deep("stages").backward_end(block) for block in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ import small
 from safetensors.numpy import load_file
 
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
-from cheem_jax.backbone.params import build, init_params, params_of, shapes_of
+from cheem_jax.backbone.params import build, get_params, init_params, shapes_of
 from cheem_jax.backbone.timm_names import from_timm
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.core.architecture import from_strings
@@ -375,7 +375,7 @@ def test_places_and_tasks_that_do_not_fit_are_refused_before_any_work(tmp_path):
         export(subject, tmp_path / "memory.pb", "onnx")
     with pytest.raises(ValueError, match="no task 'grow'; did you mean grown"):
         export(subject, tmp_path / "grown.onnx", "onnx", task="grow")
-    with pytest.raises(ValueError, match="name one of plain, grown, chained, early"):
+    with pytest.raises(ValueError, match="choose one of plain, grown, chained, early"):
         export(subject, tmp_path / "memory.safetensors", "timm")
     (tmp_path / "memory.stablehlo.json").write_text("{}")
     with pytest.raises(ValueError, match=r"memory\.stablehlo\.json exists already"):
@@ -407,7 +407,7 @@ def test_a_memory_in_bfloat16_is_refused():
 @pytest.mark.full
 def test_a_rotary_gated_backbone_is_exported_as_a_function_and_refused_for_timm(tmp_path):
     config = dataclasses.replace(small.CONFIG, rotary=100.0, gated=True, activation="silu")
-    params = init_params(config, jax.random.key(0)) | params_of(
+    params = init_params(config, jax.random.key(0)) | get_params(
         example.VIT
     )  # whose experts the example's pool contains
     del params["position"]
@@ -424,7 +424,8 @@ def test_a_rotary_gated_backbone_is_exported_as_a_function_and_refused_for_timm(
 def test_a_backbone_that_timm_does_not_build_is_refused(tmp_path):
     clip = dataclasses.replace(CONFIGS["clip_vit_base"], name="own", timm_name=None)
     with pytest.raises(
-        ValueError, match="'own' has no name in timm.*activation='quick_gelu'.*stablehlo or onnx"
+        ValueError,
+        match="does not support activation='quick_gelu'.* of backbone 'own'.*stablehlo or onnx",
     ):
         timm_weights._arguments(clip)
     arguments = timm_weights._arguments(

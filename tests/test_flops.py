@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from cheem_jax.backbone import flops
-from cheem_jax.backbone.config import at_image_size, config_of
+from cheem_jax.backbone.config import at_image_size, find_config
 from cheem_jax.backbone.params import build, shapes_of
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Reuse
@@ -22,7 +22,7 @@ from cheem_jax.core.ops import Reuse
     ],
 )
 def test_the_papers_flops_are_reproduced(backbone, plain, with_attention, ffn, attention):
-    config = config_of(backbone)
+    config = find_config(backbone)
     assert flops.backbone_flops(config) / 1e9 == pytest.approx(plain, abs=1e-12)
     assert flops.backbone_flops(config, count_attention=True) / 1e9 == pytest.approx(
         with_attention, abs=1e-12
@@ -33,7 +33,7 @@ def test_the_papers_flops_are_reproduced(backbone, plain, with_attention, ffn, a
 
 def test_the_flops_of_deit_tiny_are_those_of_the_products_of_its_forward_pass():
     """Counts the multiply-adds of every matrix product and convolution that JAX traces."""
-    config = config_of("deit_tiny")
+    config = find_config("deit_tiny")
     params = {name: np.zeros(shape, np.float32) for name, shape in shapes_of(config).items()}
     graphdef, state = nnx.split(build(config, params))
 
@@ -74,14 +74,14 @@ def test_the_flops_of_deit_tiny_are_those_of_the_products_of_its_forward_pass():
 
 
 def test_a_task_network_pays_for_its_own_adapt_only():
-    config = config_of("deit_tiny")
+    config = find_config("deit_tiny")
     mixed = from_strings(["reuse:3", "adapt:1", "new", "skip"] + ["reuse:0"] * 8)
     expected = 2149318656 - 2 * 197 * 8 * 192**2 + 2 * 197 * 40 * 5 * 192
     assert flops.network_flops(config, "mlp_down", mixed, 40) == expected
 
 
 def test_flops_are_counted_block_by_block():
-    config = config_of("deit_tiny")
+    config = find_config("deit_tiny")
     tokens = 197
     width = 192
     embed = 2 * 196 * 768 * 192
@@ -105,7 +105,7 @@ def test_flops_are_counted_block_by_block():
 
 
 def test_skipping_every_attention_branch_leaves_no_attention_product():
-    config = config_of("deit_tiny")
+    config = find_config("deit_tiny")
     skipped = flops.executed_flops(config, "attn_proj", from_strings(["skip"] * 12), 0)
     embed, ffn = 2 * 196 * 768 * 192, 2 * 197 * 8 * 192**2
     assert skipped == embed + 11 * ffn + ffn // 197
@@ -116,7 +116,7 @@ def test_skipping_every_attention_branch_leaves_no_attention_product():
 )
 @pytest.mark.parametrize("scale", [1, 2])
 def test_the_parameter_count_is_that_of_the_module(backbone, scale):
-    config = config_of(backbone)
+    config = find_config(backbone)
     config = at_image_size(config, scale * config.image_size)
     counted = 0
     for name, shape in shapes_of(config).items():

@@ -97,7 +97,7 @@ def test_an_ancestor_stays_and_is_no_candidate():
 def test_erasing_makes_full_experts_of_descendants_with_the_same_bits():
     before = memory(("cats", "new new"), ("dogs", "adapt:1 skip"), ("owls", "adapt:2 reuse:1"))
     done = forget(before, "cats", erase=True)
-    assert done.baked == (PoolPosition(0, 2),) and done.removed == (PoolPosition(0, 1),)
+    assert done.merged == (PoolPosition(0, 2),) and done.removed == (PoolPosition(0, 1),)
     assert done.in_use == (RetainedExpert(PoolPosition(1, 1), ("owls",)),), (
         "what a task uses as it is stays all the same"
     )

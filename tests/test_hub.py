@@ -169,7 +169,7 @@ def test_a_pushed_memory_contains_no_image_and_answers_the_same_once_pulled(
     capsys, hub, memory, tmp_path
 ):
     status, out, _ = cheem(capsys, "push", memory, REPO, "--license", "apache-2.0")
-    assert status == 0 and "files, and no image" in out and hub.private == [True]
+    assert status == 0 and "files, no images" in out and hub.private == [True]
     sent = hub.repositories[REPO]
     card = sent["README.md"].decode()
     assert card.startswith("---\n")
@@ -227,9 +227,9 @@ def test_a_forgotten_task_is_removed_by_the_next_push(monkeypatch, hub, memory, 
         ),
         (
             {"status": 429},
-            "the hub accepts no more requests for now (429); give the same command again in some",
+            "the hub accepts no more requests at present (429); repeat the command in some",
         ),
-        ({"status": 503}, "the hub has a fault (503); give the same command again later"),
+        ({"status": 503}, "the hub reports an internal error (503); repeat the command later"),
         ({"delay": 1.5}, "the hub does not answer ("),
     ],
     ids=str,
@@ -257,7 +257,7 @@ def test_a_repository_that_is_missing_corrupted_or_another_model_leaves_nothing(
         assert status == 2 and err.count("\n") == 1 and not (tmp_path / "new").exists()
         return err
 
-    assert "the hub has no such repository (404), or hides it" in refused()
+    assert "the repository does not exist or is private (404)" in refused()
     assert "expected OWNER/NAME" in refused("a/b/c")
     push(memory, REPO)
     files = hub.repositories[REPO]
@@ -266,7 +266,7 @@ def test_a_repository_that_is_missing_corrupted_or_another_model_leaves_nothing(
     files["backbone.safetensors"] = weights
     place = next(name for name in files if name.startswith("generation") and "/d/" in name)
     files[place] = files[place][:-1] + bytes([files[place][-1] ^ 1])
-    assert "is not a whole memory" in refused()
+    assert "is not a complete memory" in refused()
     config = json.loads((memory / "config.json").read_text())
     config["learning"] = {"name": "cats", "number": 2, "data_sha256": "0"}
     (memory / "config.json").write_text(json.dumps(config))

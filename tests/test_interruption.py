@@ -17,7 +17,7 @@ def test_a_signal_becomes_a_request_and_says_so(number, capfd):
         os.kill(os.getpid(), number)
         assert stop and stop.signal_number == number
         assert signal.getsignal(number) is usual  # a second one has its usual effect
-    assert "stopping after the running step" in capfd.readouterr().err
+    assert "stopping after the current step" in capfd.readouterr().err
     stopped = stop.stopped("after a step")
     assert isinstance(stopped, Stopped) and isinstance(stopped, KeyboardInterrupt)
     assert (str(stopped), stopped.signal_number) == ("after a step", number)

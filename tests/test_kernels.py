@@ -190,7 +190,7 @@ def test_an_accelerator_writes_bfloat16_products_and_learns_from_float32_gradien
 def test_without_cudnn_the_attention_stays_and_the_log_says_so(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     device.flash_problem.cache_clear()
-    result = device.here()
+    result = device.default_device()
     device.flash_problem.cache_clear()
     assert result.attention == "ours" and "does not compile (" in result.remark
-    assert device.here(deterministic=True) == ACCELERATOR
+    assert device.default_device(deterministic=True) == ACCELERATOR

@@ -71,16 +71,16 @@ def test_each_process_reads_its_part_of_a_batch_which_is_padded_with_the_first_r
         16,
         10,
     ]
-    assert second.mine(np.ones(7), 0).tolist() == [1, 1, 1, 0]
-    assert ONE.mine(rows) is rows
+    assert second.local_rows(np.ones(7), 0).tolist() == [1, 1, 1, 0]
+    assert ONE.local_rows(rows) is rows
 
 
 def test_a_mesh_of_one_device_contains_whole_arrays():
     layout = Layout([jax.devices()[0]])
     values = np.arange(6.0, dtype=np.float32).reshape(3, 2)
     np.testing.assert_array_equal(hosts.fetch(layout.rows(values)), values)
-    np.testing.assert_array_equal(hosts.fetch(layout.everywhere({"a": values}))["a"], values)
-    again = layout.everywhere(layout.everywhere(values))
+    np.testing.assert_array_equal(hosts.fetch(layout.replicate({"a": values}))["a"], values)
+    again = layout.replicate(layout.replicate(values))
     np.testing.assert_array_equal(layout.copy(again, 0), values)
 
 
@@ -131,7 +131,7 @@ def test_candidates_are_divided_so_that_no_device_has_much_more_to_do():
     ("settings", "message"),
     [
         ({"devices": 0}, "devices is 0; expected a number of at least 1, or all"),
-        ({"devices": 99}, "devices is 99, but JAX sees 1 .*JAX_NUM_CPU_DEVICES"),
+        ({"devices": 99}, "devices is 99, but JAX has 1 .*JAX_NUM_CPU_DEVICES"),
     ],
 )
 def test_devices_that_are_not_there_are_refused(settings, message):

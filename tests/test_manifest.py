@@ -166,7 +166,7 @@ def test_eleven_label_numbers_keep_their_order(tmp_path):
     [
         ([], r"no column 'path' and 'label' among \[\]"),
         (["file,label", *rows()], r"no column 'path' among \['file', 'label'\]"),
-        (["path,label,label", *rows(end="a,b")], r"several columns are called \['label'\]"),
+        (["path,label,label", *rows(end="a,b")], r"column names are repeated: \['label'\]"),
         (["path,label"], "no rows"),
         (["path,label", *rows(), ",cat"], "1 fault.*line 10: empty path"),
         (
@@ -174,10 +174,10 @@ def test_eleven_label_numbers_keep_their_order(tmp_path):
             "line 10: path 'cat/0.png' is in line 2 already; line 10: empty",
         ),
         (["path,label", *rows(), "./cat//0.png,cat"], "line 10: path 'cat/0.png' is in line 2"),
-        (["path,label", "../a.png,cat"], "line 2: path '../a.png' is not one below the root"),
+        (["path,label", "../a.png,cat"], "line 2: path '../a.png' is outside of the root"),
         (
             ["path,label", "cat/../../a.png,cat"],
-            "line 2: path 'cat/../../a.png' is not one below the root",
+            "line 2: path 'cat/../../a.png' is outside of the root",
         ),
         (
             ["path,label", "/a.png,cat", "C:\\a.png,cat"],
@@ -190,7 +190,7 @@ def test_eleven_label_numbers_keep_their_order(tmp_path):
         (["path,label", *rows(), "cat/0.png"], "expected 2 fields in every row.*line 10: 1;.*put"),
         (["path,label", *rows(), "a,b.png,cat"], "line 10: 3"),
         (["path,label", *rows(), '"cat/0.png,cat'], "line 10: not readable as CSV"),
-        (["path,label", *rows(), "cat/0\0.png,cat"], "line 10: path .* is not one below the root"),
+        (["path,label", *rows(), "cat/0\0.png,cat"], "line 10: path .* is outside of the root"),
         (["path,label,split", *rows(end="{name},test")], r"no split 'train', only \['test'\]"),
         (["path,label,split", *WITH_SPLITS[:4]], "has 1 class"),
         (
@@ -344,11 +344,11 @@ def test_parquet_says_the_same_as_csv(tmp_path):
         ),
         (
             {"path": ["a"], "label": [0.5]},
-            r"column 'label' contains float \(0.5\); expected text or whole numbers",
+            r"column 'label' contains float \(0.5\); expected text or integers",
         ),
         ({"path": ["a"], "label": [True]}, "row 1: column 'label' contains bool"),
         ({"path": [b"a"], "label": [1]}, "column 'path' contains bytes"),
-        ({"path": ["a\0b"], "label": [1]}, "row 1: path .* is not one below the root"),
+        ({"path": ["a\0b"], "label": [1]}, "row 1: path .* is outside of the root"),
         ({"path": [], "label": []}, "no rows"),
     ],
 )

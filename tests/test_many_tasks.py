@@ -261,7 +261,7 @@ def test_answers_are_the_same_bits_within_any_limit_and_nothing_is_merged_before
     free = predictor_of(executor, memory, 2**30)
     size = sum(leaf.nbytes for leaf in memory.pool[0][0].params)
     assert not merges
-    wanted = free.answer(images)
+    wanted = free.predict_arrays(images)
     np.testing.assert_array_equal(wanted.targets, np.arange(NUM_TASKS))
     needed = {
         (b, e)
@@ -274,7 +274,7 @@ def test_answers_are_the_same_bits_within_any_limit_and_nothing_is_merged_before
     for limit in (3 * size, 0):
         bounded = predictor_of(executor, memory, limit)
         for _ in range(2):
-            result = bounded.answer(images)
+            result = bounded.predict_arrays(images)
             np.testing.assert_array_equal(result.targets, wanted.targets)
             assert all(map(np.array_equal, result.logits, wanted.logits))
             np.testing.assert_array_equal(result.distances, wanted.distances)
@@ -297,13 +297,13 @@ def test_networks_that_were_there_are_hits_and_no_network_that_is_restored_compi
     predictor = predictor_of(executor, memory, 0)
     predictor.prepare()
     with compilations() as programs:
-        predictor.answer(images)
-        predictor.answer(images)
+        predictor.predict_arrays(images)
+        predictor.predict_arrays(images)
     assert programs.count == 0
     free = predictor_of(executor, memory, 2**30)
-    free.answer(images)
+    free.predict_arrays(images)
     first = free.counters()
-    free.answer(images)
+    free.predict_arrays(images)
     second = free.counters()
     assert second["misses"] == first["misses"] and second["hits"] > first["hits"]
     assert second["merged"] == first["merged"] and second["bytes"] == first["bytes"] > 0

@@ -30,13 +30,13 @@ from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.metrics import calibration_error, fit_temperature, log_probability
-from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, logits_of
+from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, compute_logits
 from cheem_jax.core.routing import RouterConfig, fit_statistics, packed
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.passes import token_means, unwatched
+from cheem_jax.engine.passes import token_means, no_progress
 from cheem_jax.export import kind_of
 from cheem_jax.memory import OpenMemory
 from cheem_jax.memory.contents import read_info
@@ -117,7 +117,7 @@ def contents(directory: Path) -> list[str]:
 def given(memory: OpenMemory, name: str) -> np.ndarray:
     """Return the logits of a task's network for its test images."""
     task = next(task for task in STREAM.tasks if task.name == name)
-    return np.stack(memory.predictor(task=name).answer(task.test.images).logits)
+    return np.stack(memory.predictor(task=name).predict_arrays(task.test.images).logits)
 
 
 def test_a_memory_does_not_depend_on_its_sittings_and_new_tasks_change_no_earlier_answer(
@@ -272,7 +272,7 @@ def test_an_invalid_image_is_named(learned, tmp_path):
     with pytest.raises(ValueError, match=r"image 0 is float64 \[8, 8\]"):
         memory.predict([np.zeros((8, 8))])
     with pytest.raises(ValueError, match=r"uint8 \[1, 9, 8, 3\], expected uint8 \[N, 8, 8, 3\]"):
-        memory.predictor().answer(np.zeros((1, 9, 8, 3), np.uint8))
+        memory.predictor().predict_arrays(np.zeros((1, 9, 8, 3), np.uint8))
 
 
 def test_no_request_compiles_once_prepared(learned, compilations):
@@ -289,7 +289,7 @@ def test_an_export_needs_an_ending_that_names_its_format(learned, tmp_path):
     kinds = [kind_of(Path(f"a.{end}")) for end in ("onnx", "STABLEHLO", "safetensors")]
     assert kinds == ["onnx", "stablehlo", "timm"]
     with pytest.raises(
-        ValueError, match=r"q.onx' has an unknown ending; expected one of .*\.onnx \(onnx\)"
+        ValueError, match=r"q.onx' has an unknown suffix; use one of .*\.onnx \(onnx\)"
     ):
         cheem_jax.open(learned).export(tmp_path / "q.onx")
 
@@ -373,7 +373,7 @@ def test_equal_data_are_learned_once_and_other_data_not_under_the_same_name(copi
     before = contents(copied)
     memory.learn(STREAM)
     assert contents(copied) == before
-    with pytest.raises(ValueError, match="a task 'task0' was learned from other images already"):
+    with pytest.raises(ValueError, match="task 'task0' was already learned from other images"):
         memory.learn(small.task("TASK0", 7))
     with pytest.raises(ValueError, match="forget"):
         memory.learn(small.task("task0", 7))
@@ -477,14 +477,14 @@ def test_an_interrupted_task_can_be_forgotten(copied, memory):
 def test_a_lost_task_and_a_corrupted_record_are_reported_before_anything_changes(copied):
     root = copied / "generation-0001" / "cheem"
     shutil.move(root / "002-task2", copied.parent / "away")
-    with pytest.raises(ValueError, match="lacks tasks that were learned .task2"):
+    with pytest.raises(ValueError, match="lacks learned tasks .task2"):
         cheem_jax.open(copied)
     shutil.move(copied.parent / "away", root / "002-task2")
     memory = cheem_jax.open(copied)
     record = copied / "metrics.jsonl"
     text = record.read_text()
     record.write_text(text.replace('"event": "learned"', '"event": "learnt"', 1))
-    with pytest.raises(ValueError, match="is not as it was written"):
+    with pytest.raises(ValueError, match="was changed"):
         memory.forget("task0")
     record.write_text(text)
     assert [task.name for task in cheem_jax.open(copied).tasks] == ["task0", "task1", "task2"]
@@ -617,7 +617,7 @@ def test_forgetting_the_parents_of_other_tasks_experts_keeps_their_predictions_o
     memory = cheem_jax.open(directory)
     others = {name: given(memory, name) for name in ("task1", "task2")}
     done = memory.forget("task0", erase=erase)
-    assert done.removed and (done.baked if erase else done.ancestors), "this memory is made for it"
+    assert done.removed and (done.merged if erase else done.ancestors), "this memory is made for it"
     assert not (erase and done.ancestors)
     for opened in (memory, cheem_jax.open(directory)):
         for name, logits in others.items():
@@ -632,7 +632,7 @@ def test_forgetting_the_parents_of_other_tasks_experts_keeps_their_predictions_o
         np.testing.assert_array_equal(given(memory, name), logits)
     if not erase:  # the next erasure includes the experts that waited
         later = memory.forget("task3", erase=True)
-        assert later.baked and not later.ancestors
+        assert later.merged and not later.ancestors
         assert not any(
             e["origin"] == "forgotten" and e["kind"] != "gone"
             for b in memory.internal.history()
@@ -738,7 +738,7 @@ def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabiliti
     said = " ".join(capsys.readouterr().out.split())
     assert "fewer new images than before, so the network stays as it is" in said
     assert re.search(
-        r"% before, [\d.]+ % now on 6 new validation images, .* on samples from the kept means",
+        r"% before, [\d.]+ % now on 6 new validation images, .* on samples from the stored means",
         said,
     )
     assert "on 6 test images" in said
@@ -757,9 +757,9 @@ def test_few_images_of_the_learned_classes_change_no_expert_and_keep_probabiliti
     head = discriminant_head(new.statistics, old.head)
     # the temperature of the samples is the square of the mean by that of the images
     temperature = new_temperature(old, head, samples, labels, samples, labels)
-    temperature = temperature**2 / fit_temperature(logits_of(samples, head), labels)
+    temperature = temperature**2 / fit_temperature(compute_logits(samples, head), labels)
     before, after = (
-        log_probability(logits_of(samples, used_head) / by, labels)
+        log_probability(compute_logits(samples, used_head) / by, labels)
         for used_head, by in ((old.head, old.temperature), (head, temperature))
     )
     assert (
@@ -790,7 +790,7 @@ def test_without_new_images_of_a_class_the_network_stays_as_it_is(copied, memory
     old = memory.internal.tasks[0]
     experts = memory.internal.added(0)
     memory.learn(NEW, extend="task0")
-    assert "no new image of c0, c1, c2; the network stays as it is" in " ".join(
+    assert "no new images of c0, c1, c2; the network stays as it is" in " ".join(
         capsys.readouterr().out.split()
     )
     memory = cheem_jax.open(copied)
@@ -872,8 +872,8 @@ def test_an_extension_that_does_not_fit_is_refused_before_anything_changes(copie
     for data, words, reason in (
         (MORE, {"extend": "taks0"}, "has no task 'taks0'; did you mean task0"),
         (clash, {"extend": "task0"}, "differ in upper and lower case alone: 'C0' and 'c0'"),
-        (MORE, {"extend": "task0", "name": "more"}, "cannot be named 'more' as well"),
-        (STREAM, {"extend": "task0"}, "one name, 'task0', for 3 tasks"),
+        (MORE, {"extend": "task0", "name": "more"}, "cannot get the name 'more'"),
+        (STREAM, {"extend": "task0"}, "'task0' is for one task, but the data contain 3"),
     ):
         with pytest.raises(ValueError, match=reason):
             memory.learn(data, **words)
@@ -999,7 +999,7 @@ def test_one_more_class_leaves_the_statistics_of_all_images_at_once(tmp_path):
     feed = HostImages(learner.executor, images)
     network = task_network(learner.dense, task.experts)
     result = token_means(
-        learner.executor, [network], feed, len(images), batch_size=16, advance=unwatched
+        learner.executor, [network], feed, len(images), batch_size=16, advance=no_progress
     )
     np.testing.assert_allclose(task.means, result.means[0], rtol=1e-4, atol=1e-5)
     at_once = class_statistics(result.features, labels, 4)
@@ -1009,7 +1009,7 @@ def test_one_more_class_leaves_the_statistics_of_all_images_at_once(tmp_path):
     samples = sample_features(before.statistics, memory.setup.keys.seed_at(1, Phase.METHOD_NOISE))
     feed = HostImages(learner.executor, one.val.images)
     val = token_means(
-        learner.executor, [network], feed, 12, batch_size=16, advance=unwatched
+        learner.executor, [network], feed, 12, batch_size=16, advance=no_progress
     ).features
     val_labels = np.full(12, 3, np.int32)
     temperature = new_temperature(before, task.head, *samples, val, val_labels)
@@ -1036,7 +1036,7 @@ def test_probabilities_stay_calibrated_without_the_old_images():
     head = discriminant_head(statistics, zeros)
     head = Head(0.7 * head.weight, 0.7 * head.bias)
     val_features, val_labels = sampled(old_classes, 60, 2)
-    temperature = fit_temperature(logits_of(val_features, head), val_labels)
+    temperature = fit_temperature(compute_logits(val_features, head), val_labels)
     blank = np.zeros((1, 1), np.float32)
     before = TaskMemory("pets", (), (), (), head, blank, blank, None, {}, temperature, statistics)
     more = class_statistics(*sampled(new_classes, 60, 1), 8)
@@ -1045,7 +1045,7 @@ def test_probabilities_stay_calibrated_without_the_old_images():
         before, new_head, *sample_features(statistics, 0), *sampled(new_classes, 60, 2)
     )
     test_features, test_labels = sampled(range(8), 1000, 2)
-    logits = logits_of(test_features, new_head).astype(float)
+    logits = compute_logits(test_features, new_head).astype(float)
 
     def error(temperature):
         probabilities = softmax(logits / temperature, axis=1)
@@ -1065,7 +1065,7 @@ def test_the_closed_form_head_is_that_of_scikit_learn():
     lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=SHRINKAGE, priors=[1 / 4] * 4)
     points = 4 * rng.normal(size=(200, 6)).astype(np.float32)
     expected = lda.fit(features, labels).decision_function(points)
-    logits = logits_of(points, head)
+    logits = compute_logits(points, head)
     np.testing.assert_array_equal(logits.argmax(axis=1), expected.argmax(axis=1))
     logits, expected = (
         values - values.mean(axis=1, keepdims=True) for values in (logits, expected)
@@ -1187,7 +1187,7 @@ def test_a_run_answers_and_a_new_memory_can_begin_with_it(tmp_path):
     assert results_of(read(tmp_path / "pets"))["accuracy"][1] == results_of(read(run))["accuracy"][
         1
     ] + [None]
-    with pytest.raises(ValueError, match="is a memory already"):
+    with pytest.raises(ValueError, match="is already a memory"):
         cheem_jax.begin_with(tmp_path / "again", tmp_path / "pets")
 
 
@@ -1247,7 +1247,7 @@ def test_an_invalid_memory_is_reported_before_anything_is_read(tmp_path, copied)
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "format": "cheem_jax-memory/2"}))
     with pytest.raises(
-        ValueError, match="another version of cheem_jax wrote it.* learn its tasks again"
+        ValueError, match="written by another version of cheem_jax.* learn the tasks again"
     ):
         cheem_jax.open(copied)
     (copied / "config.json").write_text(json.dumps({**config, "colour": "red"}))

@@ -27,7 +27,7 @@ from cheem_jax.report.live import line
 from cheem_jax.report.memories import num_forgotten
 from cheem_jax.report.page.assemble import architectures, page
 from cheem_jax.report.page.charts import pool_growth
-from cheem_jax.report.status import look
+from cheem_jax.report.status import read_snapshot
 from cheem_jax.report.tensorboard import NAME
 from cheem_jax.run.directory import OWNER
 from cheem_jax.run.progress import Progress
@@ -103,7 +103,7 @@ def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_
     assert f"`cheem evaluate {name} DATA` fills this in" in " ".join(tiles)
     first = next(row for row in page.text.split("\n") if row.startswith("T1 task") and "40" in row)
     assert "––" in first and "–0." in first  # found and given; routed, before the FLOPs
-    assert "Not measured after the last task, and shown as –: T1 task" in page.text
+    assert "Not measured after the last task, and displayed as –: T1 task" in page.text
     assert "no task's images were available when a later" in page.text
     matrices = [
         chart["data"][0]["z"] for chart in page.charts if chart["data"][0]["type"] == "heatmap"
@@ -119,9 +119,9 @@ def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_
 def test_a_page_shows_the_last_evaluation_until_the_memory_changes(moment):
     directory = moment("three")
     memory = cheem_jax.open(directory)
-    memory.keep_scores([TaskScore("task0", 40, 0.5, 0.75, 0.6, 0.1)])
+    memory.store_scores([TaskScore("task0", 40, 0.5, 0.75, 0.6, 0.1)])
     assert "(1 measured so far)" in parsed(directory).text
-    memory.keep_scores(
+    memory.store_scores(
         [TaskScore("task1", 20, 0.25, 0.5, 0.5, 0.1), TaskScore("task2", 30, 0.75, 1.0, 1.0, 0.1)]
     )
     text = parsed(directory).text
@@ -129,7 +129,7 @@ def test_a_page_shows_the_last_evaluation_until_the_memory_changes(moment):
     assert "Measured by cheem evaluate" in text and "fills this in" not in text
     (directory / "evaluated.json").write_text('{"state": [1, 3], "tasks": {"task0": {}}}')
     assert "(0 measured so far)" in parsed(directory).text  # not as it is written
-    memory.keep_scores([TaskScore("task0", 40, 0.5, 0.75, 0.6, 0.1)])
+    memory.store_scores([TaskScore("task0", 40, 0.5, 0.75, 0.6, 0.1)])
     memory.forget("task0")
     assert not (directory / "evaluated.json").exists()
     assert "(0 measured so far)" in parsed(directory).text
@@ -139,10 +139,12 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
     directory = moment("three")
     learned = [row[index] for index, row in enumerate(results_in(directory)["accuracy"])]
     memory = cheem_jax.open(directory)
-    memory.keep_scores([TaskScore("task0", 40, 0.1, 0.75, 0.3, 0.1)])
+    memory.store_scores([TaskScore("task0", 40, 0.1, 0.75, 0.3, 0.1)])
     text = parsed(directory).text
-    assert "Not measured after the last task, and shown as –: T2 task1;" in text  # and no longer T1
-    memory.keep_scores(
+    assert (
+        "Not measured after the last task, and displayed as –: T2 task1;" in text
+    )  # and no longer T1
+    memory.store_scores(
         [TaskScore("task1", 20, 0.2, 0.5, 0.5, 0.1), TaskScore("task2", 30, 0.75, 1.0, 1.0, 0.1)]
     )
     page = parsed(directory)
@@ -207,7 +209,7 @@ def test_a_page_tells_of_forgotten_and_interrupted_tasks(moment):
     assert "1 task was forgotten here" not in parsed(moment("three")).text
     assert "1 task was forgotten here" in parsed(moment("forgot")).text
     text = parsed(moment("half")).text
-    assert "Stopped in the middle of 'task9'" in text and "2 tasks so far" in text
+    assert "Stopped while learning 'task9'" in text and "2 tasks so far" in text
     assert "Stopped" not in parsed(moment("later")).text
 
 
@@ -218,9 +220,11 @@ def test_a_memory_that_cannot_be_shown_says_why(moment):
     config = json.loads((directory / "config.json").read_text())
     config |= {"tasks": ["task1", "task2"], "forgetting": [{"index": 0, "name": "task0"}]}
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="stopped while it forgot 'task0'; the next `cheem learn`"):
+    with pytest.raises(
+        ValueError, match="stopped while forgetting 'task0'; the next `cheem learn`"
+    ):
         page([directory], images=False)
-    assert "stopped while it forgot 'task0'" in watched(directory)
+    assert "stopped while forgetting 'task0'" in watched(directory)
 
 
 def test_measurements_from_before_a_task_was_forgotten_are_marked_as_older(moment):
@@ -264,7 +268,7 @@ def test_watch_follows_a_memory(moment):
     sentence = (
         f"3 tasks learned, right after learning {100 * sum(diagonal) / 3:.1f} %, mean of 3 tasks"
     )
-    assert line(look(later, 0.0)).endswith(sentence)
+    assert line(read_snapshot(later, 0.0)).endswith(sentence)
 
 
 def test_event_files_contain_every_measurement_and_no_average_that_is_missing(moment):

@@ -13,7 +13,7 @@ import small
 from baselines import check_method, fresh, learner
 
 from cheem_jax.backbone import flops
-from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.config import find_config
 from cheem_jax.baselines import adapters as adapters_module
 from cheem_jax.baselines import moal as moal_module
 from cheem_jax.baselines import ridge as ridge_module
@@ -254,12 +254,12 @@ def test_costs_are_those_of_one_forward_pass():
     assert sum(report["params_stored"] for report in reports) == stored + moal.state.projection.size
     assert [report["params_added_percent"] > 0 for report in reports] == [True, False]
     # the table's row is the plain pass; the adapters it leaves out would make it 34.2
-    base = config_of("vit_base")
+    base = find_config("vit_base")
     assert flops.backbone_flops(base) / 1e9 == pytest.approx(33.7, abs=0.05)
     assert (flops.backbone_flops(base) + flops.adapter_flops(base, 64)) / 1e9 == pytest.approx(
         34.16, abs=0.05
     )
-    assert flops.backbone_flops(config_of("deit_tiny")) / 1e9 == pytest.approx(2.2, abs=0.06)
+    assert flops.backbone_flops(find_config("deit_tiny")) / 1e9 == pytest.approx(2.2, abs=0.06)
 
 
 def test_much_memory_is_reported_beforehand():

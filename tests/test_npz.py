@@ -76,7 +76,7 @@ def test_bombs_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):
         read_npz(tmp_path / "x.npz")
     buffer = io.BytesIO()
     np.save(buffer, np.zeros(4))
-    with pytest.raises(ValueError, match="packed by method 12"):
+    with pytest.raises(ValueError, match="compressed with method 12"):
         read_npz(write(tmp_path / "y.npz", {"w.npy": buffer.getvalue()}, zipfile.ZIP_BZIP2))
 
 

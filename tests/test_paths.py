@@ -39,7 +39,7 @@ from cheem_jax.core.paths import absolute, shown, with_absolute_paths
 from cheem_jax.data.load import ImagesConfig, default_directory, load_stream, load_task, load_tasks
 from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import cache_dir_of, plan_source, plan_stream_file
-from cheem_jax.engine.compilation import NotKept, keep_programs
+from cheem_jax.engine.compilation import NotCached, enable_cache
 
 ELSEWHERE = "ein Ordner ü"
 SPELLINGS = {
@@ -185,9 +185,9 @@ def test_without_a_home_folder_nothing_is_called_tilde(here, monkeypatch):
     try:
         jax.config.update("jax_compilation_cache_dir", None)
         with pytest.raises(
-            NotKept, match="home folder is unknown.*JAX_ENABLE_COMPILATION_CACHE=false"
+            NotCached, match="home folder is unknown.*JAX_ENABLE_COMPILATION_CACHE=false"
         ):
-            keep_programs()
+            enable_cache()
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
@@ -308,7 +308,7 @@ def test_public_functions(root, mine, spelled):
     weights = spelled("weights.safetensors").rstrip("/")
     assert load_pretrained(sorted(BUNDLED)[0], weights=weights).config.name == sorted(BUNDLED)[0]
     with pytest.raises(
-        FileNotFoundError, match=f"no weights file '{absolute(spelled('nothing'))}'"
+        FileNotFoundError, match=f"weights file '{absolute(spelled('nothing'))}' does not exist"
     ):
         load_alexnet(spelled("nothing"))
 
@@ -323,6 +323,6 @@ def test_folders_that_the_environment_names(here, monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", "../compiled functions/")
-        assert keep_programs() == here.parent / "compiled functions"
+        assert enable_cache() == here.parent / "compiled functions"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

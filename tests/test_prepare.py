@@ -124,7 +124,7 @@ def test_without_tensorflow_a_stock_builder_says_how_to_get_it(tmp_path, monkeyp
     monkeypatch.setattr(preparing.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError,
-        match=r"preparing 'mnist' needs TensorFlow once.*pip install 'cheem_jax\[prepare\]'",
+        match=r"preparing 'mnist' needs TensorFlow .*pip install 'cheem_jax\[prepare\]'",
     ):
         prepare("mnist", tmp_path, silent)
     assert "then `cheem data prepare mnist" in status_of(BY_NAME["mnist"], tmp_path).advice

@@ -9,7 +9,7 @@ from test_prepare import silent
 
 from cheem_jax.data import ImagesConfig, load_tasks
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
-from cheem_jax.data.benchmarks.table import BY_NAME, PROTOCOLS, members_of
+from cheem_jax.data.benchmarks.table import BY_NAME, PROTOCOLS, task_names
 from cheem_jax.data.sources import MissingTasks, cache_dir_of, plan_source
 from cheem_jax.data.task import ClassSplit
 
@@ -48,7 +48,7 @@ def test_the_settings_are_those_of_pilot():
         assert BY_NAME[protocol.data_set].num_classes % split.classes_per_task == 0
         assert split.first_task is None  # B0
         assert split.class_order == (None if name.startswith("vtab") else 1993)
-    assert [BY_NAME[name].num_classes for name in members_of("cil")] == [
+    assert [BY_NAME[name].num_classes for name in task_names("cil")] == [
         100,
         200,
         200,

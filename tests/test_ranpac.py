@@ -11,7 +11,7 @@ import small
 from baselines import check_method, fresh, learner
 
 from cheem_jax.backbone import flops
-from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.config import find_config
 from cheem_jax.baselines import adapters as adapters_module
 from cheem_jax.baselines import ridge as ridge_module
 from cheem_jax.baselines.adapters import adapter_params
@@ -150,7 +150,7 @@ def test_costs_are_those_of_one_forward_pass():
     assert [report["params_learned"] for report in reports] == [added + 1 + 16 * 3 + 40 * 3, 40 * 7]
     assert [report["params_added_percent"] > 0 for report in reports] == [True, False]
     # 12 blocks of two matrices 768 x 64 and their biases
-    assert adapter_params(config_of("vit_base"), 64) == 12 * (2 * 768 * 64 + 64 + 768)
+    assert adapter_params(find_config("vit_base"), 64) == 12 * (2 * 768 * 64 + 64 + 768)
 
 
 def test_invalid_settings_are_refused_and_much_memory_is_reported():

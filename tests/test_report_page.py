@@ -20,7 +20,7 @@ from plotly.offline import get_plotlyjs
 from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.cli.report import Report, write_report_page
-from cheem_jax.report.finished import read, record_of
+from cheem_jax.report.finished import read, read_record
 from cheem_jax.report.page.assemble import refresh_page
 from cheem_jax.report.page.charts import EmptySection, search_chart
 from cheem_jax.report.page.examples import data_uri
@@ -195,12 +195,12 @@ def test_the_tiles_are_the_headline_numbers(run):
     result = re.findall(r"<dt>(.*)</dt><dd><b>(.*)</b> <i>(.*)</i><small>(.*)</small>", report(run))
     assert result == [
         ("Average accuracy", "83.3", "%", "task-agnostic: task ID inferred per image"),
-        ("Task ID given", "91.7", "%", "class predicted within the given task"),
+        ("Task ID given", "91.7", "%", "class predicted among those of the task"),
         (
             "Forgetting",
             "2.0",
             "points",
-            "from the best accuracy so far to the end, mean over tasks",
+            "drop from the best earlier accuracy to the last one, mean over tasks",
         ),
         ("FLOPs per image", "30.0", "M", f"{30e6 / PLAIN:.2f} × the plain backbone"),
         ("Parameters added", "1.50", "%", "per task, of the backbone; 0.1 k learned"),
@@ -298,12 +298,12 @@ def test_answers_of_another_moment_than_the_record_are_not_shown(run):
         for name, rows in answers.items()
     }
     np.savez(run / "answers.npz", **later)  # pyright: ignore[reportArgumentType]
-    assert "answers.npz is from another moment than the record: of 'one'" in parsed(run).text
+    assert "answers.npz does not belong to the record: the accuracy of 'one'" in parsed(run).text
     later = answers | {"given_task_1": answers["given_task_0"][::-1]}
     np.savez(run / "answers.npz", **later)  # pyright: ignore[reportArgumentType]
     messages = (
-        "answers.npz is from another moment than the record: of 'two' 0.0833 are right there,"
-        " 0.8333 here"
+        "answers.npz does not belong to the record: the accuracy of 'two' is 0.0833 in answers.npz"
+        " and 0.8333 in the record"
     )
     assert messages in parsed(run).text
 
@@ -355,7 +355,7 @@ def test_examples_of_other_images_or_answers_than_the_runs_are_not_shown(run, ed
 
 def test_a_page_lists_the_checks_that_it_does_not_make_of_the_images(run):
     assert (
-        "Files and labels are those of the run; whether their pixels are is not checked."
+        "The files and labels are those of the run; the pixels were not compared."
         in parsed(run).text
     )
 
@@ -370,7 +370,7 @@ def test_the_images_of_the_demo_stream_are_compared_with_those_of_the_run(tmp_pa
             **{key: value for key, value in line.items() if key not in ("time", "check")}
         )
     assert (
-        "This version makes other images than the run has seen: colours, digits."
+        "This version makes different images than the version of the run: colours, digits."
         in parsed(run).text
     )
 
@@ -407,7 +407,7 @@ def test_a_run_without_an_evaluated_task_cannot_be_shown(tmp_path):
     (run / "metrics.jsonl").write_text(first)
     (run / "results.json").unlink()
     with pytest.raises(
-        ValueError, match="run: unfinished: it has no results yet; the command that began it"
+        ValueError, match="run: unfinished: no results yet; the command that started the run"
     ):
         report(run)
 
@@ -477,7 +477,7 @@ def test_corrupted_runs_are_listed_apart(tmp_path):
     strange = write_run(tmp_path / "runs/strange", seed=1)
     change(strange, lambda held: held["compile"].clear())
     page = parsed(tmp_path / "runs")
-    text = page.text[page.text.index("Not shown") :]
+    text = page.text[page.text.index("Not displayed") :]
     assert "broken corrupted" in text and "strange corrupted (KeyError('seconds'))" in text
     assert "run-1" in page.ids() and "run-2" not in page.ids()
 
@@ -493,7 +493,7 @@ def test_a_comparison_that_cannot_be_made_costs_no_run(tmp_path):
     change(write_run(tmp_path / "runs/a"), lambda held: held.update(params_stored="many"))
     write_run(tmp_path / "runs/b", method="ewc")
     page = parsed(tmp_path / "runs")
-    assert page.text.count("Corrupted: a value here is invalid") == 1
+    assert page.text.count("Corrupted: a value of this section is invalid") == 1
     assert {"comparison", "run-1", "run-2"} <= set(page.ids())
 
 
@@ -521,8 +521,8 @@ def test_unfinished_runs_are_shown_up_to_their_last_entry_and_not_compared(tmp_p
     assert "CHEEM, seed 0, unfinished: 3 of 5 tasks" in page.text
     assert "EWC, seed 0, unfinished: 3 of 4" in page.text
     assert "comparison" not in page.ids() and {"run-1", "run-2", "runs"} <= set(page.ids())
-    text = page.text[page.text.index("Not shown") :]
-    assert "broken corrupted" in text and "the command that began" not in text
+    text = page.text[page.text.index("Not displayed") :]
+    assert "broken corrupted" in text and "the command that started" not in text
     for method in ("l2p", "coda_prompt"):
         write_run(tmp_path / f"runs/{method}", method=method)
     page = parsed(tmp_path / "runs")
@@ -540,15 +540,15 @@ def test_runs_without_flops_are_left_out_of_the_chart(tmp_path):
     page = parsed(tmp_path / "runs")
     assert page.charts[0]["layout"]["xaxis"]["type"] == "log"
     assert {name for trace in page.charts[0]["data"] for name in trace["text"]} == {"CHEEM", "EWC"}
-    assert "Not shown, because the FLOPs are unknown: L2P." in page.text
+    assert "Not displayed, because the FLOPs are unknown: L2P." in page.text
 
 
 def test_folders_without_a_run_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no run to show in"):
+    with pytest.raises(ValueError, match="no run to display in"):
         report(tmp_path)
     with pytest.raises(ValueError, match="is not a folder"):
         report(tmp_path / "absent")
-    with pytest.raises(ValueError, match="no run was named"):
+    with pytest.raises(ValueError, match="no run given"):
         write_report_page(Report(()))
 
 
@@ -571,7 +571,7 @@ def test_only_pages_are_overwritten(run):
     write_report_page(Report((run,), run / "page.html"))
     before = (run / "metrics.jsonl").read_bytes()
     with pytest.raises(
-        ValueError, match="metrics.jsonl' is there and is no HTML page; name another file"
+        ValueError, match="metrics.jsonl' exists and is not an HTML page; choose another file"
     ):
         write_report_page(Report((run,), run / "metrics.jsonl"))
     assert (run / "metrics.jsonl").read_bytes() == before
@@ -586,14 +586,14 @@ def test_a_folder_that_cannot_be_written_to_asks_for_another_place(run, monkeypa
     )  # the superuser can write anywhere
     with pytest.raises(
         ValueError,
-        match="report.html cannot be written .Permission denied.; name another file with --out",
+        match="report.html cannot be written .Permission denied.; choose another file with --out",
     ):
         write_report_page(Report((run,)))
 
 
 def test_a_search_without_any_score_says_so(run):
     [result], _ = read([run])
-    recorded = record_of(result)
+    recorded = read_record(result)
     for result in recorded.reports:
         result["search"]["correct"] = [None] * 6
     with pytest.raises(EmptySection, match="No architecture of the search has a score"):
@@ -617,7 +617,7 @@ def test_a_thousand_tasks_stay_small(tmp_path):
     cells = [result for tag, result in page.elements if tag == "td" and "data-e" in result]
     assert len(cells) <= 2 * 401
     assert max(len(trace.get("z", ())) for spec in page.charts for trace in spec["data"]) == 60
-    assert "Of 1,000 tasks, 60 are shown, evenly spread." in page.text
+    assert "60 of 1,000 tasks are displayed, evenly spaced." in page.text
 
 
 def test_a_thousand_classes_stay_small_too(tmp_path):
@@ -640,7 +640,7 @@ def test_a_single_task_has_no_forgetting_and_no_routing(tmp_path):
 
 def test_the_ring_is_around_the_chosen_candidate(run):
     [result], _ = read([run])
-    chart = search_chart(record_of(result), 0.02)
+    chart = search_chart(read_record(result), 0.02)
     spec = next(iter(chart.variants.values()))
     dots, ring = spec["data"]
     assert (ring["x"], ring["y"]) == ([12.0], [90.0])

@@ -50,7 +50,7 @@ def test_a_line_that_changed_is_an_error_with_its_number(tmp_path, number):
         (tmp_path / record.NAME).write_text(
             "".join([*lines[: number - 1], changed, *lines[number:]])
         )
-        with pytest.raises(ValueError, match=f"line {number} is not as it was written"):
+        with pytest.raises(ValueError, match=f"line {number} was changed"):
             record.read(tmp_path)
     one_digit = lines[number - 1].replace("5, ", "6, ")
     assert one_digit != lines[number - 1]

@@ -141,7 +141,7 @@ def test_a_request_to_stop_saves_after_the_step_and_ends_the_phase(tmp_path):
     session = task_session(tmp_path, stop)
     steps = []
     with pytest.raises(
-        Stopped, match="everything up to this step of the supernet phase is kept"
+        Stopped, match="all work up to this step of the supernet phase is saved"
     ) as stopped:
         with session.phase("supernet", 10, lambda: Saved({"x": np.array(steps)}, {})) as advance:
             for step in range(10):
@@ -161,7 +161,7 @@ def test_a_phase_with_nothing_to_keep_stops_without_saving(tmp_path):
     stop = Stop()
     session = task_session(tmp_path, stop)
     stop.signal_number = 2
-    with pytest.raises(Stopped, match="everything before the similarity phase is kept"):
+    with pytest.raises(Stopped, match="all work before the similarity phase is saved"):
         with session.phase("similarity", 10) as advance:
             advance(1)
     assert not session.root("m").exists()

@@ -20,7 +20,7 @@ from test_memory import begin
 import cheem_jax
 from cheem_jax.backbone import flops
 from cheem_jax.backbone.alexnet import AlexNetConfig, PretrainedAlexNet
-from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.config import find_config
 from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
 from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
 from cheem_jax.baselines.s_prompts import SPromptsConfig
@@ -282,7 +282,7 @@ def test_a_backbone_of_two_blocks_has_its_last_class_token_only():
     assert RouterConfig().blocks(2) == () and RouterConfig().until(2) == 2
     for features in ("early", "levels"):
         with pytest.raises(
-            ValueError, match=f"{features}' need a backbone of at least 3 blocks, not 2"
+            ValueError, match=f"{features}' need a backbone with at least 3 blocks, but it has 2"
         ):
             RouterConfig(features=features).blocks(2)
 
@@ -290,7 +290,7 @@ def test_a_backbone_of_two_blocks_has_its_last_class_token_only():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_centroids": 0}, "num_centroids is 0; a task needs at least 1"),
+        ({"num_centroids": 0}, "num_centroids is 0; expected at least 1"),
         ({"shrinkage": 0.0}, "shrinkage is 0.0; expected a share from 1e-06 to 1"),
         ({"shrinkage": 1.5}, "shrinkage is 1.5; expected"),
     ],
@@ -303,7 +303,7 @@ def test_senseless_settings_are_refused_by_name(settings, message):
 def test_s_prompts_has_its_own_router_and_no_other():
     for router in (RouterConfig("lda"), RouterConfig(features="early")):
         with pytest.raises(
-            ValueError, match=rf"{router.kind}.*{router.features}.*S-Prompts is defined by kmeans"
+            ValueError, match=rf"{router.kind}.*{router.features}.*S-Prompts requires kmeans"
         ):
             SPromptsConfig(router=router)
 
@@ -313,7 +313,7 @@ def test_alexnet_has_no_blocks_to_read(features):
     alexnet = PretrainedAlexNet(AlexNetConfig(image_size=64), {}, "made up", "0" * 64)
     method = dataclasses.replace(small.QUICK, router=RouterConfig(features=features))
     with pytest.raises(
-        ValueError, match=f"'{features}' are of a ViT's blocks; alexnet has only `last`"
+        ValueError, match=f"'{features}' require the blocks of a ViT; with alexnet, use `last`"
     ):
         make_networks(small.pretrained(), alexnet, method, EngineConfig())
 
@@ -419,7 +419,7 @@ def test_a_shared_pass_answers_as_two_passes_do(kind, features):
 @pytest.mark.parametrize("name", ["siglip_base", "deit_tiny"])
 @pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
 def test_a_pass_that_ends_early_and_the_rest_are_the_backbone(name, placement):
-    config = config_of(name)
+    config = find_config(name)
     base = from_strings(["reuse:0"] * 12)
     whole = flops.executed_backbone_flops(config)
     for count in (False, True):
@@ -527,7 +527,7 @@ def test_a_memory_with_another_router_answers_alike_when_it_is_opened(learned):
     features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
     train_features = [(features(task.train.images), task.train.labels) for task in STREAM.tasks]
     router = Router(EARLY, statistics_of(EARLY, train_features))
-    answered = memory.predictor().answer(TESTED)
+    answered = memory.predictor().predict_arrays(TESTED)
     np.testing.assert_allclose(answered.distances, router.distances(features(TESTED)), rtol=1e-4)
     assert np.mean(answered.targets == np.repeat([0, 1], 20)) > 0.8
     assert [score.task_accuracy for score in memory.evaluate(STREAM)] == [
@@ -549,8 +549,8 @@ def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_
 
     noise = np.random.default_rng(0).integers(0, 2, (4, 8, 8, 3), dtype=np.uint8) * 255
     images = np.concatenate([TESTED, noise])
-    routed = memory.predictor().answer(images).targets
-    result = predictor.answer(images).targets
+    routed = memory.predictor().predict_arrays(images).targets
+    result = predictor.predict_arrays(images).targets
     centroids = [task.centroids for task in memory.internal.tasks]
     distances = centroid_distances(features(images), centroids)
     distances = distances[np.arange(len(images)), routed]

@@ -10,7 +10,7 @@ import pytest
 import small
 from baselines import check_method, fresh, learner
 
-from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.config import find_config
 from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops, token_flops
 from cheem_jax.baselines.s_prompts import SPrompts, SPromptsConfig
 from cheem_jax.core.ops import Reuse
@@ -104,7 +104,7 @@ def test_the_named_task_is_the_nearest_in_l1_by_brute_force(untrained):
 
 def test_the_papers_flops_need_one_token_for_vit_b_and_ten_for_deit_tiny():
     def method_flops(backbone, length):
-        vit = config_of(backbone)
+        vit = find_config(backbone)
         return (2 * backbone_flops(vit) + token_flops(vit, length)) / 1e9
 
     # printed 67.6 and 4.4: no one length fits both

@@ -43,7 +43,7 @@ from cheem_jax.data.decode import decode_image
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.serve import Limits, service
-from cheem_jax.serve.app import hosts_of, listen, page
+from cheem_jax.serve.app import host_names, listen, page
 from cheem_jax.serve.service import Refused, decode
 from experiments.bench import serving as serving_bench
 
@@ -358,9 +358,9 @@ def test_another_host_name_is_refused_where_only_this_machine_can_ask(served: Se
     for host in ("localhost", "127.0.0.1:1", "[::1]:8000"):
         assert served.ask("GET", "/health", Host=host).status == 200
     with listen("0.0.0.0", 0) as listening:
-        assert hosts_of(listening, "0.0.0.0") == ("*",)
-        assert "pets.example.org" in hosts_of(listening, "0.0.0.0", ("Pets.example.org",))
-        assert "*" not in hosts_of(listening, "0.0.0.0", ("pets.example.org",))
+        assert host_names(listening, "0.0.0.0") == ("*",)
+        assert "pets.example.org" in host_names(listening, "0.0.0.0", ("Pets.example.org",))
+        assert "*" not in host_names(listening, "0.0.0.0", ("pets.example.org",))
 
 
 def test_a_refused_host_is_answered_with_the_setting_that_allows_it_and_is_counted(served: Served):
@@ -406,9 +406,9 @@ def test_behind_a_proxy_the_public_names_are_answered_below_a_separate_path():
 def test_a_public_name_that_no_browser_sends_is_refused(wrong: str):
     with listen("127.0.0.1", 0) as listening:
         with pytest.raises(
-            ValueError, match=re.escape(f"--public-host names {wrong!r}; expected the name without")
+            ValueError, match=re.escape(f"--public-host is {wrong!r}; expected a host name without")
         ):
-            hosts_of(listening, "127.0.0.1", ("fine.example", wrong))
+            host_names(listening, "127.0.0.1", ("fine.example", wrong))
 
 
 # ---- too much, too slow, disconnected

@@ -110,7 +110,7 @@ def test_the_seed_of_the_file_overrides_the_argument(two):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "no task in it; write .*task.* path, manifest, tfds, hub, benchmark"),
+        ("", "there is no task; write .*task.* path, manifest, tfds, hub, benchmark"),
         ("[[task]\n", r"not readable as TOML: .*line 1"),
         ('name = "x"\n[[task]]\npath = "a"\npath = "b"\n', "not readable as TOML: .*line 4"),
         ("x = " + "[" * 5000, "not readable as TOML"),
@@ -131,7 +131,7 @@ def test_the_seed_of_the_file_overrides_the_argument(two):
         ),
         (
             '[[task]]\npath = "a"\nroot = "b"',
-            "task 1: `root` goes with `manifest`, not with `path`",
+            "task 1: `root` can only be used with `manifest`, not with `path`",
         ),
         (
             TWO + '[[task]]\nmanifets = "a"',
@@ -139,7 +139,7 @@ def test_the_seed_of_the_file_overrides_the_argument(two):
         ),
         (
             TWO + '[[task]]\ntfds = "cars:1.0.0"',
-            r"several tasks are called \['cars'\]; give each a `name`",
+            r"task names are repeated: \['cars'\]; give each task a different `name`",
         ),
         ('[[task]]\nbenchmark = "fod101"', "has no task 'fod101'; did you mean food101"),
     ],
@@ -163,7 +163,7 @@ def test_a_file_that_is_missing_or_in_another_encoding_is_refused(tmp_path):
     ("line", "message"),
     [
         ('path = "a\\u0000b"', "path must be text without NUL, got str"),
-        ("seed = 0x" + "f" * 6000, "seed must be a whole number of at most 64 bits"),
+        ("seed = 0x" + "f" * 6000, "seed must be an integer of at most 64 bits"),
         ("name = [0x" + "f" * 6000 + "]", "name must be text without NUL, got list"),
         ("x = " + "[" * 100_000, "not readable as TOML"),
         ("# " + "x" * 2**20, "expected at most 1048576 in a stream"),

@@ -186,7 +186,7 @@ def test_the_command_writes_every_run_and_refuses_other_folders(tmp_path, capsys
     write_tensorboard(Tensorboard(runs))
     assert all((run / "tensorboard" / "cheem" / NAME).is_file() for run in runs)
     assert capsys.readouterr().out.endswith(f"tensorboard --logdir {tmp_path}\n")
-    with pytest.raises(ValueError, match="no run is named"):
+    with pytest.raises(ValueError, match="no run given"):
         write_tensorboard(Tensorboard(()))
     begin(tmp_path / "empty")
     write_tensorboard(Tensorboard((tmp_path / "empty",)))

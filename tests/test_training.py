@@ -32,10 +32,10 @@ from cheem_jax.engine.feed import (
     Budget,
     Cached,
     HostImages,
-    ahead,
+    cache_tokens,
     feed_images,
-    keep_tokens,
     memory_budget,
+    prefetch,
 )
 from cheem_jax.engine.layout import ONE
 from cheem_jax.engine.stages import Stages
@@ -343,7 +343,7 @@ def test_features_below_the_first_trained_block_are_cached_and_change_nothing():
         codes = np.array([0, 3, 1, 0])  # reuse, skip, adapt, reuse
         prefix = frozen_prefix(NET, from_strings(["reuse:0", "skip", "adapt:0", "reuse:0"]))
         assert [step.expert is None for step in prefix] == [False, True]
-        feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=room)
+        feed = cache_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=room)
         assert (feed is FEED) == (budget == 0) and len(room.refused) == (budget == 0)
         result = fitted(constant_draws(codes), FitConfig(epochs=2), feed=feed)
         outcome[budget] = result.progress.losses, result.state
@@ -352,7 +352,7 @@ def test_features_below_the_first_trained_block_are_cached_and_change_nothing():
 
 def test_if_nothing_else_learns_the_head_alone_is_trained_on_cached_features():
     prefix = frozen_prefix(NET, from_strings(["reuse:0", "skip", "reuse:0", "reuse:0"]))
-    feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=Budget(2**20))
+    feed = cache_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=Budget(2**20))
     (tokens,) = feed.follow([np.arange(40)])
     assert tokens.block == 4 and tokens.values.shape == (40, 1, 16)  # the class token alone
     result = fitted(
@@ -370,13 +370,13 @@ def test_memory_is_a_quarter_of_the_devices_unless_set():
 
 
 def test_prefetched_batches_arrive_in_order_and_their_errors_reach_the_reader():
-    assert list(ahead(ONE, iter(range(7)))) == list(range(7))
+    assert list(prefetch(ONE, iter(range(7)))) == list(range(7))
 
     def failing():
         yield 1
         raise OSError("the disk is gone")
 
-    result = ahead(ONE, failing())
+    result = prefetch(ONE, failing())
     assert next(result) == 1
     with pytest.raises(OSError, match="the disk is gone"):
         next(result)
@@ -389,7 +389,7 @@ def test_an_accelerator_computes_the_same_in_larger_calls_with_tokens_stored_on_
     for device in (CPU, Device(is_host=False, forward_sizes=(24, 32))):
         one = Stages(small.backbone(), "mlp_down", device=device)
         budget = Budget(2**20)
-        feed = keep_tokens(
+        feed = cache_tokens(
             "tokens",
             one,
             feed_images(one, TASK.train.images, budget),

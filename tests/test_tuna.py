@@ -13,7 +13,7 @@ import small
 from baselines import check_method, fresh, learner
 
 from cheem_jax.backbone import flops
-from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.config import find_config
 from cheem_jax.baselines import adapters as adapters_module
 from cheem_jax.baselines import tuna as tuna_module
 from cheem_jax.baselines.adapters import Bottleneck, adapter_params
@@ -24,7 +24,7 @@ from cheem_jax.baselines.tuna import (
     TunaConfig,
     TunaState,
     TunaTask,
-    gaussians_of,
+    fit_gaussians,
     merge,
     most_certain,
 )
@@ -155,7 +155,7 @@ def test_classes_are_sampled_with_their_mean_and_covariance_and_one_image_is_eno
     features = (rng.normal(size=(200, 16)) @ mixing + 3).astype(np.float32)
     features = np.concatenate([features, features[:1]])
     labels = np.repeat([0, 1], [200, 1]).astype(np.int32)
-    gaussians = gaussians_of(features, labels, 2)
+    gaussians = fit_gaussians(features, labels, 2)
     covariance = np.cov(features[:200].T) + JITTER * np.eye(16)
     samples = np.asarray(
         untrained()._sample(jax.random.key(0), gaussians.means[0], gaussians.spreads[0], 20000)
@@ -192,11 +192,11 @@ def test_classes_of_one_image_are_said_and_learned():
     tuna = fresh(untrained())
     said = tuna.check([small.task("colours", 0), lone])
     assert said[0].startswith(
-        "6 of 6 classes have at most as many training images as features have dimensions (16)"
+        "6 of 6 classes do not have more training images than the 16 dimensions"
     )
     assert (
         said[1]
-        == "3 classes have a single training image; the variance of their features is taken as"
+        == "3 classes have a single training image; the variance of their features is set to"
         " 0.0001"
     )
     tuna.learn(small.task("colours", 0), Session())
@@ -228,7 +228,7 @@ def test_costs_are_a_pass_per_task_and_one_of_the_universal_adapter():
         ("deit_tiny", 11, 26.0),
         ("deit_tiny", 9, 21.5),
     ):
-        assert (tasks + 1) * flops.backbone_flops(config_of(name)) / 1e9 == pytest.approx(
+        assert (tasks + 1) * flops.backbone_flops(find_config(name)) / 1e9 == pytest.approx(
             row, rel=0.01
         )
     tuna.num_tasks = 1

@@ -147,7 +147,7 @@ def test_learning_tells_equal_images_under_two_labels(tmp_path, capsys, keep):
     printed = " ".join(capsys.readouterr().out.split())
     pairs = "; ".join(f"train/cat/{i}.png (cat) and train/dog/{i}.png (dog)" for i in range(3))
     assert (
-        f"note: pets: 8 images have an equal one under another label: {pairs}; and 1 more"
+        f"note: pets: 8 images are identical to an image with another label: {pairs}; and 1 more"
         in printed
     )
 
@@ -253,7 +253,7 @@ def test_links_to_missing_files_are_broken_images_and_those_to_missing_folders_a
     rest, reasons = without_broken(plan)
     assert (reasons, rest.skipped, rest.num_images) == ([line], ("cat/zz.png",), 18)
     (folder / "eel").symlink_to("/not/mounted/eel")
-    with pytest.raises(ValueError, match=r"folders without any image: \['eel'\]"):
+    with pytest.raises(ValueError, match=r"folders without images: \['eel'\]"):
         plan_task(folder)
     (tmp_path / "all" / "birds").symlink_to("/not/mounted/birds")
     with pytest.raises(FileNotFoundError, match="birds: no such folder or zip file"):

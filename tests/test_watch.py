@@ -20,7 +20,7 @@ from cheem_jax.cli import report as watch
 from cheem_jax.cli.report import Watch, watch_run
 from cheem_jax.report import live
 from cheem_jax.report.live import shown_tasks, view
-from cheem_jax.report.status import look, read_owner, read_status
+from cheem_jax.report.status import read_owner, read_snapshot, read_status
 from cheem_jax.run.directory import hold
 from cheem_jax.run.progress import STATUS_FILE, Doing, Status
 from cheem_jax.run.record import Record
@@ -71,7 +71,7 @@ def bound(record: Record, index: int, accuracy: float) -> None:
 
 def text_of(directory: Path, width: int = 100, rows: int = 20, now: float | None = None) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(view(look(directory, time.time() if now is None else now), width, rows))
+    console.print(view(read_snapshot(directory, time.time() if now is None else now), width, rows))
     return console.export_text()
 
 
@@ -163,7 +163,7 @@ def test_a_running_run_shows_tasks_phase_and_the_time_that_the_finished_ones_for
                 tell(250, f"epoch {epoch}/16 loss {1 / epoch:.3f}")
             now = doing_in(tmp_path).time
             text = text_of(tmp_path, now=now)
-            said = live.line(look(tmp_path, now))
+            said = live.line(read_snapshot(tmp_path, now))
     assert "made-up · vit_micro · CHEEM · seed 7 · preset quick, changed" in text
     assert f"process {os.getpid()} on {socket.gethostname()}" in line_with("running since", text)
     # tasks took 10 s and 20 s; the third has just begun
@@ -220,7 +220,7 @@ def test_a_killed_run_is_reported_with_the_phase_it_was_in_and_ends_the_view(tmp
         assert read_owner(tmp_path) is None
         text = text_of(tmp_path, now=now)
         assert "stopped" in text and "the same command resumes it" in text
-        assert "3 of 4 images, last sign of life 1 min 30 s ago" in text
+        assert "3 of 4 images, last update 1 min 30 s ago" in text
         assert line_with("T2 letters", text).split() == ["T2", "letters", "waiting"]
         watch_run(Watch(tmp_path), Console(file=io.StringIO(), width=80))  # ends by itself
     finally:
@@ -303,7 +303,7 @@ def test_a_corrupted_record_is_reported_and_the_rest_is_shown(tmp_path):
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([*lines[:2], "\0nonsense\n", *lines[3:]]))
     text = " ".join(text_of(tmp_path, 200).split())
-    assert "line 3 is not as it was written" in text and "its numbers are missing below" in text
+    assert "line 3 was changed" in text and "its numbers are missing below" in text
     assert "made-up · vit_micro · CHEEM · seed 7" in text and "T1 digits waiting" in text
     (tmp_path / "config.json").write_text("{")
     assert "config.json cannot be read" in " ".join(text_of(tmp_path, 200).split())
@@ -311,23 +311,23 @@ def test_a_corrupted_record_is_reported_and_the_rest_is_shown(tmp_path):
 
 def test_the_record_is_read_again_only_where_it_changed(tmp_path):
     record = begin(tmp_path)
-    first = look(tmp_path, 0.0)
-    assert look(tmp_path, 1.0).entries is first.entries
+    first = read_snapshot(tmp_path, 0.0)
+    assert read_snapshot(tmp_path, 1.0).entries is first.entries
     learn(record, 0, [0.9])
-    assert len(look(tmp_path, 2.0).entries) == 3
+    assert len(read_snapshot(tmp_path, 2.0).entries) == 3
 
 
 def test_an_invalid_run_is_named_with_the_way_out(tmp_path):
-    with pytest.raises(ValueError, match="no folder .*/nowhere'; a run makes it when it begins"):
-        look(tmp_path / "nowhere", 0.0)
+    with pytest.raises(ValueError, match="nowhere' does not exist; a run creates its folder"):
+        read_snapshot(tmp_path / "nowhere", 0.0)
     with pytest.raises(
         ValueError, match="is not a run directory .it has no config.json.; give the"
     ):
-        look(tmp_path, 0.0)
+        read_snapshot(tmp_path, 0.0)
     (tmp_path / "compare").mkdir()
     begin(tmp_path / "compare" / "cheem")
     with pytest.raises(ValueError, match="it contains 1 runs, such as .*compare/cheem"):
-        look(tmp_path, 0.0)
+        read_snapshot(tmp_path, 0.0)
     for every in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"every is {every}"):
             watch_run(Watch(tmp_path, every=every))
@@ -398,7 +398,9 @@ def test_once_shows_a_running_run_and_ends(tmp_path):
     shown = io.StringIO()
     with hold(tmp_path):
         watch_run(Watch(tmp_path, once=True), Console(file=shown, width=80))
-    assert "running since" in shown.getvalue() and "known after the first task" in shown.getvalue()
+    assert (
+        "running since" in shown.getvalue() and "estimated after the first task" in shown.getvalue()
+    )
 
 
 def test_a_run_that_was_stopped_before_its_last_upper_bound_is_not_finished(tmp_path):
@@ -419,7 +421,7 @@ def test_the_estimate_that_a_task_began_with_is_shown_before_any_task_is_learned
         status.ends = time.time() + 1000
         with status.phase("supernet", "digits", 4000, nullcontext(unseen)):
             assert "about 1 min 40 s left" in text_of(tmp_path, now=status.ends - 100)
-            assert "known after the first task" in text_of(tmp_path, now=status.ends + 1)
+            assert "estimated after the first task" in text_of(tmp_path, now=status.ends + 1)
 
 
 def test_a_process_that_began_after_the_name_was_written_is_another_one(tmp_path):

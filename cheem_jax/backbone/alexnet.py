@@ -1,9 +1,9 @@
-"""AlexNet in the layout of torchvision, frozen: a light network whose features are used to infer
+"""AlexNet with torchvision's architecture, frozen: a small network whose features are used to infer
 the task ID.
 
-Weights are read under torchvision's names and in PyTorch's layout, `[out, in, height, width]` and
-`[out, in]`. Our names are `conv1.kernel` with shape `[height, width, in, out]`, and so on. The
-classifier is not used.
+Weight files have torchvision's names and PyTorch's layout, `[out, in, height, width]` and `[out,
+in]`. Our names are `conv1.kernel` with shape `[height, width, in, out]`, and so on. The classifier
+is not used.
 """
 
 import dataclasses
@@ -18,19 +18,19 @@ from jaxtyping import Array, Float, UInt8
 
 from cheem_jax.backbone import params
 from cheem_jax.backbone.params import Params, from_torch, mismatches
-from cheem_jax.backbone.weights import read_tensors, sha256_of
+from cheem_jax.backbone.weights import hash_file, read_tensors
 from cheem_jax.core.paths import absolute
 
 Feature = Literal["pooled_conv", "conv5"]
 FORMAT = "cheem_jax.alexnet.1"
-"""Format name in the header of a converted file. The header also contains the source of the weights
-and its hash."""
+"""Name of the format in the header of a converted file. The header also contains the source of the
+weights and its hash."""
 SMALLEST_IMAGE = 63
-"""Minimum image size in pixels. With smaller images, the last pooling would have no input."""
+"""Minimum image size in pixels. The last pooling of a smaller image would have no input."""
 GRID = 6
 """Height and width of the pooled feature map for every image size."""
 HOW_TO_GET = (
-    "make it with `python convert/torchvision_alexnet.py --output alexnet.safetensors`"
+    "create it with `python convert/torchvision_alexnet.py --output alexnet.safetensors`"
     " (--checkpoint a .pth)"
 )
 
@@ -64,7 +64,7 @@ class AlexNetConfig:
     def __post_init__(self):
         if self.image_size < SMALLEST_IMAGE:
             raise ValueError(
-                f"AlexNet takes images of {SMALLEST_IMAGE} pixels or more, got {self.image_size}"
+                f"AlexNet needs images of at least {SMALLEST_IMAGE} pixels, got {self.image_size}"
             )
 
     @property
@@ -87,7 +87,7 @@ class AlexNet(nnx.Module):
         self, images: UInt8[Array, "B S S 3"] | Float[Array, "B S S 3"]
     ) -> Float[Array, "B D"]:
         """Compute the feature vectors, flattened with channels first as in torchvision. uint8
-        images are normalised here; float images must be normalised already."""
+        images are normalised; float images must already be normalised."""
         size = self.config.image_size
         if images.shape[1:3] != (size, size):
             raise ValueError(
@@ -109,8 +109,8 @@ class AlexNet(nnx.Module):
 def _conv(
     num_inputs: int, num_outputs: int, kernel: int, stride: int, padding: int, rngs: nnx.Rngs
 ) -> nnx.Conv:
-    # float32 products on every device: a GPU's lower default precision would change the router's
-    # distances
+    # Products are float32 on every device, because a GPU's lower default precision would change the
+    # router's distances.
     return nnx.Conv(
         num_inputs,
         num_outputs,
@@ -170,7 +170,7 @@ def flops(config: AlexNetConfig) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class PretrainedAlexNet:
-    """AlexNet's weights and their origin."""
+    """Weights of AlexNet and their origin."""
 
     config: AlexNetConfig
     params: dict[str, np.ndarray]
@@ -184,17 +184,17 @@ class PretrainedAlexNet:
 def load_alexnet(
     weights: str | Path | None, *, image_size: int = 224, feature: Feature = "pooled_conv"
 ) -> PretrainedAlexNet:
-    """Read weights under torchvision's names from a safetensors or npz file; a classifier is
+    """Read weights with torchvision's names from a safetensors or npz file; a classifier is
     ignored.
 
     Raises ValueError for invalid settings or weights, and FileNotFoundError for a missing file.
     """
     config = AlexNetConfig(image_size, feature)
     if weights is None:
-        raise ValueError(f"AlexNet's weights do not ship with the package; {HOW_TO_GET}")
+        raise ValueError(f"weights of AlexNet are not part of the package; {HOW_TO_GET}")
     file = absolute(weights)
     if not file.is_file():
-        raise FileNotFoundError(f"no weights file {str(file)!r}; {HOW_TO_GET}")
+        raise FileNotFoundError(f"weights file {str(file)!r} does not exist; {HOW_TO_GET}")
     try:
         tensors, metadata = read_tensors(file)
         params = from_torchvision(tensors, config)
@@ -202,10 +202,10 @@ def load_alexnet(
         raise ValueError(f"{file.name}: {error}; {HOW_TO_GET}") from error
     if metadata.get("format") == FORMAT and {"source", "sha256"} <= metadata.keys():
         return PretrainedAlexNet(config, params, metadata["source"], metadata["sha256"])
-    return PretrainedAlexNet(config, params, file.name, sha256_of(file))
+    return PretrainedAlexNet(config, params, file.name, hash_file(file))
 
 
-def torchvision_name_of(name: str) -> str:
+def to_torchvision_name(name: str) -> str:
     """Return torchvision's name for one of our parameters; `conv2.kernel` is
     `features.3.weight`."""
     layer, leaf = name.split(".")
@@ -217,12 +217,12 @@ def from_torchvision(
 ) -> dict[str, np.ndarray]:
     """Convert torchvision's tensors to our parameters in float32.
 
-    Raises one ValueError that lists every missing and unexpected tensor and every wrong shape.
+    Raises a single ValueError that lists all missing and unexpected tensors and wrong shapes.
     """
     shapes = shapes_of(config)
     theirs = {
         name: (
-            torchvision_name_of(name),
+            to_torchvision_name(name),
             (shape[3], shape[2], *shape[:2]) if len(shape) == 4 else shape,
         )
         for name, shape in shapes.items()
@@ -239,8 +239,8 @@ def shapes_of(config: AlexNetConfig) -> dict[str, tuple[int, ...]]:
 
 
 def build_alexnet(config: AlexNetConfig, weights: Params) -> AlexNet:
-    """Build the network with `weights` in float32. Raises one ValueError that lists every
-    mismatch."""
+    """Build the network with `weights` in float32. Raises a single ValueError that lists all
+    mismatches."""
     if complaint := mismatches(shapes_of(config), weights):
         raise ValueError(f"weights do not fit AlexNet: {complaint}")
     return params.filled(lambda: AlexNet(config, nnx.Rngs(0)), weights)

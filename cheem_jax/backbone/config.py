@@ -1,4 +1,4 @@
-"""Shapes and constants of the named Vision Transformers."""
+"""Shapes and constants of Vision Transformers."""
 
 import dataclasses
 import difflib
@@ -14,8 +14,8 @@ all patches; `mean` is the average of all patches."""
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """Config of a plain pre-norm ViT. Its tokens are an optional CLS token and registers, then the
-    patches; its positions are learned or rotary."""
+    """Config of a plain pre-norm ViT. The tokens are an optional CLS token, registers, and patches;
+    positions are learned or rotary."""
 
     name: str
     width: int
@@ -183,7 +183,7 @@ BUNDLED = ("vit_micro", "vit_nano")
 def check_fields(fields: Mapping[str, Any]) -> None:
     """Check the fields of a config that was read from a file; missing fields have their defaults.
 
-    Raises one ValueError that lists every invalid value.
+    Raises a single ValueError that lists all invalid values.
     """
     defaults: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(ViTConfig)
@@ -191,8 +191,8 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     values = defaults | dict(fields)
     bounds = dict.fromkeys(("width", "depth", "num_heads", "image_size", "patch_size"), (1, 2**16))
     bounds |= {"depth": (1, 1000), "num_classes": (0, 2**24), "num_registers": (0, 1000)}
-    faults = [
-        f"{name} is {values[name]!r:.40}, expected a whole number in {least}..{most}"
+    errors = [
+        f"{name} is {values[name]!r:.40}, expected an integer in {least}..{most}"
         for name, (least, most) in bounds.items()
         if type(values[name]) is not int or not least <= values[name] <= most
     ]
@@ -200,7 +200,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         rgb = values[name]
         finite = isinstance(rgb, list | tuple) and len(rgb) == 3 and all(map(_is_finite, rgb))
         if not finite or (name == "std" and min(rgb) <= 0):
-            faults.append(
+            errors.append(
                 f"{name} is {rgb!r:.80}, expected three finite"
                 f" numbers{', all positive' * (name == 'std')}"
             )
@@ -209,50 +209,50 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     )
     for name, most in positive.items():
         if not _is_finite(values[name]) or not 0 < values[name] <= most:
-            faults.append(f"{name} is {values[name]!r:.40}, expected a number in 0..{most}")
+            errors.append(f"{name} is {values[name]!r:.40}, expected a number in 0..{most}")
     for name, kind in {"activation": Activation, "precision": Precision, "pool": Pooling}.items():
         if values[name] not in get_args(kind):
-            faults.append(
+            errors.append(
                 f"{name} is {values[name]!r:.40}, expected one of {', '.join(get_args(kind))}"
             )
     if not isinstance(values["name"], str) or not isinstance(values["timm_name"], str | None):
-        faults.append("name and timm_name must be text")
+        errors.append("name and timm_name must be text")
     switches = ("norm_before_blocks", "patch_bias", "gated")
     if not all(isinstance(values[name], bool) for name in switches):
-        faults.append("norm_before_blocks, patch_bias and gated must be true or false")
-    if not faults and (
+        errors.append("norm_before_blocks, patch_bias and gated must be true or false")
+    if not errors and (
         values["width"] % values["num_heads"] or values["image_size"] % values["patch_size"]
     ):
-        faults.append("its heads do not divide the width, or its patches the image size")
+        errors.append(
+            "num_heads does not divide the width, or patch_size does not divide the image size"
+        )
     if (
-        not faults
+        not errors
         and values["rotary"] is not None
         and (width := values["width"] // values["num_heads"]) % 4
     ):
-        faults.append(
-            f"rotary is {values['rotary']}, expected heads of a width that 4 divides, got {width}"
-        )
-    if faults:
-        raise ValueError("; ".join(faults))
+        errors.append(f"rotary positions need a head width that is a multiple of 4, got {width}")
+    if errors:
+        raise ValueError("; ".join(errors))
 
 
 def _is_finite(value: object) -> bool:
-    # integers can be too large for a float, and `math.isfinite` raises an error for them
+    # integers can be too large for a float, for which `math.isfinite` raises an error
     return type(value) in (int, float) and -1e30 < value < 1e30  # type: ignore[operator]
 
 
-def config_of(name: str) -> ViTConfig:
+def find_config(name: str) -> ViTConfig:
     """Return the config of a named backbone. Raises ValueError with the most similar names if it is
     unknown."""
     if name not in CONFIGS:
         near = difflib.get_close_matches(name, CONFIGS, n=3) or sorted(CONFIGS)
-        raise ValueError(f"unknown backbone {name!r}; nearest: {', '.join(near)}")
+        raise ValueError(f"unknown backbone {name!r}; most similar: {', '.join(near)}")
     return CONFIGS[name]
 
 
 def at_image_size(config: ViTConfig, image_size: int) -> ViTConfig:
-    """Change the image size of a config to `image_size` pixels. Raises ValueError if the patch size
-    does not divide it."""
+    """Return a config with the image size `image_size` in pixels. Raises ValueError if it is not a
+    multiple of the patch size."""
     if image_size < config.patch_size or image_size % config.patch_size:
         lower = max(image_size // config.patch_size, 1) * config.patch_size
         raise ValueError(

@@ -1,8 +1,8 @@
-"""FLOPs per image, counted from shapes (2 x multiply-adds).
+"""Count FLOPs per image from shapes (2 x multiply-adds).
 
 By the paper's convention, FLOPs include the patch embedding and the linear layers of the backbone,
 but neither attention products nor the head: 33.695 G for ViT-B/16 and 2.149 G for DeiT-Tiny at 224
-pixels. Functions named `executed` count all matrix products that are executed.
+pixels. Functions with `executed` in their names count all matrix products that are executed.
 """
 
 from cheem_jax.backbone.config import ViTConfig
@@ -113,7 +113,7 @@ def executed_flops(
 
 
 def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> int:
-    """Count the executed FLOPs of the pass that `pass_flops` describes."""
+    """Count the executed FLOPs of the pass whose FLOPs `pass_flops` counts."""
     if until == config.depth:
         return executed_backbone_flops(config)
     *before, (attention, _) = (

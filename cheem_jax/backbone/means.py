@@ -1,4 +1,4 @@
-"""Mean CLS tokens of the pretraining data: mu of the base task, which is used for task
+"""Compute mean CLS tokens of the pretraining data: mu of the base task, which is used for task
 similarity."""
 
 import functools
@@ -23,9 +23,9 @@ def base_means(
     `{image_size}/{placement}/{token}`.
 
     `component` is the output of the plastic layer before the residual sum, and `block` is the
-    output of the block. The latter is identical for both placements because the plain backbone has
-    no Skip. Sums are float64, and all batches share one compiled function. Raises ValueError if
-    there are no images or their size differs from the backbone's.
+    output of the block. The latter is identical for both placements, because the plain backbone has
+    no Skip. Sums are computed in float64, and all batches share a compiled function. Raises
+    ValueError if there are no images, or if their size differs from the backbone's.
     """
     size = vit.config.image_size
     if len(images) == 0 or images.shape[1:3] != (size, size):
@@ -73,7 +73,7 @@ def _class_tokens(
     tokens = []
     for block in vit.blocks:
         # XLA merges the operations that both runs share, and removes the unused second half of this
-        # run
+        # run.
         _, proj = block.run(Reuse(block.expert("attn_proj")), x, placement="attn_proj")
         x, down = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
         tokens.append([summary(kind, vit.config) for kind in (down, proj, x)])

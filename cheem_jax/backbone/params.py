@@ -1,6 +1,6 @@
-"""Parameters as a flat dict keyed by name, and construction of networks from them.
+"""Store parameters in a flat dict keyed by name, and build networks from it.
 
-A name is the path of the attributes in the module, joined by dots, such as `patch.kernel`,
+A name is the path of attributes in the module, joined by dots, such as `patch.kernel`,
 `class_token`, `blocks.3.qkv.bias` or `norm.scale`. Kernels are `[in, out]`. The patch kernel is
 `[patch * patch * 3, D]`, flattened in the order height, width, channel.
 """
@@ -22,10 +22,10 @@ Params = Mapping[str, np.ndarray]
 Module = TypeVar("Module", bound=nnx.Module)
 _BLOCK = re.compile(r"blocks\.\d+\.")
 _SHOWN = 4
-"""Maximum number of tensors of each kind in an error; weights of another architecture can have
-hundreds of mismatches."""
+"""Maximum number of tensors of each kind in an error message; weights of another architecture can
+have hundreds of mismatches."""
 _ALIGNMENT = 64
-"""Alignment in bytes. On a CPU, JAX shares the memory of arrays with this alignment."""
+"""Alignment in bytes. On a CPU, JAX shares the memory of arrays that have this alignment."""
 
 
 @functools.cache
@@ -43,28 +43,28 @@ def shapes(make: Callable[[], nnx.Module]) -> dict[str, tuple[int, ...]]:
 
 
 def check_params(config: ViTConfig, params: Params) -> None:
-    """Raise one ValueError that lists every missing and unexpected tensor and every wrong shape."""
+    """Raise a single ValueError that lists all missing and unexpected tensors and wrong shapes."""
     complaint = mismatches(shapes_of(config), params)
     if complaint:
         raise ValueError(
-            f"weights do not fit backbone {config.name!r}: {complaint}; were they made for another"
-            " architecture?"
+            f"weights do not fit backbone {config.name!r}: {complaint}; give weights of this"
+            " architecture"
         )
 
 
-def mismatches(wanted: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
+def mismatches(expected: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
     """Describe missing tensors, unexpected tensors and wrong shapes in one line: a few of each
     kind, and the number of others.
 
-    The result is empty if all tensors fit. A mismatch that more than one block has is one entry,
-    such as `blocks.*.up.kernel (of 12 blocks)`.
+    The result is empty if all tensors fit. A mismatch in more than one block is one entry, such as
+    `blocks.*.up.kernel (of 12 blocks)`.
     """
     kinds = {
-        "missing": list(wanted.keys() - tensors.keys()),
-        "unexpected": list(tensors.keys() - wanted.keys()),
+        "missing": list(expected.keys() - tensors.keys()),
+        "unexpected": list(tensors.keys() - expected.keys()),
         "misshapen": [
             f"{name} is {tuple(tensors[name].shape)}, expected {shape}"
-            for name, shape in wanted.items()
+            for name, shape in expected.items()
             if name in tensors and tuple(tensors[name].shape) != shape
         ],
     }
@@ -87,13 +87,13 @@ def mismatches(wanted: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
 
 
 def build(config: ViTConfig, params: Params) -> ViT:
-    """Build the network with `params` in float32. Raises the errors of `check_params`."""
+    """Build a ViT with `params` in float32. Raises the errors of `check_params`."""
     check_params(config, params)
     return filled(lambda: ViT(config, nnx.Rngs(0)), params)
 
 
 def float32(values: np.ndarray) -> np.ndarray:
-    """Make a read-only copy in float32 with an alignment that lets a network on a CPU share its
+    """Make a read-only copy in float32, aligned such that a network on a CPU can share its
     memory."""
     room = np.empty(4 * values.size + _ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % _ALIGNMENT
@@ -104,11 +104,12 @@ def float32(values: np.ndarray) -> np.ndarray:
 
 
 def filled(make: Callable[[], Module], params: Params) -> Module:
-    """Build the network of `make` with `params` in float32. Names and shapes must fit."""
+    """Build the network that `make` returns, with `params` in float32. Names and shapes must
+    fit."""
 
     def placed(values: np.ndarray) -> jax.Array:
         values = np.asarray(values, np.float32)
-        # only read-only arrays can be shared
+        # JAX can share the memory of read-only arrays only
         return jnp.asarray(values) if values.flags.writeable else jax.device_put(values)
 
     graphdef, state = nnx.split(nnx.eval_shape(make))
@@ -129,9 +130,9 @@ def from_torch(
     """Convert tensors in PyTorch's layout, `[out, in]` or `[out, in, height, width]`, to our
     parameters in float32.
 
-    `theirs` contains the PyTorch name and shape for each of our parameters. Tensors in `unused` are
-    ignored. Raises one ValueError that starts with `what` and lists every missing and unexpected
-    tensor and every wrong shape.
+    `theirs` contains the PyTorch name and shape of each of our parameters. Tensors in `unused` are
+    ignored. Raises a single ValueError that starts with `what` and lists all missing and unexpected
+    tensors and wrong shapes.
     """
     used = {name: value for name, value in tensors.items() if name not in unused}
     if complaint := mismatches(dict(theirs.values()), used):
@@ -147,8 +148,8 @@ def from_torch(
 
 
 def init_params(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
-    """Initialise a ViT at random, as timm does: weights from a truncated normal with standard
-    deviation 0.02, zero biases, and LayerNorm scales of one."""
+    """Initialise a ViT randomly, as timm does: weights from a truncated normal distribution with
+    standard deviation 0.02, zero biases, and LayerNorm scales of one."""
     params = {}
     for index, (name, shape) in enumerate(sorted(shapes_of(config).items())):
         if name.endswith("scale"):
@@ -163,7 +164,7 @@ def init_params(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
     return params
 
 
-def params_of(vit: ViT) -> dict[str, np.ndarray]:
+def get_params(vit: ViT) -> dict[str, np.ndarray]:
     """Return the parameters of a network, keyed by name."""
     _, state = nnx.split(vit)
     return {_dotted(name): np.asarray(leaf[...]) for name, leaf in nnx.to_flat_state(state)}

@@ -1,5 +1,4 @@
-"""Conversion from timm's names and PyTorch's layout to ours, and inference of configs from timm's
-tensors.
+"""Convert timm's names and PyTorch's layout to ours, and infer configs from timm's tensors.
 
 timm stores linear weights as `[out, in]` and the patch kernel as `[D, 3, height, width]`. Our
 layout is described in `params.py`.
@@ -55,8 +54,8 @@ _GELU_TANH = re.compile(
 """SigLIP 2 models that use the tanh approximation of GELU in timm; all others use exact GELU."""
 
 
-def timm_name_of(name: str) -> str:
-    """Return timm's name for one of our parameters; `blocks.3.up.kernel` is
+def to_timm_name(name: str) -> str:
+    """Return timm's name of one of our parameters; for `blocks.3.up.kernel`, it is
     `blocks.3.mlp.fc1.weight`."""
     if name in _TOKENS:
         return _TOKENS[name]
@@ -80,12 +79,12 @@ def without_wrapper(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return result
 
 
-def with_head_of(config: ViTConfig, tensors: Mapping[str, np.ndarray]) -> ViTConfig:
-    """Set the number of classes of a config to the size of the head in `tensors`; 0 if the head
-    does not fit.
+def set_num_classes(config: ViTConfig, tensors: Mapping[str, np.ndarray]) -> ViTConfig:
+    """Set the number of classes of a config to the size of the head in `tensors`, or to 0 if the
+    head does not fit.
 
-    Each task has a separate head, so weights that were fine-tuned for another number of classes are
-    a valid backbone.
+    Each task has a separate head, so weights that were fine-tuned for another number of classes can
+    be used as a backbone.
     """
     weight, bias = (tensors.get(f"head.{leaf}") for leaf in ("weight", "bias"))
     fits = weight is not None and bias is not None and weight.shape == (*bias.shape, config.width)
@@ -98,12 +97,12 @@ def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str,
 
     `head.*` is ignored if the config has no classes (CLIP's head is a 768 -> 512 projection).
     LayerScale, a factor per output of a residual branch, is merged into the last layer of the
-    branch. Raises one ValueError that lists every missing and unexpected tensor and every wrong
-    shape.
+    branch. Raises a single ValueError that lists all missing and unexpected tensors and wrong
+    shapes.
     """
     shapes = shapes_of(config)
     theirs = {
-        name: (timm_name_of(name), _timm_shape(name, shape, config))
+        name: (to_timm_name(name), _timm_shape(name, shape, config))
         for name, shape in shapes.items()
     }
     heads = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
@@ -117,20 +116,20 @@ def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str,
 def _without_scales(
     tensors: Mapping[str, np.ndarray], config: ViTConfig, what: str
 ) -> dict[str, np.ndarray]:
-    """Return timm's tensors with LayerScale merged, one position per token, and the distillation
-    token named like a register."""
+    """Return timm's tensors with merged LayerScale, one position per token, and the distillation
+    token renamed to a register."""
     renamed = {"dist_token": "reg_token"} if config.num_registers else {}
     if config.rotary is not None or config.gated:
         tensors = _as_plain_vits(tensors, config)
     result = {renamed.get(name, name): value for name, value in tensors.items()}
     scales = {name: result.pop(name) for name in tensors if name.endswith(".gamma")}
     layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
-    wanted = {
+    expected = {
         f"blocks.{block}.{scale}": (config.width,)
         for block in range(config.depth)
         for scale in layers
     }
-    if scales and (complaint := mismatches(wanted, scales)):
+    if scales and (complaint := mismatches(expected, scales)):
         raise ValueError(f"{what}: {complaint}")
     for name, scale in scales.items():
         _, block, scaled = name.split(".", 2)
@@ -189,12 +188,12 @@ def infer_config(
     `config.json`.
 
     Sizes are read from the shapes. The head width is 64, except in families with another number of
-    heads. Mean and standard deviation of the images are read from `pretrained_cfg`, or set to the
-    values of the family if it is missing. Raises ValueError with the tensor names for other
+    heads. Mean and standard deviation of the images are read from `pretrained_cfg`; if it is
+    missing, they are those of the family. Raises ValueError with the tensor names for other
     architectures.
     """
     hub_config = hub_config or {}
-    pool = pool_of(name)
+    pool = find_pooling(name)
     gated = _is_gated(name, tensors)
     rotary = "_dinov3" in name and "pos_embed" not in tensors
     extra = [tensors[token].shape for token in ("reg_token", "dist_token") if token in tensors]
@@ -209,7 +208,9 @@ def infer_config(
     families = () if "_dinov" in name else _HEADS.items()
     num_heads = next((heads for family, heads in families if name.startswith(family)), width // 64)
     if channels != 3 or width == 0 or num_heads == 0 or width % num_heads:
-        raise ValueError(f"{name!r}: no plain ViT has {channels} channels and a width of {width}")
+        raise ValueError(
+            f"{name!r} has {channels} channels and the width {width}, unlike any plain ViT"
+        )
     clip = "norm_pre.weight" in tensors
     # CLIP's image-text projection is not a classifier
     projection = clip and "_ft_" not in name
@@ -261,7 +262,9 @@ def _refuse_unless_plain(
         more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
         reasons.append(f"unknown tensors {foreign[:5]}{more}")
     widened = "blocks.0.mlp.fc1_x.weight" if rotary and gated else "blocks.0.mlp.fc1.weight"
-    token = {"class": ["cls_token"], "attention": ["attn_pool.latent"], "mean": []}[pool_of(name)]
+    token = {"class": ["cls_token"], "attention": ["attn_pool.latent"], "mean": []}[
+        find_pooling(name)
+    ]
     reasons += [
         f"has {other}"
         for other in sorted({"cls_token", "attn_pool.latent"}.difference(token) & tensors.keys())
@@ -277,13 +280,13 @@ def _refuse_unless_plain(
         up = tensors[widened].shape
         down = tensors["blocks.0.mlp.fc2.weight"].shape
         if not rotary and (len(position) != 3 or not _grid(position[1], prefix)):
-            reasons.append(
-                f"pos_embed {position} is not a square grid behind the class token, if any"
-            )
+            reasons.append(f"pos_embed {position} is not a square grid after the prefix tokens")
         if len(patch) != 4 or patch[2] != patch[3]:
-            reasons.append(f"patch_embed.proj.weight {patch} has no square patches")
+            reasons.append(f"patch_embed.proj.weight {patch} does not have square patches")
         if len(up) != 2 or len(down) != 2 or (up != down[::-1] and not gated):
-            reasons.append(f"blocks.0.mlp.fc1.weight {up} and fc2.weight {down} make a gated MLP")
+            reasons.append(
+                f"blocks.0.mlp.fc1.weight {up} and fc2.weight {down} have the shapes of a gated MLP"
+            )
     if "head.weight" in tensors and len(tensors["head.weight"].shape) != 2:
         reasons.append(f"head.weight {tensors['head.weight'].shape} is not a matrix")
     reasons += other_pool(name, hub_config)
@@ -293,7 +296,7 @@ def _refuse_unless_plain(
         )
 
 
-def pool_of(name: str) -> Pooling:
+def find_pooling(name: str) -> Pooling:
     """Return the pooling of a timm model, according to its name."""
     return "class" if "_siglip_" not in name else "mean" if "_gap_" in name else "attention"
 
@@ -303,9 +306,11 @@ def other_pool(name: str, hub_config: Mapping) -> list[str]:
     pooling."""
     if "_dinov3" in name:  # timm averages the patches of DINOv3, but its authors use the CLS token
         return []
-    wanted = {"class": "token", "attention": "map", "mean": "avg"}[pool_of(name)]
-    pool = hub_config.get("global_pool", wanted)
-    return [] if pool == wanted else [f"config.json pools with {pool!r:.40}, expected {wanted!r}"]
+    expected = {"class": "token", "attention": "map", "mean": "avg"}[find_pooling(name)]
+    pool = hub_config.get("global_pool", expected)
+    return (
+        [] if pool == expected else [f"config.json pools with {pool!r:.40}, expected {expected!r}"]
+    )
 
 
 def _activation(name: str, gated: bool) -> Activation:
@@ -360,6 +365,6 @@ def _preprocessing(name: str, hub_config: dict) -> tuple[Rgb, Rgb]:
         if any(part in name for part in parts):
             return CONFIGS[like].mean, CONFIGS[like].std
     raise ValueError(
-        f"the mean and std that {name!r} was trained with are unknown: put the model's config.json "
-        f"(from the hub's timm/{name}) next to the weights"
+        f"the pixel mean and std of {name!r} are unknown; put the model's config.json (from"
+        f" timm/{name} on the hub) next to the weights"
     )

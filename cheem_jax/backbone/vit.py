@@ -22,24 +22,24 @@ from cheem_jax.core.settings import Activation, Placement, Precision
 
 
 class Prefix(NamedTuple):
-    """Learned keys and values that are prepended to the keys and values of a block. They are not
-    projected and add no output tokens."""
+    """Learned keys and values that are prepended to those of a block. They are not projected and
+    add no output tokens."""
 
     keys: Float[Array, "B P D"]
     values: Float[Array, "B P D"]
 
 
 class SidePrefix(NamedTuple):
-    """Learned keys and values with a separate softmax. Its result is added to the result of the
-    block's attention."""
+    """Learned keys and values with a separate softmax, whose result is added to that of the block's
+    attention."""
 
     keys: Float[Array, "B P D"]
     values: Float[Array, "B P D"]
 
 
 Adapter = Callable[[Float[Array, "B N D"]], Float[Array, "B N D"]]
-"""Function that maps the tokens after the attention half, before LayerNorm, to a term that is added
-to the FFN's output."""
+"""Function from the tokens after the attention half, before LayerNorm, to a term that is added to
+the FFN's output."""
 
 
 @functools.cache
@@ -146,13 +146,13 @@ class Block(nnx.Module):
         if isinstance(prefix, Prefix):
             key = jnp.concatenate([heads(prefix.keys), key], axis=2)
             value = jnp.concatenate([heads(prefix.values), value], axis=2)
-        # cast before the products, which cast their operands anyway: in bfloat16 this halves the
-        # bytes of the transposed heads
+        # Cast before the products, which cast their operands anyway; in bfloat16, this halves the
+        # bytes of the transposed heads.
         query, key, value = (part.astype(self.precision) for part in (query, key, value))
         mixed = attend(query, key, value, self.precision)
         if isinstance(prefix, SidePrefix):
-            beside = attend(query, heads(prefix.keys), heads(prefix.values), self.precision)
-            mixed = mixed + beside
+            side = attend(query, heads(prefix.keys), heads(prefix.values), self.precision)
+            mixed = mixed + side
         return mixed.transpose(0, 2, 1, 3).reshape(b, -1, d)
 
     def mix_channels(self, z: Float[Array, "B N D"]) -> Float[Array, "B N F"]:
@@ -313,8 +313,8 @@ class ViT(nnx.Module):
     def embed(
         self, images: UInt8[Array, "B H W 3"] | Float[Array, "B H W 3"]
     ) -> Float[Array, "B N D"]:
-        """Compute the input tokens of the first block. uint8 images are normalised here; float
-        images must be normalised already."""
+        """Compute the input tokens of the first block. uint8 images are normalised; float images
+        must already be normalised."""
         if images.dtype == jnp.uint8:
             mean, std = jnp.asarray(self.config.mean), jnp.asarray(self.config.std)
             images = (images.astype(jnp.float32) / 255.0 - mean) / std
@@ -371,7 +371,7 @@ class ViT(nnx.Module):
         adapters: Mapping[int, Adapter] = {},
         all_tokens: bool = False,
     ) -> Float[Array, "B M D"]:
-        """Run blocks `begin` to `until` (default: all) and return the tokens. `prefixes` and
+        """Run blocks `begin` to `until` (default: all), and return the tokens. `prefixes` and
         `adapters` are keyed by block.
 
         The last block computes only the tokens that are used for the features, unless `all_tokens`
@@ -395,7 +395,7 @@ class ViT(nnx.Module):
 
 
 class LayerNorm(nnx.LayerNorm):
-    """LayerNorm with `layer_norm_eps` of the config, computed by `kernels.layer_norm`."""
+    """LayerNorm with the config's `layer_norm_eps`, computed by `kernels.layer_norm`."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         super().__init__(config.width, epsilon=config.layer_norm_eps, rngs=rngs)

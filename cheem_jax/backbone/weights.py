@@ -1,9 +1,9 @@
-"""Load pretrained weights (from the package, a file or the hub), resize them to another image size,
+"""Load pretrained weights from the package, a file or the hub, resize them to another image size,
 and define the format of converted files.
 
-A converted file is a safetensors file. It contains the parameters under our names, the mean CLS
-tokens of the pretraining data under `base_means/<image size>/<placement>/<token>`, and a header
-with the format, the config, the source and its hash.
+A converted file is a safetensors file. It contains the parameters with our names, the mean CLS
+tokens of the pretraining data as `base_means/<image size>/<placement>/<token>`, and a header with
+the format, the config, the source and its hash.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from cheem_jax.backbone.timm_names import (
     from_timm,
     infer_config,
     other_pool,
-    with_head_of,
+    set_num_classes,
     without_wrapper,
 )
 from cheem_jax.core.atomic import write_atomically
@@ -37,7 +37,7 @@ FORMAT = "cheem_jax.vit.1"
 _MEANS = "base_means/"
 _TIMM_NAME = re.compile(r"(vit|deit3?)(_[a-z0-9]+)*_patch\d+(_[a-z0-9]+)*(\.[a-z0-9_]+)?")
 _OTHERS = re.compile("relpos|rope|(?<!_siglip)_gap_|vit_7b_")
-"""Parts of the names of ViTs that have unsupported tokens, positions or heads."""
+"""Parts of names of ViTs with unsupported tokens, positions or heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +66,9 @@ def load_pretrained(
 
     Args:
         backbone: one of our names, or a timm name.
-        weights: a safetensors or npz file under timm's names, or a converted file. By
-            default, bundled backbones are read from the package, and others from the hub.
-        image_size: image size in pixels; by default the size of the weights.
+        weights: a safetensors or npz file with timm's names, or a converted file. By default,
+            bundled backbones are read from the package, and others from the hub.
+        image_size: image size in pixels; by default, the image size of the weights.
 
     Raises ValueError for an unknown name, an unreadable file or weights of another architecture.
     Raises FileNotFoundError for a missing file, or if a download fails.
@@ -81,15 +81,15 @@ def load_pretrained(
         source = file.name
         if not file.is_file():
             raise FileNotFoundError(
-                f"no weights file {str(file)!r}; expected a .safetensors or .npz file"
+                f"weights file {str(file)!r} does not exist; give a .safetensors or .npz file"
             )
-        hub_config = None if named else _config_beside(file)
+        hub_config = None if named else _read_sibling_config(file)
     elif named is not None and named.name in BUNDLED:
         file = Path(__file__).parent / "bundled" / f"{named.name}.safetensors"
         source = "bundled"
         if not file.is_file():
             raise FileNotFoundError(
-                f"{file} is missing; make it with `python experiments/pretrain_micro.py`"
+                f"{file} is missing; create it with `python experiments/pretrain_micro.py`"
             )
     else:
         file, hub_config, source = _download((named and named.timm_name) or backbone)
@@ -99,11 +99,11 @@ def load_pretrained(
         if "format" in metadata and metadata["format"].startswith("cheem_jax"):
             pretrained = _from_converted(named, backbone, tensors, metadata)
             if source == "bundled":
-                pretrained = dataclasses.replace(pretrained, source=source, sha256=sha256_of(file))
+                pretrained = dataclasses.replace(pretrained, source=source, sha256=hash_file(file))
         else:
             tensors = without_wrapper(tensors)
-            config = with_head_of(named or infer_config(backbone, tensors, hub_config), tensors)
-            pretrained = Pretrained(config, from_timm(tensors, config), source, sha256_of(file))
+            config = set_num_classes(named or infer_config(backbone, tensors, hub_config), tensors)
+            pretrained = Pretrained(config, from_timm(tensors, config), source, hash_file(file))
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from error
     return pretrained if image_size is None else resize(pretrained, image_size)
@@ -124,7 +124,7 @@ def named_config(backbone: str) -> ViTConfig | None:
         return None
     near = difflib.get_close_matches(backbone, CONFIGS, n=3, cutoff=0.5) or sorted(CONFIGS)
     raise ValueError(
-        f"unknown backbone {backbone!r}; nearest: {', '.join(near)}; "
+        f"unknown backbone {backbone!r}; most similar: {', '.join(near)}; "
         f"or a timm name such as 'vit_small_patch16_224.dino'; supported: {SUPPORTED}"
     )
 
@@ -163,7 +163,7 @@ def save_converted(file: str | Path, pretrained: Pretrained) -> None:
     )  # unlike `save_file`, this respects the user's umask
 
 
-def sha256_of(file: Path) -> str:
+def hash_file(file: Path) -> str:
     """Compute the SHA-256 of a file as hex digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -175,8 +175,8 @@ def _from_converted(
     lacking = sorted({"config", "source", "sha256"} - metadata.keys())
     if metadata["format"] != FORMAT or lacking:
         raise ValueError(
-            f"converted file of format {metadata['format']!r} without {lacking}, expected"
-            f" {FORMAT!r}; convert the weights again with `cheem convert`"
+            f"the converted file has the format {metadata['format']!r} and lacks {lacking},"
+            f" expected {FORMAT!r}; convert the weights again with `cheem convert`"
         )
     try:
         fields: dict[str, Any] = json.loads(metadata["config"])
@@ -184,21 +184,21 @@ def _from_converted(
         stored = ViTConfig(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
     except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(
-            f"the converted file's config is broken ({error}); convert the weights again"
+            f"the config of the converted file is invalid ({error}); convert the weights again"
         ) from error
-    # tensors are removed one by one, so that memory never contains all weights twice
+    # Tensors are removed one by one, so that memory never contains all weights twice.
     params = {
         name: float32(tensors.pop(name)) for name in sorted(tensors) if not name.startswith(_MEANS)
     }
-    wanted = stored
+    expected = stored
     if named is not None:
         # number of classes of the file's head; 0 without a head
         classes = stored.num_classes if named.num_classes else 0
-        wanted = dataclasses.replace(named, image_size=stored.image_size, num_classes=classes)
-    check_params(wanted, params)
-    if wanted != stored or (named is None and stored.name != backbone):
+        expected = dataclasses.replace(named, image_size=stored.image_size, num_classes=classes)
+    check_params(expected, params)
+    if expected != stored or (named is None and stored.name != backbone):
         raise ValueError(
-            f"converted for backbone {stored.name!r} (as {stored}), not for {backbone!r}"
+            f"the file was converted for backbone {stored.name!r} ({stored}), not for {backbone!r}"
         )
     means = {
         name.removeprefix(_MEANS): value
@@ -215,7 +215,7 @@ def _from_converted(
     return Pretrained(stored, params, metadata["source"], metadata["sha256"], means)
 
 
-def _config_beside(file: Path) -> dict | None:
+def _read_sibling_config(file: Path) -> dict | None:
     config = file.with_name("config.json")
     if not config.is_file():
         return None
@@ -227,15 +227,15 @@ def _config_beside(file: Path) -> dict | None:
 
 
 def _download(timm_name: str) -> tuple[Path, dict, str]:
-    """Download a model. Returns its safetensors file in the local cache, its `config.json` and the
+    """Download a model. Return its safetensors file in the local cache, its `config.json`, and the
     name of the source.
 
-    Cached files are used without a network. Raises FileNotFoundError if the hub cannot be reached
-    or does not have the model.
+    Cached files are used without network access. Raises FileNotFoundError if the hub cannot be
+    reached or does not have the model.
     """
-    repository = repository_of(timm_name)
+    repository = hub_repository(timm_name)
     way_out = (
-        "pass a local file instead (--weights FILE), e.g. model.safetensors from"
+        "give a local file with --weights FILE, such as model.safetensors from"
         f" https://huggingface.co/{repository}"
     )
     from huggingface_hub.errors import (
@@ -244,14 +244,14 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
 
     check_cache()
     try:
-        config = json.loads(_cached_or_fetched(repository, "config.json").read_text())
+        config = json.loads(_fetch(repository, "config.json").read_text())
         if not isinstance(config, dict):
-            raise ValueError("its config.json is no JSON object")
+            raise ValueError("its config.json is not a JSON object")
         refusal = other_pool(timm_name, config)
-        weights = None if refusal else _cached_or_fetched(repository, "model.safetensors")
+        weights = None if refusal else _fetch(repository, "model.safetensors")
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
-            f"the hub has no model {repository!r}: check the name, or {way_out}"
+            f"the hub does not have the model {repository!r}; check the name, or {way_out}"
         ) from error
     except Exception as error:  # the client's error classes differ between its releases
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -263,13 +263,13 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
     return weights, config, f"hub:{repository}"
 
 
-def repository_of(timm_name: str) -> str:
+def hub_repository(timm_name: str) -> str:
     """Return the name of a model's repository on the hub. QuickGELU variants share the repository
     of the model without QuickGELU."""
     return f"timm/{timm_name.replace('_clip_quickgelu_', '_clip_')}"
 
 
-def _cached_or_fetched(repository: str, filename: str) -> Path:
+def _fetch(repository: str, filename: str) -> Path:
     from huggingface_hub import (
         get_hf_file_metadata,
         hf_hub_download,
@@ -280,8 +280,8 @@ def _cached_or_fetched(repository: str, filename: str) -> Path:
     cached = try_to_load_from_cache(repository, filename)
     if isinstance(cached, str):
         return Path(cached)
-    # one request without retries: if the network is missing, the download itself would retry for
-    # half a minute
+    # This is a single request without retries; without a network, the download itself would retry
+    # for half a minute.
     get_hf_file_metadata(hf_hub_url(repository, filename))
     return Path(hf_hub_download(repository, filename))
 

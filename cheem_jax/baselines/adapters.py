@@ -1,9 +1,9 @@
 """Bottleneck adapters parallel to every FFN, and cosine heads on the adapted features, for TUNA,
 MoAL, RanPAC and EASE.
 
-An adapter reads the tokens after a block's attention half, before LayerNorm. Its output is added to
-the output of the FFN. The up half of an adapter is initialised with 0, so a network with new
-adapters is identical to the plain backbone. AdaptFormer: Chen et al., NeurIPS 2022.
+The input of an adapter is the tokens after a block's attention half, before LayerNorm. Its output
+is added to the output of the FFN. The up half of an adapter is initialised with 0, so a network
+with new adapters is identical to the plain backbone. AdaptFormer: Chen et al., NeurIPS 2022.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.baselines.baseline import OneHead, at_least_one, pass_costs
+from cheem_jax.baselines.baseline import OneHead, TrainedBaseline, at_least_one, pass_costs
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Init, Inputs
 from cheem_jax.baselines.heads import grow_head, local_cross_entropy
 from cheem_jax.core.images import Images
@@ -27,12 +27,12 @@ from cheem_jax.core.kernels import product
 from cheem_jax.core.keys import Phase, next_power_of_two
 from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.data.task import Task
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.passes import no_progress
 
 SCALE = 0.1
-"""Factor of the adapters' output."""
+"""Factor by which the output of adapters is multiplied."""
 DROPOUT = 0.1
-"""Share of an adapter's hidden values that a training step drops."""
+"""Fraction of an adapter's hidden values that dropout sets to 0 in a training step."""
 SGD = optax.chain(optax.add_decayed_weights(5e-4), optax.trace(decay=0.9))
 """SGD of the official codes, for the learning rate 1."""
 
@@ -60,7 +60,7 @@ class AdapterConfig:
         at_least_one(self, "batch_size", "bottleneck")
 
 
-class AdapterBaseline(OneHead):
+class AdapterBaseline(OneHead, TrainedBaseline):
     """A frozen backbone with trained adapters, and one cosine head on its features."""
 
     def build(self) -> None:
@@ -68,12 +68,12 @@ class AdapterBaseline(OneHead):
 
         @executor.jit
         def features(adapters, leaves, inputs):
-            return adapted_features(executor.vit_of(leaves), adapters, inputs["images"])
+            return adapted_features(executor.merge_vit(leaves), adapters, inputs["images"])
 
         self._features = features
 
     def cosine_fitter(self, optimizer: optax.GradientTransformation | None = None) -> Fitter:
-        """Return the training step of adapters, a cosine head over all columns, and its scale.
+        """Make the training step of adapters, a cosine head over all columns, and its scale.
 
         The fixed arrays are the backbone, and the numbers of classes before and after the task.
         """
@@ -81,7 +81,7 @@ class AdapterBaseline(OneHead):
 
         def loss(learned, fixed, batch: FitBatch):
             (adapters, weight, sigma), (leaves, num_old, num) = learned, fixed
-            vit = executor.vit_of(leaves)
+            vit = executor.merge_vit(leaves)
             features = adapted_features(vit, adapters, batch.inputs["images"], batch.key)
             # sigma is a learned scale, because cosines alone are too small for a softmax
             logits = sigma * cosines(features, weight)
@@ -95,7 +95,7 @@ class AdapterBaseline(OneHead):
         return self.new_adapters(task), padded_columns(self.new_columns(task)), jnp.ones(())
 
     def features_with(
-        self, adapters: Bottleneck, images: Images, advance: Advance = unwatched
+        self, adapters: Bottleneck, images: Images, advance: Advance = no_progress
     ) -> Float[np.ndarray, "N D"]:
         """Compute the features of images with these adapters."""
         return self.over(
@@ -103,7 +103,7 @@ class AdapterBaseline(OneHead):
         )
 
     def new_adapters(self, task: Task) -> Bottleneck:
-        """Initialise adapters: the down half is uniform within 1/sqrt(D), the rest 0."""
+        """Initialise adapters: the down half is uniform in +-1/sqrt(D), all other arrays are 0."""
         depth = self.vit.depth
         width = self.vit.width
         rank = self.config.bottleneck
@@ -178,6 +178,6 @@ def cosines(features: Float[Array, "B D"], weight: Float[Array, "D P"]) -> Float
 
 
 def padded_columns(weight: Float[np.ndarray, "D C"]) -> Float[jax.Array, "D P"]:
-    """Pad a cosine head's weight to a power of two so that tasks share compiled functions."""
+    """Pad the weight of a cosine head to a power of two, so that tasks share compiled functions."""
     num = weight.shape[1]
     return jnp.asarray(np.pad(weight, ((0, 0), (0, next_power_of_two(num) - num))))

@@ -1,8 +1,8 @@
 """Base classes of the baselines: checkpoints, training of a task, predictions, costs, and checks of
 settings.
 
-A checkpoint is one directory per task. Each saved checkpoint is read back at once. An uninterrupted
-run therefore continues from the same bytes as a resumed run.
+A checkpoint is one directory per task. Each saved checkpoint is read back immediately, so an
+uninterrupted run continues from the same bytes as a resumed run.
 """
 
 import abc
@@ -25,7 +25,7 @@ from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.checkpoint import (
     each_task,
     load_task,
@@ -34,27 +34,27 @@ from cheem_jax.run.checkpoint import (
     saved_tasks,
     task_directory,
 )
-from cheem_jax.run.method import Encoder, FrozenNetworks
+from cheem_jax.run.method import Encoder, FrozenNetworks, check_task_ids
 from cheem_jax.run.session import Session
 from cheem_jax.run.training import images_left
 
 MUCH_MEMORY = 4 * 2**30
-"""Bytes on the host above which `check` warns."""
+"""Number of bytes on the host above which `check` warns."""
 
 
 class Baseline(abc.ABC):
     """A continual learner with a checkpoint per task.
 
-    `tasks` contains one `Learned` per task, which later tasks do not change. `state` is one
-    `State`, which each task replaces. A checkpoint contains the last task's `Learned` and the
-    `State`, keyed by the names of their fields.
+    `tasks` contains a `Learned` per task, which later tasks do not change. `state` is a `State`,
+    which each task replaces. A checkpoint contains the last task's `Learned` and the `State`, keyed
+    by the names of their fields.
     """
 
     Learned: ClassVar[type | None] = None
-    """Type of a task's arrays, a NamedTuple. None: the last checkpoint alone restores the
+    """Type of a task's arrays, a NamedTuple. If None, the last checkpoint alone restores the
     method."""
     State: ClassVar[type | None] = None
-    """Type of the arrays that each task replaces, a NamedTuple, or None."""
+    """Type of the arrays that each task replaces: a NamedTuple, or None."""
     needs_task_id = False
 
     def __init__(self, networks: FrozenNetworks, config: Any, keys: Keys, num_tasks: int):
@@ -87,7 +87,7 @@ class Baseline(abc.ABC):
         return {}
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Restore the checkpoint of task `index`: the next task, or the last one again."""
+        """Restore the checkpoint of task `index`, which is the next task, or again the last one."""
         if self.Learned:
             self.tasks[index:] = [rebuilt(self.Learned, arrays)]
         if self.State:
@@ -111,12 +111,41 @@ class Baseline(abc.ABC):
                 self.restore(index, *loaded)
         self.classes = saved_classes(root)
 
+    def over(
+        self,
+        function: Callable[..., Any],
+        inputs: Inputs,
+        *fixed: Any,
+        advance: Advance = no_progress,
+    ) -> Any:
+        """Apply `function(*fixed, batch)` to all inputs in batches; see `over_batches`."""
+        placed = self.placed(fixed)
+        config = self.config
+        layout = self.executor.layout
+        return over_batches(
+            lambda batch: function(*placed, batch),
+            inputs,
+            batch_size=config.batch_size,
+            advance=advance,
+            layout=layout,
+        )
+
+    def placed(self, tree: Any) -> Any:
+        """Move all arrays of a pytree from the host to the devices."""
+        layout = self.executor.layout
+        return jax.tree.map(
+            lambda leaf: (
+                leaf if isinstance(leaf, jax.Array) else layout.replicate(jnp.asarray(leaf))
+            ),
+            tree,
+        )
+
 
 def as_dict(tree: Any) -> Any:
     """Convert a NamedTuple to a dict keyed by field name, recursively, and a list to a dict keyed
     by number.
 
-    Empty dicts are removed because Orbax does not store them.
+    Empty dicts are removed, because Orbax does not store them.
     """
     if not hasattr(tree, "_asdict"):
         return numbered(tree) if isinstance(tree, list) else tree
@@ -125,7 +154,8 @@ def as_dict(tree: Any) -> Any:
 
 
 def rebuilt(kind: Any, arrays: Mapping[str, Any]) -> Any:
-    """Invert `as_dict` for the NamedTuple `kind`; `arrays` can contain further entries."""
+    """Convert the result of `as_dict` back to the NamedTuple `kind`; `arrays` can contain
+    additional entries."""
     fields = {}
     for name, annotation in kind.__annotations__.items():
         if name not in arrays and name in kind._field_defaults:
@@ -149,28 +179,29 @@ class TrainedBaseline(Baseline):
         """Return the initial values of the arrays that the next task trains."""
 
     def fixed(self, task: Task) -> Any:
-        """Return the fixed arrays that the loss of the next task reads.
+        """Return the fixed arrays of the loss for the next task.
 
-        By default they are the backbone and the number of classes of the task.
+        By default, they are the backbone and the number of classes of the task.
         """
         return self.executor.leaves, np.int32(len(task.classes))
 
     def inputs(self, task: Task, session: Session) -> Inputs:
-        """Return the inputs of each training epoch; by default the images."""
+        """Return the inputs of a training epoch; by default, the images."""
         return Inputs(task.train.images)
 
     def after_epoch(self, fitting: Fitting) -> Fitting:
-        """Return the training state to continue with after an epoch; by default unchanged."""
+        """Return the training state after an epoch; by default, it is unchanged."""
         return fitting
 
+    @abc.abstractmethod
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
-        """Store the learned arrays of a task after its training; returns the entries of the report
+        """Store the learned arrays of a task after its training. Return the entries of the report
         that are specific to the method."""
-        raise NotImplementedError
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """See `Method.learn`."""
         fitting = self.fitter.begin(self.start(task), session.saved)
+        session.saved = None  # its arrays would stay in memory during the training
         fitting = self.train(task, fitting, session)
         report = self.finish(task, fitting, session)
         self.classes.add(task.name, task.classes)
@@ -187,7 +218,7 @@ class TrainedBaseline(Baseline):
         """Return the FLOPs per image after the last task, as `pass_costs` does."""
 
     def number(self, task: Task) -> int:
-        """Return the number that identifies the next task in PRNG keys."""
+        """Return the number of the next task in PRNG keys."""
         return len(self.classes)
 
     def key(self, task: Task, phase: Phase, *position: int) -> jax.Array:
@@ -195,18 +226,17 @@ class TrainedBaseline(Baseline):
         return self.keys.at(self.number(task), phase, *position)
 
     def bytes_needed(self, task: Task) -> int:
-        """Estimate the bytes on disk that the next task needs: its checkpoint, and two rolling
-        checkpoints with Adam's moments."""
+        """Estimate the bytes on disk for the next task: its checkpoint, and two rolling checkpoints
+        with Adam's moments."""
         trained = sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
         return 4 * (2 * 3 + 1) * trained + self.bytes_beside(task)
 
     def bytes_beside(self, task: Task) -> int:
-        """Return the bytes of a task's checkpoints in addition to the trained arrays and their
-        moments."""
+        """Return the bytes of a task's checkpoints without the trained arrays and their moments."""
         return 0
 
     def train(self, task: Task, fitting: Fitting, session: Session) -> Fitting:
-        """Train `fitting` to the last epoch; the session can interrupt and resume it."""
+        """Train `fitting` to the last epoch. The session can interrupt and resume the training."""
         config = self.config
         labels = task.train.labels
         inputs = self.inputs(task, session)
@@ -232,38 +262,10 @@ class TrainedBaseline(Baseline):
                 on_epoch=self.after_epoch,
             )
 
-    def over(
-        self,
-        function: Callable[..., Any],
-        inputs: Inputs,
-        *fixed: Any,
-        advance: Advance = unwatched,
-    ) -> Any:
-        """Apply `function(*fixed, batch)` to all inputs in batches; see `over_batches`."""
-        placed = self.placed(fixed)
-        config = self.config
-        layout = self.executor.layout
-        return over_batches(
-            lambda batch: function(*placed, batch),
-            inputs,
-            batch_size=config.batch_size,
-            advance=advance,
-            layout=layout,
-        )
 
-    def placed(self, tree: Any) -> Any:
-        """Move the arrays of a pytree that are on the host to the devices."""
-        layout = self.executor.layout
-        return jax.tree.map(
-            lambda leaf: (
-                leaf if isinstance(leaf, jax.Array) else layout.everywhere(jnp.asarray(leaf))
-            ),
-            tree,
-        )
-
-
-class OwnHeads(TrainedBaseline):
-    """A baseline with a network and a head per task; each element of `tasks` has a `head`."""
+class OwnHeads(Baseline):
+    """A baseline with a separate network and head for each task; each element of `tasks` has a
+    `head`."""
 
     @abc.abstractmethod
     def run(
@@ -271,26 +273,31 @@ class OwnHeads(TrainedBaseline):
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
         """Infer the task ID of each image, and compute its features.
 
-        The features are computed with the network of the task in `task_ids`, or else of the
-        inferred task. A method that needs the task ID returns `task_ids` as the inferred ones.
+        The features are computed with the network of the task in `task_ids`, or of the inferred
+        task if `task_ids` is None. A method that needs the task ID returns `task_ids` as the
+        inferred ones.
         """
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
         if task_ids is None and self.needs_task_id:
-            raise ValueError(f"{self.name} is an upper bound: give the true task ID of each image")
-        given = None if task_ids is None else np.asarray(task_ids, np.int32)
-        tasks, features = self.run(images, given)
+            raise ValueError(f"{self.name} is an upper bound; give the true task ID of each image")
+        if task_ids is not None:
+            task_ids = check_task_ids(task_ids, len(self.tasks))
+        tasks, features = self.run(images, task_ids)
         heads = [task.head for task in self.tasks]
-        return Inferred(tasks, classes_by_task(features, heads, tasks if given is None else given))
+        selected = tasks if task_ids is None else task_ids
+        return Inferred(tasks, classes_by_task(features, heads, selected))
 
 
-class OneHead(TrainedBaseline):
-    """A baseline with one head for all classes: the largest logit predicts task and class."""
+class OneHead(Baseline):
+    """A baseline with one head for all classes, whose largest logit predicts both task and
+    class."""
 
     @abc.abstractmethod
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        """Compute the logits of all learned classes for each image; further columns are padding."""
+        """Compute the logits of all learned classes for each image; the remaining columns are
+        padding."""
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
@@ -303,11 +310,11 @@ def no_classes(width: int) -> Head:
 
 
 def params_report(config: ViTConfig, *, added: int, learned: int, stored: int) -> dict[str, float]:
-    """Report the number of parameters that a task trains and stores, and the percentage that it
+    """Report the numbers of parameters that a task trains and stores, and the percentage that it
     adds.
 
-    `added` is the number of parameters that the task adds to the backbone, the paper's %Param; it
-    does not include head and router.
+    `added` is the number of parameters that the task adds to the backbone, without head and router
+    (the paper's %Param).
     """
     return {
         "params_added_percent": 100 * added / backbone_params(config),
@@ -327,10 +334,10 @@ def pass_costs(
 ) -> dict[str, int]:
     """Report FLOPs per image: by the paper's counter, with attention products, and as executed.
 
-    The FLOPs are the sum of one plain pass, a pass of `encoder`, and the method's additional FLOPs:
-    `linear` in linear layers, `attention` in attention products, and `executed` for both as
-    executed. The paper's counter omits fused attention: it counts 33.7 GFLOPs for ViT-B, which are
-    35.1 GFLOPs with attention products.
+    The FLOPs are the sum of a plain pass, a pass of `encoder`, and the method's additional FLOPs:
+    `linear` in linear layers, `attention` in attention products, and `executed` for the executed
+    FLOPs of both. The paper's counter omits fused attention: it counts 33.7 GFLOPs for ViT-B, and
+    attention products increase this to 35.1 GFLOPs.
     """
     flops = {
         "flops_method": backbone_flops(config) + linear,
@@ -347,20 +354,20 @@ def pass_costs(
 
 
 def expect(settings: Any, name: str, holds: bool, expected: str) -> None:
-    """Raise ValueError with the value of the setting `name` unless `holds` is true."""
+    """Raise ValueError with the value of the setting `name`, unless `holds` is true."""
     if not holds:
         raise ValueError(f"{name} is {getattr(settings, name)}; expected {expected}")
 
 
 def at_least_one(settings: Any, *names: str) -> None:
-    """Raise ValueError unless each of these settings is 1 or more."""
+    """Raise ValueError unless each of the settings `names` is at least 1."""
     for name in names:
         expect(settings, name, getattr(settings, name) >= 1, "at least 1")
 
 
 def halved(settings: Any, *names: str) -> None:
-    """Raise ValueError unless each of these lengths is even: one half are keys, the other half
-    values."""
+    """Raise ValueError unless each of the lengths `names` is even; one half is for keys, the other
+    half for values."""
     for name in names:
         length = getattr(settings, name)
         expect(

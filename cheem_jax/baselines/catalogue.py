@@ -66,9 +66,10 @@ BaselineConfig = (
 MethodConfig = CheemConfig | BaselineConfig
 
 NEED_A_ROUTER = ("cheem_lite", "moe_adapters")
-"""Methods that infer the task ID with a different network than the one that predicts the class."""
+"""Methods that infer the task ID with a network other than the one that predicts the class."""
 DEMO_BOUND: dict[str, Any] = {"epochs": 24, "learning_rates": (1e-3,)}
-"""Settings of the upper bound on the demo stream; CHEEM's fine-tuning there has as many epochs."""
+"""Settings of the upper bound on the demo stream; the number of epochs is that of CHEEM's
+fine-tuning."""
 QUICK_BOUND: dict[str, Any] = {"epochs": 8, "learning_rates": (3e-5, 1e-4)}
 
 LEARNERS: dict[type, Any] = dict(
@@ -102,17 +103,17 @@ TAKE_A_ROUTER = ("lora_cl", "s_prompts", "moe_adapters", "frozen_linear")
 def check_name(method: str) -> MethodName:
     """Return `method` if it is the name of a method.
 
-    Raises ValueError with the nearest names for an unknown method.
+    Raises ValueError with the most similar names for an unknown method.
     """
     if method not in NAMES:
         near = difflib.get_close_matches(method, NAMES, n=3) or NAMES
-        raise ValueError(f"unknown method {method!r}; nearest: {', '.join(near)}")
+        raise ValueError(f"unknown method {method!r}; most similar: {', '.join(near)}")
     return cast(MethodName, method)
 
 
-def preset_of(method: str, preset: Preset) -> MethodConfig:
-    """Return a method's settings for a preset: as in the paper's comparison, sized for a CPU, or
-    for a few hundred small images per task.
+def make_preset(method: str, preset: Preset) -> MethodConfig:
+    """Return the settings of a method for a preset: as in the paper's comparison, sized for a CPU,
+    or for a few hundred small images per task.
 
     Raises ValueError for an unknown method.
     """
@@ -122,10 +123,10 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
         case "cheem_lite":
             return CheemLiteConfig(**vars(PRESETS[preset]))
     config = next(kind for kind in LEARNERS if kind.name == method)()
-    # the defaults are the paper's, and `cheem_plus` differs for CHEEM alone
+    # The defaults are the paper's settings, and `cheem_plus` only changes CHEEM.
     if preset in ("paper", "cheem_plus") or isinstance(config, FrozenLinearConfig):
         return config
-    # epochs, rate and batch size near those of CHEEM's preset
+    # Epochs, learning rate and batch size are similar to those of CHEEM's preset.
     epochs, rate, changes = (16, 2e-3, DEMO_BOUND) if preset == "demo" else (8, 1e-3, QUICK_BOUND)
     if isinstance(config, RanPacConfig | EaseConfig):
         rate = config.fit.learning_rate  # of SGD
@@ -154,27 +155,24 @@ def make(
     num_tasks: int,
     base_means: np.ndarray | None = None,
 ) -> Method:
-    """Create the learner of a method.
+    """Make the learner of a method.
 
     `num_tasks` is the number of tasks of the stream; some methods divide their prompts among the
-    tasks beforehand. `base_means` are those of `Cheem`. Raises ValueError if the settings do not
-    fit the backbone, or if the router network does not fit the method.
+    tasks beforehand. `base_means` are the means for `Cheem`. Raises ValueError if the settings do
+    not fit the backbone, or if the router network does not fit the method.
     """
     executor, features, router_features = networks
-    # features from earlier tokens of the same backbone do not count as a different network
+    # Features from earlier tokens of the same backbone do not count as a different network.
     shared = router_features is features or (
         router_features.of(executor) and not router_features.ends(executor)
     )
     if config.name in NEED_A_ROUTER and shared:
         raise ValueError(
-            f"{config.name} infers the task ID with another network than the one that predicts;"
-            " give it one: --router deit_tiny, --router alexnet --router-weights FILE, or --router"
-            " vit_nano"
+            f"{config.name} needs a separate network for task-ID inference; give one: --router"
+            " deit_tiny, --router alexnet --router-weights FILE, or --router vit_nano"
         )
     if isinstance(config, CheemConfig):
         return Cheem(executor, config, keys, base_means, router_features)
     if config.name not in TAKE_A_ROUTER and not shared:
-        raise ValueError(
-            f"{config.name} infers no task ID with a router, so it takes no --router; leave it out"
-        )
+        raise ValueError(f"{config.name} does not infer the task ID with a router; omit --router")
     return LEARNERS[type(config)](networks, config, keys, num_tasks)

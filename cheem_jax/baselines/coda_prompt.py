@@ -1,5 +1,5 @@
-"""CODA-Prompt: prompts are sums of components, weighted per image by attention to its frozen
-feature.
+"""CODA-Prompt: prompts are sums of components, which are weighted per image by attention to its
+frozen feature.
 
 Each of the first five blocks has 100 components, keys and attention vectors. The weight of
 component m is the cosine between q * A_m and K_m, without softmax. The pool is divided among the
@@ -27,15 +27,15 @@ from cheem_jax.data.task import Task
 
 @dataclasses.dataclass(frozen=True)
 class CodaPromptConfig:
-    """Settings of CODA-Prompt: those of its released scripts, with 50 epochs, inferred from the
-    paper's comparison."""
+    """Settings of CODA-Prompt, as in its released scripts, except for the 50 epochs, which are
+    inferred from the paper's comparison."""
 
     name: ClassVar[str] = "coda_prompt"
     pool: int = 100
     """Number of components per block. They are divided equally among the tasks; the remainder is
     unused."""
     length: int = 8
-    """Number of rows of a component: the first half are keys, the second half values."""
+    """Number of rows of a component: the first half is keys, the second half values."""
     layers: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Indices of the blocks with components."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
@@ -47,7 +47,7 @@ class CodaPromptConfig:
 
 
 class CodaPrompt(Prompting):
-    """See the module."""
+    """The CODA-Prompt learner."""
 
     config: CodaPromptConfig
 
@@ -63,13 +63,13 @@ class CodaPrompt(Prompting):
         self._check_share(len(tasks) - 1)
         if unused := config.pool - self.rows * self.num_tasks:
             notes.append(
-                f"each of {self.num_tasks} tasks gets {self.rows} of {config.pool} components;"
-                f" {unused} stay unused"
+                f"each of the {self.num_tasks} tasks has {self.rows} of {config.pool} components;"
+                f" {unused} are not used"
             )
         if self.rows * self.num_tasks > width:
             notes.append(
-                f"more components than the {width} dimensions of their keys: the last ones start in"
-                " random directions, not orthogonal to all earlier ones"
+                f"there are more components than the {width} dimensions of their keys, so the last"
+                " ones are initialised randomly instead of orthogonal to all earlier ones"
             )
         return notes
 
@@ -82,11 +82,11 @@ class CodaPrompt(Prompting):
         if index >= self.num_tasks:
             raise ValueError(
                 f"the pool was divided among {self.num_tasks} tasks and has no rows for task"
-                f" {index + 1}; the number of tasks must be known before the first is learned"
+                f" {index + 1}; set the number of tasks before the first one is learned"
             )
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Restore a checkpoint; raises ValueError if its pool is divided among a different number
+        """Restore a checkpoint. Raises ValueError if its pool is divided among a different number
         of tasks."""
         if meta["num_tasks"] != self.num_tasks:
             raise ValueError(
@@ -117,23 +117,24 @@ class CodaPrompt(Prompting):
         task: Int[Array, ""],
         is_training: bool,
     ) -> Attached:
-        """Sum the components of all tasks so far; only the current task's rows have a gradient."""
+        """Sum the components of all learned tasks and the current one; only the current task's rows
+        have a gradient."""
         row = jnp.arange(self.config.pool)
         is_used = row < (task + 1) * self.rows
         is_current = row >= task * self.rows
         prefixes = {}
         for place, layer in enumerate(self.config.layers):
-            here = learning_only(
+            arrays = learning_only(
                 is_current, {name: values[place] for name, values in prompts.items()}
             )
-            weights = component_weights(query, here["attention"], here["keys"]) * is_used
+            weights = component_weights(query, arrays["attention"], arrays["keys"]) * is_used
             prefixes[layer] = halves(
-                jnp.einsum("bm,mld->bld", weights, here["components"], precision="highest")
+                jnp.einsum("bm,mld->bld", weights, arrays["components"], precision="highest")
             )
         return Attached(prefixes, jnp.zeros(len(query)))
 
     def num_params(self, index: int) -> tuple[int, int]:
-        """Return the number of parameters in the task's rows for both counts."""
+        """Return the number of parameters in the task's rows, which it both trains and adds."""
         config = self.config
         num = len(config.layers) * self.rows * (config.length + 2) * self.vit.width
         return num, num
@@ -157,14 +158,14 @@ def component_weights(
     # <q * A, K> = <q, A * K> and |q * A|^2 = <q^2, A^2>
     inner = jnp.matmul(query, (attention * keys).T, precision="highest")
     squares = jnp.matmul(query**2, (attention**2).T, precision="highest")
-    # rows of future tasks are zero; there, too, the root needs a finite gradient
+    # Rows of future tasks are zero; the root must have a finite gradient there, too.
     return inner / jnp.sqrt(squares + 1e-24) / jnp.sqrt((keys**2).sum(-1) + 1e-24)
 
 
 @jax.jit
 def _with_rows(key, before, index, num):
     """Add the rows of task `index` to `before` `[layers, M, F]`: samples of N(0, 1) minus their
-    projections on each earlier row."""
+    projections on all earlier rows."""
     begin = index * num
     pool = before.shape[1]
     sampled = jax.random.normal(key, before.shape)
@@ -179,7 +180,8 @@ def _with_rows(key, before, index, num):
                 squares > 0, squares, 1.0
             )
             rest = new - jnp.matmul(along, earlier, precision="highest")
-            # if the earlier rows span the space, the rest is a rounding error: use the sampled row
+            # If the earlier rows span the space, the rest is a rounding error, and the sampled row
+            # is used instead.
             rest = jnp.where(jnp.linalg.norm(rest) > 1e-3 * jnp.linalg.norm(new), rest, new)
             return rest / jnp.linalg.norm(rest)
 

@@ -2,10 +2,11 @@
 task.
 
 The attention to the learned keys and values is computed in parallel to a block's attention, and the
-two results are added. Values are initialised with 0, so an untrained task's network is identical to
-the pretrained network. The inferred task of an image has the largest density of frozen, normalised
-features. Tang et al., "Mind the Interference: Retaining Pre-trained Knowledge in Parameter
-Efficient Continual Learning of Vision-Language Models", ECCV 2024, without its text tower.
+two results are added. Values are initialised with 0, so the network of an untrained task is
+identical to the pretrained network. The inferred task of an image has the largest density of
+frozen, normalised features. Tang et al., "Mind the Interference: Retaining Pre-trained Knowledge in
+Parameter Efficient Continual Learning of Vision-Language Models", ECCV 2024, without its text
+tower.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ class DikiConfig:
     official code; a tuple selects blocks by index. Router and prediction share the blocks before
     the first prefix."""
     cov_shrinkage: float = 0.0
-    """Share of the identity, scaled to the same mean variance, in each covariance. With the
+    """Share of the scaled identity in each covariance, which preserves the mean variance. With the
     official value 0 and fewer images than dimensions, hardly any test image has its largest density
     under the Gaussian of its task."""
     fit: FitConfig = FitConfig(epochs=20)
@@ -60,7 +61,7 @@ class DikiConfig:
 
 
 class Diki(OwnPrompts):
-    """See the module."""
+    """The DIKI learner."""
 
     config: DikiConfig
 
@@ -68,20 +69,21 @@ class Diki(OwnPrompts):
         executor = self.executor
         if not self.router_features.of(executor):
             raise ValueError(
-                "diki infers the task ID within one pass; give it the features of the same backbone"
+                "diki infers the task ID within the same pass; give it the features of the same"
+                " backbone"
             )
-        self.layers = layers_of(self.config.layers, executor.config.depth)
+        self.layers = find_layers(self.config.layers, executor.config.depth)
         super().build()
 
         @executor.jit
         def tokens_and_features(leaves, inputs):
-            vit = executor.vit_of(leaves)
+            vit = executor.merge_vit(leaves)
             tokens = self.enter(vit, inputs["images"])
             return tokens, vit.features(vit.run_blocks(tokens, begin=self.layers[0]))
 
         @executor.jit
         def tokens(leaves, inputs):
-            return self.enter(executor.vit_of(leaves), inputs["images"])
+            return self.enter(executor.merge_vit(leaves), inputs["images"])
 
         self._tokens, self._tokens_and_features = tokens, tokens_and_features
 
@@ -91,9 +93,9 @@ class Diki(OwnPrompts):
         if not few or self.config.cov_shrinkage:
             return []
         return [
-            f"at most as many training images as the {width} dimensions of a Gaussian, so some"
-            f" directions have the variance {JITTER:g} alone and the router can fail; set"
-            f" cov_shrinkage: {', '.join(few)}"
+            f"{', '.join(few)}: not more training images than the {width} dimensions of a Gaussian,"
+            f" so some directions only have the variance {JITTER:g} and the router can fail; set"
+            " cov_shrinkage"
         ]
 
     def begin_prompts(self, key: jax.Array) -> Prompts:
@@ -122,7 +124,7 @@ class Diki(OwnPrompts):
         return vit.features(vit.run_blocks(tokens, begin=self.layers[0], prefixes=prefixes))
 
     def inputs(self, task: Task, session: Session) -> Inputs:
-        """Return the tokens before the first prefix if they fit into the budget, else the
+        """Return the tokens before the first prefix if they fit the budget, otherwise the
         images."""
         images = Inputs(task.train.images)
         if 4 * len(images) * self.vit.num_tokens * self.vit.width > self.executor.budget:
@@ -132,7 +134,7 @@ class Diki(OwnPrompts):
             return Inputs(tokens=self.over(self._tokens, images, leaves, advance=advance))
 
     def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
-        """Fit a Gaussian; returns its mean, and the lower triangle of a Cholesky factor."""
+        """Fit a Gaussian. Return its mean and the lower triangle of a Cholesky factor."""
         gaussian = fit_gaussian(features, self.config.cov_shrinkage)
         rows, columns = np.tril_indices(len(gaussian.mean))
         return {"mean": gaussian.mean, "factor": gaussian.factor[rows, columns]}
@@ -142,9 +144,9 @@ class Diki(OwnPrompts):
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
         """Infer the task ID of each image and compute its features in one pass over the images.
 
-        Both share the blocks before the first prefix.
+        Router and prediction share the blocks before the first prefix.
         """
-        gaussians = [gaussian_of(task) for task in self.tasks]
+        gaussians = [unpack_gaussian(task) for task in self.tasks]
 
         def answer(leaves, stack, inputs: dict[str, Any]) -> tuple[Any, Any]:
             tokens, features = self._tokens_and_features(leaves, inputs)
@@ -163,11 +165,11 @@ class Diki(OwnPrompts):
         return 8 * (width + width * (width + 1) // 2)
 
     def costs(self) -> dict[str, int]:
-        """Report the FLOPs per image: one pass, and a second pass through the blocks since the
-        first prefix.
+        """Report the FLOPs per image: one pass, and a second pass that starts at the first block
+        with a prefix.
 
-        `flops_as_printed` counts attention products in the second pass alone. For `last3`, it is
-        the number in the paper's table.
+        `flops_as_printed` counts attention products only in the second pass. For `last3`, it is the
+        number in the paper's table.
         """
         vit = self.vit
         again = range(self.layers[0], self.vit.depth)
@@ -182,7 +184,8 @@ class Diki(OwnPrompts):
 
 
 class Gaussian(NamedTuple):
-    """A full Gaussian: its mean, and the lower Cholesky factor of its covariance."""
+    """A Gaussian with a full covariance: its mean, and the lower Cholesky factor of the
+    covariance."""
 
     mean: Float64[np.ndarray, "D"]
     factor: Float64[np.ndarray, "D D"]
@@ -210,7 +213,7 @@ def fit_gaussian(features: Float[np.ndarray, "N D"], shrinkage: float = 0.0) -> 
         ) from error
 
 
-def gaussian_of(task: PromptedTask) -> Gaussian:
+def unpack_gaussian(task: PromptedTask) -> Gaussian:
     """Unpack a learned task's Gaussian."""
     mean = task.router["mean"]
     factor = np.zeros((len(mean), len(mean)))
@@ -226,9 +229,11 @@ def log_density(features: Float[np.ndarray, "N D"], gaussian: Gaussian) -> Float
     return -0.5 * ((whitened**2).sum(axis=0) + log_det + len(gaussian.mean) * math.log(2 * math.pi))
 
 
-def layers_of(layers: Literal["last3", "first8"] | tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """Return the sorted indices of the blocks with prefixes; raises ValueError for blocks that the
-    backbone lacks."""
+def find_layers(
+    layers: Literal["last3", "first8"] | tuple[int, ...], depth: int
+) -> tuple[int, ...]:
+    """Return the sorted indices of the blocks with prefixes. Raises ValueError for blocks that the
+    backbone does not have."""
     named = {"last3": tuple(range(depth - 3, depth)), "first8": tuple(range(8))}
     blocks = named[layers] if isinstance(layers, str) else layers
     check_layers(blocks, depth)

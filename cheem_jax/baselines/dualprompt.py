@@ -1,11 +1,11 @@
-"""DualPrompt: a general prompt that all tasks share, and an expert prompt per task, selected by the
-nearest task key.
+"""DualPrompt: a general prompt that all tasks share, and an expert prompt per task, which is
+selected by the nearest task key.
 
 Blocks 0 and 1 have the general prompt, blocks 2 to 4 the expert prompt; both are keys and values of
 the attention. Training uses the slot of the current task and pulls its key towards the queries.
 Prediction selects the slot with the nearest key, separately for each image and block. Later tasks
 change the general prompt, but not the expert slots of earlier tasks. Wang et al., "DualPrompt:
-Complementary Prompting for Rehearsal-Free Continual Learning", ECCV 2022, in the form of the
+Complementary Prompting for Rehearsal-Free Continual Learning", ECCV 2022, as implemented in the
 CODA-Prompt code.
 """
 
@@ -34,10 +34,10 @@ class DualPromptConfig:
 
     name: ClassVar[str] = "dualprompt"
     pool: int | None = None
-    """Number of expert slots, at least one per task. None: 10, or the number of tasks if that is
-    larger."""
+    """Number of expert slots, at least one per task. With None, it is 10 or the number of tasks,
+    whichever is larger."""
     general_length: int = 6
-    """Number of rows of the general prompt: the first half are keys, the second half values
+    """Number of rows of the general prompt: the first half is keys, the second half values
     (original: 10)."""
     expert_length: int = 20
     """Number of rows of an expert prompt (original: 10 on CIFAR-100, 40 on ImageNet-R)."""
@@ -51,20 +51,21 @@ class DualPromptConfig:
     def __post_init__(self) -> None:
         at_least_one(self, "batch_size")
         is_pool = self.pool is None or self.pool >= 1
-        expect(self, "pool", is_pool, "one slot per task, or none to follow the number of tasks")
+        expect(self, "pool", is_pool, "one slot per task, or none for the number of tasks")
         halved(self, "general_length", "expert_length")
         if both := set(self.general_layers) & set(self.expert_layers):
             raise ValueError(
-                f"blocks {sorted(both)} have a general and an expert prompt; expected one of them"
+                f"blocks {sorted(both)} have a general and an expert prompt; expected only one"
             )
         if not self.expert_layers:
             raise ValueError(
-                "expert_layers is empty; without expert prompts nothing tells the tasks apart"
+                "expert_layers is empty; expected at least one block, because expert prompts"
+                " distinguish the tasks"
             )
 
 
 class DualPrompt(Prompting):
-    """See the module."""
+    """The DualPrompt learner."""
 
     config: DualPromptConfig
 
@@ -86,9 +87,8 @@ class DualPrompt(Prompting):
     def _check_slot(self, index: int) -> None:
         if index >= self.pool:
             raise ValueError(
-                f"a pool of {self.pool} slots has none for task {index + 1}; expected one per task:"
-                f" set pool to {index + 1} or more, or leave it out before the first task is"
-                " learned"
+                f"the pool has {self.pool} slots, but task {index + 1} needs another one; set pool"
+                f" to at least {index + 1}, or omit it, before the first task is learned"
             )
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
@@ -118,8 +118,8 @@ class DualPrompt(Prompting):
         task: Int[Array, ""],
         is_training: bool,
     ) -> Attached:
-        """Select the general prompt, and the slot of the current task in training, of the nearest
-        key in prediction."""
+        """Select the general prompt and an expert slot: in training, the slot of the current task;
+        in prediction, the slot with the nearest key."""
         config = self.config
         key_loss = jnp.zeros(len(query))
         prefixes = {}
@@ -132,7 +132,7 @@ class DualPrompt(Prompting):
                 slot = jnp.broadcast_to(task, len(query))
                 key_loss += 1.0 - cosine(query, keys[task])
             else:
-                # slots of future tasks are random
+                # the slots of future tasks contain random values
                 is_learned = jnp.arange(len(keys)) <= task
                 near = jnp.where(is_learned, cosine(query[:, None], keys), -jnp.inf)
                 slot = near.argmax(axis=1)
@@ -157,8 +157,8 @@ class DualPrompt(Prompting):
         return {"attention": attention, "executed": attention + 2 * experts * self.pool * vit.width}
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
-        """Store prompts and head; reports the share of the training images in each slot of each
-        block."""
+        """Store the prompts and the head. Report the share of the training images that select each
+        slot, per block."""
         report = super().finish(task, fitting, session)
         query = self.features(task.train.images)
         num = len(self.classes) + 1

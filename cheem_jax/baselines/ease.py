@@ -67,7 +67,7 @@ class Ease(AdapterBaseline):
 
         @executor.jit
         def similarities(adapters, weight, leaves, inputs):
-            features = adapted_features(executor.vit_of(leaves), adapters, inputs["images"])
+            features = adapted_features(executor.merge_vit(leaves), adapters, inputs["images"])
             return unit(features) @ weight
 
         self.fitter = self.cosine_fitter(SGD)

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from cheem_jax.backbone.flops import backbone_params
 from cheem_jax.baselines.baseline import (
     OneHead,
+    TrainedBaseline,
     at_least_one,
     no_classes,
     params_report,
@@ -40,13 +41,12 @@ from cheem_jax.engine.batches import batches
 from cheem_jax.run.session import Session
 
 TUNED_ON = 3
-"""Number of tasks, the first ones of the stream, on which the strength of the penalty is
-selected."""
+"""Number of tasks at the start of the stream on which the strength of the penalty is selected."""
 HEAD_RATE = 1e-3
 """Initial learning rate of the head."""
 GRADIENT_BYTES = 2**30
-"""Budget for the gradients of a chunk of images; the gradient of one image has the size of the
-backbone."""
+"""Number of bytes for the gradients of a chunk of images; the gradient of one image has the size of
+the backbone."""
 
 
 class Noise(enum.IntEnum):
@@ -62,8 +62,8 @@ class EwcConfig:
 
     name: ClassVar[str] = "ewc"
     penalties: tuple[float, ...] = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
-    """Strengths of the penalty to select from, by the average validation accuracy over the stream's
-    first three tasks. A prediction there is the argmax over the classes of these tasks."""
+    """Candidate strengths of the penalty. The average validation accuracy over the first three
+    tasks of the stream selects one. These predictions are among the classes of the three tasks."""
     fit: FitConfig = FitConfig(epochs=20, learning_rate=5e-5)
     """Training settings; `fit.learning_rate` is the backbone's."""
     batch_size: int = 64
@@ -72,7 +72,7 @@ class EwcConfig:
         at_least_one(self, "batch_size")
         if not self.penalties or not all(0 <= penalty < float("inf") for penalty in self.penalties):
             raise ValueError(
-                f"penalties are {self.penalties}; expected at least one, all finite and at least 0"
+                f"penalties are {self.penalties}; expected at least one finite number of at least 0"
             )
 
 
@@ -85,8 +85,8 @@ class EwcState(NamedTuple):
     """Columns of all learned classes without padding, on the host."""
 
 
-class Ewc(OneHead):
-    """See the module."""
+class Ewc(OneHead, TrainedBaseline):
+    """The online EWC learner."""
 
     State = EwcState
     config: EwcConfig
@@ -101,7 +101,7 @@ class Ewc(OneHead):
         """Number of images whose gradients are computed at once."""
 
         def logits(leaves, head, inputs):
-            return head_logits(head, executor.vit_of(leaves)(inputs["images"]))
+            return head_logits(head, executor.merge_vit(leaves)(inputs["images"]))
 
         def loss(learned, fixed, batch: FitBatch):
             (leaves, head), (old_leaves, fisher, strength, num) = learned, fixed
@@ -124,7 +124,7 @@ class Ewc(OneHead):
                 label = jax.random.categorical(jax.random.fold_in(key, row), own_logits)
                 return -local_cross_entropy(values, label[None], jnp.ones(1), 0, num)
 
-            # a mean of squares: the square of the mean gradient is far smaller
+            # This is a mean of squares; the square of the mean gradient is far smaller.
             new = squared_gradients(log_likelihood, leaves, weights, inputs["images"], rows)
             return jax.tree.map(jnp.add, sums, new)
 
@@ -145,10 +145,10 @@ class Ewc(OneHead):
         if num == 1:
             return []
         if len(tasks) == 1:
-            return [f"a single task needs no penalty, so the {num} penalties are not compared"]
+            return [f"a single task needs no penalty, so none of the {num} penalties is selected"]
         names = ", ".join(task.name for task in self._first[1:])
         return [
-            f"learns {names} {num} times beforehand, to select one of {num} penalties on the"
+            f"{names} are learned {num} times beforehand, to select one of {num} penalties on the"
             " validation split"
         ]
 
@@ -166,8 +166,8 @@ class Ewc(OneHead):
         if self.penalty is None and [first.name for first in self._first[:1]] != [task.name]:
             raise ValueError(
                 f"ewc selects one of {len(self.config.penalties)} penalties on a stream's first"
-                f" tasks, but knows no stream that starts with {task.name!r}: call check(tasks)"
-                " first, or give one penalty"
+                f" tasks, but `check` was not called with a stream that starts with {task.name!r};"
+                " call check(tasks) first, or give one penalty"
             )
         strength = np.float32(self.penalty if self.classes.num else 0)
         return self.state.backbone, self.state.fisher, strength, np.int32(len(task.classes))

@@ -1,4 +1,4 @@
-"""Gradient training of any pytree: prompts, adapters, or a whole backbone.
+"""Train any pytree by gradient descent: prompts, adapters, or a whole backbone.
 
 A method defines the loss of a batch as a pure function of learned arrays, fixed arrays and the
 batch. All tasks share one compiled step.
@@ -25,18 +25,18 @@ from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import Rows, batches, num_batches, side_by_side
 from cheem_jax.engine.executor import add, guard
 from cheem_jax.engine.layout import ONE, Layout
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.rolling import Saved
 from cheem_jax.run.training import FitState, fit, restored
 
 T = TypeVar("T")
 WORKING_SET = 5 * 2**19
-"""Bytes per part of a batch, half of an executor's: the backward pass stores the activations of the
-whole network."""
+"""Number of bytes per part of a batch. It is half of an executor's, because the backward pass
+stores the activations of the whole network."""
 
 
 class Init(enum.IntEnum):
-    """Arrays that `Phase.METHOD_INIT` initialises; the number is part of the key, so new members
+    """Arrays that `Phase.METHOD_INIT` initialises. The number is part of the key, so new members
     are appended."""
 
     LEARNED = 0
@@ -47,8 +47,8 @@ class Init(enum.IntEnum):
 
 
 class FitBatch(NamedTuple):
-    """One training batch: arrays `[B, ...]` keyed by name, labels, and weights. The weights sum to
-    1; padding has the weight 0."""
+    """A training batch: arrays `[B, ...]` keyed by name, labels, and weights. The weights sum to 1;
+    padding has weight 0."""
 
     inputs: dict[str, Any]
     labels: Int[Any, "B"]
@@ -58,7 +58,7 @@ class FitBatch(NamedTuple):
 
 
 class Inputs:
-    """Images of a data set and further arrays with one row per image, such as the queries of
+    """Images of a data set and additional arrays with one row per image, such as the queries of
     prompts."""
 
     def __init__(self, images: Images | None = None, **others: np.ndarray):
@@ -69,7 +69,7 @@ class Inputs:
         return len(next(iter(self.others.values())) if self.images is None else self.images)
 
     def follow(self, order: Sequence[np.ndarray], layout: Layout = ONE) -> Iterator[dict[str, Any]]:
-        """Yield the inputs of each array of row numbers; images are read ahead."""
+        """Yield the inputs of each array of row numbers. Images are read in advance."""
         read = itertools.repeat(None) if self.images is None else layout.read(self.images, order)
         for rows, images in zip(order, read, strict=False):
             others = {name: layout.rows(values[rows]) for name, values in self.others.items()}
@@ -83,7 +83,7 @@ class Fitting(NamedTuple):
     moments: Any
     progress: FitState = FitState()
     more: Mapping[str, Any] = {}
-    """Further arrays that a rolling checkpoint stores."""
+    """Additional arrays for the rolling checkpoint."""
 
     def saved(self) -> Saved:
         """Return a rolling checkpoint of this state."""
@@ -97,12 +97,12 @@ class Fitter:
     """Compiled training step of a loss `loss(learned, fixed, batch)`.
 
     Args:
-        loss: a pure function; for `rows`, a weighted sum over images without noise.
-        optimizer: computes updates for the learning rate 1; default Adam.
+        loss: a pure function; with `rows`, a weighted sum over images without noise.
+        optimizer: computes updates for the learning rate 1; by default, Adam.
         jit: compiles a function.
-        rows: `Executor.rows`, which divides a batch into parts that a CPU computes in parallel;
-            None: a batch is computed as a whole.
-        layout: divides a batch over devices.
+        rows: `Executor.rows`, which splits a batch into parts that a CPU computes in parallel. With
+            None, a batch is computed as a whole.
+        layout: splits a batch over devices.
     """
 
     def __init__(
@@ -149,14 +149,14 @@ class Fitter:
 
     def begin(self, learned: Any, saved: Saved | None = None) -> Fitting:
         """Start training from `learned`, or resume it from a rolling checkpoint."""
-        learned = self.layout.everywhere(jax.tree.map(jnp.asarray, learned))
+        learned = self.layout.replicate(jax.tree.map(jnp.asarray, learned))
         fitting = Fitting(*self._begin(learned))
         if saved is None:
             return fitting
         arrays = dict(saved.arrays)
         stored = unnumbered((fitting.learned, fitting.moments), arrays.pop("fitting"))
         progress = restored(saved.meta, arrays.pop("running", ()))
-        return Fitting(*self.layout.everywhere(stored), progress, arrays)
+        return Fitting(*self.layout.replicate(stored), progress, arrays)
 
     def run(
         self,
@@ -218,8 +218,8 @@ class Fitter:
     ) -> tuple[Fitting, jax.Array]:
         """Take one optimizer step.
 
-        Returns the next state and the loss before the step. For a non-finite loss or gradient, the
-        returned loss is NaN and the arrays are unchanged.
+        Returns the next state, and the loss before the step. If the loss or a gradient is
+        non-finite, the returned loss is NaN and the arrays are unchanged.
         """
         learned, moments = fitting[:2]
         size = len(batch.labels)
@@ -246,7 +246,7 @@ class Fitter:
         advance: Advance,
         error: str,
     ) -> tuple[Fitting, float]:
-        """Take one step per batch; also returns the mean loss.
+        """Take one step per batch. Return the next state and the mean loss.
 
         Raises FloatingPointError with the message `error` for a non-finite loss or gradient.
         """
@@ -266,10 +266,10 @@ def over_batches(
     inputs: Inputs,
     *,
     batch_size: int,
-    advance: Advance = unwatched,
+    advance: Advance = no_progress,
     layout: Layout = ONE,
 ) -> Any:
-    """Apply a compiled function to all inputs in batches of one shape.
+    """Apply a compiled function to all inputs in batches of equal shape.
 
     Returns a pytree of arrays `[N, ...]` on the host. Raises ValueError if there are no images.
     """
@@ -292,10 +292,10 @@ def over_batches(
 
 
 def learning_only(mask: Bool[Array, "..."], tree: T) -> T:
-    """Return the arrays unchanged, with a gradient of exactly 0 if `mask` is False.
+    """Return the arrays with the gradient 0 where `mask` is False.
 
-    `mask` has the first axes of the arrays. Adam then leaves these elements unchanged, because its
-    moments are 0 at the start of each task.
+    The axes of `mask` are the first axes of the arrays. Adam leaves the masked elements unchanged,
+    because its moments are 0 at the start of each task.
     """
 
     def only(leaf: Array) -> Array:
@@ -306,11 +306,11 @@ def learning_only(mask: Bool[Array, "..."], tree: T) -> T:
 
 
 def numbered(tree: Any) -> dict[str, Any]:
-    """Convert a pytree to a dict of its leaves keyed by number, as checkpoints store them."""
+    """Convert a pytree to a dict of its leaves, keyed by number, for checkpoints."""
     return {f"{number:04d}": leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
 
 
 def unnumbered(like: T, arrays: Mapping[str, Any]) -> T:
-    """Invert `numbered`; `like` has the structure of the result."""
+    """Convert the result of `numbered` back to a pytree with the structure of `like`."""
     leaves = [jnp.asarray(leaf) for _, leaf in sorted(arrays.items())]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

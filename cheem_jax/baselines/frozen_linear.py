@@ -2,8 +2,8 @@
 router.
 
 The head is ridge regression on one-hot labels (scikit-learn's RidgeClassifier). Its penalty is
-selected per task on the validation split. A method that trains the backbone has to be more accurate
-than this reference.
+selected per task on the validation split. Training the backbone is only useful if it is more
+accurate than this reference.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from cheem_jax.core.routing import (
 )
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
+from cheem_jax.run.method import check_task_ids
 from cheem_jax.run.session import Session
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
@@ -55,7 +56,7 @@ class LinearTask(NamedTuple):
 
 
 class FrozenLinear(Baseline):
-    """Frozen features with a ridge head per task; CHEEM's router infers the task ID."""
+    """Frozen features with a ridge head per task. CHEEM's router infers the task ID."""
 
     Learned = LinearTask
 
@@ -108,8 +109,8 @@ class FrozenLinear(Baseline):
         )
         tasks = np.asarray(self._index.route(self.router_features(images)), np.int32)
         heads = [Head(task.weight, task.bias) for task in self.tasks]
-        given = tasks if task_ids is None else np.asarray(task_ids)
-        return Inferred(tasks, classes_by_task(self.features(images), heads, given))
+        selected = tasks if task_ids is None else check_task_ids(task_ids, len(self.tasks))
+        return Inferred(tasks, classes_by_task(self.features(images), heads, selected))
 
 
 def fit_head(

@@ -1,9 +1,9 @@
 """Full fine-tuning, an upper bound: the whole backbone is fine-tuned for each task, and the task ID
 is given.
 
-Tasks share no parameters, so the method is not a continual learner. Training uses Adam without
-weight decay. The backbone's learning rate is selected on the validation split, because a rate of
-1e-3 destroys a pretrained ViT; the head has a separate rate.
+Tasks share no parameters, so the method is not a continual learner. It trains with Adam without
+weight decay. The learning rate of the backbone is selected on the validation split, because a rate
+of 1e-3 destroys a pretrained ViT; the head has a separate rate.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class FullFinetuneConfig:
     epochs: int = 20
     """Number of passes over the training images."""
     learning_rates: tuple[float, ...] = (1e-5, 3e-5, 5e-5, 1e-4)
-    """Learning rates of the backbone to select from per task, by validation accuracy."""
+    """Candidate learning rates of the backbone. Validation accuracy selects one per task."""
     batch_size: int = 64
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class FinetunedTask(NamedTuple):
 
 
 class FullFinetune(OwnHeads):
-    """See the module; every task starts from the pretrained weights."""
+    """Full fine-tuning; the network of each task starts from the pretrained weights."""
 
     Learned = FinetunedTask
     needs_task_id = True
@@ -78,7 +78,7 @@ class FullFinetune(OwnHeads):
         executor = self.executor
 
         def features(leaves, inputs):
-            return executor.vit_of(leaves)(inputs["images"])
+            return executor.merge_vit(leaves)(inputs["images"])
 
         def loss(learned, num, batch: FitBatch):
             leaves, head = learned
@@ -86,7 +86,7 @@ class FullFinetune(OwnHeads):
             return local_cross_entropy(logits, batch.labels, batch.weights, 0, num)
 
         def rows(batch_size: int, working_set: int) -> int:
-            # fewer and larger parts, because each part computes a gradient of all weights
+            # larger parts, because each part computes a gradient of all weights
             return executor.rows(batch_size, 6 * working_set)
 
         self.fitter = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=rows)
@@ -111,15 +111,15 @@ class FullFinetune(OwnHeads):
         }
 
     def bound(self, index: int, task: Task, session: Session) -> UpperBound:
-        """Measure the upper bound of one task without storing its network.
+        """Measure the upper bound of a task without storing its network.
 
-        Only the network of the selected rate is evaluated on the test split.
+        Only the network of the selected learning rate is evaluated on the test split.
         """
         bound, learned = self._sweep(index, task, session)
         return bound._replace(test_accuracy=self._accuracy(learned, len(task.classes), task.test))
 
     def _sweep(self, index: int, task: Task, session: Session) -> tuple[UpperBound, Any]:
-        """Train at every learning rate; returns the best result, without test accuracy, and its
+        """Train with every learning rate. Return the best result, without test accuracy, and its
         parameters."""
         config = self.config
         keys = self.keys
@@ -140,6 +140,7 @@ class FullFinetune(OwnHeads):
             best = UpperBound(*saved.meta["best"])
             if "best" in fitting.more:
                 best_learned = unnumbered(fitting.learned, fitting.more["best"])
+            session.saved = saved = None  # its arrays would stay in memory during the training
         number = first
 
         def state() -> Saved:
@@ -183,8 +184,8 @@ class FullFinetune(OwnHeads):
                 fitting = self.fitter.begin(begin)._replace(more=more)
         if best_learned is None:
             raise FloatingPointError(
-                f"full fine-tuning of task {task.name!r} predicts no validation image right at any"
-                f" of the learning rates {rates}; set smaller ones"
+                f"full fine-tuning of task {task.name!r} predicts no validation image correctly"
+                f" with any of the learning rates {rates}; set smaller ones"
             )
         return best, best_learned
 
@@ -198,9 +199,10 @@ class FullFinetune(OwnHeads):
         head = init_head_learner(key, self.vit.width, next_power_of_two(len(task.classes))).params
         return list(self.executor.leaves), head
 
-    def bytes_beside(self, task: Task) -> int:
-        """Return the bytes of the best parameters so far in two rolling checkpoints."""
-        return 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
+    def bytes_needed(self, task: Task) -> int:
+        """Estimate the bytes on disk for the next task: its checkpoint, and two rolling checkpoints
+        with Adam's moments and the best parameters."""
+        return 4 * (2 * 4 + 1) * sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
 
     def run(
         self, images: Images, task_ids: Int[np.ndarray, "N"] | None

@@ -1,6 +1,6 @@
-"""Heads of the baselines and predictions from their logits.
+"""Heads of the baselines, and predictions from their logits.
 
-A method has one head for all classes, or one head per task. Heads are padded to a power of two so
+A method has one head for all classes, or one head per task. Heads are padded to a power of two, so
 that tasks share compiled functions.
 """
 
@@ -18,15 +18,16 @@ from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.pool import FAR, Head
 from cheem_jax.engine.inference import Inferred
 from cheem_jax.run.checkpoint import load_meta, named, saved_tasks
+from cheem_jax.run.method import check_task_ids
 
 
 class Classes:
-    """Classes of all learned tasks; columns `first[t]` to `first[t + 1]` of a global head belong to
+    """Classes of all learned tasks. Columns `first[t]` to `first[t + 1]` of a global head belong to
     task t."""
 
     def __init__(self, names: Sequence[str] = (), classes: Sequence[Sequence[str]] = ()):
         self.names = list(names)
-        self.classes = [tuple(some) for some in classes]
+        self.classes = [tuple(names) for names in classes]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -38,7 +39,7 @@ class Classes:
 
     @property
     def last(self) -> tuple[int, str, tuple[str, ...]]:
-        """Position, name and classes of the last task."""
+        """Index, name and classes of the last task."""
         return len(self) - 1, self.names[-1], self.classes[-1]
 
     @property
@@ -56,9 +57,9 @@ class Classes:
     ) -> Inferred:
         """Infer the task and predict the class of each image from the logits of a global head.
 
-        The inferred task has the largest logit of all classes. The predicted class has the largest
-        logit of the task in `task_ids`, or else of the inferred task; it is -1 for a non-finite
-        logit.
+        The inferred task is that of the largest logit. The predicted class has the largest logit of
+        the task in `task_ids`, or of the inferred task if `task_ids` is None; it is -1 if a logit
+        is non-finite.
         """
         first = self.first
         logits = logits[:, : first[-1]]
@@ -67,7 +68,7 @@ class Classes:
         chosen = tasks
         is_finite = np.isfinite(logits).all(axis=1)
         if task_ids is not None:
-            chosen = np.asarray(task_ids)
+            chosen = check_task_ids(task_ids, len(self))
             columns = np.arange(first[-1])
             begin, end = first[chosen][:, None], first[chosen + 1][:, None]
             is_own = (columns >= begin) & (columns < end)
@@ -78,7 +79,7 @@ class Classes:
 
 
 def saved_classes(root: Path) -> Classes:
-    """Read the classes of all tasks that are saved below `root`; raises ValueError for corrupted
+    """Read the classes of all tasks that are saved in `root`. Raises ValueError for corrupted
     metadata."""
     classes = Classes()
     for directory in saved_tasks(root):
@@ -89,9 +90,10 @@ def saved_classes(root: Path) -> Classes:
 
 
 def grow_head(key: jax.Array, head: Head | None, width: int, num_seen: int, num_new: int) -> Head:
-    """Return a head with `num_new` further columns; the first `num_seen` columns are unchanged.
+    """Return a head with `num_new` additional columns; the first `num_seen` columns are unchanged.
 
-    The new weights are truncated normal with deviation 0.02, the new biases 0.
+    New weights are sampled from a truncated normal distribution with standard deviation 0.02; new
+    biases are 0.
     """
     size = next_power_of_two(num_seen + num_new)
     weight, bias = np.zeros((width, size), np.float32), np.zeros(size, np.float32)
@@ -112,9 +114,9 @@ def _truncated(key, width: int, num: int):
 def local_cross_entropy(
     logits: Float[Array, "B P"], labels: Int[Array, "B"], weights: Float[Array, "B"], first, num
 ) -> Float[Array, ""]:
-    """Sum the weighted cross-entropy over columns `first` to `first + num` alone.
+    """Sum the weighted cross-entropy over columns `first` to `first + num` only.
 
-    `labels` count within these columns. All other columns have the gradient 0.
+    `labels` are relative to `first`. All other columns have the gradient 0.
     """
     columns = jnp.arange(logits.shape[-1])
     logits = jnp.where((columns >= first) & (columns < first + num), logits, FAR)
@@ -134,8 +136,8 @@ def cut(head: Head, num: int) -> Head:
 def classes_by_task(
     features: Float[np.ndarray, "N D"], heads: Sequence[Head], tasks: Int[np.ndarray, "N"]
 ) -> Int[np.ndarray, "N"]:
-    """Predict the class of each image with the head of its task; the class is -1 for a non-finite
-    logit."""
+    """Predict the class of each image with the head of its task. The class is -1 if a logit is
+    non-finite."""
     classes = np.zeros(len(features), np.int32)
     for task in np.unique(tasks):
         rows = np.flatnonzero(tasks == task)

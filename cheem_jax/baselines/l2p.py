@@ -1,11 +1,11 @@
 """L2P: a pool of prompts that all tasks share; each image selects the prompts with the nearest
 keys.
 
-The query is the frozen CLS token. The five keys with the largest cosines, of 30, select their
+The query is the frozen CLS token. Of 30 keys, the five with the largest cosines select their
 prompts, which become keys and values of the first block's attention. Training pulls the selected
 keys towards the query. L2P forgets because each task changes the prompts that it selects. Wang et
-al., "Learning to Prompt for Continual Learning", CVPR 2022, in the form of the CODA-Prompt code
-that the paper adapted.
+al., "Learning to Prompt for Continual Learning", CVPR 2022, as implemented in the CODA-Prompt code,
+which the paper adapted.
 """
 
 import dataclasses
@@ -35,29 +35,29 @@ class L2pConfig:
     pool: int = 30
     """Number of prompts in the pool (original: 10)."""
     length: int = 20
-    """Number of rows of a prompt: the first half are keys, the second half values (original: 10
+    """Number of rows of a prompt: the first half is keys, the second half values (original: 10
     tokens)."""
     top_k: int = 5
     """Number of prompts per image (original: 4)."""
     layers: tuple[int, ...] = (0,)
     """Indices of the blocks, each with a separate pool; (0, 1, 2, 3, 4) is the variant called
-    deep."""
+    "deep"."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
     batch_size: int = 128
 
     def __post_init__(self) -> None:
         at_least_one(self, "batch_size")
         halved(self, "length")
-        expect(self, "top_k", 1 <= self.top_k <= self.pool, f"1..{self.pool}, the pool")
+        expect(self, "top_k", 1 <= self.top_k <= self.pool, f"1..{self.pool}, the size of the pool")
 
 
 class L2p(Prompting):
-    """See the module."""
+    """The L2P learner."""
 
     config: L2pConfig
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """Initialise a pool from U(0, 1) before the first task; later tasks continue to train
+        """Initialise the pool from U(0, 1) before the first task; later tasks continue to train
         it."""
         if prompts:
             return prompts
@@ -96,8 +96,8 @@ class L2p(Prompting):
         return Attached(prefixes, key_loss)
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
-        """Store prompts and head; reports how many training images select each prompt of each
-        block."""
+        """Store the prompts and the head. Report the number of training images that select each
+        prompt, per block."""
         report = super().finish(task, fitting, session)
         query = normalise(self.features(task.train.images))
         uses = []
@@ -116,6 +116,7 @@ class L2p(Prompting):
         return {"attention": attention, "executed": attention + cosines}
 
     def num_params(self, index: int) -> tuple[int, int]:
-        """Return the size of the pool, and the same number for the first task, otherwise 0."""
+        """Return the size of the pool; the second number is 0 for later tasks, because they add no
+        prompts."""
         pool = sum(values.size for values in self.state.prompts.values())
         return pool, pool if index == 0 else 0

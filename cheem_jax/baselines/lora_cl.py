@@ -1,13 +1,13 @@
 """LoRA-CL: a low-rank pair per task and plastic layer; centroids infer the task ID.
 
 LoRA-CL is CHEEM with Adapt in every block and without search: each block computes y = W h + b + B A
-h with the pretrained W and b. Tasks are independent of their order in the stream. Low-rank pairs
-after Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual
+h with the pretrained W and b. Tasks do not depend on their order in the stream. Low-rank pairs
+follow Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual
 learner is a baseline of the CHEEM paper.
 
-LoRA fine-tuning is an upper bound in the paper's tables: the task ID is given. Its networks are
-identical to those of LoRA-CL with the same seed. Its FLOPs are those of one plain pass, because the
-pairs can be merged into the backbone.
+LoRA fine-tuning is an upper bound in the paper's tables, to which the task ID is given. Its
+networks are identical to those of LoRA-CL with the same seed. Its FLOPs are those of a plain pass,
+because the pairs can be merged into the backbone.
 
 With `op="new"`, every block has New instead of Adapt: each task trains a full copy of all plastic
 layers. No architecture of CHEEM's search adds more parameters.
@@ -32,7 +32,7 @@ from cheem_jax.core.pool import TaskMemory, grow
 from cheem_jax.core.routing import RouterConfig
 from cheem_jax.core.settings import FitConfig, Placement
 from cheem_jax.data.task import Task
-from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
+from cheem_jax.engine.feed import Budget, cache_tokens, feed_images
 from cheem_jax.run.method import FrozenNetworks
 from cheem_jax.run.session import Session
 from cheem_jax.run.training import images_left
@@ -40,7 +40,7 @@ from cheem_jax.run.training import images_left
 
 @dataclasses.dataclass(frozen=True)
 class LoraClConfig:
-    """LoRA-CL with 20 epochs, inferred from the paper's times, and rank 40, inferred from its
+    """Settings of LoRA-CL. The 20 epochs are inferred from the paper's times, and rank 40 from its
     un-merged FLOPs."""
 
     name: ClassVar[str] = "lora_cl"
@@ -62,7 +62,7 @@ class LoraClConfig:
 
 
 class LoraCl(ExpertMemory):
-    """See the module."""
+    """The LoRA-CL learner."""
 
     name = "lora_cl"
 
@@ -74,7 +74,7 @@ class LoraCl(ExpertMemory):
         self.config, self.keys = config, keys
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
-        """Train a pair per block and a head, then fit the task's centroids."""
+        """Train a pair per block and a head, then fit the centroids of the task."""
         config = self.config
         executor = self.executor
         keys = self.keys
@@ -82,6 +82,7 @@ class LoraCl(ExpertMemory):
         num = len(task.train.labels)
         batch_size = self.batch_size
         underway = Underway.resume(session.saved)
+        session.saved = None  # its arrays would stay in memory during the training
         budget = Budget(executor.budget)
         experts = [[self.dense(block, 0)] for block in range(executor.num_blocks)]
         key = keys.at(number, Phase.METHOD_INIT)
@@ -92,7 +93,7 @@ class LoraCl(ExpertMemory):
         architecture = (choice,) * len(experts)
         train = feed_images(executor, task.train.images, budget)
         with session.phase("keep"):
-            train = keep_tokens(
+            train = cache_tokens(
                 "training images", executor, train, num, (), batch_size=batch_size, budget=budget
             )
         if config.head == "ridge" and not fitting.progress.step:
@@ -144,10 +145,10 @@ class LoraCl(ExpertMemory):
         return [] if self.needs_task_id else router_arrays(task)
 
     def bytes_needed(self, task: Task) -> int:
-        """Estimate the bytes on disk that the next task needs.
+        """Estimate the bytes on disk for the next task.
 
         They are the ops and the head with Adam's moments in two rolling checkpoints, and the
-        router's statistics once.
+        router's statistics.
         """
         weight, bias = self.memory.pool[0][0].params
         is_new = self.config.op == "new"
@@ -171,7 +172,7 @@ class LoraFinetune(LoraCl):
     needs_task_id = True
 
     def costs(self, index: int) -> dict[str, Any]:
-        """Report the FLOPs per image of one plain pass without router, because adapters are
+        """Report the FLOPs per image of a plain pass without router, because low-rank pairs are
         merged."""
         plain = [
             backbone_flops(self.executor.config, count_attention=count) for count in (False, True)

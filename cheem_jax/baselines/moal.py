@@ -1,7 +1,7 @@
-"""MoAL: slowly moving adapters, and a head in closed form on random features.
+"""MoAL: slowly moving adapters, and a closed-form head on random features.
 
-Adapters parallel to every FFN are trained through the stream with an auxiliary cosine head. Since
-the second task, predictions use a moving average of the adapters. The predicting head is ridge
+Adapters parallel to every FFN are trained through the stream with an auxiliary cosine head. After
+the first task, predictions use a moving average of the adapters. The predicting head is ridge
 regression on a random projection; recursive least squares adds each task's images exactly. The
 means of earlier classes follow the drift of the features. "Rumination" shifts new features to the
 means of earlier classes, and repeats the update for the shifted features that the head classifies
@@ -45,21 +45,22 @@ from cheem_jax.data.task import Task
 from cheem_jax.run.session import Session
 
 DRIFT_PENALTIES = tuple(10.0**power for power in range(-6, 3))
-"""Penalties to select from on the distance between the drift map and the identity, relative to the
-mean square of the features."""
+"""Candidate penalties on the distance between the drift map and the identity, relative to the mean
+square of the features."""
 FIRST_SCALE = 0.9
-"""Factor of the analytic head's weight after the first task, as in the official code."""
+"""Factor by which the weight of the analytic head is multiplied after the first task, as in the
+official code."""
 EMA = 0.999
-"""Share of the previous average in the averaged adapters after each epoch, since the second
-task."""
+"""Weight of the previous average when adapters are averaged after each epoch, starting with the
+second task."""
 
 
 class MoalOrder(enum.IntEnum):
-    """Shuffled orders of `Phase.ALIGNMENT_ORDER`; the number is part of the key, so new members are
+    """Shuffled orders of `Phase.ALIGNMENT_ORDER`. The number is part of the key, so new members are
     appended."""
 
     RIDGE = 0
-    """Images of the first task, whose last fifth is held out."""
+    """Images of the first task; the last fifth is held out."""
     RUMINATION = 1
     DRIFT = 2
     """Images of the new task; the last tenth is held out."""
@@ -82,8 +83,8 @@ class MoalConfig(AdapterConfig):
 class Analytic(NamedTuple):
     """The predicting head in float64 on the host; its logits are random features times `weight`.
 
-    `inverse` is the inverse of the second moments of the random features of all learned images,
-    plus the ridge penalty.
+    `inverse` is the inverse of the second moments of the random features of all learned images plus
+    the ridge penalty.
     """
 
     inverse: Float[np.ndarray, "H H"]
@@ -103,7 +104,7 @@ class MoalState(NamedTuple):
 
 
 class Moal(AdapterBaseline):
-    """See the module."""
+    """The MoAL learner."""
 
     State = MoalState
     config: MoalConfig
@@ -122,13 +123,13 @@ class Moal(AdapterBaseline):
     def check(self, tasks: Sequence[Task]) -> list[str]:
         hidden = self.config.hidden
         num_classes = sum(len(task.classes) for task in tasks)
-        # three arrays of this size: the stored inverse, the updated one, and the decrement of a
-        # step
+        # Three arrays have this size: the stored inverse, the updated inverse, and the decrement of
+        # a step.
         needed = 8 * hidden * (3 * hidden + 2 * num_classes)
         if needed <= MUCH_MEMORY:
             return []
         return [
-            f"{hidden} random features take up to {needed / 2**30:.1f} GiB of memory on the host"
+            f"{hidden} random features need up to {needed / 2**30:.1f} GiB of memory on the host"
         ]
 
     def start(self, task: Task) -> tuple[Bottleneck, jax.Array, jax.Array]:
@@ -146,8 +147,8 @@ class Moal(AdapterBaseline):
         return self.executor.leaves, np.int32(num_old), np.int32(num_old + len(task.classes))
 
     def after_epoch(self, fitting: Fitting) -> Fitting:
-        """Update the averaged adapters, since the second task; the average starts from the previous
-        task's adapters."""
+        """Update the averaged adapters, starting with the second task. The average starts with the
+        previous task's adapters."""
         if not self.state:
             return fitting
         before = self.state.adapters
@@ -210,12 +211,13 @@ class Moal(AdapterBaseline):
         }
 
     def costs(self) -> dict[str, int]:
-        """Report the FLOPs per image; the paper counts one plain pass without adapters and head."""
+        """Report the FLOPs per image; the paper only counts a plain pass without adapters and
+        head."""
         hidden = self.config.hidden
         return self.adapted_costs(0, head=2 * hidden * (self.vit.width + self.classes.num))
 
     def _projection(self, task: Task) -> Float[np.ndarray, "H D"]:
-        """Sample the random projection uniformly within 1/sqrt(D)."""
+        """Sample the random projection uniformly in +-1/sqrt(D)."""
         width = self.vit.width
         bound = width**-0.5
         key = self.key(task, Phase.METHOD_INIT, Init.EXTRA)
@@ -225,7 +227,7 @@ class Moal(AdapterBaseline):
     def _first_head(
         self, projection: np.ndarray, features: np.ndarray, task: Task, advance: Advance
     ) -> tuple[Analytic, float]:
-        """Fit the head to the first task; also returns the penalty."""
+        """Fit the head to the first task. Return the head and the penalty."""
         moments, products, penalty = moments_and_penalty(
             features,
             task.train.labels,
@@ -248,7 +250,8 @@ class Moal(AdapterBaseline):
         """Update the head by recursive least squares on the new features, then on the `rumination`
         of `shifted_sources`.
 
-        Also returns the number of ruminated images, and the number of wrong predictions among them.
+        Returns the head, and a report with the number of ruminated images and the number of wrong
+        predictions among them.
         """
         state = self.state
         num_old = self.classes.num
@@ -280,8 +283,8 @@ class Moal(AdapterBaseline):
         return Analytic(inverse, analytic.weight), report
 
     def bytes_beside(self, task: Task) -> int:
-        """Return the bytes of the analytic head with its projection, all means, and the averaged
-        adapters."""
+        """Return the bytes of the analytic head with its projection, of all means, and of the
+        averaged adapters."""
         vit = self.vit
         hidden = self.config.hidden
         num = self.classes.num + len(task.classes)
@@ -301,14 +304,14 @@ def least_squares(
     """Add images to the regression, in place, by one step of recursive least squares.
 
     The result is identical to a regression on all images, up to rounding. Woodbury's identity
-    requires a Cholesky factor of an N x N matrix only.
+    requires only the Cholesky factor of an N x N matrix.
     """
     inverse, weight = analytic
     gain = lifted @ inverse  # [N, H]
     lower = np.linalg.cholesky(np.eye(len(lifted)) + gain @ lifted.T)
     half = scipy.linalg.solve_triangular(lower, gain, lower=True)
     residual = scipy.linalg.solve_triangular(lower, targets - lifted @ weight, lower=True)
-    inverse -= half.T @ half  # exactly symmetric, and never an increase
+    inverse -= half.T @ half  # exactly symmetric, and never increases the inverse
     weight += half.T @ residual
 
 
@@ -319,7 +322,7 @@ def drift_map(
 
     The fit is least squares with a penalty on the distance from the identity, because features
     drift little and a few images determine little in many dimensions. The penalty is selected on
-    the last tenth.
+    the last tenth of the images.
     """
     old, moved = old.astype(np.float64), new.astype(np.float64) - old
     num, width = old.shape
@@ -342,7 +345,7 @@ def drift_map(
 
 
 def nearest_new(means: Float[np.ndarray, "C D"], num_old: int) -> Int[np.ndarray, "S"]:
-    """Return for each old class the new class with the most similar mean, by cosine."""
+    """Return the new class with the most similar mean (by cosine) for each old class."""
     points = normalise(means)
     return num_old + (points[:num_old] @ points[num_old:].T).argmax(axis=1)
 
@@ -352,8 +355,8 @@ def shifted_sources(
 ) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "M"]]:
     """Return the images of rumination and their classes.
 
-    Each image occurs with its true class, and once for each old class whose nearest new class is
-    its true class.
+    Each image occurs once with its true class, and once for each old class whose nearest new class
+    is its true class.
     """
     images = {new: np.flatnonzero(labels == new) for new in range(num_old, len(means))}
     shifted = [images[new] for new in nearest_new(means, num_old)]

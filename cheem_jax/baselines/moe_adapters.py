@@ -1,15 +1,15 @@
-"""MoE-Adapters: experts parallel to every FFN that all tasks share; a router per task selects two
+"""MoE-Adapters: experts parallel to every FFN, which all tasks share. A router per task selects two
 experts per image.
 
 An expert is a small adapter, D -> r (ReLU) -> D, on the tokens after a block's attention half. The
-input of a task's router is the CLS token there; the softmax of the two largest logits weights two
-experts for all tokens of the image. After each task, the two experts that its images used most are
-frozen in every block: later tasks can use them, but not train them. The inferred task is the one
-whose auto-encoder has the lowest reconstruction error on the features of a light network. Yu et
-al., "Boosting Continual Learning of Vision-Language Models via Mixture-of-Experts Adapters", CVPR
-2024; here, as in the paper's comparison, with linear heads instead of texts. Task-ID inference by
-auto-encoders after Aljundi, Chakravarty, Tuytelaars, "Expert Gate: Lifelong Learning with a Network
-of Experts", CVPR 2017.
+input of a task's router is the CLS token at this point; the softmax of the two largest logits
+weights two experts for all tokens of the image. After each task, the two experts that its images
+used most are frozen in every block: later tasks can use them, but not train them. The inferred task
+is the one whose auto-encoder has the lowest reconstruction error on the features of a small
+network. Yu et al., "Boosting Continual Learning of Vision-Language Models via Mixture-of-Experts
+Adapters", CVPR 2024; here, as in the paper's comparison, with linear heads instead of texts.
+Task-ID inference by auto-encoders follows Aljundi, Chakravarty, Tuytelaars, "Expert Gate: Lifelong
+Learning with a Network of Experts", CVPR 2017.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ from cheem_jax.baselines.adapters import DROPOUT, SCALE, Bottleneck, executed_ad
 from cheem_jax.baselines.baseline import (
     MUCH_MEMORY,
     OwnHeads,
+    TrainedBaseline,
     at_least_one,
     expect,
     params_report,
@@ -54,12 +55,12 @@ from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import Advance, FitConfig, Precision
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches, num_batches
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.method import Encoder
 from cheem_jax.run.session import Session
 
 ACTIVE = 2
-"""Number of experts per image and block, and of a block's most used experts that are frozen after a
+"""Number of experts per image and block, and number of experts per block that are frozen after a
 task."""
 NOISE_FLOOR = 0.01
 """Smallest standard deviation of the noise on a router's logits."""
@@ -79,7 +80,7 @@ class MoeAdaptersConfig:
 
     name: ClassVar[str] = "moe_adapters"
     experts: int = 22
-    """Number of experts per block, shared by all tasks; 22 experts suffice for eleven tasks."""
+    """Number of experts per block, shared by all tasks; 22 are sufficient for eleven tasks."""
     bottleneck: int = 8
     """Rank of an expert; the paper's FLOPs correspond to two experts of rank 8 (official: 64)."""
     fit: FitConfig = FitConfig(epochs=20)
@@ -87,13 +88,11 @@ class MoeAdaptersConfig:
 
     def __post_init__(self) -> None:
         at_least_one(self, "batch_size", "bottleneck")
-        expect(
-            self, "experts", self.experts >= ACTIVE, f"at least {ACTIVE}, as an image gets {ACTIVE}"
-        )
+        expect(self, "experts", self.experts >= ACTIVE, f"at least {ACTIVE}, the number per image")
 
 
 class Gates(NamedTuple):
-    """Experts of each image of a batch in one block, and their weights."""
+    """Selected experts of each image in a block, and their weights."""
 
     chosen: Int[Array, "B k"]
     weights: Float[Array, "B k"]
@@ -102,7 +101,7 @@ class Gates(NamedTuple):
 class Training(NamedTuple):
     """Noise of a training step in one block or, stacked, in all blocks.
 
-    `noise` are the weights and `normal` the normal samples of the noise on the router's logits;
+    `noise` and `normal` are the weights and the normal samples of the noise on the router's logits;
     `is_kept` is the mask of dropout.
     """
 
@@ -120,15 +119,15 @@ class MoeTask(NamedTuple):
 
 
 class MoeState(NamedTuple):
-    """Experts of all tasks; later tasks do not train the frozen ones."""
+    """Experts of all tasks, and the mask of the frozen experts, which later tasks do not train."""
 
     experts: Bottleneck
     frozen: Bool[np.ndarray, "L E"]
 
 
-class MoeAdapters(OwnHeads):
-    """See the module; the input of the auto-encoders is the router's features, AlexNet's conv5 in
-    the paper."""
+class MoeAdapters(OwnHeads, TrainedBaseline):
+    """The MoE-Adapters learner. The input of the auto-encoders is the router's features, in the
+    paper AlexNet's conv5."""
 
     Learned, State = MoeTask, MoeState
     config: MoeAdaptersConfig
@@ -142,7 +141,7 @@ class MoeAdapters(OwnHeads):
         def adapted(experts, routers, leaves, inputs, training: Training | None = None):
             """Compute features `[B, D]` and selected experts `[B, L, k]`; `routers` are those of
             all tasks."""
-            vit = executor.vit_of(leaves)
+            vit = executor.merge_vit(leaves)
             chosen = []
 
             def adapter(block: int, z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
@@ -181,15 +180,15 @@ class MoeAdapters(OwnHeads):
         enough = (experts - ACTIVE) // ACTIVE + 1
         if len(tasks) > enough:
             notes.append(
-                f"{ACTIVE} of {experts} experts per block can be frozen after each task, so since"
-                f" task {enough + 1} of {len(tasks)} fewer than {ACTIVE} can be left to train"
+                f"up to {ACTIVE} of {experts} experts per block are frozen after each task, so"
+                f" fewer than {ACTIVE} can remain trainable from task {enough + 1} of {len(tasks)}"
             )
         most = max((len(task.train.labels) + len(task.val.labels) for task in tasks), default=0)
         num_bytes = 4 * self.encoder.width * (most + sum(len(task.test.labels) for task in tasks))
         if num_bytes > MUCH_MEMORY:
             notes.append(
-                f"features of {self.encoder.name}, {self.encoder.width} per image, can take "
-                f"{num_bytes / 2**30:.1f} GiB of memory"
+                f"the {self.encoder.width} features per image of {self.encoder.name} need up to"
+                f" {num_bytes / 2**30:.1f} GiB of memory"
             )
         return notes
 
@@ -252,7 +251,7 @@ class MoeAdapters(OwnHeads):
         }
 
     def costs(self) -> dict[str, int]:
-        """Report the FLOPs per image after the whole stream, with the auto-encoders of all
+        """Report the FLOPs per image after the whole stream, including the auto-encoders of all
         tasks."""
         num = max(self.num_tasks, len(self.tasks))
         num_classes = len(self.classes.classes[-1])
@@ -282,7 +281,7 @@ class MoeAdapters(OwnHeads):
         return self._over(self.state.experts, routers, images, tasks)[0]
 
     def _over(
-        self, experts, routers, images: Images, tasks, advance=unwatched
+        self, experts, routers, images: Images, tasks, advance=no_progress
     ) -> tuple[np.ndarray, np.ndarray]:
         """Compute features `[N, D]` and selected experts `[N, L, k]`; `tasks` `[N]` are indices
         into `routers` `[T, L, D, E]`."""
@@ -293,7 +292,8 @@ class MoeAdapters(OwnHeads):
 
 
 def init_experts(key: jax.Array, vit: ViTConfig, config: MoeAdaptersConfig) -> Bottleneck:
-    """Initialise experts with the output 0: down is uniform within 1 / sqrt(D), the rest 0."""
+    """Initialise experts whose output is 0: `down` is uniform in +-1/sqrt(D), all other arrays are
+    0."""
     shape = (vit.depth, config.experts, config.bottleneck, vit.width)
     down = jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) / math.sqrt(vit.width)
     return Bottleneck(
@@ -321,13 +321,13 @@ def gate(
     tasks: Int[Array, "B"],
     training: Training | None = None,
 ) -> Gates:
-    """Select the experts of the two largest logits (ties: the first), weighted by the softmax of
-    these logits.
+    """Select the experts with the two largest logits (ties select the first), weighted by the
+    softmax of these logits.
 
     `token` is the CLS token, and `tasks` selects each image's router. Training adds noise with a
-    learned deviation.
+    learned standard deviation.
     """
-    # float32 products on every device, because a rounded logit can select a different expert
+    # Products are float32 on every device, because a rounded logit can select a different expert.
     logits = jnp.einsum("bd,tde->bte", token, routers, precision="highest")
     logits = jnp.take_along_axis(logits, tasks[:, None, None], axis=1)[:, 0]
     if training is not None:
@@ -347,7 +347,7 @@ def mixture(
     *,
     precision: Precision = "float32",
 ) -> Float[Array, "B N D"]:
-    """Compute the weighted sum of each image's experts without running the remaining experts.
+    """Compute the weighted sum of each image's experts without running the other experts.
 
     `is_kept` is the mask of dropout.
     """
@@ -365,8 +365,8 @@ def mixture(
 def freeze(
     frozen: Bool[np.ndarray, "L E"], uses: Int[np.ndarray, "L E"]
 ) -> Bool[np.ndarray, "L E"]:
-    """Freeze the two most used experts of each block (ties: the first), except experts that no
-    image used."""
+    """Freeze the two most used experts of each block (ties select the first), except experts that
+    no image used."""
     places = np.argsort(-uses, axis=1, kind="stable").argsort(axis=1)
     return frozen | ((places < ACTIVE) & (uses > 0))
 
@@ -390,7 +390,7 @@ class AutoEncoders:
         features: Float[np.ndarray, "N E"],
         advance: Advance,
     ) -> tuple[Bottleneck, list[float]]:
-        """Fit a task's auto-encoder; also returns the mean error of each epoch.
+        """Fit the auto-encoder of a task. Return it, and the mean error of each epoch.
 
         The last epoch can be incomplete. Raises FloatingPointError for a non-finite error.
         """
@@ -418,14 +418,15 @@ class AutoEncoders:
         return fitting.learned, losses
 
     def images(self, num: int) -> int:
-        """Return the number of images that a fit on `num` images reads in all its steps."""
+        """Return the number of images, over all steps, for a fit on `num` images."""
         epochs, rest = divmod(ITERATIONS, num_batches(num, AUTOENCODER_BATCH))
         return epochs * num + min(rest * AUTOENCODER_BATCH, num)
 
     def route(
         self, features: Float[np.ndarray, "N E"], learned: Sequence[Bottleneck], *, batch_size: int
     ) -> Int[np.ndarray, "N"]:
-        """Infer the task of each image: the task of the lowest error (ties: the earliest task)."""
+        """Infer the task of each image, which has the lowest error (ties select the earliest
+        task)."""
 
         def of_all(inputs: dict[str, Any]) -> Float[np.ndarray, "B T"]:
             values = jnp.asarray(inputs["features"])
@@ -436,7 +437,7 @@ class AutoEncoders:
 
 
 def init_autoencoder(key: jax.Array, width: int) -> Bottleneck:
-    """Initialise an auto-encoder: weights are uniform within 1 / sqrt(inputs), biases 0."""
+    """Initialise an auto-encoder: weights are uniform in +-1/sqrt(inputs), biases are 0."""
     down_key, up_key = jax.random.split(key)
     down = jax.random.uniform(down_key, (width, HIDDEN), minval=-1.0, maxval=1.0) / math.sqrt(width)
     up = jax.random.uniform(up_key, (HIDDEN, width), minval=-1.0, maxval=1.0) / math.sqrt(HIDDEN)
@@ -445,7 +446,7 @@ def init_autoencoder(key: jax.Array, width: int) -> Bottleneck:
 
 def errors(learned: Bottleneck, features: Float[Array, "B E"]) -> Float[Array, "B"]:
     """Compute the mean squared reconstruction error of each image's features."""
-    # float32 products on every device, because the errors of two tasks can be close
+    # Products are float32 on every device, because the errors of two tasks can be close.
     product = functools.partial(jnp.matmul, precision="highest")
     inputs = jax.nn.sigmoid(features)
     hidden = jax.nn.relu(product(inputs, learned.down) + learned.down_bias)
@@ -460,11 +461,11 @@ def moe_costs(
     num_tasks: int,
     num_classes: int = 0,
 ) -> dict[str, int]:
-    """Report the FLOPs per image: F0, the encoder, an auto-encoder per task, and two experts per
-    block."""
+    """Report the FLOPs per image: a plain pass (F0), the encoder, an auto-encoder per task, and two
+    experts per block."""
     identify = num_tasks * 2 * 2 * encoder.width * HIDDEN
     rank = ACTIVE * config.bottleneck
-    # the routers of all tasks compute logits, although an image uses the logits of a single one
+    # The routers of all tasks compute logits, although an image uses only those of one router.
     routers = vit.depth * 2 * vit.width * config.experts * next_power_of_two(num_tasks)
     executed = identify + executed_adapter_flops(vit, rank) + routers
     return pass_costs(

@@ -1,13 +1,13 @@
-"""Base classes of the methods that learn prompts for a frozen backbone.
+"""Base classes of methods that learn prompts for a frozen backbone.
 
 L2P, DualPrompt and CODA-Prompt (`Prompting`) learn prompts that all tasks share. They select
 prompts by a query: the CLS token of a pass without prompts, cached per image. Prompts are
 additional keys and values of a block's attention. One linear head predicts the classes of all
-tasks. Training uses the columns of the current task alone, but a prediction is the largest logit of
+tasks. Training uses only the columns of the current task, but a prediction is the largest logit of
 all classes.
 
 S-Prompts and DIKI (`OwnPrompts`) learn prompts and a head per task, and a router infers the task ID
-of an image. Tasks are independent of their order in the stream. A batch can contain images of
+of an image. Tasks do not depend on their order in the stream. A batch can contain images of
 different tasks: the prompts of each image are gathered from a stack, which is padded to a power of
 two.
 """
@@ -22,7 +22,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.vit import Prefix, ViT
-from cheem_jax.baselines.baseline import OneHead, OwnHeads, no_classes, params_report, pass_costs
+from cheem_jax.baselines.baseline import (
+    OneHead,
+    OwnHeads,
+    TrainedBaseline,
+    no_classes,
+    params_report,
+    pass_costs,
+)
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, Inputs
 from cheem_jax.baselines.heads import cut, grow_head, head_logits, local_cross_entropy
 from cheem_jax.core.images import Images
@@ -49,7 +56,7 @@ class PromptingState(NamedTuple):
     head: Head
 
 
-class Prompting(OneHead):
+class Prompting(OneHead, TrainedBaseline):
     """A frozen backbone with prompts, and one head for all classes."""
 
     State = PromptingState
@@ -60,7 +67,7 @@ class Prompting(OneHead):
         self.state = PromptingState({}, no_classes(executor.config.width))
 
         def logits(prompts, head, leaves, inputs, task, is_training):
-            vit = executor.vit_of(leaves)
+            vit = executor.merge_vit(leaves)
             attached = self.attach(prompts, inputs["query"], task, is_training)
             tokens = vit.run_blocks(vit.embed(inputs["images"]), prefixes=attached.prefixes)
             return head_logits(head, vit.features(tokens)), attached.key_loss
@@ -68,7 +75,7 @@ class Prompting(OneHead):
         def loss(learned, fixed, batch: FitBatch):
             (prompts, head), (leaves, task, first, num) = learned, fixed
             values, key_loss = logits(prompts, head, leaves, batch.inputs, task, True)
-            # columns of earlier classes have the gradient 0; keys are pulled to the queries
+            # Columns of earlier classes have the gradient 0. Keys are pulled towards the queries.
             local = local_cross_entropy(values, batch.labels, batch.weights, first, num)
             return local + (key_loss * batch.weights).sum()
 
@@ -110,8 +117,8 @@ class Prompting(OneHead):
 
     @abc.abstractmethod
     def num_params(self, index: int) -> tuple[int, int]:
-        """Return the number of prompt parameters that task `index` trains, and the number that it
-        adds to the stored ones."""
+        """Return the number of prompt parameters that task `index` trains, and the number of prompt
+        parameters that it adds to the stored ones."""
 
     def start(self, task: Task) -> tuple[Prompts, Head]:
         """Return all prompts and the whole head, with columns for the task."""
@@ -157,7 +164,7 @@ class Prompting(OneHead):
         return self.over(self._answer, inputs, self.state.prompts, head, self.executor.leaves, last)
 
     def meta(self) -> dict[str, Any]:
-        """Return the number of tasks, because a method can divide its prompts among them."""
+        """Return the number of tasks, among which a method can divide its prompts."""
         return {"num_tasks": self.num_tasks}
 
 
@@ -169,7 +176,7 @@ class PromptedTask(NamedTuple):
     router: dict[str, np.ndarray]
 
 
-class OwnPrompts(OwnHeads):
+class OwnPrompts(OwnHeads, TrainedBaseline):
     """A frozen backbone with prompts and a head per task, and a router."""
 
     Learned = PromptedTask
@@ -178,7 +185,7 @@ class OwnPrompts(OwnHeads):
         executor = self.executor
 
         def features(leaves, inputs, prompts):
-            vit = executor.vit_of(leaves)
+            vit = executor.merge_vit(leaves)
             tokens = inputs["tokens"] if "tokens" in inputs else self.enter(vit, inputs["images"])
             return self.prompted(vit, tokens, prompts)
 
@@ -257,7 +264,7 @@ class OwnPrompts(OwnHeads):
 
 
 def halves(prompts: Float[Array, "B P D"]) -> Prefix:
-    """Divide a prompt of 2P rows into P keys and P values."""
+    """Split a prompt of 2P rows into P keys and P values."""
     half = prompts.shape[1] // 2
     return Prefix(prompts[:, :half], prompts[:, half:])
 
@@ -272,6 +279,6 @@ def check_layers(layers: tuple[int, ...], depth: int) -> None:
     """Raise ValueError for blocks that the backbone does not have."""
     if not layers or not set(layers) <= set(range(depth)) or len(set(layers)) < len(layers):
         raise ValueError(
-            f"layers {layers} are invalid for this backbone; expected some of 0..{depth - 1}, each"
-            " once"
+            f"layers {layers} are invalid for this backbone; expected different numbers in"
+            f" 0..{depth - 1}"
         )

@@ -11,7 +11,7 @@ import scipy.linalg
 from jaxtyping import Float, Int
 
 from cheem_jax.core.settings import Advance
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.passes import no_progress
 
 RIDGES = tuple(10.0**power for power in range(-8, 9))
 """Penalties of the regression to select from."""
@@ -68,7 +68,7 @@ def moments_and_penalty(
     num: int,
     projection: Float[np.ndarray, "H D"],
     order: Int[np.ndarray, "N"],
-    advance: Advance = unwatched,
+    advance: Advance = no_progress,
 ) -> tuple[Float[np.ndarray, "H H"], Float[np.ndarray, "H C"], float]:
     """Compute the `second_moments` of a task's images, and select the penalty of its regression.
 
@@ -77,7 +77,7 @@ def moments_and_penalty(
     """
     fitted, held_out = np.split(order, [max(1, len(features) * 4 // 5)])
 
-    def rows(order: np.ndarray, advance: Advance = unwatched) -> Lifted:
+    def rows(order: np.ndarray, advance: Advance = no_progress) -> Lifted:
         for part in steps(order):
             yield lift(features[part], projection), one_hot(labels[part], num)
             advance(len(part))

@@ -31,7 +31,7 @@ from cheem_jax.data.task import Task
 
 @dataclasses.dataclass(frozen=True)
 class SPromptsConfig:
-    """S-Prompts with the 20 epochs of Adam that the paper's comparison implies."""
+    """Settings of S-Prompts; the 20 epochs of Adam are inferred from the paper's comparison."""
 
     name: ClassVar[str] = "s_prompts"
     length: int = 10
@@ -44,13 +44,13 @@ class SPromptsConfig:
         at_least_one(self, "batch_size", "length")
         if (self.router.kind, self.router.features) != (PAPER.kind, PAPER.features):
             raise ValueError(
-                f"router kind {self.router.kind!r}, features {self.router.features!r}: S-Prompts is"
-                " defined by kmeans of the last CLS token; leave both out"
+                f"router kind is {self.router.kind!r} and features are {self.router.features!r};"
+                " S-Prompts requires kmeans on the last CLS token: omit both settings"
             )
 
 
 class SPrompts(OwnPrompts):
-    """See the module."""
+    """The S-Prompts learner."""
 
     config: SPromptsConfig
 

@@ -1,4 +1,4 @@
-"""TUNA: adapters per task; the most certain adapters and merged adapters predict together.
+"""TUNA: adapters per task; the most certain adapters and the merged adapters predict together.
 
 One set of adapters is trained through the stream, and a copy is stored after each task. Heads are
 cosine classifiers. After each task, they are aligned on features sampled from a Gaussian per class.
@@ -41,12 +41,13 @@ from cheem_jax.engine import hosts
 from cheem_jax.run.session import Session
 
 JITTER = 1e-4
-"""Addend of every variance; the covariance of a class with few images lacks full rank."""
+"""Number added to every variance, because the covariance of a class with few images does not have
+full rank."""
 TEMPERATURE = 20.0
-"""Factor of the cosines before each softmax."""
+"""Factor by which cosines are multiplied before each softmax."""
 ALIGNMENT_PERIOD = 5
-"""Number of epochs of half a cosine: the alignment's learning rate decays to 0 in this period, and
-increases again in the next one."""
+"""Number of epochs in which the alignment's learning rate decays to 0, as half a cosine; it
+increases again in the next period."""
 ALIGNMENT_RATE = 5e-3
 """Initial learning rate of the alignment's SGD."""
 SAMPLES = 5
@@ -61,8 +62,8 @@ class TunaConfig(AdapterConfig):
     bottleneck: int = 16
     """Rank of an adapter."""
     alignment_epochs: int = 30
-    """Number of epochs of the alignment of all heads, since the second task (official: 10 for
-    ImageNet-A)."""
+    """Number of epochs of the alignment of all heads, which starts after the second task (official:
+    10 for ImageNet-A)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,8 +79,7 @@ class Gaussians(NamedTuple):
 
 
 class TunaTask(NamedTuple):
-    """Adapters of a task, and the Gaussians of its classes; the next task starts from these
-    adapters."""
+    """Adapters of a task, which the next task starts with, and the Gaussians of its classes."""
 
     adapters: Bottleneck
     gaussians: Gaussians
@@ -92,7 +92,7 @@ class TunaState(NamedTuple):
 
 
 class Tuna(AdapterBaseline):
-    """See the module."""
+    """The TUNA learner."""
 
     Learned, State = TunaTask, TunaState
     config: TunaConfig
@@ -104,7 +104,7 @@ class Tuna(AdapterBaseline):
 
         def loss(learned, fixed, batch: FitBatch):
             (adapters, weight), (leaves, num) = learned, fixed
-            vit = executor.vit_of(leaves)
+            vit = executor.merge_vit(leaves)
             features = adapted_features(vit, adapters, batch.inputs["images"], batch.key)
             return cosine_loss(features, weight, num, batch)
 
@@ -113,7 +113,7 @@ class Tuna(AdapterBaseline):
 
         @executor.jit
         def answer(adapters, weight, leaves, num, inputs):
-            features = adapted_features(executor.vit_of(leaves), adapters, inputs["images"])
+            features = adapted_features(executor.merge_vit(leaves), adapters, inputs["images"])
             logits = TEMPERATURE * cosines(features, weight)
             logs = jax.nn.log_softmax(jnp.where(jnp.arange(logits.shape[-1]) < num, logits, FAR))
             probabilities = jnp.exp(logs)
@@ -137,14 +137,14 @@ class Tuna(AdapterBaseline):
         notes = []
         if few:
             notes.append(
-                f"{few} of {len(images)} classes have at most as many training images as features"
-                f" have dimensions ({width}), so their covariances lack full rank; {JITTER:g} is"
-                " added to each variance"
+                f"{few} of {len(images)} classes do not have more training images than the"
+                f" {width} dimensions of features, so their covariances do not have full rank;"
+                f" {JITTER:g} is added to each variance"
             )
         if single:
             notes.append(
                 f"{single} classes have a single training image; the variance of their features is"
-                f" taken as {JITTER:g}"
+                f" set to {JITTER:g}"
             )
         return notes
 
@@ -160,7 +160,7 @@ class Tuna(AdapterBaseline):
         adapters, columns = fitting.learned
         with session.phase("statistics", len(labels), fitting.saved) as advance:
             features = self.features_with(adapters, task.train.images, advance)
-            gaussians = gaussians_of(features, labels, num)
+            gaussians = fit_gaussians(features, labels, num)
         self.tasks.append(TunaTask(adapters, gaussians))
         head = np.concatenate([self.state.head, np.asarray(columns)[:, :num]], axis=1)
         losses = []
@@ -180,7 +180,7 @@ class Tuna(AdapterBaseline):
         """Report the FLOPs per image after the whole stream.
 
         They are a pass per task and, for more than one task, a pass with universal adapters. The
-        paper's count (T + 1) F0 includes neither adapters nor heads.
+        paper's count, (T + 1) F0, includes neither adapters nor heads.
         """
         num = max(self.num_tasks, len(self.tasks))
         passes = num + 1 if num > 1 else 1
@@ -198,7 +198,8 @@ class Tuna(AdapterBaseline):
     ) -> tuple[Float[np.ndarray, "D C"], list[float]]:
         """Train the head on features sampled from the Gaussians of all classes.
 
-        Also returns the mean loss of each epoch. Raises FloatingPointError for a non-finite loss.
+        Returns the head and the mean loss of each epoch. Raises FloatingPointError for a non-finite
+        loss.
         """
         keys, size = self.keys, self.num_samples
         index = len(self.tasks) - 1
@@ -272,7 +273,8 @@ def cosine_loss(
 def merge(bank: Sequence[Bottleneck]) -> Bottleneck:
     """Merge adapters to the universal adapters.
 
-    Each element has the sign of its mean over tasks, and the largest magnitude with that sign.
+    Each element has the sign of its mean over tasks, and the largest magnitude among the elements
+    with this sign.
     """
 
     def merged(*parts: Any) -> Float[np.ndarray, "*S"]:
@@ -286,15 +288,15 @@ def merge(bank: Sequence[Bottleneck]) -> Bottleneck:
 def most_certain(
     probabilities: Float[np.ndarray, "T N P"], entropies: Float[np.ndarray, "T N"]
 ) -> Float[np.ndarray, "N P"]:
-    """Return for each image the probabilities with the lowest entropy (ties: those of the earliest
+    """Return the probabilities with the lowest entropy for each image (ties select the earliest
     task)."""
     return probabilities[entropies.argmin(axis=0), np.arange(entropies.shape[1])]
 
 
-def gaussians_of(
+def fit_gaussians(
     features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num: int
 ) -> Gaussians:
-    """Fit a Gaussian per class; the variance of a class with a single image is `JITTER`."""
+    """Fit a Gaussian per class. The variance of a class with a single image is `JITTER`."""
     means, spreads = [], []
     for c in range(num):
         points = features[labels == c].astype(np.float64)

@@ -21,12 +21,12 @@ from cheem_jax.cheem.training import dense_network
 from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.metrics import fit_temperature, fitted
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Head, logits_of, padded
+from cheem_jax.core.pool import Head, compute_logits, padded
 from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.executor import Executor, Place
 from cheem_jax.engine.feed import Feed
-from cheem_jax.engine.passes import network_features, unwatched
+from cheem_jax.engine.passes import network_features, no_progress
 from cheem_jax.engine.spread import features_spread
 from cheem_jax.run.method import FrozenFeatures, base_network
 
@@ -232,8 +232,8 @@ def compare_heads(
     labels = task.val.labels
     frozen, penalty = ridge_head(frozen_train, task.train.labels, len(task.classes))
     correct, log_probability = zip(
-        fitted(logits_of(features, head), labels),
-        fitted(logits_of(frozen_val, frozen), labels),
+        fitted(compute_logits(features, head), labels),
+        fitted(compute_logits(frozen_val, frozen), labels),
         strict=True,
     )
     return HeadComparison(frozen, penalty, len(labels), correct, log_probability)
@@ -249,7 +249,7 @@ def closed_form_score(
     val: Feed,
     val_labels: Int[np.ndarray, "M"],
     batch_size: int,
-    advance: Advance = unwatched,
+    advance: Advance = no_progress,
 ) -> Score:
     """Make a score function for the search that fits a closed-form head to each candidate.
 

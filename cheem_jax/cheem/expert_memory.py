@@ -46,10 +46,11 @@ from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Dense, Executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import SKIP, Inferred
-from cheem_jax.engine.passes import answers, answers_and_features
+from cheem_jax.engine.passes import classes_and_features
 from cheem_jax.run.method import (
     FrozenFeatures,
     base_network,
+    check_task_ids,
 )
 from cheem_jax.run.rolling import Saved
 from cheem_jax.run.session import Session
@@ -286,6 +287,7 @@ class ExpertMemory:
                     f"{self.name} is an upper bound: give the true task ID of each image"
                 )
             task_ids = inferred = self.index.route(self.features(images))
+        task_ids = check_task_ids(task_ids, len(self.memory.tasks))
         classes = np.zeros(len(images), np.int32)
         for index in np.unique(task_ids):
             rows = np.flatnonzero(task_ids == index)
@@ -305,20 +307,21 @@ class ExpertMemory:
     def _classes(self, task: TaskMemory, images: Images, *, shares: bool) -> Int[np.ndarray, "N"]:
         """Predict the classes of images with a task's network. If it `shares` its forward pass with
         the router, the router's features are cached."""
-        network = task_network(self.dense, task.experts)
-        head = padded(task.head)
-        feed = HostImages(self.executor, images)
-        sizes = {
-            "num": len(images),
-            "num_classes": len(task.classes),
-            "batch_size": self.batch_size,
-        }
+        networks = [task_network(self.dense, task.experts)]
         shares = shares and not self.needs_task_id and self.features.ends(self.executor)
-        if not shares or self.features.has(images):
-            return answers(self.executor, network, head, feed, **sizes)
-        base = base_network(self.executor)
-        classes, features = answers_and_features(self.executor, base, network, head, feed, **sizes)
-        self.features.store(images, features)
+        if shares and not self.features.has(images):
+            networks.append(base_network(self.executor))
+        classes, *features = classes_and_features(
+            self.executor,
+            networks,
+            padded(task.head),
+            HostImages(self.executor, images),
+            num=len(images),
+            num_classes=len(task.classes),
+            batch_size=self.batch_size,
+        )
+        if features:
+            self.features.store(images, *features)
         return classes
 
     def save(self, root: Path) -> None:
@@ -338,7 +341,7 @@ class ExpertMemory:
             return memory
 
         def placed(stored: StoredExpert) -> StoredExpert:
-            params = layout.everywhere(stored.params)
+            params = layout.replicate(stored.params)
             return stored if params[0] is stored.params[0] else stored._replace(params=params)
 
         return dataclasses.replace(

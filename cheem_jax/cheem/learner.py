@@ -56,7 +56,7 @@ from cheem_jax.core.pool import (
     DenseExperts,
     Head,
     Pool,
-    candidates_of,
+    collect_candidates,
     grow,
     pool_sizes,
 )
@@ -64,8 +64,8 @@ from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.data.augmentation import AugmentedImages
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
-from cheem_jax.engine.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
-from cheem_jax.engine.passes import TokenMeans, network_features, token_means, unwatched
+from cheem_jax.engine.feed import Budget, Feed, HostImages, Subset, cache_tokens, feed_images
+from cheem_jax.engine.passes import TokenMeans, network_features, no_progress, token_means
 from cheem_jax.run.method import FrozenFeatures, base_network
 from cheem_jax.run.rolling import Saved
 from cheem_jax.run.session import Session
@@ -190,14 +190,16 @@ class Cheem(ExpertMemory):
         it."""
         budget = Budget(self.executor.budget)
         train, val = feed_splits(self.executor, task, session, budget, self.batch_size)
+        underway = Underway.resume(session.saved)
+        session.saved = None  # its arrays would stay in memory during the training
         return Learning(
             self.memory.next_number,
             task,
-            candidates_of(self.memory, self.dense),
+            collect_candidates(self.memory, self.dense),
             train,
             val,
             budget,
-            Underway.resume(session.saved),
+            underway,
             session,
         )
 
@@ -306,12 +308,12 @@ class Cheem(ExpertMemory):
         if not config.augment:
             prefix = frozen_prefix(supernet, architecture)
             with learning.session.phase("keep"):
-                images = keep_tokens(
+                images = cache_tokens(
                     "what fine-tuning leaves unchanged",
                     self.executor,
                     images,
                     len(learning.task.train.labels),
-                    prefix[: self.executor.start_of(len(prefix))],
+                    prefix[: self.executor.backward_end(len(prefix))],
                     batch_size=self.batch_size,
                     budget=learning.budget,
                 )
@@ -489,7 +491,7 @@ def feed_splits(
     feeds = [feed_images(executor, split.images, budget) for split in splits]
     with session.phase("keep"):
         train, val = (
-            keep_tokens(
+            cache_tokens(
                 f"{name} images",
                 executor,
                 feed,
@@ -680,7 +682,7 @@ def expected_seconds(
             HostImages(executor, images),
             len(rows),
             batch_size=config.batch_size,
-            advance=unwatched,
+            advance=no_progress,
         )
 
     def augment() -> None:

@@ -23,7 +23,7 @@ from cheem_jax.core.keys import key_at, next_power_of_two
 from cheem_jax.core.ops import Expert, LowRank, Op, init_low_rank, init_new
 from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import Kind
-from cheem_jax.engine.executor import Place, Setup, ops_of
+from cheem_jax.engine.executor import Place, Setup, make_ops
 
 _adam = optax.scale_by_adam()
 
@@ -122,7 +122,7 @@ class Supernet:
 
     def ops(self, state: SupernetState, architecture: Architecture) -> list[Op]:
         """Return the ops of an architecture with their parameters."""
-        return ops_of(
+        return make_ops(
             architecture, self.experts, self.with_learners(state, [architecture]).learners
         )
 

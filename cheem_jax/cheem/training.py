@@ -23,13 +23,13 @@ from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.core.architecture import Architecture, Choice, decode, encode, to_strings
 from cheem_jax.core.keys import key_at, next_power_of_two
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import logits_of, merge_dense
+from cheem_jax.core.pool import compute_logits, merge_dense
 from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.engine.batches import Rows, batches, num_batches
 from cheem_jax.engine.executor import Batch, Dense, Executor, Place, Step
 from cheem_jax.engine.feed import Feed, HostImages
-from cheem_jax.engine.passes import unwatched
-from cheem_jax.engine.spread import count_right_spread, features_spread
+from cheem_jax.engine.passes import no_progress
+from cheem_jax.engine.spread import count_correct_spread, features_spread
 from cheem_jax.run import training
 from cheem_jax.run.training import FitState
 
@@ -291,7 +291,7 @@ def supernet_score(
     labels: Int[np.ndarray, "N"],
     *,
     batch_size: int,
-    advance: Advance = unwatched,
+    advance: Advance = no_progress,
 ) -> Score:
     """Make a score function for the search from the supernet's weights and head.
 
@@ -302,7 +302,7 @@ def supernet_score(
 
     def score(genomes: np.ndarray) -> np.ndarray:
         networks = [dense_network(supernet, state, codes, merged) for codes in genomes]
-        return count_right_spread(
+        return count_correct_spread(
             executor,
             networks,
             state.head.params,
@@ -324,7 +324,7 @@ def head_losses(
     labels: Int[np.ndarray, "N"],
     *,
     batch_size: int,
-    advance: Advance = unwatched,
+    advance: Advance = no_progress,
 ) -> elimination.LossFunction:
     """Make a score function for backward elimination from the supernet's weights and head.
 
@@ -339,7 +339,7 @@ def head_losses(
         features = features_spread(
             executor, networks, feed, len(labels), batch_size=batch_size, advance=advance
         )
-        logits = logits_of(features, head).astype(np.float64)
+        logits = compute_logits(features, head).astype(np.float64)
         values = -log_softmax(logits, axis=-1)[:, np.arange(len(labels)), labels]
         return elimination.Losses(
             # the memory layout decides the order in which NumPy adds numbers

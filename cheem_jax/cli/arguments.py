@@ -1,4 +1,4 @@
-"""Settings dataclasses and command lines: from arguments to settings and back."""
+"""Convert command lines to settings dataclasses and back."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from cheem_jax.cli.running import Settings, errors_in_a_line
 from cheem_jax.core.paths import absolute, with_absolute_paths
 
 ADVANCED = "advanced"
-"""Marks a setting, `Annotated[float, ADVANCED]`, that only `--help-all` shows."""
+"""Marker of a setting that only `--help-all` shows, as in `Annotated[float, ADVANCED]`."""
 ALL = "--help-all"
 HELP_MARKERS = (
     tyro.conf.DisallowNone,
@@ -34,8 +34,8 @@ def parse(
 ) -> Settings:
     """Parse a command line into a dataclass with absolute paths.
 
-    `settings` is a dataclass, or an instance whose values are the defaults; `options` are those of
-    `tyro.cli`. Bad input ends in one line and status 2.
+    `settings` is a dataclass, or an instance whose values are the defaults; `options` are passed to
+    `tyro.cli`. On bad input, print one line and exit with status 2.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     kind, default = (settings, None) if isinstance(settings, type) else (type(settings), settings)
@@ -50,7 +50,7 @@ def parse(
         tyro.cli(kind, default=default, args=["--help"], **options)
     message = io.StringIO()
     try:
-        # without an encoding of standard output, tyro prints no box
+        # tyro prints no box if standard output has no encoding
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(message):
             parsed = tyro.cli(kind, default=default, args=words, **options)
     except SystemExit as stop:
@@ -75,7 +75,7 @@ class HelpRule:
     def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
         if self.is_active or not dataclasses.is_dataclass(info.type):
             return None
-        self.is_active = True  # while tyro's own rules make the specification
+        self.is_active = True  # while tyro's other rules make the specification
         try:
             spec = ConstructorRegistry.get_struct_spec(info)
         finally:
@@ -98,11 +98,11 @@ def _hint(default: str) -> str:
 
 
 def arguments_of(settings: Any, prefix: str = "") -> list[str]:
-    """Return command-line arguments for every field of a dataclass. Nested fields are dotted, and
-    paths are absolute.
+    """Return the command-line arguments for all fields of a dataclass. Names of nested fields are
+    dotted, and paths are absolute.
 
     `parse(defaults, arguments_of(settings))` equals `settings` for all defaults. Raises ValueError
-    for text that a command line misreads.
+    for text that a command line cannot represent.
     """
     hints = get_type_hints(type(settings))
     arguments = list[str]()
@@ -121,16 +121,17 @@ def arguments_of(settings: Any, prefix: str = "") -> list[str]:
             for item, word in zip(value, words, strict=True):
                 if isinstance(item, str) and (word.startswith("-") or word == "None"):
                     raise ValueError(
-                        f"--{name} contains {word!r}, which a command line misreads; rename it"
+                        f"--{name} contains {word!r}, which a command line cannot represent; rename"
+                        " it"
                     )
             arguments += [f"--{name}", *words]
         elif value == "None" and type(None) in kinds:
             raise ValueError(
-                f"--{name} is the text 'None', which a command line misreads; rename it"
+                f"--{name} is the text 'None', which a command line cannot represent; rename it"
             )
         else:
             text = _text(value)
-            # after a space, a hyphen would begin the next option
+            # a hyphen after a space would start the next option
             arguments += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
     return arguments
 

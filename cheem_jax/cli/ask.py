@@ -1,4 +1,5 @@
-"""`cheem predict`, `evaluate` and `serve`: predictions of a memory, their accuracy, and HTTP."""
+"""`cheem predict`, `evaluate` and `serve`: predict with a memory, measure its accuracy, and serve
+it over HTTP."""
 
 import csv
 import dataclasses
@@ -20,8 +21,8 @@ from cheem_jax.cli.info import print_grid
 from cheem_jax.cli.memory import Answering, OfData, Predicting
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import printable, shown
-from cheem_jax.memory.data import files_in
-from cheem_jax.memory.predictor import Asked, Prediction, Predictor, predict_files
+from cheem_jax.memory.data import list_images
+from cheem_jax.memory.predictor import FilePrediction, Prediction, Predictor, predict_files
 from cheem_jax.report.grid import Grid
 from cheem_jax.report.page.assemble import refresh_page
 from cheem_jax.run.progress import Progress, Terminal, on_screen
@@ -41,10 +42,10 @@ COLUMNS: list[str] = [
 OPEN_SET = 0.05
 """Share of a task's images that a server rejects by default."""
 SHOW_PROGRESS_FROM = 500
-"""Minimum number of images for which a progress bar is displayed."""
+"""Minimum number of images for a progress bar."""
 BATCH_SIZES = (1, 8, 16)
-"""Batch sizes that are compiled in addition to the largest one. About 10 of 32 clients share a
-batch."""
+"""Batch sizes for which functions are compiled in addition to the largest one. With 32 clients,
+about 10 share a batch."""
 SCORES_LEGEND = """\
 accuracy: share of images with the right task and class (task-agnostic)
 task ID given: share with the right class, given the task ID
@@ -68,25 +69,25 @@ class Predict(Predicting):
     task: str | None = None
     """Task ID of all images, if it is known; the router is not used then."""
     open_set: float | None = None
-    """Answer `none of my tasks` for images that are farther from the nearest task than this share
-    of the task's validation images, such as 0.05; default: every image gets a task, as in the
-    paper."""
+    """Predict `none of my tasks` for images that are farther from the nearest task than this share
+    of the task's validation images, such as 0.05; by default, every image is assigned to a task, as
+    in the paper."""
 
 
 def predict_images(settings: Predict) -> int:
     """Print predictions as they are computed; return 1 if some images cannot be read."""
     if not settings.images:
         raise ValueError(
-            "no image given; name images or folders, or - to read an image or a list from standard"
+            "no image given; give images or folders, or - to read an image or a list from standard"
             " input"
         )
-    if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be valid text
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names can be invalid text
         sys.stdout.reconfigure(errors="surrogateescape")
     files, unreadable = _find_images(settings.images)
     predictor = settings.predictor(task=settings.task, open_set=settings.open_set)
-    failures = list[Asked]()
+    failures = list[FilePrediction]()
 
-    def predictions() -> Iterator[Asked]:
+    def predictions() -> Iterator[FilePrediction]:
         progress = Progress(Terminal(stderr=True, quiet=len(files) < SHOW_PROGRESS_FROM))
         total = len(unreadable) + len(files)
         with progress.phase("predict", task="images", total=total) as advance:
@@ -120,20 +121,20 @@ def predict_images(settings: Predict) -> int:
     return int(bool(failures))
 
 
-def _find_images(sources: tuple[str, ...]) -> tuple[list[str | bytes], list[Asked]]:
-    """Return file names or contents of all images, and sources that are not readable."""
+def _find_images(sources: tuple[str, ...]) -> tuple[list[str | bytes], list[FilePrediction]]:
+    """Return the file names or contents of all images, and the sources that cannot be read."""
     files = list[str | bytes]()
-    unreadable = list[Asked]()
+    unreadable = list[FilePrediction]()
     for source in sources:
         for place in _read_standard_input() if source == "-" else [source]:
             if isinstance(place, bytes):
                 files.append(place)
                 continue
             try:
-                images, notes = files_in(Path(place))
+                images, notes = list_images(Path(place))
             except (ValueError, OSError) as error:
                 reason = str(error).removeprefix(f"{place}: ")
-                unreadable.append(Asked(place, Prediction(error=reason)))
+                unreadable.append(FilePrediction(place, Prediction(error=reason)))
             else:
                 files += images
                 for note in notes:
@@ -143,12 +144,12 @@ def _find_images(sources: tuple[str, ...]) -> tuple[list[str | bytes], list[Aske
 
 def _read_standard_input() -> list[str | bytes]:
     data = sys.stdin.buffer.read()
-    if b"\0" in data:  # images contain NUL bytes, names of files do not
+    if b"\0" in data:  # images contain NUL bytes, file names do not
         return [data]
     return [line.rstrip("\r") for line in os.fsdecode(data).split("\n") if line.strip()]
 
 
-def _csv_row(answer: Asked) -> dict[str, str]:
+def _csv_row(answer: FilePrediction) -> dict[str, str]:
     prediction = answer.prediction
     if prediction.error:
         return {"file": answer.file, "error": prediction.error}
@@ -160,7 +161,7 @@ def _csv_row(answer: Asked) -> dict[str, str]:
     return {**row, "blocks": " ".join(prediction.blocks)}
 
 
-def _table_row(answer: Asked) -> tuple[str, ...]:
+def _table_row(answer: FilePrediction) -> tuple[str, ...]:
     prediction = answer.prediction
     best = [f"{label} {100 * probability:.0f} %" for label, probability in prediction.guesses[:2]]
     letters = "".join(block[0].upper() for block in prediction.blocks)  # R, A, N, S
@@ -172,10 +173,10 @@ class Evaluate(OfData, Answering):
     """Options of `cheem evaluate`."""
 
     task: str | None = None
-    """Name of the learned task, if that of the data differs."""
+    """Name of the learned task, if it differs from the name of the data."""
     split: Literal["test", "val", "train"] = "test"
-    """Split to measure on. For data without a test split, `test` means all images, or the held-out
-    ones if the task was learned from these data."""
+    """Split to measure on. For data without a test split, `test` means all images; if the task was
+    learned from these data, it means the held-out images."""
     open_set: float | None = None
     """Share of a task's images that can be rejected, as for `cheem predict`; a rejected image
     counts as wrong."""
@@ -202,12 +203,10 @@ def evaluate_memory(settings: Evaluate) -> None:
     is_default = settings.split == "test" and settings.open_set is None
     if is_default and not memory.is_run and not memory.lost:
         try:
-            memory.keep_scores(scores)
+            memory.store_scores(scores)
             refresh_page(memory.directory)
         except OSError as error:
-            progress.say(
-                f"note: `cheem report` will lack these scores, which cannot be saved ({error})"
-            )
+            progress.say(f"note: these scores cannot be saved for `cheem report` ({error})")
     if settings.json:
         entries = [score._asdict() for score in scores]
         report = {"split": settings.split, "tasks": entries}
@@ -245,15 +244,15 @@ class Serve(Limits, Predicting):
     host: str = "127.0.0.1"
     """Address to listen on; the default is reachable from this machine only."""
     port: int = 8000
-    """Port to listen on; 0: any free one."""
+    """Port to listen on; 0 selects a free port."""
     public_host: str | None = None
-    """Host names of requests that a proxy passes on, such as pets.example.org, separated by commas.
-    Requests for other hosts are refused, except for this machine's names."""
+    """Host names of requests that a proxy forwards, such as pets.example.org, separated by commas.
+    Requests for hosts other than these and this machine's names are refused."""
     open_set: Annotated[
         float | Literal["auto", "off"], tyro.conf.arg(metavar="NUMBER|auto|off")
     ] = "auto"
-    """Share of a task's images that can be rejected as `none of my tasks`, as for `cheem predict`;
-    `auto` is 0.05 if every task is calibrated; with `off`, every image gets a task."""
+    """Share of a task's images that can be rejected as `none of my tasks`, as for `cheem predict`.
+    `auto` is 0.05 if every task is calibrated; with `off`, every image is assigned to a task."""
 
     def predictor(self, **options: Any) -> Predictor:
         """Return the memory's predictor with further options."""
@@ -270,7 +269,7 @@ class Serve(Limits, Predicting):
 def serve_memory(settings: Serve) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests are finished."""
     try:
-        from cheem_jax.serve.app import address_of, hosts_of, listen, make_app, make_server
+        from cheem_jax.serve.app import host_names, listen, make_app, make_server, server_url
     except ImportError as error:
         raise ValueError(
             f"serving needs more packages ({error}); pip install 'cheem_jax[serve]'"
@@ -280,7 +279,7 @@ def serve_memory(settings: Serve) -> None:
     try:
         with listen(settings.host, settings.port) as listening:
             names = [name.strip() for name in (settings.public_host or "").split(",")]
-            hosts = hosts_of(listening, settings.host, [name for name in names if name])
+            hosts = host_names(listening, settings.host, [name for name in names if name])
             sizes = {min(size, settings.max_batch) for size in (*BATCH_SIZES, settings.max_batch)}
             predictor = settings.predictor(batch_sizes=tuple(sorted(sizes)))
             app = make_app(predictor, settings, hosts, name=settings.memory.resolve().name)
@@ -292,7 +291,7 @@ def serve_memory(settings: Serve) -> None:
                     server.should_exit = True
                     return
                 progress.say(
-                    f"ready on {address_of(listening)} for browsers and POST /predict; Ctrl-C stops"
+                    f"ready on {server_url(listening)} for browsers and POST /predict; Ctrl-C stops"
                     " it"
                 )
 
@@ -304,12 +303,14 @@ def serve_memory(settings: Serve) -> None:
             )
             if predictor.open_set is not None:
                 progress.say(
-                    "images far from every task get `none of my tasks`, and so do about"
-                    f" {100 * predictor.open_set:g} % of a task's images; --open-set off gives"
-                    " every image a task"
+                    "images far from every task are rejected as `none of my tasks`, and so are"
+                    f" about {100 * predictor.open_set:g} % of a task's images; with --open-set"
+                    " off, every image is assigned to a task"
                 )
             elif settings.open_set == "auto":
-                progress.say("every image gets a task, since not all tasks are calibrated")
+                progress.say(
+                    "every image is assigned to a task, because not all tasks are calibrated"
+                )
             server.run(sockets=[listening])
             if service.failure is not None:
                 raise service.failure

@@ -11,15 +11,18 @@ class Command(NamedTuple):
 
     name: str
     function: str
-    """Module in this folder and a function in it, which returns the exit status; None: 0."""
+    """Module in this folder and function in the module. The function returns the exit status; None
+    means 0."""
     help: str
     computes: bool = True
     """Whether the command compiles functions, which are then cached."""
 
     def load(self) -> tuple[type, Callable[[Any], int | None]]:
-        """The dataclass of the options and the function. Raises ImportError for missing packages.
+        """Return the dataclass of the options, and the function. Raises ImportError for missing
+        packages.
 
-        If the arguments decide the defaults, the dataclass has a method `defaults` of them.
+        If the defaults depend on the arguments, the dataclass has a method `defaults` that accepts
+        the arguments.
         """
         module, _, name = self.function.partition(".")
         function = getattr(importlib.import_module(f"cheem_jax.cli.{module}"), name)

@@ -24,7 +24,7 @@ HOW_TO_INSTALL: dict[Shell, str] = {
     "fish": "cheem completion fish > ~/.config/fish/completions/cheem.fish",
 }
 FILES_IN_BASH = """
-# completes files unless a command or value matches, and options only after a hyphen
+# completes file names unless a command or value matches; completes options only after a hyphen
 _cheem() {
   _tyro_cheem
   local word matches=()

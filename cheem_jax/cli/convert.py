@@ -1,5 +1,5 @@
-"""`cheem convert`: write the weights of a plain timm ViT, DeiT or DINO in this library's format,
-with the means of its pretraining data.
+"""`cheem convert`: convert the weights of a plain timm ViT, DeiT or DINO to this library's format,
+with the means of the pretraining data.
 
     cheem convert --backbone deit_tiny --output deit_tiny.safetensors
     cheem convert --backbone deit_tiny --weights FILE --output deit_tiny.safetensors \
@@ -26,7 +26,7 @@ _TFDS = re.compile(r"tfds:([^:\[]+(?::\d+\.\d+\.\d+)?):(.+)")
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Convert timm weights. The image size does not change; it can be changed when the weights are
+    """Convert timm weights. The image size does not change; it can be changed when weights are
     loaded."""
 
     output: Path
@@ -40,8 +40,8 @@ class Convert:
     base_data: str | None = None
     """Training images of the pretraining data: a folder, a zip, or tfds:NAME:SPLIT."""
     image_size: int | None = None
-    """Pixels of the square images from which the means of --base-data are computed; default: the
-    image size of the weights."""
+    """Height and width in pixels of the images from which the means of --base-data are computed;
+    default: the image size of the weights."""
     overwrite: bool = False
     """Replace an existing output file."""
 
@@ -64,13 +64,12 @@ def check(settings: Convert) -> None:
         raise ValueError(f"{settings.output} exists; choose another --output or add --overwrite")
     if settings.image_size is not None and settings.base_data is None:
         raise ValueError(
-            "--image-size is the size at which --base-data is measured; give both or neither"
+            "--image-size applies to --base-data, which is missing; give both or neither"
         )
 
 
 def write(settings: Convert, pretrained: Pretrained) -> Pretrained:
-    """Compute the means of --base-data, write weights and means into the output, and return
-    both."""
+    """Compute the means of --base-data, write weights and means to the output, and return them."""
     if settings.base_data is not None:
         sized = resize(pretrained, settings.image_size or pretrained.config.image_size)
         vit = build(sized.config, sized.params)
@@ -108,6 +107,6 @@ def parse_tfds(base_data: str) -> tuple[str, str]:
     match = _TFDS.fullmatch(base_data)
     if not match:
         raise ValueError(
-            f"--base-data {base_data!r}: expected tfds:NAME:SPLIT, e.g. tfds:imagenet_v2:test"
+            f"--base-data is {base_data!r}; expected tfds:NAME:SPLIT, such as tfds:imagenet_v2:test"
         )
     return match[1], match[2]

@@ -1,4 +1,4 @@
-"""`cheem data`: list, prepare, verify and show the images of tasks."""
+"""`cheem data`: list, prepare, verify and display the images of tasks."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from cheem_jax.cli.arguments import ADVANCED
 from cheem_jax.cli.info import print_grid
 from cheem_jax.core.paths import absolute, printable, shown
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
-from cheem_jax.data.benchmarks.table import BY_NAME, Counts, Order, members_of
+from cheem_jax.data.benchmarks.table import BY_NAME, Counts, Order, task_names
 from cheem_jax.data.decode import OnProgress, decode_in_order
 from cheem_jax.data.load import ImagesConfig, default_directory, load_tasks
 from cheem_jax.data.records import default_data_dir
@@ -29,11 +29,11 @@ from cheem_jax.report.grid import Grid
 from cheem_jax.run.progress import Progress, Terminal
 
 IMAGE_SIZE = 96
-"""Size in pixels of the square images in a figure."""
-BENCHMARK_TASKS = {name: members_of(name) for name in (*BENCHMARKS, "cil")}
+"""Height and width in pixels of the images in a figure."""
+BENCHMARK_TASKS = {name: task_names(name) for name in (*BENCHMARKS, "cil")}
 """Names of the tasks of each benchmark, and of the data sets for class-incremental learning."""
 MOST_LISTED = 10
-"""Maximum number of broken files that are printed one by one."""
+"""Maximum number of broken files that are printed individually."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class DataFolder:
     data_dir: Path | None = None
     """Folder of the prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     split_seed: Annotated[int, ADVANCED] = 0
-    """Seed of the splits that a data set lacks."""
+    """Seed for the splits that a data set does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Prepare(DataFolder):
     """mtil, vdd, cil (data sets of class-incremental learning), all, names of their tasks, or
     several of these separated by commas."""
     image_size: int | None = None
-    """Also decode all images now and resize them to this many pixels; default: the first run does
-    it."""
+    """Also decode all images now and resize them to this many pixels; by default, the first run
+    does this."""
     cache_dir: Path | None = None
     """Folder of the decoded images; default: `cheem_jax/images` in the data folder."""
 
@@ -88,7 +88,7 @@ class Verify(DataFolder):
     cache_dir: Path | None = None
     """Additional folder of decoded images whose hashes are checked."""
     skip_broken: bool = False
-    """Leave out broken images as `cheem learn --skip-broken` does, and do not report them as
+    """Exclude broken images as `cheem learn --skip-broken` does, and do not report them as
     errors."""
     json: bool = False
     """Print one JSON object instead of text."""
@@ -99,15 +99,15 @@ class Show(DataFolder):
     """Options of `cheem data show`."""
 
     what: Annotated[str | None, tyro.conf.Positional] = None
-    """Source, as for `cheem data verify`; every task gets a contact sheet."""
+    """Source, as for `cheem data verify`; each task gets a contact sheet."""
     stream: str | None = None
-    """mtil, vdd, a stream file or a folder of tasks. The figure shows images and classes of every
+    """mtil, vdd, a stream file or a folder of tasks. The figure displays images and classes of each
     task."""
     split: Literal["train", "val", "test"] = "train"
     """Split of the contact sheets."""
     output: Path | None = None
-    """PNG file to write, or a folder for several tasks; default: named after the source, in the
-    working directory."""
+    """PNG file to write, or a folder if there is more than one task; by default, named after the
+    source, in the working directory."""
     order: Order = "default"
     """Order of MTIL's tasks."""
 
@@ -158,7 +158,8 @@ def list_data(settings: List) -> None:
             progress.say(f"{task['task']}: {task['advice']}")
     num_ready = sum(task["state"] == "ready" for task in tasks)
     progress.say(
-        f"{num_ready} of {len(tasks)} ready; put archives of your own into {manual_dir(data_dir)}"
+        f"{num_ready} of {len(tasks)} ready; put archives that you downloaded into"
+        f" {manual_dir(data_dir)}"
     )
 
 
@@ -186,7 +187,7 @@ def prepare_data(settings: Prepare) -> None:
     if failures:
         raise ValueError(
             f"{len(failures)} task(s) could not be prepared: {', '.join(failures)}; follow the"
-            " lines above and repeat the command: finished tasks are kept"
+            " instructions above and repeat the command; prepared tasks are kept"
         )
 
 
@@ -197,14 +198,14 @@ def verify_data(settings: Verify) -> None:
     if not all(root.is_dir() for root in roots):
         raise FileNotFoundError(f"--cache-dir {settings.cache_dir}: no such folder")
     for default in (lambda: images_dir(settings.data_dir), default_directory):
-        with contextlib.suppress(ValueError):  # without a home folder, nothing is cached there
+        with contextlib.suppress(ValueError):  # without a home folder, nothing was cached there
             roots.append(default())
     progress = Progress(Terminal(quiet=True) if settings.json else None)
     results = {}
     for plan in (plan.turned(True) for plan in plans):
         if settings.skip_broken:
-            with contextlib.suppress(ValueError):  # too many: the findings contain them
-                plan = leave_out_broken(plan, progress)
+            with contextlib.suppress(ValueError):  # too many are broken; the findings list them
+                plan = exclude_broken(plan, progress)
         with _phase(progress, "verify", plan.name, plan.num_images) as on_progress:
             findings = verify(plan, on_progress=on_progress)
         caches, corrupted = verify_caches(plan, dict.fromkeys(roots))
@@ -223,20 +224,20 @@ def verify_data(settings: Verify) -> None:
         task for task, result in results.items() if result["damaged_caches"] or not result["sound"]
     ]:
         raise ValueError(
-            f"{len(unsound)} of {len(plans)} task(s) are not sound: {', '.join(unsound)}"
+            f"{len(unsound)} of {len(plans)} task(s) have errors: {', '.join(unsound)}"
         )
 
 
-def leave_out_broken(plan: Plan, progress: Progress) -> Plan:
+def exclude_broken(plan: Plan, progress: Progress) -> Plan:
     """Remove unreadable images from a plan and print their names. Raises ValueError if there are
     too many."""
     with _phase(progress, "look", plan.name, plan.num_images) as on_progress:
         plan, reasons = without_broken(plan, on_progress=on_progress)
     for reason in reasons[:MOST_LISTED]:
-        progress.say(f"left out: {reason}")
+        progress.say(f"excluded: {reason}")
     if reasons:
         progress.say(
-            f"{plan.name}: unreadable images left out: {len(reasons):,}; kept: {plan.num_images:,}"
+            f"{plan.name}: {len(reasons):,} unreadable images excluded, {plan.num_images:,} kept"
         )
     return plan
 
@@ -246,8 +247,7 @@ def show_data(settings: Show) -> None:
     source = settings.what or settings.stream
     if source is None or None not in (settings.what, settings.stream):
         raise ValueError(
-            "give either the task to show or --stream with a benchmark; e.g. `cheem data show"
-            " food101`"
+            "give either a task or --stream with a benchmark, such as `cheem data show food101`"
         )
     # imports matplotlib, which takes seconds
     from cheem_jax.report.figures import StreamRow, contact_sheet, stream_figure
@@ -309,8 +309,8 @@ def _decode(part: EncodedSplit, rows: np.ndarray) -> np.ndarray:
 
 
 def _first_of_each_class(labels: np.ndarray, num: int = 1) -> np.ndarray:
-    """Return rows of up to `num` images per class, sorted by the rank in the class, then by
-    class."""
+    """Return the rows of up to `num` images per class, sorted by their rank within the class, then
+    by class."""
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], np.arange(labels.max() + 1))
     ranks = np.arange(len(labels)) - starts[labels[order]]
@@ -335,7 +335,7 @@ def _print_findings(
 ) -> None:
     (smallest, least), (largest, most) = findings.smallest_class, findings.largest_class
     sizes = f"{least:,}" if least == most else f"{least:,} ({smallest}) to {most:,} ({largest})"
-    cut = f" ({' and '.join(plan.cut)} cut from train)" if plan.cut else ""
+    cut = f" ({' and '.join(plan.cut)} split from train)" if plan.cut else ""
     progress.say(
         f"{plan.name}: {_listed(findings.num)}{cut}; {findings.num_classes:,} classes of {sizes}"
         " training images"
@@ -354,20 +354,20 @@ def _print_findings(
     from_one = {"train", *plan.cut}
     separated = [pair for pair in findings.across if {image.split for image in pair} <= from_one]
     copies = {
-        "copies in two splits (not a fault: some public sets have them)": [
+        "copies in two splits (not an error: some public data sets contain them)": [
             pair for pair in findings.across if pair not in separated
         ],
-        "copies that the cut put into two splits (a table with a column `split` can keep them"
-        " together)": separated,
+        "copies that were assigned to different splits (a table with a column `split` can keep"
+        " them together)": separated,
         "images under two labels": findings.contradictory,
     }
     for kind, pairs in copies.items():
         if pairs:
             one, other = (f"{image.key} ({image.label}, {image.split})" for image in pairs[0])
             lines.append(f"{kind}: {len(pairs):,}, first {one} and {other}")
-    faults = [*corrupted, *findings.broken[:MOST_LISTED]]
+    errors = [*corrupted, *findings.broken[:MOST_LISTED]]
     if len(findings.broken) > MOST_LISTED:
         num = len(findings.broken) - MOST_LISTED
-        faults.append(f"and {num:,} more broken files (--json lists all)")
-    for line in (*lines, *(f"NOT SOUND: {fault}" for fault in faults)):
+        errors.append(f"and {num:,} more broken files (--json lists all)")
+    for line in (*lines, *(f"ERROR: {error}" for error in errors)):
         progress.say(f"  {line}")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.baselines.catalogue import DEMO_BOUND, NEED_A_ROUTER, MethodName, preset_of
+from cheem_jax.baselines.catalogue import DEMO_BOUND, NEED_A_ROUTER, MethodName, make_preset
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cli.arguments import ADVANCED, arguments_of
 from cheem_jax.continual import RunConfig, run_stream
@@ -37,17 +37,17 @@ class Demo:
     engine: Annotated[EngineConfig, ADVANCED] = EngineConfig()
     """Execution of networks."""
     save_every: Annotated[float | None, ADVANCED] = None
-    """Seconds between rolling checkpoints; default: 30, or more if they would need over 2 % of the
-    time."""
+    """Seconds between rolling checkpoints; default: 30, or more if checkpoints would take over 2 %
+    of the time."""
 
 
 def learn_demo(settings: Demo) -> None:
     """Learn the demo stream, or resume, and print its tables."""
     progress = Progress()
-    progress.say("cheem_jax demo: making six tasks of 32x32 images")
+    progress.say("cheem_jax demo: generating six tasks of 32x32 images")
     stream = demo_stream()
     bound = FullFinetuneConfig(**DEMO_BOUND, batch_size=32) if settings.upper_bound else None
-    method = preset_of(settings.method, "demo")
+    method = make_preset(settings.method, "demo")
     config = RunConfig(method, "demo", settings.seed, bound, settings.engine, settings.seeds)
     router = load_pretrained("vit_nano") if settings.method in NEED_A_ROUTER else None
     results = run_stream(

@@ -1,6 +1,6 @@
-"""`cheem doctor`: packages, devices, caches and a small network, and how to repair them.
+"""`cheem doctor`: check packages, devices, caches and a small network, and say how to repair them.
 
-This process imports the standard library only. Everything that can be broken, crash or hang runs in
+This process imports only the standard library. Code that can be broken, crash or hang runs in
 another process (`probe`).
 """
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from cheem_jax import __version__
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-"""Linux' setting of huge pages: for all memory, on request (madvise), or never."""
+"""Linux's setting of huge pages: for all memory (always), on request (madvise), or never."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Doctor:
     json: bool = False
     """Print one JSON object instead of a table, with the versions of all packages."""
     network: bool = False
-    """Also check that weights can be downloaded; the network is not used otherwise."""
+    """Also check that weights can be downloaded; otherwise, the network is not used."""
     timeout: float = 120.0
     """Seconds after which the checks are stopped."""
 
 
 class Problem(NamedTuple):
-    """A problem and its solution. If `needed` is False, only the affected feature does not work."""
+    """A problem and its solution. If `needed` is False, the problem affects only one feature."""
 
     what: str
     way_out: str
@@ -45,8 +45,8 @@ class Problem(NamedTuple):
 
 
 def examine(settings: Doctor) -> int:
-    """Print the findings, problems last; return 1 if a needed part is broken."""
-    findings, problems = look(settings)
+    """Print the findings and then the problems. Return 1 if a required part is broken."""
+    findings, problems = collect(settings)
     works = not any(problem.needed for problem in problems)
     if settings.json:
         listed = [problem._asdict() for problem in problems]
@@ -59,13 +59,13 @@ def examine(settings: Doctor) -> int:
             print(f"  {name:<20} {'missing' if value is None else value}")
     for problem in problems:
         kind = "PROBLEM" if problem.needed else "note"
-        print(f"{kind}: {problem.what}; way out: {problem.way_out}")
-    print("cheem can work here" if works else "cheem cannot work here")
+        print(f"{kind}: {problem.what}; solution: {problem.way_out}")
+    print("cheem works on this machine" if works else "cheem does not work on this machine")
     return int(not works)
 
 
-def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
-    """Return findings as JSON values, keyed by section and name, and problems."""
+def collect(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
+    """Collect the findings as JSON values, keyed by section and name, and the problems."""
     results, problems = run_probe(settings)
     versions = _versions(problems)
     extras = _extras()
@@ -73,7 +73,8 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
     devices = results.get("devices", {})
     if devices.get("platform") == "cpu":
         if gpus:
-            way_out = extras.get("cuda12", "").partition("; ")[2]  # empty if it is installed
+            # empty if it is already installed
+            way_out = extras.get("cuda12", "").partition("; ")[2]
             if "JAX_PLATFORMS" in os.environ:
                 way_out = "unset JAX_PLATFORMS"
             way_out = way_out or "read the output of `python -c 'import jax; jax.devices()'`"
@@ -93,18 +94,18 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
 
 
 MARK = "cheem doctor: "
-"""Start of each line that the process of the checks prints."""
+"""Prefix of each line that the process of the checks prints."""
 
 
 class Check(NamedTuple):
-    """A check that runs in a separate process and imports the modules that it checks."""
+    """A check, which runs in a separate process and imports the modules to be checked."""
 
-    look: Callable[[bool], dict[str, Any]]
+    run: Callable[[bool], dict[str, Any]]
     """Function of the option `network`. It returns findings keyed by name, or raises an error that
     describes a problem."""
     way_out: str
     tolerates: type[Exception] | tuple[()] = ()
-    """Types of errors that affect no other feature."""
+    """Types of errors that affect only the checked feature."""
 
 
 def run_probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
@@ -124,13 +125,13 @@ def run_probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem
     results = dict[str, dict[str, Any]]()
     problems = []
     for line in output.splitlines():
-        # libraries can print to standard output, too
+        # libraries can also print to standard output
         if not line.startswith(MARK):
             continue
         name, results[name], problem = json.loads(line.removeprefix(MARK))
         problems += [] if problem is None else [Problem(*problem)]
     if process.returncode:
-        # a process can also fail at its end, after all checks
+        # a process can also fail when it ends, after all checks
         running = [item for item in CHECKS.items() if item[0] not in results]
         name, check = running[0] if running else list(CHECKS.items())[-1]
         problems.append(Problem(f"{name}: {end}", check.way_out, check.tolerates is not Exception))
@@ -138,17 +139,17 @@ def run_probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem
 
 
 def probe(network: bool) -> None:
-    """Print name, findings and problem of each check as JSON. Stop after the first needed check
-    that fails."""
+    """Print the name, findings and problem of each check as JSON. Stop after the first required
+    check that fails."""
     for name, check in CHECKS.items():
         result, problem = {}, None
         try:
-            result = check.look(network)
-        except Exception as error:  # a broken installation raises anything
+            result = check.run(network)
+        except Exception as error:  # a broken installation can raise any error
             text = " ".join(str(error).split())[:300]
             what, way_out = f"{name}: {type(error).__name__}: {text}", check.way_out
             if check.tolerates is ValueError and isinstance(error, ValueError):
-                what, _, way_out = text.partition("; ")  # this library's messages
+                what, _, way_out = text.partition("; ")  # the format of this library's messages
             problem = Problem(what, way_out, not isinstance(error, check.tolerates))
         print(f"{MARK}{json.dumps((name, result, problem))}", flush=True)
         if problem is not None and problem.needed:
@@ -173,9 +174,9 @@ def _devices(network: bool) -> dict[str, Any]:
 
 
 def _compiled_functions(network: bool) -> dict[str, Any]:
-    from cheem_jax.engine.compilation import keep_programs
+    from cheem_jax.engine.compilation import enable_cache
 
-    return {"folder": str(keep_programs() or "none")}
+    return {"folder": str(enable_cache() or "none")}
 
 
 def _small_network(network: bool) -> dict[str, Any]:
@@ -184,9 +185,9 @@ def _small_network(network: bool) -> dict[str, Any]:
 
     from cheem_jax.backbone.params import build
     from cheem_jax.backbone.weights import load_pretrained
-    from cheem_jax.engine.compilation import allow_ordinary_programs
+    from cheem_jax.engine.compilation import reset_strict_options
 
-    allow_ordinary_programs()
+    reset_strict_options()
     start = time.perf_counter()
     pretrained = load_pretrained("vit_micro")
     vit = build(pretrained.config, pretrained.params)
@@ -201,12 +202,12 @@ def _hub(network: bool) -> dict[str, Any]:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     from cheem_jax.backbone.config import CONFIGS
-    from cheem_jax.backbone.weights import repository_of
+    from cheem_jax.backbone.weights import hub_repository
     from cheem_jax.core.hub import check_cache
 
     check_cache()
     if network:
-        repository = repository_of(CONFIGS["deit_tiny"].timm_name or "")
+        repository = hub_repository(CONFIGS["deit_tiny"].timm_name or "")
         get_hf_file_metadata(hf_hub_url(repository, "model.safetensors"), timeout=10)
     return {"folder": constants.HF_HUB_CACHE}
 
@@ -216,7 +217,7 @@ CHECKS = {
     "caches": Check(_caches, REINSTALL, ValueError),
     "devices": Check(_devices, f"{REINSTALL}, or without a GPU: JAX_PLATFORMS=cpu"),
     "compiled functions": Check(
-        _compiled_functions, "name another folder with JAX_COMPILATION_CACHE_DIR", ValueError
+        _compiled_functions, "set another folder with JAX_COMPILATION_CACHE_DIR", ValueError
     ),
     "vit_micro": Check(_small_network, REINSTALL),
     "hub": Check(
@@ -243,17 +244,17 @@ def _versions(problems: list[Problem]) -> dict[str, str | None]:
             elif not requirement.specifier.contains(version, prereleases=True):
                 what = f"{name} is {version}, and {requirement.specifier} is required"
                 problems.append(Problem(what, way_out, needed=False))
-    except ImportError as error:  # neither the package's metadata nor `packaging` are installed
+    except ImportError as error:  # the package's metadata or `packaging` is not installed
         way_out = "pip install cheem_jax, or pip install -e . in a checkout"
         problems.append(Problem(f"required packages are unknown ({error})", way_out, needed=False))
     return versions
 
 
 def _extras() -> dict[str, str]:
-    """Return the state of every extra: installed, or its missing packages and the command that
+    """Return the state of each extra: installed, or its missing packages and the command that
     installs them."""
     extras = {}
-    with contextlib.suppress(ImportError):  # reported with the versions
+    with contextlib.suppress(ImportError):  # `_versions` reports this problem
         for extra in importlib.metadata.metadata("cheem_jax").get_all("Provides-Extra") or []:
             missing = ", ".join(sorted(set(_missing("cheem_jax", extra))))
             install = f"missing: {missing}; pip install 'cheem_jax[{extra}]'"
@@ -271,7 +272,8 @@ def _missing(package: str, extra: str) -> Iterator[str]:
 
 
 def _requirements(package: str, extra: str = "") -> Iterator[Any]:
-    """Yield the requirements of a package on this machine, or only those of one of its extras."""
+    """Yield the requirements of a package on this machine; with `extra`, only those of the
+    extra."""
     from packaging.requirements import Requirement
 
     def applies(requirement: Requirement, extra: str) -> bool:
@@ -288,7 +290,7 @@ def _version(package: str) -> str | None:
 
 
 def _nvidia_gpus() -> list[str]:
-    """Return name, memory and driver of every GPU that nvidia-smi lists."""
+    """Return the name, memory and driver of each GPU that nvidia-smi lists."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -298,8 +300,8 @@ def _nvidia_gpus() -> list[str]:
 
 
 def _has_small_pages() -> bool:
-    """Return whether Linux provides huge pages on request, and the C library can request them but
-    does not."""
+    """Return whether Linux provides huge pages on request, and the C library supports but does not
+    use them."""
     name, version = platform.libc_ver()
     return (
         HUGE_PAGES.exists()

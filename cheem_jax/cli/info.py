@@ -1,5 +1,5 @@
-"""`cheem info`: show the contents of a memory. The packages that only predictions need are not
-imported."""
+"""`cheem info`: display the contents of a memory, without importing packages that only predictions
+need."""
 
 import dataclasses
 import json
@@ -18,10 +18,10 @@ from cheem_jax.report.grid import Grid
 from cheem_jax.run.progress import Progress
 
 INFO_LEGEND = """\
-added: parameters that the task brought, in % of the backbone's
-GFLOPs: 10^9 operations per image by the paper's count, with the router
-executed: those that run here
-open set: calibrated where `cheem predict --open-set` can reject images of other tasks"""
+added: parameters added by the task, in % of the backbone's parameters
+GFLOPs: 10^9 operations per image by the paper's count, including the router
+executed: operations that this library executes
+open set: if calibrated, `cheem predict --open-set` can reject images of other tasks"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,10 @@ class OfMemoryOrRun(OfMemory):
     memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """Folder of the memory, or of a finished CHEEM run."""
     weights: Path | None = None
-    """Weights file of the backbone, for a run: runs do not contain these weights. Default: the file
+    """Weights file of the backbone for a run, which does not contain weights. Default: the file
     that the run used."""
     usable: bool = False
-    """Predict with the intact tasks of a memory if others are corrupted."""
+    """Predict with the intact tasks of a memory if other tasks are corrupted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +70,12 @@ def show_info(settings: Info) -> None:
     progress.say(
         f"{kind} {directory}: {info['backbone']} at {info['image_size']} pixels, experts at"
         f" {info['placement']}, preset {info['preset']}, seed {info['seed']},"
-        f" {_size(info['bytes'])} on the disk"
+        f" {_size(info['bytes'])} on disk"
     )
     if not info["upright"]:
         progress.say("images are used as stored: EXIF orientation is not applied")
     if info["keeps_base"]:
-        progress.say("the backbone's own classes are a target as well")
+        progress.say("the classes of the pretraining data are also predicted")
     if info["forgotten"]:
         num = len(info["forgotten"])
         progress.say(f"forgotten: {num} task{'' if num == 1 else 's'}")
@@ -126,8 +126,8 @@ def show_info(settings: Info) -> None:
 
 
 def print_grid(grid: Grid, console: Console, optional: Sequence[str] = ()) -> None:
-    """Print a table. Columns in `optional` are left out, in this order, while the table is wider
-    than the terminal; long names wrap."""
+    """Print a table. While it is wider than the terminal, columns in `optional` are omitted, in
+    this order; long names wrap."""
     while grid.width - 2 > console.width and optional:
         grid = grid.without(optional[:1])
         optional = optional[1:]

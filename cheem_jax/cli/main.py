@@ -12,8 +12,8 @@ PURPOSE = """
 Continual learning with Vision Transformers: earlier tasks keep their
 parameters, no old image is stored."""
 CLOSING = """
-`cheem COMMAND --help` shows the options, --help-all advanced ones, too.
-Exit status: 0 done; 1 done in part; 2 bad input or something missing;
+`cheem COMMAND --help` shows the options; --help-all also shows advanced ones.
+Exit status: 0 success; 1 partial success; 2 bad input or a missing part;
 128 + N stopped by signal N."""
 
 
@@ -36,7 +36,7 @@ def main() -> None:
             print(f"error: {_suggest(name)}", file=sys.stderr)
             raise SystemExit(2)
         command = COMMANDS[name]
-        # without a home folder matplotlib warns in several lines
+        # Without a home folder, matplotlib prints long warnings.
         logging.getLogger("matplotlib").setLevel(logging.ERROR)
         with errors_in_a_line():
             from cheem_jax.cli.arguments import parse  # imports tyro, which is slow
@@ -65,7 +65,7 @@ def _print_help(prefix: str) -> None:
 def _suggest(name: str) -> str:
     prefix = "data " if name.startswith("data ") else ""
     names = [command for command in COMMANDS if command.startswith(prefix)]
-    # a command of `data` is also found by its second word
+    # Commands of `data` also match by their second word.
     nearest = difflib.get_close_matches(name, names, n=1) or [
         command for command in names if difflib.get_close_matches(name, command.split()[-1:])
     ]

@@ -14,7 +14,7 @@ import tyro
 from cheem_jax.backbone.weights import named_config
 from cheem_jax.cheem.config import LearnPreset
 from cheem_jax.cli.arguments import ADVANCED
-from cheem_jax.cli.data import DataFolder, leave_out_broken
+from cheem_jax.cli.data import DataFolder, exclude_broken
 from cheem_jax.cli.info import OfMemory, OfMemoryOrRun
 from cheem_jax.core.paths import shown
 from cheem_jax.data.load import ImagesConfig
@@ -44,8 +44,7 @@ class Answering(OfMemoryOrRun):
     """Options of commands that predict with a memory or a finished run."""
 
     def open(self) -> OpenMemory:
-        """Open the memory. Raises ValueError, as `open_memory` does, for folders that are not
-        memories or runs."""
+        """Open the memory. Raises the errors of `open_memory`."""
         return open_memory(self.memory, weights=self.weights, usable=self.usable)
 
 
@@ -54,10 +53,11 @@ class Predicting(Answering):
     """Options of commands that predict images without labels."""
 
     top: int = 5
-    """Number of most probable classes per image; a table shows at most two."""
+    """Number of predicted classes per image; a table shows at most two."""
     memory_gb: Annotated[float | None, ADVANCED] = None
-    """Gigabytes of cached task networks; default: a quarter of the device's memory. Least recently
-    used networks are evicted and made again on demand; predictions do not depend on the size."""
+    """Size of the cache of task networks in GB; default: a quarter of the device's memory. The
+    least recently used networks are evicted and made again on demand. Predictions do not depend on
+    the size."""
 
     def predictor(self, **more: Any) -> Predictor:
         """Return the memory's predictor with further options."""
@@ -79,11 +79,12 @@ class OfData(DataFolder):
     images: Annotated[ImagesConfig, ADVANCED] = ImagesConfig()
     """Storage of decoded images."""
     skip_broken: bool = False
-    """Leave out unreadable images and print their names; at most 5 % (rounded up) of the images of
-    a class and split can be left out. All images are decoded one more time."""
+    """Exclude unreadable images and print their names. At most 5 % (rounded up) of the images of a
+    class in a split can be excluded. All images are decoded one more time."""
 
     def plans(self, purpose: Purpose) -> tuple[Plan, ...]:
-        """Return the tasks before decoding. Raises ValueError or OSError for unsuitable data."""
+        """Return the plans of the tasks, before decoding. Raises ValueError or OSError for
+        unsuitable data."""
         names = None if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
         return tuple(
             plan_source(
@@ -102,7 +103,7 @@ class OfData(DataFolder):
         """Decode the tasks at the image size of the memory; `only` restricts decoding to one
         split."""
         if self.skip_broken:
-            plans = [leave_out_broken(plan, progress) for plan in plans]
+            plans = [exclude_broken(plan, progress) for plan in plans]
         cache_dir = self.images.cache_dir or cache_dir_of(self.data, self.data_dir)
         images = dataclasses.replace(self.images, cache_dir=cache_dir)
         size, upright = memory.config.image_size, memory.config.upright
@@ -123,17 +124,19 @@ class Learn(OfData, OfMemory):
     """For a new memory: deit_tiny (the default), dinov2_small, vit_micro (bundled), or another
     plain timm ViT by name."""
     weights: Path | None = None
-    """For a new memory: a safetensors or npz file; default: bundled, else from the hub."""
+    """For a new memory: a safetensors or npz file; default: bundled weights, else from the hub."""
     image_size: int | None = None
-    """For a new memory: pixels of the square images; default: the backbone's image size."""
+    """For a new memory: height and width of images in pixels; default: the backbone's image
+    size."""
     preset: LearnPreset | None = None
-    """For a new memory: `auto` is the default and is `quick` with up to 64 epochs for tasks with
-    fewer than 1,000 images; `quick` is sized for a CPU; `paper` has the paper's settings, and ours
-    if it states none; `demo` is for a few hundred small images; `quick_plus` and `cheem_plus` are
-    `quick` and `paper` with another router, `quick_plus` with another search, too."""
+    """For a new memory: `auto` is the default and uses `quick` with up to 64 epochs for tasks with
+    fewer than 1,000 images; `quick` is sized for a CPU; `paper` uses the paper's settings, and ours
+    if the paper states none; `demo` is for a few hundred small images; `quick_plus` and
+    `cheem_plus` are `quick` and `paper` with another router, and `quick_plus` also with another
+    search."""
     augment: bool = False
-    """For a new memory: crop, flip and change training images at random, new in every epoch.
-    Unsuitable for images whose mirror image has another meaning, such as text or digits."""
+    """For a new memory: crop, flip and change training images randomly in every epoch. Unsuitable
+    for images whose mirror image has another meaning, such as text or digits."""
     seed: int | None = None
     """For a new memory: root of every PRNG key; default: 0."""
     base_data: str | None = None
@@ -144,12 +147,12 @@ class Learn(OfData, OfMemory):
     base_classes: Path | None = None
     """For a new memory: a text file with the class names of the pretraining data, one per line."""
     begin_with: Path | None = None
-    """For a new memory: a CHEEM run whose tasks the memory begins with."""
+    """For a new memory: a CHEEM run whose tasks the memory starts with."""
     engine: Annotated[EngineConfig, ADVANCED] = EngineConfig()
     """Execution of networks."""
     save_every: Annotated[float | None, ADVANCED] = None
-    """Seconds between rolling checkpoints; default: 30, or more if they would need over 2 % of the
-    time."""
+    """Seconds between rolling checkpoints; default: 30, or more if checkpoints would take over 2 %
+    of the time."""
     discard_unfinished: bool = False
     """Discard the progress of an interrupted task. No other task can be learned until that task is
     finished, discarded or forgotten."""
@@ -167,13 +170,14 @@ def learn_tasks(settings: Learn) -> None:
     plans = settings.plans("learn" if settings.extend is None else "extend")
     if settings.name is not None and len(plans) > 1:
         raise ValueError(
-            f"one name, {settings.name!r}, for {len(plans)} tasks: {[plan.name for plan in plans]}"
+            f"the name {settings.name!r} is for one task, but the data contain {len(plans)}:"
+            f" {[plan.name for plan in plans]}"
         )
     fresh = not (settings.memory / NAME).exists()
     if fresh and settings.extend is not None:
         raise ValueError(
-            f"no memory {str(settings.memory)!r}, so no task {settings.extend!r} to extend; leave"
-            " out --extend"
+            f"memory {str(settings.memory)!r} does not exist, so task {settings.extend!r} cannot be"
+            " extended; omit --extend"
         )
     memory = (_new_memory if fresh else _old_memory)(settings, progress)
     progress.say(
@@ -183,7 +187,7 @@ def learn_tasks(settings: Learn) -> None:
     try:
         tasks = settings.load(plans, memory, progress)
     except BaseException:
-        if fresh and not memory.tasks:  # broken images leave no empty memory behind
+        if fresh and not memory.tasks:  # do not leave an empty memory behind
             remove_memory(memory.directory)
         raise
     memory.learn(
@@ -198,8 +202,8 @@ def learn_tasks(settings: Learn) -> None:
     place = shown(memory.directory)
     names = ", ".join(task.name for task in memory.tasks)
     progress.say(
-        f"{place} contains {_tasks(len(memory.tasks))}: {names}; cheem predict {place} IMAGES"
-        " answers for all of them"
+        f"{place} contains {_tasks(len(memory.tasks))}: {names}; predict with `cheem predict"
+        f" {place} IMAGES`"
     )
 
 
@@ -221,10 +225,10 @@ def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
         )
         if options := [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name)]:
             raise ValueError(
-                f"{', '.join(options)}: a memory that begins with a run has the run's settings;"
-                f" leave {'it' if len(options) == 1 else 'them'} out"
+                "with --begin-with, a memory has the settings of the run; omit"
+                f" {', '.join(options)}"
             )
-        progress.say(f"beginning with the tasks of {shown(settings.begin_with)}")
+        progress.say(f"starting with the tasks of {shown(settings.begin_with)}")
         return begin_with(
             settings.memory, settings.begin_with, weights=settings.weights, engine=settings.engine
         )
@@ -252,8 +256,8 @@ def _old_memory(settings: Learn, progress: Progress) -> OpenMemory:
     memory.check_writable()
     if differences := list(_differences(settings, memory, progress)):
         raise ValueError(
-            f"memory {str(settings.memory)!r} was made with other settings:"
-            f" {'; '.join(map(str, differences))}; leave them out, or make another memory"
+            f"memory {str(settings.memory)!r} was created with other settings:"
+            f" {'; '.join(map(str, differences))}; omit these options, or create another memory"
         )
     return memory
 
@@ -262,7 +266,7 @@ def _differences(settings: Learn, memory: OpenMemory, progress: Progress) -> Ite
     """Yield the differences between the options and the settings with which the memory was created.
     Files are compared by their hashes."""
     config = memory.config
-    # None: the option is left out
+    # the value is None if the option was omitted
     pairs: dict[str, tuple[Any, Any]] = {
         "image_size": (config.image_size, settings.image_size),
         "preset": (config.preset, settings.preset),
@@ -310,48 +314,48 @@ class Forget(OfMemory):
 
 
 def forget_tasks(settings: Forget) -> None:
-    """Forget the tasks, and print the retained experts and the reasons."""
+    """Forget the tasks. Print the retained experts and the reasons."""
     memory = open_memory(settings.memory)
-    done = memory.forget(*settings.tasks, erase=settings.erase)
+    forgotten = memory.forget(*settings.tasks, erase=settings.erase)
     if memory.tasks:
         refresh_page(memory.directory)
     if settings.json:
         report = {
             "tasks": settings.tasks,
-            "numbers": done.numbers,
-            "removed": done.removed,
-            "in_use": done.in_use,
-            "ancestors": done.ancestors,
-            "made_full": done.baked,
+            "numbers": forgotten.numbers,
+            "removed": forgotten.removed,
+            "in_use": forgotten.in_use,
+            "ancestors": forgotten.ancestors,
+            "made_full": forgotten.merged,
         }
         print(json.dumps({name: [*map(_json_value, items)] for name, items in report.items()}))
         return
     say = Progress().say
     remaining = ", ".join(task.name for task in memory.tasks) or "no task"
-    num = len(done.removed)
+    num = len(forgotten.removed)
     names = ", ".join(map(repr, settings.tasks))
     who = "it" if len(settings.tasks) == 1 else "they"
     say(
         f"{shown(settings.memory)} has forgotten {names} and {num} expert{'' if num == 1 else 's'}"
-        f" that only {who} used; {remaining} left"
+        f" that only {who} used; remaining: {remaining}"
     )
-    for expert in done.in_use:
+    for expert in forgotten.in_use:
         say(
             f"block {expert.place.block + 1}, expert {expert.place.expert} stays: used by"
             f" {', '.join(expert.tasks)}"
         )
-    for expert in done.ancestors:
+    for expert in forgotten.ancestors:
         say(
             f"block {expert.place.block + 1}, expert {expert.place.expert} stays, but not as a"
             f" candidate for new tasks: experts of {', '.join(expert.tasks)} were adapted from it"
             " (--erase stores them in full)"
         )
-    for place in done.baked:
+    for place in forgotten.merged:
         say(f"block {place.block + 1}, expert {place.expert} is a full expert now")
 
 
 def _json_value(item: str | int | PoolPosition | RetainedExpert) -> Any:
-    """Return the JSON value of an item in a report on forgetting."""
+    """Convert an item of the report on forgetting to a JSON value."""
     match item:
         case RetainedExpert(place, tasks):
             return {**place._asdict(), "tasks": tasks}
@@ -363,7 +367,7 @@ def _json_value(item: str | int | PoolPosition | RetainedExpert) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Export(Answering):
-    """Export one task's network, or the whole memory with its router, for use without this
+    """Export the network of one task, or the whole memory with its router, for use without this
     library."""
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
@@ -374,8 +378,8 @@ class Export(Answering):
     task: str | None = None
     """Name of the task to export. Without it, the whole memory is exported; `timm` needs a task."""
     open_set: float | None = None
-    """Share of a task's images that the whole memory rejects with -1 (`none of my tasks`), as for
-    `cheem predict`."""
+    """Share of a task's images that the exported memory rejects with -1 (`none of my tasks`), as
+    for `cheem predict`."""
     overwrite: bool = False
     """Replace an existing file."""
     json: bool = False
@@ -385,9 +389,9 @@ class Export(Answering):
 def export_memory(settings: Export) -> None:
     """Export the memory, compare the file's outputs with this library's, and print its size and
     speed."""
-    # an error about the format is raised before the memory is opened, which is slow
+    # errors about the format are raised before the slow opening of the memory
     kind = settings.format or kind_of(settings.file)
-    done = settings.open().export(
+    exported = settings.open().export(
         settings.file,
         kind,
         task=settings.task,
@@ -395,19 +399,19 @@ def export_memory(settings: Export) -> None:
         overwrite=settings.overwrite,
     )
     if settings.json:
-        print(json.dumps({**done._asdict(), "file": str(done.file)}))
+        print(json.dumps({**exported._asdict(), "file": str(exported.file)}))
         return
     say = Progress().say
     speed = (
         ""
-        if done.seconds_per_image is None
-        else f", {1000 * done.seconds_per_image:.1f} ms for one image here"
+        if exported.seconds_per_image is None
+        else f", {1000 * exported.seconds_per_image:.1f} ms for one image on this machine"
     )
     say(
-        f"wrote {shown(done.file)}: {done.num_bytes / 2**20:.1f} MB{speed}; differs from this"
-        f" library by at most {done.largest_difference:.1e}"
+        f"wrote {shown(exported.file)}: {exported.num_bytes / 2**20:.1f} MB{speed}; differs from"
+        f" this library by at most {exported.largest_difference:.1e}"
     )
-    for note in done.notes:
+    for note in exported.notes:
         say(note)
 
 
@@ -429,7 +433,7 @@ def push_memory(settings: Push) -> None:
         settings.memory, settings.repository, license=settings.license, public=settings.public
     )
     Progress().say(
-        f"{settings.repository} contains {shown(settings.memory)}: {len(names)} files, and no image"
+        f"uploaded {shown(settings.memory)} to {settings.repository}: {len(names)} files, no images"
     )
 
 
@@ -448,4 +452,4 @@ def pull_memory(settings: Pull) -> None:
     memory = pull(settings.repository, settings.memory)
     place = shown(settings.memory)
     names = ", ".join(task.name for task in memory.tasks) or "no task"
-    Progress().say(f"{place} contains {names}; cheem predict {place} IMAGES answers")
+    Progress().say(f"{place} contains {names}; predict with `cheem predict {place} IMAGES`")

@@ -1,5 +1,5 @@
-"""`cheem report`, `cheem tensorboard` and `cheem watch`: show runs and memories as an HTML page, as
-TensorBoard events, or live in the terminal."""
+"""`cheem report`, `cheem tensorboard` and `cheem watch`: display runs and memories as an HTML page,
+as TensorBoard events, or live in the terminal."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from rich.text import Text
 from cheem_jax.core.paths import shown
 from cheem_jax.report.live import line, view
 from cheem_jax.report.page.assemble import PAGE, write_page
-from cheem_jax.report.status import Snapshot, look
+from cheem_jax.report.status import Snapshot, read_snapshot
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.progress import SECONDS_BETWEEN_LINES, Progress, Terminal, on_screen
@@ -45,9 +45,7 @@ class Report:
 def write_report_page(settings: Report) -> None:
     """Write the page and print its file name."""
     if not settings.runs:
-        raise ValueError(
-            "no run was named; give a run directory, such as runs/demo after `cheem demo`"
-        )
+        raise ValueError("no run given; give a run directory, such as runs/demo after `cheem demo`")
     progress = Progress()
     file = settings.out or settings.runs[0] / PAGE
     if file.is_dir():
@@ -56,16 +54,16 @@ def write_report_page(settings: Report) -> None:
         with file.open("rb") as stream:
             if not stream.read(100).lstrip().lower().startswith(DOCTYPE):
                 raise ValueError(
-                    f"--out {str(file)!r} is there and is no HTML page; name another file"
+                    f"--out {str(file)!r} exists and is not an HTML page; choose another file"
                 )
     try:
         runs, left_out = write_page(settings.runs, file, images=settings.images)
     except OSError as error:
         raise ValueError(
-            f"{file} cannot be written ({error.strerror}); name another file with --out"
+            f"{file} cannot be written ({error.strerror}); choose another file with --out"
         ) from error
     for directory, reason in left_out:
-        progress.say(f"left out {shown(directory)}: {reason}")
+        progress.say(f"excluded {shown(directory)}: {reason}")
     if settings.figures:
         from cheem_jax.report.figures import write_figures  # imports Matplotlib, which is slow
 
@@ -87,7 +85,7 @@ def write_tensorboard(settings: Tensorboard) -> None:
     """Write events into a folder `tensorboard` in every run directory."""
     check_installed()
     if not settings.runs:
-        raise ValueError("no run is named; e.g. `cheem tensorboard runs/demo`")
+        raise ValueError("no run given; give a run directory: `cheem tensorboard runs/demo`")
     for directory in settings.runs:
         if not (directory / NAME).is_file():
             raise ValueError(
@@ -104,11 +102,11 @@ def write_tensorboard(settings: Tensorboard) -> None:
             else f"{shown(directory)}: no task is learned yet"
         )
     above = os.path.commonpath(settings.runs)
-    progress.say(f"look at them with: tensorboard --logdir {shown(Path(above))}")
+    progress.say(f"display them with: tensorboard --logdir {shown(Path(above))}")
 
 
 OTHER_LINES = 20
-"""Number of lines of a view without its tasks."""
+"""Number of lines of the display without the rows of tasks."""
 MOST_ROWS = 40
 """Maximum number of displayed tasks if the height of the output is unlimited."""
 
@@ -131,24 +129,24 @@ def watch_run(settings: Watch, console: Console | None = None) -> None:
     run."""
     if not settings.every > 0:
         raise ValueError(
-            f"every is {settings.every}; expected seconds between two looks, more than 0"
+            f"every is {settings.every}; expected a positive number of seconds between updates"
         )
     console = console or Terminal(width=None if on_screen() else 100)
-    snapshot = look(settings.run_dir, time.time())
+    snapshot = read_snapshot(settings.run_dir, time.time())
     if not settings.once and not snapshot.is_over:
         with contextlib.suppress(KeyboardInterrupt), _displaying(console) as show:
             while not snapshot.is_over:
                 show(snapshot)
                 sleep(settings.every)
-                snapshot = look(settings.run_dir, time.time())
-        snapshot = look(settings.run_dir, time.time())
+                snapshot = read_snapshot(settings.run_dir, time.time())
+        snapshot = read_snapshot(settings.run_dir, time.time())
     console.print(view(snapshot, console.width, MOST_ROWS))
 
 
 @contextlib.contextmanager
 def _displaying(console: Console) -> Iterator[Callable[[Snapshot], None]]:
-    """Yield a function that displays a snapshot: on a separate screen of the terminal, or, if the
-    output is not a terminal, as a line after every task and every SECONDS_BETWEEN_LINES seconds."""
+    """Yield a function that displays a snapshot. In a terminal, it updates a separate screen.
+    Otherwise, it prints a line after every task and every SECONDS_BETWEEN_LINES seconds."""
     if not console.is_terminal or console.is_dumb_terminal:
         printed, num_finished = 0.0, None
 
@@ -164,7 +162,7 @@ def _displaying(console: Console) -> Iterator[Callable[[Snapshot], None]]:
 
         yield print_line
         return
-    # SIGTERM restores the terminal as Ctrl-C does
+    # on SIGTERM, restore the terminal as on Ctrl-C
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:

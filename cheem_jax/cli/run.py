@@ -1,4 +1,4 @@
-"""`cheem run`: CHEEM, or any other method, on a stream of image tasks with a pretrained ViT."""
+"""`cheem run`: learn a stream of image tasks with CHEEM or another method and a pretrained ViT."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from cheem_jax.baselines.catalogue import (
     FrozenNetworks,
     MethodConfig,
     MethodName,
-    preset_of,
+    make_preset,
 )
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
@@ -40,7 +40,7 @@ from cheem_jax.run_config import RouterWeights
 
 T = TypeVar("T")
 FULL = ("paper", "cheem_plus")
-"""Presets that are repeated with three seeds."""
+"""Presets that are run with three seeds by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +51,10 @@ class StreamInputs(StreamConfig):
     """deit_tiny (the default), vit_base, vit_base_augreg, clip_vit_base, vit_micro (the default of
     the demo stream), vit_nano, or another plain timm ViT by name."""
     weights: Path | None = None
-    """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from
-    the hub."""
+    """A safetensors or npz file with timm's names, or a converted file; default: bundled weights,
+    else from the hub."""
     image_size: int | None = None
-    """Pixels of the square images; default: the backbone's image size."""
+    """Height and width of images in pixels; default: the backbone's image size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Common(StreamInputs):
 
     base_data: str | None = None
     """Images of the pretraining data (a source of one task, as for `--stream`). Their mean CLS
-    tokens anchor the similarity."""
+    tokens anchor the similarity of tasks."""
     engine: EngineConfig = EngineConfig()
     """Execution of networks."""
     devices: Literal["all"] | int = 1
-    """Devices that share each batch: a number, or all those of every process together. Results are
-    the same beyond rounding."""
+    """Devices that share each batch: a number, or `all` devices of all processes. Results differ
+    only by rounding."""
     save_every: float | None = None
-    """Seconds between rolling checkpoints; default: 30, or more if they would need over 2 % of the
-    time."""
+    """Seconds between rolling checkpoints; default: 30, or more if checkpoints would take over 2 %
+    of the time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,40 +79,40 @@ class RunSettings(Common):
     """Learn a stream of image tasks with CHEEM or another method; a stopped run resumes."""
 
     cheem: CheemConfig
-    """Settings of `cheem` and `cheem_lite`; `--preset` chooses their defaults."""
+    """Settings of `cheem` and `cheem_lite`; the defaults depend on `--preset`."""
     preset: Preset = "paper"
-    """`paper`: the paper's settings, and ours if it states none; `quick`: every part, sized for a
-    CPU; `demo`: for a few hundred images; `cheem_plus` and `quick_plus`: `paper` and `quick` with
-    another router, `quick_plus` with another search, too."""
+    """`paper` uses the paper's settings, and ours if the paper states none; `quick` has every part,
+    sized for a CPU; `demo` is for a few hundred images; `cheem_plus` and `quick_plus` are `paper`
+    and `quick` with another router, and `quick_plus` also with another search."""
     augment: bool = False
-    """Short for --cheem.augment: crop, flip and change training images at random, new in every
-    epoch."""
+    """Short for --cheem.augment: crop, flip and change training images randomly in every epoch."""
     method: MethodName = "cheem"
     """Method that learns. full_finetune and lora_finetune are upper bounds: they are given the task
     ID."""
     options: AvoidSubcommands[BaselineConfig | None] = None
-    """Settings of every method except `cheem` and `cheem_lite`."""
+    """Settings of the method, unless it is `cheem` or `cheem_lite`."""
     pixel_norm: Literal["checkpoint", "unit"] = "checkpoint"
-    """Scale of pixels: as the weights were trained, or 0..1, as in the CODA-Prompt code for all
-    weights."""
+    """Scale of pixel values: `checkpoint` as in pretraining, `unit` from 0 to 1 as in the
+    CODA-Prompt code."""
     router: str | None = None
-    """A lighter network that infers the task ID (`cheem_lite`, `moe_adapters`): a backbone, or
+    """A smaller network that infers the task ID (`cheem_lite`, `moe_adapters`): a backbone, or
     alexnet; default: the backbone itself."""
     router_weights: Path | None = None
     """Weights of the router, as for `--weights`; for alexnet a file that
     convert/torchvision_alexnet.py writes."""
     hosts: HostsConfig = HostsConfig()
-    """Several processes as one job, each started with the same command and --devices all."""
+    """More than one process as one job; each process is started with the same command and --devices
+    all."""
     seed: int = 0
     """Root of every PRNG key in the run."""
     num_seeds: int | None = None
-    """Number of runs, with this seed and the following ones, each in a separate folder in the run
-    directory; default: 3 for the presets `paper` and `cheem_plus`, else 1."""
+    """Number of runs, with `seed` and the following seeds. Each run has a separate folder in the
+    run directory. Default: 3 for the presets `paper` and `cheem_plus`, else 1."""
     seeds: SeedsConfig = SeedsConfig()
     """Separate seeds for parts of the run."""
     measured_on: Literal["test", "validation"] = "test"
-    """Split on which accuracies are measured; `validation` chooses settings without the test
-    images."""
+    """Split on which accuracies are measured; `validation` is for choosing settings without the
+    test images."""
     upper_bound: bool = False
     """Also fine-tune the whole backbone per task, with the task ID given."""
     tensorboard: bool = False
@@ -125,7 +125,7 @@ class RunSettings(Common):
         """Return the defaults of a command line, which depend on its preset and method."""
         preset: Preset = _last_value(arguments, "preset", PRESETS) or "paper"
         method: MethodName = _last_value(arguments, "method", NAMES) or "cheem"
-        config = preset_of(method, preset)
+        config = make_preset(method, preset)
         options = None if isinstance(config, CheemConfig) else config
         return cls(cheem=PRESETS[preset], preset=preset, method=method, options=options)
 
@@ -140,7 +140,7 @@ class Loaded(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Pixels of the square images."""
+        """Height and width of images in pixels."""
         return self.pretrained.config.image_size
 
 
@@ -152,8 +152,8 @@ def run_seeds(settings: RunSettings) -> None:
     if settings.preset.endswith("_plus") and not isinstance(config.method, CheemConfig):
         preset = settings.preset.replace("cheem_plus", "paper").removesuffix("_plus")
         progress.say(
-            f"{settings.method}: preset {settings.preset} changes CHEEM alone; the settings are"
-            f" those of {preset}"
+            f"preset {settings.preset} only affects CHEEM; {settings.method} uses the settings of"
+            f" {preset}"
         )
     make_layout(config.mesh)  # raises errors about missing devices before images are read
     runs = split_seeds(settings)
@@ -182,7 +182,7 @@ def split_seeds(settings: RunSettings) -> list[RunSettings]:
     if num > 1 and (settings.run_dir / "config.json").exists():
         raise ValueError(
             f"{str(settings.run_dir)!r} contains a run of one seed; choose another --run-dir for"
-            f" {num} seeds, or give --num-seeds 1"
+            f" {num} seeds, or set --num-seeds 1"
         )
     return [
         dataclasses.replace(
@@ -200,12 +200,13 @@ def make_run_config(settings: RunSettings) -> RunConfig:
     other than the chosen one."""
     bound = None
     if settings.upper_bound:
-        bound = preset_of("full_finetune", settings.preset)
+        bound = make_preset("full_finetune", settings.preset)
         assert isinstance(bound, FullFinetuneConfig)
     method = make_method_config(settings)
     if settings.base_data is not None and not isinstance(method, CheemConfig):
         raise ValueError(
-            f"--base-data anchors CHEEM's similarity, and {method.name} has none; leave it out"
+            f"--base-data anchors the similarity of CHEEM, which {method.name} does not use; omit"
+            " it"
         )
     mesh = MeshConfig(settings.devices)
     return RunConfig(
@@ -216,24 +217,24 @@ def make_run_config(settings: RunSettings) -> RunConfig:
 def make_method_config(settings: RunSettings) -> MethodConfig:
     """Return the settings of the chosen method. Raises ValueError for settings of a different
     method."""
-    preset = preset_of(settings.method, settings.preset)
+    preset = make_preset(settings.method, settings.preset)
     if isinstance(preset, CheemConfig):
         method = type(preset)(**vars(settings.cheem))
         return dataclasses.replace(method, augment=method.augment or settings.augment)
     if settings.augment:
         raise ValueError(
-            f"--augment is a setting of cheem, and {settings.method} has none; leave it out"
+            f"--augment is a setting of cheem, which {settings.method} does not have; omit it"
         )
     if settings.cheem != PRESETS[settings.preset]:
         raise ValueError(
-            f"--cheem.* are settings of cheem; those of {settings.method} are --options.*, see"
-            " --help"
+            f"--cheem.* are settings of cheem; the settings of {settings.method} are --options.*"
+            " (see --help)"
         )
     options = preset if settings.options is None else settings.options
     if options.name != settings.method:
         raise ValueError(
-            f"--method is {settings.method}, but its options are those of {options.name}; give it"
-            " once"
+            f"--method is {settings.method}, but --options are those of {options.name}; use the"
+            " same method for both"
         )
     return options
 
@@ -249,7 +250,7 @@ def load(settings: RunSettings, progress: Progress) -> Loaded:
     pretrained = load_pretrained(backbone, weights=settings.weights, image_size=settings.image_size)
     if settings.pixel_norm == "unit":
         scaled = dataclasses.replace(pretrained.config, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-        # the base means were measured on pixels scaled as in pretraining
+        # the base means were measured with the pixel scale of pretraining
         pretrained = dataclasses.replace(pretrained, config=scaled, base_means={})
     size = pretrained.config.image_size
     router = load_router(settings, size)

@@ -1,4 +1,4 @@
-"""Run a command. Bad input, full disks, Ctrl-C and closed pipes end with one line and an exit
+"""Run a command, and turn bad input, full disks, Ctrl-C and closed pipes into one line and an exit
 status."""
 
 import contextlib
@@ -26,14 +26,15 @@ def run_command(
     *,
     computes: bool = True,
 ) -> None:
-    """Run a command; end the process by SystemExit if it fails or returns a status other than 0.
+    """Run a command; exit with SystemExit if it fails or returns a status other than 0.
 
-    `directory` is written by the command and resumes it; `computes` caches compiled functions. A
-    failed process of a job of several ends at once, so that the others do not wait for it.
+    `directory` is the folder that the command writes and resumes; `computes` enables the cache of
+    compiled functions. If a process of a job fails, it ends immediately, so that the other
+    processes do not wait for it.
     """
     try:
         with pipes_handled(), errors_in_a_line(directory):
-            # the loaders report large images and corrupted EXIF data themselves
+            # the loaders report large images and corrupted EXIF data
             warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
             warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
             if computes:
@@ -48,23 +49,23 @@ def run_command(
 
 
 def _cache_compiled_functions() -> None:
-    # imports JAX, which several commands do not need
-    from cheem_jax.engine.compilation import NotKept, allow_ordinary_programs, keep_programs
+    # imports JAX, which some commands do not need
+    from cheem_jax.engine.compilation import NotCached, enable_cache, reset_strict_options
 
-    for note in allow_ordinary_programs():
+    for note in reset_strict_options():
         print(f"note: {note}", file=sys.stderr)
     try:
-        keep_programs()
-    except NotKept as error:
+        enable_cache()
+    except NotCached as error:
         print(f"note: {error}; they are compiled again in every run", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
-    """Replace expected errors and Ctrl-C by one line and SystemExit. Unexpected errors keep their
-    traceback.
+    """Replace expected errors and Ctrl-C by one printed line and SystemExit. Unexpected errors keep
+    their traceback.
 
-    `directory` is the folder named after Ctrl-C and in errors without a file name.
+    `directory` is mentioned after Ctrl-C and in errors without a file name.
     """
     try:
         yield
@@ -87,13 +88,13 @@ def errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
 
 
 def _sentence(error: Exception, directory: Path | None) -> str | None:
-    """Return the line for the user, or None if the error is a bug in this library."""
+    """Return the line to print, or None if the error is a bug in this library."""
     text = f"{' '.join(str(error).split()):.4000}"
     jax = sys.modules.get("jax")
     match error:
         case MemoryError():
             pass
-        case ImportError(name=None):  # of an extra; the message says how to install it
+        case ImportError(name=None):  # a package of an extra; the message says how to install it
             return text
         case ImportError(name=str(name)):
             is_ours = name.split(".")[0] == "cheem_jax"
@@ -101,10 +102,10 @@ def _sentence(error: Exception, directory: Path | None) -> str | None:
         case BrokenPipeError() if _output_is_closed():
             return None
         case OSError(errno=number) if number in REFUSING:
-            room = "" if number == errno.EROFS else "free some room and repeat the command, or "
+            room = "" if number == errno.EROFS else "free disk space and repeat the command, or "
             return (
                 f"{error.filename or directory or 'a file'} cannot be written: {error.strerror};"
-                f" {room}choose a folder on another disk; saved files stay"
+                f" {room}choose a folder on another disk; saved files are kept"
             )
         case ValueError() | OSError() | FloatingPointError():
             return text
@@ -139,11 +140,11 @@ def _missing_platforms() -> str | None:
 
 @contextlib.contextmanager
 def pipes_handled() -> Iterator[None]:
-    """End `cheem ... | head` silently with the status of SIGPIPE; discard output that is closed
-    from the start (`>&-`)."""
+    """End `cheem ... | head` silently with the status of SIGPIPE. Discard output that was closed
+    before the start (`>&-`)."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            # the next file that is opened would otherwise get the number of the closed one
+            # otherwise, the next opened file would get the number of the closed one
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
     try:
@@ -154,14 +155,14 @@ def pipes_handled() -> Iterator[None]:
     except BrokenPipeError:
         if not _output_is_closed():
             raise
-        # discards the rest of the buffer
+        # discard the rest of the buffer
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _output_is_closed() -> bool:
-    """Return whether the reader of standard output has ended. A pipe to a worker process can break,
-    too."""
+    """Return whether the reader of standard output has closed it. The pipe of a worker process can
+    break, too."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

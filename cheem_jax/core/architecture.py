@@ -1,5 +1,5 @@
-"""Architectures: one choice per block, hashable, printable and convertible to JSON; and their
-integer encoding.
+"""Architectures, which consist of one choice per block, and their integer encoding. They are
+hashable, printable and convertible to JSON.
 
 A block with n experts in the pool has 2n + 2 candidates in this order: Reuse(0..n-1),
 Adapt(0..n-1), New, Skip.
@@ -16,7 +16,7 @@ from cheem_jax.core.settings import Kind
 
 
 class Choice(NamedTuple):
-    """The op of one block. `expert` is the pool index for `reuse` and `adapt`, else None."""
+    """The op of a block. `expert` is a pool index for `reuse` and `adapt`, and None otherwise."""
 
     kind: Kind
     expert: int | None = None
@@ -82,6 +82,6 @@ def encode(architecture: Architecture, num_experts: Sequence[int]) -> np.ndarray
     codes = []
     for choice, n in zip(architecture, num_experts, strict=True):
         if choice not in candidates(n):
-            raise ValueError(f"{choice} names no expert of a pool with {n}")
+            raise ValueError(f"{choice} is not possible in a pool of {n} experts")
         codes.append(candidates(n).index(choice))
     return np.asarray(codes, np.int32)

@@ -1,5 +1,5 @@
-"""Atomic writes: after a crash, a file has either its complete old content or its complete new
-content."""
+"""Write files atomically: after a crash, a file has either its complete old content or its complete
+new content."""
 
 import contextlib
 import errno
@@ -13,7 +13,7 @@ REFUSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 @contextlib.contextmanager
 def room_for(file: Path, num_bytes: int) -> Iterator[None]:
-    """Add the file and the number of bytes to write to the errors of a full or read-only disk."""
+    """Add the file and the number of bytes to write to errors of a full or read-only disk."""
     try:
         yield
     except OSError as error:
@@ -23,12 +23,12 @@ def room_for(file: Path, num_bytes: int) -> Iterator[None]:
             f"{num_bytes / 2**20:,.1f} MB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} kB"
         )
         raise OSError(
-            error.errno, f"{os.strerror(error.errno)}, and {size} are to be written", str(file)
+            error.errno, f"{os.strerror(error.errno)}, but {size} must be written", str(file)
         ) from error
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """Write `content` completely, or leave the file unchanged and raise OSError."""
+    """Write `content` completely, or raise OSError and leave the file unchanged."""
     sibling = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -52,7 +52,7 @@ def write_atomically(file: Path, content: str | bytes) -> None:
 
 
 def to_disk(file: Path) -> None:
-    """Wait until a file or folder is written to the disk.
+    """Wait until a file or folder is written to disk.
 
     Without this call, a rename can survive a power loss although the data of the renamed file do
     not.

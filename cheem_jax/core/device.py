@@ -1,6 +1,7 @@
-"""Settings per kind of device. All differences between an accelerator and a CPU are defined here.
+"""Settings for each kind of device. All differences between an accelerator and a CPU are defined
+here.
 
-The settings change results only by rounding.
+The settings affect results only by rounding.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ ACCELERATOR = Device(False, forward_sizes=(256, 512), is_narrow=True)
 _traced_for: ContextVar[Device | None] = ContextVar("traced_for", default=None)
 
 
-def here(*, deterministic: bool = False) -> Device:
+def default_device(*, deterministic: bool = False) -> Device:
     """Return the settings for the default device. `deterministic` selects only operations that
     return identical bits in every run."""
     if jax.default_backend() == "cpu":
@@ -83,7 +84,7 @@ def flash_problem() -> str | None:
 
 def current() -> Device:
     """Return the settings of the device for which the current function is traced."""
-    return _traced_for.get() or here()
+    return _traced_for.get() or default_device()
 
 
 def traced_for(device: Device, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,19 +1,19 @@
-"""Errors of the Hugging Face hub, each as one line with a remedy."""
+"""Convert errors of the Hugging Face hub to one line with a remedy."""
 
 import contextlib
 from collections.abc import Iterator
 
 TIMEOUT = 10.0
-"""Maximum seconds to wait for a response of the hub."""
+"""Maximum number of seconds to wait for a response of the hub."""
 
 
 def check_cache() -> None:
-    """Raise ValueError if the hub's cache would be a folder with the literal name `~`."""
+    """Raise ValueError if the hub's cache would be a folder that is literally named `~`."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_CACHE.startswith("~"):
         raise ValueError(
-            "the Hugging Face hub needs a folder for its cache, and no home folder is known; set"
+            "the Hugging Face hub needs a folder for its cache, but the home folder is unknown; set"
             " HF_HOME"
         )
 
@@ -32,7 +32,7 @@ def hub_errors(repository: str, action: str) -> Iterator[None]:
             getattr(cause, "response", None)
             for cause in (error, error.__cause__, error.__context__)
         )
-        status = next((one.status_code for one in responses if one is not None), None)
+        status = next((r.status_code for r in responses if r is not None), None)
         login = "`hf auth login` logs in, or set HF_TOKEN to a token with access to it"
         text = " ".join(str(error).split())[:300] or type(error).__name__
         match status:
@@ -40,21 +40,20 @@ def hub_errors(repository: str, action: str) -> Iterator[None]:
                 reason = f"the hub refuses access ({status}); check the name OWNER/NAME; {login}"
             case 404:
                 reason = (
-                    "the hub has no such repository (404), or hides it; check the name OWNER/NAME;"
+                    "the repository does not exist or is private (404); check the name OWNER/NAME;"
                     f" {login}"
                 )
             case 429:
                 reason = (
-                    "the hub accepts no more requests for now (429); give the same command again in"
-                    " some minutes"
+                    "the hub accepts no more requests at present (429); repeat the command in some"
+                    " minutes"
                 )
             case int() if status >= 500:
-                reason = f"the hub has a fault ({status}); give the same command again later"
+                reason = f"the hub reports an internal error ({status}); repeat the command later"
             case _ if isinstance(error, ValueError):  # an invalid repository name
                 reason = f"{text}; expected OWNER/NAME"
             case _:
                 reason = (
-                    f"the hub does not answer ({text}); check the network, and give the same"
-                    " command again"
+                    f"the hub does not answer ({text}); check the network, and repeat the command"
                 )
         raise OSError(f"cannot {action} {repository!r}: {reason}") from error

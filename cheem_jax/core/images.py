@@ -28,8 +28,8 @@ class ReadsAhead(Protocol):
 
 
 def in_turn(images: Images, order: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield the images for each array of row numbers in `order`; images are read ahead if `images`
-    supports it."""
+    """Yield the images for each array of row numbers in `order`. Images are read in advance if
+    `images` supports it."""
     return (
         images.follow(order) if isinstance(images, ReadsAhead) else (images[rows] for rows in order)
     )

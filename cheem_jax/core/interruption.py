@@ -1,4 +1,4 @@
-"""Stop requests: after Ctrl-C or SIGTERM, the running step is finished first, so no work is
+"""Stop requests: after Ctrl-C or SIGTERM, the current step is finished first, so that no work is
 lost."""
 
 import contextlib
@@ -19,7 +19,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """A stop request; it is true after a signal."""
+    """A stop request, which is true after a signal."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -48,13 +48,13 @@ def stop_requests() -> Iterator[Stop]:
     def ask(number: int, frame: object) -> None:
         stop.signal_number = number
         restore()
-        # not `print`: the interrupted code can hold the lock of the print buffer; stderr can be
-        # closed
+        # `print` is not used, because the interrupted code can hold the lock of the print buffer.
+        # stderr can be closed.
         with contextlib.suppress(OSError):
-            os.write(2, b"\nstopping after the running step; once more stops at once\n")
+            os.write(2, b"\nstopping after the current step; repeat to stop immediately\n")
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    # a background process ignores Ctrl-C, and its handler is not replaced
+    # background processes ignore Ctrl-C; such handlers are not replaced
     usual = {
         number: handler
         for number, handler in handlers.items()

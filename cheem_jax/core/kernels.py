@@ -1,10 +1,10 @@
 """The most expensive functions of a Vision Transformer, with custom gradients.
 
-JAX's automatic gradients of these functions store and read two to three times as many residuals; on
-a CPU, this memory traffic costs as much time as the arithmetic. Each docstring lists the residuals.
-`Precision` is the operand type of matrix products. Parameters, sums, LayerNorm, softmax and the
-residual stream are float32. On an accelerator, matrix products also return the operand type
-(`is_narrow`).
+JAX's automatic gradients of these functions would store and read two to three times as many
+residuals; on a CPU, this memory traffic costs as much time as the arithmetic. The docstrings list
+the residuals. `Precision` is the operand type of matrix products. Parameters, sums, LayerNorm,
+softmax and the residual stream are float32. On an accelerator, matrix products also return the
+operand type (`is_narrow`).
 """
 
 import functools
@@ -24,8 +24,8 @@ _SIGMOIDS = {"quick_gelu": 1.702, "silu": 1.0}
 """Factor that multiplies the argument of the sigmoid."""
 _TANH = 2.0 * (2.0 / math.pi) ** 0.5
 _CUBIC = 0.044715
-"""Constants of the tanh approximation of GELU (Hendrycks and Gimpel, 2016), which is written here
-as a sigmoid: 0.5 (1 + tanh(a)) = sigmoid(2 a)."""
+"""Constants of the tanh approximation of GELU (Hendrycks and Gimpel, 2016), written as a sigmoid:
+0.5 (1 + tanh(a)) = sigmoid(2 a)."""
 IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
 """Whether the function that is being traced will be sharded over more than one device."""
 
@@ -33,14 +33,14 @@ IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
 def _custom_gradient(static: int) -> Any:
     """Make a decorator for a function with a custom gradient. Argument number `static` is not an
     array."""
-    # the return type is Any, because the type of `custom_vjp` hides that the function returns an
-    # array
+    # The return type is Any, because the type of `custom_vjp` hides that the function returns an
+    # array.
     return functools.partial(jax.custom_vjp, nondiff_argnums=(static,))
 
 
 def is_narrow(precision: Precision) -> bool:
-    """Return whether matrix products return bfloat16. They do on an accelerator, where memory
-    bandwidth limits small products."""
+    """Return whether matrix products return bfloat16. This is the case on an accelerator, where
+    memory bandwidth limits small products."""
     return precision == "bfloat16" and current().is_narrow
 
 
@@ -71,7 +71,7 @@ def product(
     The result and the gradient of x are float32; on an accelerator, their type is `precision`. The
     gradient of the weight is always float32.
     """
-    # cast outside of the custom gradient, so that JAX casts the gradient of x back
+    # Cast outside of the custom gradient, so that JAX casts the gradient of x back.
     return _product(x.astype(jnp.bfloat16) if is_narrow(precision) else x, weight, precision)
 
 
@@ -135,7 +135,7 @@ layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
-    # a matrix product, because XLA's CPU backend does not vectorise row sums
+    # use a matrix product, because XLA's CPU backend does not vectorise row sums
     width = x.shape[-1]
     return jnp.matmul(x, jnp.full((width, 1), 1.0 / width, x.dtype), precision="highest")
 
@@ -172,7 +172,8 @@ def _gate(a, activation):
 
 
 def _activate_forward(x, bias, activation):
-    # without the barrier, XLA would compute the preceding product twice: as value and as residual
+    # Without the barrier, XLA would compute the preceding product twice, for the value and for the
+    # residual.
     x = jax.lax.optimization_barrier(x)
     a = x + bias
     return a * _gate(a, activation), (x, bias)
@@ -238,8 +239,8 @@ def _attend(query, key, value, precision):
 
 
 def _attend_forward(query, key, value, precision):
-    # without the layout constraint, XLA creates two copies of each: for the products and as
-    # residual
+    # Without the layout constraint, XLA would create two copies of each, for the products and for
+    # the residuals.
     query, key, value = map(_in_order, (query * query.shape[-1] ** -0.5, key, value))
     mixed, weights, inverse = _attended(query, key, value, precision)
     return mixed, (query, key, value, weights, inverse, mixed)

@@ -71,8 +71,8 @@ class Keys:
 
 
 def task_number(name: str) -> int:
-    """Compute a task number from the task's name, for methods whose results do not depend on the
-    order of the tasks."""
+    """Compute a task number from a task's name, for methods whose results do not depend on the
+    order of tasks."""
     return zlib.crc32(name.encode())
 
 

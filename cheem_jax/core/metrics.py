@@ -14,8 +14,8 @@ from scipy.special import log_softmax
 
 Number = int | float
 MOST_TEMPERATURE = 5.0
-"""Upper bound of a fitted temperature; its inverse is the lower bound. Without a lower bound, the
-temperature would be 0 if all images are classified correctly."""
+"""Maximum of a fitted temperature; the minimum is its inverse. Without a minimum, the temperature
+would be 0 if all images are classified correctly."""
 
 
 def average_accuracy(accuracy: Float[np.ndarray, "T T"]) -> float:
@@ -24,9 +24,9 @@ def average_accuracy(accuracy: Float[np.ndarray, "T T"]) -> float:
     last = accuracy[-1]
     if np.isnan(last).any():
         raise ValueError(
-            f"no accuracy after the last task for tasks {np.flatnonzero(np.isnan(last)).tolist()};"
-            " for a stream that is not finished pass the square of the tasks learned, accuracy[:t"
-            " + 1, :t + 1]"
+            f"tasks {np.flatnonzero(np.isnan(last)).tolist()} have no accuracy after the last task;"
+            " for an unfinished stream, pass the part of the learned tasks,"
+            " accuracy[:t + 1, :t + 1]"
         )
     return float(last.mean())
 
@@ -47,9 +47,9 @@ def accuracy_curve(
 
 def average_forgetting(accuracy: Float[np.ndarray, "T T"]) -> float | None:
     """Compute the average forgetting over all tasks except the last (paper eq. 'avg_forgetting'):
-    the best accuracy since the task was learned, minus the accuracy at the end.
+    the best accuracy since the task was learned minus the final accuracy.
 
-    The best accuracy includes the accuracy at the end, so the forgetting of a task is at least 0.
+    The best accuracy includes the final accuracy, so the forgetting of a task is at least 0.
     Returns None for a single task.
     """
     num_tasks = len(accuracy)
@@ -76,9 +76,9 @@ def figure_of_merit(
 ) -> float | None:
     """Compute the figure of merit of method m relative to method n (paper eq. 'fom').
 
-    The value is (upper - acc_n) / (upper - acc_m) * flops_n / flops_m, with the average accuracy
-    `upper` of the upper bound; m is better than n if it is above 1. Returns None if either method
-    reaches `upper`.
+    The value is (upper - acc_n) / (upper - acc_m) * flops_n / flops_m, where `upper` is the average
+    accuracy of the upper bound; m is better than n if the value is above 1. Returns None if either
+    method reaches `upper`.
     """
     gap_m = upper - acc_m
     gap_n = upper - acc_n
@@ -154,7 +154,7 @@ def fit_temperature(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray
     if not np.isfinite(logits).all():
         return 1.0
 
-    # imported here because SciPy's optimizers are slow to import, and every command imports this
+    # imported here, because SciPy's optimizers are slow to import, and every command imports this
     # module
     from scipy.optimize import minimize_scalar
 

@@ -1,4 +1,4 @@
-"""Arrays from untrusted npz and safetensors files. Headers are checked against the data before
+"""Read arrays from untrusted npz and safetensors files. Headers are checked against the data before
 arrays are allocated."""
 
 import math
@@ -26,7 +26,7 @@ def read_npz(file: Path) -> dict[str, np.ndarray]:
             if total > max(SMALL_BYTES, MAX_RATIO * size):
                 raise ValueError(f"{size} bytes unpack to {total}, over {MAX_RATIO} times as many")
             if len({member.filename for member in members}) < len(members):
-                raise ValueError("several members have one name")
+                raise ValueError("member names are repeated")
             return {
                 member.filename.removesuffix(".npy"): _read(archive, member) for member in members
             }
@@ -35,7 +35,7 @@ def read_npz(file: Path) -> dict[str, np.ndarray]:
     except Exception as error:
         reason = f"{error or type(error).__name__}"[:200]
         raise ValueError(
-            f"{file} is not a readable npz file ({reason}); is it complete?"
+            f"{file} is not a readable npz file ({reason}); download it again"
         ) from error
 
 
@@ -69,7 +69,7 @@ def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         name for name, value in tensors.items() if not (np.abs(value) <= largest).all()
     ):
         raise ValueError(
-            f"{file}: {wrong[:5]} contain values that are not finite in float32; is it corrupted?"
+            f"{file}: {wrong[:5]} contain values that are non-finite in float32; download it again"
         )
     return tensors, metadata
 
@@ -82,14 +82,15 @@ def _read_safetensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]
         with safe_open(file, framework="numpy") as header:
             names = header.keys()
             metadata = dict(header.metadata() or {})
-        # one mapping per tensor: pages of a mapped file stay in memory until the file is closed
+        # Each tensor has a separate mapping, because pages of a mapped file stay in memory until
+        # the file is closed.
         for name in names:
             with safe_open(file, framework="numpy") as data:
                 tensors[name] = data.get_tensor(name)
     # TypeError, AttributeError and KeyError are raised for types that NumPy does not have
     except (SafetensorError, TypeError, AttributeError, KeyError, OSError) as error:
         raise ValueError(
-            f"{file} is not a readable safetensors file ({error}); is it complete?"
+            f"{file} is not a readable safetensors file ({error}); download it again"
         ) from error
     return tensors, metadata
 
@@ -100,7 +101,7 @@ def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         # for other methods, zipfile does not limit the unpacked size to the size in the archive's
         # index
         raise ValueError(
-            f"{name} is packed by method {member.compress_type}, which NumPy does not write"
+            f"{name} is compressed with method {member.compress_type}, which NumPy does not use"
         )
     with archive.open(member) as stream:
         version = np.lib.format.read_magic(stream)

@@ -1,7 +1,7 @@
 """The four ops of a block, as pytrees (paper section 'Supernet Construction').
 
-Each op is a NamedTuple, and its type is part of jit's cache key. Two architectures with the same op
-kinds therefore share one compiled function, whichever experts they use.
+Each op is a NamedTuple, and its type is part of jit's cache key. Architectures with the same op
+kinds therefore share a compiled function, whichever experts they use.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from cheem_jax.core.settings import Precision
 
 
 class Expert(NamedTuple):
-    """The plastic layer of one block. F = 4D for `mlp_down`, and F = D for `attn_proj`."""
+    """The plastic layer of a block. F = 4D for `mlp_down`, and F = D for `attn_proj`."""
 
     weight: Float[Array, "F D"]
     bias: Float[Array, "D"]
 
 
 class LowRank(NamedTuple):
-    """A LoRA pair in row-vector convention; the learned change of the weight is `down @ up`."""
+    """A LoRA pair in row-vector convention; it changes the weight by `down @ up`."""
 
     down: Float[Array, "F r"]
     up: Float[Array, "r D"]
@@ -36,7 +36,7 @@ class Reuse(NamedTuple):
 
 
 class Adapt(NamedTuple):
-    """Use a frozen expert plus a learned low-rank change."""
+    """Use a frozen expert with a learned low-rank change."""
 
     expert: Expert
     pair: LowRank
@@ -59,8 +59,8 @@ Learned = Expert | LowRank
 """Trained parameters of an op."""
 
 
-def learned_of(op: Op) -> Learned | None:
-    """Return the trained parameters of an op: the pair of Adapt or the expert of New; None for
+def trained_params(op: Op) -> Learned | None:
+    """Return the trained parameters of an op: the pair of Adapt, or the expert of New. None for
     Reuse and Skip."""
     match op:
         case Adapt(_, pair):
@@ -106,8 +106,8 @@ def init_low_rank(key: jax.Array, *, num_inputs: int, width: int, rank: int) -> 
 
 
 def init_new(key: jax.Array, base: Expert, *, how: Literal["random", "copy"] = "random") -> Expert:
-    """Initialise New: `random` samples the weight from a truncated normal with standard deviation
-    0.02 and sets the bias to zero; `copy` returns the base expert."""
+    """Initialise New: `random` samples the weight from a truncated normal distribution with
+    standard deviation 0.02 and sets the bias to zero; `copy` returns the base expert."""
     if how == "copy":
         return base
     weight = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, base.weight.shape)

@@ -1,5 +1,5 @@
-"""Paths from users. They are converted to absolute paths when settings are read, so all other code
-uses absolute paths. Names for messages lack control characters."""
+"""Convert paths from users to absolute paths. This is done when settings are read, so all other
+code uses absolute paths. Names in messages contain no control characters."""
 
 import dataclasses
 import os
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 _Settings = TypeVar("_Settings")
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
-"""Also matches one slash, because `Path` merges two. A single letter is not a scheme but a Windows
-drive."""
+"""Also matches a single slash, because `Path` merges two slashes. A single letter is not a scheme
+but a Windows drive."""
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Control characters, except tabs and line breaks, and characters that change the direction of the
 text after them."""
@@ -21,7 +21,7 @@ def absolute(path: str | os.PathLike[str], start: Path | None = None) -> Path:
     """Convert a path to an absolute path. `~` is expanded; `.`, `..` and trailing slashes are
     resolved.
 
-    A symbolic link keeps its name, unless the path contains `..`: its meaning after a link depends
+    Symbolic links are resolved only if the path contains `..`, whose meaning after a link depends
     on the file system. The path does not have to exist. Relative paths are relative to `start`, by
     default the working directory. Raises ValueError for a URL, and for `~` if the home folder is
     unknown.
@@ -32,8 +32,8 @@ def absolute(path: str | os.PathLike[str], start: Path | None = None) -> Path:
     expanded = os.path.expanduser(text)
     if expanded.split(os.sep)[0] == "~":
         raise ValueError(
-            f"{text!r}: the home folder is unknown (HOME is not set, and this user has no entry in"
-            " the system's list); set HOME, or give the full path"
+            f"{text!r}: the home folder is unknown (HOME is not set, and the system does not know"
+            " this user); set HOME, or give the full path"
         )
     full = os.path.join(start or "", expanded)
     return Path(os.path.realpath(full) if ".." in Path(full).parts else os.path.abspath(full))
@@ -47,8 +47,8 @@ def _refusal(scheme: str, rest: str) -> str:
             f"'hf://{rest}' is a URL; a data set of the Hugging Face hub is written hf:OWNER/NAME"
         )
     return (
-        f"'{scheme}://{rest}' is a URL, expected a file or folder of this machine; give a local"
-        " one: copy it here, or mount the bucket and give its folder"
+        f"'{scheme}://{rest}' is a URL; expected a file or folder of this machine: download it, or"
+        " mount the bucket and give its folder"
     )
 
 
@@ -103,7 +103,7 @@ def with_absolute_paths(settings: _Settings) -> _Settings:
 def _absolute_paths_in(value: Any) -> Any:
     if isinstance(value, Path):
         return absolute(value)
-    if isinstance(value, tuple) and any(isinstance(one, Path) for one in value):
+    if isinstance(value, tuple) and any(isinstance(item, Path) for item in value):
         return tuple(map(_absolute_paths_in, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return with_absolute_paths(value)

@@ -23,8 +23,8 @@ from cheem_jax.core.routing import TaskStatistics
 
 
 class StoredExpert(NamedTuple):
-    """A full expert, or a low-rank pair that changes `parent`, the index of another expert in the
-    same block."""
+    """A full expert, or a low-rank pair that changes the expert with index `parent` in the same
+    block."""
 
     params: Expert | LowRank
     parent: int | None
@@ -33,8 +33,8 @@ class StoredExpert(NamedTuple):
 
     @property
     def is_gone(self) -> bool:
-        """Whether the expert was deleted. A deleted expert leaves a placeholder, so that the
-        indices of other experts do not change."""
+        """Whether the expert was deleted. A placeholder remains, so that the indices of other
+        experts do not change."""
         return not self.params[0].size
 
 
@@ -53,7 +53,7 @@ class Head(NamedTuple):
     bias: Float[Array, "C"]
 
 
-def logits_of(features: Float[np.ndarray, "*N D"], head: Head) -> Float[np.ndarray, "*N C"]:
+def compute_logits(features: Float[np.ndarray, "*N D"], head: Head) -> Float[np.ndarray, "*N C"]:
     """Compute the logits of a head with NumPy."""
     return features @ np.asarray(head.weight) + np.asarray(head.bias)
 
@@ -68,7 +68,7 @@ def padded(head: Head) -> Head:
 
 @dataclasses.dataclass(frozen=True)
 class TaskMemory:
-    """State of one learned task, without its experts."""
+    """State of a learned task, without its experts."""
 
     name: str
     classes: tuple[str, ...]
@@ -77,20 +77,20 @@ class TaskMemory:
     """Pool index of the expert in each block; None for Skip."""
     head: Head
     means: Float[np.ndarray, "L D"]
-    """Mean CLS token mu of the task in each block. Rows of skipped blocks are zero and not used."""
+    """Mean CLS token mu of the task at each block. Rows of skipped blocks are zero and not used."""
     centroids: Float[np.ndarray, "K E"]
     """Centroids of k-means, or class means, for the router (`TaskStatistics.centroids`)."""
     distances: Float[np.ndarray, "Q"] | None = None
-    """Quantiles of the distance from validation images to the nearest centroid, at equal steps from
-    0 to 1. Only memories for users store them."""
+    """Quantiles of the distance from validation images to the nearest centroid, in equal steps from
+    0 to 1. None in experiments."""
     moments: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Further statistics for the router (`TaskStatistics.moments`); empty for k-means."""
     temperature: float = 1.0
-    """Temperature of the probabilities softmax(logits / temperature), fitted on validation images;
-    1 if not fitted."""
+    """Temperature of the class probabilities softmax(logits / temperature), fitted on validation
+    images; 1 if not fitted."""
     statistics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Moments of the classes in the features of the task's network, used to extend the task; empty
-    if the task cannot be extended."""
+    """Moments of the classes, computed from features of the task's network and used to extend the
+    task; empty if the task cannot be extended."""
 
     @property
     def router_statistics(self) -> TaskStatistics:
@@ -100,10 +100,10 @@ class TaskMemory:
 
 @dataclasses.dataclass(frozen=True)
 class InternalMemory:
-    """State of a continual learner: the pool, and the tasks in the order of learning.
+    """State of a continual learner: the pool, and the tasks in learning order.
 
-    Each task has a number. It determines the PRNG keys of the task and is the `origin` of the
-    task's experts. Numbers of `forgotten` tasks are not reused.
+    Each task has a number, which determines the PRNG keys of the task and is the `origin` of its
+    experts. Numbers of `forgotten` tasks are not reused.
     """
 
     pool: Pool
@@ -134,14 +134,14 @@ class InternalMemory:
         """Return the pool indices of the experts in each block that a new task can select: the base
         expert, and all experts that a task uses.
 
-        An expert that no task uses, and that is only the parent of other experts, belongs to a
-        forgotten task. Its similarity is unknown.
+        Other experts are only kept as parents of other experts. They belong to forgotten tasks, and
+        their similarity is unknown.
         """
         used = zip((0,) * len(self.pool), *(task.experts for task in self.tasks), strict=True)
         return tuple(tuple(sorted({*experts} - {None})) for experts in used)  # pyright: ignore[reportReturnType]
 
     def history(self) -> list[list[dict[str, Any]]]:
-        """Return origin, kind and parent of every expert as JSON values; origins are indices of
+        """Return the origin, kind and parent of every expert as JSON values; origins are indices of
         `tasks`."""
         origins: dict[int | None, int | str] = {None: "base"}
         origins |= {number: index for index, number in enumerate(self.numbers)}
@@ -192,15 +192,16 @@ def dense_experts(pool: Pool) -> list[list[Expert]]:
 
 
 class DenseExperts:
-    """The dense experts of a pool, merged when they are first used and cached up to `limit` bytes.
+    """The dense experts of a pool, which are merged on first use and cached up to `limit` bytes.
 
-    Least recently used experts are evicted. Merging an expert again returns identical bits. Full
-    experts are part of the pool and do not count towards the limit. Threads can share an instance.
+    The least recently used experts are evicted. Merging an expert again returns identical bits.
+    Full experts are part of the pool and do not count towards the limit. Threads can share an
+    instance.
 
     Args:
         pool: the experts.
-        limit: maximum bytes of cached merged experts.
-        earlier: dense experts of an earlier pool; cached experts that are unchanged are reused.
+        limit: maximum number of bytes of cached merged experts.
+        earlier: dense experts of an earlier pool; cached experts that have not changed are reused.
     """
 
     def __init__(self, pool: Pool, limit: int, earlier: "DenseExperts | None" = None):
@@ -259,16 +260,17 @@ class DenseExperts:
             merge_dense(params[0], pair)
 
     def chosen(self, experts: Sequence[Sequence[int]]) -> list[Sequence[Expert]]:
-        """Return the experts at the given indices of each block; each is merged when its element is
+        """Return the experts at the given indices of each block; an expert is merged when it is
         read."""
         return [_Lazy(self, block, indices) for block, indices in enumerate(experts)]
 
     def __getitem__(self, block: int) -> Sequence[Expert]:
-        """Return all experts of a block; each is merged when its element is read."""
+        """Return all experts of a block; an expert is merged when it is read."""
         return _Lazy(self, block, range(len(self.pool[block])))
 
     def counters(self) -> dict[str, int]:
-        """Return the number of merged and evicted experts, the cached bytes and the limit."""
+        """Return the numbers of merged and evicted experts, the cached bytes, and the limit in
+        bytes."""
         return {
             "merged": self.merged,
             "evictions": self.evicted,
@@ -299,12 +301,12 @@ class Candidates(NamedTuple):
     experts: Sequence[Sequence[Expert]]
     """Dense weights of the candidates."""
     earlier: list[tuple[int | None, ...]]
-    """Candidate index in each block of the base network and of each task's network; None for
+    """Candidate index at each block of the base network and of each task's network; None for
     Skip."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of experts in each block."""
+        """Number of candidates in each block."""
         return tuple(map(len, self.indices))
 
     def in_pool(self, architecture: Architecture) -> Architecture:
@@ -315,7 +317,7 @@ class Candidates(NamedTuple):
         )
 
 
-def candidates_of(memory: InternalMemory, dense: DenseExperts) -> Candidates:
+def collect_candidates(memory: InternalMemory, dense: DenseExperts) -> Candidates:
     """Collect the candidates for the next task of a memory."""
     indices = memory.candidates()
     numbers = [
@@ -332,8 +334,8 @@ def candidates_of(memory: InternalMemory, dense: DenseExperts) -> Candidates:
 def grow(
     pool: Pool, architecture: Architecture, learned: Mapping[int, Expert | LowRank], origin: int
 ) -> tuple[Pool, tuple[int | None, ...]]:
-    """Add the New and Adapt of a task to the pool. Returns the new pool, and the pool index of the
-    expert in each block."""
+    """Add the New and Adapt experts of a task to the pool. Return the new pool, and the pool index
+    of the expert in each block."""
     blocks = []
     experts = []
     for index, (block, choice) in enumerate(zip(pool, architecture, strict=True)):
@@ -341,7 +343,7 @@ def grow(
             experts.append(choice.expert)
         else:
             experts.append(len(block))
-            # an Adapt whose parent was deleted is stored as a merged, full expert
+            # if the parent of an Adapt was deleted, the expert is stored as a merged, full expert
             parent = choice.expert if isinstance(learned[index], LowRank) else None
             block = (*block, StoredExpert(learned[index], parent, origin))
         blocks.append(block)

@@ -1,9 +1,9 @@
 """External memory: statistics of frozen features per task, and the router that infers the task ID
 from them.
 
-The default is the router of S-Prompts, which the paper adopts. Features are L2-normalised, k-means
-fits K = 5 centroids per task, and an image is assigned to the task of the nearest centroid in L1
-distance. The statistics contain neither images nor features of individual images.
+The default is the router of S-Prompts, as in the paper. Features are L2-normalised, k-means fits K
+= 5 centroids per task, and an image is assigned to the task of the nearest centroid in L1 distance.
+The statistics contain neither images nor features of individual images.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 Reads = Literal["last", "early", "levels"]
 BLOCK_BYTES = 4 * 2**20
-"""Maximum bytes of the distance matrix that is computed at once."""
+"""Maximum number of bytes of a distance matrix that is computed at once."""
 NUM_QUANTILES = 201
 """Number of quantiles of a task's distances, in steps of half a percent."""
 SMALLEST = 1e-6
@@ -31,12 +31,12 @@ class RouterConfig:
 
     kind: Literal["kmeans", "lda"] = "kmeans"
     """Statistics of a task: `kmeans` stores centroids (S-Prompts, the paper); `lda` stores class
-    means, and one covariance is shared by all tasks."""
+    means, and one covariance shared by all tasks."""
     features: Reads = "last"
     """Features that the router reads. `last` is the last CLS token (the paper), or the pooled
-    tokens. `early` is the mean patch token at a quarter and at half of the depth; the router's pass
-    ends there. `levels` is the mean patch token at each quarter of the depth and the last CLS
-    token."""
+    tokens. `early` is the mean patch token at a quarter and at half of the depth, where the
+    router's pass ends. `levels` is the mean patch token at each quarter of the depth and the last
+    CLS token."""
     num_centroids: int = 5
     """Number of centroids per task for `kmeans` (K), at most the number of distinct training
     features."""
@@ -45,9 +45,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         if self.num_centroids < 1:
-            raise ValueError(
-                f"num_centroids is {self.num_centroids}; a task needs at least 1 centroid"
-            )
+            raise ValueError(f"num_centroids is {self.num_centroids}; expected at least 1")
         if not SMALLEST <= self.shrinkage <= 1:
             raise ValueError(
                 f"shrinkage is {self.shrinkage}; expected a share from {SMALLEST:g} to 1"
@@ -57,15 +55,15 @@ class RouterConfig:
         """Return the blocks at which mean patch tokens are read, for a backbone with `depth`
         blocks.
 
-        The tokens at a block are shared by all candidates of the block. The last block is excluded
-        because it computes only the CLS token. Raises ValueError if the backbone has fewer than 3
-        blocks.
+        The tokens at a block are the same for all candidates of the block. The last block is
+        excluded because it computes only the CLS token. Raises ValueError if the backbone has fewer
+        than 3 blocks.
         """
         quarters = {"last": (), "early": (1, 2), "levels": (1, 2, 3)}[self.features]
         if quarters and depth < 3:
             raise ValueError(
-                f"router features {self.features!r} need a backbone of at least 3 blocks, not"
-                f" {depth}"
+                f"router features {self.features!r} need a backbone with at least 3 blocks, but it"
+                f" has {depth}"
             )
         return tuple(sorted({min(depth * quarter // 4, depth - 2) for quarter in quarters}))
 
@@ -99,8 +97,8 @@ def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:
 
 
 def join_tokens(parts: Sequence[Float[np.ndarray, "N D"]]) -> Float[np.ndarray, "N E"]:
-    """Concatenate tokens. With more than one, each is scaled to unit length so that all have the
-    same weight."""
+    """Concatenate tokens. If there is more than one, each is scaled to unit length, so that all
+    have the same weight."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([normalise(part) for part in parts], axis=1)
@@ -110,7 +108,7 @@ def fit_centroids(
     features: Float[np.ndarray, "N E"], num_centroids: int, *, seed: int
 ) -> Float[np.ndarray, "K E"]:
     """Fit k-means centroids to the normalised training features of a task."""
-    # imported here: the imports take two seconds, and prediction needs neither
+    # imported here, because the imports take two seconds and prediction does not need them
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
 
@@ -118,7 +116,8 @@ def fit_centroids(
     num = min(num_centroids, len(np.unique(points, axis=0)))  # identical points share a centroid
     # scikit-learn documents n_init as int or "auto", but type checkers only accept str
     kmeans = KMeans(num, n_init=10, max_iter=300, tol=1e-4, random_state=seed)  # pyright: ignore[reportArgumentType]
-    # with more than one thread, the order of sums would differ between runs, and so would centroids
+    # With more than one thread, the order of sums, and therefore the centroids, would differ
+    # between runs.
     with threadpool_limits(1, user_api="openmp"):
         return kmeans.fit(points).cluster_centers_.astype(np.float32)
 
@@ -130,7 +129,7 @@ def fit_statistics(
     *,
     seed: int,
 ) -> TaskStatistics:
-    """Fit the router's statistics to the training features of one task; `seed` initialises
+    """Fit the router's statistics to the training features of a task; `seed` initialises
     k-means."""
     if config.kind == "kmeans":
         return TaskStatistics(fit_centroids(features, config.num_centroids, seed=seed))
@@ -144,8 +143,7 @@ def fit_statistics(
 
 
 def num_stored(config: RouterConfig, width: int, num_classes: int) -> int:
-    """Return the maximum number of values that are stored per task, for features of size
-    `width`."""
+    """Return the maximum number of stored values per task, for features of size `width`."""
     if config.kind == "kmeans":
         return config.num_centroids * width
     return num_classes * (width + 1) + width * (width + 1) // 2
@@ -177,7 +175,7 @@ class Router:
     tasks: tuple[TaskStatistics, ...] = ()
 
     def follow(self, tasks: Sequence[TaskStatistics]) -> "Router":
-        """Return a router over `tasks`. If they are the tasks of this router, return this router
+        """Return a router for `tasks`. If they are the tasks of this router, return this router
         with its cached sums."""
         pairs = zip(self.tasks, tasks, strict=False)
         if len(tasks) == len(self.tasks) and all(a.centroids is b.centroids for a, b in pairs):
@@ -189,9 +187,11 @@ class Router:
         """For `lda`, the matrix that whitens the shrunk covariance; None for `kmeans`."""
         if self.config.kind == "kmeans":
             return None
-        # the sum is in the order of the tasks, because its last bits depend on the order
+        # The sum follows the order of the tasks, because its last bits depend on the order.
         scatters = (unpacked(task.moments["scatter"]) for task in self.tasks)
-        return whitening_of(sum(scatters, np.zeros(())) / len(self.tasks), self.config.shrinkage)
+        return whitening_matrix(
+            sum(scatters, np.zeros(())) / len(self.tasks), self.config.shrinkage
+        )
 
     @functools.cached_property
     def rows(self) -> Float[np.ndarray, "M E"]:
@@ -210,7 +210,7 @@ class Router:
         if self.whitening is None:
             return _nearest_in_l1(points, self.rows, self.first)
         points = points @ self.whitening
-        squares = (np.einsum("ne,ne->n", one, one) for one in (points, self.rows))
+        squares = (np.einsum("ne,ne->n", x, x) for x in (points, self.rows))
         norms = np.add.outer(*squares)
         squared = np.maximum(norms - 2 * points @ self.rows.T, 0)
         nearest = np.sqrt(np.minimum.reduceat(squared, self.first, axis=1))
@@ -245,9 +245,11 @@ def _nearest_in_l1(
     return np.concatenate([np.minimum.reduceat(block, first, axis=1) for block in distances])
 
 
-def whitening_of(scatter: Float[np.ndarray, "E E"], shrinkage: float) -> Float[np.ndarray, "E E"]:
-    """Compute the whitening matrix W of the shrunk covariance: points times W have the identity as
-    covariance."""
+def whitening_matrix(
+    scatter: Float[np.ndarray, "E E"], shrinkage: float
+) -> Float[np.ndarray, "E E"]:
+    """Compute the whitening matrix W of the shrunk covariance: points multiplied by W have the
+    identity as covariance."""
     from scipy.linalg import solve_triangular
 
     identity = np.eye(len(scatter))
@@ -271,8 +273,8 @@ def threshold(quantiles: Float[np.ndarray, "Q"], rate: float) -> float:
     """
     if not 0 < rate < 1:
         raise ValueError(
-            f"open_set is {rate}; expected the share of own images to reject, between 0 and 1, such"
-            " as 0.05"
+            f"open_set is {rate}; expected the share of a task's images to reject, between 0 and 1,"
+            " such as 0.05"
         )
     return float(np.interp(1 - rate, np.linspace(0, 1, len(quantiles)), quantiles))
 

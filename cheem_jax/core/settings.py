@@ -9,16 +9,16 @@ KINDS: tuple[Kind, ...] = ("reuse", "adapt", "new", "skip")
 COLOURS = {"reuse": "#9CCEA7", "adapt": "#FEB24C", "new": "#9EC9E2", "skip": "#F2ACCA"}
 """Colour of each op kind in the terminal, in figures and in the report."""
 Precision = Literal["float32", "bfloat16"]
-"""Operand type of matrix products. Products are accumulated in float32."""
+"""Operand type of matrix products, which are accumulated in float32."""
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 Token = Literal["component", "block"]
 """Source of the mean CLS tokens: `component` is the output of the plastic layer before the residual
-sum; `block` is the output of the block."""
+sum, `block` is the output of the block."""
 
 
 @runtime_checkable
 class Advance(Protocol):
-    """A callback after each step. `num_images` is the number of images in the step, and `note` is
+    """A callback after each step: `num_images` is the number of images in the step, `note` is
     displayed next to the progress."""
 
     def __call__(self, num_images: int, note: str = "", /) -> object: ...
@@ -26,8 +26,7 @@ class Advance(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class SeedsConfig:
-    """Separate seeds, which vary one source of randomness and leave the others unchanged. None uses
-    the run's seed."""
+    """Separate seeds, for varying one source of randomness at a time. None uses the run's seed."""
 
     initialisation: int | None = None
     """Seed of the initial parameters of New, Adapt and heads."""

@@ -1,5 +1,5 @@
-"""Tasks and streams of labelled images, from folders, zips, manifests, TFDS, the Hugging Face hub
-or the bundled demo."""
+"""Load tasks and streams of labelled images from folders, zips, manifests, TFDS, the Hugging Face
+hub or the bundled demo."""
 
 from cheem_jax.data.decode import decode_image, decode_many
 from cheem_jax.data.demo import demo_stream

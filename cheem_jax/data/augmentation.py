@@ -1,8 +1,9 @@
 """Augment training images by a crop, a flip and two random operations, as in RandAugment (Cubuk et
 al., 2020).
 
-Pillow does the work, so the bits depend neither on the device nor on JAX. An augmented image
-depends on seed, epoch and row alone: a resumed run sees the same images, on any number of devices.
+Pillow computes the images, so the bits depend neither on the device nor on JAX. An augmented image
+depends only on seed, epoch and row, so a resumed run uses the same images, on any number of
+devices.
 """
 
 import functools
@@ -19,7 +20,7 @@ from cheem_jax.engine.executor import Executor, Tokens
 from cheem_jax.engine.feed import HostImages
 
 SMALLEST_AREA = 0.5
-"""Smallest area of a crop, as a share of the image."""
+"""Minimum area of a crop, as a fraction of the image."""
 NUM_CHANGES = 2
 
 
@@ -46,13 +47,13 @@ CHANGES: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     ),
     "sharpness": lambda image, strength: ImageEnhance.Sharpness(image).enhance(1 + 0.6 * strength),
 }
-"""Augmentation operations by name. Each accepts a strength in [-1, 1]."""
+"""Augmentation operations, keyed by name. Each accepts a strength in [-1, 1]."""
 
 
 def augment(
     image: UInt8[np.ndarray, "S S 3"], rng: np.random.Generator
 ) -> UInt8[np.ndarray, "S S 3"]:
-    """Crop at random, resize to the original size, mirror with probability 1/2, and apply two
+    """Crop randomly, resize to the original size, mirror with probability 1/2, and apply two
     operations of random strength."""
     size = image.shape[0]
     side = size * math.sqrt(rng.uniform(SMALLEST_AREA, 1))
@@ -68,7 +69,7 @@ def augment(
 
 
 class AugmentedImages(HostImages):
-    """Training images as augmented in one epoch. Each phase of each task has its own `seed`."""
+    """Training images, augmented for one epoch. Each phase of each task has a separate `seed`."""
 
     def __init__(self, executor: Executor, images: Images, seed: int, epoch: int = 0):
         super().__init__(executor, images)
@@ -81,16 +82,16 @@ class AugmentedImages(HostImages):
     def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens]:
         """See `HostImages.follow`."""
         layout = self.executor.layout
-        mine = [layout.mine(rows) for rows in order]
-        for rows, images in zip(mine, in_turn(self.images, mine), strict=True):
-            yield self.executor.begin(layout.joined(augmented(images, rows, self.seed, self.epoch)))
+        local = [layout.local_rows(rows) for rows in order]
+        for rows, images in zip(local, in_turn(self.images, local), strict=True):
+            yield self.executor.begin(layout.join(augmented(images, rows, self.seed, self.epoch)))
 
 
 def augmented(
     images: UInt8[np.ndarray, "B S S 3"], rows: np.ndarray, *place: int
 ) -> UInt8[np.ndarray, "B S S 3"]:
-    """Augment images, each with a random generator that is seeded by `place` and the image's
-    row."""
+    """Augment images, each with a random generator that is seeded with `place` and the row of the
+    image."""
     rngs = (np.random.default_rng([*place, row]) for row in rows.tolist())
     return np.stack(list(_threads().map(augment, images, rngs)))
 

@@ -1,4 +1,5 @@
-"""Decode image files to pixels. All sources use this decoder, so they yield the same pixels."""
+"""Decode image files to pixels. All sources use this decoder, so the pixels do not depend on the
+source."""
 
 import contextlib
 import io
@@ -12,10 +13,10 @@ from jaxtyping import UInt8
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, features
 from PIL import TiffImagePlugin as TIFF
 
-from cheem_jax.data.files import GET_HEIF, HEIF_MAGIC, READS_HEIF, Encoded, first_of
+from cheem_jax.data.files import GET_HEIF, HEIF_MAGIC, READS_HEIF, Encoded, join_first
 
-# an explicit list, because Pillow would run other executables for some formats (Ghostscript for
-# EPS)
+# The list is explicit, because Pillow would run other executables for some formats (Ghostscript for
+# EPS).
 FORMATS = (
     "JPEG",
     "PNG",
@@ -26,29 +27,29 @@ FORMATS = (
     "TIFF",
     *(["AVIF"] if features.check("avif") else []),
 )
-MAX_PIXELS = 89_478_485  # Pillow warns of a decompression bomb above this
+MAX_PIXELS = 89_478_485  # above this, Pillow warns of a decompression bomb
 MAX_SCANS = 100  # progressive JPEGs have about ten scans; each scan is a pass over the whole image
 
 DECODER_VERSION = 1
-"""Increase this number if a change of the decoder changes pixels: older decoded copies are then
-ignored."""
+"""Version of the decoder. It must be increased if a change affects pixels; older decoded copies are
+then ignored."""
 PIECE = 256
 """Number of images between two reports of progress (38 MB at 224 pixels)."""
 
 OnProgress = Callable[[int], object]
-"""Called with the number of images (or bytes) finished since the last call."""
-Found = TypeVar("Found")
+"""Function that is called with the number of images (or bytes) finished since the last call."""
+Result = TypeVar("Result")
 
 
 def decode_image(
     data: bytes | Image.Image, image_size: int, *, name: str = "image", upright: bool = True
 ) -> UInt8[np.ndarray, "S S 3"]:
-    """Decode a file's bytes or an open image to RGB, and resize to a square with Pillow's bicubic
-    filter, without keeping the aspect ratio.
+    """Decode a file's bytes or an open image to RGB, and resize it to a square with Pillow's
+    bicubic filter, without keeping the aspect ratio.
 
     Palettes are looked up, grey is repeated, 16-bit grey is scaled by 255/65535, alpha is dropped
-    (no background is assumed), and the first frame of an animation counts. With `upright`, the
-    image is rotated by its EXIF orientation; the paper's loaders do not rotate. (Pillow always
+    (no background is assumed), and only the first frame of an animation is used. With `upright`,
+    the image is rotated by its EXIF orientation; the paper's loaders do not rotate. (Pillow always
     rotates TIFF, HEIC and AVIF.) Raises ValueError with the file's name if it is broken, truncated,
     huge or not an image.
     """
@@ -66,7 +67,7 @@ def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
     try:
         with contextlib.ExitStack() as stack:
             if isinstance(data, Image.Image):
-                image = data  # the caller closes it
+                image = data  # closed by the caller
             else:
                 formats = _heif() if HEIF_MAGIC.match(data) else FORMATS
                 image = stack.enter_context(Image.open(io.BytesIO(data), formats=formats))
@@ -80,7 +81,7 @@ def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
     except UnidentifiedImageError:
         if isinstance(data, bytes) and data.startswith(b"version https://git-lfs"):
             raise ValueError(
-                f"{name}: a pointer of Git LFS instead of the image; `git lfs pull` gets it"
+                f"{name}: a pointer of Git LFS instead of the image; `git lfs pull` downloads it"
             ) from None
         raise ValueError(
             f"{name}: not an image file of a known format ({', '.join(FORMATS)})"
@@ -100,7 +101,8 @@ def _heif() -> tuple[str, ...]:
 
 
 def _refuse_bombs(image: Image.Image, data: bytes) -> None:
-    """Refuse files that need much more work or memory than the image's size suggests."""
+    """Raise ValueError for files that need much more work or memory than the size of the image
+    suggests."""
     if (scans := data.count(b"\xff\xda\0")) > MAX_SCANS:
         raise ValueError(f"{scans} scans, at most {MAX_SCANS} are accepted")
     tags = getattr(image, "tag_v2", {})
@@ -114,7 +116,7 @@ def _refuse_bombs(image: Image.Image, data: bytes) -> None:
 def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
     """Load all pixels and convert them to RGB. With `upright`, rotate them by the EXIF orientation.
 
-    The argument does not change, and the result stays valid after the file is closed.
+    The argument is not modified, and the result stays valid after the file is closed.
     """
     image.load()
     if upright:
@@ -125,17 +127,17 @@ def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise ValueError(f"grey values {values.min()}..{values.max()} outside the 16-bit range")
-        # Pillow's conversion clips at 255 instead of scaling; 257 is odd, so there is no half to
-        # round
+        # Pillow's conversion clips at 255 instead of scaling. 257 is odd, so no value needs to be
+        # rounded half up.
         image = Image.fromarray(((values.astype(np.int32) + 128) // 257).astype(np.uint8))
     elif "transparency" in image.info:
-        # converting a palette with transparency directly to RGB warns
+        # Converting a palette with transparency directly to RGB prints a warning.
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")  # `convert` would copy
 
 
-def brightest_of(image: Image.Image) -> int | None:
-    """Return the largest value of a loaded 16-bit image; None for other kinds."""
+def largest_value(image: Image.Image) -> int | None:
+    """Return the largest value of a loaded 16-bit image; None for other images."""
     return int(np.asarray(image).max()) if _has_16_bits(image) else None
 
 
@@ -144,41 +146,41 @@ def _has_16_bits(image: Image.Image) -> bool:
 
 
 def _turned(image: Image.Image) -> Image.Image:
-    """Rotate an image by its EXIF orientation. If that is 1, absent or unreadable, return the image
-    unchanged."""
+    """Rotate an image by its EXIF orientation. If the orientation is 1, absent or unreadable,
+    return the image itself."""
     turned = image
     # Pillow can raise almost any exception on corrupted metadata
     with contextlib.suppress(Exception):
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             turned = image.copy()
-            # in place, so that pixels are rotated even if the metadata cannot be written
+            # rotate in place, so that pixels are rotated even if the metadata cannot be written
             ImageOps.exif_transpose(turned, in_place=True)
     return turned
 
 
 class Decoded(NamedTuple):
-    """The result of decoding consecutive files: locations for messages, the intact images, and
-    errors."""
+    """The result of decoding consecutive files: their locations for messages, the intact images,
+    and the errors."""
 
     files: list[str]
     images: UInt8[np.ndarray, "n S S 3"]
     errors: list[str]
-    """One message per file; it is empty for an intact file."""
+    """One message per file, which is empty for an intact file."""
 
 
 class BrokenImages(ValueError):
-    """Raised if images cannot be decoded. `broken` contains one message per image."""
+    """Images cannot be decoded. `broken` contains one message per image."""
 
     def __init__(self, broken: Sequence[str]):
         self.broken = tuple(broken)
         super().__init__(
-            f"{len(broken)} image file(s) cannot be used: {first_of(broken)}; replace or remove"
-            " them (`cheem learn` and `cheem evaluate` leave them out with --skip-broken)"
+            f"{len(broken)} image file(s) cannot be used: {join_first(broken)}; replace or remove"
+            " them (`cheem learn` and `cheem evaluate` exclude them with --skip-broken)"
         )
 
 
 def decode_row(files: Encoded, row: int, image_size: int) -> UInt8[np.ndarray, "S S 3"]:
-    """Decode one file. Raises as `decode_image`, and as reading it."""
+    """Decode one file. Raises the errors of `decode_image` and of reading the file."""
     return decode_image(
         files.picture(row), image_size, name=files.where(row), upright=files.upright
     )
@@ -187,8 +189,8 @@ def decode_row(files: Encoded, row: int, image_size: int) -> UInt8[np.ndarray, "
 def decode_pieces(
     files: Encoded, image_size: int, size: int, rows: Sequence[int] | np.ndarray | None = None
 ) -> Iterator[Decoded]:
-    """Decode these rows, or all files, in pieces of at most `size`. Broken files are reported and
-    skipped."""
+    """Decode the files `rows`, by default all files, in pieces of at most `size`. Broken files are
+    reported and skipped."""
     rows = range(len(files)) if rows is None else [int(row) for row in rows]
 
     def decode(row: int) -> tuple[str, np.ndarray | None, str]:
@@ -208,33 +210,33 @@ def decode_pieces(
 
 
 def in_threads(
-    work: Callable[[int], Found], rows: Sequence[int], size: int
-) -> Iterator[list[Found]]:
-    """Map `work` over rows with a few threads, and yield the results in order, in lists of at most
+    work: Callable[[int], Result], rows: Sequence[int], size: int
+) -> Iterator[list[Result]]:
+    """Apply `work` to rows in a few threads, and yield the results in order, in lists of at most
     `size`.
 
     Threads help because Pillow releases the interpreter's lock. At most two lists are in memory at
-    a time.
+    the same time.
     """
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "cheem-decode") as pool:
         pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
         coming = [pool.map(work, piece) for piece in pieces[:1]]
         try:
             for number in range(1, len(pieces) + 1):
-                # the next piece starts before this one ends, so that no thread idles
+                # the next piece starts before the current one ends, so that no thread is idle
                 coming += [pool.map(work, following) for following in pieces[number : number + 1]]
                 yield list(coming.pop(0))
         finally:
-            # if the caller stops early, the remaining work is cancelled
+            # cancel the remaining work if the caller stops early
             pool.shutdown(cancel_futures=True)
 
 
 def decode_in_order(
     files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray
 ) -> Iterator[UInt8[np.ndarray, "n S S 3"]]:
-    """Yield the images of these rows in pieces, without broken images.
+    """Yield the images of the files `rows` in pieces, without broken images.
 
-    After the last piece, one BrokenImages exception reports all broken files.
+    After the last piece, a single BrokenImages exception reports all broken files.
     """
     broken: list[str] = []
     for piece in decode_pieces(files, image_size, PIECE, rows):
@@ -247,7 +249,7 @@ def decode_in_order(
 def decode_many(
     files: Encoded, image_size: int, *, on_progress: OnProgress = lambda num: None
 ) -> UInt8[np.ndarray, "N S S 3"]:
-    """Decode all images into one array. Raises as `decode_in_order`."""
+    """Decode all images into one array. Raises the errors of `decode_in_order`."""
     images = np.empty((len(files), image_size, image_size, 3), np.uint8)
     done = 0
     for piece in decode_in_order(files, image_size, range(len(files))):

@@ -1,11 +1,11 @@
-"""The bundled demo stream: six tasks, generated in seconds without network.
+"""The bundled demo stream: six tasks, generated within seconds without network access.
 
 shapes -> letters -> colours -> textures -> shapes_recoloured -> digits. `colours` is very easy,
-`digits` are real, and `shapes_recoloured` has new images of the classes of `shapes` in other
-colours, so that experts can be reused.
+`digits` are real images, and `shapes_recoloured` contains new images of the classes of `shapes` in
+other colours, so that experts can be reused.
 
-Every `draw_*` function has the arguments generator, labels int `[N]` and image size S, and returns
-uint8 `[N, S, S, 3]`.
+The arguments of each `draw_*` function are the generator, labels int `[N]` and image size S; the
+result is uint8 `[N, S, S, 3]`.
 """
 
 import functools
@@ -33,8 +33,8 @@ def draw_shapes(
     front: Range = (-0.08, 0.16),
     back: Range = (0.60, 0.76),
 ) -> np.ndarray:
-    """Draw shapes with hues in `front`; their backgrounds have hues in `back`. By default, the
-    shapes are pink to yellow, and the backgrounds blue to violet."""
+    """Draw shapes with hues in `front` on backgrounds with hues in `back`. By default, the shapes
+    are pink to yellow, and the backgrounds are blue to violet."""
     num = len(labels)
     mask = np.stack([_shape_mask(rng, OUTLINES[SHAPES[label]], image_size) for label in labels])
     bright = hsv(
@@ -47,7 +47,7 @@ def draw_shapes(
 
 
 draw_recoloured_shapes = functools.partial(draw_shapes, front=(0.30, 0.54), back=(-0.04, 0.08))
-"""Draw the same shapes, green to sky-blue, on red and brown."""
+"""Draw shapes in green to sky blue on red and brown backgrounds."""
 
 
 def _shape_mask(rng: np.random.Generator, outline: np.ndarray, image_size: int) -> np.ndarray:
@@ -64,7 +64,7 @@ def _shape_mask(rng: np.random.Generator, outline: np.ndarray, image_size: int) 
         ImageDraw.Draw(canvas).polygon(points, fill=255)
     else:
         width = round(rng.uniform(0.07, 0.1) * side)
-        # past the first corner again, so that the last joint is round, too
+        # continue past the first corner, so that the last joint is round, too
         ImageDraw.Draw(canvas).line(points + points[:2], fill=255, width=width, joint="curve")
     return shrink(canvas)
 
@@ -78,8 +78,8 @@ def _arc(
 
 
 def _regular(num: int, inner: float = 1.0, start: float = -90.0) -> np.ndarray:
-    """Build a regular polygon with a corner on top. If `inner` is not 1, every second corner has
-    the radius `inner`, so the polygon is a star."""
+    """Make a regular polygon with a corner on top. If `inner` is not 1, the radius of every second
+    corner is `inner`, which makes a star."""
     corners = _arc(start, start + 360.0, num + 1)[:-1]
     corners[1::2] *= inner
     return corners
@@ -92,7 +92,7 @@ def _heart() -> np.ndarray:
 
 
 def _centred(points: np.ndarray | Sequence[tuple[float, float]]) -> np.ndarray:
-    """Move points to the middle of their box, and scale them to a radius of 1."""
+    """Move points to the centre of their bounding box, and scale them to a radius of 1."""
     corners = np.array(points)
     corners = corners - (corners.min(axis=0) + corners.max(axis=0)) / 2
     return corners / np.linalg.norm(corners, axis=1).max()
@@ -116,7 +116,7 @@ OUTLINES: dict[str, np.ndarray] = {
         [(-1.0, -0.3), (0.1, -0.3), (0.1, -0.8), (1.0, 0.0), (0.1, 0.8), (0.1, 0.3), (-1.0, 0.3)]
     ),
 }
-"""Corner points around the origin, with a distance of at most 1."""
+"""Corner points around the origin with a distance of at most 1."""
 
 SHAPES = tuple(OUTLINES)
 
@@ -234,8 +234,8 @@ def draw_textures(rng: np.random.Generator, labels: np.ndarray, image_size: int)
 def _pattern(
     rng: np.random.Generator, value: Callable[[Plane, Plane], Plane], num: int, image_size: int
 ) -> Plane:
-    """Evaluate `value` at rotated and scaled coordinates in periods, softly thresholded at 0;
-    returns brightness in [0, 1]."""
+    """Evaluate `value` at rotated and scaled coordinates in units of periods, with a soft threshold
+    at 0. Returns brightness in [0, 1]."""
     side = 2 * image_size  # supersampled by two, against aliasing
     at = (np.arange(side) + 0.5) / side - 0.5
     y, x = at[:, None], at[None, :]
@@ -278,7 +278,7 @@ PATTERNS: dict[str, Callable[[Plane, Plane], Plane]] = {
     "grid": lambda u, v: np.maximum(_lines(u, 0.14), _lines(v, 0.14)),
     "triangles": lambda u, v: _wave(u) + _wave(u / 2 + 0.866 * v) + _wave(u / 2 - 0.866 * v),
 }
-"""Functions of two coordinates in units of periods. The sign of the value selects one of two
+"""Functions of two coordinates in units of periods. The sign of the result selects one of two
 colours."""
 
 TEXTURES = tuple(PATTERNS)
@@ -286,12 +286,12 @@ TEXTURES = tuple(PATTERNS)
 # Helpers shared by all tasks: colours, mottled backgrounds, grain and antialiased masks
 
 SUPERSAMPLE = 4
-"""Masks are supersampled by this factor, and then averaged down."""
+"""Masks are supersampled by this factor and then averaged."""
 
 
 def hsv(hue, saturation, value) -> np.ndarray:
-    """Convert HSV to RGB in [0, 1], on a new last axis of size 3. The arguments broadcast, and hue
-    is in turns."""
+    """Convert HSV to RGB in [0, 1] along a new last axis of size 3. The arguments are broadcast;
+    hue is in turns."""
     hue, saturation, value = np.broadcast_arrays(hue, saturation, value)
     sector = (np.array([5.0, 3.0, 1.0]) + hue[..., None] * 6) % 6
     ramp = np.clip(np.minimum(sector, 4 - sector), 0, 1)
@@ -301,7 +301,7 @@ def hsv(hue, saturation, value) -> np.ndarray:
 def mottle(
     rng: np.random.Generator, num: int, image_size: int, cells: int
 ) -> Float[np.ndarray, "num S S"]:
-    """Sample smooth noise: normal values on a grid of `cells` x `cells` squares, with cosine
+    """Sample smooth noise: normal values on a grid of `cells` x `cells` squares with cosine
     interpolation."""
     grid = rng.standard_normal((num, cells + 1, cells + 1))
     position = (np.arange(image_size) + 0.5) / image_size * cells
@@ -322,14 +322,15 @@ def ground(
 
 
 def blend(mask, front, back) -> np.ndarray:
-    """Blend images: `front` for mask values of 1, `back` for 0."""
+    """Blend two images: `front` where the mask is 1, `back` where it is 0."""
     return back + mask[..., None] * (front - back)
 
 
 def finish(
     rng: np.random.Generator, images: Float[np.ndarray, "num S S 3"], grain: float
 ) -> UInt8[np.ndarray, "num S S 3"]:
-    """Add Gaussian grain with the standard deviation `grain` (full range 1), and round to bytes."""
+    """Add Gaussian noise with the standard deviation `grain` (in units of the full range), and
+    round to bytes."""
     noisy = images + grain * rng.standard_normal(images.shape)
     return np.round(np.clip(noisy, 0, 1) * 255).astype(np.uint8)
 

@@ -30,24 +30,24 @@ MAGIC = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM.{4}\0{4}|RIFF.{4}WEBP|II\*\0|MM\0\*|.{4}ftypavi[fs]",
     re.DOTALL,
 )
-"""First bytes of image files, for files with an unknown suffix."""
+"""First bytes of image files, used for files with an unknown suffix."""
 HEIF_MAGIC = re.compile(rb".{4}ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL)
 READS_HEIF = importlib.util.find_spec("pillow_heif") is not None
 GET_HEIF = "pip install 'cheem_jax[heic]'"
 ARCHIVES = frozenset(".tar .gz .tgz .bz2 .xz .zst .7z .rar".split())
 MAX_NOTES = 10
 HEAD_BYTES = 16
-MAX_DEPTH = 6  # maximum depth of folders, so that a link to a parent folder ends
+MAX_DEPTH = 6  # maximum depth of folders, so that links to parent folders end
 MAX_FILE_BYTES = 256 * 2**20
 MAX_FILES = 5_000_000  # limit per folder or archive; ImageNet has 1.4 million
-# a zip that unpacks to more than both limits is a bomb, because images are already compressed
+# a zip that unpacks to more than both limits is refused: images are already compressed
 SMALL_BYTES = 2**30
 MAX_RATIO = 100
 
 
 class Encoded(abc.ABC):
     """Image files in a fixed order. Instances can be pickled, so that worker processes can read
-    them."""
+    files."""
 
     keys: Sequence[str]
     upright = False
@@ -57,7 +57,7 @@ class Encoded(abc.ABC):
         return len(self.keys)
 
     def key(self, row: int) -> str:
-        """Return the name of a file, unique in its task and the same on every machine."""
+        """Return the name of a file. It is unique in its task and identical on every machine."""
         return self.keys[row]
 
     @abc.abstractmethod
@@ -69,7 +69,8 @@ class Encoded(abc.ABC):
         """Read the bytes of a file. Raises ValueError or OSError with the file's location."""
 
     def picture(self, row: int) -> bytes | Image.Image:
-        """Return the bytes of a file, or an open image, for decoding. Raises as `read`."""
+        """Return the bytes of a file, or an open image, for decoding. Raises the errors of
+        `read`."""
         return self.read(row)
 
 
@@ -129,15 +130,15 @@ class ZipFiles(Encoded):
         try:
             size = _opened(self.path, self.stamp).getinfo(self.root + self.keys[row]).file_size
             with self.open(row) as stream:
-                # read no more than the size in the zip's directory, although the packed bytes could
-                # unpack to more
+                # Read at most the size in the zip's directory, because the packed bytes could
+                # unpack to more.
                 return stream.read(size + 1)
         except Exception as error:  # zipfile and zlib raise exceptions of many types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
 
 class Chosen(Encoded):
-    """A subset of other files, by row."""
+    """A subset of other files, selected by row."""
 
     def __init__(self, files: Encoded, rows: Sequence[int]):
         self.files = files
@@ -154,23 +155,23 @@ class Chosen(Encoded):
 
 @functools.lru_cache(maxsize=32)
 def _opened(path: Path, stamp: str) -> zipfile.ZipFile:
-    """Open a zip once per process and share it between threads, because its list of members can be
+    """Open a zip once per process and share it between threads, because its directory can be
     large."""
     if stamp_of([path]) != stamp:
         raise ValueError("the zip has changed since its names were read")
     return zipfile.ZipFile(path)
 
 
-def first_of(faults: Sequence[str], num: int = 5) -> str:
-    """Join the first `num` messages, and add the number of the remaining ones."""
-    more = f"; and {len(faults) - num} more" if len(faults) > num else ""
-    return "; ".join(faults[:num]) + more
+def join_first(errors: Sequence[str], num: int = 5) -> str:
+    """Join the first `num` messages, and append the number of the remaining ones."""
+    more = f"; and {len(errors) - num} more" if len(errors) > num else ""
+    return "; ".join(errors[:num]) + more
 
 
 def import_extra(module: str, extra: str, what: str, instead: str = "") -> Any:
     """Import a module of an optional extra.
 
-    If it is missing, raises ValueError with the feature that needs it (`what`), the `pip` command,
+    If it is missing, raise ValueError with the feature that needs it (`what`), the `pip` command,
     and an alternative (`instead`).
     """
     try:
@@ -182,13 +183,13 @@ def import_extra(module: str, extra: str, what: str, instead: str = "") -> Any:
 
 
 def files_of(path: Path, names: Sequence[str], root: str = "") -> FolderFiles | ZipFiles:
-    """Return the named files below `root` ("" or "folder/") of a folder or zip that `list_files`
-    has checked."""
+    """Return the files `names` below `root` ("" or "folder/") of a folder or zip; `list_files` must
+    have checked it."""
     return FolderFiles(path / root, names) if path.is_dir() else ZipFiles(path, names, root)
 
 
 def stamp_of(files: Iterable[Path]) -> str:
-    """Hash the sizes and modification times of files. Missing files are hashed, too, so the hash
+    """Hash the sizes and modification times of files. Missing files are included, so the hash
     changes when they appear."""
     digest = hashlib.sha256()
     for file in files:
@@ -203,14 +204,14 @@ def stamp_of(files: Iterable[Path]) -> str:
 def list_files(path: Path) -> list[str]:
     """List the names of all visible files relative to `path`, sorted.
 
-    Hidden and system files and folders are skipped. Raises FileNotFoundError, or ValueError for an
-    unreadable zip or one with members that no image set has.
+    Hidden and system files and folders are skipped. Raises FileNotFoundError, or ValueError for a
+    zip that is unreadable or contains unsafe members.
     """
     return _list(path)[0]
 
 
 def _list(path: Path) -> tuple[list[str], collections.Counter[str]]:
-    """List the files that `list_files` returns, and count the skipped folders by name."""
+    """List the files as in `list_files`, and count the skipped folders by name."""
     hidden = collections.Counter[str]()
     if path.is_dir():
         places = walk(path, hidden)
@@ -236,9 +237,10 @@ class Listing(NamedTuple):
     """Names of all visible files, sorted."""
     images: list[str]
     ignored: collections.Counter[tuple[str, str]]
-    """Other files by folder and kind, under "" for companions and for files without a folder."""
+    """Numbers of other files, keyed by folder and kind; the folder is "" for companions and for
+    files without a folder."""
     hidden: collections.Counter[str]
-    """Names of the skipped hidden and system folders, with counts."""
+    """Numbers of skipped hidden and system folders, keyed by name."""
 
     def notes(self) -> list[str]:
         """Describe the skipped files and folders: one line per folder and kind of file, and one
@@ -255,16 +257,16 @@ class Listing(NamedTuple):
                 f"{name} ({num:,})" if num > 1 else name
                 for name, num in sorted(self.hidden.items())
             ]
-            lines.append(f"{self.path.name}: hidden or system folders ignored: {first_of(names)}")
+            lines.append(f"{self.path.name}: hidden or system folders ignored: {join_first(names)}")
         return lines
 
     def message(self) -> str:
-        """Format the notes as the end of an error message."""
+        """Format the notes for the end of an error message."""
         return "".join(f"; {note}" for note in self.notes())
 
 
 def look_through(path: Path) -> Listing:
-    """List the files of a folder or zip, and determine which are images.
+    """List the files of a folder or zip, and determine which of them are images.
 
     Content is read only if a suffix is unknown.
     """
@@ -281,13 +283,13 @@ def look_through(path: Path) -> Listing:
 
 
 def kind_of(files: FolderFiles | ZipFiles, row: int) -> str | None:
-    """Return None for an image. For another file, return its kind for messages."""
+    """Return None for an image; for another file, describe its kind for messages."""
     suffix = PurePosixPath(files.key(row)).suffix
     if (lower := suffix.lower()) in IMAGE_SUFFIXES or (READS_HEIF and lower in HEIF_SUFFIXES):
         return None
     if lower in COMPANIONS:
         return suffix
-    head = head_of(files, row)
+    head = first_bytes(files, row)
     is_heif = HEIF_MAGIC.match(head) is not None
     if MAGIC.match(head) or (READS_HEIF and is_heif):
         return None
@@ -295,13 +297,13 @@ def kind_of(files: FolderFiles | ZipFiles, row: int) -> str | None:
 
 
 def may_be_image(file: Path) -> bool:
-    """Whether a file is an image, including formats that need an extra."""
+    """Return whether a file is an image; formats that need an extra count as well."""
     kind = kind_of(FolderFiles(file.parent, [file.name]), 0)
     return kind is None or kind.endswith(GET_HEIF)
 
 
-def head_of(files: FolderFiles | ZipFiles, row: int) -> bytes:
-    """Read the first bytes of a file, or return empty bytes if it cannot be read."""
+def first_bytes(files: FolderFiles | ZipFiles, row: int) -> bytes:
+    """Read the first bytes of a file; empty if it cannot be read."""
     try:
         with files.open(row) as stream:
             return stream.read(HEAD_BYTES)
@@ -310,7 +312,8 @@ def head_of(files: FolderFiles | ZipFiles, row: int) -> bytes:
 
 
 def is_dead_link(file: Path) -> bool:
-    """Whether `file` is a link without a target, for example to a disk that is not mounted."""
+    """Return whether `file` is a link whose target does not exist, for example on a disk that is
+    not mounted."""
     return file.is_symlink() and not file.exists()
 
 
@@ -321,16 +324,16 @@ def is_hidden(part: str) -> bool:
 def walk(
     path: Path, hidden: collections.Counter[str] | None = None
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk as `os.walk`, with folders relative to `path` ("" or "folder/"). Hidden folders are
+    """Walk like `os.walk`, with folders relative to `path` ("" or "folder/"). Hidden folders are
     skipped and counted."""
 
     def fail(error: OSError) -> NoReturn:
-        raise error  # an unreadable folder is not an empty one
+        raise error  # do not treat an unreadable folder as empty
 
     num = 0
     for folder, subfolders, names in os.walk(path, followlinks=True, onerror=fail):
         num += len(subfolders) + len(names)
-        # a few links to parent folders suffice to exceed this, because each multiplies the number
+        # A few links to parent folders exceed this limit, because each one multiplies the number.
         if num > MAX_FILES:
             raise ValueError(
                 f"{path}: more than {MAX_FILES} files and folders; are there links to parent"
@@ -359,24 +362,24 @@ def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
     size = path.stat().st_size
     if len(members) > MAX_FILES:
         raise ValueError(
-            f"{path}: {len(members)} members, expected at most {MAX_FILES}; use several zips"
+            f"{path}: {len(members)} members, expected at most {MAX_FILES}; use more than one zip"
         )
     if sum(member.compress_size for member in members) > size:
         raise ValueError(
-            f"{path}: its members take more bytes than the file has, so they overlap or are"
-            " truncated"
+            f"{path}: its members need more bytes than the file has, so they overlap or are"
+            " truncated; zip the images again"
         )
     total = sum(member.file_size for member in members)
     if total > max(SMALL_BYTES, MAX_RATIO * size):
         raise ValueError(
-            f"{path}: refused as a bomb: {size} bytes unpack to {total}, over {MAX_RATIO} times as"
-            " many"
+            f"{path}: refused as a zip bomb: {size} bytes unpack to {total}, more than {MAX_RATIO}"
+            " times as many"
         )
     files = set[str]()
     left_out = set[tuple[str, ...]]()
     for member in members:
-        if fault := _fault(member):
-            raise ValueError(f"{path}: refused because of member {member.filename!r}: {fault}")
+        if reason := _refusal(member):
+            raise ValueError(f"{path}: refused because of member {member.filename!r}: {reason}")
         *folders, name = member.filename.split("/")
         if at := next(
             (at for at, folder in enumerate(folders, start=1) if is_hidden(folder)), None
@@ -391,36 +394,38 @@ def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
     return files
 
 
-def _fault(member: zipfile.ZipInfo) -> str | None:
-    """Return the reason why a zip member is unsafe or absurd, or None."""
+def _refusal(member: zipfile.ZipInfo) -> str | None:
+    """Return the reason why a zip member is unsafe or invalid, or None."""
     name = member.filename
     if "\\" in name:
         return (
-            "its name is not a plain relative one, as it has a backslash; unpack it, and zip it"
-            " again"
+            "its name contains a backslash, so it is not a plain relative name; unpack the zip, and"
+            " zip it again"
         )
-    # without the flag for UTF-8, zipfile decodes names as MS-DOS; symbols in the result show that
-    # they have another encoding
+    # Without the flag for UTF-8, zipfile decodes names as MS-DOS. Symbols in the result show that
+    # the names have another encoding.
     if not member.flag_bits & 0x800 and any(
         unicodedata.category(sign).startswith("S") for sign in name if sign > "~"
     ):
         return (
-            "its name is neither UTF-8 nor of MS-DOS; unpack it with the right encoding, and give"
-            " the folder"
+            "its name is encoded neither as UTF-8 nor as MS-DOS; unpack the zip with the right"
+            " encoding, and give the folder"
         )
-    # names must stay below the folder that they unpack to
+    # names must not leave the folder that they are unpacked to
     if name[1:2] == ":" or not {"", ".", ".."}.isdisjoint(name.removesuffix("/").split("/")):
-        return "its name is not a plain relative one"
+        return "its name is not a plain relative name"
     if member.flag_bits & 1:
         return "it is encrypted"
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        # zipfile unpacks the other methods to any size at once, regardless of the directory
-        return f"it is packed by method {member.compress_type}; zip it again, stored or deflated"
+        # zipfile unpacks other methods to any size at once, regardless of the zip's directory
+        return (
+            f"it is compressed with method {member.compress_type}; zip it again, stored or deflated"
+        )
     return too_large(member.file_size)
 
 
 def too_large(num_bytes: int) -> str | None:
-    """Return an error message if a member of this size is too large, else None."""
+    """Return an error message if a member of this size is too large, otherwise None."""
     return (
         f"it unpacks to {num_bytes} bytes, expected at most {MAX_FILE_BYTES}"
         if num_bytes > MAX_FILE_BYTES

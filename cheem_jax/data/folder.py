@@ -1,5 +1,5 @@
-"""Plans of tasks from image folders and zips (`<split>/<class>/<image>`), from folders of several
-tasks, and from manifests.
+"""Plan tasks from image folders and zips (`<split>/<class>/<image>`), from folders of more than one
+task, and from manifests.
 
 A manifest is a CSV or Parquet table of files, with the columns `path`, `label` and optionally
 `split`.
@@ -23,10 +23,10 @@ from cheem_jax.data.files import (
     FolderFiles,
     Listing,
     files_of,
-    first_of,
     import_extra,
     is_dead_link,
     is_hidden,
+    join_first,
     kind_of,
     look_through,
     may_be_image,
@@ -56,15 +56,16 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 def plan_task(
     path: Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn"
 ) -> Plan:
-    """Plan the task in a folder or zip with files `<split>/<class>/<image>`. One enclosing folder
-    is skipped.
+    """Plan the task in a folder or zip with files `<split>/<class>/<image>`. A single enclosing
+    folder is skipped.
 
-    The classes are the sorted folders of train, or `classes` in a `meta.json` next to the splits;
-    the folders are then called by name or by label number. A missing validation split is cut from
-    train: ceil(0.1 n) images, at least one of each class. If only train exists, or the files are
-    `<class>/<image>`, a test split of ceil(0.3 n) is cut first. `seed` decides which images are
-    cut. `Plan.of` describes purposes other than learning. A folder of `save_to_disk` is a task, too
-    (`plan_hub`). Raises FileNotFoundError, or ValueError with the invalid file or folder.
+    The classes are the sorted folders of train, or `classes` in a `meta.json` next to the splits.
+    In the latter case, folders are named by class name or label number. A missing validation split
+    is cut from train: ceil(0.1 n) images, at least one of each class. If there is only train, or
+    the files are `<class>/<image>`, a test split of ceil(0.3 n) is cut first. `seed` determines
+    which images are cut. For purposes other than learning, see `Plan.of`. A folder written by
+    `save_to_disk` is also a task (`plan_hub`). Raises FileNotFoundError, or ValueError with the
+    invalid file or folder.
     """
     if is_saved(path):
         return plan_hub(path, name=name, seed=seed, purpose=purpose)
@@ -75,7 +76,7 @@ def plan_stream(
     path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0, purpose: Purpose = "learn"
 ) -> list[Plan]:
     """Plan the tasks of a folder: each of its zips and folders is a task. A single task becomes a
-    stream of one.
+    stream of one task.
 
     `tasks` selects and orders the tasks. By default, all are used in sorted order, except folders
     without images. Raises the errors of `plan_task`. Unless `tasks` is set, raises ValueError for
@@ -123,9 +124,9 @@ def _find_tasks(path: Path, purpose: Purpose) -> dict[str, Path]:
     splits = [split_of(entry.name) for entry in folders]
     is_test_alone = purpose == "measure" and splits and all(splits)
     if "train" in splits or is_test_alone or any(map(_has_images, folders)):
-        # a single task: its folders contain the images of one class each
+        # The folder is a single task; each of its folders contains the images of a class.
         return {name_of(path): path}
-    # a link to a missing task must be reported
+    # a link to a missing task must be reported as missing
     places = [
         entry
         for entry in entries
@@ -133,12 +134,12 @@ def _find_tasks(path: Path, purpose: Purpose) -> dict[str, Path]:
     ]
     if repeated := repeats(map(name_of, places)):
         raise ValueError(
-            f"{path} contains two folders or zips of the same name: {repeated}; keep one of each"
+            f"{path} contains folders or zips with the same name: {repeated}; keep one of each"
         )
     if not places and (num := sum(map(may_be_image, entries))):
         raise ValueError(
-            f"{path} contains {num} images and no folder; put those of each class into a separate"
-            f" folder, such as {path.name}/cat and {path.name}/dog"
+            f"{path} contains {num} images and no folder; put the images of each class into a"
+            f" separate folder, such as {path.name}/cat and {path.name}/dog"
         )
     return {name_of(place): place for place in places}
 
@@ -163,10 +164,11 @@ def _refuse_parts(
         if len(names) > 1:
             raise ValueError(
                 f"{path}: {', '.join(names[:8])} have the same classes"
-                f" ({first_of(sorted(classes))}), so they may be parts of one task. If they are,"
+                f" ({join_first(sorted(classes))}), so they may be parts of one task. If they are,"
                 " rename them to train and test, or put the images of each class into one folder."
-                " If each is a task, list them in a TOML file, give each folder by itself, or name"
-                f" them (`cheem learn` and `cheem evaluate`: --tasks {','.join(names[:8])})"
+                " If each is a task, list them in a TOML file, give each folder separately, or"
+                " select them (`cheem learn` and `cheem evaluate`: --tasks"
+                f" {','.join(names[:8])})"
             )
 
 
@@ -190,7 +192,7 @@ def _bare_classes(listing: Listing) -> frozenset[str]:
 
 
 def holds_images(path: Path) -> bool:
-    """Whether `path` is a zip, a saved data set, or a folder with images in at least two
+    """Return whether `path` is a zip, a saved data set, or a folder with images in at least two
     subfolders."""
     if not path.is_dir() or is_saved(path):
         return zipfile.is_zipfile(path) or is_saved(path)
@@ -205,7 +207,7 @@ def _may_be_dead_folder(place: Path) -> bool:
 
 
 def _has_images(folder: Path) -> bool:
-    """Whether the folder itself contains images."""
+    """Return whether the folder contains images directly."""
     with os.scandir(folder) as entries:
         return any(
             not is_hidden(entry.name) and may_be_image(Path(entry.path)) for entry in entries
@@ -240,7 +242,7 @@ def _plan(listing: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
     classes, label_of = _label_folders(path, folders, listed)
     if listed is None and len(_split_folders(classes)) == len(classes):
         raise ValueError(
-            f"{path}: {', '.join(classes)} are splits, but their images are in no class folder;"
+            f"{path}: {', '.join(classes)} are splits, but their images are not in class folders;"
             f" expected {LAYOUT}, or a table (CSV) with the columns path, label and split"
         )
     members: Members = {}
@@ -271,9 +273,9 @@ def _plan(listing: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
 
 def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]]]:
     """Return the enclosing folder ("" or "name/") and, for each split, the class folder of each
-    image. Images are keyed by their names below the enclosing folder."""
-    # use the most common depth, so that one stray file or deeper folder does not invalidate all
-    # others
+    image. Images are keyed by their names relative to the enclosing folder."""
+    # Use the most common depth, so that a single stray file or deeper folder does not affect the
+    # others.
     depth = _usual(images)
     tops = {file.split("/")[0] for file in images}
     root = ""
@@ -293,7 +295,7 @@ def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]
         at = max(wrong, key=lambda file: file.count("/"))
         raise ValueError(
             f"{path}: {len(wrong):,} of {len(images):,} images are at an unexpected place, such as"
-            f" {at!r}; expected {LAYOUT}; move them, or take them out of it"
+            f" {at!r}; expected {LAYOUT}; move or remove them"
         )
     groups: dict[str, dict[str, str]] = {}
     for top, files in by_top.items():
@@ -302,22 +304,22 @@ def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]
         )
     if unknown := sorted(groups.keys() - _split_folders(groups)):
         raise ValueError(
-            f"{path}: {unknown[:8]} are not splits; known are {', '.join(SPLITS)} ({LAYOUT}); of"
-            " several tasks, give the folder that contains them, or make a zip or a [[task]] of"
-            " each"
+            f"{path}: {unknown[:8]} are not splits; expected {', '.join(SPLITS)} ({LAYOUT}); if"
+            " they are tasks, give the folder that contains them, or make each of them a zip or a"
+            " [[task]]"
         )
     split_names = splits_of(str(path), groups)
     return root, {split_names[folder]: folder_of for folder, folder_of in groups.items()}
 
 
 def _usual(files: Sequence[str]) -> int:
-    """Return the most common depth of the files, in folders."""
+    """Return the most common depth of files, in folders."""
     return collections.Counter(file.count("/") for file in files).most_common(1)[0][0]
 
 
 def _refuse_folders_without_image(listing: Listing, root: str, depth: int) -> None:
-    """Raise ValueError for empty class folders and for folders without images, because their
-    classes would vanish silently."""
+    """Raise ValueError for empty class folders and folders without images, because their classes
+    would be missing without notice."""
     folders = {
         name.rpartition("/")[0]
         for name in listing.names
@@ -334,8 +336,8 @@ def _refuse_folders_without_image(listing: Listing, root: str, depth: int) -> No
         }
     if folders:
         raise ValueError(
-            f"{listing.path}: folders without any image: {sorted(folders)[:8]}; fill these folders,"
-            f" or remove them if no class is meant{listing.message()}"
+            f"{listing.path}: folders without images: {sorted(folders)[:8]}; add images, or remove"
+            f" the folders if they are not classes{listing.message()}"
         )
 
 
@@ -344,7 +346,7 @@ def _split_folders(folders: Iterable[str]) -> set[str]:
 
 
 def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | None:
-    """Read `classes` of a meta.json, if there is one."""
+    """Read `classes` in a meta.json; None if there is no such file."""
     if name not in files:
         return None
     try:
@@ -368,8 +370,8 @@ def _label_folders(
     composed name."""
     if names is None:
         way_out = (
-            "put one class into one folder, or list them as `classes` of a meta.json next to the"
-            " splits if they are different ones"
+            "put each class into one folder; if the classes are different, list them as `classes`"
+            " in a meta.json next to the splits"
         )
         names = list(class_names(str(path), folders, way_out))
     folders = sorted(set(map(composed, folders)))
@@ -387,10 +389,10 @@ def _label_folders(
 
 
 class ManifestRow(NamedTuple):
-    """One row of a manifest. Its texts have no surrounding blanks."""
+    """A row of a manifest; its texts have no surrounding blanks."""
 
     where: str
-    """Position for messages, such as "line 7"."""
+    """Position of the row for messages, such as "line 7"."""
     path: str
     label: str
     split: str = "train"
@@ -404,13 +406,13 @@ def plan_manifest(
     seed: int = 0,
     purpose: Purpose = "learn",
 ) -> Plan:
-    """Plan the task that a CSV file (with commas, semicolons or tabs) or a Parquet file lists, with
-    one image per row. Other columns are ignored.
+    """Plan the task in a CSV file (with commas, semicolons or tabs) or a Parquet file, with one
+    image per row. Additional columns are ignored.
 
     Values of `path` are relative to `root`, by default the manifest's folder. A `label` is a class
-    name or a number 0..n-1; only learning needs all of these numbers. Class names are sorted. If
-    `split` lacks a split, it is cut from train by `seed`, as for folders. Raises FileNotFoundError,
-    or ValueError with file and lines.
+    name or a number in 0..n-1; only learning requires all of these numbers. Class names are sorted.
+    Splits that are missing in `split` are cut from train by `seed`, as for folders. Raises
+    FileNotFoundError, or ValueError with file and lines.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; expected a CSV or Parquet manifest")
@@ -418,17 +420,17 @@ def plan_manifest(
     if not root.is_dir():
         raise FileNotFoundError(f"{root}: no such folder; the paths in {file} are relative to it")
     rows = _read_rows(file)
-    # raise only if all files are missing: individual missing files are reported as broken images;
-    # os.path is faster than pathlib for a million files
+    # Raise only if all files are missing; individual missing files are reported as broken images.
+    # os.path is faster than pathlib for a million files.
     if not any(os.path.isfile(os.path.join(root, row.path)) for row in rows):
-        absent = first_of([f"{row.where}: {row.path!r}" for row in rows])
+        absent = join_first([f"{row.where}: {row.path!r}" for row in rows])
         raise FileNotFoundError(
             f"{file}: none of its {len(rows)} files exists: {absent}; "
             f"paths are relative to {root} unless another root is given"
         )
     classes, label_of = _classes(file, rows, purpose)
     check_splits(str(file), {row.split for row in rows}, purpose)
-    rows.sort(key=lambda row: row.path)  # the order of the rows must not change the run
+    rows.sort(key=lambda row: row.path)  # the order of the rows must not affect the run
     members: Members = {}
     for row in rows:
         members.setdefault(row.split, {})[row.path] = label_of[row.label]
@@ -445,8 +447,8 @@ def plan_manifest(
 
 
 def _read_rows(file: Path) -> list[ManifestRow]:
-    """Read all rows, with POSIX paths and the split names train, val and test. One ValueError lists
-    all errors."""
+    """Read all rows, with POSIX paths and the split names train, val and test. A single ValueError
+    lists all errors."""
     read = _read_parquet if file.suffix.lower() in (".parquet", ".pq") else _read_csv
     first: dict[str, str] = {}
     rows: list[ManifestRow] = []
@@ -459,11 +461,10 @@ def _read_rows(file: Path) -> list[ManifestRow]:
             wrong.append(f"{where}: empty path")
         elif path.startswith("/") or path[1:2] == ":" or ".." in path.split("/") or "\0" in path:
             wrong.append(
-                f"{where}: path {path!r} is not one below the root; write it relative and without"
-                " '..'"
+                f"{where}: path {path!r} is outside of the root; write a relative path without '..'"
             )
         elif path in first:
-            wrong.append(f"{where}: path {path!r} is in {first[path]} already")
+            wrong.append(f"{where}: path {path!r} is also in {first[path]}")
         if not row.label:
             wrong.append(f"{where}: empty label")
         if not split:
@@ -471,16 +472,17 @@ def _read_rows(file: Path) -> list[ManifestRow]:
         first.setdefault(path, where)
         rows.append(row._replace(path=path, split=split))
     if wrong:
-        raise ValueError(f"{file}: {len(wrong)} fault(s): {first_of(wrong)}")
+        raise ValueError(f"{file}: {len(wrong)} error(s): {join_first(wrong)}")
     if not rows:
         raise ValueError(
-            f"{file}: no rows; expected one image a row below the names of the columns"
+            f"{file}: no rows; expected one image per row after the line with the column names"
         )
     return rows
 
 
 def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield each row's position for messages, and its texts in the columns that are needed."""
+    """Yield the position of each row for messages, and its texts in the required and optional
+    columns."""
     data = file.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -502,14 +504,14 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
     ragged: list[str] = []
     try:
         columns = [column.strip().lower() for column in next(reader, [])]
-        wanted = _wanted(file, columns)
+        positions = _find_columns(file, columns)
         for fields in filter(None, reader):  # no empty lines
             if len(fields) != len(columns):
                 ragged.append(f"line {skipped + reader.line_num}: {len(fields)}")
             else:
                 yield (
                     f"line {skipped + reader.line_num}",
-                    {column: fields[at].strip() for column, at in wanted.items()},
+                    {column: fields[at].strip() for column, at in positions.items()},
                 )
     except csv.Error as error:
         raise ValueError(
@@ -518,9 +520,8 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
     if ragged:
         raise ValueError(
             f"{file}: expected {len(columns)} fields in every row, separated by {delimiter!r} as in"
-            " the first "
-            f'line; other numbers in {first_of(ragged)}; put "..." around a field that contains'
-            f" {delimiter!r}"
+            f' the first line; different numbers of fields: {join_first(ragged)}; put "..." around'
+            f" a field that contains {delimiter!r}"
         )
 
 
@@ -530,11 +531,11 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
     try:
         with parquet.ParquetFile(file) as opened:
             names = opened.schema_arrow.names
-            wanted = _wanted(file, [name.strip().lower() for name in names])
-            table = opened.read([names[at] for at in wanted.values()])
+            positions = _find_columns(file, [name.strip().lower() for name in names])
+            table = opened.read([names[at] for at in positions.values()])
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file}: not readable as Parquet: {error}") from error
-    for number, values in enumerate(table.rename_columns([*wanted]).to_pylist(), start=1):
+    for number, values in enumerate(table.rename_columns([*positions]).to_pylist(), start=1):
         # compare exact types, because True is an int
         if wrong := [
             column for column, value in values.items() if type(value) not in (str, int, type(None))
@@ -542,7 +543,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
             value: Any = values[wrong[0]]
             raise ValueError(
                 f"{file}, row {number}: column {wrong[0]!r} contains {type(value).__name__}"
-                f" ({value!r:.40}); expected text or whole numbers"
+                f" ({value!r:.40}); expected text or integers"
             )
         yield (
             f"row {number}",
@@ -550,27 +551,27 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         )
 
 
-def _wanted(file: Path, columns: Sequence[str]) -> dict[str, int]:
-    """Map the names of the needed columns to their positions."""
+def _find_columns(file: Path, columns: Sequence[str]) -> dict[str, int]:
+    """Map the names of the required and optional columns to their positions."""
     if missing := [column for column in NEEDED if column not in columns]:
         raise ValueError(
             f"{file}: no column {' and '.join(map(repr, missing))} among {columns[:12]}; the first"
             " line must name the columns: path, label, and optionally split"
         )
-    wanted = [column for column in NEEDED + OPTIONAL if column in columns]
-    if repeated := [column for column in wanted if columns.count(column) > 1]:
-        raise ValueError(f"{file}: several columns are called {repeated}; keep one of each")
-    return {column: columns.index(column) for column in wanted}
+    used = [column for column in NEEDED + OPTIONAL if column in columns]
+    if repeated := [column for column in used if columns.count(column) > 1]:
+        raise ValueError(f"{file}: column names are repeated: {repeated}; keep one of each")
+    return {column: columns.index(column) for column in used}
 
 
 def _classes(
     file: Path, rows: Sequence[ManifestRow], purpose: Purpose
 ) -> tuple[tuple[str, ...], Mapping[str, int]]:
-    """Return the class names, and the label of each text in `label`. The texts are numbers 0..n-1
-    (without gaps when learning) or class names."""
+    """Return the class names, and the label of each text in `label`. The texts are class names or
+    numbers 0..n-1 (without gaps if the purpose is to learn)."""
     first = {row.label: row for row in reversed(rows)}
     if not all(map(_WHOLE.fullmatch, first)):
-        way_out = "write one class in one way, and give different ones names that differ in more"
+        way_out = "spell each class in one way, and give different classes more different names"
         classes = class_names(str(file), first, way_out)
         label_of = {composed(name): label for label, name in enumerate(classes)}
         return classes, {text: label_of[composed(text)] for text in first}
@@ -579,7 +580,7 @@ def _classes(
     if strange := sorted(number for number in numbers if not 0 <= number <= most):
         raise ValueError(
             f"{file}, {numbers[strange[0]].where}: label {strange[0]} among {len(numbers)}"
-            f" different ones, expected numbers 0..{len(numbers) - 1}; number the classes from 0"
+            f" different labels, expected numbers 0..{len(numbers) - 1}; number the classes from 0"
             " without gaps, or write class names"
         )
     places = {number: place for place, number in enumerate(sorted(numbers))}

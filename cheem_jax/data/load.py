@@ -1,8 +1,9 @@
-"""Load the images of plans: decoded into memory, into files that are mapped, or on access.
+"""Load the images of plans: decoded into memory, decoded into memory-mapped files, or decoded on
+access.
 
 The cache of a plan, an image size and a decoder version is a folder `<task>-<size>-<key>` with one
-`.npy` per split and `cache.json`. It is written under another name and renamed when it is complete,
-so an existing folder is complete. A lock makes a second process wait for the first.
+`.npy` file per split and `cache.json`. It is written under another name and renamed when it is
+complete, so an existing folder is complete. A lock makes a second process wait for the first.
 """
 
 import contextlib
@@ -32,22 +33,22 @@ from cheem_jax.data.decode import (
 )
 from cheem_jax.data.files import Encoded, import_extra
 from cheem_jax.data.folder import plan_stream, plan_task
-from cheem_jax.data.task import EncodedSplit, Plan, Split, Stream, Task, hash_of
+from cheem_jax.data.task import EncodedSplit, Plan, Split, Stream, Task, hash_images
 
 FORMAT = "cheem_jax-images/1"
 SPLIT_NAMES = ("train", "val", "test")
 
 OpenPhase = Callable[[str, int], AbstractContextManager[OnProgress]]
-"""Opens a phase of work, given a task's name and its number of images. The context yields a
-function that counts finished images."""
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+"""Function that opens a phase of work, given the name of a task and its number of images. The
+context yields a function that counts finished images."""
+Item = TypeVar("Item")
+Loaded = TypeVar("Loaded")
 Keep = Literal["auto", "memory", "cache", "stream"]
 
 IN_MEMORY = 2**30
-"""Maximum size in bytes of a stream that `auto` keeps in memory."""
+"""Maximum size in bytes of a stream that `auto` loads into memory."""
 CACHED = 64 * 2**30
-"""Maximum size in bytes of a task that `auto` caches on the disk."""
+"""Maximum size in bytes of a task that `auto` caches on disk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +56,14 @@ class ImagesConfig:
     """Storage of decoded images."""
 
     keep: Keep = "auto"
-    """`memory`, `cache` (files mapped into memory, made once), `stream` (decoded again in every
-    epoch by Grain, nothing stored), or `auto`: memory for a stream below 1 GiB, cache for a task
-    below 64 GiB, else stream."""
+    """`memory`; `cache`, files that are written once and mapped into memory; `stream`, decoded
+    again in every epoch by Grain, without storing; or `auto`: memory for a stream of up to 1 GiB,
+    cache for a task of up to 64 GiB, otherwise stream."""
     cache_dir: Path | None = None
     """Folder of the cached images; default: in the user's cache folder, or below --data-dir."""
     workers: int = 0
-    """Processes that decode for `stream`; 0: threads of this process. Processes need seconds to
-    start, in every pass."""
+    """Number of processes that decode for `stream`; 0 uses threads of this process. Processes need
+    seconds to start in every pass."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -77,7 +78,7 @@ def load_tasks(
     *,
     only: str | None = None,
 ) -> tuple[Task, ...]:
-    """Load the images of tasks. Raises ValueError that lists every file that is not an image.
+    """Load the images of tasks. Raises ValueError with the name of every file that is not an image.
 
     `only` is the split to load; the other splits are empty. If `only` is `test` and the data have
     no test split, all splits are loaded.
@@ -105,13 +106,13 @@ def load_tasks(
     return tuple(_each(plans, load))
 
 
-def _each(given: Iterable[Given], load: Callable[[Given], Made]) -> list[Made]:
-    """Load all items. One exception reports the broken images of all items."""
+def _each(items: Iterable[Item], load: Callable[[Item], Loaded]) -> list[Loaded]:
+    """Load all items. A single exception reports the broken images of all items."""
     loaded = list[Any]()
     broken = list[str]()
-    for one in given:
+    for item in items:
         try:
-            loaded.append(load(one))
+            loaded.append(load(item))
         except BrokenImages as error:
             broken += error.broken
     if broken:
@@ -120,8 +121,8 @@ def _each(given: Iterable[Given], load: Callable[[Given], Made]) -> list[Made]:
 
 
 def load_task(path: str | Path, *, image_size: int, seed: int = 0, upright: bool = True) -> Task:
-    """Load a folder or zip as one task into memory, as planned by `plan_task`. `upright` is
-    explained in `decode_image`."""
+    """Load a folder or zip as a task into memory, as planned by `plan_task`. For `upright`, see
+    `decode_image`."""
     plan = plan_task(absolute(path), seed=seed).turned(upright)
     (task,) = load_tasks([plan], image_size, ImagesConfig("memory"))
     return task
@@ -135,8 +136,8 @@ def load_stream(
     seed: int = 0,
     upright: bool = True,
 ) -> Stream:
-    """Load a folder of tasks as a stream into memory, as planned by `plan_stream`. `upright` is
-    explained in `decode_image`."""
+    """Load a folder of tasks as a stream into memory, as planned by `plan_stream`. For `upright`,
+    see `decode_image`."""
     path = absolute(path)
     plans = [plan.turned(upright) for plan in plan_stream(path, tasks, seed=seed)]
     return Stream(path.resolve().stem, load_tasks(plans, image_size, ImagesConfig("memory")))
@@ -161,7 +162,7 @@ def _load(
     total_bytes: int,
     phase: OpenPhase,
 ) -> dict[str, Split]:
-    """Load some splits of a plan. `total_bytes` is the size of all tasks that are loaded
+    """Load the splits `names` of a plan; `total_bytes` is the size of all tasks that are loaded
     together."""
     parts = {name: plan.splits[name] for name in names}
     num = sum(len(part.labels) for part in parts.values())
@@ -176,7 +177,7 @@ def _load(
     splits = {}
     if keep == "stream":
         for name, part in parts.items():
-            # identifies the pixels before they are decoded
+            # the hash identifies the pixels without decoding them
             identity = (
                 f"{plan.split_sha256} {plan.stamp} {image_size} {DECODER_VERSION}"
                 f" {name}{' upright' * plan.upright}"
@@ -188,7 +189,7 @@ def _load(
 
         def load(part: EncodedSplit) -> Split:
             images = decode_many(part.files, image_size, on_progress=on_progress)
-            return Split(images, part.labels, hash_of(images, part.labels))
+            return Split(images, part.labels, hash_images(images, part.labels))
 
         return dict(zip(parts, _each(parts.values(), load), strict=True))
 
@@ -212,10 +213,10 @@ def bytes_needed(num_images: int, image_size: int) -> int:
 def cache_place(
     plan: Plan, image_size: int, root: Path, names: Sequence[str] = SPLIT_NAMES
 ) -> Path:
-    """Return the cache folder for a plan's decoded images, which need not exist.
+    """Return the cache folder for a plan's decoded images; it need not exist.
 
     The folder's name contains a hash of everything that affects the pixels of the splits `names`:
-    files and their order, stamp, image size, decoder version, and EXIF rotation.
+    the files and their order, stamp, image size, decoder version, and EXIF rotation.
     """
     turned = ["upright"] if plan.upright else []
     decides = [FORMAT, DECODER_VERSION, image_size, plan.source, plan.stamp, *turned]
@@ -232,13 +233,13 @@ def cache_place(
 def cached(
     plan: Plan, image_size: int, root: Path, phase: OpenPhase, names: Sequence[str] = SPLIT_NAMES
 ) -> dict[str, Split]:
-    """Return splits whose images are mapped from files. The files are written if they do not exist.
+    """Return splits with memory-mapped images. The files are written if they do not exist.
 
-    Waits while another process writes them. Raises ValueError for broken images, and OSError
-    without space or permission. After an error no file remains.
+    Waits while another process writes them. Raises ValueError for broken images, and OSError if the
+    files cannot be written. After an error, no file is left behind.
     """
     place = cache_place(plan, image_size, root)
-    if not place.is_dir():  # a cache of all splits contains these
+    if not place.is_dir():  # a cache of all splits would contain these splits, too
         place = cache_place(plan, image_size, root, names)
     if not place.is_dir():
         try:
@@ -248,21 +249,21 @@ def cached(
                     _make(plan, names, image_size, place, phase)
         except OSError as error:
             raise OSError(
-                f"the decoded images of {plan.name!r} cannot be kept in {root}:"
-                f" {error.strerror or error}; name another folder for decoded images, one with room"
-                " and write permission"
+                f"the decoded images of {plan.name!r} cannot be stored in {root}:"
+                f" {error.strerror or error}; choose another folder for decoded images, with enough"
+                " space and write permission"
             ) from error
     return open_cache(place, plan, names)
 
 
 def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> dict[str, Split]:
-    """Open the complete cache of a plan. Raises ValueError that names the corrupted part."""
+    """Open the complete cache of a plan. Raises ValueError with the name of the corrupted part."""
     try:
         meta = json.loads((place / "cache.json").read_text())
         splits = {}
         for name in names:
             labels = plan.splits[name].labels
-            # mapped, so that a wrong header cannot allocate memory
+            # memory-mapped, so that a wrong header cannot allocate memory
             images = np.lib.format.open_memmap(place / f"{name}.npy", mode="r")
             if (
                 images.shape != (len(labels), meta["image_size"], meta["image_size"], 3)
@@ -274,24 +275,25 @@ def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> d
         raise OSError(
             f"the cache {place} cannot be read ({error.strerror}: {error.filename})"
         ) from error
-    # NumPy's header parser can raise almost any exception on a corrupt file
+    # NumPy's header parser can raise almost any exception on a corrupted file
     except Exception as error:
         raise ValueError(
-            f"the cache {place} is corrupted ({error!r}); remove this folder and it is made again"
+            f"the cache {place} is corrupted ({error!r}); remove this folder, and it will be"
+            " created again"
         ) from error
     return splits
 
 
 def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase: OpenPhase) -> None:
-    """Decode all images into a folder next to `place`, then rename it. One process does this at a
-    time."""
+    """Decode all images into a folder next to `place`, then rename the folder. Only one process at
+    a time does this."""
     partial = place.with_name(f"{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # remove the leftovers of a killed process
     num_images = sum(len(plan.splits[name].labels) for name in names)
     needed = bytes_needed(num_images, image_size)
     free = shutil.disk_usage(place.parent).free
     if needed > free:
-        raise OSError(f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB free")
+        raise OSError(f"{needed / 1e9:.1f} GB are needed, but only {free / 1e9:.1f} GB are free")
     partial.mkdir()
     try:
         with phase(plan.name, num_images) as on_progress:
@@ -318,8 +320,8 @@ def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase:
 
 
 def _write(file: Path, part: EncodedSplit, image_size: int, on_progress: OnProgress) -> str:
-    """Write a `.npy` file piece by piece, and return the hash. A full disk then raises an error
-    here, instead of a signal later."""
+    """Write a `.npy` file piece by piece, and return its hash. If the disk is full, an error is
+    raised here instead of a signal later."""
     digest = hashlib.sha256(part.labels.astype("<i4").tobytes())
     header = {
         "descr": "|u1",
@@ -339,16 +341,16 @@ def _write(file: Path, part: EncodedSplit, image_size: int, on_progress: OnProgr
 
 class StreamedImages:
     """Image files that behave like an array of uint8 images `[N, S, S, 3]`. They are decoded on
-    access and never stored.
+    access and not stored.
 
-    Grain decodes ahead with `workers` processes. With 0 it uses threads of this process, which is
-    faster on up to a handful of cores, because processes need seconds to start in every pass. The
-    caller decides the rows of each step, so a stream yields the same images as an array in memory,
-    and a resumed pass continues with the next step.
+    Grain decodes images in advance with `workers` processes. With 0, it uses threads of this
+    process, which is faster on a few cores, because processes need seconds to start in every pass.
+    The caller determines the rows of each step, so a stream yields the same images as an array in
+    memory, and a resumed pass continues with the next step.
     """
 
     def __init__(self, files: Encoded, image_size: int, *, workers: int = 0):
-        _grain()  # fail now if it is not installed, not in the middle of a run
+        _grain()  # raises now if grain is not installed, not during a run
         self.files, self.image_size, self.workers = files, image_size, workers
         self.shape = (len(files), image_size, image_size, 3)
         self.dtype = np.dtype(np.uint8)
@@ -362,25 +364,25 @@ class StreamedImages:
         return np.concatenate([none, *decode_in_order(self.files, self.image_size, wanted)])
 
     def follow(self, order: Sequence[np.ndarray]) -> Any:
-        """Return a Grain iterator over batches of images. All arrays in `order` have the same
+        """Return a Grain iterator over batches of images. All arrays in `order` must have the same
         length.
 
-        The iterator's `get_state()` is its position, and `set_state` of a new iterator resumes
-        there.
+        `get_state()` of the iterator returns its position; `set_state` of a new iterator resumes at
+        that position.
         """
         grain = _grain()
         batch_size = len(order[0])
         num_threads = max(2, min(16, os.cpu_count() or 1))
         images = grain.MapDataset.source(np.concatenate(order).tolist()).map(self._decode)
-        # process whole batches, because each of n processes reads every n-th element
+        # Workers process whole batches, because each of n workers reads every n-th element.
         if self.workers:
             reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
             options = grain.MultiprocessingOptions(
                 num_workers=self.workers, per_worker_buffer_size=2
             )
             return iter(images.batch(batch_size).to_iter_dataset(reading).mp_prefetch(options))
-        # process individual images and batch them afterwards, so that threads share the first
-        # batch, too
+        # Threads process individual images, which are batched afterwards, so that all threads work
+        # on the first batch.
         reading = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=3 * batch_size)
         return iter(images.to_iter_dataset(reading).batch(batch_size))
 
@@ -392,6 +394,6 @@ def _grain() -> Any:
     grain = import_extra("grain", "datasets", "streaming images", ", or --images.keep cache")
     flags = importlib.import_module("absl.flags").FLAGS
     if not flags.is_parsed():
-        # Grain reads absl's flags when it starts workers; nothing here parses them
+        # Grain reads absl's flags when it starts workers, but this library does not parse them.
         flags.mark_as_parsed()
     return grain

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.benchmarks.prepare import plan_of, status_of
-from cheem_jax.data.benchmarks.table import BY_NAME, PROTOCOLS, Benchmark, Order, order_of
+from cheem_jax.data.benchmarks.table import BY_NAME, PROTOCOLS, Benchmark, Order, task_order
 from cheem_jax.data.class_split import name_split, split_by_class
 from cheem_jax.data.folder import holds_images, name_of, plan_manifest, plan_stream, plan_task
 from cheem_jax.data.records import HUB, default_data_dir, name_in, plan_hub, plan_tfds
@@ -20,14 +20,14 @@ from cheem_jax.data.task import ClassSplit, Plan, Purpose, check_names, repeats
 
 BENCHMARKS: tuple[Benchmark, ...] = get_args(Benchmark)
 KINDS = ("path", "manifest", "tfds", "hub", "benchmark")
-"""The keys of a `[[task]]` in a stream file that locate its images."""
+"""Keys that locate the images of a `[[task]]` in a stream file."""
 CLASS_SPLIT = tuple(field.name for field in dataclasses.fields(ClassSplit))
-"""The keys of a stream file that divide the classes of its only task."""
+"""Keys of a stream file that divide the classes of its only task."""
 MAX_STREAM_FILE_BYTES = 2**20
 
 
 class MissingTasks(ValueError):
-    """Raised if tasks are not prepared. `advice` has one line per task that says how to get it."""
+    """Tasks are not prepared. `advice` contains one line per task that says how to get it."""
 
     def __init__(self, message: str, advice: Sequence[str]):
         super().__init__(message)
@@ -48,11 +48,12 @@ def plan_source(
 
     `source` is `mtil` or `vdd`, the name of one of their tasks, a protocol (`PROTOCOLS`),
     `tfds:NAME[/CONFIG][:VERSION]`, `hf:NAME[:CONFIG]` (on the Hugging Face hub), a TOML file, a
-    manifest (CSV or Parquet), or a folder or zip. A name that also is a folder or file of images in
-    the working directory is ambiguous and refused. `tasks` selects and orders the tasks. `order` is
-    one of MTIL's orders. `seed` decides how missing splits are cut. `purpose` decides the minimum
-    that each task needs. `class_split` divides the source's only data set into tasks, and `tasks`
-    then selects among these. Raises MissingTasks, FileNotFoundError or ValueError.
+    manifest (CSV or Parquet), or a folder or zip. A name is refused as ambiguous if the working
+    directory contains a folder or file of images with this name. `tasks` selects and orders the
+    tasks. `order` is one of MTIL's orders. `seed` determines how missing splits are cut. `purpose`
+    determines the requirements for each task. `class_split` divides the classes of the source's
+    only data set into tasks; `tasks` then selects among these. Raises MissingTasks,
+    FileNotFoundError or ValueError.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
     path = absolute(source)
@@ -61,8 +62,8 @@ def plan_source(
         raise ValueError(
             f"{source!r} is ambiguous: it means the"
             f" {'benchmark' if source in BENCHMARKS else 'data set'} {data_set}, and"
-            f" {path} contains images; write ./{source} for these, or rename them if"
-            " the data set is meant"
+            f" {path} contains images; write ./{source} to use the images, or rename them to use"
+            " the data set"
         )
     if source in PROTOCOLS:
         source, protocol_split = PROTOCOLS[source]
@@ -74,13 +75,13 @@ def plan_source(
         )
         return name_split(name, class_split), _split_only(source, plans, class_split, tasks)
     if source in BENCHMARKS:
-        names = order_of(source, order)
+        names = task_order(source, order)
         if tasks is not None:
             tasks = check_names(tasks, names, f"benchmark {source!r}")
         return source, _plan_benchmark(source, tasks or names, data_dir or default_data_dir(), seed)
     if order != "default":
         raise ValueError(
-            f"order {order!r} belongs to mtil, not to {source!r}; name tasks in the order you want"
+            f"order {order!r} is an order of mtil, not of {source!r}; give the order with --tasks"
         )
     if source in BY_NAME:
         name = source
@@ -132,16 +133,16 @@ def images_dir(data_dir: Path | None) -> Path:
 
 
 def is_name(source: str) -> bool:
-    """Whether a source is the name of a benchmark, one of its tasks, a protocol, or a data set of
-    TFDS or the hub, and not a file."""
+    """Return whether a source is the name of a benchmark, of one of its tasks, of a protocol, or of
+    a data set of TFDS or the hub, rather than a file."""
     return source in (*BENCHMARKS, *BY_NAME, *PROTOCOLS) or source.startswith(("tfds:", HUB))
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path | None:
-    """Return the folder for decoded images of a source, which is in the data folder if the source
-    uses it. None means the user's cache."""
-    is_there = is_name(source) and not source.startswith(HUB)
-    return images_dir(data_dir) if data_dir is not None or is_there else None
+    """Return the folder for decoded images of a source. It is inside the data folder if the source
+    uses the data folder. None means the user's cache."""
+    is_in_data_dir = is_name(source) and not source.startswith(HUB)
+    return images_dir(data_dir) if data_dir is not None or is_in_data_dir else None
 
 
 def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int) -> list[Plan]:
@@ -154,7 +155,7 @@ def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int
         raise MissingTasks(
             f"{len(missing)} of {len(names)} tasks of {source!r} are not prepared in {data_dir}:"
             f" {', '.join(missing)}; `cheem data prepare {source} --data-dir"
-            f" {shlex.quote(str(data_dir))}` gets those that can be got",
+            f" {shlex.quote(str(data_dir))}` prepares all that can be downloaded",
             [f"{name}: {status.advice}" for name, status in missing.items()],
         )
     return [plan_of(BY_NAME[name], data_dir, seed=seed) for name in names]
@@ -185,7 +186,8 @@ def plan_stream_file(
     purpose: Purpose = "learn",
     class_split: ClassSplit | None = None,
 ) -> tuple[str, list[Plan]]:
-    """Return the name and the plans of a stream in TOML. Each `[[task]]` has one of these keys:
+    """Return the name and the plans of a stream in a TOML file. Each `[[task]]` has one of these
+    keys:
 
         path = "birds"             a folder or zip with <split>/<class>/<image>
         manifest = "cars.csv"      a table of files, with `root` if they are in another folder
@@ -193,20 +195,20 @@ def plan_stream_file(
         hub = "OWNER/NAME:CONFIG"  a data set of the Hugging Face hub, with or without a config
         benchmark = "food101"      a task of MTIL or VDD, from the data set below `data_dir`
 
-    A `name` is optional. Relative paths start at the file's folder. A `seed` in the file overrides
-    the argument. `tasks` selects and orders the tasks; only these are read.
+    A `name` is optional. Paths are relative to the file's folder. A `seed` in the file overrides
+    the argument. `tasks` selects and orders the tasks; other tasks are not read.
 
     With `classes_per_task` in the file, the classes of its only `[[task]]` are divided into tasks
     (`ClassSplit`), and `tasks` selects among these; `class_split` overrides the file. Raises
-    FileNotFoundError, or ValueError with every error in the file.
+    FileNotFoundError, or ValueError with all errors in the file.
     """
     file = absolute(file)
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; expected a stream in TOML")
     if file.stat().st_size > MAX_STREAM_FILE_BYTES:
         raise ValueError(
-            f"{file}: {file.stat().st_size} bytes, expected at most {MAX_STREAM_FILE_BYTES} in a"
-            " stream"
+            f"{file} has {file.stat().st_size} bytes; expected a stream file of at most"
+            f" {MAX_STREAM_FILE_BYTES}"
         )
     try:
         content = tomllib.loads(file.read_bytes().decode("utf-8-sig"))
@@ -232,25 +234,25 @@ def plan_stream_file(
 
 
 def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the `[[task]]` tables, keyed by task name. One ValueError lists all errors."""
-    faults = _wrong_keys(content, ("name",), ("seed", "task", *CLASS_SPLIT))
+    """Return the `[[task]]` tables, keyed by task name. A single ValueError lists all errors."""
+    errors = _wrong_keys(content, ("name",), ("seed", "task", *CLASS_SPLIT))
     seed = content.get("seed", 0)
-    # the exact type, because `true` is an int
+    # compare the exact type, because `true` is an int
     if type(seed) is not int or not -(2**63) <= seed < 2**63:
-        faults.append("seed must be a whole number of at most 64 bits")
+        errors.append("seed must be an integer of at most 64 bits")
     for key in CLASS_SPLIT:
         value = content.get(key, 0)
         is_names = isinstance(value, list) and all(isinstance(name, str) for name in value)
         if type(value) is not int and not (key == "class_order" and is_names):
             expected = "a seed or a list of class names" if key == "class_order" else "a number"
-            faults.append(f"{key} must be {expected}, got {type(value).__name__}")
+            errors.append(f"{key} must be {expected}, got {type(value).__name__}")
         elif key in content and "classes_per_task" not in content:
-            faults.append(f"{key} needs classes_per_task")
+            errors.append(f"{key} needs classes_per_task")
     tables = content.get("task", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        faults, tables = [*faults, "`task` must be a list of tables; write [[task]]"], []
+        errors, tables = [*errors, "`task` must be a list of tables; write [[task]]"], []
     elif not tables:
-        faults.append("no task in it; write [[task]] and below it one of " + ", ".join(KINDS))
+        errors.append("there is no task; write [[task]], followed by one of " + ", ".join(KINDS))
     names = []
     for number, table in enumerate(tables, start=1):
         wrong = _wrong_keys(table, ("name", "root", *KINDS))
@@ -260,8 +262,8 @@ def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, st
                 f"expected exactly one of {', '.join(KINDS)}, got {' and '.join(kinds) or 'none'}"
             )
         elif "root" in table and kinds != ["manifest"]:
-            wrong.append(f"`root` goes with `manifest`, not with `{kinds[0]}`")
-        faults += [f"task {number}: {fault}" for fault in wrong]
+            wrong.append(f"`root` can only be used with `manifest`, not with `{kinds[0]}`")
+        errors += [f"task {number}: {error}" for error in wrong]
         if not wrong:
             value = table[kinds[0]]
             is_file = kinds[0] in ("path", "manifest")
@@ -269,34 +271,33 @@ def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, st
             default = name_of(_place(file.parent, value)) if is_file else other
             names.append(table.get("name", default))
     if repeated := repeats(names):
-        faults.append(f"several tasks are called {repeated}; give each a `name` of its own")
-    if faults:
-        raise ValueError(f"{file}: {'; '.join(faults)}")
+        errors.append(f"task names are repeated: {repeated}; give each task a different `name`")
+    if errors:
+        raise ValueError(f"{file}: {'; '.join(errors)}")
     return dict(zip(names, tables, strict=True))
 
 
 def _wrong_keys(
     table: dict[str, Any], texts: Sequence[str], others: Sequence[str] = ()
 ) -> list[str]:
-    """List the errors of a table: unknown keys, and values that are not text although their key is
-    in `texts`."""
-    faults = []
+    """List the errors of a table: unknown keys, and values of `texts` that are not text."""
+    errors = []
     keys = sorted((*texts, *others))
     for key, value in table.items():
         if key not in keys:
             near = difflib.get_close_matches(key, keys, n=1)
-            faults.append(
+            errors.append(
                 f"unknown key {key!r}; "
-                + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(keys)}")
+                + (f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(keys)}")
             )
         elif key in texts and (not isinstance(value, str) or not value.strip() or "\0" in value):
-            faults.append(f"{key} must be text without NUL, got {type(value).__name__}")
-    return faults
+            errors.append(f"{key} must be text without NUL, got {type(value).__name__}")
+    return errors
 
 
 def _place(folder: Path, text: str) -> Path:
-    """Resolve a path of a stream file. Backslashes become slashes, unless such a file exists
-    here."""
+    """Resolve a path in a stream file. Backslashes become slashes, unless a file with backslashes
+    in its name exists."""
     place = absolute(text, folder)
     return place if place.exists() else absolute(text.replace("\\", "/"), folder)
 

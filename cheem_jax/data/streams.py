@@ -1,7 +1,7 @@
 """Load streams by name for the commands.
 
-`find_stream` checks that all tasks are available, which is fast. The function that it returns
-decodes their images, whose size depends on the backbone.
+`find_stream` checks quickly that all tasks are available. It returns a function that decodes their
+images at a given size, which depends on the backbone.
 """
 
 import dataclasses
@@ -40,16 +40,16 @@ class StreamConfig:
     class names, separated by commas; default: the data set's order."""
     order: Order = "default"
     """Order of MTIL's tasks. `default` is the order of the paper's tables, `paper_a` to `paper_c`
-    are those of its table on task orders, and `zscl_ii` is the second order of ZSCL."""
+    are the orders of its table on task orders, and `zscl_ii` is the second order of ZSCL."""
     split_seed: int = 0
-    """Seed of the splits that a data set lacks. It is independent of `--seed`, so that runs with
-    several seeds share their splits."""
+    """Seed for the splits that a data set does not have. It is independent of `--seed`, so that
+    runs with different seeds share their splits."""
     images: ImagesConfig = ImagesConfig()
     """Storage of decoded images."""
 
     @property
     def task_names(self) -> list[str] | None:
-        """The selected tasks; None: all."""
+        """The selected tasks; None selects all tasks."""
         return None if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
 
     @property
@@ -68,14 +68,14 @@ class StreamConfig:
 
     @property
     def cached_images(self) -> ImagesConfig:
-        """A copy of `images` in which an empty `cache_dir` is replaced by the data folder's one, if
+        """A copy of `images` in which a missing `cache_dir` is set to the data folder's cache, if
         the stream uses the data folder."""
         cache_dir = self.images.cache_dir or cache_dir_of(self.stream, self.data_dir)
         return dataclasses.replace(self.images, cache_dir=cache_dir)
 
 
 def find_stream(config: StreamConfig) -> Callable[[int, OpenPhase], Stream]:
-    """Check that a stream is available; return the function that loads it at an image size.
+    """Check that a stream is available. Return the function that loads it at an image size.
 
     Raises MissingTasks for tasks that are not prepared, FileNotFoundError, or ValueError.
     """
@@ -88,8 +88,8 @@ def find_stream(config: StreamConfig) -> Callable[[int, OpenPhase], Stream]:
             )
         if config.order != "default":
             raise ValueError(
-                f"--order {config.order} belongs to mtil; name the demo stream's tasks in the order"
-                " you want"
+                f"--order {config.order} is an order of mtil; for the demo stream, give the order"
+                " with --tasks"
             )
 
         def load_demo(image_size: int, phase: OpenPhase) -> Stream:
@@ -108,8 +108,8 @@ def find_stream(config: StreamConfig) -> Callable[[int, OpenPhase], Stream]:
         )
     except MissingTasks as error:
         raise MissingTasks(
-            f"{error}; or give images of your own with --stream FOLDER, one folder or zip per task"
-            " in it, or --stream demo",
+            f"{error}; or use your own images with --stream FOLDER (a folder or zip per task), or"
+            " --stream demo",
             error.advice,
         ) from error
 
@@ -122,8 +122,8 @@ def find_stream(config: StreamConfig) -> Callable[[int, OpenPhase], Stream]:
 def load_base_images(
     source: str, config: StreamConfig, *, image_size: int, phase: OpenPhase
 ) -> Images:
-    """Return the training images, uint8 `[N, S, S, 3]`, of the pretraining data. Other splits are
-    not read.
+    """Load the training images, uint8 `[N, S, S, 3]`, of the pretraining data. Other splits are not
+    read.
 
     Raises ValueError if the source has more than one task.
     """

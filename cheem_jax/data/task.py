@@ -1,9 +1,9 @@
-"""Tasks and streams of uint8 images with integer labels, and their plans before decoding.
-Constructors check their arguments.
+"""Tasks and streams of uint8 images with integer labels, and their plans before decoding. All of
+them check their arguments.
 
-Splits that a plan lacks are cut from train with the sizes of the paper's tables. If there is
-neither a test nor a validation split, ceil(0.3 n) images become the test split; then ceil(0.1 n) of
-the n remaining images become the validation split.
+Missing splits are cut from train: some training images are moved to the new split. Sizes are as in
+the paper's tables. If there is neither a test nor a validation split, ceil(0.3 n) images become the
+test split; then ceil(0.1 n) of the n remaining images become the validation split.
 """
 
 import collections
@@ -26,12 +26,12 @@ from cheem_jax.core.images import Images
 from cheem_jax.data.files import Encoded
 
 Members = dict[str, dict[str, int]]
-"""For each split, the label of each image, keyed by the image's key."""
+"""For each split, the labels of its images, keyed by the image's key."""
 
 Purpose = Literal["learn", "extend", "measure"]
-"""The purpose of a task. `learn` needs at least two classes, and all classes in every split.
-`extend` adds images to a learned task, and needs an image of each class in train and one image in
-validation. `measure` needs one class."""
+"""The purpose of a task. `learn` requires at least two classes, and an image of each class in every
+split. `extend` adds images to a learned task; it requires an image of each class in train and at
+least one validation image. `measure` requires one class."""
 
 SPLITS = ("train", "val", "test")
 _SPLIT = re.compile(
@@ -76,20 +76,20 @@ class ClassSplit:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """Labelled images. The task that contains them checks them."""
+    """Labelled images, which are checked by the task that contains them."""
 
     images: Images
     """uint8 `[N, H, W, 3]`."""
     labels: np.ndarray
-    """int32 `[N]`, positions in the task's `classes`."""
+    """int32 `[N]`, indices into the task's `classes`."""
     sha256: str | None = None
-    """SHA-256 of pixels and labels, if it is cached."""
+    """SHA-256 of pixels and labels, if already known."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """One classification problem. Raises ValueError if it lacks something that its purpose
-    needs."""
+    """A classification task. Raises ValueError if it does not meet the requirements of its
+    purpose."""
 
     name: str
     classes: tuple[str, ...]
@@ -97,7 +97,7 @@ class Task:
     val: Split
     test: Split
     split_sha256: str | None = None
-    """SHA-256 of the assignment of files to splits (`Plan.split_sha256`), if the images are
+    """SHA-256 of the assignment of images to splits (`Plan.split_sha256`), if the images are from
     files."""
     skipped: tuple[str, ...] = ()
     """As in `Plan`."""
@@ -173,8 +173,8 @@ class EncodedSplit:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """A task before its images are decoded. Raises ValueError if it lacks something that its
-    purpose needs."""
+    """A task before its images are decoded. Raises ValueError if it does not meet the requirements
+    of its purpose."""
 
     name: str
     classes: tuple[str, ...]
@@ -184,17 +184,17 @@ class Plan:
     source: str
     """The location of the files, for messages."""
     stamp: str
-    """A hash of file sizes and times, or a version. If the files change it changes, so that
+    """A hash of file sizes and times, or a version. It changes if the files change, so that
     outdated decoded copies are not used."""
     ignored: tuple[str, ...] = ()
     """Messages about files that are not images."""
     skipped: tuple[str, ...] = ()
-    """Keys of unreadable images that were skipped."""
+    """Keys of unreadable images that were excluded."""
     cut: tuple[str, ...] = ()
-    """Splits that the source lacks. They were cut from train, or are empty."""
+    """Splits that the source does not have; they were cut from train or are empty."""
     is_benchmark: bool = False
-    """Whether TFDS prepared the data set. If so, images are decoded without EXIF rotation, as in
-    the paper's loaders."""
+    """Whether TFDS prepared the data set. Images of such a data set are decoded without EXIF
+    rotation, as in the paper's loaders."""
     purpose: Purpose = "learn"
     class_split: ClassSplit | None = None
     """The division that this task is a part of; None: the classes of the data set are not
@@ -215,12 +215,12 @@ class Plan:
         is_benchmark: bool = False,
         purpose: Purpose = "learn",
     ) -> "Plan":
-        """Build a plan from labels that are keyed by split and image. Missing splits are cut from
+        """Make a plan from labels, which are keyed by split and image. Missing splits are cut from
         train in place (`cut_missing`).
 
-        `files` returns the files for some keys. The purpose `extend` cuts a tenth for validation
-        and nothing for test; `measure` leaves a split empty if it cannot be cut. Raises ValueError
-        if a class has too few images.
+        `files` returns the files for a list of keys. For the purpose `extend`, a tenth of the
+        images becomes the validation split, and the test split is empty; for `measure`, a split is
+        empty if it cannot be cut. Raises ValueError if a class has too few images.
         """
         cut = tuple(split for split in SPLITS if split not in members)
         match purpose:
@@ -252,8 +252,8 @@ class Plan:
         )
 
     def turned(self, upright: bool) -> "Plan":
-        """Return a plan whose images are rotated by their EXIF orientation, or not. Images of a
-        benchmark are never rotated."""
+        """Return a plan whose images are rotated by their EXIF orientation if `upright` is set.
+        Images of a benchmark are never rotated."""
         parts = {}
         for split, part in self.splits.items():
             files = copy.copy(part.files)
@@ -285,8 +285,8 @@ class Plan:
 
     @functools.cached_property
     def split_sha256(self) -> str:
-        """SHA-256 over keys and labels of every split. Results are comparable only if these hashes
-        are equal."""
+        """SHA-256 of keys and labels of all splits. Results are comparable only if this hash is
+        identical."""
         digest = hashlib.sha256(json.dumps([self.name, self.classes]).encode())
         for split, part in self.splits.items():
             lines = sorted(
@@ -304,12 +304,12 @@ def select(stream: Stream, names: Sequence[str]) -> Stream:
 
 
 def fingerprint(task: Task) -> str:
-    """SHA-256 over name, classes, shapes, pixels and labels."""
+    """Return the SHA-256 of a task's name, classes, shapes, pixels and labels."""
     return _fingerprints(task, [task.name])[task.name]
 
 
-def copies_of(task: Task, fingerprints: Mapping[str, str]) -> list[str]:
-    """Return the names of other tasks with identical classes, images and labels. `fingerprints` are
+def find_copies(task: Task, fingerprints: Mapping[str, str]) -> list[str]:
+    """Return the names of other tasks with identical classes, images and labels; `fingerprints` is
     keyed by task name."""
     others = [name for name in fingerprints if name != task.name]
     return [name for name, sha in _fingerprints(task, others).items() if sha == fingerprints[name]]
@@ -319,7 +319,7 @@ def _fingerprints(task: Task, names: Sequence[str]) -> dict[str, str]:
     """Compute the fingerprint that the task would have under each name."""
     shapes = {name: split.images.shape for name, split in task.splits.items()}
     hashes = (
-        [split.sha256 or hash_of(split.images, split.labels) for split in task.splits.values()]
+        [split.sha256 or hash_images(split.images, split.labels) for split in task.splits.values()]
         if names
         else []
     )
@@ -327,9 +327,9 @@ def _fingerprints(task: Task, names: Sequence[str]) -> dict[str, str]:
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
-def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) -> str:
-    """SHA-256 over labels (if given) and pixels, which are read `chunk` images at a time; see
-    `Split.sha256`."""
+def hash_images(images: Images, labels: np.ndarray | None = None, chunk: int = 256) -> str:
+    """Return the SHA-256 of labels (if given) and pixels, which are read `chunk` images at a
+    time."""
     digest = hashlib.sha256(b"" if labels is None else labels.astype("<i4").tobytes())
     for start in range(0, len(images), chunk):
         digest.update(np.ascontiguousarray(images[start : start + chunk]).data)
@@ -337,8 +337,8 @@ def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) 
 
 
 def split_of(name: str) -> str | None:
-    """Return train, val or test if `name` is a common name for it, such as `Training` or
-    `test_set`; else None."""
+    """Return train, val or test if `name` is a common name of this split, such as `Training` or
+    `test_set`; otherwise None."""
     match = _SPLIT.fullmatch(name.strip())
     return (
         None
@@ -348,35 +348,37 @@ def split_of(name: str) -> str | None:
 
 
 def splits_of(where: str, names: Iterable[str]) -> dict[str, str]:
-    """Map those `names` that are common names of a split to that split. Raises ValueError if more
-    than one name means the same split."""
+    """Map the `names` that are common names of a split to the split. Raises ValueError if two names
+    mean the same split."""
     split_by_name = {name: split for name in names if (split := split_of(name)) is not None}
     if doubled := repeats(split_by_name.values()):
         several = sorted(name for name, split in split_by_name.items() if split in doubled)
         raise ValueError(
-            f"{where}: several names for one split {doubled}: {several}; join them, or rename one"
+            f"{where}: more than one name for the split {' and '.join(doubled)}: {several}; merge"
+            " them, or rename one"
         )
     return split_by_name
 
 
 def composed(name: str) -> str:
-    """Normalise a name for comparison: macOS stores accents as separate characters."""
+    """Normalise a name to composed Unicode for comparisons; macOS stores accents as separate
+    characters."""
     return unicodedata.normalize("NFC", name)
 
 
 def spelled_as(names: Sequence[str], references: Sequence[str]) -> list[str]:
-    """Replace each name by the one in `references` that has the same composed form, if there is
+    """Replace each name by the name in `references` with the same composed form, if there is
     one."""
     spellings = {composed(name): name for name in references} | {name: name for name in references}
     return [spellings.get(name, spellings.get(composed(name), name)) for name in names]
 
 
 def class_names(where: str, names: Iterable[str], way_out: str) -> tuple[str, ...]:
-    """Return the sorted unique class names. Of two Unicode forms of one name, the composed form is
-    returned.
+    """Return the sorted unique class names. If a name occurs in two Unicode forms, the composed
+    form is returned.
 
-    Raises ValueError if names differ only in case, with a message that starts with `where` and ends
-    with `way_out`.
+    Raises ValueError if names differ only in case. The message starts with `where` and ends with
+    `way_out`.
     """
     spellings: dict[str, str] = {}
     for name in set(names):
@@ -390,15 +392,15 @@ def class_names(where: str, names: Iterable[str], way_out: str) -> tuple[str, ..
 
 
 def check_names(names: Sequence[str], references: Sequence[str], where: str) -> list[str]:
-    """Return the task names, spelled as in `references`.
+    """Return the task names with the spelling in `references`.
 
     Raises ValueError if a name is missing, repeated or unknown. The message suggests the most
     similar known names.
     """
     if not names:
-        raise ValueError(f"no task was named; {where} has {', '.join(references)}")
+        raise ValueError(f"no task name given; {where} has {', '.join(references)}")
     if repeated := repeats(names):
-        raise ValueError(f"tasks named more than once: {repeated}")
+        raise ValueError(f"task names are repeated: {repeated}; give each name once")
     for name in (names := spelled_as(names, references)):
         if name not in references:
             near = difflib.get_close_matches(name, references, n=3, cutoff=0.6)
@@ -412,7 +414,8 @@ def check_names(names: Sequence[str], references: Sequence[str], where: str) -> 
 def check_purpose(
     where: str, classes: Sequence[str], labels: Mapping[str, np.ndarray], purpose: Purpose
 ) -> None:
-    """Check that a task meets the minimum of its purpose. `labels` are the labels of each split.
+    """Check that a task meets the requirements of its purpose; `labels` contains the labels of each
+    split.
 
     Raises ValueError with a message that starts with `where`.
     """
@@ -428,7 +431,7 @@ def check_purpose(
         check_labels(f"{where}, split {split!r}", classes, split_labels, all_classes=is_whole)
     if purpose == "extend" and not len(labels["val"]):
         raise ValueError(
-            f"{where}: no image to decide on; to extend a task, give at least 2 images of one class"
+            f"{where}: no image for validation; to extend a task, give at least 2 images of a class"
         )
 
 
@@ -456,23 +459,26 @@ def repeats(names: Iterable[str]) -> list[str]:
 
 
 def tenths(num: int, count: int) -> int:
-    """ceil(num * count / 10), computed in integers because 0.3 * 10 in floating point would round
-    up to 4."""
+    """Return ceil(num * count / 10), computed with integers, because 0.3 * 10 in floating point
+    would be rounded up to 4."""
     return -(-num * count // 10)
 
 
 def cut(
     labels: np.ndarray, num: int, *, keep: int, order: Int[np.ndarray, "N"]
 ) -> Bool[np.ndarray, "N"]:
-    """Return a mask that selects `num` examples, spread over the classes in proportion to their
-    size.
+    """Return a mask that selects `num` examples, distributed over the classes in proportion to
+    their sizes.
 
-    At least one example per class is selected, and at least `keep` are not; these bounds override
-    `num`. Within a class, the examples that are first in `order` are selected.
+    At least one example per class is selected, and at least `keep` are not selected; these bounds
+    override `num`. Within a class, the first examples in `order` are selected.
     """
     sizes = np.bincount(labels)
     if sizes.min() <= keep:
-        raise ValueError(f"classes of {sizes.min()} example(s) cannot give one and keep {keep}")
+        raise ValueError(
+            f"a class has {sizes.min()} example(s), expected at least {keep + 1} to select one and"
+            f" keep {keep}"
+        )
     mask = np.zeros(len(labels), bool)
     counts = _allot(sizes, num, sizes - keep)
     for row, label in zip(order.tolist(), labels[order].tolist(), strict=True):
@@ -491,18 +497,19 @@ def check_splits(where: str, splits: Collection[str], purpose: Purpose = "learn"
         raise ValueError(f"{where}: no split 'train', only {sorted(splits)}")
     if "val" in splits and "test" not in splits and purpose == "learn":
         raise ValueError(
-            f"{where}: train and val but no test split; add one, or leave train alone to be cut"
+            f"{where}: there are train and val but no test split; add one, or remove val so that"
+            " both are cut from train"
         )
 
 
 class TooFew(ValueError):
-    """Raised if a class has too few images to cut the missing splits from train."""
+    """A class has too few images to cut the missing splits from train."""
 
 
 def cut_missing(
     where: str, classes: Sequence[str], members: Members, seed: int, *, floor: bool = False
 ) -> None:
-    """Cut the splits that `members` lacks from train, in place.
+    """Cut the missing splits of `members` from train, in place.
 
     With `floor`, the validation split has floor(0.1 n) images. Raises TooFew if a class has too few
     images.
@@ -548,14 +555,14 @@ def cut_for_extension(members: Members, seed: int) -> None:
 
 
 def hashed_order(keys: Sequence[str], seed: int) -> Int[np.ndarray, "N"]:
-    """Sort the positions of keys by SHA-256("seed/key"), so that the permutation depends on no
+    """Sort the indices of keys by SHA-256("seed/key"), so that the permutation does not depend on a
     library's random numbers."""
     ranks = [hashlib.sha256(f"{seed}/{key}".encode()).digest() for key in keys]
     return np.array(sorted(range(len(keys)), key=ranks.__getitem__), int)
 
 
 def _move(members: Members, split: str, chosen: Bool[np.ndarray, "N"]) -> None:
-    """Move the masked images of train to another split, in place."""
+    """Move the images of train that `chosen` selects to another split, in place."""
     given = members["train"].items()
     for name, wanted in ((split, True), ("train", False)):
         members[name] = {
@@ -566,8 +573,8 @@ def _move(members: Members, split: str, chosen: Bool[np.ndarray, "N"]) -> None:
 
 
 def _allot(sizes: np.ndarray, num: int, most: np.ndarray) -> list[int]:
-    """Divide `num` in proportion to `sizes` by largest remainder. Each share is at least 1 and at
-    most its entry in `most`."""
+    """Divide `num` in proportion to `sizes` by the largest-remainder method. Each share is at least
+    1 and at most its entry in `most`."""
     num = int(np.clip(num, len(sizes), most.sum()))
     exact = num * sizes / sizes.sum()
     counts = np.clip(exact.astype(int), 1, most)

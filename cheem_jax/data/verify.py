@@ -1,5 +1,5 @@
-"""Read and decode every image of a plan, report problems, and compare decoded copies with their
-hashes."""
+"""Read and decode every image of a plan, report problems, and check the hashes of decoded
+copies."""
 
 import collections
 import dataclasses
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cheem_jax.data.decode import PIECE, OnProgress, brightest_of, in_threads, opened, to_rgb
-from cheem_jax.data.files import Chosen, Encoded, first_of
+from cheem_jax.data.decode import PIECE, OnProgress, in_threads, largest_value, opened, to_rgb
+from cheem_jax.data.files import Chosen, Encoded, join_first
 from cheem_jax.data.load import cache_place, open_cache
-from cheem_jax.data.task import EncodedSplit, Plan, Task, hash_of
+from cheem_jax.data.task import EncodedSplit, Plan, Task, hash_images
 
 Size = tuple[int, int]
 """Width and height in pixels."""
 DIM = 2**14
-"""16-bit images without any pixel of at least this value, a quarter of the range, probably contain
-at most 12-bit data."""
+"""Brightness threshold of 16-bit images. If no pixel reaches this value (a quarter of the range),
+the images probably contain data of at most 12 bits."""
 LOOKED_AT = 16
 """Number of images per task that are checked for brightness before learning."""
 
@@ -60,13 +60,13 @@ class Findings:
     """Number of images in each split."""
     num_classes: int
     smallest_class: tuple[str, int]
-    """Name of the smallest class, and its number of training images. Of classes of the same size,
-    the first."""
+    """Name of the smallest class and its number of training images; the first one among classes of
+    the same size."""
     largest_class: tuple[str, int]
     num_bytes: int
     """Total size of the readable files."""
     smallest_image: Size | None
-    """The size with the smallest area; None if no image is readable."""
+    """Size with the smallest area; None if no image is readable."""
     largest_image: Size | None
     modes: dict[str, int]
     """Number of images per Pillow mode: RGB, L (grey), P (palette), ..."""
@@ -75,14 +75,14 @@ class Findings:
     broken: list[str]
     """File and reason for each unusable image."""
     across: Pairs
-    """Copies in different splits. Each pair contains the first occurrence and another one."""
+    """Copies in different splits. Each pair contains the first occurrence and a later one."""
     contradictory: Pairs
-    """Copies with different labels, paired like `across`."""
+    """Copies with different labels; pairs are as in `across`."""
 
     @property
     def sound(self) -> bool:
-        """Whether every image can be read. Copies do not count, even with different labels, because
-        some public sets contain them."""
+        """Whether every image can be read. Copies are not errors, even with different labels,
+        because some public data sets contain them."""
         return not self.broken
 
     def to_json(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Findings:
 
 
 def verify(plan: Plan, *, on_progress: OnProgress = lambda num: None) -> Findings:
-    """Read and decode every image with a few threads, and continue after broken ones."""
+    """Read and decode every image in threads; broken images do not stop the check."""
     broken: list[str] = []
     copies: dict[bytes, list[Listed]] = {}  # readable images, keyed by their hash
     modes: collections.Counter[str] = collections.Counter()
@@ -131,7 +131,7 @@ def verify(plan: Plan, *, on_progress: OnProgress = lambda num: None) -> Finding
 
 
 def _looks(plan: Plan, on_progress: OnProgress) -> Iterator[tuple[Listed, int, Look | str]]:
-    """Yield every image, its row, and its properties or the reason why it cannot be used."""
+    """Yield each image, its row, and its properties or the reason why it cannot be used."""
     for split, part in plan.splits.items():
         looks = in_threads(functools.partial(_look, part.files), range(len(part.files)), PIECE)
         for row, look in enumerate(itertools.chain.from_iterable(looks)):
@@ -145,7 +145,7 @@ def _look(files: Encoded, row: int) -> Look | str:
         with opened(data, files.where(row)) as image:
             mode = image.mode
             rgb = to_rgb(image, upright=files.upright)
-            brightest = brightest_of(image)
+            brightest = largest_value(image)
         return Look(hashlib.sha256(data).digest(), rgb.size, mode, len(data), brightest)
     except (ValueError, OSError) as error:
         return str(error)
@@ -156,7 +156,7 @@ def _largest(values: Iterable[int | None]) -> int | None:
 
 
 def dim_note(brightest: int | None, images: str = "the 16-bit images") -> str | None:
-    """Return a note if 16-bit images are nearly black, else None. `brightest` is their largest
+    """Return a note if 16-bit images are nearly black, else None; `brightest` is their largest
     pixel value."""
     if brightest is None or brightest >= DIM:
         return None
@@ -183,7 +183,7 @@ def notes_on(plan: Plan, task: Task) -> list[str]:
     looks = [_look(files, row) for row in rows]
     brightest = _largest(look.brightest for look in looks if isinstance(look, Look))
     notes += filter(
-        None, [dim_note(brightest, f"the 16-bit images among {len(rows)} that were looked at")]
+        None, [dim_note(brightest, f"the 16-bit images among {len(rows)} checked images")]
     )
     alike: dict[bytes, list[Listed]] = {}
     for name, split in task.splits.items():
@@ -202,15 +202,17 @@ def notes_on(plan: Plan, task: Task) -> list[str]:
         ]
         lines = [" and ".join(f"{image.key} ({image.label})" for image in pair) for pair in firsts]
         num = sum(map(len, several))
-        notes.append(f"{num:,} images have an equal one under another label: {first_of(lines, 3)}")
+        notes.append(
+            f"{num:,} images are identical to an image with another label: {join_first(lines, 3)}"
+        )
     return [f"note: {plan.name}: {note}" for note in notes]
 
 
 def without_broken(
     plan: Plan, *, on_progress: OnProgress = lambda num: None
 ) -> tuple[Plan, list[str]]:
-    """Remove unreadable images from a plan. Returns the plan (with `Plan.skipped`) and the reason
-    for each image.
+    """Remove unreadable images from a plan. Return the plan (with `Plan.skipped`) and the reason
+    for each removed image.
 
     Raises ValueError if more than 5 % (rounded up) of a split, or of a class in all splits
     together, are unreadable.
@@ -234,7 +236,7 @@ def without_broken(
     ]:
         raise ValueError(
             f"{plan.name}: {len(reasons)} images cannot be read, more than 5 % of a class or split"
-            f" ({'; '.join(many[:5])}); replace or remove these files, beginning with"
+            f" ({'; '.join(many[:5])}); replace or remove these files; the first one is"
             f" {reasons[0]}"
         )
     if not skipped:
@@ -250,7 +252,7 @@ def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[st
     """Read the decoded copies of a plan completely, with and without EXIF rotation, at every image
     size.
 
-    Returns the folders of the intact copies, and a message about each of the others.
+    Returns the folders of intact copies, and a message about each corrupted copy.
     """
     intact, corrupted = [], []
     plans = [plan, plan.turned(not plan.upright)]
@@ -263,10 +265,10 @@ def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[st
                 continue
             try:
                 for name, split in open_cache(place, plan).items():
-                    if hash_of(split.images, split.labels) != split.sha256:
+                    if hash_images(split.images, split.labels) != split.sha256:
                         raise ValueError(
                             f"the cache {place} is corrupted: {name}.npy does not have the SHA-256"
-                            " in cache.json; remove this folder and it is made again"
+                            " in cache.json; remove this folder, and it will be created again"
                         )
                 intact.append(str(place))
             except ValueError as error:

@@ -1,9 +1,9 @@
-"""Batches of one shape, and parts of a batch that two threads compute.
+"""Batches of equal shape, and parts of a batch that two threads compute.
 
-The last, partial batch is padded and masked, so no data set needs separate compiled functions. On a
-CPU, some operations between the large products of a network use one core only. Meanwhile the other
-core computes a second part, and the activations of each part stay in the caches of one core. On an
-accelerator, a batch is one part.
+The last, partial batch is padded and masked, so functions are compiled for one batch size only. On
+a CPU, some operations between the large products of a network use only one core. Meanwhile the
+other core computes a second part, and the activations of each part stay in the caches of one core.
+On an accelerator, a batch is one part.
 """
 
 import collections
@@ -20,8 +20,8 @@ R = TypeVar("R")
 
 
 class Rows(NamedTuple):
-    """Indices `rows` `[B]` into a data set, and a `mask` `[B]`. Padding repeats the first row and
-    has mask 0."""
+    """Indices `rows` `[B]` of a data set, and a `mask` `[B]`. Padding repeats the first row and has
+    mask 0."""
 
     rows: np.ndarray
     mask: np.ndarray
@@ -44,8 +44,8 @@ def num_batches(num: int, batch_size: int) -> int:
 
 
 NUM_AT_ONCE = 2
-"""Number of parts computed at a time; more parts would compete for the caches and increase memory
-use."""
+"""Number of parts computed at the same time. More parts would compete for the caches and need more
+memory."""
 
 
 @functools.cache
@@ -60,8 +60,8 @@ def side_by_side(function: Callable[[P], R], parts: Iterable[P]) -> Iterator[R]:
     """
 
     def compute(part: P) -> R:
-        # JAX dispatches before earlier computations finish: without this wait, the activations of
-        # all parts would be in memory at once
+        # JAX returns before a computation finishes. Without this wait, the activations of all parts
+        # would be in memory at the same time.
         return jax.block_until_ready(function(part))
 
     waiting: collections.deque[Future[R]] = collections.deque()

@@ -24,35 +24,34 @@ from cheem_jax.engine.whole import Whole
 
 Name = Literal["stages", "whole", "scan"]
 DISPATCH_BOUND = 1.5e11
-"""FLOPs of a batch's forward pass below which an unmeasured accelerator is assumed to wait for the
-host's dispatches; estimated for an H100 from the number of its kernels and the bytes that they
-read."""
+"""Number of FLOPs of a batch's forward pass below which an unmeasured accelerator is assumed to be
+limited by the host's dispatches. Estimated for an H100 from the number of its kernels and the bytes
+that they read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Settings for running networks; they change results by rounding only."""
+    """Settings for running networks. They affect results only by rounding."""
 
     executor: Literal["auto", "stages", "whole", "scan"] = "auto"
-    """stages: one compiled function per op kind; whole: one per architecture; scan: one for all;
-    auto: as measured."""
+    """`stages` compiles one function per op kind, `whole` one per architecture, and `scan` one for
+    all architectures. `auto` selects the executor that was measured to be the fastest."""
     precision: Precision = "float32"
-    """Type of the operands of matrix products; parameters, sums and the loss are float32 with both
-    settings."""
+    """Type of the operands of matrix products. Parameters, sums and the loss are always float32."""
     memory_gb: float | None = None
-    """Device memory in GB for cached images and activations per task; the same amount is available
-    for merged experts. Default: a quarter of the device's memory; 0 caches nothing."""
+    """Device memory in GB for cached images and activations of a task, and as much again for merged
+    experts. By default, a quarter of the device's memory; 0 caches nothing."""
     deterministic: bool = False
-    """On an accelerator, compile functions that compute identical bits in every run, which is
-    slower; a CPU always computes identical bits."""
+    """Compile functions that compute identical bits in every run on an accelerator, which is
+    slower. A CPU always computes identical bits."""
     programs: int = 64
-    """Largest number of compiled functions that the executor `whole` caches."""
+    """Maximum number of compiled functions in the cache of the executor `whole`."""
     steps_per_call: int = 8
-    """Number of training steps in one dispatch of the executor `scan`."""
+    """Number of training steps per dispatch of the executor `scan`."""
 
     def __post_init__(self) -> None:
-        if self.memory_gb is not None and self.memory_gb < 0:
-            raise ValueError(f"memory_gb is {self.memory_gb}; expected 0 (cache nothing) or more")
+        if self.memory_gb is not None:
+            memory_budget(self.memory_gb)  # raises if it is negative
         for name in ("programs", "steps_per_call"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine {name} is {getattr(self, name)}; expected at least 1")
@@ -65,14 +64,14 @@ def choose(
     platform: str | None = None,
     layout: Layout = ONE,
 ) -> tuple[Name, str]:
-    """Return the name of the executor, and the reason for it as a text for the log.
+    """Return the name of the executor, and the reason for the choice as text for the log.
 
-    With `auto`, it is the fastest executor of the measurement on the same platform and in the same
-    precision whose FLOPs per device are nearest. Without such a measurement, accelerators use
-    `scan` for small backbones, and all other cases use `stages`.
+    With `auto`, use the measurement on the same platform and in the same precision with the most
+    similar number of FLOPs per device, and return its fastest executor. Without such a measurement,
+    return `scan` for small backbones on accelerators, and `stages` otherwise.
     """
     if config.executor != "auto":
-        return config.executor, "as set"
+        return config.executor, "as configured"
     platform = platform or jax.default_backend()
     flops = backbone_flops(vit) * max(batch_size // layout.num, 1)
     similar = [
@@ -83,15 +82,15 @@ def choose(
     if not similar:
         is_small = platform != "cpu" and flops < DISPATCH_BOUND
         return "scan" if is_small else "stages", (
-            f"nothing was measured on {platform} in {vit.precision}; experiments/jit_profile.py"
-            " measures it"
+            f"there is no measurement on {platform} in {vit.precision}; experiments/jit_profile.py"
+            " adds one"
         )
     nearest = min(similar, key=lambda entry: abs(math.log(entry["flops"] / flops)))
     fastest = min(nearest["seconds"], key=nearest["seconds"].get)
-    reason = f"the fastest when measured with {nearest['name']} on {nearest['device']}"
+    reason = f"the fastest executor in a measurement of {nearest['name']} on {nearest['device']}"
     times = flops / nearest["flops"]
     if not 0.99 < times < 1.01:
-        reason += f"; a batch here has {times:.2g} times its FLOPs"
+        reason += f"; a batch has {times:.2g} times the FLOPs of that measurement"
     return fastest, reason
 
 
@@ -104,7 +103,7 @@ def make_executor(
     batch_size: int = 64,
     layout: Layout = ONE,
 ) -> Executor:
-    """Make the chosen executor for one backbone.
+    """Make the chosen executor for a backbone.
 
     Raises ValueError if the memory for cached activations is smaller than the activations of one
     batch.
@@ -126,7 +125,7 @@ def make_executor(
     width = vit.config.width // vit.config.num_heads
     remark = device.remark
     if not remark and not has_flash_head(width):
-        remark = f"cuDNN has no attention of width {width}"
+        remark = f"cuDNN does not support attention heads of width {width}"
     if remark and vit.config.precision == "bfloat16" and not device.is_host:
         reason += f"; {remark}"
     executor.reason = reason
@@ -136,17 +135,18 @@ def make_executor(
     if config.memory_gb and executor.budget < needed:
         raise ValueError(
             f"memory_gb is {config.memory_gb}, but the activations of one batch of {batch_size}"
-            f" images take {needed / 2**30:.3g} GB; give more, a smaller batch_size, or 0 to cache"
-            " nothing"
+            f" images need {needed / 2**30:.3g} GB; increase memory_gb, reduce batch_size, or set"
+            " memory_gb to 0 to cache nothing"
         )
     return executor
 
 
 @cache
 def measurements() -> list[dict[str, Any]]:
-    """Read the seconds per supernet step of each executor, by platform, backbone and batch size.
+    """Read the measured seconds per supernet step of each executor, for each platform, backbone and
+    batch size.
 
-    `experiments/jit_profile.py` measures them and writes the file.
+    `experiments/jit_profile.py` writes the file.
     """
     text = files("cheem_jax.engine").joinpath("measured.json").read_text()
     return json.loads(text)["measurements"]

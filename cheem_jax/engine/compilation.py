@@ -1,4 +1,5 @@
-"""Compiler options, JAX's persistent cache, and the number and seconds of compilations."""
+"""Compiler options, JAX's persistent compilation cache, and the number and seconds of
+compilations."""
 
 import contextlib
 import errno
@@ -23,7 +24,7 @@ _CACHE_BYTES = 2 * 2**30
 
 
 class Compilations(NamedTuple):
-    """Number of compiled functions, number of functions read from the persistent cache, and the
+    """Number of compiled functions, number of functions read from the persistent cache, and total
     seconds of both."""
 
     programs: int
@@ -56,7 +57,7 @@ def _on_duration(event: str, duration_secs: float, **_: object) -> None:
 
 def _on_event(event: str, **_: object) -> None:
     global _total
-    if event == _HIT:  # JAX also reports reading a function as a compilation
+    if event == _HIT:  # JAX also reports a read from the cache as a compilation
         _total = _total._replace(programs=_total.programs - 1, cached=_total.cached + 1)
 
 
@@ -85,73 +86,72 @@ _STRICT = {
     "jax_numpy_dtype_promotion": (("strict",), "standard"),
     "jax_transfer_guard": (("disallow", "disallow_explicit"), "allow"),
 }
-"""Values of JAX's options that forbid correct functions of this library, and the values that
-replace them."""
+"""Values of JAX options under which correct functions of this library raise errors, and the value
+that replaces them."""
 
 
-def allow_ordinary_programs() -> list[str]:
+def reset_strict_options() -> list[str]:
     """Reset JAX options of this process that forbid broadcasting, mixed types or transfers.
 
-    Returns one line of text about each reset option.
+    Returns one line of text per reset option.
     """
     notes = []
     for name, (strict, instead) in _STRICT.items():
         if (value := getattr(jax.config, name)) in strict:
             jax.config.update(name, instead)
             notes.append(
-                f"{name.upper()}={value} checks functions that are written for it; this process"
-                f" runs with {instead}"
+                f"{name.upper()}={value} would reject functions of this library; this process uses"
+                f" {instead}"
             )
     return notes
 
 
-class NotKept(ValueError):
-    """Error: compiled functions cannot be cached on disk."""
+class NotCached(ValueError):
+    """Compiled functions cannot be cached on disk."""
 
 
-def keep_programs() -> Path | None:
-    """Switch on JAX's persistent compilation cache; return its directory, or None if the user
-    switched it off.
+def enable_cache() -> Path | None:
+    """Enable JAX's persistent compilation cache. Return its directory, or None if the user disabled
+    it.
 
     `JAX_COMPILATION_CACHE_DIR` sets another directory; `JAX_ENABLE_COMPILATION_CACHE=false`
-    switches the cache off. Raises ValueError if the user's directory is not writable, and its
-    subclass NotKept if the default directory is not.
+    disables the cache. Raises ValueError if the user's directory is not writable, and its subclass
+    NotCached if the default directory is not.
     """
     if not getattr(jax.config, "jax_enable_compilation_cache", True):
         return None
     chosen = getattr(jax.config, "jax_compilation_cache_dir", None)
-    kind = ValueError if chosen else NotKept
-    without = "go without by JAX_ENABLE_COMPILATION_CACHE=false"
-    way_out = f"name another folder with JAX_COMPILATION_CACHE_DIR, or {without}"
+    kind = ValueError if chosen else NotCached
+    without = "disable the cache with JAX_ENABLE_COMPILATION_CACHE=false"
+    way_out = f"set another folder with JAX_COMPILATION_CACHE_DIR, or {without}"
     try:
         directory = absolute(chosen) if chosen else user_cache() / "programs" / _machine()
     except ValueError as error:
         reason = str(error).partition("; ")[0]
-        raise kind(f"cannot keep compiled functions: {reason}; {way_out}") from None
+        raise kind(f"cannot cache compiled functions: {reason}; {way_out}") from None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
-        # compiled functions are executed, so only this user must be able to write them
+        # Compiled functions are executed, so only this user is allowed to write them.
         if not chosen and (status.st_uid != os.getuid() or status.st_mode & 0o022):
-            raise OSError(errno.EPERM, "others can write there")
+            raise OSError(errno.EPERM, "other users can write there")
         probe = directory / f".writable-{os.getpid()}"
         probe.touch()
         try:
-            # JAX looks up both names whenever it writes a function
+            # JAX looks up both names when it writes a function
             probe.owner()
             probe.group()
         finally:
             probe.unlink()
     except KeyError as error:
         jax.config.update("jax_enable_compilation_cache", False)
-        raise NotKept(
-            "cannot keep compiled functions: JAX needs the names of this user and group"
-            f" ({error.args[0]}); add them to the system's lists (/etc/passwd, /etc/group), or"
-            f" {without}"
+        raise NotCached(
+            "cannot cache compiled functions: JAX needs the names of this user and group"
+            f" ({error.args[0]}); add them to /etc/passwd and /etc/group, or {without}"
         ) from None
     except OSError as error:
         raise kind(
-            f"cannot keep compiled functions in {directory} ({error.strerror}); {way_out}"
+            f"cannot cache compiled functions in {directory} ({error.strerror}); {way_out}"
         ) from None
     _remove_torn(directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))
@@ -162,8 +162,8 @@ def keep_programs() -> Path | None:
 
 
 def _remove_torn(directory: Path) -> None:
-    """Remove functions without a time of use, which a killed process left: with them, JAX could not
-    write further functions."""
+    """Remove functions without a file for their last access, which a killed process left; they
+    would prevent JAX from writing further functions."""
     with (
         contextlib.suppress(OSError, filelock.Timeout),
         filelock.FileLock(directory / ".lockfile", timeout=10),
@@ -174,8 +174,7 @@ def _remove_torn(directory: Path) -> None:
 
 
 def _machine() -> str:
-    """Return a name for the processor type, because different machines can share a home
-    directory."""
+    """Return a name for the processor type; different machines can share a home directory."""
     features = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -187,8 +186,8 @@ def _machine() -> str:
 
 
 DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
-"""Options that forbid sums in the order in which threads finish, and kernels selected by measured
-time."""
+"""Compiler options that forbid sums whose order depends on threads, and kernels selected by
+measured time."""
 
 
 @functools.cache
@@ -209,5 +208,5 @@ def jit_options(precision: Precision, deterministic: bool = False) -> dict[str, 
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
-        return None  # other versions of jaxlib do not have this option
+        return None  # other versions of jaxlib lack this option
     return options

@@ -1,8 +1,8 @@
 """The interface of all executors, and the functions that they share.
 
-A pass begins with `Tokens`: the tokens that are identical for every choice at a block (for
+A pass starts with `Tokens`: the tokens that are identical for all choices at a block (for
 `mlp_down`, the tokens after the attention half of the block). They are computed from images,
-cached, or reused from another network's pass. The three executors split the following blocks into
+cached, or taken from another network's pass. The three executors split the following blocks into
 compiled functions differently:
 
   - `stages`: one function per op kind; the host calls them block by block;
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.vit import Block, ViT, mean_patch, summary
 from cheem_jax.core.architecture import Architecture, Choice
-from cheem_jax.core.device import Device, here, traced_for
+from cheem_jax.core.device import Device, default_device, traced_for
 from cheem_jax.core.ops import Adapt, Expert, New, Op, Reuse, Skip
 from cheem_jax.core.pool import FAR, Head, base_pool
 from cheem_jax.core.settings import Placement, Token
@@ -38,9 +38,9 @@ becomes slower per image."""
 
 
 class Dense(NamedTuple):
-    """One block of a forward-only network; the expert is None for Skip.
+    """A block of a forward-only network; the expert is None for Skip.
 
-    If two networks have equal codes at a block, their experts at that block must be equal.
+    If two networks have the same code at a block, their experts at that block must be identical.
     """
 
     code: int
@@ -51,10 +51,9 @@ Network = Sequence[Dense]
 
 
 class Tokens(NamedTuple):
-    """Tokens `[B, N, D]` at the start of a pass; they are identical for every choice at `block`.
+    """Tokens `[B, N, D]` at the start of a pass; they are identical for all choices at `block`.
 
-    If `block` is L, the number of blocks, they are the network's last tokens, reduced to the CLS
-    token.
+    If `block` is L, the number of blocks, they are the final tokens, reduced to the CLS token.
     """
 
     block: int
@@ -62,7 +61,8 @@ class Tokens(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """The start of a pass as rows `[B]` of a data set `values` `[M, ...]` on the device."""
+    """The start of a pass, given as `rows` `[B]` of a data set `values` `[M, ...]` on the device.
+    `block` is None for images."""
 
     block: int | None
     values: jax.Array
@@ -70,10 +70,10 @@ class Gather(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """One network's results for a batch: its last tokens, and the sum of the CLS tokens at each
-    block.
+    """The results of network `index` for a batch: the final tokens, and the sum of the CLS tokens
+    at each block.
 
-    A block's sum is None if the network skips the block or the pass began after it.
+    The sum is None at a block that the network skips, and at blocks before the start of the pass.
     """
 
     index: int
@@ -82,7 +82,7 @@ class Walked(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Tokens, labels `[B]`, and the weight `[B]` of each image in a step's mean loss (0 for
+    """Tokens, labels `[B]`, and the weight `[B]` of each image in the mean loss of a step (0 for
     padding)."""
 
     tokens: Tokens | Gather
@@ -94,18 +94,18 @@ Mask = np.ndarray | jax.Array
 """`[B]`, 1 for images and 0 for padding."""
 
 Step = Sequence[Batch]
-"""Parts of one gradient step. The weights of all parts sum to 1, so losses and gradients are
-summed."""
+"""Parts of one gradient step. The weights of all parts sum to 1, so losses and gradients of the
+parts are added."""
 
 Planned = tuple[Architecture, Step, float]
-"""One training step: its architecture, its data and its learning rate."""
+"""A training step: its architecture, its data and its learning rate."""
 
 Place = tuple[int, Choice]
-"""A block and a learnable choice at it (Adapt of an expert, or New)."""
+"""A block and a learnable choice at this block (Adapt of an expert, or New)."""
 
 Learners = Mapping[Place, Any]
-"""Learned parameters, keyed by block and choice: pytrees with parameters in `params` and the state
-of the optimiser."""
+"""Learners, keyed by block and choice. A learner is a pytree with the learned parameters in
+`params` and the state of the optimiser."""
 
 Update = Callable[[Any, Any, Any, Any], Any]
 """Traced function that maps a learner, its gradients, the learning rate and the loss to the updated
@@ -116,19 +116,19 @@ The loss is NaN if a gradient is non-finite; the learner must then stay unchange
 
 
 class Setup(NamedTuple):
-    """Constants of training steps. Functions are compiled per `update` function, so every call must
-    pass the same object."""
+    """Constants of training steps. Functions are compiled for each `update`, so every call must
+    pass the same function object."""
 
     experts: Sequence[Sequence[Expert]]
     """Frozen experts of each block."""
     num_classes: int
     update: Update
     blank: tuple[Any, Any]
-    """Learners of zeros, for Adapt and for New, which fill unused slots."""
+    """Learners of zeros for Adapt and for New, which fill unused slots."""
 
 
 class Trained(NamedTuple):
-    """Learners, the head's learner, and the loss of each step after training."""
+    """The learners, the learner of the head, and the loss of each step after training."""
 
     learners: dict[Place, Any]
     head: Any
@@ -143,15 +143,15 @@ class Executor(abc.ABC):
 
     name: ClassVar[str]
     composes: ClassVar[bool] = False
-    """Whether the host composes each architecture from compiled functions, one per op kind."""
+    """Whether the host composes an architecture from compiled functions, one per op kind."""
     steps_per_call: int = 1
-    """Number of training steps in one dispatch."""
+    """Number of training steps per dispatch."""
     reason: str = "as set"
-    """Reason why this executor was chosen, as a text for the log."""
+    """Reason why this executor was chosen, as text for the log."""
     budget: int = 2**30
-    """Largest number of bytes of cached results."""
+    """Maximum number of bytes of cached results."""
     working: int = 2**30
-    """Largest number of bytes of a forward pass's activations."""
+    """Maximum number of bytes of activations in a forward pass."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Executor(abc.ABC):
         self.config = vit.config
         self.token = token
         self.layout = layout
-        self.device = device = device or here(deterministic=deterministic)
+        self.device = device = device or default_device(deterministic=deterministic)
         self.placement: Placement = placement
         self.outputs = [vit.outputs(block) for block in range(vit.config.depth)]
         self.numbers: dict[int, Any] = {}
@@ -174,10 +174,10 @@ class Executor(abc.ABC):
         graphdef, state = nnx.split(vit)
         leaves, treedef = jax.tree.flatten(state)
         splits = [nnx.split(block) for block in vit.blocks]
-        placed = {id(leaf): layout.everywhere(leaf) for leaf in leaves}
+        placed = {id(leaf): layout.replicate(leaf) for leaf in leaves}
         self.leaves = [placed[id(leaf)] for leaf in leaves]
-        # a block's matrices are only operands of products, so they are rounded once and not in
-        # every call
+        # Matrices of a block are only operands of products, so they are rounded once instead of in
+        # every call.
         operand = jnp.dtype(vit.config.precision)
         self.blocks = [
             tuple(
@@ -187,7 +187,7 @@ class Executor(abc.ABC):
             for _, state in splits
         ]
         self.base_pool = jax.tree.map(
-            lambda leaf: layout.everywhere(placed.get(id(leaf), leaf)),
+            lambda leaf: layout.replicate(placed.get(id(leaf), leaf)),
             base_pool(vit.experts(placement)),
         )
         block_graph = splits[0][0]
@@ -199,19 +199,19 @@ class Executor(abc.ABC):
                 traced_for(device, function), compiler_options=compiler_options, **options
             )
 
-        def block_of(leaves) -> Block:
+        def merge_block(leaves) -> Block:
             return nnx.merge(block_graph, jax.tree.unflatten(block_tree, leaves))
 
-        def vit_of(leaves) -> ViT:
+        def merge_vit(leaves) -> ViT:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
 
         def begin(leaves, images):
-            vit = vit_of(leaves)
+            vit = merge_vit(leaves)
             x = vit.embed(images)
             return vit.blocks[0].enter(x, placement=placement, outputs=self.outputs[0])
 
         def features(leaves, tokens):
-            return vit_of(leaves).features(tokens)
+            return merge_vit(leaves).features(tokens)
 
         def mean_loss(leaves, head, tokens, labels, weights, num_classes):
             logits = masked_logits(head, features(leaves, tokens), num_classes)
@@ -219,14 +219,15 @@ class Executor(abc.ABC):
 
         def classify(leaves, head, tokens, labels, mask, num_classes):
             logits = masked_logits(head, features(leaves, tokens), num_classes)
-            # -1 if a logit is non-finite: argmax would return class 0 for a broken network
+            # The class is -1 if a logit is non-finite; argmax would return class 0 for a broken
+            # network.
             answers = jnp.where(jnp.isfinite(logits).all(axis=-1), logits.argmax(axis=-1), -1)
             return answers, ((answers == labels) & (mask > 0)).sum()
 
         self.jit = jit
-        self.vit_of = vit_of
-        self.block_of = block_of
-        self.begin_of = begin
+        self.merge_vit = merge_vit
+        self.merge_block = merge_block
+        self.trace_begin = begin
         self.mean_loss = mean_loss
         self._begin = jit(begin)
         self._features = jit(features)
@@ -235,8 +236,7 @@ class Executor(abc.ABC):
 
     @property
     def cached_type(self) -> Any:
-        """Type of cached tokens: float32 on a CPU, the precision of the settings on an
-        accelerator."""
+        """Type of cached tokens: float32 on a CPU, the configured precision on an accelerator."""
         return jnp.dtype("float32" if self.device.is_host else self.config.precision)
 
     @property
@@ -244,8 +244,8 @@ class Executor(abc.ABC):
         return len(self.blocks)
 
     def on(self, place: int) -> "Executor":
-        """Return a copy of the executor for one of this process's devices; it shares the replicated
-        arrays but compiles its functions again."""
+        """Return a copy of the executor for one of this process's devices. It shares the replicated
+        arrays but compiles its own functions."""
         if place not in self._on:
             one = self._on[place] = copy.copy(self)
             one.layout = Layout([self.layout.devices[place]])
@@ -256,12 +256,12 @@ class Executor(abc.ABC):
         return self._on[place]
 
     def begin(self, images: np.ndarray | jax.Array) -> Tokens:
-        """Compute the tokens of block 0. With more than one device, the images must be split
-        already (`Layout.rows`)."""
+        """Compute the tokens of block 0. With more than one device, the images must already be
+        split (`Layout.rows`)."""
         return Tokens(0, self._begin(self.leaves, images))
 
     def resolve(self, source: Tokens | Gather) -> Tokens:
-        """Return the tokens of a source: compute them from images or gather them."""
+        """Return the tokens of a source; they are computed from images or gathered if necessary."""
         if isinstance(source, Tokens):
             return source
         values = self.take(source.values, self.layout.rows(source.rows))
@@ -282,17 +282,17 @@ class Executor(abc.ABC):
     def classify(
         self, head: Head, tokens, labels, mask, num_classes: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Predict classes `[B]` with a padded head; also return the number of correct predictions
-        within the mask."""
+        """Predict classes `[B]` with a padded head. Also return the number of correct predictions
+        inside the mask."""
         return self._classify(self.leaves, head, tokens, labels, mask, self.number(num_classes))
 
     def put(self, values: Any) -> Any:
-        """Move an argument to an accelerator once if more than one call uses it; otherwise each
-        call would copy it."""
+        """Move an argument that more than one call uses to the accelerator. Otherwise each call
+        would copy it."""
         return values if self.device.is_host or self.layout.is_many else jax.device_put(values)
 
     def number(self, value: int) -> Any:
-        """Return an int32 constant on the device; constants are cached."""
+        """Return a cached int32 constant on the device."""
         if value not in self.numbers:
             self.numbers[value] = self.put(np.int32(value))
         return self.numbers[value]
@@ -307,8 +307,8 @@ class Executor(abc.ABC):
     def forward_rows(self, batch_size: int, num: int) -> int:
         """Return the number of images per call of a forward pass over `num` images.
 
-        On a CPU it equals `rows(batch_size)`. An accelerator can process more images per call than
-        in a training step: of a few sizes, the one with the least padding is used.
+        On a CPU it is `rows(batch_size)`. An accelerator can process more images per call than in a
+        training step; among a few sizes, the one with the least padding is selected.
         """
         config = self.config
         per_image = 4 * self.num_blocks * config.num_tokens * (config.width + config.mlp_width)
@@ -322,14 +322,14 @@ class Executor(abc.ABC):
         return min(sizes, key=lambda size: (-(-num // size) * size, -size))
 
     def each(self, function: Callable[[P], R], pieces: Iterable[P]) -> Iterator[R]:
-        """Apply `function` to each piece of a forward pass; yield the results in order. On a CPU,
-        `stages` computes two pieces at a time."""
+        """Apply `function` to each piece of a forward pass, and yield the results in order. On a
+        CPU, `stages` computes two pieces at the same time."""
         return map(function, pieces)
 
     def walk(
         self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask
     ) -> Iterator[Walked]:
-        """Run every network forward from the same tokens; the order of the results is
+        """Run every network forward from the same tokens. The order of the results is
         unspecified."""
         begin, values = self.resolve(tokens)
         for index, network in enumerate(networks):
@@ -337,9 +337,9 @@ class Executor(abc.ABC):
             yield Walked(index, last, [None] * begin + sums)
 
     def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
-        """Run one network forward from its tokens to those of a later block."""
+        """Run a network forward from `tokens` to the tokens of block `until`."""
         begin, values = self.resolve(tokens)
-        # the sums are unused; the mask keeps its type so that no second function is compiled
+        # The sums are unused. The mask keeps its type so that no second function is compiled.
         mask = self.put(np.zeros(values.shape[0], np.float32))
         return Tokens(until, self._forward(network[begin:until], begin, until, values, mask)[0])
 
@@ -347,8 +347,8 @@ class Executor(abc.ABC):
     def _forward(
         self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
     ) -> tuple[jax.Array, list[jax.Array | None]]:
-        """From the tokens of block `begin` to those of `until`, with each block's sum of CLS
-        tokens."""
+        """Compute the tokens of block `until` from the tokens of block `begin`, and the sum of the
+        CLS tokens at each block."""
 
     def train(
         self,
@@ -360,11 +360,12 @@ class Executor(abc.ABC):
         rates: Sequence[float],
         setup: Setup,
     ) -> Trained:
-        """Train one step per architecture; `learners` contains those of their Adapts and News.
+        """Train one step per architecture; `learners` contains the learners of all their Adapt and
+        New ops.
 
-        Learners outside of a step's architecture stay unchanged. If its loss or a gradient is
-        non-finite, the returned loss is NaN and all learners stay unchanged. Blocks before a
-        batch's tokens are ignored.
+        Learners that are not in the architecture of a step stay unchanged in that step. If the loss
+        or a gradient is non-finite, the returned loss is NaN and all learners stay unchanged.
+        Blocks before the tokens of a batch are ignored.
         """
         learners = dict(learners)
         losses = []
@@ -380,33 +381,33 @@ class Executor(abc.ABC):
     def _train_call(
         self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
     ) -> Trained:
-        """Train at most `steps_per_call` steps; return the changed learners only."""
+        """Train at most `steps_per_call` steps; return only the changed learners."""
 
     def _compose(self, blocks, ops: Sequence[Op], z, begin: int, until: int):
-        """Trace the blocks from `begin` up to, but not including, `until`; `blocks` are their
-        weights, `ops` their ops.
+        """Trace the blocks from `begin` to `until` (exclusive); `blocks` contains their weights,
+        `ops` their ops.
 
-        Returns the tokens of block `until`, and the output and component of each block.
+        Returns the tokens of block `until`, and the output and the component of each block.
         """
         results = []
         for i in range(begin, until):
             settings: dict[str, Any] = {"placement": self.placement, "outputs": self.outputs[i]}
-            block = self.block_of(blocks[i - begin])
+            block = self.merge_block(blocks[i - begin])
             op = ops[i - begin]
             u = None if isinstance(op, Skip) else block.widen(z, **settings)
             y, component = block.leave(op, z, u, **settings)
             results.append((y, component))
             z = y
             if i + 1 < self.num_blocks:
-                following = self.block_of(blocks[i + 1 - begin])
+                following = self.merge_block(blocks[i + 1 - begin])
                 z = following.enter(y, placement=self.placement, outputs=self.outputs[i + 1])
         return z, results
 
     def _compose_forward(self, blocks, experts: Sequence[Expert | None], z, mask, begin, until):
-        """Trace a network of dense experts from the tokens of block `begin` to those of block
+        """Trace a network of dense experts from the tokens of block `begin` to the tokens of block
         `until`.
 
-        Also returns the masked sum of CLS tokens at each block; None if the block is skipped.
+        Also returns the masked sum of the CLS tokens at each block; None if the block is skipped.
         """
         ops = [Skip() if expert is None else Reuse(expert) for expert in experts]
         last, results = self._compose(blocks, ops, z, begin, until)
@@ -417,25 +418,25 @@ class Executor(abc.ABC):
             for y, component in results
         ]
 
-    def start_of(self, block: int) -> int:
-        """Return the first block of the backward pass if `block` is the first with a learner; it
-        can be an earlier block."""
+    def backward_end(self, block: int) -> int:
+        """Return the block at which the backward pass ends if `block` is the first block with a
+        learner. It can be an earlier block."""
         return block
 
-    def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
-        """Return the keys of the functions that a forward pass from block `begin` compiles;
-        `skipped` has one flag per block of the pass."""
+    def function_keys(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
+        """Return the keys of the functions that a forward pass from block `begin` calls; `skipped`
+        has one flag per block of the pass."""
         return {begin, *enumerate(skipped, begin)}
 
     def counters(self) -> dict[str, Any]:
-        """Return statistics of the compiled functions, for the record."""
+        """Return statistics of compiled functions, for the record."""
         return {"executor": self.name}
 
 
-def ops_of(
+def make_ops(
     architecture: Architecture, experts: Sequence[Sequence[Expert]], learners: Learners
 ) -> list[Op]:
-    """Return the ops of an architecture; `learners` contains the learners of its Adapt and New
+    """Make the ops of an architecture; `learners` contains the learners of its Adapt and New
     ops."""
 
     def op(block: int, choice: Choice) -> Op:
@@ -454,20 +455,20 @@ def ops_of(
 
 
 def shared_prefix(codes: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of leading codes that are equal in two networks."""
+    """Return the number of identical leading codes of two networks."""
     pairs = enumerate(zip(codes, others, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(codes), len(others)))
 
 
 def guard(loss: jax.Array, grads: Any) -> jax.Array:
-    """Return the loss, or NaN if a gradient is non-finite; updates then leave all parameters
+    """Return the loss, or NaN if a gradient is non-finite. Updates then leave all parameters
     unchanged."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)]
     return jnp.where(jnp.stack(finite).all(), loss, jnp.nan) if finite else loss
 
 
 def masked_logits(head: Head, features: jax.Array, num_classes) -> jax.Array:
-    """Compute the logits of a padded head; the logits of the padding are `FAR` (-1e30)."""
+    """Compute the logits of a padded head; logits of the padding are `FAR` (-1e30)."""
     logits = features @ head.weight + head.bias
     return jnp.where(jnp.arange(logits.shape[-1]) < num_classes, logits, FAR)
 
@@ -475,7 +476,7 @@ def masked_logits(head: Head, features: jax.Array, num_classes) -> jax.Array:
 @jax.jit
 def _take(values, rows):
     batch = values[rows]
-    # tokens can be cached in fewer bits than a pass uses
+    # tokens can be cached in lower precision than passes use
     return batch.astype(jnp.float32) if jnp.issubdtype(batch.dtype, jnp.floating) else batch
 
 

@@ -1,9 +1,9 @@
-"""Feeds: data sets as images, or as cached tokens from which passes continue.
+"""Feeds: data sets as images, or as cached tokens with which passes start.
 
 Without augmentation, the results of the leading frozen blocks are identical in every epoch. In a
 supernet these are the tokens of block 0; in fine-tuning, the tokens of the first block that learns.
 They are cached if they fit a memory budget. Augmented images differ in every epoch, so their steps
-start with pixels on the host.
+start with images on the host.
 """
 
 import functools
@@ -27,26 +27,25 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Feed(Protocol):
-    """A data set as images, or as tokens that were cached after frozen leading blocks."""
+    """A data set as images, or as tokens cached after its frozen leading blocks."""
 
     block: int | None = None
     """Block whose tokens are cached; None if passes start with images."""
 
     def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
-        """Yield the tokens of each array of row numbers."""
+        """Yield the source of a pass for each array of row numbers."""
         ...
 
     def at(self, epoch: int) -> "Feed":
-        """Return the data set of one training epoch; only augmented images differ between
-        epochs."""
+        """Return the feed for one training epoch; only augmented images differ between epochs."""
         return self
 
     def on(self, executor: Executor) -> "Feed":
-        """Return the data set for an executor on one of the devices."""
+        """Return the feed for an executor on one of the devices."""
         ...
 
     def parts(self, order: Sequence[np.ndarray]) -> Iterator["Feed"]:
-        """Yield a separate data set for each array of row numbers."""
+        """Yield a separate feed for each array of row numbers."""
         return (Subset(self, rows) for rows in order)
 
 
@@ -113,14 +112,14 @@ class Cached(Feed):
     def _gather(self, rows: np.ndarray) -> Tokens | Gather:
         if isinstance(self.values, np.ndarray):
             assert self.block is not None
-            values = self.layout.joined(self.values[self.layout.mine(rows)])
+            values = self.layout.join(self.values[self.layout.local_rows(rows)])
             return Tokens(self.block, jnp.asarray(values))
         return Gather(self.block, self.values, np.asarray(rows, np.int32))
 
 
 class Budget:
-    """Memory budget of one task in bytes: `free` bytes can still be cached, `used` bytes are
-    cached, and `refused` describes values that did not fit."""
+    """Memory budget of a task in bytes: `free` bytes can still be cached, `used` bytes are cached,
+    and `refused` describes the values that did not fit."""
 
     def __init__(self, num_bytes: int):
         self.free = num_bytes
@@ -128,9 +127,9 @@ class Budget:
         self.refused = list[str]()
 
     def make(self, name: str, num_bytes: int, function: Callable[[], T]) -> T | None:
-        """Call `function` if its result of `num_bytes` fits the budget; otherwise return None.
+        """Return the result of `function` if its `num_bytes` fit the budget; otherwise return None.
 
-        If the device's memory is exhausted earlier, nothing more is cached.
+        If the device's memory is exhausted, return None for all later calls, too.
         """
         if num_bytes <= self.free:
             try:
@@ -149,8 +148,8 @@ class Budget:
 
 
 def feed_images(executor: Executor, images: Images, budget: Budget) -> Feed:
-    """Return a feed of images: on the accelerator if they are decoded and fit the budget, otherwise
-    on the host."""
+    """Return a feed of images. The images are on the accelerator if they are decoded and fit the
+    budget, otherwise on the host."""
     plain = HostImages(executor, images)
     if executor.device.is_host or not isinstance(images, np.ndarray):
         return plain
@@ -162,7 +161,7 @@ def feed_images(executor: Executor, images: Images, budget: Budget) -> Feed:
 
 
 def cached_bytes(executor: Executor, num_images: int, block: int) -> int:
-    """Return the number of bytes of the cached tokens of `num_images` images at a block."""
+    """Return the number of bytes of the cached tokens of `num_images` images at `block`."""
     config = executor.config
     is_trimmed = block == executor.num_blocks or (
         executor.outputs[block] is not None and executor.placement == "mlp_down"
@@ -171,7 +170,7 @@ def cached_bytes(executor: Executor, num_images: int, block: int) -> int:
     return executor.cached_type.itemsize * num_images * num_tokens * config.width
 
 
-def keep_tokens(
+def cache_tokens(
     name: str,
     executor: Executor,
     images: Feed,
@@ -217,7 +216,8 @@ def _compute(
             cache[batch.rows[: batch.size]] = hosts.fetch(values)[: batch.size]
     if executor.device.is_host:
         return cache
-    # an exhausted device raises its error here, before the budget counts the tokens as cached
+    # If the device's memory is exhausted, the error is raised here, before the budget counts the
+    # tokens as cached.
     return jax.block_until_ready(cache if stays else _on_device(layout, cache))
 
 
@@ -227,8 +227,8 @@ def _write(cache, values, start, *, size: int):
     return jax.lax.dynamic_update_slice_in_dim(cache, values[:size].astype(cache.dtype), start, 0)
 
 
-def ahead(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
-    """Yield the items of `work`; another thread prepares up to `num` of them in advance.
+def prefetch(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
+    """Yield the items of `work`; another thread prepares up to `num` items in advance.
 
     With more than one device, the main thread prepares them, because functions with sums over
     devices must be dispatched in the same order in every process.
@@ -258,12 +258,12 @@ def memory_budget(gigabytes: float | None) -> int:
     memory = statistics.get("bytes_limit")
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # all processes must cache the same data sets; the unit is MiB because JAX's integers have 32
-    # bits
+    # All processes must cache the same data sets. The unit is MiB, because JAX's integers have 32
+    # bits.
     return hosts.smallest(int(memory) // 4 >> 20) << 20
 
 
 def _on_device(layout: Layout, values: np.ndarray) -> jax.Array:
     return jax.block_until_ready(
-        layout.everywhere(values) if layout.is_many else jax.device_put(values)
+        layout.replicate(values) if layout.is_many else jax.device_put(values)
     )

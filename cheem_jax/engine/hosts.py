@@ -1,9 +1,9 @@
-"""Several processes as one job: how they connect, agree and end together.
+"""More than one process as one job: how processes connect, agree and end together.
 
-Every process runs the same code on its own devices (JAX's multi-controller SPMD) and has the
-same state. Only the first one writes, prints and logs. Clocks, signals and disks differ between
-processes, so decisions that depend on them are made by all processes together: in the main thread,
-and in the same order everywhere. With one process, none of these functions communicates.
+Every process runs the same code on its own devices (JAX's multi-controller SPMD) and has the same
+state. Only the first process writes, prints and logs. Clocks, signals and disks differ between
+processes, so decisions that depend on them are made by all processes together, in the main thread
+and in the same order. With one process, these functions do not communicate.
 """
 
 import dataclasses
@@ -24,43 +24,45 @@ from jax.experimental import multihost_utils
 from cheem_jax.core.interruption import Stop
 
 PORT = 8476
-"""The coordinator's port if none is named."""
+"""Default port of the coordinator."""
 CONNECT_SECONDS = 120
 SHUTDOWN_SECONDS = 15
-"""Seconds that an ending process waits for the other processes, which can hang in a sum with it."""
+"""Seconds that a process waits for the others when it ends; the others can hang in a sum that
+includes this process."""
 SECONDS_TO_LEAVE = 2
-"""Seconds that a failed first process waits, so that other processes with the same failure can end
-in order."""
+"""Seconds that the first process waits after a failure, so that other processes with the same
+failure can end in order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HostsConfig:
-    """The processes of one job: one per machine, with all of its devices, or one per device."""
+    """Processes of a job: either one process per machine with all of its devices, or one process
+    per device."""
 
     coordinator: str | None = None
-    """`HOST:PORT` of the first process, or `auto`: read from SLURM, Open MPI, Kubernetes or Cloud
-    TPU; default: a single process."""
+    """`HOST:PORT` of the first process, or `auto` to read it from SLURM, Open MPI, Kubernetes or
+    Cloud TPU. By default, there is only one process."""
     num_processes: int | None = None
-    """Number of processes in the job; `auto` reads it from the environment."""
+    """Number of processes in the job; not needed with `auto`."""
     process_id: int | None = None
-    """This process's number; 0 prints and writes. `auto` reads it from the environment."""
+    """Number of this process; process 0 prints and writes. Not needed with `auto`."""
     timeout: int = 30
-    """Seconds without a heartbeat after which a process counts as dead and the job ends."""
+    """Seconds without a heartbeat after which a process is considered dead and the job ends."""
     patience: int = CONNECT_SECONDS
-    """Seconds that the processes wait for each other at the start."""
+    """Seconds that processes wait for each other at the start."""
 
     def __post_init__(self) -> None:
         numbers = (self.num_processes, self.process_id)
         if self.coordinator is None and numbers != (None, None):
             raise ValueError(
-                "hosts num_processes or process_id is given without hosts coordinator; give"
+                "hosts num_processes or process_id is set without hosts coordinator; set it to"
                 " HOST:PORT"
             )
         if self.coordinator not in (None, "auto"):
             if None in numbers:
                 raise ValueError(
-                    f"hosts coordinator is {self.coordinator!r}; expected num_processes and"
-                    " process_id with it, or auto"
+                    f"hosts coordinator is {self.coordinator!r} without num_processes or"
+                    " process_id; set both, or set coordinator to auto"
                 )
             _address(self.coordinator)
         if self.num_processes is not None and self.num_processes < 1:
@@ -78,10 +80,10 @@ class HostsConfig:
 
 
 def connect(config: HostsConfig) -> None:
-    """Join the job before the first computation; a single process has nothing to join.
+    """Join the job before the first computation; without a coordinator, do nothing.
 
-    If another process dies later, JAX ends this one after at most about `timeout` seconds. Raises
-    ValueError if the coordinator cannot be reached or, with `auto`, no job is found.
+    If another process dies later, JAX ends this process after about `timeout` seconds. Raises
+    ValueError if the coordinator cannot be reached, or if `auto` finds no job.
     """
     if config.coordinator is None:
         return
@@ -106,16 +108,17 @@ def connect(config: HostsConfig) -> None:
         if address:
             raise ValueError(f"the job's processes cannot connect ({reason})") from error
         raise ValueError(
-            "hosts coordinator is auto, but the environment describes no job of SLURM, Open MPI,"
-            f" Kubernetes or Cloud TPU ({reason}); give HOST:PORT, num_processes and process_id"
+            "hosts coordinator is auto, but there is no job of SLURM, Open MPI, Kubernetes or Cloud"
+            f" TPU in the environment ({reason}); set coordinator to HOST:PORT, num_processes and"
+            " process_id"
         ) from error
 
 
 def leave(error: BaseException) -> None:
-    """End a failed process of a job at once; the others then end as if it had died.
+    """End a failed process of a job immediately. JAX then ends the other processes as well.
 
-    An orderly end would wait for the others, which wait for results of this process. A request to
-    stop is not a failure: all processes follow it together.
+    Python's normal exit would wait for the other processes, which wait for results of this process.
+    A request to stop is not a failure, because all processes follow it together.
     """
     status = error.code if isinstance(error, SystemExit) else 1
     is_job = jax.distributed.is_initialized()
@@ -136,10 +139,11 @@ def leave(error: BaseException) -> None:
 
 
 def _local_devices(config: HostsConfig, environment: Mapping[str, str]) -> list[int] | None:
-    """The process's devices as an argument for JAX: [] is all visible ones, None JAX's choice.
+    """Return the devices of the process as an argument for JAX: [] for all visible devices, None
+    for JAX's choice.
 
     Under SLURM and Open MPI, JAX chooses one device per process. A process that is alone on its
-    machine would leave the other devices idle.
+    machine would then not use the other devices.
     """
     if config.coordinator != "auto":
         return []
@@ -159,7 +163,7 @@ def index() -> int:
 
 
 def is_first() -> bool:
-    """Return whether this process writes, prints and logs; only the first process does."""
+    """Return whether this is the first process, which alone writes, prints and logs."""
     return index() == 0
 
 
@@ -169,12 +173,12 @@ def _gather(values: np.ndarray) -> np.ndarray:
 
 
 def largest(value: int) -> int:
-    """Return the largest value of all processes, to every process; values must be below 2^31."""
+    """Return the largest value of all processes, in every process; values must be below 2^31."""
     return value if count() == 1 else int(_gather(np.array(value, np.int32)).max())
 
 
 def smallest(value: int) -> int:
-    """Return the smallest value of all processes, to every process; values must be below 2^31."""
+    """Return the smallest value of all processes, in every process; values must be below 2^31."""
     return -largest(-value)
 
 
@@ -187,7 +191,8 @@ def total(values: np.ndarray) -> np.ndarray:
 
 
 def fetch(tree: Any) -> Any:
-    """Convert arrays to NumPy in every process; parts on other processes' devices are gathered."""
+    """Convert arrays to NumPy in every process; parts on devices of other processes are
+    gathered."""
 
     def whole(leaf):
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
@@ -198,10 +203,10 @@ def fetch(tree: Any) -> Any:
 
 
 def together(work: Callable[[], Any]) -> Any:
-    """Call `work` in each process, wait for all, and fail in all if one fails.
+    """Call `work` in each process and wait for all; if one fails, all processes raise an error.
 
-    Use it for work that can fail in one process alone, such as reading a file: the others would
-    wait for that process forever.
+    Use it for work that can fail in a single process, such as reading a file. Otherwise, the other
+    processes would wait for that process forever.
     """
     if count() == 1:
         return work()
@@ -211,38 +216,42 @@ def together(work: Callable[[], Any]) -> Any:
         largest(index() + 1)
         raise
     if (failed := largest(0) - 1) >= 0:
-        raise ValueError(f"process {failed} of {count()} has failed; its own log says why")
+        raise ValueError(
+            f"process {failed} of {count()} has failed; see the error in the log of that process"
+        )
     return result
 
 
-def first_does(work: Callable[[], Any]) -> None:
-    """Call `work` in the first process while the others wait; they can then read its files.
+def run_on_first(work: Callable[[], Any]) -> None:
+    """Call `work` in the first process while the others wait; afterwards, they can read its files.
 
-    An error ends all processes.
+    If it fails, all processes raise an error.
     """
     together(lambda: work() if is_first() else None)
 
 
 def in_order(work: Callable[[], Any]) -> Any:
-    """Call `work` in the first process, then in all others, which can read the first process's
-    files."""
+    """Call `work` in the first process, then in all others, which can read the files of the first
+    process. Return the result."""
     results = []
-    first_does(lambda: results.append(work()))
+    run_on_first(lambda: results.append(work()))
     return together(lambda: results[0] if results else work())
 
 
 def agree_to_stop(stop: Stop) -> bool:
-    """Return whether any process was asked to stop; then all processes stop."""
+    """Return whether any process was asked to stop. If so, all processes stop."""
     if number := largest(stop.signal_number or 0):
-        # never reset to None: a signal can arrive in between
+        # not reset to None otherwise, because a signal can arrive in between
         stop.signal_number = number
     return bool(number)
 
 
 def check_equal(what: str, value: Any, way_out: str) -> None:
-    """Compare a JSON value between the processes.
+    """Check that a JSON value is identical in all processes; `what` describes it, and `way_out` is
+    a hint.
 
-    Raises ValueError in all processes, with the numbers of those that differ from the first.
+    Raises ValueError in all processes, with the numbers of the processes that differ from the first
+    one.
     """
     if count() == 1:
         return
@@ -271,7 +280,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _wait_for_coordinator(host: str, port: int, seconds: float) -> None:
-    """Wait until the coordinator listens; after JAX's own wait, the process would be aborted."""
+    """Wait until the coordinator listens. JAX's own wait would abort the process at its end."""
     deadline = time.monotonic() + seconds
     reason = "no answer"
     while time.monotonic() < deadline:
@@ -282,6 +291,6 @@ def _wait_for_coordinator(host: str, port: int, seconds: float) -> None:
             reason = error.strerror or str(error)
             time.sleep(0.5)
     raise ValueError(
-        f"the coordinator {host}:{port} could not be reached in {seconds:.0f} s ({reason}); is"
-        " process 0 running, and does the network let this port through?"
+        f"the coordinator {host}:{port} could not be reached within {seconds:.0f} s ({reason});"
+        " check that process 0 is running and that no firewall blocks the port"
     )

@@ -1,10 +1,10 @@
-"""Features by the network of each image's inferred task, computed from tokens of the frozen base
+"""Compute features with the network of each image's inferred task, starting with tokens of the base
 network.
 
-A task's network that starts with Reuse of base experts is identical to the base network up to its
-first different block. It continues there from the base network's tokens; in the paper (section
-'Inference'), both networks run from the image. Images are grouped by task within a batch and padded
-to few group sizes, so that no request compiles.
+A task network that starts with Reuse of base experts is identical to the base network up to the
+first different block. It therefore starts with the base network's tokens at that block; in the
+paper (section 'Inference'), both networks start with the image. Images are grouped by task within a
+batch, and groups are padded to a few sizes, so that no request compiles a function.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from cheem_jax.engine.passes import batch_features
 Route = Callable[[Float[np.ndarray, "N D"]], Int[np.ndarray, "N"]]
 
 SKIP = -1
-"""Code of a block that a network skips."""
+"""Code of a skipped block."""
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ class Networks(Protocol):
 
 
 class Inferred(NamedTuple):
-    """Task of each image, and its class within the task; the class is -1 if a logit is
+    """Inferred task of each image, and the class within that task; the class is -1 if a logit is
     non-finite."""
 
     tasks: Int[np.ndarray, "N"]
@@ -48,7 +48,7 @@ class Inferred(NamedTuple):
 
 
 class Inference:
-    """The base network and all task networks, run by one executor."""
+    """The base network and all task networks, which one executor runs."""
 
     def __init__(
         self,
@@ -68,16 +68,16 @@ class Inference:
         self.sizes = bucket_sizes(self.rows) if sizes is None else tuple(sizes)
         self._blocks = reads.blocks(executor.num_blocks)
         self._until = reads.until(executor.num_blocks)
-        # the base network stops at the last block that the router reads; task networks that equal
-        # it beyond that block continue there
+        # The base network stops at the last block that the router reads. Task networks that are
+        # identical to it up to that block continue there.
         base_codes = [step.code for step in base]
         self.differences = [
             min(shared_prefix(base_codes, codes), self._until) for codes in networks.codes
         ]
 
     def features(self, feed: Feed, num: int, route: Route) -> Float[np.ndarray, "N D"]:
-        """Compute the features of `num` images, each with the network of its task. Images with the
-        route -1 get zeros."""
+        """Compute the features of `num` images, each with the network of its task. Images whose
+        route is -1 get zeros."""
         features = np.zeros((num, self.executor.config.width), np.float32)
         for batch in batches(np.arange(num), self.batch_size):
             read, reached = self._run_base(feed, batch.rows)
@@ -98,11 +98,11 @@ class Inference:
                 self._run_task(task, np.arange(num), reached)
 
     def _examples(self) -> Iterator[int]:
-        """Yield a few networks that together call every compiled function of all networks."""
+        """Yield the indices of a few networks that together call all compiled functions."""
         covered = set()
         for task, codes in enumerate(self.networks.codes):
             begin = self.differences[task]
-            functions = self.executor.programs_of(begin, [code == SKIP for code in codes[begin:]])
+            functions = self.executor.function_keys(begin, [code == SKIP for code in codes[begin:]])
             if not functions <= covered:
                 covered |= functions
                 yield task
@@ -110,7 +110,7 @@ class Inference:
     def _run_base(
         self, feed: Feed, rows: np.ndarray
     ) -> tuple[np.ndarray, dict[int, np.ndarray | jax.Array]]:
-        """Compute the router's features of a batch, and the base network's tokens at every block
+        """Compute the router's features of a batch, and the base network's tokens at each block
         where a task network continues."""
         stops = sorted(set(self.differences))
 
@@ -129,8 +129,8 @@ class Inference:
 
         parts = np.split(rows, range(self.rows, len(rows), self.rows))
         features, reached = zip(*self.executor.each(run, feed.follow(parts)), strict=True)
-        # on a CPU, NumPy gathers rows without a compiled function; on an accelerator a batch is one
-        # part and stays on the device
+        # On a CPU, NumPy gathers rows without a compiled function. On an accelerator, a batch is
+        # one part and stays on the device.
         join = np.concatenate if self.executor.device.is_host else jnp.concatenate
         read = [np.concatenate(part) for part in zip(*jax.device_get(features), strict=True)]
         return join_tokens(read), {
@@ -141,7 +141,7 @@ class Inference:
     def _run_task(
         self, task: int, rows: np.ndarray, reached: dict[int, np.ndarray | jax.Array]
     ) -> Float[np.ndarray, "N D"]:
-        """Compute the features of some rows of a batch with a task's network."""
+        """Compute the features of the given rows of a batch with the network of a task."""
         block = self.differences[task]
         network = self.networks.network(task)
         values = reached[block]
@@ -160,16 +160,16 @@ class Inference:
 
 
 def bucket_sizes(rows: int) -> tuple[int, ...]:
-    """Return the sizes to which groups are padded: all rows, a half, a quarter."""
+    """Return the sizes to which groups are padded: `rows`, and a half and a quarter of it."""
     return tuple(sorted({rows, max(rows // 2, 1), max(rows // 4, 1)}, reverse=True))
 
 
 def pieces(rows: np.ndarray, sizes: Sequence[int]) -> list[tuple[np.ndarray, int]]:
-    """Cut `rows` into parts of the given sizes, largest first; return each padded part with its
-    number of real rows.
+    """Cut `rows` into parts whose lengths are among `sizes`, largest first. Return each padded part
+    with its number of unpadded rows.
 
-    The last rows are padded to the smallest size that contains them, if at least half of that size
-    is real.
+    The last part is padded to the smallest size that contains it, if it fills at least half of that
+    size.
     """
     parts = []
     start = 0

@@ -1,6 +1,6 @@
-"""Arrays on one device, or on a mesh of devices of one or more machines (JAX's SPMD).
+"""Place arrays on one device, or on a mesh of devices of one or more machines (JAX's SPMD).
 
-The rows of a batch are split over all devices. Learned parameters and the frozen backbone are
+The rows of a batch are split over the devices. Learned parameters and the frozen backbone are
 replicated. The functions are the same in both cases: XLA divides the work according to the sharding
 of the arguments, and inserts the sums over devices for gradients and counts.
 """
@@ -23,10 +23,10 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices of a run; they change results by rounding only."""
+    """Devices of a run. They affect results only by rounding."""
 
     devices: Literal["all"] | int = 1
-    """Number of devices that share each batch, or `all` visible devices of all processes."""
+    """Number of devices that share each batch; `all` uses all visible devices of all processes."""
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, int) and self.devices < 1:
@@ -34,10 +34,11 @@ class MeshConfig:
 
 
 class Layout:
-    """One device, or a mesh of devices; all processes of a job construct identical layouts.
+    """One device, or a mesh of devices. All processes of a job construct identical layouts.
 
-    Each device gets the same number of rows of a batch. The batch is padded with its first row,
-    with weight 0 if rows are weighted, so predictions and sums of the real rows do not change.
+    Each device gets the same number of rows of a batch. The batch is padded with its first row;
+    padding has weight 0 if rows are weighted. Predictions and sums of the other rows therefore do
+    not change.
     """
 
     def __init__(self, devices: Sequence[Any] = ()):
@@ -57,16 +58,16 @@ class Layout:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """IDs of the devices, as a key of compiled functions."""
+        """IDs of the devices, used in the keys of compiled functions."""
         return tuple(device.id for device in self.devices)
 
     def _sharding(self, *axes: str | None) -> NamedSharding:
         assert self.mesh is not None
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
-    def mine(self, rows: np.ndarray, filler: Any = None) -> np.ndarray:
-        """Return this process's part of a batch, which is padded with its first row or with
-        `filler`."""
+    def local_rows(self, rows: np.ndarray, filler: Any = None) -> np.ndarray:
+        """Return the rows of a batch that belong to this process. The batch is padded with its
+        first row or with `filler`."""
         if not self.is_many:
             return rows
         share = -(-len(rows) // self.num)
@@ -74,8 +75,8 @@ class Layout:
         padded = np.concatenate([rows, fill.repeat(share * self.num - len(rows), axis=0)])
         return padded[self.local[0] * share : (self.local[-1] + 1) * share]
 
-    def joined(self, part: Any, axis: int = 0) -> Any:
-        """Join the parts of all processes to one array that is split over all devices along
+    def join(self, part: Any, axis: int = 0) -> Any:
+        """Join the parts of all processes to one array, which is split over all devices along
         `axis`."""
         if not self.is_many:
             return part
@@ -89,20 +90,20 @@ class Layout:
         return jax.make_array_from_single_device_arrays(tuple(shape), split, pieces)
 
     def rows(self, values: np.ndarray) -> Any:
-        """Split rows `[B, ...]`, which every process has, over the devices."""
-        return self.joined(self.mine(values))
+        """Split rows `[B, ...]` over the devices; every process passes all rows."""
+        return self.join(self.local_rows(values))
 
     def weights(self, values: np.ndarray) -> Any:
-        """Split the weights or mask `[B]` of rows over the devices; padding has weight 0."""
-        return self.joined(self.mine(values, 0))
+        """Split the weights or the mask `[B]` of rows over the devices; padding has weight 0."""
+        return self.join(self.local_rows(values, 0))
 
     def read(self, images: Images, order: Sequence[np.ndarray]) -> Iterator[Any]:
-        """Yield the images of each array of rows; each process reads only the images of its
+        """Yield the images of each array of row numbers. Each process reads only the images of its
         devices."""
-        return map(self.joined, in_turn(images, [self.mine(rows) for rows in order]))
+        return map(self.join, in_turn(images, [self.local_rows(rows) for rows in order]))
 
-    def everywhere(self, tree: Tree) -> Tree:
-        """Replicate arrays, which every process has, on all devices."""
+    def replicate(self, tree: Tree) -> Tree:
+        """Replicate arrays on all devices; every process passes the same arrays."""
         if not self.is_many:
             return tree
         whole = self._sharding()
@@ -118,7 +119,7 @@ class Layout:
         return jax.tree.map(put, tree)
 
     def copy(self, tree: Tree, place: int) -> Tree:
-        """Return replicated arrays on one of this process's devices, without copying."""
+        """Return the copy of replicated arrays on one of this process's devices."""
 
         def local(leaf):
             if not isinstance(leaf, jax.Array) or len(leaf.devices()) == 1:
@@ -130,11 +131,11 @@ class Layout:
         return jax.tree.map(local, tree)
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
-        """Compile with `jax.jit`; with more than one virtual device of a CPU, each call waits for
-        its result.
+        """Compile a function with `jax.jit`. On a CPU with more than one virtual device, each call
+        waits for its result.
 
-        Virtual devices share a pool with one thread per device. If two functions with sums over
-        devices ran at the same time, all threads could wait for a device that has no thread.
+        Virtual devices share a thread pool with one thread per device. If two functions with sums
+        over devices ran at the same time, all threads could wait for a device that has no thread.
         """
         if not self.is_many:
             return jax.jit(function, **options)
@@ -152,8 +153,8 @@ class Layout:
 
 
 class _Waiting:
-    """A function of `Layout.jit` that waits for its result; it can be called, or lowered, compiled
-    and called."""
+    """A function made by `Layout.jit` that waits for its result. It can be called directly, or
+    after being lowered and compiled."""
 
     def __init__(self, function: Any):
         self._function = function
@@ -171,30 +172,33 @@ class _Waiting:
 
 
 ONE = Layout()
-"""Layout of the default device alone."""
+"""Layout that consists of the default device."""
 
 
 def make_layout(config: MeshConfig) -> Layout:
-    """Make the layout of the settings. Raises ValueError if there are too few devices, or if the
+    """Make a layout from settings. Raises ValueError if there are not enough devices, or if the
     processes have different numbers of devices."""
     devices = jax.devices()
     shares = collections.Counter(device.process_index for device in devices)
     if len(set(shares.values())) > 1:
         listed = ", ".join(f"{num} in process {process}" for process, num in sorted(shares.items()))
         raise ValueError(
-            f"the job's processes have different numbers of devices: {listed}; give each as many"
+            f"the job's processes have different numbers of devices: {listed}; start each process"
+            " with the same number"
         )
     wanted = len(devices) if config.devices == "all" else config.devices
     if wanted > len(devices):
         platform = devices[0].platform
-        hint = "; JAX_NUM_CPU_DEVICES=N makes N of a CPU, for trying" if platform == "cpu" else ""
+        hint = (
+            "; for a trial, JAX_NUM_CPU_DEVICES=N splits a CPU into N" if platform == "cpu" else ""
+        )
         raise ValueError(
-            f"devices is {wanted}, but JAX sees {len(devices)} ({platform}); ask for at most that,"
-            f" or all{hint}"
+            f"devices is {wanted}, but JAX has {len(devices)} ({platform}); choose at most"
+            f" {len(devices)}, or all{hint}"
         )
     if len(shares) > 1 and wanted != len(devices):
         raise ValueError(
-            f"devices is {wanted} of the {len(devices)} of {len(shares)} processes; give"
-            " --devices all, so that each of them takes part"
+            f"devices is {wanted}, but the {len(shares)} processes have {len(devices)} devices; use"
+            " --devices all, so that each process takes part"
         )
     return ONE if wanted == 1 and len(shares) == 1 else Layout(devices[:wanted])

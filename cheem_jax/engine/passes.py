@@ -1,5 +1,5 @@
-"""Forward-only passes over whole data sets, which compute mean CLS tokens, features, classes, or
-the number of correct predictions."""
+"""Forward passes over whole data sets that compute mean CLS tokens, features, classes, or the
+number of correct predictions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
@@ -18,13 +18,13 @@ from cheem_jax.engine.feed import Feed
 T = TypeVar("T")
 
 
-def unwatched(num_images: int, note: str = "", /) -> None:
-    """Ignore progress; an `Advance` without output."""
+def no_progress(num_images: int, note: str = "", /) -> None:
+    """Do nothing; an `Advance` for passes whose progress is not displayed."""
 
 
 class TokenMeans(NamedTuple):
-    """Mean CLS tokens `[E, L, D]` of E networks (zeros for skipped blocks), and features `[N, D]`
-    of the first network."""
+    """Mean CLS tokens `[E, L, D]` of E networks (zeros at skipped blocks), and features `[N, D]` of
+    the first network."""
 
     means: Float[np.ndarray, "E L D"]
     features: Float[np.ndarray, "N D"]
@@ -41,7 +41,7 @@ def token_means(
 ) -> TokenMeans:
     """Average the CLS tokens of each network over the same `num` images (mu in the paper).
 
-    Sums over batches are float64.
+    Sums over batches are computed in float64.
     """
     sums = np.zeros((len(networks), executor.num_blocks, executor.config.width))
     features = []
@@ -55,7 +55,7 @@ def token_means(
                     totals[walked.index, block] = total
             if walked.index == 0:
                 first = executor.features(walked.tokens)
-        # fetched after the whole batch is dispatched: fetching waits for the device
+        # fetch after the whole batch is dispatched, because fetching waits for the device
         return jax.device_get(totals), hosts.fetch(first)[: batch.size]
 
     for size, (totals, first) in _in_order(executor, images, num, batch_size, run):
@@ -73,14 +73,14 @@ def network_features(
     num: int,
     *,
     batch_size: int,
-    advance: Advance = unwatched,
+    advance: Advance = no_progress,
 ) -> Float[np.ndarray, "P N D"]:
-    """Compute the features of each network for the same `num` images; shared prefixes run once per
+    """Compute the features of each network for the same `num` images. Shared prefixes run once per
     batch."""
     features = np.empty((len(networks), num, executor.config.width), np.float32)
 
     def run(batch: Rows, tokens: Tokens | Gather) -> None:
-        # fetched after the whole batch is dispatched: fetching waits for the device
+        # fetch after the whole batch is dispatched, because fetching waits for the device
         pending = [
             (walked.index, executor.features(walked.tokens))
             for walked in executor.walk(networks, tokens, batch.mask)
@@ -103,8 +103,8 @@ def intermediate_features(
     until: int,
     batch_size: int,
 ) -> list[Float[np.ndarray, "N D"]]:
-    """Compute the mean patch token at each of `blocks`, and the features if `until` is the number
-    of blocks."""
+    """Compute the mean patch token at each of `blocks`. If `until` is the number of blocks, also
+    compute the features."""
 
     def run(batch: Rows, tokens: Tokens | Gather) -> list[jax.Array]:
         return batch_features(executor, network, tokens, blocks=blocks, until=until)
@@ -122,8 +122,8 @@ def batch_features(
     stops: Sequence[int] = (),
     keep: Callable[[Tokens], object] = lambda tokens: None,
 ) -> list[jax.Array]:
-    """Compute `intermediate_features` for one batch; `keep` is called with the tokens at each of
-    `stops`."""
+    """Compute the results of `intermediate_features` for one batch; `keep` is called with the
+    tokens at each of `stops`."""
     features = []
     for block in sorted({*blocks, *stops, until}):
         tokens = executor.advance(network, tokens, block)
@@ -136,51 +136,18 @@ def batch_features(
     return features
 
 
-def answers(
-    executor: Executor,
-    network: Network,
-    head: Head,
-    images: Feed,
-    *,
-    num: int,
-    num_classes: int,
-    batch_size: int,
-) -> Int[np.ndarray, "N"]:
-    """Predict the class of each image with one network and its padded head."""
-    (classes,) = _answers(executor, [network], head, images, num, num_classes, batch_size)
-    return classes
-
-
-def answers_and_features(
-    executor: Executor,
-    base: Network,
-    network: Network,
-    head: Head,
-    images: Feed,
-    *,
-    num: int,
-    num_classes: int,
-    batch_size: int,
-) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-    """Predict classes with `network` and compute features with `base`; their shared prefix runs
-    once."""
-    classes, features = _answers(
-        executor, [network, base], head, images, num, num_classes, batch_size
-    )
-    return classes, features
-
-
-def _answers(
+def classes_and_features(
     executor: Executor,
     networks: Sequence[Network],
     head: Head,
     images: Feed,
+    *,
     num: int,
     num_classes: int,
     batch_size: int,
 ) -> list[np.ndarray]:
-    """Predict classes with the first network, and compute features with each of the other
-    networks."""
+    """Predict classes `[N]` with the first network and its padded head, and compute features
+    `[N, D]` with each of the other networks. Shared prefixes run once per batch."""
 
     def run(batch: Rows, tokens: Tokens | Gather) -> list[jax.Array]:
         labels = executor.layout.rows(np.zeros(len(batch.rows), np.int32))
@@ -193,7 +160,7 @@ def _answers(
     return _collect(executor, images, num, batch_size, run)
 
 
-def count_right(
+def count_correct(
     executor: Executor,
     networks: Sequence[Network],
     head: Head,
@@ -204,8 +171,8 @@ def count_right(
     batch_size: int,
     advance: Advance,
 ) -> Int[np.ndarray, "P"]:
-    """Count the correct predictions of each network, all with the same head; shared prefixes run
-    once per batch."""
+    """Count the correct predictions of each network with the same head. Shared prefixes run once
+    per batch."""
     counts = np.zeros(len(networks), np.int64)
 
     def run(batch: Rows, tokens: Tokens | Gather) -> dict[int, np.ndarray]:
@@ -214,7 +181,7 @@ def count_right(
         for walked in executor.walk(networks, tokens, batch.mask):
             _, right = executor.classify(head, walked.tokens, targets, batch.mask, num_classes)
             pending[walked.index] = right
-        # fetched after the whole batch is dispatched: fetching waits for the device
+        # fetch after the whole batch is dispatched, because fetching waits for the device
         return jax.device_get(pending)
 
     for size, right in _in_order(executor, images, len(labels), batch_size, run):
@@ -230,7 +197,7 @@ def _collect(
     batch_size: int,
     run: Callable[[Rows, Tokens | Gather], list[jax.Array]],
 ) -> list[np.ndarray]:
-    """Compute the arrays of all batches; return them concatenated, without padding."""
+    """Compute the arrays of all batches, and return them concatenated without padding."""
 
     def fetch(batch: Rows, tokens: Tokens | Gather) -> list[np.ndarray]:
         return [hosts.fetch(values)[: batch.size] for values in run(batch, tokens)]
@@ -246,7 +213,7 @@ def _in_order(
     batch_size: int,
     run: Callable[[Rows, Tokens | Gather], T],
 ) -> Iterator[tuple[int, T]]:
-    """Yield the number of images of each batch and the result of `run` for the batch, in order."""
+    """Yield the number of images of each batch and the result of `run`, in order."""
     pieces = list(batches(np.arange(num), executor.forward_rows(batch_size, num)))
     masked = (
         batch._replace(mask=executor.put(executor.layout.weights(batch.mask))) for batch in pieces

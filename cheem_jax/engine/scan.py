@@ -1,13 +1,13 @@
-"""One compiled function for every architecture: op kinds are data, and many steps share a call.
+"""One compiled function for all architectures: op kinds are data, and a call runs many steps.
 
 If the host's dispatches limit the speed (a small backbone on a large accelerator), calls with many
 training steps save the most time. The architectures of the steps are sampled beforehand. Their
 parameters are stacked in tables with one slot per step, so the function depends on the number of
 steps per call and not on the size of the pool. Every block computes one dense expert: the expert in
-its slot with the change of Adapt added, the expert of New, or zeros if the block is skipped. The
-function does not branch, so the device never waits for the host. The disadvantage is that only the
-number of leading blocks without learners is static: all later blocks store residuals for their
-gradients, even if an architecture learns nothing there.
+its slot (plus the change by Adapt), the expert of New, or zeros for Skip. The function does not
+branch, so the device never waits for the host. A disadvantage is that only the number of leading
+blocks without learners is static: all later blocks store residuals for their gradients, even if an
+architecture learns nothing there.
 """
 
 import math
@@ -40,25 +40,25 @@ from cheem_jax.engine.executor import (
 
 NEW = Choice("new")
 NUM_STARTS = 4
-"""Number of blocks at which a backward pass can end, evenly spaced; each has a separate compiled
-function."""
+"""Number of blocks at which a backward pass can end, evenly spaced. Each of them has a separate
+compiled function."""
 
 
 class Tables(NamedTuple):
-    """Parameters of K steps: experts of each block of the pass, and learners of each block that can
-    learn."""
+    """Parameters of K steps: experts for each block of the pass, and learners for each block that
+    can learn."""
 
     experts: tuple[tuple[Expert, ...], ...]
     """K frozen experts per block; zeros for Skip."""
     pairs: tuple[tuple[Any, ...], ...]
     """K learners of low-rank pairs per block."""
     news: tuple[Any, ...]
-    """Learner of New per block."""
+    """The learner of New per block."""
 
 
 class Calls(NamedTuple):
-    """Inputs of K steps: slots and op kinds per block, data, learning rate, and whether the step
-    counts."""
+    """Inputs of K steps: slots and op kinds per block, data, learning rates, and whether a step
+    counts (otherwise it fills the call)."""
 
     slots: Int[np.ndarray, "K blocks"]
     adapts: Bool[np.ndarray, "K learning"]
@@ -73,20 +73,21 @@ class Calls(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The static inputs of a compiled function for K steps."""
+    """Static inputs of a compiled function for K steps."""
 
     update: Update
     block: int | None
-    """Block whose tokens are the data; None for images."""
+    """Block whose tokens are the data; None if the data are images."""
     start: int
     """First block that can learn."""
     packed: tuple[tuple[tuple[int, ...], str] | None, ...]
-    """Shape and type of one step's part of each packed field of `Calls`."""
+    """Shape and type of each packed field of `Calls` for one step; None for a field that is not
+    packed."""
 
 
 class Scan(Executor):
-    """One function for each block at which the backward pass can end; `steps_per_call` training
-    steps in one dispatch."""
+    """Executor with one function for each block at which the backward pass can end; a dispatch runs
+    `steps_per_call` training steps."""
 
     name = "scan"
 
@@ -94,9 +95,9 @@ class Scan(Executor):
         super().__init__(vit, placement, **settings)
         self.steps_per_call = steps_per_call
         self.nothing: Expert = jax.tree.map(jnp.zeros_like, self.base_pool[0][0].params)
-        """Expert of a skipped block; all blocks have the same shapes."""
-        self._train = self.jit(self._train_of, static_argnums=0)
-        self._pass = self.jit(self._forward_of, static_argnums=(0, 1))
+        """Expert of zeros for skipped blocks; all blocks have the same shapes."""
+        self._train = self.jit(self._trace_training, static_argnums=0)
+        self._pass = self.jit(self._trace_forward, static_argnums=(0, 1))
 
     def on(self, place: int) -> Executor:
         """See `Executor.on`."""
@@ -105,20 +106,20 @@ class Scan(Executor):
         one.nothing = self.layout.copy(self.nothing, place)
         return one
 
-    def start_of(self, block: int) -> int:
-        """See `Executor.start_of`: starts are rounded down, so that few functions are compiled. At
-        block L only the head learns."""
+    def backward_end(self, block: int) -> int:
+        """Round the block down to one of NUM_STARTS blocks, so that few functions are compiled. At
+        block L, only the head learns."""
         spacing = -(-self.num_blocks // NUM_STARTS)
         return block if block == self.num_blocks else block - block % spacing
 
     def _train_call(
         self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
     ) -> Trained:
-        """See `Executor.train`; a call with fewer steps is filled with steps that do not count.
+        """Train up to `steps_per_call` steps; steps that do not count fill the call.
 
-        The backward pass ends at the start of the first block with a learner, even if these
+        The backward pass ends at the first block with a learner, rounded down, even if these
         architectures do not use that learner. A supernet soon has a learner at its first block;
-        after that, all of its steps use one function.
+        after that, all of its steps use the same function.
         """
         size = self.steps_per_call
         num = len(plan)
@@ -128,7 +129,7 @@ class Scan(Executor):
         block, data = self._sources([batch.tokens for batch in batches])
         begin = block or 0
         first = min((b for b, _ in learners), default=self.num_blocks)
-        start = max(self.start_of(first), begin)
+        start = max(self.backward_end(first), begin)
         forward, learning = range(begin, self.num_blocks), range(start, self.num_blocks)
         columns = list(zip(*architectures, strict=True))  # each block's choices
         used = [list(dict.fromkeys(choice.expert for choice in column)) for column in columns]
@@ -174,7 +175,7 @@ class Scan(Executor):
             (b, NEW): new for b, new in zip(learning, news, strict=True) if NEW in columns[b]
         }
         for b, learned in zip(learning, new_pairs, strict=True):
-            # an expert that was only reused has a blank pair
+            # An expert that was only reused has a blank learner, which is not returned.
             changed |= {
                 place: new
                 for place, new in zip(places[b], learned, strict=False)
@@ -183,15 +184,16 @@ class Scan(Executor):
         return Trained(changed, head, list(losses)[:num])
 
     def _sources(self, sources: Sequence[Tokens | Gather]) -> tuple[int | None, jax.Array]:
-        """Return the block where the steps start (None: images), and the stacked data of the steps.
+        """Return the block at which the steps start (None for images), and the stacked data of the
+        steps.
 
         A separate function gathers rows, so that the training function does not depend on the size
         of the data set.
         """
         gathers = [source for source in sources if isinstance(source, Gather)]
         if len(gathers) == len(sources):
-            rows = np.stack([self.layout.mine(gather.rows) for gather in gathers])
-            return gathers[0].block, self.take(gathers[0].values, self.layout.joined(rows, axis=1))
+            rows = np.stack([self.layout.local_rows(gather.rows) for gather in gathers])
+            return gathers[0].block, self.take(gathers[0].values, self.layout.join(rows, axis=1))
         tokens = [self.resolve(source) for source in sources]
         return tokens[0].block, jnp.stack([each.values for each in tokens])
 
@@ -205,16 +207,16 @@ class Scan(Executor):
         pairs = zip(network, sums, strict=True)
         return last, [None if step.expert is None else total for step, total in pairs]
 
-    def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
-        """See `Executor.programs_of`: one function for all blocks together."""
+    def function_keys(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
+        """Return a single key, because one function runs all blocks."""
         return {begin}
 
     # ---- compiled functions
 
-    def _forward_of(self, begin: int, until: int, blocks, experts: Sequence[Expert], z, mask):
+    def _trace_forward(self, begin: int, until: int, blocks, experts: Sequence[Expert], z, mask):
         return self._compose_forward(blocks, experts, z, mask, begin, until)
 
-    def _train_of(self, program: Program, frozen, tables: Tables, head, inputs):
+    def _trace_training(self, program: Program, frozen, tables: Tables, head, inputs):
         begin = program.block or 0
         start = program.start
         leaves, blocks = frozen
@@ -224,7 +226,7 @@ class Scan(Executor):
         pairs = _stack([_stack(row) for row in tables.pairs])
         news = _stack(tables.news)
 
-        def loss_of(dense: Sequence[Expert], params, z, call: Calls):
+        def compute_loss(dense: Sequence[Expert], params, z, call: Calls):
             ops = [Reuse(expert) for expert in dense]
             last, _ = self._compose(blocks[num_frozen:], ops, z, start, self.num_blocks)
             return self.mean_loss(leaves, params, last, call.labels, call.weights, call.num_classes)
@@ -232,7 +234,7 @@ class Scan(Executor):
         def step(state, inputs):
             pairs, news, head = state
             call = _unpack(program.packed, *inputs)
-            z = self.begin_of(leaves, call.data) if program.block is None else call.data
+            z = self.trace_begin(leaves, call.data) if program.block is None else call.data
             chosen = _in_slots(experts, call.slots)
             ops = [Reuse(expert) for expert in _unstack(chosen, range(num_frozen))]
             z, _ = self._compose(blocks, ops, z, begin, start)
@@ -242,14 +244,14 @@ class Scan(Executor):
             if learned is not None:
                 pair = _masked(call.adapts, learned.params)
                 dense = _where(call.news, news.params, jax.vmap(merge)(dense, pair))
-            loss, (grads, head_grad) = jax.value_and_grad(loss_of, argnums=(0, 1))(
+            loss, (grads, head_grad) = jax.value_and_grad(compute_loss, argnums=(0, 1))(
                 _unstack(dense, range(num_learning)), head.params, z, call
             )
             if learned is None:
                 loss = guard(loss, head_grad)
             else:
-                # the gradient of the dense expert is the gradient of New; the chain rule turns it
-                # into the gradients of a low-rank pair
+                # The gradient of the dense expert is also the gradient of New. By the chain rule,
+                # it yields the gradients of the low-rank pair.
                 grad = _stack(grads)
                 pair_grad = LowRank(grad.weight @ pair.up.mT, pair.down.mT @ grad.weight)
                 new_grads = _masked(call.news, grad)
@@ -272,10 +274,10 @@ class Scan(Executor):
 
 
 def _pack(calls: Calls) -> tuple[Any, tuple[np.ndarray, list[Any]]]:
-    """Pack all NumPy fields into one array `[K, n]`; return the layout of the array, and the
+    """Pack all NumPy fields into one array `[K, n]`. Return the layout of the array, and the
     inputs.
 
-    Copying a few numbers to an accelerator is as slow as copying thousands.
+    Copying a few numbers to an accelerator needs as much time as copying thousands.
     """
     packed = tuple(
         (field.shape[1:], field.dtype.name) if isinstance(field, np.ndarray) else None
@@ -324,7 +326,8 @@ def _stacked(arrays: Sequence[Any], dtype: type[np.generic]) -> Any:
 
 
 def _stack(trees: Sequence[Any]) -> Any:
-    """Stack pytrees of the same structure along a new first axis; None if there are none."""
+    """Stack pytrees of the same structure along a new first axis. Return None for an empty
+    sequence."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees) if trees else None
 
 
@@ -337,14 +340,14 @@ def _unstack(tree: Any, indices: range) -> list[Any]:
 
 
 def _in_slots(tree: Any, slots: Int[ArrayLike, "n"]) -> Any:
-    """Select the slot of each of n blocks from leaves `[n, K, ...]`."""
+    """Select the slot of each of n blocks in leaves `[n, K, ...]`."""
     slots = jnp.asarray(slots)
     blocks = jnp.arange(len(slots))
     return jax.tree.map(lambda leaf: leaf.at[blocks, slots].get(mode="promise_in_bounds"), tree)
 
 
 def _where(flags: Any, new: Any, old: Any) -> Any:
-    """Select `new` if the flag of the leading axes is set, else `old`."""
+    """Select `new` where the flag is set, and `old` elsewhere; flags belong to the leading axes."""
 
     def select(a, b):
         return jnp.where(flags.reshape(flags.shape + (1,) * (b.ndim - flags.ndim)), a, b)
@@ -353,5 +356,6 @@ def _where(flags: Any, new: Any, old: Any) -> Any:
 
 
 def _masked(flags: Any, tree: Any) -> Any:
-    """Replace values by zeros, also NaN, if the flag of the leading axes is not set."""
+    """Replace values, including NaN, by zeros where the flag is not set; flags belong to the
+    leading axes."""
     return _where(flags, tree, jax.tree.map(jnp.zeros_like, tree))

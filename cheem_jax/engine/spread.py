@@ -1,7 +1,7 @@
-"""The search on more than one device: each device evaluates some of the candidates on all
+"""Run the search on more than one device: each device evaluates some of the candidates on all
 validation images.
 
-Splitting each batch over the devices instead would need a sum between devices at every block.
+Splitting each batch over the devices instead would need a sum over devices at every block.
 Candidates with a common prefix are evaluated on the same device, so the prefix still runs once
 (`Stages.walk`).
 """
@@ -21,10 +21,10 @@ from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Network, shared_prefix
 from cheem_jax.engine.feed import Feed
-from cheem_jax.engine.passes import count_right, network_features, unwatched
+from cheem_jax.engine.passes import count_correct, network_features, no_progress
 
 
-def count_right_spread(
+def count_correct_spread(
     executor: Executor,
     networks: Sequence[Network],
     head: Head,
@@ -35,17 +35,17 @@ def count_right_spread(
     batch_size: int,
     advance: Advance,
 ) -> Int[np.ndarray, "P"]:
-    """Count correct predictions like `passes.count_right`, with the networks divided over the
-    devices."""
+    """Count the correct predictions of each network as `passes.count_correct` does, with the
+    networks divided among the devices."""
     sizes = {"num_classes": num_classes, "batch_size": batch_size}
     if not executor.layout.is_many:
-        return count_right(executor, networks, head, images, labels, advance=advance, **sizes)
+        return count_correct(executor, networks, head, images, labels, advance=advance, **sizes)
     counts = np.zeros(len(networks), np.int32)
 
     def evaluate(place: int, group: Sequence[Network], feed: Feed, rows: np.ndarray) -> np.ndarray:
         one = executor.on(place)
         copied = executor.layout.copy(head, place)
-        return count_right(one, group, copied, feed, labels[rows], advance=unwatched, **sizes)
+        return count_correct(one, group, copied, feed, labels[rows], advance=no_progress, **sizes)
 
     for group, _, right in _on_devices(
         executor, networks, images, len(labels), batch_size, evaluate, advance
@@ -63,8 +63,8 @@ def features_spread(
     batch_size: int,
     advance: Advance,
 ) -> Float[np.ndarray, "P N D"]:
-    """Compute features like `passes.network_features`, with the networks divided over the devices;
-    every process gets all features."""
+    """Compute the features of each network as `passes.network_features` does, with the networks
+    divided among the devices. Every process gets all features."""
     if not executor.layout.is_many:
         return network_features(
             executor, networks, images, num, batch_size=batch_size, advance=advance
@@ -92,7 +92,7 @@ def _on_devices(
 ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
     """Yield the indices of a device's networks, the rows of a batch, and the result of `evaluate`.
 
-    All devices finish a batch before the next batch starts, so every process reports progress
+    All devices finish a batch before the next batch starts, so all processes report progress
     equally often.
     """
     layout = executor.layout
@@ -102,7 +102,7 @@ def _on_devices(
         for place in layout.local
         if groups[place]
     }
-    # each pass cuts its batch into calls of `executor.rows` images
+    # each pass splits its batch into calls of `executor.rows` images
     size = max(batch_size, executor.forward_rows(batch_size, num))
     order = [batch.rows[: batch.size] for batch in batches(np.arange(num), size)]
     with ThreadPoolExecutor(len(layout.local), "search") as threads:
@@ -115,11 +115,11 @@ def _on_devices(
 
 
 def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[list[int]]:
-    """Divide the networks into `num` groups of nearly equal FLOPs, in the order of `walk`; return
+    """Divide the networks into `num` groups with nearly equal FLOPs, in the order of `walk`. Return
     their indices.
 
-    A group is a range of that order, so networks with a common prefix tend to share a group. The
-    FLOPs of the largest group are as low as such ranges allow.
+    A group is a range of this order, so networks with a common prefix tend to be in the same group.
+    The FLOPs of the largest group are as low as possible for such ranges.
     """
     order = sorted(range(len(networks)), key=lambda i: _codes(networks[i]))
     alone = [added_flops(executor, (), networks[index]) for index in order]
@@ -127,8 +127,8 @@ def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[l
     added += [added_flops(executor, networks[a], networks[b]) for a, b in itertools.pairwise(order)]
 
     def cut(bound: float) -> list[list[int]]:
-        """Form groups of at most `bound` FLOPs per image; a group of one network can exceed the
-        bound."""
+        """Form groups of at most `bound` FLOPs per image; only a group of one network can exceed
+        the bound."""
         groups: list[list[int]] = []
         filled = 0.0
         for index, first, more in zip(order, alone, added, strict=True):
@@ -150,7 +150,7 @@ def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[l
 
 
 def added_flops(executor: Executor, previous: Network, network: Network) -> float:
-    """Count the FLOPs per image of a network without the prefix that it shares with the previous
+    """Return the FLOPs per image of a network without the prefix that it shares with the previous
     network."""
     last = len(network) - 1
     total = 0

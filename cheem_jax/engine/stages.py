@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from cheem_jax.backbone.vit import ViT, summary
-from cheem_jax.core.ops import Expert, Learned, Ops, Reuse, Skip, learned_of, with_learned
+from cheem_jax.core.ops import Expert, Learned, Ops, Reuse, Skip, trained_params, with_learned
 from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import Placement
 from cheem_jax.engine.batches import P, R, side_by_side
@@ -36,7 +36,7 @@ from cheem_jax.engine.executor import (
     Walked,
     add,
     guard,
-    ops_of,
+    make_ops,
     shared_prefix,
 )
 
@@ -50,20 +50,20 @@ class Stages(Executor):
     def __init__(self, vit: ViT, placement: Placement, **settings: Any):
         super().__init__(vit, placement, **settings)
         token = self.token
-        block_of = self.block_of
+        merge_block = self.merge_block
 
         def enter(leaves, x, *, outputs):
-            return block_of(leaves).enter(x, placement=placement, outputs=outputs)
+            return merge_block(leaves).enter(x, placement=placement, outputs=outputs)
 
         def widen(leaves, z, *, outputs):
-            u = block_of(leaves).widen(z, placement=placement, outputs=outputs)
-            # only matrix products use it, in this precision, so writing it in the lower precision
-            # halves the bytes
+            u = merge_block(leaves).widen(z, placement=placement, outputs=outputs)
+            # Only matrix products use `u`, and they round it to this precision anyway; the smaller
+            # type halves the bytes.
             return u.astype(vit.config.precision)
 
         def leave(leaves, expert, z, u, mask, *, outputs):
             op = Skip() if expert is None else Reuse(expert)
-            y, component = block_of(leaves).leave(op, z, u, placement=placement, outputs=outputs)
+            y, component = merge_block(leaves).leave(op, z, u, placement=placement, outputs=outputs)
             if component is None:
                 return y, None
             return y, mask @ summary(component if token == "component" else y, vit.config)
@@ -72,15 +72,15 @@ class Stages(Executor):
             settings: dict[str, Any] = {"placement": placement, "outputs": outputs}
 
             def output(learned, x):
-                block = block_of(leaves)
+                block = merge_block(leaves)
                 trained = with_learned(op, learned)
                 if not is_first:
                     return block.run(trained, x, **settings)[0]
-                # at the first block that learns, `x` has passed `enter` already and needs no
-                # gradient
+                # At the first block that learns, `x` has already passed `enter` and needs no
+                # gradient.
                 return block.leave(trained, x, block.widen(x, **settings), **settings)[0]
 
-            learned = learned_of(op)
+            learned = trained_params(op)
             value_and_vjp = (
                 jax.vjp(lambda learned: output(learned, x), learned)
                 if is_first
@@ -126,7 +126,7 @@ class Stages(Executor):
         self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
     ) -> Trained:
         ((architecture, step, rate),) = plan
-        ops = ops_of(architecture, setup.experts, learners)
+        ops = make_ops(architecture, setup.experts, learners)
         rate = self.put(np.float32(rate))
 
         def gradients(batch: Batch):
@@ -135,8 +135,8 @@ class Stages(Executor):
         results = side_by_side(gradients, step) if len(step) > 1 else map(gradients, step)
         loss, grads, head_grad = next(results)
         for more_loss, more_grads, more_head in results:
-            # added block by block: a function for all blocks would compile again for each
-            # architecture
+            # Gradients are added block by block, because a function for all blocks would be
+            # compiled again for each architecture.
             loss = add(loss, more_loss)
             head_grad = add(head_grad, more_head)
             grads = {block: add(grad, more_grads[block]) for block, grad in grads.items()}
@@ -157,7 +157,7 @@ class Stages(Executor):
         begin, z = self.resolve(batch.tokens)
         num = self.num_blocks
         weights = self.put(batch.weights)
-        first = next((i for i in range(begin, num) if learned_of(ops[i]) is not None), num)
+        first = next((i for i in range(begin, num) if trained_params(ops[i]) is not None), num)
         frozen = [Dense(0, op.expert if isinstance(op, Reuse) else None) for op in ops[begin:first]]
         z, _ = self._forward(frozen, begin, first, z, weights)
         tape: list[Any] = []
@@ -170,7 +170,7 @@ class Stages(Executor):
         )
         grads: dict[int, Learned] = {}
         for i in reversed(range(first, num)):
-            # linearisations are the largest arrays of a step, so each is freed after its use
+            # Linearisations are the largest arrays of a step, so each one is freed after its use.
             learned_grad, rest, loss = self._backward(tape.pop(), grad, loss)
             grad = rest[0] if rest else grad
             if learned_grad is not None:
@@ -189,7 +189,8 @@ class Stages(Executor):
         """
         begin, values = self.resolve(tokens)
         num = self.num_blocks
-        # starts of blocks `begin`, `begin` + 1, ...; the last entry has the network's output
+        # The entries are the starts of blocks `begin`, `begin` + 1, ...; the last entry is the
+        # network's output.
         starts = [Start(values)]
         sums: list[jax.Array | None] = []
         codes = [[step.code for step in network[begin:]] for network in networks]
@@ -215,7 +216,7 @@ class Stages(Executor):
         return values, sums
 
     def _enter_next(self, block: int, x: jax.Array) -> jax.Array:
-        # for attn_proj, different choices at a block already have different first tokens
+        # For attn_proj, different choices at a block already have different first tokens.
         if block == self.num_blocks or self.placement == "attn_proj":
             return x
         return self._enter(self.blocks[block], x, outputs=self.outputs[block])
@@ -239,13 +240,13 @@ class Stages(Executor):
 )
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """Leaves of a stage's linearisation without the stage's arguments; `jit` would copy arguments
+    """The leaves of a stage's linearisation without the stage's arguments, which `jit` would copy
     to return them."""
 
     stored: list[jax.Array]
     places: tuple[int | None, ...]
-    """For each leaf of the linearisation, the number of the argument that it equals; None if it is
-    the next leaf in `stored`."""
+    """For each leaf of the linearisation, the index of the identical argument; None if the leaf is
+    the next item of `stored`."""
     structure: Any
 
     def vjp(self, arguments: Any) -> Any:
@@ -258,8 +259,8 @@ class Residuals:
 
 
 def linearised(value_and_vjp: tuple[Any, Any], arguments: Any) -> tuple[Any, Residuals]:
-    """Return a stage's value and the residuals of its linearisation; arguments are recognised by
-    the identity of their tracers."""
+    """Return the value of a stage and the residuals of its linearisation. Arguments are recognised
+    by the identity of their tracers."""
     value, vjp = value_and_vjp
     leaves, structure = jax.tree.flatten(vjp)
     number = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(arguments))}

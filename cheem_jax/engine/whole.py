@@ -1,4 +1,4 @@
-"""Whole networks as one compiled function each, cached by the architecture's signature.
+"""One compiled function per network signature, in a cache.
 
 The signature is the tuple of op kinds. Experts are arguments, so architectures that differ only in
 their experts share a function. This executor suits fine-tuning, which runs one architecture for
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.core.ops import learned_of, with_learned
+from cheem_jax.core.ops import trained_params, with_learned
 from cheem_jax.core.settings import Placement
 from cheem_jax.engine.executor import (
     Executor,
@@ -29,13 +29,13 @@ from cheem_jax.engine.executor import (
     Trained,
     Update,
     guard,
-    ops_of,
+    make_ops,
 )
 
 
 class ProgramCache:
     """Cache of compiled functions. The least recently used functions are evicted if there are more
-    than `capacity` functions or the process has more than `max_maps` memory maps.
+    than `capacity` functions, or if the process has more than `max_maps` memory maps.
 
     A function compiled for a CPU uses hundreds of memory maps, and over a thousand for a large
     network. Linux kills a process with more than `vm.max_map_count` maps, so `max_maps` is half of
@@ -51,7 +51,8 @@ class ProgramCache:
         self._lock = threading.Lock()  # the search has a thread per device
 
     def call(self, key: Hashable, function: Any, *arguments: Any) -> Any:
-        """Call `function`, which is compiled once per key and shapes of the arguments."""
+        """Call `function`, which is compiled once for each key and each combination of argument
+        shapes."""
         leaves, structure = jax.tree.flatten(arguments)
         key = (key, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         with self._lock:
@@ -75,7 +76,7 @@ class ProgramCache:
 
 
 def memory_maps() -> int:
-    """Return the number of memory maps of this process; 0 if the system does not report it."""
+    """Return the number of memory maps of this process; 0 if unknown."""
     try:
         with open("/proc/self/maps", "rb") as maps:
             return sum(1 for _ in maps)
@@ -84,8 +85,7 @@ def memory_maps() -> int:
 
 
 def memory_map_limit() -> int:
-    """Return the number of memory maps that Linux allows per process; its default if the system
-    does not report it."""
+    """Return the maximum number of memory maps per process; Linux's default if unknown."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except OSError:
@@ -109,10 +109,10 @@ class Whole(Executor):
         places = list(enumerate(architecture))[begin:]
         loss, updated, head = self.cache.call(
             ("step", begin, self.layout.place, setup.update),
-            self.jit(self._step_of(begin, setup.update)),
+            self.jit(self._make_step(begin, setup.update)),
             self.leaves,
             self.blocks[begin:],
-            ops_of(architecture, setup.experts, learners)[begin:],
+            make_ops(architecture, setup.experts, learners)[begin:],
             [learners.get(place) for place in places],
             head,
             values,
@@ -125,15 +125,15 @@ class Whole(Executor):
         changed = {place: new for place, new in pairs if new is not None}
         return Trained(changed, head, [loss])
 
-    def _step_of(self, begin: int, update: Update) -> Callable[..., Any]:
+    def _make_step(self, begin: int, update: Update) -> Callable[..., Any]:
         def step(leaves, blocks, ops, learners, head, values, labels, weights, num_classes, rate):
-            def loss_of(learned, params):
+            def compute_loss(learned, params):
                 trained = [with_learned(op, new) for op, new in zip(ops, learned, strict=True)]
                 last, _ = self._compose(blocks, trained, values, begin, self.num_blocks)
                 return self.mean_loss(leaves, params, last, labels, weights, num_classes)
 
-            loss, (grads, head_grad) = jax.value_and_grad(loss_of, argnums=(0, 1))(
-                [learned_of(op) for op in ops], head.params
+            loss, (grads, head_grad) = jax.value_and_grad(compute_loss, argnums=(0, 1))(
+                [trained_params(op) for op in ops], head.params
             )
             loss = guard(loss, (grads, head_grad))
             updated = [
@@ -159,12 +159,12 @@ class Whole(Executor):
             mask,
         )
 
-    def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
-        """See `Executor.programs_of`: one function for all blocks together."""
+    def function_keys(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
+        """Return a single key, because one function runs all blocks."""
         return {(begin, *skipped)}
 
     def counters(self) -> dict[str, Any]:
-        """Return the cache's numbers of hits, misses and evictions, and the seconds of its
+        """Return the numbers of cache hits, misses and evictions, and the seconds of
         compilations."""
         cache = self.cache
         return {

@@ -1,5 +1,5 @@
-"""Export a memory, or one task's network, to a file for other software; the file is checked before
-it is written."""
+"""Export a memory or the network of one task to a file for other software. The file is checked
+before it is written."""
 
 import dataclasses
 import importlib.metadata
@@ -48,16 +48,17 @@ PACKAGES: dict[Format, tuple[str, ...]] = {
     "timm": ("safetensors",),
 }
 LIMIT = 2**31 - 2**20
-"""Largest accepted size of the weights in bytes: flatbuffers and protobuf cannot write 2 GiB."""
+"""Maximum size of the weights in bytes; flatbuffers and protobuf cannot write 2 GiB."""
 TOLERANCE = 1e-4
-"""Largest accepted difference; it is relative to the largest logit if that logit exceeds 1."""
+"""Maximum difference between the file's results and the network's; relative to the largest logit if
+that logit exceeds 1."""
 NUM_IMAGES = 6
-"""Number of images per call of the check; a fixed number needs few compiled functions."""
+"""Number of images per call of the check; it is fixed, so that few functions are compiled."""
 NUM_CANDIDATES = 4 * NUM_IMAGES
 NUM_STEPS = 100
-"""Largest number of steps that change an image until the router infers the intended task."""
+"""Maximum number of steps that change an image until the router infers the intended task."""
 LARGEST_STEP = 8
-"""Change of each pixel value in the first step, in units of 1/255; it falls to 1 in the last
+"""Change of each pixel value in the first step, in units of 1/255; it decreases to 1 in the last
 step."""
 NUM_TIMED = 5
 
@@ -69,22 +70,21 @@ class Exported(NamedTuple):
     num_bytes: int
     largest_difference: float
     """Largest difference of the file's logits and distances from those of the network, over images
-    of every task."""
+    of all tasks."""
     seconds_per_image: float | None
-    """Seconds that the file needs for one image on this machine; None if the file contains weights
-    only."""
+    """Seconds for one image with the file on this machine; None if the file contains only
+    weights."""
     notes: tuple[str, ...]
 
 
 def kind_of(file: Path) -> Format:
-    """Return the format that belongs to a file's suffix. Raises ValueError for an unknown
-    suffix."""
+    """Return the format with the suffix of a file. Raises ValueError for an unknown suffix."""
     for kind, suffix in SUFFIXES.items():
         if suffix == file.suffix.lower():
             return kind
     suffixes = ", ".join(f"{suffix} ({kind})" for kind, suffix in SUFFIXES.items())
     raise ValueError(
-        f"{str(file)!r} has an unknown ending; expected one of {suffixes}, or name the format"
+        f"{str(file)!r} has an unknown suffix; use one of {suffixes}, or set the format"
     )
 
 
@@ -94,11 +94,11 @@ def export(
     """Write the network of one task, or the whole memory with its router if `task` is None.
 
     A task's network maps `images` to `logits`. A memory maps `images` to `task`, `logits` and
-    `distance`: the router runs once, each task's network continues from the router's pass at its
-    first block that differs from the backbone, and only the network of the inferred task runs. The
-    file contains a description (classes, architectures, inputs and outputs); for StableHLO the
-    description is the file `<file>.json`. timm weights contain one task; `task` is required if the
-    memory has more than one.
+    `distance`. The router runs once. The network of the inferred task then continues from the
+    router's pass, at the first block that differs from the backbone; no other task network runs.
+    The file contains a description (classes, architectures, inputs and outputs); for StableHLO, the
+    description is in the file `<file>.json`. timm weights contain one task; `task` is required if
+    the memory has more than one.
 
     Raises ValueError if the subject or file cannot be exported. Raises RuntimeError, without
     writing a file, if the file's results differ from the network's by more than 1e-4.
@@ -113,13 +113,13 @@ def export(
             raise ValueError(f"{place} is a folder; expected a file")
         if place.exists() and not overwrite:
             raise ValueError(
-                f"{place} exists already; choose another file, or add --overwrite (overwrite=True)"
+                f"{place} exists; choose another file, or add --overwrite (overwrite=True)"
             )
     names = [task.name for task in subject.tasks]
     if task is None and kind == "timm":
         if len(names) > 1:
             raise ValueError(
-                f"timm's weights are those of one task: name one of {', '.join(names)}"
+                f"timm weights contain one task; choose one of {', '.join(names)} with --task"
             )
         task = names[0]
     if task is not None:
@@ -130,44 +130,45 @@ def export(
     ]:
         raise ValueError(f"{kind} needs {', '.join(missing)}; pip install 'cheem_jax[export]'")
     description = _description(subject, index, kind)
-    if kind != "timm" and (wanted := num_bytes(subject, index)) > LIMIT:
+    if kind != "timm" and (required := num_bytes(subject, index)) > LIMIT:
         raise ValueError(
-            f"weights of {wanted} bytes; a {kind} file contains less than 2 GiB, so export task by"
-            " task"
+            f"the weights have {required} bytes, but a {kind} file can contain less than 2 GiB;"
+            " export each task separately"
         )
     size = subject.vit.config.image_size
     match kind:
         case "timm":
             assert index is not None
-            made = timm_weights.make(subject, index, description)
+            artefact = timm_weights.make(subject, index, description)
         case "onnx":
-            made = onnx_model.make(
+            artefact = onnx_model.make(
                 _program(subject, index), size, list(description["outputs"]), description
             )
         case "stablehlo":
-            made = stablehlo(_program(subject, index), size)
-    difference, compared = check(subject, index, made.run)
-    # timm files contain weights only, so there is nothing to time
-    seconds = None if kind == "timm" else seconds_per_image(made.run, size)
-    notes = list(made.notes)
+            artefact = stablehlo(_program(subject, index), size)
+    difference, compared = check(subject, index, artefact.run)
+    # a timm file contains only weights, so there is no function to time
+    seconds = None if kind == "timm" else seconds_per_image(artefact.run, size)
+    notes = list(artefact.notes)
     if index is None:
         notes.append(
-            "each image runs the backbone once and its own task's network from the first"
-            " difference on"
+            "each image runs through the backbone once, and through its task's network from the"
+            " first different block"
         )
         if unseen := [name for i, name in enumerate(names) if i not in compared]:
             notes.append(
-                f"not compared, as no image was found that leads to them: {', '.join(unseen)}"
+                "not compared, because the router inferred them for no generated image:"
+                f" {', '.join(unseen)}"
             )
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, made.content)
+    write_atomically(file, artefact.content)
     if description_file is not None:
         try:
             write_atomically(description_file, json.dumps(description, indent=1))
         except BaseException:
-            file.unlink()  # a file without its description has no class names
+            file.unlink()  # without its description, the file has no class names
             raise
-    return Exported(file, len(made.content), difference, seconds, tuple(notes))
+    return Exported(file, len(artefact.content), difference, seconds, tuple(notes))
 
 
 def _program(subject: Subject, index: int | None) -> ImageFunction:
@@ -175,7 +176,7 @@ def _program(subject: Subject, index: int | None) -> ImageFunction:
 
 
 def _description(subject: Subject, index: int | None, kind: Format) -> dict[str, Any]:
-    """Describe one task's network, or the memory if `index` is None, as JSON values."""
+    """Describe the network of one task, or the memory if `index` is None, as JSON values."""
     config = subject.vit.config
     tasks = subject.tasks if index is None else (subject.tasks[index],)
     images = (
@@ -231,14 +232,14 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
 
 
 def check(subject: Subject, index: int | None, run: FileFunction) -> tuple[float, set[int]]:
-    """Compare a file's results with the network's; return the largest difference and the compared
+    """Compare a file's results with the network's. Return the largest difference and the compared
     tasks.
 
-    A memory's file is checked with images of each of its tasks, in batches and with one image
-    alone. The reference results are those of the unexported network and of the router in NumPy,
-    which are independent of the function in the file. A task's file has merged experts, so the
-    reference uses low-rank pairs; for a memory's file, the reference uses merged experts. Raises
-    RuntimeError if the difference is too large.
+    A memory's file is checked with images of each of its tasks, in batches and with a single image.
+    The reference results are computed by the unexported network and by the router in NumPy, which
+    are independent of the function in the file. For a task's file, which has merged experts, the
+    reference uses low-rank pairs; for a memory's file, it uses merged experts. Raises RuntimeError
+    if the difference is too large.
     """
     graphdef, state = nnx.split(subject.vit)
     features = jax.jit(
@@ -270,7 +271,7 @@ def check(subject: Subject, index: int | None, run: FileFunction) -> tuple[float
                 head = subject.tasks[task].head
                 ops = stored_ops(subject)[task] if routing is None else dense_ops(subject, task)
                 with jax.default_matmul_precision("highest"):
-                    # always a whole batch, so that few functions are compiled
+                    # Always a full batch, so that few functions are compiled.
                     features_of_images = np.asarray(
                         features(
                             state, ops, images[:NUM_IMAGES] if len(rows) == 1 else images[rows]
@@ -295,14 +296,15 @@ def check(subject: Subject, index: int | None, run: FileFunction) -> tuple[float
 
 
 def seconds_per_image(run: FileFunction, image_size: int) -> float:
-    """Measure the median seconds per image; the first call, which compiles, is excluded."""
+    """Measure the median number of seconds per image; the first call, which compiles, is
+    excluded."""
     image = random_images(image_size, 1)
     run(image)
     return statistics.median(timeit.repeat(lambda: run(image), number=1, repeat=NUM_TIMED))
 
 
 def random_images(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
-    """Generate images of coloured squares of random sizes; their features differ more than those of
+    """Generate images of coloured squares of random sizes; their features vary more than those of
     noise."""
     rng = np.random.default_rng(0)
     images = []
@@ -318,9 +320,9 @@ def leading(
 ) -> UInt8[np.ndarray, "N S S 3"]:
     """Change each image step by step until the router infers its task in `tasks`.
 
-    Each step follows the sign of a gradient. While another task is nearer, it is the gradient of
-    the difference between the distances to the two tasks; then it is the gradient of the distance
-    beyond the task's threshold.
+    Each step follows the sign of a gradient: while another task is nearer, the gradient of the
+    difference between the distances to the two tasks; then the gradient of the amount by which the
+    distance exceeds the task's threshold.
     """
     distances = distances_of(subject)
     to_own = to_centroids(subject)
@@ -362,19 +364,18 @@ def leading(
 
 
 class _Routing:
-    """Images for which the router infers each task, and the router's distances for them."""
+    """Images for which the router infers each task, and the router's distances for these images."""
 
     def __init__(self, subject: Subject):
         candidates = random_images(subject.vit.config.image_size, NUM_CANDIDATES)
         distance, nearest, beyond = self._routed(subject, candidates)
         if unseen := sorted(set(range(len(subject.tasks))) - set(nearest[beyond <= 0].tolist())):
-            # start with the random image for which the nearest other task leads by the smallest
-            # distance
+            # Start with the random image for which the nearest task leads by the smallest distance.
             begin = (distance - distance.min(axis=1, keepdims=True)).argmin(axis=0)
             led = leading(subject, candidates[begin[unseen]], np.asarray(unseen, np.int32))
             candidates = np.concatenate([candidates, led])
             distance, nearest, beyond = self._routed(subject, candidates)
-        # one image per inferred task first, then other images until the last batch is full
+        # First one image per inferred task, then other images until the last batch is full.
         _, first = np.unique(np.where(beyond <= 0, nearest, -1), return_index=True)
         others = [row for row in range(len(candidates)) if row not in first]
         rows = [*first, *others[: -len(first) % NUM_IMAGES]]
@@ -383,8 +384,8 @@ class _Routing:
         self.nearest = nearest[rows]
         self.beyond = beyond[rows]
         """L1 distance to the nearest task minus that task's threshold."""
-        # Mahalanobis distances can be in the thousands, so errors are relative to a task's largest
-        # distance
+        # Mahalanobis distances can be in the thousands, so errors are relative to the largest
+        # distance of a task.
         self.far = np.maximum(np.abs(distance).max(axis=0), 1)
 
     def _routed(
@@ -405,7 +406,7 @@ class _Routing:
         return distance, nearest, to_centroids[np.arange(len(read)), nearest] - thresholds[nearest]
 
     def difference(self, images: np.ndarray, tasks: np.ndarray, distances: np.ndarray) -> float:
-        """Return the largest relative error of the file's distances and of its choice of tasks.
+        """Return the largest relative error of the file's distances and of its inferred tasks.
 
         If rounding decides a tie or a threshold, the error is small.
         """

@@ -1,7 +1,7 @@
-"""ONNX files, converted by jax2onnx and checked in onnxruntime; each weight is stored once.
+"""Convert to ONNX files with jax2onnx, and check them with onnxruntime; each weight is stored once.
 
-Two passes over the converted graph improve its branches and loops. They use that an inner graph (a
-branch or the body of a loop) can read values of the graph around it.
+Two passes over the converted graph improve its branches and loops. They use the fact that an inner
+graph (a branch or the body of a loop) can read values of the outer graph.
 """
 
 import importlib.metadata
@@ -19,14 +19,14 @@ import numpy as np
 from cheem_jax.export.programs import Artefact, ImageFunction
 
 OPSET = 18
-"""ONNX operator set: the oldest version with all needed operators, so that older runtimes can run
+"""ONNX operator set: the oldest version with all required operators, so that older runtimes can run
 the file."""
 
 
 def make(
     program: ImageFunction, image_size: int, outputs: Sequence[str], description: dict[str, Any]
 ) -> Artefact:
-    """Make an ONNX file that accepts any batch size and has the description as its metadata entry
+    """Make an ONNX file that accepts any batch size; `description` becomes its metadata entry
     `cheem_jax`.
 
     Raises ValueError if jax2onnx cannot convert the function.
@@ -59,11 +59,11 @@ def make(
         entry.value = json.dumps(description)
         content = model.SerializeToString()
         session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    except Exception as error:  # jax2onnx lags behind JAX and can raise errors of any type
+    except Exception as error:  # jax2onnx lags behind JAX and can raise any error
         raise ValueError(
-            f"jax2onnx {importlib.metadata.version('jax2onnx')} makes no ONNX of this with JAX"
-            f" {jax.__version__} ({type(error).__name__}: {str(error):.200}); export task by task,"
-            " or as stablehlo"
+            f"jax2onnx {importlib.metadata.version('jax2onnx')} cannot convert this network with"
+            f" JAX {jax.__version__} ({type(error).__name__}: {str(error):.200}); export each task"
+            " separately, or export as stablehlo"
         ) from error
 
     def run(images: np.ndarray) -> dict[str, np.ndarray]:
@@ -109,18 +109,18 @@ def _share_weights(graph: Any) -> None:
 
 
 def _keep_outside_loops(graph: Any) -> None:
-    """Let loops read constant values from the graph around them.
+    """Let loops read constants from the outer graph.
 
-    jax2onnx passes constants from iteration to iteration, and the runtime then copies all weights
-    for each image.
+    jax2onnx passes constants from iteration to iteration, so the runtime copies all weights for
+    each image.
     """
     for loop in [node for node in graph.node if node.op_type == "Loop"]:
         [body] = [attribute.g for attribute in loop.attribute if attribute.name == "body"]
         copied = {node.output[0]: node.input[0] for node in body.node if node.op_type == "Identity"}
         inside = {name for inner in _graphs(body) for node in inner.node for name in node.output}
         renamed, after = {}, {}
-        # the body's inputs start with the iteration number and a condition, its outputs with a
-        # condition
+        # The inputs of the body start with the iteration number and a condition, its outputs with a
+        # condition.
         for carried in reversed(range(len(loop.input) - 2)):
             outer = loop.input[carried + 2]
             given = body.input[carried + 2].name
@@ -158,7 +158,7 @@ def _read(graph: Any) -> set[str]:
 
 
 def _rename(graph: Any, renamed: dict[str, str]) -> None:
-    """Rename node inputs and graph outputs, in inner graphs too."""
+    """Rename node inputs and graph outputs, also in inner graphs."""
     for inner in _graphs(graph):
         for node in inner.node:
             for position, name in enumerate(node.input):

@@ -1,4 +1,4 @@
-"""The content of an exported file as a JAX function: one task's network, or a memory with its
+"""The function in an exported file, written in JAX: the network of one task, or a memory with its
 router."""
 
 import dataclasses
@@ -19,11 +19,11 @@ from cheem_jax.core.routing import Router, RouterConfig
 from cheem_jax.core.settings import Placement
 
 ImageFunction = Callable[[UInt8[Array, "B S S 3"]], dict[str, Array]]
-"""Maps uint8 images `[B, S, S, 3]` to a dictionary of output arrays, keyed by output name."""
+"""Function from uint8 images `[B, S, S, 3]` to output arrays, keyed by output name."""
 Distances = Callable[[Float[Array, "B E"]], Float[Array, "B T"]]
 FileFunction = Callable[[np.ndarray], dict[str, np.ndarray]]
-"""Runs the content of an exported file: maps uint8 images `[B, S, S, 3]` to a dictionary of output
-arrays, keyed by output name."""
+"""Function that runs an exported file; it maps uint8 images `[B, S, S, 3]` to output arrays, keyed
+by output name."""
 PLATFORMS = ("cpu", "cuda", "tpu")
 """Platforms for which a StableHLO file is compiled."""
 
@@ -41,8 +41,8 @@ class Subject:
     """Tasks in the router's order; a head has one column per class."""
     router: RouterConfig
     thresholds: tuple[float, ...] | None = None
-    """Largest accepted L1 distance to the nearest centroid, per task, for open-set rejection; None
-    accepts every image."""
+    """Maximum L1 distance to the nearest centroid, per task, for open-set rejection; None rejects
+    no image."""
 
     def __post_init__(self) -> None:
         if (precision := self.vit.config.precision) != "float32":
@@ -60,8 +60,8 @@ class Artefact(NamedTuple):
 
 
 def dense_ops(subject: Subject, index: int) -> Ops:
-    """Return a task's network with all low-rank pairs merged into dense experts; it has at most the
-    FLOPs of the backbone."""
+    """Return the ops of a task with all low-rank pairs merged into dense experts, which need at
+    most the FLOPs of the backbone."""
     blocks = zip(subject.pool, subject.tasks[index].experts, strict=True)
     return [
         Skip() if expert is None else Reuse(dense_expert(block, expert)) for block, expert in blocks
@@ -69,16 +69,16 @@ def dense_ops(subject: Subject, index: int) -> Ops:
 
 
 def stored_ops(subject: Subject) -> list[Ops]:
-    """Return the networks of all tasks with low-rank pairs stored separately; tasks that use the
-    same expert share its arrays.
+    """Return the ops of all tasks with low-rank pairs stored separately; tasks that use the same
+    expert share its arrays.
 
-    An adapted expert is stored as a full expert and one low-rank pair, so a file grows no faster
-    than the memory.
+    An adapted expert is stored as a full expert and one low-rank pair, so a file is not larger than
+    the memory.
     """
 
     @functools.cache
     def stored(block: int, index: int) -> Reuse | Adapt:
-        """Return the op of an expert; a chain of pairs becomes one pair whose rank is the sum of
+        """Return the op of an expert. A chain of pairs becomes one pair whose rank is the sum of
         their ranks."""
         pool = subject.pool[block]
         pairs = []
@@ -115,11 +115,11 @@ def task_function(subject: Subject, index: int) -> ImageFunction:
 
 
 def memory_function(subject: Subject) -> ImageFunction:
-    """Return the function from images to the inferred task, its logits and the distances to all
+    """Return the function from images to the inferred task, its logits, and the distances to all
     tasks.
 
-    Each task's network shares the router's pass through the backbone up to the first block that
-    differs from the backbone. The remaining blocks run per image, for the inferred task only, so
+    Each task network shares the router's pass through the backbone up to the first block that
+    differs from the backbone. The remaining blocks run per image and only for the inferred task, so
     the FLOPs per image depend neither on the batch size nor on the number of tasks.
     """
     vit = subject.vit
@@ -138,7 +138,7 @@ def memory_function(subject: Subject) -> ImageFunction:
     num_classes = max(len(task.classes) for task in subject.tasks)
 
     def rest(index, x):
-        """Return the logits of a task's network; the pass starts at its first block that differs
+        """Compute the logits of a task's network from the tokens of its first block that differs
         from the backbone."""
         for i in range(begins[index], depth):
             x, _ = vit.blocks[i].run(
@@ -167,7 +167,7 @@ def memory_function(subject: Subject) -> ImageFunction:
                 )
             return logits
 
-        # the loop copies all of its inputs, so it gets only the tokens at which a network starts
+        # The loop copies all its inputs, so it gets only the tokens at which a network starts.
         logits = jax.lax.map(answer, (task, {begin: reached[begin] for begin in set(begins)}))
         return {"task": task, "logits": logits, "distance": distance}
 
@@ -177,10 +177,10 @@ def memory_function(subject: Subject) -> ImageFunction:
 def router_pass(
     subject: Subject, images: UInt8[Array, "B S S 3"] | Float[Array, "B S S 3"]
 ) -> tuple[Float[Array, "B E"], dict[int, Float[Array, "B N D"]]]:
-    """Run the router's pass through the backbone; return the router's features and the tokens
+    """Run the router's pass through the backbone. Return the router's features and the tokens
     before each block.
 
-    uint8 images are normalised here; float images must be normalised already.
+    uint8 images are normalised; float images must already be normalised.
     """
     vit = subject.vit
     placement = subject.placement
@@ -199,7 +199,8 @@ def router_pass(
         )
     reached[depth] = x
     parts += [vit.features(x)] if until == depth else []
-    # must equal `routing.join_tokens`: each part has unit length before the concatenation
+    # must be consistent with `routing.join_tokens`: each part is scaled to unit length and then
+    # concatenated
     return (
         parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1)
     ), reached
@@ -215,15 +216,14 @@ def _widened(subject: Subject, head: Head) -> Head:
 
 
 def num_bytes(subject: Subject, index: int | None) -> int:
-    """Return the number of bytes of the distinct arrays in a file."""
+    """Return the number of bytes of all distinct arrays in a file."""
     networks = stored_ops(subject) if index is None else [dense_ops(subject, index)]
     leaves = jax.tree.leaves((nnx.state(subject.vit), networks))
     return sum({id(leaf): leaf.nbytes for leaf in leaves}.values())
 
 
 def distances_of(subject: Subject) -> Distances:
-    """Return the function from the router's features to the distances from each task, in
-    float32."""
+    """Return the function from the router's features to the distances to each task, in float32."""
     router = Router(subject.router, tuple(task.router_statistics for task in subject.tasks))
     if router.whitening is None:
         return to_centroids(subject)
@@ -238,13 +238,13 @@ def distances_of(subject: Subject) -> Distances:
 
 
 def to_centroids(subject: Subject) -> Distances:
-    """Return the function from the router's features to the L1 distance from the nearest centroid
-    of each task.
+    """Return the function from the router's features to the L1 distance to the nearest centroid of
+    each task.
 
-    Open-set thresholds apply to these distances with every kind of router.
+    Open-set thresholds apply to these distances for every kind of router.
     """
     most = max(len(task.centroids) for task in subject.tasks)
-    # tasks with fewer centroids repeat their first centroid, which does not change the minimum
+    # Tasks with fewer centroids repeat their first one, which does not change the minimum.
     padded = [
         np.concatenate([task.centroids, np.repeat(task.centroids[:1], most, axis=0)])[:most]
         for task in subject.tasks
@@ -282,10 +282,10 @@ def stablehlo(program: ImageFunction, image_size: int) -> Artefact:
     images = jax.ShapeDtypeStruct((batch, image_size, image_size, 3), jnp.uint8)
     # JAX creates the attributes of its settings at run time, so type checkers do not know them
     before = jax.config.jax_traceback_in_locations_limit  # pyright: ignore[reportAttributeAccessIssue]
-    # the file must not contain source paths of this machine
+    # so that the file contains no source paths of this machine
     jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
-        # accelerators would otherwise round operands and predict differently from a CPU
+        # otherwise, accelerators would round operands and differ from a CPU
         with jax.default_matmul_precision("highest"):
             # a new function object, because JAX's cache for `program` can contain traces of another
             # precision

@@ -1,11 +1,12 @@
-"""One task's network as a state dict that timm loads; dense experts replace the plastic layers.
+"""The network of one task as a state dict that timm loads; dense experts replace the plastic
+layers.
 
     described = json.loads(safetensors.safe_open(file, "pt").metadata()["cheem_jax"])["timm"]
     model = timm.create_model(described["architecture"], **described["arguments"])
     model.load_state_dict(safetensors.torch.load_file(file))
 
-timm always runs a residual branch. If a task skips a branch, all weights of the branch's last layer
-are zero.
+timm always runs a residual branch. For a branch that the task skips, all weights of the last layer
+are therefore zero.
 """
 
 import dataclasses
@@ -18,8 +19,8 @@ import jax
 import numpy as np
 
 from cheem_jax.backbone.config import ViTConfig
-from cheem_jax.backbone.params import build, params_of
-from cheem_jax.backbone.timm_names import from_timm, timm_name_of
+from cheem_jax.backbone.params import build, get_params
+from cheem_jax.backbone.timm_names import from_timm, to_timm_name
 from cheem_jax.core.ops import Reuse
 from cheem_jax.export.programs import Artefact, Subject, dense_ops
 
@@ -47,7 +48,7 @@ def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
     text = json.dumps({**description, "inputs": inputs, "timm": described})
     params = {
         name: value
-        for name, value in params_of(subject.vit).items()
+        for name, value in get_params(subject.vit).items()
         if not name.startswith("head.")
     }
     for block, op in enumerate(dense_ops(subject, index)):
@@ -69,10 +70,10 @@ def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
 
 
 def to_timm(params: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
-    """Convert parameters to timm's names and PyTorch's layout, in float32; the inverse of
+    """Convert parameters to timm's names and PyTorch's layout in float32. This is the inverse of
     `from_timm`."""
     return {
-        timm_name_of(name): np.ascontiguousarray(
+        to_timm_name(name): np.ascontiguousarray(
             _their_layout(name, value, config.patch_size), np.float32
         )
         for name, value in params.items()
@@ -88,7 +89,7 @@ def _their_layout(name: str, value: np.ndarray, patch_size: int) -> np.ndarray:
 
 
 def _architecture(config: ViTConfig) -> str:
-    # timm's plain ViT treats a distillation token as a register, and has one head only
+    # timm's plain ViT treats a distillation token as a register, and has only one head.
     return (
         config.timm_name.split(".")[0].replace("_distilled", "")
         if config.timm_name
@@ -98,14 +99,14 @@ def _architecture(config: ViTConfig) -> str:
 
 def _arguments(config: ViTConfig) -> dict[str, Any]:
     """Return the arguments of `timm.create_model`. A backbone without a timm name becomes timm's
-    tiny ViT with changed sizes.
+    tiny ViT with other sizes.
 
-    Raises ValueError if the backbone has a setting that timm's ViT does not have.
+    Raises ValueError if timm's ViT does not support a setting of the backbone.
     """
     if config.rotary is not None or config.gated or config.pool != "class":
         raise ValueError(
             f"backbone {config.name!r} has rotary positions, a gated MLP or no class token, which"
-            " the export to timm does not write; export it as stablehlo or onnx"
+            " the export to timm does not support; export it as stablehlo or onnx"
         )
     arguments = {"num_classes": config.num_classes, "img_size": config.image_size}
     if config.timm_name:
@@ -131,8 +132,8 @@ def _arguments(config: ViTConfig) -> dict[str, Any]:
     ]
     if odd:
         raise ValueError(
-            f"backbone {config.name!r} has no name in timm, whose plain ViT does not do with"
-            f" {', '.join(odd)}; export it as stablehlo or onnx"
+            f"timm's plain ViT does not support {', '.join(odd)} of backbone {config.name!r};"
+            " export it as stablehlo or onnx"
         )
     sizes = {"patch_size": config.patch_size, "embed_dim": config.width, "depth": config.depth}
     return arguments | sizes | {"num_heads": config.num_heads, "mlp_ratio": config.mlp_ratio}

@@ -7,7 +7,7 @@ from typing import Any
 from cheem_jax.cheem.config import auto
 from cheem_jax.cheem.saved_memory import save_memory_task, with_task
 from cheem_jax.continual import evaluate, say_learned
-from cheem_jax.data.task import Task, composed, copies_of, repeats
+from cheem_jax.data.task import Task, composed, find_copies, repeats
 from cheem_jax.data.task import fingerprint as fingerprint_data
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.compilation import Mark
@@ -27,24 +27,28 @@ from cheem_jax.run.session import Session
 def read_new_tasks(
     state: MemoryState, data: Data, name: str | None, extend: str | None, progress: Progress
 ) -> tuple[Task, ...]:
-    """Read the tasks, named as the memory spells them. Raises ValueError if they do not fit."""
+    """Read the new tasks; their names are spelled as in the memory. Raises ValueError if they do
+    not fit the memory."""
     size = state.config.image_size
     purpose = "learn" if extend is None else "extend"
     tasks = read_tasks(data, size, progress, upright=state.config.upright, purpose=purpose)
     if extend is not None and name is not None:
         raise ValueError(
-            f"the images extend the task {extend!r}, so it cannot be named {name!r} as well; leave"
-            " out one of the two"
+            f"the images extend the task {extend!r}, so they cannot get the name {name!r}; omit"
+            " name or extend"
         )
     names = [task.name for task in tasks]
     if (given := name if extend is None else extend) is not None:
         if len(tasks) != 1:
-            raise ValueError(f"one name, {given!r}, for {len(tasks)} tasks: {names}")
+            raise ValueError(
+                f"the name {given!r} is for one task, but the data contain {len(tasks)}: {names}"
+            )
         names = [given]
     names = state.spelled(names)
     if repeated := repeats(spelling.casefold() for spelling in names):
         raise ValueError(
-            f"task names differ in upper and lower case alone, or not at all: {repeated}"
+            f"task names are repeated, or differ only in upper and lower case: {repeated}; rename"
+            " the tasks"
         )
     for task in tasks:
         if (shape := task.train.images.shape[1:]) != (size, size, 3):
@@ -58,7 +62,7 @@ def read_new_tasks(
 
 
 def conditions(config: MemoryConfig, engine: EngineConfig) -> dict[str, Any]:
-    """The conditions under which the memory learns, for the record's fingerprint."""
+    """Return the conditions under which the memory learns, for the fingerprint in the record."""
     names = ("backbone", "image_size", "seed", "weights_sha256", "data_sha256")
     return fingerprint.take(
         {
@@ -78,11 +82,11 @@ def learn_tasks(
     *,
     discard: bool,
 ) -> Iterator[MemoryState]:
-    """Learn all tasks that are not known yet; yield the state after each task.
+    """Learn all tasks that the memory has not learned yet; yield the state after each task.
 
-    With `extend`, the images of the only task extend the learned task of this name. `discard`
-    discards an interrupted task. Raises ValueError if a name belongs to other data, or if another
-    task is interrupted.
+    With `extend`, the images of the only task extend the learned task of this name. With `discard`,
+    an interrupted task is discarded. Raises ValueError if a name belongs to other data, or if
+    another task is interrupted.
     """
     session.checkpoints = state.root.parent
     hashes = {task.name: fingerprint_data(task) for task in tasks}
@@ -94,10 +98,10 @@ def learn_tasks(
         tasks = [label_among(learned.classes, tasks[0])]
         absent_classes(tasks[0], learned)  # raises before anything changes
     if discard and state.interrupted is None:
-        session.say("no task is interrupted, so there is nothing to discard")
-    state = finish_first(state, hashes, discard)
+        session.say("no interrupted task to discard")
+    state = resolve_interrupted(state, hashes, discard)
     for task in tasks:
-        for other in copies_of(task, state.config.data_sha256):
+        for other in find_copies(task, state.config.data_sha256):
             session.say(
                 f"warning: {task.name} has the same images as {other}; the router cannot tell them"
                 " apart, so accuracy will be low without the task ID"
@@ -108,46 +112,51 @@ def learn_tasks(
             session.say(f"{task.name}: learned already")
         else:
             state = learn_task(state, task, extend is not None, sha256, setup, session)
-        # before the measurement, which can be interrupted although the task is saved
+        # The measurement can be interrupted, but the task is saved already.
         yield state
         measure(state, tasks, setup, session)
     setup.features.clear()
 
 
 def check_new(state: MemoryState, hashes: Mapping[str, str]) -> None:
-    """Raise ValueError if a name belongs to other data; `hashes` are fingerprints by name."""
+    """Raise ValueError if a name belongs to other data; `hashes` contains the fingerprint of each
+    new task, keyed by its name."""
     for name, sha256 in hashes.items():
         if state.config.keeps_base and name.casefold() == BASE:
             raise ValueError(
-                f"{name!r} is the pretraining data in this memory; give this one another name"
+                f"{name!r} is the name of the pretraining data in this memory; choose another name"
                 " (--name)"
             )
         for other in state.names:
             is_same = (other, state.config.data_sha256.get(other)) == (name, sha256)
             if composed(other).casefold() == composed(name).casefold() and not is_same:
                 raise ValueError(
-                    f"a task {other!r} was learned from other images already, and a learned task"
-                    " never changes; give this one another name (--name), or forget the old one"
-                    f" first: cheem forget {state.directory} {other}"
+                    f"task {other!r} was already learned from other images; choose another name"
+                    " (--name), add the images to the task (--extend), or forget the task first:"
+                    f" cheem forget {state.directory} {other}"
                 )
 
 
-def finish_first(state: MemoryState, hashes: Mapping[str, str], discard: bool) -> MemoryState:
-    """Return the state. If `discard` is set, the interrupted task is removed from it.
+def resolve_interrupted(
+    state: MemoryState, hashes: Mapping[str, str], discard: bool
+) -> MemoryState:
+    """Return the state in which the new tasks can be learned. With `discard`, the interrupted task
+    is removed from it.
 
-    Raises ValueError if `discard` is not set and the interrupted task is not the first of the new
-    tasks.
+    Raises ValueError without `discard` if the interrupted task is not the first of the new tasks.
     """
     interrupted = state.interrupted
-    new = [one for one in hashes.items() if one[1] not in state.learned_from(one[0])]
+    new = [
+        (name, sha256) for name, sha256 in hashes.items() if sha256 not in state.learned_from(name)
+    ]
     if interrupted is None or not (new or discard):
         return state
     if new[:1] == [(interrupted["name"], interrupted["data_sha256"])]:
         return state
     if not discard:
         raise ValueError(
-            f"task {interrupted['name']!r} is interrupted; give its command again to finish it"
-            " first, or give it up with --discard-unfinished"
+            f"task {interrupted['name']!r} is interrupted; repeat its command to finish it first,"
+            " or discard it with --discard-unfinished"
         )
     return state.end_learning()
 
@@ -160,7 +169,8 @@ def learn_task(
     setup: LearnerSetup,
     session: Session,
 ) -> MemoryState:
-    """Learn a task and save it; an extension replaces the learned task of the same name."""
+    """Learn a task and save it; return the new state. An extension replaces the learned task of the
+    same name."""
     before = state.internal
     index, number = len(before.tasks), before.next_number
     if state.config.preset == "auto":
@@ -222,9 +232,10 @@ def learn_task(
 def measure(
     state: MemoryState, tasks: Sequence[Task], setup: LearnerSetup, session: Session
 ) -> None:
-    """Complete the record: one evaluation after each task, on the images of `tasks`."""
+    """Add the missing evaluations to the record, one after each task; `tasks` contain the test
+    images."""
     evaluated = {entry["index"] for entry in read(state.directory) if entry["event"] == "evaluated"}
-    # the data of an extension can lack test images
+    # The data of an extension can have no test images.
     available = {
         task.name: task if len(task.test.labels) else dataclasses.replace(task, test=task.val)
         for task in tasks
@@ -232,7 +243,7 @@ def measure(
     learner = setup.learner(state.internal)
     last = len(state.names) - 1
     for index in sorted(set(range(last + 1)) - evaluated):
-        # accuracies before later tasks were learned can no longer be measured
+        # Accuracies at the time when fewer tasks were learned can no longer be measured.
         learned = [
             available.get(name) if index == last else None for name in state.names[: index + 1]
         ]
@@ -243,10 +254,10 @@ def measure(
 def forget_tasks(
     state: MemoryState, names: Sequence[str], *, erase: bool
 ) -> tuple[MemoryState, Forgotten]:
-    """Forget all named tasks, or none of them if a name is unknown; an interrupted task can be
-    named, too.
+    """Forget all named tasks, or none of them if a name is unknown. The interrupted task can be one
+    of them.
 
-    Raises ValueError for an unknown name, and if another task is interrupted.
+    Raises ValueError for an unknown name, and if a task that is not named is interrupted.
     """
     read(state.directory)  # a corrupted record raises before anything changes
     names = state.spelled(names)
@@ -254,8 +265,8 @@ def forget_tasks(
     if (interrupted := state.interrupted) is not None:
         if interrupted["name"] not in names:
             raise ValueError(
-                f"task {interrupted['name']!r} is interrupted; finish it, or forget it too, before"
-                " another one is forgotten"
+                f"task {interrupted['name']!r} is interrupted; finish it before you forget another"
+                " task, or forget both"
             )
         # a task that is being extended is also a learned task
         saved = [name for name in names if name != interrupted["name"] or name in state.names]

@@ -20,16 +20,16 @@ FORMAT = "cheem_jax-memory/1"
 RUN_FORMAT = "cheem_jax-run/1"
 WEIGHTS = "backbone.safetensors"
 BASE = "base"
-"""Name of the pretraining data as a target, and the folder of its checkpoint."""
+"""Name of the pretraining data as a target, and of the folder with its checkpoint."""
 SETTINGS = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base", "upright")
-"""Settings that `cheem info` shows."""
+"""Settings that `cheem info` displays."""
 COSTS = ("experts", "flops_executed", "params_added", "params_added_percent")
-"""Costs of a task that `cheem info` shows."""
+"""Costs of a task that `cheem info` displays."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryConfig:
-    """Settings and state of a memory.
+    """Settings and state of a memory, as stored in its `config.json`.
 
     The settings and the data of the tasks determine the learned memory completely.
     """
@@ -57,26 +57,26 @@ class MemoryConfig:
     tasks: tuple[str, ...] = ()
     """Task names in learning order."""
     data_sha256: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Fingerprint of the data of each task, so that a repeated `learn` skips known data."""
+    """Fingerprint of the data of each task; a repeated `learn` skips data with the same
+    fingerprint."""
     num_learned: int = 0
     """Number of tasks that were ever learned, including forgotten tasks."""
     learning: dict[str, Any] | None = None
-    """Name, number and data of the task that is being learned."""
+    """Name, number and data fingerprint of the task that is being learned."""
     forgetting: tuple[dict[str, Any], ...] | None = None
-    """Forgotten tasks that still have to be removed from the record, in descending order of their
-    index."""
+    """Forgotten tasks that still have to be removed from the record, by descending index."""
     replaced: tuple[int, ...] = ()
-    """Numbers that extended tasks had before; each extension assigns a new number to the task."""
+    """Former numbers of extended tasks; each extension assigns a new number to the task."""
     extended: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Extensions of each task, with fingerprints of the data and numbers of training images and
-    classes."""
+    """Extensions of each task, each with the fingerprint of its data and the numbers of training
+    images and classes."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read `config.json` of a memory or run. Raises ValueError if the directory is neither."""
+    """Read `config.json` of a memory or a run. Raises ValueError if the directory is neither."""
     if not directory.is_dir():
         raise ValueError(
-            f"no memory {str(directory)!r}; `cheem learn {directory} FOLDER` makes one"
+            f"memory {str(directory)!r} does not exist; `cheem learn {directory} FOLDER` creates it"
         )
     file = directory / NAME
     try:
@@ -84,12 +84,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(
             f"{str(directory)!r} is not a memory (it has no {NAME}); give a folder that `cheem"
-            " learn` made, or a run's"
+            " learn` created, or a run directory"
         ) from None
     if (version := values.get("format")) not in (FORMAT, RUN_FORMAT):
         is_other_version = isinstance(version, str) and version.startswith("cheem_jax-")
         reason = (
-            "another version of cheem_jax wrote it: use that version, or learn its tasks again"
+            "it was written by another version of cheem_jax: use that version, or learn the tasks"
+            " again"
             if is_other_version
             else "it is not a memory"
         )
@@ -98,18 +99,19 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def parse_config(values: Mapping[str, Any], directory: Path) -> MemoryConfig:
-    """Convert the values of `config.json`. Raises ValueError as `parse_settings`."""
+    """Convert the values of `config.json` to a MemoryConfig. Raises the errors of
+    `parse_settings`."""
     settings = {name: value for name, value in values.items() if name != "format"}
     return parse_settings(MemoryConfig, settings, directory / NAME)
 
 
 def parse_settings(kind: type, values: Mapping[str, Any], file: Path) -> Any:
-    """Convert JSON values to a settings dataclass, nested ones included.
+    """Convert JSON values to a settings dataclass, including nested ones.
 
-    Raises ValueError that names the file and each unknown or missing setting.
+    Raises ValueError with the name of the file and of each unknown or missing setting.
     """
     hints = typing.get_type_hints(kind)
-    way_out = "was it edited, or written by another version? Learn its tasks again if so"
+    way_out = "if it was edited or written by another version, learn the tasks again"
     if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(kind)}):
         raise ValueError(f"{file} contains unknown settings {unknown}; {way_out}")
     settings = {}
@@ -120,11 +122,12 @@ def parse_settings(kind: type, values: Mapping[str, Any], file: Path) -> Any:
             settings[name] = tuple(value) if isinstance(value, list) else value
         return kind(**settings)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{file} does not fit ({error}); {way_out}") from error
+        raise ValueError(f"the settings in {file} are invalid ({error}); {way_out}") from error
 
 
 def checkpoint_folder(directory: Path, generation: int) -> Path:
-    """Return the folder with the checkpoints of a generation, which has one directory per task."""
+    """Return the folder with the checkpoints of a generation. It contains one directory per
+    task."""
     return directory / f"generation-{generation:04d}" / "cheem"
 
 
@@ -139,11 +142,11 @@ def describe(
     is_run: bool = False,
     lost: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Build the JSON values that `cheem info` displays; sizes are in bytes on the disk."""
-    # by number; another process can remove folders meanwhile
+    """Build the JSON values that `cheem info` displays; sizes are in bytes on disk."""
+    # Keyed by task number. Another process can remove folders in the meantime.
     sizes = {number: _bytes_below(folder) for number, folder in enumerate(saved_tasks(root))}
     reports = {}
-    with contextlib.suppress(OSError, ValueError):  # a corrupted record does not prevent answers
+    with contextlib.suppress(OSError, ValueError):  # a corrupted record is ignored
         reports = {report["name"]: report for report in _reports(directory)}
     used = [{0, *(task["experts"][block] for task in tasks)} - {None} for block in range(len(pool))]
     return {
@@ -175,9 +178,9 @@ def describe(
 
 
 def unfinished(config: MemoryConfig, next_number: int) -> dict[str, Any] | None:
-    """Return the task whose learning was interrupted, or None.
+    """Return the task whose learning was interrupted; None if there is none.
 
-    `next_number` is the number of the next new task: a task with a lower number is saved already.
+    `next_number` is the number of the next new task; a task with a lower number is already saved.
     """
     learning = config.learning
     return None if learning is None or learning["number"] < next_number else learning
@@ -186,8 +189,8 @@ def unfinished(config: MemoryConfig, next_number: int) -> dict[str, Any] | None:
 def read_info(directory: Path) -> dict[str, Any] | None:
     """Read the values of `OpenMemory.info` without importing JAX.
 
-    The values are read from the record and from the metadata of the tasks. The hashes of files are
-    checked, but content hashes are not. Returns None if the memory has to be opened instead: it is
+    The values are read from the record and from the metadata of the tasks. Hashes of files are
+    checked, hashes of contents are not. Returns None if the memory has to be opened instead: it is
     a run, it is empty or corrupted, another process is changing it, or its record is incomplete.
     Raises ValueError if the directory is neither a memory nor a run.
     """
@@ -221,7 +224,7 @@ def _read_info(directory: Path, values: Mapping[str, Any]) -> dict[str, Any] | N
         choices = zip(report["architecture"], report["experts"], strict=True)
         for block, (choice, expert) in enumerate(choices):
             if choice.startswith("adapt") and pool[block][expert]["kind"] != "adapted":
-                return None  # the expert became a full one after its costs were recorded
+                return None  # its parent was erased after the costs were recorded
     names = {report["name"] for report in reports}
     if config.data_sha256.keys() - names or len(saved) < config.num_learned:
         return None
@@ -241,6 +244,6 @@ def _bytes_below(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # another process can learn here
+            with contextlib.suppress(FileNotFoundError):  # another process can change the memory
                 total += (Path(parent) / name).stat().st_size
     return total

@@ -17,7 +17,7 @@ from cheem_jax.data.verify import notes_on
 from cheem_jax.run.progress import Progress
 
 Data = str | Path | Task | Stream | Sequence[Task]
-Picture = str | Path | bytes | np.ndarray | Image.Image
+ImageInput = str | Path | bytes | np.ndarray | Image.Image
 
 
 def read_tasks(
@@ -29,10 +29,10 @@ def read_tasks(
     purpose: Purpose = "learn",
     only: str | None = None,
 ) -> tuple[Task, ...]:
-    """Return tasks unchanged, or read them from a data source of `cheem learn`.
+    """Return tasks as they are, or read them from a data source of `cheem learn`.
 
-    A source is a folder, a zip, a TOML file or the name of a benchmark. Raises ValueError for
-    tasks that do not fit the purpose. `only`: see `load_tasks`.
+    A data source is a folder, a zip file, a TOML file or the name of a benchmark. Raises ValueError
+    for tasks that do not fit `purpose`. `only`: see `load_tasks`.
     """
     match data:
         case Task():
@@ -40,7 +40,7 @@ def read_tasks(
         case Stream():
             tasks = data.tasks
         case str() | Path():
-            # the absolute path of an existing `Path` cannot be confused with a benchmark's name
+            # An absolute path cannot be confused with the name of a benchmark.
             is_path = isinstance(data, Path) and absolute(data).exists()
             source = str(absolute(data) if is_path else data)
             plans = plan_source(source, purpose=purpose)[1]
@@ -66,7 +66,7 @@ def decode(
 ) -> tuple[Task, ...]:
     """Decode the images of planned tasks, and report ignored files and suspicious images.
 
-    `upright`: see `Plan.turned`; `only`: see `load_tasks`.
+    `upright`: whether images are rotated by their EXIF orientation; `only`: see `load_tasks`.
     """
     plans = [plan.turned(upright) for plan in plans]
     if progress is None:
@@ -86,10 +86,11 @@ def decode(
     return tasks
 
 
-def files_in(path: Path) -> tuple[list[str], list[str]]:
-    """List an image file itself, or the images below a folder, with notes on its other files.
+def list_images(path: Path) -> tuple[list[str], list[str]]:
+    """List the images in a folder and its subfolders, with notes on other files; an image file is
+    the only item of its list.
 
-    Raises ValueError if the folder contains no image.
+    Raises ValueError if the folder contains no images.
     """
     folder = absolute(path)
     if not folder.is_dir():
@@ -97,20 +98,20 @@ def files_in(path: Path) -> tuple[list[str], list[str]]:
     listing = look_through(folder)
     if not listing.images:
         raise ValueError(
-            f"{str(path)!r} contains no image; expected an image file, or a folder of"
-            f" some{listing.message()}"
+            f"{str(path)!r} contains no images; give an image file or a folder of images"
+            f"{listing.message()}"
         )
     return [str(path / name) for name in listing.images], listing.notes()
 
 
 class NamedFiles(FolderFiles):
-    """Image files by any path, and images in memory.
+    """Image files with arbitrary paths, and images in memory.
 
-    Errors and predictions name a file by the path that the user gave, and an image in memory `-`.
-    Raises ValueError for other types, and for arrays other than uint8 `[H, W, 3]`.
+    Errors and predictions refer to a file by the path that the user gave, and to an image in memory
+    as `-`. Raises ValueError for other types, and for arrays other than uint8 `[H, W, 3]`.
     """
 
-    def __init__(self, images: Sequence[Picture], *, upright: bool):
+    def __init__(self, images: Sequence[ImageInput], *, upright: bool):
         super().__init__(
             Path(), [str(one) if isinstance(one, str | Path) else "-" for one in images]
         )
@@ -137,7 +138,7 @@ class NamedFiles(FolderFiles):
         """See `Encoded.picture`."""
         match image := self.images[row]:
             case Image.Image():
-                with self._loading:  # the same open file can occur twice
+                with self._loading:  # the same open file can occur more than once
                     image.load()
                 return image
             case bytes():

@@ -1,12 +1,12 @@
-"""The directory of a memory, whose content is replaced completely or not at all.
+"""The files in the directory of a memory; changes are atomic.
 
     config.json                     settings, state, and the number of the valid generation
-    backbone.safetensors            frozen backbone with head and mean CLS tokens of its data
+    backbone.safetensors            frozen backbone with its head and mean CLS tokens
     base/                           router statistics of the pretraining data, if its classes are
                                     a target
     generation-0001/cheem/000-cats  one directory per task, as in a run
-    metrics.jsonl                   record of how tasks were learned, and of accuracies
-    evaluated.json                  later accuracies, measured by `cheem evaluate`
+    metrics.jsonl                   record of the learned tasks and of accuracies
+    evaluated.json                  latest accuracies, measured by `cheem evaluate`
 
 Learning a task adds a directory. Forgetting or extending a task writes a new generation next to the
 old generation, and then marks the new one as valid in `config.json`. If a process is killed, the
@@ -44,7 +44,7 @@ DERIVED = (
     "figures",
     "tensorboard",
 )
-"""Files and folders that commands derive from the record; they contain names and classes."""
+"""Files and folders derived from the record. They contain names and classes of tasks."""
 
 
 def write_config(directory: Path, config: MemoryConfig) -> None:
@@ -56,13 +56,13 @@ def write_config(directory: Path, config: MemoryConfig) -> None:
 def write_generation(
     directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory
 ) -> None:
-    """Write the checkpoints of the next generation, which `config.json` can then make valid.
+    """Write the checkpoints of the next generation. Changing `config.json` then makes it valid.
 
-    Unchanged tasks share their files with the generation before.
+    Unchanged tasks share their files with the previous generation.
     """
     root = checkpoint_folder(directory, config.generation)
     new = checkpoint_folder(directory, config.generation + 1).parent
-    shutil.rmtree(new, ignore_errors=True)  # of a killed process
+    shutil.rmtree(new, ignore_errors=True)  # left by a killed process
     changed = changed_tasks(before, after)
     with new_directory(new) as partial:
         new_root = partial / root.name
@@ -79,8 +79,8 @@ def write_generation(
 
 
 def _link(source: str, target: str) -> None:
-    """Link a file of a task, which no process writes again; copy it if the file system has no
-    links."""
+    """Hard-link a file of a task, or copy it if the file system does not support links. Files of
+    saved tasks are never written again."""
     try:
         os.link(source, target)
     except OSError:
@@ -88,7 +88,7 @@ def _link(source: str, target: str) -> None:
 
 
 def remove_old_generations(directory: Path, generation: int) -> None:
-    """Remove all generations except one; folders with similar names stay."""
+    """Remove all generations except `generation`; folders with similar names are not touched."""
     valid = checkpoint_folder(directory, generation).parent.name
     for folder in list(directory.iterdir()):
         is_generation = re.fullmatch(
@@ -99,9 +99,9 @@ def remove_old_generations(directory: Path, generation: int) -> None:
 
 
 def remove_forgotten(directory: Path, config: MemoryConfig, memory: InternalMemory) -> None:
-    """Remove the tasks of `config.forgetting` from the record and from all files derived from it.
+    """Remove the tasks in `config.forgetting` from the record and from all derived files.
 
-    `memory` is the memory without these tasks. A repeated call changes nothing.
+    `memory` is the memory without these tasks. Repeating the call changes nothing.
     """
     for file in directory.glob(".*.tmp"):
         if re.fullmatch(r"\..+\.\d+\.tmp", file.name):  # unfinished files of a killed process
@@ -127,7 +127,8 @@ def _reports(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_free(directory: Path) -> None:
-    """Raise ValueError if a new memory cannot be made here because something exists already."""
+    """Raise ValueError if a memory cannot be created in the directory because it is a file or not
+    empty."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{str(directory)!r} is a file; a memory is a folder")
     if directory.exists() and not all(is_of_system(file.name) for file in directory.iterdir()):
@@ -139,34 +140,35 @@ def check_free(directory: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """Yield a hidden folder; when the block ends, its content becomes the content of the directory.
+    """Yield a hidden folder. When the block ends, the folder's content becomes the content of
+    `directory`.
 
-    If the block fails, nothing is left. A directory that does not exist yet is created by one
-    rename. An existing directory can be a mount point, or its parent folder can be read-only, so
-    the hidden folder is then inside of it and `config.json` is moved last. Raises ValueError if the
+    If the block fails, nothing is left behind. A new directory is created by renaming the hidden
+    folder. An existing directory can be a mount point, or its parent can be read-only, so the
+    hidden folder is created inside it, and `config.json` is moved last. Raises ValueError if the
     directory is not empty, and OSError with its name if it cannot be created.
     """
     check_free(directory)
     directory = directory.resolve()
-    is_there = directory.is_dir()
+    exists = directory.is_dir()
     moved = list[Path]()
     name = f".{directory.name}.{os.getpid()}.partial"
-    partial = directory / name if is_there else directory.with_name(name)
+    partial = directory / name if exists else directory.with_name(name)
     remains = directory.glob(f"{glob.escape(f'.{directory.name}.')}*.partial")
-    for folder in remains if is_there else [partial]:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed process
+    for folder in remains if exists else [partial]:
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
     try:
         partial.mkdir(parents=True)
     except OSError as error:
         way_out = (
-            "" if error.errno in REFUSING else ": nothing can be made there; choose another folder"
+            "" if error.errno in REFUSING else ": cannot create a folder there; choose another one"
         )
         raise OSError(error.errno, f"{error.strerror}{way_out}", str(directory)) from error
     try:
         yield partial
         for path in (*partial.rglob("*"), partial):
             to_disk(path)
-        if is_there:
+        if exists:
             for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == NAME):
                 if entry.name == NAME:
                     to_disk(directory)
@@ -185,7 +187,8 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
 
 def remove_memory(directory: Path) -> None:
-    """Remove a memory; if the folder itself cannot be removed, foreign hidden files stay in it."""
+    """Remove a memory. Hidden files of other software stay, and so does the folder if it contains
+    any."""
     (directory / NAME).unlink(missing_ok=True)  # without it the folder is not a memory
     for path in list(directory.iterdir()):
         if path.name.startswith(OURS) or not is_of_system(path.name):

@@ -16,13 +16,13 @@ from jaxtyping import Float, Int
 from scipy.optimize import minimize_scalar
 
 from cheem_jax.core.metrics import MOST_TEMPERATURE, fit_temperature, log_probability
-from cheem_jax.core.pool import Head, TaskMemory, logits_of
+from cheem_jax.core.pool import Head, TaskMemory, compute_logits
 from cheem_jax.core.routing import (
     NUM_QUANTILES,
     TaskStatistics,
     packed,
     unpacked,
-    whitening_of,
+    whitening_matrix,
 )
 from cheem_jax.data.task import Split, Task, composed, spelled_as
 
@@ -164,15 +164,15 @@ def new_temperature(
     The second is fitted to the new validation images. It is too high, because the network has not
     learned their classes.
     """
-    wanted = log_probability(logits_of(samples, task.head) / task.temperature, labels)
-    logits = logits_of(samples, head)
+    wanted = log_probability(compute_logits(samples, task.head) / task.temperature, labels)
+    logits = compute_logits(samples, head)
     bound = float(np.log(MOST_TEMPERATURE))
 
     def difference(log_temperature):
         return abs(log_probability(logits / np.exp(log_temperature), labels) - wanted)
 
     fit: Any = minimize_scalar(difference, bounds=(-bound, bound), method="bounded")
-    return float(np.sqrt(np.exp(fit.x) * fit_temperature(logits_of(val, head), val_labels)))
+    return float(np.sqrt(np.exp(fit.x) * fit_temperature(compute_logits(val, head), val_labels)))
 
 
 def class_statistics(
@@ -258,7 +258,7 @@ def discriminant_head(statistics: Statistics, old: Head) -> Head:
     It predicts the class of the nearest mean by Mahalanobis distance. Its logits are scaled to
     those of the old head, which has the first of the classes, so that probabilities stay similar.
     """
-    whitening = whitening_of(unpacked(statistics["covariance"]), SHRINKAGE)
+    whitening = whitening_matrix(unpacked(statistics["covariance"]), SHRINKAGE)
     means = statistics["means"].astype(np.float64)
     weight = whitening @ (means @ whitening).T
     bias = -(means.T * weight).sum(axis=0) / 2

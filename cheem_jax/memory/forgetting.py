@@ -1,7 +1,7 @@
-"""Forgetting tasks on request: their experts are removed, and all other predictions stay the same.
+"""Forget tasks on request: remove their experts without changing predictions of other tasks.
 
-Experts keep their positions in the pool, so that no other task changes. An expert of a forgotten
-task stays while another task uses it, or while an adapted expert descends from it.
+Experts keep their positions in the pool, so the other tasks do not change. An expert of a forgotten
+task stays if another task uses it, or if an adapted expert descends from it.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class PoolPosition(NamedTuple):
 
 
 class RetainedExpert(NamedTuple):
-    """An expert of a forgotten task that stays, and the tasks that need it."""
+    """An expert of a forgotten task that was not removed, and the tasks that need it."""
 
     place: PoolPosition
     tasks: tuple[str, ...]
@@ -29,27 +29,29 @@ class RetainedExpert(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Forgotten:
-    """The memory without some tasks, and the fate of their experts."""
+    """The memory without the forgotten tasks, and a summary of the changes to its experts."""
 
     memory: InternalMemory = dataclasses.field(repr=False)
     numbers: tuple[int, ...] = ()
-    """Numbers of the forgotten tasks, which no later task gets."""
+    """Numbers of the forgotten tasks; they are not reused."""
     removed: tuple[PoolPosition, ...] = ()
-    """Removed experts, also those of tasks forgotten earlier that only these tasks needed."""
+    """Removed experts, including those of tasks forgotten earlier that only these tasks needed."""
     in_use: tuple[RetainedExpert, ...] = ()
     """Experts that other tasks use; they remain candidates for new tasks."""
     ancestors: tuple[RetainedExpert, ...] = ()
-    """Experts from which adapted experts descend; they are no longer candidates."""
-    baked: tuple[PoolPosition, ...] = ()
-    """Adapted experts that became full experts, so that their ancestors could be removed."""
+    """Experts that stay because adapted experts descend from them; they are no longer
+    candidates."""
+    merged: tuple[PoolPosition, ...] = ()
+    """Adapted experts that were merged into full experts, so that their ancestors could be
+    removed."""
 
 
 def forget(memory: InternalMemory, *names: str, erase: bool = False) -> Forgotten:
     """Return the memory without the named tasks.
 
-    With `erase`, adapted experts that descend from an expert of a forgotten task become full
-    experts; only experts that other tasks use directly stay then. Raises ValueError for unknown
-    names.
+    With `erase`, adapted experts that descend from an expert of a forgotten task are merged into
+    full experts. Then only those experts of forgotten tasks stay that other tasks use directly.
+    Raises ValueError for unknown names.
     """
     names = tuple(check_names(names, [task.name for task in memory.tasks], "this memory"))
     tasks = zip(memory.numbers, memory.tasks, strict=True)
@@ -57,7 +59,7 @@ def forget(memory: InternalMemory, *names: str, erase: bool = False) -> Forgotte
 
 
 def without_numbers(memory: InternalMemory, *numbers: int, erase: bool = False) -> Forgotten:
-    """Return the memory without the tasks of these numbers; see `forget`."""
+    """Return the memory without the tasks that have these numbers; see `forget`."""
     tasks = tuple(
         task for n, task in zip(memory.numbers, memory.tasks, strict=True) if n not in numbers
     )
@@ -66,7 +68,7 @@ def without_numbers(memory: InternalMemory, *numbers: int, erase: bool = False) 
     removed = []
     in_use = []
     ancestors = []
-    baked = []
+    merged = []
     for b, block in enumerate(memory.pool):
         used = {task.experts[b] for task in tasks} - {None}
         block = list(block)
@@ -76,7 +78,7 @@ def without_numbers(memory: InternalMemory, *numbers: int, erase: bool = False) 
                 descends = parent is not None and block[parent].origin in forgotten
                 if descends and parent not in used and e in _needed(block, used):
                     block[e] = StoredExpert(dense_expert(tuple(block), e), None, stored.origin)
-                    baked.append(PoolPosition(b, e))
+                    merged.append(PoolPosition(b, e))
         needed = _needed(block, used)
         for e, stored in enumerate(block):
             if e not in needed and stored.origin is not None and not stored.is_gone:
@@ -98,12 +100,12 @@ def without_numbers(memory: InternalMemory, *numbers: int, erase: bool = False) 
         tuple(removed),
         tuple(in_use),
         tuple(ancestors),
-        tuple(baked),
+        tuple(merged),
     )
 
 
 def changed_tasks(before: InternalMemory, after: InternalMemory) -> list[int]:
-    """Numbers of the remaining tasks whose adapted experts became full experts."""
+    """Return the numbers of the remaining tasks whose adapted experts became full experts."""
     return [
         number
         for number in after.numbers
@@ -119,7 +121,7 @@ def changed_tasks(before: InternalMemory, after: InternalMemory) -> list[int]:
 
 
 def _lineage(block: Sequence[StoredExpert], expert: int | None) -> Iterator[int]:
-    """An expert and all experts that it descends from."""
+    """Yield the expert and all its ancestors."""
     while expert is not None:
         yield expert
         expert = block[expert].parent
@@ -132,7 +134,8 @@ def _needed(block: Sequence[StoredExpert], used: set[int | None]) -> set[int]:
 def without_task(
     entries: Sequence[Mapping[str, Any]], index: int, name: str
 ) -> list[dict[str, Any]]:
-    """Return the record without the task at `index`: its entries, and its columns in others."""
+    """Return the record without the task at `index`: without its entries, and without its rows and
+    columns in other entries."""
     rest = []
     for entry in map(dict, entries):
         match entry["event"]:
@@ -149,7 +152,7 @@ def without_task(
                     continue
                 if report["index"] > index:
                     report["index"] -= 1
-                    # the first row of similarities is that of the pretraining data
+                    # the first row of similarities belongs to the pretraining data
                     report["similarity"] = _cut(report["similarity"], index + 1)
                 report["pool"] = [
                     [_renumber(expert, index) for expert in block] for block in report["pool"]

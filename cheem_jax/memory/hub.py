@@ -1,7 +1,8 @@
-"""Memories on the Hugging Face hub: push with a model card, and pull completely or not at all.
+"""Push memories to the Hugging Face hub with a model card, and pull them; a failed pull leaves
+nothing.
 
-Only the files that predictions need and the record are pushed. Images are not, nor are reports,
-which can show some.
+Only the record and the files for predictions are pushed. Images and reports are not pushed; reports
+can contain images.
 """
 
 import json
@@ -24,11 +25,11 @@ from cheem_jax.run.record import NAME as RECORD
 from cheem_jax.run.record import read
 
 COMMIT_TIMEOUT = 120.0
-"""Seconds until a commit with files has to be processed; `TIMEOUT` is for other requests."""
+"""Timeout in seconds for a commit with files; `TIMEOUT` applies to other requests."""
 MAX_FILES = 100_000
 """Maximum number of files of a pulled memory. A task has about 20."""
 MAX_BYTES = 100 * 2**30
-"""Maximum size of a pulled memory."""
+"""Maximum size of a pulled memory in bytes."""
 CARD = "README.md"
 FILES = re.compile(
     rf"(?!.*(?:^|/)\.)({NAME}|{WEIGHTS}|{RECORD}|{BASE}/.+|generation-\d{{4,}}/cheem/\d{{3,}}[-.].+)"
@@ -41,9 +42,9 @@ def push(
 ) -> list[str]:
     """Replace the memory in the repository `OWNER/NAME` by this one, in a single commit.
 
-    A missing repository is created, private unless `public`. Returns the names of the pushed
-    files. Raises ValueError for a run or an interrupted task, and as `open_memory`; OSError with
-    the way out if the hub refuses or does not answer.
+    A missing repository is created; it is private unless `public`. Returns the names of the pushed
+    files. Raises ValueError for a run or an interrupted task, the errors of `open_memory`, and
+    OSError with a hint if the hub refuses the request or does not answer.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -55,8 +56,8 @@ def push(
         memory.tidy()  # the remains of a killed command are not pushed
         if (unfinished := memory.state.interrupted) is not None:
             raise ValueError(
-                f"task {unfinished['name']!r} is interrupted; finish it, or forget it, before the"
-                " memory is pushed"
+                f"task {unfinished['name']!r} is interrupted; finish or forget it before you push"
+                " the memory"
             )
         folders = [directory / BASE, *saved_tasks(memory.root)]
         files = [
@@ -92,8 +93,9 @@ def push(
 def pull(repository: str, directory: str | Path) -> OpenMemory:
     """Download the memory in the repository `OWNER/NAME` into a new or empty folder.
 
-    Raises ValueError if the repository does not contain a complete memory, or more or larger files
-    than a memory has, and OSError as `push`; nothing is left in both cases.
+    Raises ValueError if the repository does not contain a complete memory, or if its files are too
+    many or too large, and OSError if the hub refuses the request or does not answer. In all cases,
+    nothing is left behind.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -123,7 +125,9 @@ def pull(repository: str, directory: str | Path) -> OpenMemory:
         try:
             open_memory(partial)
         except (ValueError, OSError) as error:
-            raise ValueError(f"{repository!r} on the hub is not a whole memory: {error}") from error
+            raise ValueError(
+                f"{repository!r} on the hub is not a complete memory: {error}"
+            ) from error
     return open_memory(directory)
 
 
@@ -145,7 +149,7 @@ def _check_sizes(repository: str, sizes: Mapping[str, int], num_free: int) -> No
 
 
 def model_card(memory: OpenMemory, repository: str, license: str | None = None) -> str:
-    """The model card in Markdown: tasks, accuracies and the commands to use the memory."""
+    """Return the model card as Markdown: tasks, accuracies and the commands to use the memory."""
     config = memory.config
     evaluated = {
         entry["index"]: entry["methods"]["cheem"]
@@ -166,7 +170,7 @@ def model_card(memory: OpenMemory, repository: str, license: str | None = None) 
         "pipeline_tag": "image-classification",
         "tags": ["continual-learning"],
     } | ({} if license is None else {"license": license})
-    # JSON is YAML
+    # JSON is valid YAML
     fields = "\n".join(f"{name}: {json.dumps(value)}" for name, value in header.items())
     table = Grid("", ("task", "classes", "accuracy", "task ID given"), tuple(rows), 2).to_markdown()
     learned = f"a frozen {config.backbone} at {config.image_size} pixels with experts for"
@@ -178,11 +182,11 @@ def model_card(memory: OpenMemory, repository: str, license: str | None = None) 
 
 A memory of cheem_jax: {learned} {len(rows)} tasks.
 They were learned one after another with the preset `{config.preset}` and seed {config.seed}.
-It contains no image.
+It contains no images.
 
 {table}
 
-Accuracy is on the test images of each task, right after learning it.
+Accuracy is measured on the test images of each task, right after learning the task.
 
 ```console
 $ cheem pull {repository} MEMORY

@@ -1,5 +1,4 @@
-"""Functions over the internal memory: `learn` adds a task, and `extend` learns more images of a
-task.
+"""Functions on the internal memory: `learn` adds a task, and `extend` learns more images of a task.
 
 Each task also stores quantiles of router distances for open-set prediction, the temperature of its
 class probabilities, and statistics of its classes (see `extending`).
@@ -30,8 +29,8 @@ from cheem_jax.core.pool import (
     Head,
     InternalMemory,
     Pool,
+    compute_logits,
     grow,
-    logits_of,
 )
 from cheem_jax.core.routing import calibrate, centroid_distances
 from cheem_jax.data.task import Task
@@ -68,7 +67,7 @@ EFFECTS = {
     "head": "the network stays as it is and has a new head",
     "network": "the fine-tuned network is used",
 }
-"""Effect of an extension, by the kind of the chosen candidate."""
+"""Effect of an extension, keyed by the kind of the selected candidate."""
 
 
 class LearnerSetup(NamedTuple):
@@ -78,18 +77,18 @@ class LearnerSetup(NamedTuple):
     config: CheemConfig
     keys: Keys
     base_means: np.ndarray | None
-    """Mean CLS tokens of the pretraining data `[L, D]`; None: unknown."""
+    """Mean CLS tokens of the pretraining data `[L, D]`; None if unknown."""
     features: FrozenFeatures
-    """Features that the router reads."""
+    """Features of the frozen backbone for the router."""
 
     def learner(self, memory: InternalMemory) -> "MemoryLearner":
-        """A learner that continues with this memory."""
+        """Return a learner that continues with `memory`."""
         learner = MemoryLearner(*self)
         learner.memory = memory
         return learner
 
     def costs(self, memory: InternalMemory) -> list[dict[str, Any]]:
-        """The costs of each task, and whether it is calibrated."""
+        """Return the costs of each task, and whether the task is calibrated."""
         learner = self.learner(memory)
         return [
             {**learner.costs(index), "calibrated": task.distances is not None}
@@ -98,7 +97,7 @@ class LearnerSetup(NamedTuple):
 
 
 def make_setup(pretrained: Pretrained, config: MemoryConfig, engine: EngineConfig) -> LearnerSetup:
-    """Build the networks of a memory."""
+    """Build the networks for learning in a memory."""
     networks = make_networks(pretrained, None, config.method, engine)
     base = find_base_means(
         pretrained, config.method, engine.precision, images=None, progress=Progress()
@@ -115,13 +114,13 @@ def make_setup(pretrained: Pretrained, config: MemoryConfig, engine: EngineConfi
 def learn(
     memory: InternalMemory, task: Task, setup: LearnerSetup, session: Session
 ) -> tuple[InternalMemory, dict[str, Any]]:
-    """Learn one more task; return the memory with the new task, and the report for the record."""
+    """Learn one more task. Return the memory with this task, and the report for the record."""
     learner = setup.learner(memory)
     index = len(memory.tasks)
     num = len(task.train.labels)
     seconds = expected_seconds(setup.executor, setup.config, task, session.saved)
     session.expect(seconds)
-    # rounded to tens of seconds, since the estimate is not more precise
+    # The estimate is rounded to tens of seconds, because it is not more precise.
     text = duration(10 * max(math.ceil(seconds / 10), 1))
     session.say(
         f"task {index + 1}: {task.name}, {len(task.classes)} classes, {num:,} training images; "
@@ -151,9 +150,9 @@ def extend(
 ) -> tuple[InternalMemory, dict[str, Any]]:
     """Replace the task at `index` by a task that has also learned the images of `task`.
 
-    `task` has the classes that `label_among` returns, and `earlier` is the latest report of the
-    task. Returns the memory with the extended task as its last task, and the report. Predictions of
-    all other tasks stay the same.
+    `task` has classes as returned by `label_among`, and `earlier` is the latest report of the task.
+    Returns the memory with the extended task as its last task, and the report. Predictions of all
+    other tasks stay the same.
     """
     before = memory.tasks[index]
     name = task.name
@@ -161,23 +160,24 @@ def extend(
     more = len(task.classes) - len(before.classes)
     session.say(
         f"{name}: {len(task.train.labels):,} more images to learn from"
-        f" ({num_before:,} before), {len(task.val.labels):,} to decide on, {more} more"
+        f" ({num_before:,} before), {len(task.val.labels):,} for validation, {more} more"
         f" class{'' if more == 1 else 'es'} ({len(before.classes)} before)"
     )
     if absent := absent_classes(task, before):
         listed = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
         reason = (
-            f"no new image of {listed}; the network stays as it is, and the head is computed from"
-            " means and covariance that are kept of these classes"
+            f"no new images of {listed}; the network stays as it is, and the head is computed from"
+            " the stored means and covariance of these classes"
         )
     elif outnumbers(task, before, num_before):
         reason = (
-            "every learned class has new images, as many as before or more, so fine-tuning is tried"
+            "every learned class has new images, and there are at least as many as before, so"
+            " fine-tuning is tried"
         )
     else:
         reason = (
-            "fewer new images than before, so the network stays as it is, and a head computed from"
-            " means and covariance of all images is tried"
+            "there are fewer new images than before, so the network stays as it is, and a head"
+            " computed from means and covariance of all images is tried"
         )
     session.say(f"{name}: {reason}")
     # fine-tuning starts with the weights of the task
@@ -194,7 +194,7 @@ def extend(
         "num_classes": [len(before.classes), len(task.classes)],
     }
     skipped = [*earlier.get("skipped_images", []), *task.skipped]
-    # similarities to tasks that were learned in between are unknown
+    # The similarities to tasks that were learned in between are unknown.
     unknown = [[None] * len(memory.pool)] * (len(memory.tasks) - index)
     return without_numbers(learner.memory, memory.numbers[index]).memory, {
         **earlier,
@@ -210,7 +210,7 @@ def extend(
 
 
 def describe_effect(extension: Mapping[str, Any]) -> str:
-    """Describe the effect of an extension, with accuracies on old and new classes."""
+    """Describe the effect of an extension, with the accuracies on old and new classes."""
     candidates = extension["candidates"]
     num = extension["validation_images"]
     before = candidates.get("unchanged")
@@ -227,43 +227,43 @@ def describe_effect(extension: Mapping[str, Any]) -> str:
     )
     if after["old"] is not None:
         text += (
-            f", {compare('old')} on samples from the kept means and covariance of the old classes"
+            f", {compare('old')} on samples from the stored means and covariance of the old classes"
         )
     return text
 
 
 class MemoryLearner(Cheem):
-    """CHEEM with calibrated tasks that can be extended."""
+    """CHEEM whose tasks are calibrated and can be extended."""
 
     always_compares = True
 
     def calibrate(self, learning: Learning, features: Float[np.ndarray, "N D"]) -> None:
-        """Store distances, temperature and class statistics of the new task."""
+        """Store router distances, temperature and class statistics of the new task."""
         task = learning.task
         last = self.memory.tasks[-1]
         val = self._val_features(learning, task_network(self.dense, last.experts))
         self._change_last(
             distances=self._quantiles(task, last.centroids),
-            temperature=fit_temperature(logits_of(val, last.head), task.val.labels),
+            temperature=fit_temperature(compute_logits(val, last.head), task.val.labels),
             statistics=class_statistics(features, task.train.labels, len(task.classes)),
         )
         self.features.forget(task)
 
     def extend(self, task: Task, index: int, num_before: int, session: Session) -> dict[str, Any]:
-        """Learn a copy of the task at `index` with the images of `task`; return the report.
+        """Train a copy of the task at `index` on the images of `task`; return the report.
 
-        The copy starts with the same experts. One of up to three candidates is selected by
-        `best_candidate`: the unchanged task (only if there are no new classes), the same network
-        with a head that is computed from the statistics of all classes, and the fine-tuned network.
-        Fine-tuning requires images of every learned class, and at least `num_before` images, which
-        is the number of earlier training images. The router then has the statistics of old and new
-        images together (`add_router_statistics`).
+        The copy starts with the same experts. `best_candidate` selects one of up to three
+        candidates: the unchanged task (only if there are no new classes), the same network with a
+        head computed from the statistics of all classes, and the fine-tuned network. Fine-tuning
+        requires images of every learned class, and at least `num_before` images, the number of
+        earlier training images. The router then has the statistics of old and new images together
+        (`add_router_statistics`).
         """
         before = self.memory.tasks[index]
         labels = task.train.labels
         num_classes = len(task.classes)
         experts = {block: stored.params for block, stored in self.memory.added(index).items()}
-        # an adapted expert whose parent was erased is a full expert
+        # An adapted expert whose parent was erased is a full expert now.
         architecture = tuple(
             Choice("new")
             if choice.kind == "adapt" and isinstance(experts[block], Expert)
@@ -334,7 +334,7 @@ class MemoryLearner(Cheem):
             assert tuned is not None
             result = tuned
             # fine-tuning requires images of every class, so the temperature can be fitted to them
-            temperature = fit_temperature(logits_of(result.val, best.head), task.val.labels)
+            temperature = fit_temperature(compute_logits(result.val, best.head), task.val.labels)
         elif best.kind == "head":
             temperature = new_temperature(
                 before, best.head, samples, sample_labels, result.val, task.val.labels
@@ -396,7 +396,7 @@ class MemoryLearner(Cheem):
 
 
 class Version(NamedTuple):
-    """A version of an extended task's network, and its features of the new images."""
+    """A version of the network of an extended task, and its features of the new images."""
 
     pool: Pool
     experts: tuple[int | None, ...]
@@ -409,4 +409,4 @@ class Version(NamedTuple):
 
 
 def _accuracy(features: Float[np.ndarray, "N D"], head: Head, labels: np.ndarray) -> float:
-    return float((logits_of(features, head).argmax(axis=1) == labels).mean())
+    return float((compute_logits(features, head).argmax(axis=1) == labels).mean())

@@ -1,4 +1,4 @@
-"""Make a memory, begin one with the tasks of a run, or open one."""
+"""Create a memory, create one from the tasks of a run, or open one."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
-from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted, sha256_of
+from cheem_jax.backbone.weights import Pretrained, hash_file, load_pretrained, save_converted
 from cheem_jax.cheem.config import PRESETS, QUICK, CheemConfig, LearnPreset
 from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.paths import absolute
@@ -40,7 +40,7 @@ from cheem_jax.run_config import find_base_means, make_networks
 
 ENGINE = EngineConfig()
 _BASE_NUMBER = 2**32 - 1
-"""Number of the pretraining data for its keys, which no task reaches."""
+"""Task number of the pretraining data in PRNG keys; no task has such a large number."""
 
 
 def create(
@@ -59,21 +59,24 @@ def create(
     engine: EngineConfig = ENGINE,
     progress: Progress | None = None,
 ) -> OpenMemory:
-    """Make a memory without tasks in a new or empty folder; nothing is left if that fails.
+    """Create a memory without tasks in a new or empty folder. If that fails, nothing is left
+    behind.
 
     Args:
-        weights: see `load_pretrained`.
-        preset: settings of CHEEM; with `auto`, epochs differ by task (see `cheem.config.auto`).
-            `paper` decodes images as stored, others rotate them by their EXIF orientation.
-        method: settings that replace the preset's.
-        augment: change training images at random.
-        base_data: images of the pretraining data (as for `learn`), for the similarity of tasks.
+        weights: file or folder of the backbone's weights; see `load_pretrained`.
+        preset: settings of CHEEM. With `auto`, the number of epochs depends on the task (see
+            `cheem.config.auto`). `paper` decodes images as stored; other presets rotate them by
+            their EXIF orientation.
+        method: settings that replace those of the preset.
+        augment: augment training images randomly.
+        base_data: images of the pretraining data in a form that `learn` accepts. They are used for
+            the similarity of tasks.
         keep_base: also predict the classes of the pretraining data.
-        base_classes: names of these classes; default: the folders of `base_data`.
+        base_classes: names of these classes; by default, the folder names of `base_data`.
 
     Raises:
-        ValueError: settings do not fit each other.
-        FileNotFoundError: there are no weights.
+        ValueError: settings contradict each other.
+        FileNotFoundError: the weights do not exist.
     """
     directory = absolute(directory)
     check_free(directory)
@@ -85,11 +88,11 @@ def create(
     config.router.blocks(pretrained.config.depth)  # raises before anything is written
     if keep_base and base_data is None:
         raise ValueError(
-            "to keep the backbone's classes, images have to show where they are; give base_data"
+            "keep_base needs images of the backbone's classes for the router; give base_data"
         )
     if base_classes is not None and not keep_base:
         raise ValueError(
-            "base_classes names classes that this memory would not predict; give keep_base as well"
+            "base_classes names classes that the memory would not predict; give keep_base as well"
         )
     settings = MemoryConfig(
         pretrained.config.name,
@@ -135,7 +138,7 @@ def _base_target(
     pretrained: Pretrained,
     engine: EngineConfig,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays and metadata of the pretraining data as a target."""
+    """Return the arrays and the metadata of the pretraining data as a target."""
     num = pretrained.config.num_classes
     if names is None:
         is_named = len(task.classes) == num
@@ -162,17 +165,18 @@ def _base_target(
 def read_base_task(
     base_data: Data, image_size: int, progress: Progress | None = None, *, upright: bool
 ) -> Task:
-    """Read images of the pretraining data. Raises ValueError if they are several tasks."""
+    """Read images of the pretraining data. Raises ValueError if they are more than one task."""
     tasks = read_tasks(base_data, image_size, progress, upright=upright)
     if len(tasks) != 1:
         raise ValueError(
             f"base_data contains {len(tasks)} tasks, expected one: {[task.name for task in tasks]}"
         )
-    return dataclasses.replace(tasks[0], name=BASE)  # the hash must not depend on the folder's name
+    return dataclasses.replace(tasks[0], name=BASE)  # the hash is independent of the folder's name
 
 
 def with_fallback(config: CheemConfig, preset: str) -> CheemConfig:
-    """Let a task use the frozen backbone if that is more accurate, except in the paper's preset."""
+    """Allow a task to use the frozen backbone if that is more accurate, except with the preset
+    `paper`."""
     return config if preset == "paper" else dataclasses.replace(config, fallback=True)
 
 
@@ -183,21 +187,25 @@ def begin_with(
     weights: str | Path | None = None,
     engine: EngineConfig = ENGINE,
 ) -> OpenMemory:
-    """Make a memory that begins with the tasks of a finished run of CHEEM, which stays unchanged.
+    """Create a memory from the tasks of a finished run of CHEEM; the run stays unchanged.
 
     New tasks are compared with the same means of the pretraining data as in the run. Raises
-    ValueError if the weights lack them, and as `open_memory` and `create`.
+    ValueError if the weights do not contain these means, and the errors of `open_memory` and
+    `create`.
     """
     directory = absolute(directory)
     source = open_memory(run, weights=weights, engine=engine)
     if not source.is_run:
-        raise ValueError(f"{str(run)!r} is a memory already; copy its folder, or learn in it")
+        raise ValueError(
+            f"{str(run)!r} is already a memory; copy its folder, or learn new tasks in it"
+        )
     values = read_config(source.directory)
     method = source.config.method
     means_sha256 = find_base_means(
         source.pretrained, method, source.engine.precision, images=None, progress=Progress()
     ).means_sha256
-    # a run that measured means recorded its images; any means in the weights are accepted as equal
+    # A run that measured the means recorded a hash of its images. The means depend on the hardware,
+    # so any means in the weights are accepted for it.
     is_same = (
         means_sha256 is not None
         if values.get("base_data_sha256")
@@ -206,8 +214,8 @@ def begin_with(
     if not is_same:
         raise ValueError(
             f"run {str(source.directory)!r} measured mean CLS tokens of the pretraining data, which"
-            f" {source.pretrained.source} lacks; write weights with them by `cheem convert"
-            " --base-data`, and give those (--weights)"
+            f" {source.pretrained.source} lacks; run `cheem convert --base-data` to write weights"
+            " with these means, and give them with --weights"
         )
     names = tuple(task.name for task in source.tasks)
     config = dataclasses.replace(
@@ -245,15 +253,16 @@ def open_memory(
     engine: EngineConfig = ENGINE,
     usable: bool = False,
 ) -> OpenMemory:
-    """Open a memory, or a run of CHEEM.
+    """Open a memory or a run of CHEEM.
 
     Args:
-        weights: weights of a run; default: the ones it used. A memory contains its weights, and
-            accepts only equal ones.
-        usable: open a corrupted memory with its intact tasks; `lost` has the reasons for the rest.
+        weights: weights of a run; by default, the weights that the run used. A memory contains its
+            weights and accepts only identical ones.
+        usable: open a corrupted memory with its intact tasks; `lost` contains the reason for each
+            other task.
 
     Raises:
-        ValueError: something is corrupted, missing, of another format, or from other weights.
+        ValueError: a file is corrupted, missing or of another format, or the weights differ.
     """
     directory = absolute(directory)
     values = read_config(directory)
@@ -273,7 +282,7 @@ def open_memory(
         raise ValueError(
             f"{str(directory)!r} was learned with weights of SHA-256 {config.weights_sha256[:12]}"
             f" at {config.image_size} pixels, but {pretrained.source} has {pretrained.sha256[:12]}"
-            f" at {size}; give the file that it was learned with (--weights)"
+            f" at {size}; give the weights of the run with --weights"
         )
     return OpenMemory(directory, config, pretrained, engine, is_run=is_run, usable=usable)
 
@@ -283,8 +292,8 @@ def _check_same_weights(
 ) -> None:
     given = load_pretrained(config.backbone, weights=file)
     means, given_means = stored.base_means, given.base_means
-    # the hash of bundled weights is that of the converted file
-    if config.weights_sha256 not in (given.sha256, sha256_of(file)):
+    # the hash of bundled weights is the hash of the converted file
+    if config.weights_sha256 not in (given.sha256, hash_file(file)):
         expected = f"SHA-256 {config.weights_sha256[:12]}"
         actual = given.sha256[:12]
     elif config.base_data_sha256 is None and not (
@@ -293,25 +302,25 @@ def _check_same_weights(
     ):
         expected, actual = (
             "mean CLS tokens of the pretraining data for "
-            + (", ".join(sorted(one)) or "no image size")
-            for one in (means, given_means)
+            + (", ".join(sorted(by_size)) or "no image size")
+            for by_size in (means, given_means)
         )
     else:
         return
     raise ValueError(
-        f"memory {str(directory)!r} was made with weights of {expected}, but {file} has {actual};"
-        " leave --weights out, or make another memory"
+        f"memory {str(directory)!r} was created with weights of {expected}, but {file} has"
+        f" {actual}; omit --weights, or create another memory"
     )
 
 
 def _read_run(
     directory: Path, values: Mapping[str, Any], weights: str | Path | None
 ) -> tuple[MemoryConfig, Pretrained]:
-    """Read the settings of a run as those of a memory, and its weights."""
+    """Read the settings of a run as settings of a memory, and the run's weights."""
     if "cheem" not in values or values.get("router_weights_sha256") is not None:
         raise ValueError(
-            f"{str(directory)!r} is a run of another method than cheem, or with a separate router;"
-            " only CHEEM's memories answer here"
+            f"{str(directory)!r} is a run of a method other than cheem, or with a separate router;"
+            " give a run of cheem without --router"
         )
     begin = next((entry for entry in read(directory) if entry["event"] == "run"), {})
     command = begin.get("command") or []
@@ -343,7 +352,7 @@ def _read_run(
 
 
 def _describe(config: MemoryConfig, pretrained: Pretrained) -> dict[str, Any]:
-    """The first entry of the record."""
+    """Return the first entry of the record."""
     return {
         "method": "cheem",
         "backbone": config.backbone,

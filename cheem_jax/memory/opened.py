@@ -1,4 +1,4 @@
-"""An open memory: predict, evaluate, export, learn, extend and forget on its directory."""
+"""An open memory directory: predict, evaluate, export, learn, extend and forget."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from cheem_jax.engine.feed import memory_budget
 from cheem_jax.export import Exported, Format, Subject, export, kind_of
 from cheem_jax.memory.changing import conditions, forget_tasks, learn_tasks, read_new_tasks
 from cheem_jax.memory.contents import MemoryConfig, describe
-from cheem_jax.memory.data import Data, Picture
+from cheem_jax.memory.data import Data, ImageInput
 from cheem_jax.memory.forgetting import Forgotten
 from cheem_jax.memory.learning import make_setup
 from cheem_jax.memory.predictor import BATCH_SIZES, Prediction, Predictor, predict_files
@@ -37,7 +37,7 @@ from cheem_jax.memory.scoring import (
     to_evaluated,
 )
 from cheem_jax.memory.state import MemoryState, read_base, read_state
-from cheem_jax.report.memories import keep_evaluated
+from cheem_jax.report.memories import store_evaluated
 from cheem_jax.run.directory import hold
 from cheem_jax.run.fingerprint import digest
 from cheem_jax.run.progress import Progress, Status
@@ -53,14 +53,14 @@ class TaskInfo(NamedTuple):
     architecture: tuple[str, ...]
     """Op of each block: `reuse:N`, `adapt:N` (of expert N), `new` or `skip`."""
     number: int
-    """Number among all tasks ever learned here, which no later task gets."""
+    """Number among all tasks that were ever learned in this memory; numbers are not reused."""
 
 
 class OpenMemory:
-    """A memory directory, or a finished run of CHEEM that only predicts.
+    """An open memory directory, or a finished run of CHEEM that can only predict.
 
-    The directory is read again by `refresh`, `learn` and `forget` only. One process can write at
-    a time, and any number can predict.
+    Only `refresh`, `learn` and `forget` read the directory again. One process at a time can write,
+    and any number of processes can predict.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class OpenMemory:
         usable: bool,
     ):
         self.lost: dict[str, str] | None = {} if usable else None
-        """The reason why a task cannot be used, by folder; None: all tasks can be used."""
+        """The reason why a task cannot be used, keyed by its folder. None unless the memory was
+        opened with `usable`."""
         self.is_run = is_run
         self.pretrained = pretrained
         self.engine = engine
@@ -89,9 +90,9 @@ class OpenMemory:
         return f"{type(self).__name__}({str(self.directory)!r}, tasks={list(self.state.names)})"
 
     def refresh(self) -> None:
-        """Read the tasks again, which another process can change.
+        """Read the tasks again, because another process can change them.
 
-        Raises ValueError that names every corrupted task.
+        Raises ValueError with the name of every corrupted task.
         """
         pool = self.executor.base_pool
         if self.lost is not None:
@@ -130,7 +131,7 @@ class OpenMemory:
     @functools.cached_property
     def vit(self) -> ViT:
         """The frozen backbone."""
-        return self.executor.vit_of(self.executor.leaves)
+        return self.executor.merge_vit(self.executor.leaves)
 
     @property
     def tasks(self) -> tuple[TaskInfo, ...]:
@@ -142,7 +143,7 @@ class OpenMemory:
 
     @property
     def targets(self) -> tuple[TaskMemory, ...]:
-        """The tasks, and the pretraining data if their classes are kept."""
+        """The tasks, followed by the pretraining data if their classes are kept."""
         return (*self.internal.tasks, *self._base)
 
     @functools.cached_property
@@ -150,7 +151,7 @@ class OpenMemory:
         return [read_base(self.directory, self.vit)] if self.config.keeps_base else []
 
     def info(self) -> dict[str, Any]:
-        """The values that `cheem info` shows; sizes are bytes on the disk."""
+        """Return the values that `cheem info` displays; sizes are in bytes on disk."""
         costs = self.setup.costs(self.internal)
         tasks = [{**cost, **task._asdict()} for cost, task in zip(costs, self.tasks, strict=True)]
         return describe(
@@ -173,12 +174,13 @@ class OpenMemory:
         task: str | None = None,
         memory_gb: float | None = None,
     ) -> Predictor:
-        """The predictor for decoded images `[N, S, S, 3]`, cached for equal settings.
+        """Return a predictor for decoded images `[N, S, S, 3]`. It is cached, with one predictor
+        for each combination of arguments.
 
         Args:
-            task: the true task of all images; only its network predicts.
-            memory_gb: size of the cache of merged experts in 2^30 bytes; default: the engine's
-                budget. Predictions do not depend on it.
+            task: the true task of all images. The router is not used then.
+            memory_gb: size of the cache of merged experts in GiB (2^30 bytes); by default, the
+                budget of the engine. Predictions do not depend on it.
             batch_sizes, top, open_set: see `Predictor`.
         """
         settings = tuple(batch_sizes), top, open_set, task, memory_gb
@@ -205,16 +207,17 @@ class OpenMemory:
 
     def predict(
         self,
-        images: Picture | Sequence[Picture],
+        images: ImageInput | Sequence[ImageInput],
         *,
         top: int = 5,
         open_set: float | None = None,
         task: str | None = None,
     ) -> list[Prediction]:
-        """Predict images: files, their bytes, PIL images, or arrays uint8 `[(N), H, W, 3]`.
+        """Predict images, which are files, encoded bytes, PIL images, or uint8 arrays `[(N), H, W,
+        3]`.
 
-        `task` is the true task of all images, if given. An image that cannot be read gets a
-        prediction with `error` alone. Raises ValueError for arrays of another form.
+        `task` is the true task of all images, if given. For an image that cannot be read, the
+        prediction only contains `error`. Raises ValueError for arrays of another shape or type.
         """
         if isinstance(images, str | bytes | Path | Image.Image):
             images = [images]
@@ -236,9 +239,10 @@ class OpenMemory:
         task: str | None = None,
         open_set: float | None = None,
     ) -> list[TaskScore]:
-        """Score predictions on labelled images of the learned tasks of the same names.
+        """Score predictions on labelled images of learned tasks; tasks are matched by name.
 
-        `task` is the learned name if the data are one task. Raises as `score_task`.
+        If the data are one task, `task` can name the learned task. Raises the errors of
+        `score_task`.
         """
         predictor = self.predictor(open_set=open_set)
         return [
@@ -249,7 +253,7 @@ class OpenMemory:
     def evaluate_open_set(
         self,
         data: Data,
-        unknown: str | Path | Sequence[Picture],
+        unknown: str | Path | Sequence[ImageInput],
         *,
         split: str = "test",
         task: str | None = None,
@@ -258,9 +262,10 @@ class OpenMemory:
         labelled = read_labelled(self.state, data, split, task)
         return score_open_set(labelled, split, unknown, self.predictor())
 
-    def keep_scores(self, scores: Sequence[TaskScore]) -> None:
-        """Store scores on test images for `cheem report`, until the next change."""
-        keep_evaluated(self.directory, dataclasses.asdict(self.config), to_evaluated(scores))
+    def store_scores(self, scores: Sequence[TaskScore]) -> None:
+        """Store scores on test images for `cheem report`. They are valid until the next change of
+        the memory."""
+        store_evaluated(self.directory, dataclasses.asdict(self.config), to_evaluated(scores))
 
     def export(
         self,
@@ -271,14 +276,15 @@ class OpenMemory:
         open_set: float | None = None,
         overwrite: bool = False,
     ) -> Exported:
-        """Write the network of one task, or of the whole memory with its router, to a file.
+        """Write the network of one task, or the whole memory with its router, to a file.
 
-        `kind` defaults to the file's suffix: .onnx, .stablehlo or .safetensors (`timm`).
+        By default, the suffix of the file determines `kind`: .onnx, .stablehlo, or .safetensors
+        (`timm`).
         """
         if task is not None and open_set is not None:
             raise ValueError(
-                "one task's network has no router, so open_set means nothing there; leave out one"
-                " of the two"
+                "the network of one task has no router, so open_set has no effect; omit task or"
+                " open_set"
             )
         kind = kind or kind_of(Path(file))
         thresholds = self.predictor(open_set=open_set).thresholds
@@ -302,14 +308,16 @@ class OpenMemory:
         save_every: float | None = None,
         discard_unfinished: bool = False,
     ) -> tuple[TaskInfo, ...]:
-        """Learn tasks one after another from their own images; equal data are learned once.
+        """Learn tasks one after another from their own images. Data that were already learned are
+        skipped.
 
         A killed call resumes when it is repeated with the same data. Ctrl-C raises Stopped after
-        the current step. Raises ValueError for a run, and as `learn_tasks`.
+        the current step. Raises ValueError for a run, and the errors of `learn_tasks`.
 
         Args:
             name: name of the task, if the data are one task.
-            extend: learned task that gets the images, of its classes or of new ones.
+            extend: name of a learned task, which learns the images in addition; they can belong to
+                its classes or to new classes.
             save_every: seconds between rolling checkpoints; see `Session`.
             discard_unfinished: discard an interrupted task instead of finishing it first.
         """
@@ -325,12 +333,14 @@ class OpenMemory:
                 self.state, tasks, extend, self.setup, session, discard=discard_unfinished
             ):
                 self._set(state)
-        return tuple(task for task in self.tasks if task.name in {one.name for one in tasks})
+        names = {task.name for task in tasks}
+        return tuple(task for task in self.tasks if task.name in names)
 
     def forget(self, *names: str, erase: bool = False) -> Forgotten:
-        """Forget all named tasks or none; predictions of all other tasks stay the same.
+        """Forget all named tasks, or none of them if an error is raised. Predictions of all other
+        tasks stay the same.
 
-        `erase`: see `forgetting.forget`. Raises as `forget_tasks`.
+        `erase`: see `forgetting.forget`. Raises the errors of `forget_tasks`.
         """
         self.check_writable()
         with hold(self.directory):
@@ -348,11 +358,12 @@ class OpenMemory:
         """Raise ValueError for a run, and for a memory that was opened with `usable`."""
         if self.lost is not None:
             raise ValueError(
-                f"{str(self.directory)!r} was opened with usable, for predictions alone"
+                f"{str(self.directory)!r} was opened with usable, so it can only predict; open it"
+                " without usable to change it"
             )
         if self.is_run:
             raise ValueError(
-                f"{str(self.directory)!r} is a run of an experiment, whose tasks are fixed;"
-                " continue with what it learned in a separate memory: cheem learn NEW_FOLDER DATA"
-                f" --begin-with {self.directory}"
+                f"{str(self.directory)!r} is a run of an experiment, whose tasks are fixed; create"
+                " a memory from its tasks with `cheem learn NEW_FOLDER DATA --begin-with"
+                f" {self.directory}`"
             )

@@ -1,4 +1,4 @@
-"""Predictions with all tasks of a memory: the task of an image, and its class within that task."""
+"""Predict the task of an image, and its class within that task, with all tasks of a memory."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,11 @@ from cheem_jax.data.decode import decode_pieces
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import Inference
-from cheem_jax.memory.data import NamedFiles, Picture
+from cheem_jax.memory.data import ImageInput, NamedFiles
 from cheem_jax.run.method import base_network
 
 BATCH_SIZES = (1, 8, 32)
-"""Batch sizes that functions are compiled for by default."""
+"""Batch sizes for which functions are compiled by default."""
 
 
 class Guess(NamedTuple):
@@ -45,26 +45,28 @@ class Prediction:
     task: str | None = None
     """The inferred task; None if the image belongs to no task (open set)."""
     guesses: tuple[Guess, ...] = ()
-    """Classes of that task in descending order; empty without a task and for non-finite logits."""
+    """Classes of the inferred task by descending probability; empty without a task, and if logits
+    are non-finite."""
     near: tuple[NearTask, ...] = ()
-    """Tasks by ascending distance."""
+    """All tasks by ascending distance."""
     blocks: tuple[str, ...] = ()
     """Op of each block of the task's network, such as `reuse:0`, `adapt:2`, `new`, `skip`."""
     error: str = ""
-    """The reason why the image cannot be read, without any other field; empty otherwise."""
+    """The reason why the image cannot be read; all other fields are empty then. Empty if it can be
+    read."""
 
     @property
     def label(self) -> str | None:
-        """The most probable class, if any."""
+        """The most probable class; None without a class."""
         return self.guesses[0].label if self.guesses else None
 
     @property
     def probability(self) -> float | None:
-        """The probability of that class within its task, if any."""
+        """The probability of the most probable class within its task; None without a class."""
         return self.guesses[0].probability if self.guesses else None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         if self.error:
             return {"error": self.error}
         return {
@@ -80,30 +82,31 @@ class Prediction:
         }
 
 
-class Answered(NamedTuple):
+class ArrayPredictions(NamedTuple):
     """Predictions as arrays, one row per image."""
 
     targets: Int[np.ndarray, "N"]
-    """Index of the inferred target; -1 for none."""
+    """Index of the inferred target; -1 for an image of no target."""
     logits: list[Float[np.ndarray, "C"]]
-    """Logits of that target's classes; empty for none."""
+    """Logits of the inferred target's classes; empty without a target."""
     distances: Float[np.ndarray, "N T"]
-    """Distance to each target by the router."""
+    """Distance of the router to each target."""
 
 
 class Predictor:
-    """Predictor for a set of targets, which are tasks and possibly the pretraining data.
+    """Predictor for a set of targets: tasks, and possibly the pretraining data.
 
-    It compiles one function per batch size. Raises ValueError if there is no target, or if
-    `open_set` is set and a target was not calibrated.
+    One function is compiled per batch size. Raises ValueError if there is no target, or if
+    `open_set` is set and a target is not calibrated.
 
     Args:
-        networks: networks of the targets, whose experts are merged on first use.
+        networks: networks of the targets; their experts are merged on first use.
         batch_sizes: numbers of images per call for which functions are compiled.
         top: number of classes per prediction.
-        open_set: share of the validation images of a target that are rejected as foreign; None
-            rejects no image, as in the paper.
-        upright: whether files are rotated by their EXIF orientation.
+        open_set: expected share of a target's own images that are rejected as foreign. The
+            rejection threshold is the corresponding quantile of the validation images. None rejects
+            no image, as in the paper.
+        upright: whether image files are rotated by their EXIF orientation.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Predictor:
             raise ValueError("this memory has no task yet; `cheem learn` adds one")
         if not batch_sizes or min(batch_sizes) < 1:
             raise ValueError(
-                f"batch_sizes are {tuple(batch_sizes)}; expected whole numbers of at least 1"
+                f"batch_sizes are {tuple(batch_sizes)}; expected integers of at least 1"
             )
         if top < 1:
             raise ValueError(f"top is {top}; expected at least 1 class")
@@ -134,7 +137,7 @@ class Predictor:
         self.upright = upright
         statistics = tuple(target.router_statistics for target in targets)
         self.router = Router(router, statistics)
-        # learning more tasks does not change this distance, so thresholds stay valid
+        # further tasks do not change this distance, so the thresholds stay valid
         self.open_set_router = self.router if router.kind == "kmeans" else Router(PAPER, statistics)
         self.thresholds: Float[np.ndarray, "T"] | None = None
         if open_set is not None:
@@ -167,36 +170,36 @@ class Predictor:
 
     @property
     def image_size(self) -> int:
-        """Side length of the square images in pixels."""
+        """Height and width of images in pixels."""
         return self.executor.config.image_size
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
-        """Classes by target."""
+        """Classes of each target, keyed by its name."""
         return {target.name: target.classes for target in self.targets}
 
     @property
     def architectures(self) -> dict[str, tuple[str, ...]]:
-        """Op of each block by target."""
+        """Op of each block, keyed by the target's name."""
         return {target.name: tuple(to_strings(target.architecture)) for target in self.targets}
 
     def counters(self) -> dict[str, int]:
-        """See `TaskNetworks.counters`."""
+        """Return the counters of the cache of merged experts; see `TaskNetworks.counters`."""
         return self.networks.counters()
 
     def prepare(self) -> None:
-        """Compile everything, so that no later call compiles."""
+        """Compile all functions, so that no later call compiles."""
         self.networks.prepare()
         for inference in self._inference.values():
             inference.prepare()
         size = self.image_size
         for num in self.batch_sizes:
-            self.answer(np.zeros((num, size, size, 3), np.uint8))
+            self.predict_arrays(np.zeros((num, size, size, 3), np.uint8))
 
     def __call__(self, images: UInt8[np.ndarray, "N S S 3"]) -> list[Prediction]:
-        """The prediction for each image."""
+        """Return the prediction for each image."""
         predictions = []
-        for target, logits, distances in zip(*self.answer(images), strict=True):
+        for target, logits, distances in zip(*self.predict_arrays(images), strict=True):
             order = np.argsort(distances, kind="stable")
             near = tuple(NearTask(self.targets[i].name, float(distances[i])) for i in order)
             if target < 0:
@@ -212,17 +215,17 @@ class Predictor:
             predictions.append(Prediction(task.name, guesses, near, blocks))
         return predictions
 
-    def answer(self, images: Images) -> Answered:
-        """Predictions for images uint8 `[N, S, S, 3]` as arrays.
+    def predict_arrays(self, images: Images) -> ArrayPredictions:
+        """Predict uint8 images `[N, S, S, 3]`; return arrays.
 
-        Raises ValueError for images of another shape.
+        Raises ValueError for images of another shape or type.
         """
         size = self.image_size
         num = len(images)
         if images.shape[1:] != (size, size, 3) or images.dtype != np.uint8:
             raise ValueError(
                 f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, {size},"
-                f" {size}, 3]; `memory.predict` takes files and images of any size"
+                f" {size}, 3]; use `memory.predict` for files and images of other sizes"
             )
         distances = np.zeros((num, len(self.targets)))
         targets = np.zeros(num, np.int32)
@@ -230,7 +233,7 @@ class Predictor:
         for start in range(0, num, self.batch_sizes[-1]):
             part = images[start : start + self.batch_sizes[-1]]
             rows = slice(start, start + len(part))
-            # padded to the smallest sufficient size
+            # the smallest batch size that contains this part
             inference = self._inference[next(n for n in self.batch_sizes if n >= len(part))]
 
             def route(tokens: np.ndarray, rows: slice = rows) -> np.ndarray:
@@ -246,7 +249,9 @@ class Predictor:
             for target in np.unique(targets).tolist()
         }
         pairs = zip(features, [heads[target] for target in targets.tolist()], strict=True)
-        return Answered(targets, [row @ weight + bias for row, (weight, bias) in pairs], distances)
+        return ArrayPredictions(
+            targets, [row @ weight + bias for row, (weight, bias) in pairs], distances
+        )
 
     def _route(
         self, tokens: Float[np.ndarray, "N E"]
@@ -299,30 +304,31 @@ class Predictor:
 
 
 def class_probabilities(logits: Float[np.ndarray, "C"], task: TaskMemory) -> Float[np.ndarray, "C"]:
-    """Probabilities of a task's classes at the task's temperature."""
+    """Return the probabilities of a task's classes at the task's temperature."""
     return softmax(logits.astype(np.float64) / task.temperature)
 
 
-class Asked(NamedTuple):
+class FilePrediction(NamedTuple):
     """A file and its prediction."""
 
     file: str
     prediction: Prediction
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return {"file": self.file, **self.prediction.to_json()}
 
 
-def predict_files(predictor: Predictor, files: Sequence[Picture]) -> Iterator[Asked]:
-    """Predict files in order, decoding the next ones at the same time. Raises as `NamedFiles`."""
+def predict_files(predictor: Predictor, files: Sequence[ImageInput]) -> Iterator[FilePrediction]:
+    """Predict files in order; the next files are decoded at the same time. Raises the errors of
+    `NamedFiles`."""
     # small pieces, so that the first predictions appear early
     size = 2 * predictor.batch_sizes[-1]
     named = NamedFiles(files, upright=predictor.upright)
     for names, images, errors in decode_pieces(named, predictor.image_size, size):
         predictions = iter(predictor(images))
         for name, error in zip(names, errors, strict=True):
-            yield Asked(
+            yield FilePrediction(
                 name,
                 Prediction(error=error.removeprefix(f"{name}: ")) if error else next(predictions),
             )

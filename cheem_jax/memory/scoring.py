@@ -11,7 +11,7 @@ from cheem_jax.core.metrics import calibration_error, open_set_metrics
 from cheem_jax.data.decode import PIECE, decode_pieces
 from cheem_jax.data.files import first_of
 from cheem_jax.data.task import SPLITS, Split, Task, spelled_as
-from cheem_jax.memory.data import Data, NamedFiles, Picture, files_in, read_tasks
+from cheem_jax.memory.data import Data, NamedFiles, ImageInput, files_in, read_tasks
 from cheem_jax.memory.predictor import Predictor, class_probabilities
 from cheem_jax.memory.state import MemoryState
 from cheem_jax.report.memories import Evaluated
@@ -25,11 +25,11 @@ class TaskScore(NamedTuple):
     accuracy: float
     """Share of images with the right task and class (task-agnostic)."""
     accuracy_given: float
-    """Share of images with the right class, the task ID given."""
+    """Share of images with the right class, with the task ID given."""
     task_accuracy: float
     """Share of images with the right task."""
     calibration_error: float
-    """Expected calibration error (15 bins) of the class probabilities, the task ID given."""
+    """Expected calibration error (15 bins) of the class probabilities, with the task ID given."""
     images: str = ""
     """Description of the images."""
 
@@ -39,12 +39,13 @@ def score_task(
 ) -> TaskScore:
     """Score the predictions for one split of a task; classes are matched by name.
 
-    If the data have no test split, `test` means all images, or the held-out ones if the task was
-    learned from these data. Raises ValueError for a split without images and for other classes.
+    If the data have no test split, `test` means all images; if the task was learned from these
+    data, it means the images that were held out. Raises ValueError if the split has no images, and
+    for classes that the task has not learned.
 
     Args:
         predictor: predictor of all tasks.
-        given: predictor of the task alone.
+        given: predictor of this task only.
         is_learned: whether the task was learned from these data.
     """
     (target,) = given.targets
@@ -53,7 +54,7 @@ def score_task(
     wanted = [name for part in parts for name in names[part.labels].tolist()]
     if unknown := sorted(set(wanted) - set(target.classes)):
         raise ValueError(
-            f"task {target.name!r} has not learned the classes {unknown[:8]}; it knows"
+            f"task {target.name!r} has not learned the classes {unknown[:8]}; its classes are"
             f" {list(target.classes)[:8]}"
         )
     index = [one.name for one in predictor.targets].index(target.name)
@@ -63,13 +64,13 @@ def score_task(
     confidence = list[float]()
     labels = iter(map(target.classes.index, wanted))
     for part in parts:
-        agnostic = predictor.answer(part.images)
-        logits_given = given.answer(part.images).logits
+        agnostic = predictor.predict_arrays(part.images)
+        logits_given = given.predict_arrays(part.images).logits
         answers = zip(agnostic.targets, agnostic.logits, logits_given, strict=True)
         for chosen, logits, own_logits in answers:
             label = next(labels)
             routed.append(bool(chosen == index))
-            # labels are classes of this target, so other targets' logits do not count
+            # labels are classes of this target; logits of other targets do not count
             right.append(routed[-1] and _predicts(logits, label))
             right_given.append(_predicts(own_logits, label))
             confidence.append(class_probabilities(own_logits, target).max())
@@ -140,7 +141,7 @@ def read_labelled(
 def score_open_set(
     labelled: Sequence[tuple[str, Task, bool]],
     split: str,
-    unknown: str | Path | Sequence[Picture],
+    unknown: str | Path | Sequence[ImageInput],
     predictor: Predictor,
 ) -> OpenSetScore:
     """Score the rejection of `unknown` images, in a folder or given one by one, against the images
@@ -173,7 +174,7 @@ def score_open_set(
 
 
 def to_evaluated(scores: Sequence[TaskScore]) -> dict[str, Evaluated]:
-    """Scores in the form of reports, dated now."""
+    """Convert scores to the form that reports store, with the current date."""
     date = time.strftime("%Y-%m-%d %H:%M")
     return {
         one.task: Evaluated(

@@ -1,4 +1,4 @@
-"""The state of a memory directory: settings and tasks, which change together and atomically."""
+"""The state of a memory directory: its settings and tasks, which change together atomically."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from cheem_jax.run.rolling import Rolling
 
 @dataclasses.dataclass(frozen=True)
 class MemoryState:
-    """Settings and tasks of a memory, or of a run; methods that write return the new state."""
+    """Settings and tasks of a memory or a run. Methods that write return the new state."""
 
     directory: Path
     config: MemoryConfig
@@ -51,39 +51,41 @@ class MemoryState:
 
     @property
     def interrupted(self) -> dict[str, Any] | None:
-        """Name, number and data of the task whose learning was interrupted, if any."""
+        """Name, number and data fingerprint of the task whose learning was interrupted; None if
+        there is none."""
         return unfinished(self.config, self.internal.next_number)
 
     def spelled(self, names: Sequence[str]) -> list[str]:
-        """Task names as the memory spells them."""
+        """Return task names with the memory's spelling."""
         interrupted = () if self.interrupted is None else (self.interrupted["name"],)
         return spelled_as(names, (*self.names, *interrupted))
 
     def index(self, name: str) -> int:
-        """Index of a task. Raises ValueError for an unknown name."""
+        """Return the index of a task. Raises ValueError for an unknown name."""
         where = f"memory {str(self.directory)!r}"
         return self.names.index(check_names([name], self.names, where)[0])
 
     def learned_from(self, name: str) -> list[str]:
-        """Fingerprints of the data from which a task was learned and extended."""
+        """Return the fingerprints of the data from which a task was learned and extended."""
         if name not in self.config.data_sha256:
             return []
         extensions = self.config.extended.get(name, [])
         return [self.config.data_sha256[name], *(one["data_sha256"] for one in extensions)]
 
     def is_learned(self, name: str, task: Task) -> bool:
-        """Whether the task called `name` was learned or extended from the data of `task`, so that
-        its test images are those that were held out."""
+        """Return whether the task `name` was learned or extended from the data of `task`. If so,
+        the test images of `task` were held out."""
         return fingerprint(dataclasses.replace(task, name=name)) in self.learned_from(name)
 
     def write(self, **changes: Any) -> "MemoryState":
-        """Change settings in `config.json`."""
+        """Change settings in `config.json`, and return the new state."""
         config = dataclasses.replace(self.config, **changes)
         write_config(self.directory, config)
         return dataclasses.replace(self, config=config)
 
     def end_learning(self, **changes: Any) -> "MemoryState":
-        """Remove the rolling checkpoint of the task, which is saved or discarded."""
+        """Remove the rolling checkpoint of the interrupted task, after the task was saved or
+        discarded."""
         Rolling(self.root).clear()
         return self.write(learning=None, tasks=self.names, **changes)
 
@@ -92,7 +94,7 @@ class MemoryState:
     ) -> "MemoryState":
         """Write the next generation, make it valid, and remove the old one.
 
-        `forgetting` are the tasks to remove from the record, in descending order of their index.
+        `forgetting` contains the tasks to remove from the record, by descending index.
         """
         write_generation(self.directory, self.config, self.internal, after)
         self.write(
@@ -123,7 +125,7 @@ class MemoryState:
 def read_state(directory: Path, pool: Pool) -> MemoryState:
     """Read the settings and the tasks of the valid generation; `pool` is the backbone's.
 
-    Raises ValueError that names every corrupted or missing task.
+    Raises ValueError with the name of every corrupted or missing task.
     """
     while True:
         config = parse_config(read_config(directory), directory)
@@ -134,21 +136,21 @@ def read_state(directory: Path, pool: Pool) -> MemoryState:
         except (ValueError, OSError):
             if read_config(directory)["generation"] == config.generation:
                 raise
-        # otherwise another process has replaced the generation in the meantime, and the loop reads
-        # again
+        # Otherwise, another process has replaced the generation in the meantime; read again.
         if internal is not None and read_config(directory)["generation"] == config.generation:
             break
     missing = sorted(config.data_sha256.keys() - {task.name for task in internal.tasks})
     if missing or internal.next_number < config.num_learned:
         raise ValueError(
-            f"{root} lacks tasks that were learned"
-            f" ({', '.join(missing) or 'the positions of forgotten ones'}); restore it from a copy"
+            f"{root} lacks learned tasks"
+            f" ({', '.join(missing) or 'or the placeholders of forgotten tasks'}); restore the"
+            " folder from a copy"
         )
     return MemoryState(directory, config, internal)
 
 
 def read_base(directory: Path, vit: ViT) -> TaskMemory:
-    """Read the pretraining data as a target; the frozen backbone `vit` is its network."""
+    """Read the target of the pretraining data, whose network is the frozen backbone `vit`."""
     arrays, meta = load_task(directory / BASE)
     assert vit.head is not None and vit.head.bias is not None
     depth = vit.config.depth

@@ -1,4 +1,4 @@
-"""Find the first difference between two runs, in the order in which their values were recorded."""
+"""Find the first difference between two runs, in the order in which the values were recorded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +30,8 @@ CIRCUMSTANCES = frozenset(
         "device",
     )
 )
-"""Keys with the circumstances of a run, such as times, memory use and the machine. They are not
-results."""
+"""Keys whose values describe the circumstances of a run, such as times, memory use and the machine.
+They are not results."""
 
 STORY = (
     "index",
@@ -52,7 +52,7 @@ STORY = (
     "experts",
     "finetune_losses",
 )
-"""Keys of a task's report in the order in which they were measured; further keys were measured
+"""Keys of a task's report in the order in which they are measured. Other keys are measured
 later."""
 
 
@@ -60,36 +60,38 @@ class Difference(NamedTuple):
     """The first difference between two runs, and a sentence about it."""
 
     place: str
-    said: str
+    text: str
     stopped: Literal["first", "second"] | None = None
-    """The run that stopped earlier, if that is the only difference."""
+    """The run that stopped earlier, if there is no other difference."""
 
     def __str__(self) -> str:
-        return self.said
+        return self.text
 
 
 def timeless(value: Any) -> Any:
-    """Return an entry or results without the circumstances of the run."""
+    """Return an entry, or results, without the values that describe the circumstances of the
+    run."""
     if isinstance(value, Mapping):
         return {key: timeless(item) for key, item in value.items() if key not in CIRCUMSTANCES}
     return [timeless(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def differences(first: Path, second: Path) -> Iterator[Difference]:
-    """Yield the first difference of the configs and the first difference of the records."""
-    configs = config_of(first), config_of(second)
+    """Yield the first difference between the configs of two run directories, then the first
+    difference between their records."""
+    configs = read_config(first), read_config(second)
     for leaf in find_differences(*configs)[:1]:
         yield _different(NAME, leaf)
     if difference := difference_of_records(read(first), read(second), configs[0].get("tasks", ())):
         yield difference
 
 
-def config_of(directory: Path) -> dict[str, Any]:
-    """Read the config of a run directory; raises ValueError if the directory has no config."""
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read the config in a run directory. Raises ValueError if there is none."""
     if not (directory / NAME).exists():
         raise ValueError(
-            f"{str(directory)!r} is not a run directory (it has no {NAME}); give one that a run"
-            " left"
+            f"{str(directory)!r} is not a run directory (it has no {NAME}); give the value of a"
+            " run's --run-dir"
         )
     return read_object(directory / NAME)
 
@@ -97,8 +99,8 @@ def config_of(directory: Path) -> dict[str, Any]:
 def difference_of_records(
     first: Sequence[Entry], second: Sequence[Entry], tasks: Sequence[str]
 ) -> Difference | None:
-    """Find the first difference between two records, whose entries are paired by subject; `tasks`
-    are task names in learning order."""
+    """Find the first difference between two records. Entries are paired by subject; `tasks`
+    contains the task names in learning order."""
     first_entries, second_entries = _by_subject(first, tasks), _by_subject(second, tasks)
     for subject in first_entries:
         # A different order of entries is not a difference.
@@ -115,8 +117,8 @@ def difference_of_records(
                 continue
             if [*one][: len(other)] == [*other]:
                 stopped = "second" if which == "first" else "first"
-                said = f"equal as far as both go, but the {stopped} run stopped before {subject}"
-                return Difference(subject, said, stopped)
+                text = f"equal up to where the {stopped} run stopped, before {subject}"
+                return Difference(subject, text, stopped)
             return Difference(subject, f"{subject}: only in the record of the {which} run")
     return None
 
@@ -127,9 +129,10 @@ def _different(subject: str, leaf: Leaf) -> Difference:
 
 
 def _by_subject(entries: Sequence[Entry], tasks: Sequence[str]) -> dict[str, Entry]:
-    """Return the entries keyed by subject, in their order; a repeated subject has a number.
+    """Return the entries of a record in order, keyed by subject. A repeated subject has a number.
 
-    Entries that contain only circumstances, such as a process that resumed the run, are omitted.
+    Entries that contain only circumstances are omitted, such as the entry of a process that resumed
+    the run.
     """
     entries_by_subject: dict[str, Entry] = {}
     for entry in map(timeless, entries):

@@ -1,4 +1,4 @@
-"""Comparison of methods: one table from the results of all runs, as text, CSV and numbers."""
+"""Comparison of methods: a table from the results of all runs, as text, CSV or numbers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,8 +30,8 @@ MEASURES = (
     "seconds",
     "fom",
 )
-"""Compared measures: accuracies in [0, 1], FLOPs per image, numbers of parameters, and seconds of
-learning."""
+"""Measures of the comparison. Accuracies are in [0, 1], FLOPs per image, `params` numbers of
+parameters, and `seconds` the time spent on learning."""
 
 
 AGNOSTIC = ("average_accuracy", "last_accuracy", "incremental_accuracy", "average_forgetting")
@@ -42,9 +42,9 @@ def comparison(runs_by_method: Runs) -> list[dict[str, Any]]:
     """Make one row per method with the mean and standard deviation (n - 1) of every measure over
     its runs.
 
-    The standard deviation is None for one run; a measure is None if a run lacks it. `fom` is
-    CHEEM's figure of merit against the method, computed from means over runs. It is None without
-    runs of CHEEM and of the upper bound.
+    The standard deviation is None if there is only one run. A measure is None if a run lacks it.
+    `fom` is CHEEM's figure of merit relative to the method, computed from means over runs. It is
+    None if runs of CHEEM or of the upper bound are missing.
     """
     rows = []
     for method, runs in runs_by_method.items():
@@ -78,7 +78,7 @@ def comparison(runs_by_method: Runs) -> list[dict[str, Any]]:
 
 
 def measure(run: Mapping[str, Any], name: str) -> float | None:
-    """Return one measure of a run; None if the run lacks it. Upper bounds have no task-agnostic
+    """Return a measure of a run; None if the run lacks it. Upper bounds have no task-agnostic
     accuracy."""
     if name.startswith("flops_"):
         return run["flops"][name.removeprefix("flops_")]
@@ -126,8 +126,8 @@ def comparison_grid(
     titles: Mapping[str, str] = METHODS,
     rows: Sequence[Mapping[str, Any]] | None = None,
 ) -> Grid:
-    """Make the table of a comparison; `titles` has the displayed name of each key of the runs, and
-    `rows` is the result of `comparison` if it is available."""
+    """Make the table of a comparison; `titles` contains the displayed name for each key of
+    `runs_by_method`, and `rows` the result of `comparison` if it is available."""
     rows = comparison(runs_by_method) if rows is None else rows
     first = next(iter(runs_by_method.values()))[0]
     several = any(row["runs"] > 1 for row in rows)
@@ -182,7 +182,7 @@ def narrow(grid: Grid) -> Grid:
     return grid.without({COLUMNS[name][0] for name in ONLY_WIDE})
 
 
-def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format a comparison as CSV with means and standard deviations; missing values are empty."""
     lines = [",".join(["method", "runs", *(f"{name},{name}_std" for name in MEASURES)])]
     for row in rows:

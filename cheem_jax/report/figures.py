@@ -33,23 +33,23 @@ EMPTY, FRAME = "#f4f4f4", "#dcdcdc"
 COLUMNS, ROWS = 10, 8
 """Maximum number of images in a row, and of rows, of a contact sheet."""
 MOST_OF_CLASS, MOST_OF_TASK = 8, 5
-"""Maximum number of images of a class in a contact sheet, and of a task in the figure of a
-stream."""
+"""Maximum number of images per class in a contact sheet, and per task in the figure of a stream."""
 SIDE = 112
 """Approximate height and width of a displayed image in pixels."""
 MARGIN = 28
 GAP = 12
 TITLE = 50
 CAPTION = 24
-"""Sizes and positions are in whole pixels, so that images are not resampled."""
+"""Layout of contact sheets in pixels. Sizes and positions are integers, so images are not
+resampled."""
 
 ExampleImages = UInt8[np.ndarray, "_ _ _ 3"]
-"""Images `[K, S, S, 3]`; K differs between groups."""
+"""Images `[K, S, S, 3]`; K differs between classes and tasks."""
 
 
 def write_figures(directory: Path, results: Results) -> Path:
-    """Write the figures (PNG) and tables (CSV) of a run into the folder `figures` of its directory,
-    and return that folder."""
+    """Write the figures (PNG) and tables (CSV) of a run into the folder `figures` of its directory.
+    Return this folder."""
     folder = directory / "figures"
     accuracy_heatmap(results, folder / "accuracy.png")
     if len(results["tasks"]) > 1:
@@ -62,16 +62,18 @@ def write_figures(directory: Path, results: Results) -> Path:
 
 
 def architecture_grid(results: Results, file: Path, title: str | None = None) -> None:
-    """Write a figure of the target networks: rows are the base and the tasks, columns are blocks.
+    """Write a figure of the target networks: each row is a task (the first one is the base), and
+    each column is a block.
 
-    The colour of a cell is its op, and the text is the task that added its expert.
+    The colour of a cell is the op of the block, and its text is the task that added the expert.
     """
     pool = results["pool"]
     shown = spread(len(results["tasks"]), MOST_ROWS)
     names = _labels(results)
     num_blocks = len(pool)
     num_rows = len(shown) + 1
-    # The cells fill the figure; saving adds room for the text around them.
+    # The cells fill the figure; saving with `bbox_inches="tight"` adds room for the text around
+    # them.
     figure = Figure(figsize=(num_blocks * 0.74, num_rows * 0.46), dpi=DPI)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, num_blocks), ylim=(num_rows, 0))
     axes.axis("off")
@@ -120,11 +122,11 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
 
 
 def accuracy_heatmap(results: Results, file: Path) -> None:
-    """Write two heat maps of the accuracy after learning each task (row) on each task (column): one
+    """Write two heat maps of the accuracy on each task (column) after learning each task (row): one
     with the task ID inferred, one with the task ID given."""
     names = _labels(results)
     shown = spread(len(names), MOST_CELLS)
-    # at least 2.9 inches, for the titles
+    # the titles need at least 2.9 inches
     labels = [names[index] for index in shown]
     side = max(0.56 * len(shown), 2.9)
     figure = Figure(figsize=(2 * side + 3.5, side + 3), dpi=DPI, layout="constrained")
@@ -194,8 +196,8 @@ def accuracy_curve(results: Results, file: Path) -> None:
 
 
 def save(figure: Figure, file: Path, *, bbox_inches: Literal["tight"] | None = None) -> None:
-    """Write a figure as a PNG file atomically; `tight` fits the image to the contents of the
-    figure."""
+    """Write a figure as a PNG file atomically. `tight` crops or extends the image to the
+    contents."""
     file.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
     figure.savefig(
@@ -214,7 +216,8 @@ def _labels(results: Results) -> list[str]:
     names = [
         name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names
     ]
-    names = [name.replace("$", r"\$") for name in names]  # a pair would start a formula
+    # matplotlib would read a pair of $ as a formula
+    names = [name.replace("$", r"\$") for name in names]
     return [f"{memories.origin_name(index)} {name}" for index, name in enumerate(names)]
 
 
@@ -251,9 +254,9 @@ def contact_sheet(
     *,
     title: str,
 ) -> None:
-    """Write example images of each class above the name of the class.
+    """Write example images of each class, with the name of the class below them.
 
-    If there are more classes than COLUMNS * ROWS, evenly spaced ones are displayed.
+    If there are more than COLUMNS * ROWS classes, evenly spaced ones are displayed.
     """
     chosen = spread(len(classes), COLUMNS * ROWS)
     groups = [(classes[label], images[labels == label]) for label in chosen]
@@ -261,8 +264,8 @@ def contact_sheet(
 
 
 def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
-    """Write example images of each task in learning order, above its name and its numbers of
-    classes and images."""
+    """Write example images of each task in learning order, with its name and its numbers of classes
+    and images below them."""
     groups = [
         (
             (
@@ -278,10 +281,10 @@ def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
 
 def _draw(groups: Sequence[tuple[str, ExampleImages]], each: int, file: Path, title: str) -> None:
     """Write a PNG file with at most `each` images of every group above its caption. A group without
-    images has an empty box."""
+    images is displayed as an empty box."""
     num_columns = min(COLUMNS // each, len(groups)) * each
     num_rows = math.ceil(len(groups) * each / num_columns)
-    # Small images are enlarged by a whole factor, so that every pixel stays a square.
+    # Small images are enlarged by an integer factor, so that every pixel stays a square.
     side = groups[0][1].shape[1]
     side = SIDE if side > 1.5 * SIDE else side * max(1, round(SIDE / side))
     wide, tall = side + GAP, side + CAPTION
@@ -313,7 +316,7 @@ def _draw(groups: Sequence[tuple[str, ExampleImages]], each: int, file: Path, ti
 
 
 def _shortened(text: str, room: float, size: float) -> str:
-    """Return the text in one line, shortened to at most `room` pixels."""
+    """Return the text on one line, shortened to at most `room` pixels."""
     text = " ".join(text.encode(errors="replace").decode().split())
     line = text[: int(room) + 1]  # no letter is narrower than a pixel
     while len(line) > 1 and _font(size).getlength(line) > room:

@@ -1,5 +1,5 @@
-"""Runs in folders: read them, check that one table can contain them, and describe how they
-differ."""
+"""Find and read the runs in folders, check whether one table can contain them, and describe their
+differences."""
 
 import json
 import os
@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.benchmarks.table import MTIL, VDD
-from cheem_jax.report.memories import as_of_run, evaluated, is_memory, left_undone, with_evaluated
+from cheem_jax.report.memories import (
+    interrupted_work,
+    is_memory,
+    like_run,
+    read_evaluated,
+    with_evaluated,
+)
 from cheem_jax.report.status import read_owner
 from cheem_jax.report.table import METHODS, accuracy_key, last_row
 from cheem_jax.run import record
@@ -50,13 +56,13 @@ class RunRecord(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Whether every task of the stream is learned and evaluated. A memory is never finished,
-        because further tasks can follow."""
+        """Whether every task of the stream is learned and evaluated. A memory never counts as
+        finished, because it can learn further tasks."""
         return not self.is_memory and len(self.order) == len(self.config["tasks"])
 
 
 class Recorded(NamedTuple):
-    """The information about a run that is in its record but not in `results.json`."""
+    """Information about a run that is in its record but not in `results.json`."""
 
     begin: dict[str, Any]
     """The `run` entry with data, command and conditions; empty if the record cannot be read."""
@@ -74,19 +80,17 @@ LeftOut = list[tuple[Path, str]]
 def read(
     folders: Sequence[Path], *, others: bool = False, below: bool = True
 ) -> tuple[list[RunRecord], LeftOut]:
-    """Read the finished runs in folders and, with `below`, in their subfolders, without duplicates,
-    and list the excluded folders.
+    """Read the finished runs in `folders` and, with `below`, in their subfolders. Duplicates are
+    excluded. Also return the excluded folders with the reasons.
 
-    With `others`, memories and unfinished runs follow the finished ones. Raises ValueError if one
-    of `folders` is not a folder.
+    With `others`, memories and unfinished runs follow the finished runs. Raises ValueError if an
+    item of `folders` is not a folder.
     """
     unreadable: list[OSError] = []
     directories: dict[Path, Path] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(
-                f"runs are expected in {folder}, which is not a folder; give a folder with runs"
-            )
+            raise ValueError(f"{str(folder)!r} is not a folder; give a folder that contains runs")
         for place, subfolders, files in os.walk(folder, onerror=unreadable.append):
             if not below:
                 subfolders.clear()
@@ -100,7 +104,7 @@ def read(
     for directory in sorted(directories.values()):
         try:
             run = _read_one(directory)
-            identity = _identity_of(run) if isinstance(run, RunRecord) else None
+            identity = _copy_key(run) if isinstance(run, RunRecord) else None
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
             left_out.append((directory, f"corrupted ({error!r:.300})"))
             continue
@@ -121,41 +125,41 @@ def read(
 
 
 def _read_one(directory: Path) -> RunRecord | str:
-    """Read a run or a memory; return the reason as text if it has no results yet."""
+    """Read a run or a memory. If it has no results yet, return the reason as text."""
     config = read_object(directory / NAME)
     has_results = (directory / "results.json").exists()
     if is_memory(config) and (config.get("forgetting") or not has_results):
         if (owner := read_owner(directory)) is not None:
-            return f"a memory, no task is measured yet; {owner.at_work(config)}"
-        return f"a memory, {left_undone(config, directory) or 'no task is measured yet'}"
+            return f"a memory, no task is measured yet; {owner.activity(config)}"
+        return f"a memory, {interrupted_work(config, directory) or 'no task is measured yet'}"
     if not has_results:
-        return "unfinished: it has no results yet; the command that began it resumes it"
-    measured = evaluated(directory, config) if is_memory(config) else {}
+        return "unfinished: no results yet; the command that started the run resumes it"
+    measured = read_evaluated(directory, config) if is_memory(config) else {}
     run = RunRecord(
         directory,
         with_evaluated(read_results(directory), measured),
-        as_of_run(config),
+        like_run(config),
     )
     if run.results["method"] not in METHODS:
         raise ValueError(
             f"its method is {run.results['method']!r:.40}; expected one of {', '.join(METHODS)}"
         )
     if not run.is_memory:
-        numbers_of(run.results)  # raises an error if a task is not measured
+        measurements(run.results)  # raises an error if a task is not measured
         if len(run.order) > len(config["tasks"]):
             raise ValueError("it contains more tasks than its stream")
     return run
 
 
-def _identity_of(run: RunRecord) -> object:
-    """Return a value that is identical for copies of one run. Engine settings do not count, except
-    for the precision, because they do not affect results."""
+def _copy_key(run: RunRecord) -> object:
+    """Return a value that is identical for copies of a run. Of the engine's settings, only the
+    precision counts, because the others do not affect results."""
     seeds = run.results["seed"], run.config.get("seeds")
-    return *cell_of(run), json.dumps([seeds, _without_seeds(run.config)], sort_keys=True)
+    return *cell_key(run), json.dumps([seeds, _without_seeds(run.config)], sort_keys=True)
 
 
-def record_of(run: RunRecord) -> Recorded:
-    """Read the record of a run; if it is corrupted, the result has the reason as `trouble`."""
+def read_record(run: RunRecord) -> Recorded:
+    """Read the record of a run. If it is corrupted, the result contains the reason in `trouble`."""
     try:
         entries = record.read(run.directory)
     except (ValueError, OSError) as error:
@@ -170,8 +174,8 @@ def record_of(run: RunRecord) -> Recorded:
 
 
 def check_comparable(runs: Sequence[RunRecord]) -> None:
-    """Raise ValueError if runs of one table differ in data, weights or image size, or runs of one
-    cell in settings."""
+    """Raise ValueError if runs of one table differ in data, weights or image size, or if runs of
+    one cell differ in settings."""
     first: dict[tuple[str, str], RunRecord] = {}
     settings: dict[tuple[object, ...], RunRecord] = {}
     for run in runs:
@@ -186,7 +190,7 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
                 f"{reference.directory} and {run.directory} are both {' on '.join(run.place)}, but "
                 f"{summary(differing, 'values')}; tabulate them separately"
             )
-        alike = settings.setdefault(cell_of(run), run)
+        alike = settings.setdefault(cell_key(run), run)
         if differing := find_differences(_without_seeds(alike.config), _without_seeds(run.config)):
             raise ValueError(
                 f"{alike.directory} and {run.directory} would share cells, but"
@@ -196,13 +200,15 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
 
 def _identity(run: RunRecord) -> dict[str, Any]:
     keys = ("image_size", "data_sha256", "weights_sha256", "split_sha256")
-    preset = run.results["preset"].split(",")[0]  # "paper, changed" where single settings differ
+    # the preset is "paper, changed" if individual settings differ
+    preset = run.results["preset"].split(",")[0]
     return {key: run.config.get(key, run.results.get(key)) for key in keys} | {"preset": preset}
 
 
-def cell_of(run: RunRecord) -> tuple[object, ...]:
-    """Return the key of a run's cell in a table; runs of one cell differ only in their seeds."""
-    return (*run.place, run.results["method"], variant_of(run), run.order)
+def cell_key(run: RunRecord) -> tuple[object, ...]:
+    """Return the key of a run's cell in a table. Runs in the same cell differ only in their
+    seeds."""
+    return (*run.place, run.results["method"], describe_variant(run), run.order)
 
 
 def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,9 +218,9 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "precision": config.get("engine", {}).get("precision", "float32")}
 
 
-def variant_of(run: RunRecord) -> str:
-    """Describe the settings of a run that differ from its method's default: placement, sampling and
-    further settings of CHEEM that an ablation changes, and the router. Empty if there are none."""
+def describe_variant(run: RunRecord) -> str:
+    """Describe the settings of a run that differ from its method's defaults: the placement, CHEEM's
+    settings that an ablation changes, and the router. Empty if all are defaults."""
     results = run.results
     parts = []
     settings = run.config.get(run.results["method"], {})
@@ -282,11 +288,12 @@ IMAGE_MEASURES = (
 """Accuracies in which every test image has the same weight."""
 
 
-def numbers_of(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
-    """Return the measurements of a run, keyed by measure and task: accuracies and forgetting in
-    percent, GFLOPs per image, seconds of learning in total, and hours per task.
+def measurements(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
+    """Return the measurements of a run, keyed by measure and task. Accuracies and forgetting are in
+    percent, FLOPs in GFLOPs per image, and durations in hours per task.
 
-    The key of a mean over tasks has an empty task; hours of a phase have the phase in its place.
+    A mean over tasks has an empty task in its key. The duration of a phase has the phase in place
+    of the task.
     """
     key = accuracy_key(results["method"])
     is_bound = key == "local_accuracy"

@@ -1,4 +1,4 @@
-"""A table as text, with output to the terminal, Markdown and CSV."""
+"""A table of text cells, which can be printed to the terminal or formatted as Markdown or CSV."""
 
 import csv
 import io
@@ -14,7 +14,8 @@ from cheem_jax.core.paths import printable
 
 
 class Grid(NamedTuple):
-    """A table as text; the first `num_left` columns are aligned left, the remaining ones right."""
+    """A table of text cells; the first `num_left` columns are left-aligned, the others
+    right-aligned."""
 
     title: str
     columns: tuple[str, ...]
@@ -24,25 +25,25 @@ class Grid(NamedTuple):
 
     @property
     def heads(self) -> list[str]:
-        """Titles of the columns without line breaks."""
+        """Column titles without line breaks."""
         return [column.replace("-\n", "").replace("\n", " ") for column in self.columns]
 
     def without(self, titles: Collection[str]) -> "Grid":
-        """Return the table without the columns of some titles."""
+        """Return the table without the columns that have one of `titles`."""
         indices = [index for index, column in enumerate(self.columns) if column not in titles]
         rows = tuple(tuple(row[index] for index in indices) for row in self.rows)
         return self._replace(columns=tuple(self.columns[index] for index in indices), rows=rows)
 
     @property
     def width(self) -> int:
-        """Number of characters in a row, including two blanks after each column."""
+        """Number of characters per row, including two blanks after each column."""
         cells = zip(self.columns, *self.rows, strict=True)
         return sum(max(map(len, [*column.split("\n"), *rest])) + 2 for column, *rest in cells)
 
     def to_rich(self) -> rich.table.Table:
-        """Make a table for the terminal. Columns are one character closer if the table exceeds 80
-        characters."""
-        gap = 1 if self.width <= 80 else 0  # in addition to one blank of the box
+        """Make a table for the terminal. If it exceeds 80 characters, columns are separated by one
+        blank less."""
+        gap = 1 if self.width <= 80 else 0  # the box adds one blank
         table = rich.table.Table(
             title=Text(self.title),
             caption=Text(self.caption) if self.caption else None,
@@ -59,11 +60,12 @@ class Grid(NamedTuple):
                 column, justify=justify, overflow="fold", no_wrap=index == 1 and is_left
             )
         for row in self.rows:
-            table.add_row(*map(Text, row))  # names of tasks can contain brackets
+            # task names can contain brackets, which rich would read as markup
+            table.add_row(*map(Text, row))
         return table
 
     def to_csv(self) -> str:
-        """Format the table as CSV, with cells as displayed."""
+        """Format the table as CSV; cells are as displayed."""
         text = io.StringIO()
         lines = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
         lines.writerow(self.heads)

@@ -1,4 +1,4 @@
-"""A run or memory in the terminal: a view with a row per task, and one line."""
+"""Display a run or a memory in the terminal, as a table with a row per task or as a single line."""
 
 import datetime
 
@@ -7,19 +7,21 @@ from rich.table import Table
 from rich.text import Text
 
 from cheem_jax.report import table
-from cheem_jax.report.memories import after_learning, left_undone, num_forgotten, unmeasured
+from cheem_jax.report.memories import after_learning, interrupted_work, num_forgotten, unmeasured
 from cheem_jax.report.status import Doing, Snapshot
 from cheem_jax.report.table import METHODS, NONE, SIZES, UPPER_BOUNDS, Grid, percent
 from cheem_jax.run.progress import duration
 
 SILENT = 60.0
-"""Seconds without a sign of life after which a view says so."""
-STYLES = {"running": "bold green", "finished": "bold blue", "at": "bold blue"}
-"""Styles by the first word of the state."""
+"""Seconds without an update of the status after which the display says that the process is
+silent."""
+STYLES = {"running": "bold green", "finished": "bold blue", "idle": "bold blue"}
+"""Rich styles, keyed by the first word of the text from `state`."""
 
 
 def view(snapshot: Snapshot, width: int, rows: int) -> RenderableType:
-    """State, averages, phase and tables, `width` characters wide, with at most `rows` tasks."""
+    """Display the state, averages, current phase and tables in `width` characters, with at most
+    `rows` tasks."""
     parts: list[RenderableType] = [_header(snapshot)]
     parts += [Text(f"! {trouble}", style="bold red") for trouble in snapshot.trouble]
     text = Text(f"{count(snapshot)}  ")
@@ -29,7 +31,7 @@ def view(snapshot: Snapshot, width: int, rows: int) -> RenderableType:
     if (seconds := _seconds_left(snapshot)) is not None:
         text.append(f"  about {duration(seconds)} left")
     elif snapshot.owner is not None and not snapshot.num_finished:
-        text.append("  time left: known after the first task")
+        text.append("  time left: estimated after the first task")
     if num_bounds := sum(entry["event"] == "upper_bound" for entry in snapshot.entries):
         text.append(f"  (upper bound of {num_bounds})")
     if means := ", ".join(averages(snapshot)):
@@ -48,7 +50,7 @@ def view(snapshot: Snapshot, width: int, rows: int) -> RenderableType:
 
 
 def line(snapshot: Snapshot) -> str:
-    """State, averages and phase in one line, for logs."""
+    """Return the state, averages and current phase as a single line, for logs."""
     parts = [state(snapshot), count(snapshot), *averages(snapshot)]
     if (doing := _doing(snapshot)) is not None:
         counted, *pace = _pace(snapshot, doing)
@@ -60,7 +62,7 @@ def line(snapshot: Snapshot) -> str:
 
 
 def state(snapshot: Snapshot) -> str:
-    """The process at work and since when, or the way to resume a stopped run."""
+    """Describe the process that works on the run, or say how to resume a stopped run."""
     owner, doing, last = snapshot.owner, snapshot.status, _time_of_last(snapshot)
     if owner is not None:
         sign = max(last or 0.0, owner.since, doing.time if doing is not None else 0.0)
@@ -73,39 +75,41 @@ def state(snapshot: Snapshot) -> str:
         )
     at = f" {datetime.datetime.fromtimestamp(last):%Y-%m-%d %H:%M}" if last is not None else ""
     if snapshot.is_memory:
-        at_rest = f"at rest since{at}" if at else "at rest"
-        return left_undone(snapshot.config, snapshot.directory) or at_rest
+        idle = f"idle since{at}" if at else "idle"
+        return interrupted_work(snapshot.config, snapshot.directory) or idle
     return f"finished{at}" if snapshot.is_finished else f"stopped{at}; the same command resumes it"
 
 
 def _time_of_last(snapshot: Snapshot, *without: str) -> float | None:
-    """Seconds since 1970 of the record's last entry, except those of some events."""
+    """Return the time of the record's last entry in seconds since 1970, ignoring the events
+    `without`."""
     entries = [entry for entry in snapshot.entries if entry["event"] not in without]
     return datetime.datetime.fromisoformat(entries[-1]["time"]).timestamp() if entries else None
 
 
 def count(snapshot: Snapshot) -> str:
-    """Number of learned tasks, for a run with that of all tasks."""
+    """Return the number of learned tasks as text; for a run, also the number of all tasks."""
     num = snapshot.num_finished
     return (
-        f"{_tasks_of(num)} learned"
+        f"{_format_tasks(num)} learned"
         if snapshot.is_memory
         else f"{num} of {len(snapshot.names)} tasks"
     )
 
 
-def _tasks_of(num: int) -> str:
+def _format_tasks(num: int) -> str:
     return f"{num:,} task{'' if num == 1 else 's'}"
 
 
 def averages(snapshot: Snapshot) -> list[str]:
-    """Averages over the tasks so far; those right after learning if some are not measured now."""
+    """Return the averages over the learned tasks as text. If a task is not measured after the last
+    one, return the average accuracy right after learning."""
     results = snapshot.results
     if not results:
         return []
     if results["local_average_accuracy"] is None:
         mean, num = after_learning(results)
-        text = f"right after learning {percent(mean)} %, mean of {_tasks_of(num)}"
+        text = f"right after learning {percent(mean)} %, mean of {_format_tasks(num)}"
         return [] if mean is None else [text]
     given = f"{percent(results['local_average_accuracy'])} %"
     if results["method"] in UPPER_BOUNDS:
@@ -119,7 +123,8 @@ def averages(snapshot: Snapshot) -> list[str]:
 
 
 def _doing(snapshot: Snapshot) -> Doing | None:
-    """The phase at work, or that of a killed run; None for the phase of an earlier process."""
+    """Return the current phase, or the last phase of a killed process. None if the status is from
+    an earlier process."""
     doing, owner = snapshot.status, snapshot.owner
     if doing is None or snapshot.is_finished:
         return None
@@ -144,7 +149,8 @@ def _header(snapshot: Snapshot) -> Text:
 
 
 def _seconds_left(snapshot: Snapshot) -> float | None:
-    """Seconds until the last task is learned: estimated before it began, or from earlier tasks."""
+    """Estimate the seconds until the last task is learned, from the estimate in the status or else
+    from the duration of earlier tasks."""
     doing, owner, now = _doing(snapshot), snapshot.owner, snapshot.time
     if owner is None:
         return None
@@ -161,10 +167,11 @@ def _seconds_left(snapshot: Snapshot) -> float | None:
 
 
 def _pace(snapshot: Snapshot, doing: Doing) -> list[str]:
-    """Images of the phase so far, its speed and time left, or a killed run's last sign of life."""
+    """Return the processed images of the phase, its speed and the remaining time; for a killed run,
+    the time of its last status."""
     counted = f"{doing.done:,} of {doing.total:,} images"
     if snapshot.owner is None:
-        return [counted, f"last sign of life {duration(snapshot.time - doing.time)} ago"]
+        return [counted, f"last update {duration(snapshot.time - doing.time)} ago"]
     if not doing.done or not doing.seconds:
         return [counted]
     rate = doing.done / doing.seconds
@@ -172,21 +179,21 @@ def _pace(snapshot: Snapshot, doing: Doing) -> list[str]:
 
 
 def _tasks(snapshot: Snapshot, width: int, rows: int) -> Table:
-    """The table of all tasks, with as many columns as there is room for."""
+    """Make the table of all tasks, with as many columns as fit into `width`."""
     num, num_finished, results = len(snapshot.names), snapshot.num_finished, snapshot.results
     learned = table.task_grid(results).without(SIZES) if results else Grid("", ("task",), (), 1)
     shown = shown_tasks(num, num_finished, rows)
     hidden = [
         f"{n:,} {word}" for n, word in ((shown.start, "before"), (num - shown.stop, "after")) if n
     ]
-    captions = [f"{num:,} tasks, not shown: {' and '.join(hidden)} these"] if hidden else []
+    captions = [f"{num:,} tasks; not displayed: {' and '.join(hidden)} these"] if hidden else []
     captions.append(learned.caption)
     if results and unmeasured(results):
         captions.append(f"{NONE} not measured: their images were not available")
     if forgotten := num_forgotten(snapshot.config):
         captions.append(
-            f"forgotten: {forgotten}, to which images could still be sent when older numbers were"
-            " measured"
+            f"{forgotten} forgotten; in older measurements, images could still be routed to"
+            " forgotten tasks"
         )
     empty = [""] * (len(learned.columns) - 1)
     lines = []
@@ -205,7 +212,7 @@ def _tasks(snapshot: Snapshot, width: int, rows: int) -> Table:
 
 
 def shown_tasks(num: int, current: int, rows: int) -> range:
-    """The tasks around the current one that have room in `rows`, more of those before it."""
+    """Return the tasks around the current one that fit into `rows`; most of them precede it."""
     start = max(0, min(current + 3, num) - rows)
     return range(start, min(num, start + rows))
 

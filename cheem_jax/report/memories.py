@@ -16,13 +16,14 @@ from cheem_jax.run.results import Results, averages, num_tested
 FORGOTTEN = "forgotten"
 """Origin of an expert of a forgotten task."""
 MARK = "†"
-"""The same in a cell of a table."""
+"""Mark of a forgotten task in table cells."""
 ROUTED_TO_FORGOTTEN = (
-    "where a row adds up to less than 100 %, the rest went to a task that is forgotten now"
+    "if a row adds up to less than 100 %, the other images were routed to a task that was"
+    " forgotten since"
 )
 UNAVAILABLE = (
-    "their images were not available when the last task was learned; cheem evaluate measures on"
-    " given images"
+    "their images were not available when the last task was learned; cheem evaluate measures the"
+    " accuracy if it is given the images"
 )
 EVALUATED = "evaluated.json"
 """File with the latest accuracies of each task from `cheem evaluate`."""
@@ -38,40 +39,50 @@ class Evaluated(NamedTuple):
     date: str
 
 
-def evaluated(directory: Path, config: Mapping[str, Any]) -> dict[str, Evaluated]:
-    """Read the latest accuracies of each task; those from before the last change of the memory are
-    dropped."""
+def read_evaluated(directory: Path, config: Mapping[str, Any]) -> dict[str, Evaluated]:
+    """Read the latest accuracies of each task; accuracies from before the last change of the memory
+    are ignored."""
     try:
-        held = read_object(directory / EVALUATED)
-        if held["state"] != _state(config):
+        stored = read_object(directory / EVALUATED)
+        if stored["state"] != _state(config):
             return {}
         fields = Evaluated.__annotations__.items()
         return {
             name: Evaluated(*(kind(one[key]) for key, kind in fields))
-            for name, one in held["tasks"].items()
+            for name, one in stored["tasks"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # of another version, or edited: one command measures them again
+        # The file is from another version or was edited; `cheem evaluate` measures the accuracies
+        # again.
+        return {}
 
 
-def keep_evaluated(
+def store_evaluated(
     directory: Path, config: Mapping[str, Any], measured: Mapping[str, Evaluated]
 ) -> None:
-    """Store new accuracies, and keep valid ones of other tasks."""
+    """Store new accuracies and keep the valid accuracies of other tasks."""
     tasks = {
-        name: one._asdict() for name, one in {**evaluated(directory, config), **measured}.items()
+        name: one._asdict()
+        for name, one in {**read_evaluated(directory, config), **measured}.items()
     }
     write_atomically(
         directory / EVALUATED,
-        json.dumps({"state": _state(config), "tasks": tasks}, indent=1) + "\n",
+        json.dumps(
+            {
+                "state": _state(config),
+                "tasks": {name: accuracies._asdict() for name, accuracies in tasks.items()},
+            },
+            indent=1,
+        )
+        + "\n",
     )
 
 
 def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[str, Any]:
     """Replace the last row of a memory's results by the latest accuracies, and update its averages.
 
-    Forgetting is relative to the highest accuracy since learning. A new row of the routing has the
-    share of the right task only.
+    Forgetting is the drop from the highest accuracy since the task was learned. A new row of the
+    routing contains only the share of the right task.
     """
     names = [task["name"] for task in results["tasks"]]
     if not measured or not set(measured) & set(names):
@@ -85,7 +96,8 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
             accuracy[-1, index], local[-1, index] = one.accuracy, one.accuracy_given
             num_images[index] = one.num_images
             if routing[index, index] != one.task_accuracy:
-                routing[index] = np.nan  # other images: the tasks of the rest are unknown
+                # The images differ, so the inferred tasks of the other images are unknown.
+                routing[index] = np.nan
                 routing[index, index] = one.task_accuracy
     matrices = {"accuracy": accuracy, "local_accuracy": local, "routing": routing}
     return {
@@ -98,53 +110,56 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
 
 
 def _forgetting(accuracy: np.ndarray) -> float | None:
-    """Average forgetting; None for one task, and if an accuracy right after learning or now is
-    missing."""
+    """Return the average forgetting. None if there is only one task, or if an accuracy on the
+    diagonal or in the last row is missing."""
     if len(accuracy) == 1 or np.isnan(np.diagonal(accuracy)).any() or np.isnan(accuracy[-1]).any():
         return None
     return float((np.nanmax(accuracy, axis=0) - accuracy[-1])[:-1].mean())
 
 
 def _state(config: Mapping[str, Any]) -> list[int]:
-    """Numbers that change with every learned or forgotten task."""
+    """Return counters that change with every learned or forgotten task."""
     return [config.get("generation", 1), config.get("num_learned", 0)]
 
 
 def is_memory(config: Any) -> bool:
-    """Whether a `config.json` belongs to a memory."""
+    """Return whether a `config.json` belongs to a memory."""
     return isinstance(config, Mapping) and str(config.get("format")).startswith("cheem_jax-memory/")
 
 
-def as_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration in the form of a run's: the settings of CHEEM are under `cheem`."""
+def like_run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a memory's configuration with the layout of a run's: CHEEM's settings have the key
+    `cheem`. The configuration of a run is returned as it is."""
     if not is_memory(config):
         return dict(config)
     return {"cheem" if key == "method" else key: value for key, value in config.items()}
 
 
 def num_forgotten(config: Mapping[str, Any]) -> int:
-    """The number of forgotten tasks; an extended task has several numbers and is not forgotten."""
+    """Return the number of forgotten tasks. An extended task counts as learned more than once, but
+    it is not forgotten."""
     if not is_memory(config):
         return 0
     remaining = len(config.get("data_sha256", ())) + len(config.get("replaced", ()))
     return max(config.get("num_learned", 0) - remaining, 0)
 
 
-def left_undone(config: Mapping[str, Any], directory: Path) -> str:
-    """The interrupted work of a memory and the command that finishes it; empty if there is none."""
+def interrupted_work(config: Mapping[str, Any], directory: Path) -> str:
+    """Describe the interrupted work of a memory and the command that finishes it; empty if there is
+    none."""
     if forgetting := config.get("forgetting"):
         names = ", ".join(repr(task["name"]) for task in forgetting)
         return (
-            f"stopped while it forgot {names}; the next `cheem learn` or `cheem forget` finishes"
-            " that"
+            f"stopped while forgetting {names}; the next `cheem learn` or `cheem forget` finishes"
+            " this"
         )
     if learning := config.get("learning"):
-        return f"stopped in the middle of {learning['name']!r}; the same `cheem learn` resumes it"
+        return f"stopped while learning {learning['name']!r}; the same `cheem learn` resumes it"
     return "" if config.get("tasks") else f"no task yet; `cheem learn {directory} FOLDER` adds one"
 
 
 def unmeasured(results: Results) -> list[int]:
-    """Indices of tasks without an accuracy after the last task."""
+    """Return the indices of the tasks that were not measured after the last task."""
     last = results["local_accuracy"][-1]
     return [
         index for index, value in enumerate(last if isinstance(last, list) else []) if value is None
@@ -152,26 +167,28 @@ def unmeasured(results: Results) -> list[int]:
 
 
 def routed_to_forgotten(results: Results) -> bool:
-    """Whether a row of the routing lacks images that were routed to a task forgotten since."""
+    """Return whether a row of the routing lacks images because the task that they were routed to
+    was forgotten."""
     rows = [row for row in results.get("routing") or [] if None not in row]
     return any(sum(row) < 1 - 1e-6 for row in rows)
 
 
 def after_learning(results: Results) -> tuple[float | None, int]:
-    """Average accuracy right after learning, and the number of tasks with such an accuracy."""
+    """Return the average accuracy right after learning, and the number of tasks in this average."""
     measured = np.diagonal(matrix_from_json(results["accuracy"]))
     measured = measured[~np.isnan(measured)]
     return (float(measured.mean()) if len(measured) else None), len(measured)
 
 
 def origin_name(origin: int | str) -> str:
-    """The displayed origin of an expert: `T1` for the first task, `base`, or a mark for a forgotten
+    """Format the origin of an expert: `T1` for the first task, `base`, or a mark for a forgotten
     task."""
     return f"T{origin + 1}" if isinstance(origin, int) else MARK if origin == FORGOTTEN else origin
 
 
 def cell_text(choice: Choice, block: Sequence[Mapping[str, Any]]) -> str:
-    """The choice of a block in grids: the origin of its expert, with `+Δ` if it is adapted."""
+    """Format the choice of a block: the origin of its expert, with `+Δ` if the expert is
+    adapted."""
     if choice.expert is None:
         return choice.kind
     return origin_name(block[choice.expert]["origin"]) + ("+Δ" if choice.kind == "adapt" else "")

@@ -1,4 +1,5 @@
-"""A run or memory as another process sees it: its files, the phase at work and the process."""
+"""The state of a run or a memory as seen by another process: its files, current phase and
+process."""
 
 import functools
 import os
@@ -7,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cheem_jax.report.memories import evaluated, is_memory, with_evaluated
+from cheem_jax.report.memories import is_memory, read_evaluated, with_evaluated
 from cheem_jax.run import record
 from cheem_jax.run.directory import NAME as CONFIG
 from cheem_jax.run.directory import OWNER
@@ -19,32 +20,33 @@ CLOCK_ERROR = 5.0
 
 
 class Owner(NamedTuple):
-    """The process that works on a run, and since when (seconds since 1970)."""
+    """The process that works on a run, and the time when it started in seconds since 1970."""
 
     pid: int
     host: str
     since: float
 
-    def at_work(self, config: Mapping[str, Any]) -> str:
-        """A clause on its work on a memory with this configuration."""
+    def activity(self, config: Mapping[str, Any]) -> str:
+        """Describe in a clause how the process works on a memory that has the configuration
+        `config`."""
         who = f"process {self.pid} on {self.host}"
         learning = (config.get("learning") or {}).get("name")
         return f"{who} is learning {learning!r} now" if learning else f"{who} works on it now"
 
 
 def read_status(directory: Path) -> Doing | None:
-    """The last status of a run; None if it is missing or cannot be read."""
+    """Read the last status of a run; None if it is missing or cannot be read."""
     try:
         return Doing(**read_object(directory / STATUS_FILE))
-    except TypeError:  # of another version
+    except TypeError:  # written by another version
         return None
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """The process that works on the run, or None.
+    """Find the process that works on the run; None if there is none.
 
-    The lock stays untouched, because a run that begins at that moment would fail to acquire it. A
-    process of another machine counts as alive until it removes its file.
+    The lock is not acquired, because a run that starts at the same moment would then fail to
+    acquire it. A process of another machine counts as alive until it removes its file.
     """
     read = read_object(directory / OWNER)
     try:
@@ -55,10 +57,11 @@ def read_owner(directory: Path) -> Owner | None:
 
 
 def _lives(pid: int, since: float) -> bool:
-    """Whether the process that wrote its number then is alive: numbers are reused."""
+    """Return whether the process `pid` is alive and started before `since`; process IDs are
+    reused."""
     try:
         os.kill(pid, 0)
-    except PermissionError:  # of another user
+    except PermissionError:  # the process belongs to another user
         pass
     except (OSError, OverflowError):
         return False
@@ -68,14 +71,14 @@ def _lives(pid: int, since: float) -> bool:
             line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
         )
         start = int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError, StopIteration):  # no Linux
+    except (OSError, IndexError, ValueError, StopIteration):  # not Linux
         return True
-    # Z, X: ended, and its parent has not asked yet
+    # States Z and X: the process ended, and its parent has not collected its exit status yet.
     return fields[0] not in ("Z", "X") and start < since + CLOCK_ERROR
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if it is missing or cannot be read."""
+    """Read the JSON object in a file; {} if it is missing or cannot be read."""
     try:
         return record.read_object(file)
     except (OSError, ValueError):
@@ -83,32 +86,32 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 class Snapshot(NamedTuple):
-    """A run or memory at `time` (seconds since 1970), from its directory."""
+    """The state of a run or a memory at `time` (seconds since 1970), read from its directory."""
 
     directory: Path
     config: dict[str, Any]
     entries: list[dict[str, Any]]
     results: dict[str, Any]
-    """Results of the measured tasks; {} before the first one, or if the record cannot be read."""
+    """Results of the measured tasks; {} if no task is measured or the record cannot be read."""
     trouble: list[str]
-    """A sentence per file that cannot be read."""
+    """One sentence per file that cannot be read."""
     status: Doing | None
     owner: Owner | None
     time: float
 
     @property
     def names(self) -> list[str]:
-        """The tasks of the stream, or of the memory."""
+        """Names of the tasks of the stream or the memory."""
         return self.config.get("tasks") or [task["name"] for task in self.results.get("tasks", ())]
 
     @property
     def setting(self) -> dict[str, Any]:
-        """The first entry of the record; {} before it."""
+        """The `run` entry of the record, with the run's settings; {} if there is none."""
         return next((entry for entry in self.entries if entry["event"] == "run"), {})
 
     @property
     def num_finished(self) -> int:
-        """Tasks that are learned and measured."""
+        """Number of tasks that are learned and measured."""
         return len(self.results.get("tasks", ()))
 
     @property
@@ -117,24 +120,24 @@ class Snapshot(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether no process works on it: finished or stopped."""
+        """Whether no process works on the run: it is finished or stopped."""
         return self.owner is None
 
     @property
     def is_finished(self) -> bool:
-        """Whether no process works on it and all tasks and upper bounds are measured."""
+        """Whether no process works on the run and all tasks and upper bounds are measured."""
         is_bound_missing = any(entry.get("upper_bound") for entry in self.entries) and (
             "full_finetune" not in self.results.get("references", ())
         )
         return self.is_over and 0 < len(self.names) <= self.num_finished and not is_bound_missing
 
 
-def look(directory: Path, now: float) -> Snapshot:
-    """Read the directory of a run or memory; raises ValueError for another folder."""
+def read_snapshot(directory: Path, now: float) -> Snapshot:
+    """Read the directory of a run or a memory. Raises ValueError if it is neither."""
     if not directory.is_dir():
         raise ValueError(
-            f"no folder {str(directory)!r}; a run makes it when it begins: give the folder of its"
-            " --run-dir"
+            f"folder {str(directory)!r} does not exist; a run creates its folder when it starts;"
+            " give the value of its --run-dir"
         )
     config = {}
     trouble = []
@@ -147,7 +150,7 @@ def look(directory: Path, now: float) -> Snapshot:
         way_out = (
             f"it contains {len(below)} runs, such as {str(below[0])!r}"
             if below
-            else "give the folder of a run's --run-dir"
+            else "give the value of a run's --run-dir"
         )
         raise ValueError(
             f"{str(directory)!r} is not a run directory (it has no {CONFIG}); {way_out}"
@@ -156,21 +159,22 @@ def look(directory: Path, now: float) -> Snapshot:
         trouble.append(f"{CONFIG} cannot be read ({error})")
     try:
         stat = (directory / record.NAME).stat()
-        entries, results, missing = _numbers_in(directory, stat.st_size, stat.st_mtime_ns)
+        entries, results, missing = _read_results(directory, stat.st_size, stat.st_mtime_ns)
     except OSError:
         entries, results, missing = [], {}, []
     if results and is_memory(config):
-        results = with_evaluated(results, evaluated(directory, config))
+        results = with_evaluated(results, read_evaluated(directory, config))
     status = read_status(directory)
     owner = read_owner(directory)
     return Snapshot(directory, config, entries, results, [*trouble, *missing], status, owner, now)
 
 
 @functools.lru_cache(maxsize=1)
-def _numbers_in(
+def _read_results(
     directory: Path, size: int, changed: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
-    """Entries and results of a record, and its errors; cached by its size and time."""
+    """Read the entries and results of a record, and its errors. The result is cached; `size` and
+    `changed` (modification time) invalidate the cache."""
     entries = []
     results = {}
     try:

@@ -68,7 +68,7 @@ MEANING = {
 """Description of each op, displayed in legends."""
 ARCHITECTURE = "archi-\ntecture"
 SIZES = ("classes", "train\nimages")
-"""Columns that the terminal omits because they are too wide."""
+"""Columns that are omitted in the terminal because the table would be too wide."""
 NONE = "–"
 IMAGES_COUNT = (
     "last accuracy: over the test images of all tasks, after the last one; Ā, the average"
@@ -97,7 +97,8 @@ def method_grid(results: Results) -> Grid:
             **run,
             **{f"flops_{key}": flops for key, flops in (run.get("flops") or {}).items()},
         }
-        if method in UPPER_BOUNDS:  # it is given the task ID: it has no task-agnostic accuracy
+        # upper bounds are given the task ID, so they have no task-agnostic accuracy
+        if method in UPPER_BOUNDS:
             average = values.pop("average_accuracy", None)
             values = {"local_average_accuracy": average, **values, "average_forgetting": None}
         cells = [
@@ -113,10 +114,10 @@ def method_grid(results: Results) -> Grid:
 
 
 def task_grid(results: Results) -> Grid:
-    """Make the table with one row per task: accuracies in % after the last task, and FLOPs per
-    image.
+    """Make the table with one row per task: accuracies in percent after the last task, and FLOPs
+    per image.
 
-    `given` in a title means that the task ID is given.
+    Columns titled `given` are accuracies with the task ID given.
     """
     runs = _runs(results)
     has_architecture = all("architecture" in task for task in results["tasks"])
@@ -214,10 +215,11 @@ def setting_rows(results: Results) -> list[tuple[str, str]]:
 
 
 def fom_line(results: Results) -> str:
-    """Describe CHEEM's figure of merit against each baseline, and the gaps of both to the upper
+    """Describe CHEEM's figure of merit relative to each baseline, and the gaps of both to the upper
     bound in percentage points.
 
-    An undefined figure is a dash; the text is empty if the upper bound is missing.
+    An undefined figure of merit is displayed as a dash. Returns an empty text without an upper
+    bound.
     """
     fom, others = results.get("fom") or {}, results.get("references") or {}
     upper = others.get("full_finetune", {}).get("average_accuracy")
@@ -235,36 +237,35 @@ def fom_line(results: Results) -> str:
 
 
 def letters(architecture: Sequence[str]) -> str:
-    """Abbreviate an architecture to R, A, N or S per block."""
+    """Abbreviate an architecture to one letter per block: R, A, N or S."""
     return "".join(choice.kind[0].upper() for choice in from_strings(architecture))
 
 
 def accuracy_key(method: str) -> str:
-    """Return the key in the results with a method's accuracies; upper bounds are given the task
+    """Return the key of a method's accuracies in the results; upper bounds are given the task
     ID."""
     return "local_accuracy" if method in UPPER_BOUNDS else "accuracy"
 
 
 def last_row(accuracy: Sequence[Any]) -> Sequence[int | float | None]:
-    """Return the accuracy of each task after the last one, from a matrix or from that row alone."""
+    """Return the accuracies after the last task; `accuracy` is a matrix or already the last row."""
     return accuracy[-1] if isinstance(accuracy[-1], Sequence) else accuracy
 
 
 def plain_flops(results: Results) -> int | None:
-    """FLOPs of the plain backbone per image by the paper's convention; None if its config is not
-    built in."""
+    """Return the FLOPs of the plain backbone per image by the paper's convention; None if the
+    backbone is not built in."""
     config = CONFIGS.get(results["backbone"])
     return backbone_flops(at_image_size(config, results["image_size"])) if config else None
 
 
 def spread(num: int, most: int) -> list[int]:
-    """Select at most `most` evenly spaced positions in 0..num-1, including the first and the
-    last."""
+    """Select at most `most` evenly spaced indices in 0..num-1, including the first and the last."""
     return np.unique(np.linspace(0, num - 1, min(num, most)).round().astype(int)).tolist()
 
 
 def percent(value: int | float | None) -> str:
-    """Format a fraction in percent with one decimal; None becomes a dash."""
+    """Format a fraction as a percentage with one decimal; None becomes a dash."""
     return NONE if value is None else f"{100 * value:.1f}"
 
 
@@ -273,8 +274,8 @@ def number(value: int | float | None, decimals: int) -> str:
 
 
 def format_flops(value: int | float | None) -> str:
-    """Format FLOPs with two decimals in G, or with one decimal in M below one billion; None becomes
-    a dash."""
+    """Format FLOPs in G with two decimals, or in M with one decimal if they are below one billion;
+    None becomes a dash."""
     if value is None:
         return NONE
     return f"{value / 1e9:.2f} G" if value >= 1e9 else f"{value / 1e6:.1f} M"
@@ -299,7 +300,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "seconds": ("time\ns", lambda v: number(v, 0)),
     "fom": ("FoM of\nCHEEM", lambda v: number(v, 2)),
 }
-"""Title and format of the column of each measure of a method."""
+"""Column title and formatting function of each measure."""
 
 
 def _runs(results: Results) -> dict[str, Results]:

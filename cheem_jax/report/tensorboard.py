@@ -22,10 +22,11 @@ def check_installed() -> None:
 
 
 def write_events(directory: Path) -> Path:
-    """Write `tensorboard/METHOD/NAME` of every method; a longer record only appends bytes."""
+    """Write the events of each method to `tensorboard/METHOD/NAME` and return the folder
+    `tensorboard`. If the record has grown, bytes are only appended to the files."""
     check_installed()
     from tensorboardX import RecordWriter, summary  # pyright: ignore[reportMissingImports]
-    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore  (made by its import)
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore  (generated on import)
 
     events = defaultdict[str, list[Any]](lambda: [Event(file_version="brain.Event:2")])
     evaluated = []
@@ -36,7 +37,7 @@ def write_events(directory: Path) -> Path:
             tasks[entry["report"]["index"]] = entry["report"]
         time = datetime.datetime.fromisoformat(entry["time"]).timestamp()
         for method, tag, step, value in _points(entry, evaluated, tasks):
-            if isinstance(value, int | float | np.ndarray):  # None: not measured, or not finite
+            if isinstance(value, int | float | np.ndarray):  # None if not measured or non-finite
                 make = summary.image if isinstance(value, np.ndarray) else summary.scalar
                 events[method].append(Event(wall_time=time, step=step, summary=make(tag, value)))
     for method, points in events.items():
@@ -52,7 +53,8 @@ def write_events(directory: Path) -> Path:
 def _points(
     entry: dict[str, Any], evaluated: list[dict[str, Any]], tasks: dict[int, dict[str, Any]]
 ):
-    """Yield method, tag, step and value of every part of an entry; steps are tasks, or epochs."""
+    """Yield the method, tag, step and value of each scalar and image of an entry. A step is the
+    number of a task or of an epoch."""
     if entry["event"] == "learned":
         method, report, step = entry["method"], entry["report"], entry["report"]["index"] + 1
         for phase, seconds in report["seconds"].items():

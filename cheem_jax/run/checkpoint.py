@@ -5,10 +5,10 @@ task added.
     checkpoints/cheem/003-textures/task.json      names, classes, architecture, experts
     checkpoints/cheem/003-textures/manifest.json  a hash per file and the content hash
 
-A directory is renamed to its final name after it is complete and synced to the disk, so a partial
-write is never read. Loading compares every file with its hash in the manifest, and the arrays with
-the content hash. The content hash identifies a checkpoint: it depends only on arrays and metadata,
-and not on Orbax's file names.
+A directory gets its final name after it is complete and synced to disk, so a partial checkpoint is
+never read. Loading compares each file with its hash in the manifest, and the arrays with the
+content hash. The content hash identifies a checkpoint: it depends only on arrays and metadata, not
+on Orbax's file names.
 """
 
 import contextlib
@@ -44,23 +44,23 @@ def task_directory(root: Path, index: int, name: str) -> Path:
 
 
 class CorruptedCheckpoint(ValueError):
-    """A checkpoint with a missing or changed file, or with bytes that do not parse. It can only be
+    """A checkpoint has a missing or changed file, or bytes that do not parse. It can only be
     restored from a copy."""
 
 
 def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
-    """Write the arrays and metadata of one task into `directory`, which must not exist yet.
+    """Write the arrays and metadata of a task into `directory`, which must not exist.
 
     In a job with more than one process, the first process writes and the others wait. Raises
-    OSError if the checkpoint cannot be written; in that case no file remains.
+    OSError if the checkpoint cannot be written; in this case, no file is left behind.
     """
-    # JAX and Orbax are slow to import, so these imports are local; reading hashes and names needs
-    # neither
+    # Imported here, because JAX and Orbax are slow to import; reading hashes and names needs
+    # neither.
     from cheem_jax.engine import hosts
 
     directory = absolute(directory)
     fetched = hosts.fetch(dict(arrays))
-    hosts.first_does(lambda: _write(directory, fetched, meta))
+    hosts.run_on_first(lambda: _write(directory, fetched, meta))
 
 
 def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
@@ -69,16 +69,16 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     from cheem_jax.engine import hosts
 
     if directory.exists():
-        raise FileExistsError(f"{directory} exists already; a learned task is never overwritten")
+        raise FileExistsError(f"{directory} exists; the checkpoint of a task is never overwritten")
     for remainder in directory.parent.glob(f".{directory.name}.*partial"):
         shutil.rmtree(remainder, ignore_errors=True)
-    # unique per attempt: threads of a failed attempt can still write into the directory of that
-    # attempt
+    # The name is unique per attempt, because threads of a failed attempt can still write into its
+    # directory.
     partial = directory.with_name(f".{directory.name}.{os.getpid()}-{next(_ATTEMPTS)}.partial")
     meta = {"format": FORMAT, **meta}
     try:
         partial.mkdir(parents=True)
-        # Orbax logs disk errors with long tracebacks; the exception below reports the error once
+        # Orbax logs disk errors with long tracebacks; the exception below reports them in one line.
         logger = logging.getLogger("absl")
         was_disabled = logger.disabled
         logger.disabled = True
@@ -97,8 +97,8 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
             to_disk(file)
         os.replace(partial, directory)
         to_disk(directory.parent)
-        to_disk(directory.parent.parent)  # it can be new as well
-    # Orbax writes in C++ and raises many error types; each of them means that writing failed
+        to_disk(directory.parent.parent)  # this directory can also be new
+    # Orbax writes in C++ and raises errors of many types; all of them mean that writing failed.
     except Exception as error:
         _remove_for_good(partial)
         reason = _first_line(error)
@@ -107,8 +107,8 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
         megabytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(arrays)) / 2**20
         raise OSError(
             f"checkpoint {directory} of {megabytes:,.1f} MB could not be written ({reason});"
-            " nothing saved before is touched, and the same command resumes from there once the"
-            " disk takes it"
+            " earlier checkpoints are intact: make the disk writable, and repeat the command to"
+            " resume"
         ) from error
 
 
@@ -116,11 +116,11 @@ def _remove_for_good(partial: Path) -> None:
     """Remove the files of a failed save. Its threads can still write for a short time, so the
     removal is repeated."""
     until = time.monotonic() + 0.3
-    times_gone = 0
-    while times_gone < 3 and time.monotonic() < until:
+    times_absent = 0
+    while times_absent < 3 and time.monotonic() < until:
         shutil.rmtree(partial, ignore_errors=True)
         time.sleep(0.02)
-        times_gone = 0 if partial.exists() else times_gone + 1
+        times_absent = 0 if partial.exists() else times_absent + 1
 
 
 @functools.cache
@@ -128,7 +128,7 @@ def _checkpointer(num_processes: int, process: int) -> Any:
     """Make an Orbax checkpointer for this process only. Each process has all arrays, so the
     checkpointer never waits for other processes.
 
-    The checkpointer is cached, since making one is slower than reading a small task.
+    The checkpointer is cached, because making one is slower than reading a small task.
     """
     import orbax.checkpoint as ocp
 
@@ -145,11 +145,11 @@ def _checkpointer(num_processes: int, process: int) -> Any:
 
 
 def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Load the arrays (NumPy) and the metadata of one task.
+    """Load the arrays (NumPy) and the metadata of a task.
 
     Raises CorruptedCheckpoint if a file is missing, has changed or cannot be parsed, ValueError for
-    another format, and OSError or MemoryError if the checkpoint cannot be read now. Each error
-    names the directory and the reason.
+    another format, and OSError or MemoryError if the checkpoint cannot be read at present. Each
+    error contains the directory and the reason.
     """
     directory = absolute(directory)
     meta = load_meta(directory)
@@ -163,7 +163,7 @@ def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_task(directory: Path) -> dict[str, Any]:
-    """Load the metadata of one task, and compare its files with the hashes in the manifest. Raises
+    """Load the metadata of a task, and compare its files with the hashes in the manifest. Raises
     the errors of `load_task`.
 
     The arrays are not parsed, so the content hash is not compared.
@@ -183,10 +183,10 @@ def _check_files(directory: Path, files: Mapping[str, str]) -> None:
 
 
 def each_task(directories: Sequence[Path]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Load tasks one after another, and stop yielding at the first corrupted one.
+    """Load tasks one after another; stop yielding at the first corrupted one.
 
-    If a task is corrupted, the remaining tasks are checked as well. One ValueError then names all
-    corrupted tasks.
+    If a task is corrupted, the remaining tasks are checked as well. A single ValueError then lists
+    all corrupted tasks.
     """
     wrong = []
     for directory in directories:
@@ -231,7 +231,7 @@ def _load_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def _restore(arrays: Path) -> dict[str, Any]:
-    """Read arrays with Orbax. Raises CorruptedCheckpoint if the arrays are far larger than their
+    """Read arrays with Orbax. Raises CorruptedCheckpoint if the arrays are much larger than their
     files, because a small file can declare an array of any size."""
     import jax
 
@@ -242,18 +242,19 @@ def _restore(arrays: Path) -> dict[str, Any]:
     try:
         described: Any = checkpointer.metadata(arrays)
         leaves = jax.tree.leaves(described.item_metadata.tree)
-        promised = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-        if promised <= max(2**30, 100 * size):
+        declared = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        if declared <= max(2**30, 100 * size):
             return checkpointer.restore(arrays)
     except MemoryError:
         raise
-    # Orbax and TensorStore raise many error types; the hashes have shown that the files are intact
+    # Orbax and TensorStore raise errors of many types; the hashes have shown that the files are
+    # intact.
     except Exception as error:
         raise OSError(
             "its files have the hashes of its manifest, but Orbax could not read them:"
             f" {_first_line(error)[:500]}"
         ) from error
-    raise CorruptedCheckpoint(f"its files of {size} bytes promise {promised} bytes of arrays")
+    raise CorruptedCheckpoint(f"its files of {size} bytes declare {declared} bytes of arrays")
 
 
 def _first_line(error: Exception) -> str:
@@ -265,7 +266,7 @@ def named(directory: Path) -> Iterator[None]:
     """Add the checkpoint's directory to every error that is raised in this context.
 
     Missing files and bytes that do not parse raise CorruptedCheckpoint. Other system errors raise
-    OSError, and content that does not fit raises ValueError.
+    OSError, and invalid content raises ValueError.
     """
     try:
         yield
@@ -281,7 +282,7 @@ def named(directory: Path) -> Iterator[None]:
             ) from error
         if isinstance(error, OSError):
             raise OSError(f"checkpoint {directory} cannot be read ({reason})") from error
-        raise ValueError(f"checkpoint {directory} does not fit ({reason})") from error
+        raise ValueError(f"checkpoint {directory} is invalid ({reason})") from error
 
 
 CORRUPTED = (
@@ -297,8 +298,8 @@ CORRUPTED = (
 
 
 def content_hash(arrays: Arrays, meta: Mapping[str, Any]) -> str:
-    """Compute the SHA-256 of the metadata and of the path, dtype, shape and bytes of each leaf,
-    sorted by path."""
+    """Compute the SHA-256 of the metadata and of the path, dtype, shape and bytes of each leaf, in
+    the order of the paths."""
     import jax
 
     digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
@@ -318,7 +319,7 @@ def _text(value: Mapping[str, Any]) -> str:
 
 
 def files_of(directory: Path) -> list[str]:
-    """List the files of one task's checkpoint; the directory can contain other files. Raises the
+    """List the files of a task's checkpoint; other files in the directory are ignored. Raises the
     errors of `load_task`."""
     return [*sorted(load_manifest(directory)["files"]), MANIFEST]
 
@@ -326,7 +327,7 @@ def files_of(directory: Path) -> list[str]:
 def copy_task(
     source: Path, target: Path, copy: Callable[[str, str], object] = shutil.copy2
 ) -> None:
-    """Copy the files of one task's checkpoint from `source` to `target`; `copy` is called like
+    """Copy the files of a task's checkpoint from `source` to `target`; `copy` is called like
     `shutil.copy2`."""
     for name in files_of(source):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -354,8 +355,8 @@ def _hash_file(file: Path) -> str:
 
 
 def saved_tasks(root: Path) -> list[Path]:
-    """List the directories of tasks 0, 1, ... up to the first missing number. `003.forgotten` is
-    the directory of a forgotten task."""
+    """List the directories of tasks 0, 1, ... until a number is missing. `003.forgotten` is the
+    directory of a forgotten task."""
     names: dict[str, str] = {}
     if root.is_dir():
         # if directories share a number, the first by name is used

@@ -1,19 +1,20 @@
-"""Differences between two JSON values, such as settings or records, described in words."""
+"""Find differences between two JSON values, such as settings or records, and describe them in
+words."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 LONGEST, PART = 40, 25
-"""Values of up to LONGEST characters are displayed in full; of longer values, only PART characters
-are displayed."""
+"""Values of up to LONGEST characters are displayed in full; longer values are shortened to PART
+characters."""
 MISSING = object()
 """Marker for a key that is missing in one of the two mappings."""
 
 
 class Leaf(NamedTuple):
-    """One difference between two values. As text, it is a sentence with the first value (there) and
-    the second value (here)."""
+    """A difference between two values. Its text is a sentence with the first value (there) and the
+    second value (here)."""
 
     place: tuple[str | int, ...]
     """Path from the root to the value: mapping keys and list indices."""
@@ -26,8 +27,8 @@ class Leaf(NamedTuple):
 
 
 def find_differences(first: Any, second: Any, place: tuple[str | int, ...] = ()) -> list[Leaf]:
-    """List every difference between two JSON values, in the order of `first`; tuples compare like
-    lists."""
+    """List all differences between two JSON values, in the order of `first`; tuples are compared
+    like lists."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         sides = first, second
     elif isinstance(first, list | tuple) and isinstance(second, list | tuple):
@@ -43,8 +44,8 @@ def find_differences(first: Any, second: Any, place: tuple[str | int, ...] = ())
 
 
 def summary(differences: Sequence[Leaf], what: str) -> str:
-    """Describe the first difference and count the others. `what` is the plural noun for them, such
-    as `settings`."""
+    """Describe the first difference and count the others; `what` is a plural noun for them, such as
+    `settings`."""
     more = len(differences) - 1
     return f"{differences[0]}" + (f" ({more} more {what} differ)" if more else "")
 
@@ -57,8 +58,8 @@ def dotted(place: Sequence[str | int]) -> str:
 
 
 def _displayed(first: Any, second: Any) -> tuple[str, str]:
-    """Format both values with enough digits to differ, or with the part of the text in which they
-    differ."""
+    """Format both values with enough digits to be different, or with the part of the text that
+    differs."""
     if isinstance(first, float) and isinstance(second, float):
         digits = next(
             (n for n in range(5, 17) if f"{first:.{n}g}" != f"{second:.{n}g}"),

@@ -25,14 +25,14 @@ OURS = (f".{NAME}.", LOCK, OWNER, f".{OWNER}.", ".status.json", "..status.json."
 
 
 def claim(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Write `config.json`, or compare the existing file with `config`. Returns True if the
-    directory already contained this run.
+    """Write `config.json`, or compare the existing file with `config`. Return True if the directory
+    already contained this run.
 
     Raises ValueError if the directory contains other files or a run with other settings; the
-    message names the first setting that differs.
+    message contains the first setting that differs.
     """
     if (directory / NAME).exists():
-        check_held(directory, config, is_whole=True)
+        check_settings(directory, config, is_whole=True)
         return True
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -40,21 +40,22 @@ def claim(directory: Path, config: Mapping[str, Any]) -> bool:
     return False
 
 
-def check_held(directory: Path, config: Mapping[str, Any], *, is_whole: bool = False) -> None:
+def check_settings(directory: Path, config: Mapping[str, Any], *, is_whole: bool = False) -> None:
     """Raise ValueError if the directory contains a run with other settings.
 
-    If `is_whole` is false, `config` is only a part of the settings, because the others are unknown
-    until the data are read. In this case only the keys of `config` are compared.
+    If `is_whole` is false, `config` contains only a part of the settings, because the other
+    settings are unknown until the data are read. In this case, only the keys of `config` are
+    compared.
     """
     if not (directory / NAME).exists():
         return
-    there = read_object(directory / NAME)
+    recorded = read_object(directory / NAME)
     if not is_whole:
-        there = {key: value for key, value in there.items() if key in config}
-    if differences := find_differences(there, to_json(config)):
+        recorded = {key: value for key, value in recorded.items() if key in config}
+    if differences := find_differences(recorded, to_json(config)):
         raise ValueError(
             f"run directory {str(directory)!r} contains another run:"
-            f" {summary(differences, 'settings')}. Choose another --run-dir, or give the"
+            f" {summary(differences, 'settings')}. Choose another --run-dir, or use the"
             " settings of that run"
         )
 
@@ -63,7 +64,7 @@ def refuse_foreign(directory: Path) -> None:
     """Raise ValueError if the directory is neither empty nor a run directory."""
     if not directory.exists() or (directory / NAME).exists():
         return
-    # a process that was killed before it wrote `config.json` leaves only hidden files
+    # A process that was killed before it wrote `config.json` leaves only hidden files.
     if not directory.is_dir() or not all(is_of_system(file.name) for file in directory.iterdir()):
         raise ValueError(
             f"{str(directory)!r} is not a run directory (it has no {NAME}) and is not empty; choose"
@@ -77,10 +78,9 @@ def check_space(directory: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ValueError(
-            f"{what} takes at most {needed / 2**20:,.1f} MB on the disk (rolling checkpoints, which"
-            f" go when it is learned, results and figures), and {str(directory)!r} has"
-            f" {free / 2**20:,.1f} MB left; free some and give the same command again, which"
-            " resumes from here"
+            f"{what} needs at most {needed / 2**20:,.1f} MB on disk (with rolling checkpoints,"
+            f" which are removed later, results and figures), but {str(directory)!r} has only"
+            f" {free / 2**20:,.1f} MB; free disk space, and repeat the command to resume"
         )
 
 
@@ -88,19 +88,20 @@ def check_space(directory: Path, needed: int, what: str) -> None:
 def hold(directory: Path) -> Iterator[None]:
     """Lock a directory for this process, and create it if it does not exist.
 
-    Raises ValueError with the process that has the lock. Only writing processes lock the directory.
-    The system releases the lock when the process ends.
+    Raises ValueError with the process that has locked the directory. Only processes that write lock
+    it. The system releases the lock when the process ends.
     """
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)
     owner = directory / OWNER
-    # a soft lock is a plain file, which remains if its process is killed
+    # A soft lock is a plain file, which would remain if its process is killed.
     lock = filelock.FileLock(directory / LOCK, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
         raise ValueError(
-            f"{str(directory)!r} is in use by {_owner(owner)}; wait for it or choose another folder"
+            f"{str(directory)!r} is in use by {_owner(owner)}; wait for the process, or choose"
+            " another folder"
         ) from None
     try:
         write_atomically(

@@ -35,7 +35,7 @@ PACKAGE = Path(__file__).parents[1]
 VARIABLES = re.compile(r"XLA_FLAGS|JAX_\w+|(OMP|OPENBLAS|MKL)_NUM_THREADS")
 """Environment variables that can change results, except those in `HARMLESS`."""
 HARMLESS = re.compile(r"CACHE|DUMP|PROFIL|TRACEBACK|JAX_LOG|JAX_PLATFORMS")
-"""Variables that only select files and output, or repeat the device."""
+"""Environment variables that only affect files and output, or repeat the device."""
 
 
 def take(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,13 +59,13 @@ def take(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest(fingerprint: Mapping[str, Any]) -> str:
-    """Compute a hash of a fingerprint, with 16 hex digits."""
+    """Compute a hash of a fingerprint, as 16 hexadecimal digits."""
     return _hash(fingerprint)[:16]
 
 
-def apart(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def apart(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     """Describe the differences between two fingerprints; empty if they are identical."""
-    return "; ".join(map(str, find_differences(there, here)))
+    return "; ".join(map(str, find_differences(first, second)))
 
 
 @functools.cache
@@ -98,10 +98,10 @@ def commit_of(package: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # GIT_DIR can refer to another checkout inside a git hook; reading needs no lock
+    # In a git hook, GIT_DIR can refer to another checkout. Reading needs no lock.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(folder), *arguments],
             env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
             capture_output=True,
@@ -111,7 +111,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 def _device() -> dict[str, Any]:

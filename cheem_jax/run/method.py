@@ -22,20 +22,21 @@ from cheem_jax.run.session import Session
 
 @runtime_checkable
 class Method(Protocol):
-    """A continual learner: it learns tasks one after another and predicts for all learned tasks."""
+    """A continual learner, which learns tasks one after another and predicts for all learned
+    tasks."""
 
     name: str
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """Check the settings against the whole stream before learning starts, and return warnings
-        for the user.
+        """Check the settings for the whole stream before learning starts, and return warnings for
+        the user.
 
-        Raises ValueError if the settings cannot work with the stream.
+        Raises ValueError if the settings are invalid for the stream.
         """
         ...
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
-        """Learn the next task. Returns a report of JSON values, including the `seconds` of each
+        """Learn the next task. Return a report of JSON values, including the `seconds` of each
         phase and the costs per image."""
         ...
 
@@ -45,11 +46,11 @@ class Method(Protocol):
         ...
 
     def save(self, root: Path) -> None:
-        """Save the last task below `root`, and continue with the bytes read back from the disk."""
+        """Save the last task in `root`, and continue with the bytes read back from disk."""
         ...
 
     def open(self, root: Path) -> None:
-        """Load all checkpoints below `root`. Called before the first task is learned. Raises
+        """Load all checkpoints in `root`. Called before the first task is learned. Raises
         ValueError if a checkpoint is corrupted."""
         ...
 
@@ -61,14 +62,25 @@ class Method(Protocol):
             task_ids: true task IDs; None predicts classes within the inferred tasks.
 
         Predictions are per image. A method that needs the task IDs returns them as the inferred
-        IDs, and raises ValueError if `task_ids` is None.
+        IDs, and raises ValueError if `task_ids` is None. Raises ValueError for unknown task IDs.
         """
         ...
 
 
+def check_task_ids(task_ids: Int[np.ndarray, "N"], num_tasks: int) -> Int[np.ndarray, "N"]:
+    """Return task IDs as int32. Raises ValueError for task IDs that are not in 0..num_tasks-1."""
+    task_ids = np.asarray(task_ids, np.int32)
+    if len(wrong := np.unique(task_ids[(task_ids < 0) | (task_ids >= num_tasks)])):
+        raise ValueError(
+            f"task IDs {wrong[:5].tolist()} are unknown; expected IDs of learned tasks, 0 to"
+            f" {num_tasks - 1}"
+        )
+    return task_ids
+
+
 @runtime_checkable
 class Encoder(Protocol):
-    """A frozen network. Its features are used to infer the task ID or to query prompts."""
+    """A frozen network whose features are used to infer the task ID or to query prompts."""
 
     @property
     def name(self) -> str: ...
@@ -88,8 +100,8 @@ class Encoder(Protocol):
 
 
 class Backbone:
-    """The plain backbone of an executor as an encoder. The features are the CLS token after the
-    last LayerNorm, or the features that `reads` selects.
+    """The plain backbone of an executor as an encoder. Its features are the CLS token after the
+    last LayerNorm, or the features selected by `reads`.
 
     Raises ValueError if the backbone has too few blocks for the selected features.
     """
@@ -137,8 +149,8 @@ class Backbone:
 
 
 class FrozenFeatures:
-    """Features of a frozen network. They are computed once per image array and cached until the
-    array is garbage-collected."""
+    """Features of a frozen network, computed once per image array and cached until the array is
+    garbage-collected."""
 
     def __init__(self, encoder: Encoder | Executor, batch_size: int):
         self.encoder: Encoder = Backbone(encoder) if isinstance(encoder, Executor) else encoder
@@ -146,8 +158,8 @@ class FrozenFeatures:
         self._cache: dict[int, tuple[weakref.ref[Images], Float[np.ndarray, "N D"]]] = {}
 
     def of(self, executor: Executor) -> bool:
-        """Return whether the features are computed by the backbone of `executor`. If so, a task's
-        network can resume from the same pass."""
+        """Return whether the backbone of `executor` computes the features. If so, a task network
+        can continue from the same pass."""
         return isinstance(self.encoder, Backbone) and self.encoder.executor is executor
 
     def ends(self, executor: Executor) -> bool:
@@ -175,8 +187,8 @@ class FrozenFeatures:
         self._cache.clear()
 
     def forget(self, task: Task) -> None:
-        """Remove the training and validation features of a learned task from the cache;
-        exemplar-free learning stores no features of images."""
+        """Remove the features of a task's training and validation images from the cache.
+        Exemplar-free learning does not store features of images."""
         for split in (task.train, task.val):
             self._cache.pop(id(split.images), None)
 

@@ -23,14 +23,14 @@ from cheem_jax.core.settings import COLOURS, Advance
 
 SECONDS_BETWEEN_LINES = 15.0
 SHORTEST_MEASURED = 0.1
-"""Minimum seconds of a phase for its speed to be displayed."""
+"""Minimum duration of a phase in seconds for its speed to be displayed."""
 NAME_WIDTH = 20
 STATUS_FILE = ".status.json"
 SECONDS_BETWEEN_WRITES = 2.0
-"""Minimum seconds between two writes of the status file within a phase. The start of a phase is
-written immediately, since the phase can compile for minutes."""
+"""Minimum number of seconds between two writes of the status file within a phase. The start of a
+phase is written immediately, because the phase can compile for minutes."""
 LARGEST_SHARE = 0.01
-"""Maximum fraction of the time for writing the status file; on a slow disk, it is written less
+"""Maximum fraction of time for writing the status file; on a slow disk, it is written less
 often."""
 
 
@@ -48,7 +48,7 @@ class Terminal(Console):
 
 
 class Progress:
-    """Display of phases with images/s and remaining time, of messages, and of architectures."""
+    """Display of phases (with images/s and remaining time), messages, and architectures."""
 
     def __init__(
         self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -67,7 +67,7 @@ class Progress:
             bars.TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=self.console,
             transient=True,
-            refresh_per_second=4,  # few refreshes leave the CPU cores to training
+            refresh_per_second=4,  # few refreshes, so that the CPU cores are available for training
         )
 
     def say(self, message: str) -> None:
@@ -78,7 +78,7 @@ class Progress:
     def phase(
         self, phase: str, *, task: str, total: int, unit: str = "images"
     ) -> Iterator[Advance]:
-        """Display one phase of one task. `total` is the number of `unit` in the phase.
+        """Display a phase of a task; `total` is the number of `unit` in the phase.
 
         Exceptions pass through, including KeyboardInterrupt.
         """
@@ -118,14 +118,14 @@ class Progress:
         self.say(f"[{phase}] {task}: done in {duration(seconds)}, {done:,} {unit}{rate}")
 
     def architecture(self, task: str, choices: Sequence[str]) -> None:
-        """Display an architecture as a row with one letter (R, A, N or S) per block. Experts other
-        than the base expert (0) are displayed with their number."""
+        """Display an architecture as a row with one letter (R, A, N or S) per block. Experts are
+        displayed with their number, except the base expert (0)."""
         if not self._explained:
             legend = Text("blocks in order: ")
             for kind in COLOURS:
                 legend.append(f" {kind[0].upper()} ", style=self._style(kind)).append(f" {kind}  ")
             self.console.print(
-                legend.append("number: expert of the pool, the base's where none"), soft_wrap=True
+                legend.append("number: expert in the pool, base expert without"), soft_wrap=True
             )
             self._explained = True
         row = Text(f"{task:<{NAME_WIDTH}} ")
@@ -140,7 +140,7 @@ class Progress:
 
 
 class Doing(NamedTuple):
-    """The running phase: `done` of `total` images after `seconds`, as written by process `pid` at
+    """The current phase: `done` of `total` images after `seconds`, written by process `pid` at
     `time` (seconds since 1970)."""
 
     phase: str
@@ -156,9 +156,9 @@ class Doing(NamedTuple):
 
 
 class Status:
-    """The status file of one run. As a context manager, it removes the file at the end.
+    """The status file of a run. As a context manager, it removes the file at the end.
 
-    With `writes=False`, this process writes nothing because another process of the job writes.
+    With `writes=False`, this process writes nothing, because another process of the job writes.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Status:
     def phase(
         self, name: str, task: str, total: int, shown: AbstractContextManager[Advance]
     ) -> Iterator[Advance]:
-        """Display the phase `shown`, and write its progress into the status file. `total` is its
+        """Display the phase `shown`, and write its progress to the status file; `total` is its
         number of images."""
         start = self.clock()
         done = 0

@@ -37,28 +37,28 @@ def to_json(value: Any) -> Any:
     if hasattr(value, "__array__"):  # NumPy and JAX arrays and scalars
         return to_json(np.asarray(value).tolist())
     raise TypeError(
-        f"{type(value).__name__} {value!r} has no JSON form here; expected numbers, text, lists,"
-        " arrays"
+        f"{type(value).__name__} {value!r} cannot be converted to JSON; expected numbers, text,"
+        " lists or arrays"
     )
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read a file that contains a JSON object. Raises FileNotFoundError if the file is missing, or
+    """Read a file that contains a JSON object. Raises FileNotFoundError if the file is missing, and
     ValueError if its content is not a JSON object."""
     try:
         value = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error}); restore it from a copy") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{file} contains no JSON object; restore it from a copy")
+        raise ValueError(f"{file} does not contain a JSON object; restore it from a copy")
     return value
 
 
 class Record:
-    """The record of one run directory, open for appending. Opening it removes an incomplete last
+    """The record of a run directory, open for appending. Opening it removes an incomplete last
     line.
 
-    Each new line contains `fingerprint`. With `writes=False`, this process changes nothing because
+    Each new line contains `fingerprint`. With `writes=False`, this process changes nothing, because
     another process of the job writes.
     """
 
@@ -76,11 +76,11 @@ class Record:
                 self.replace(read(directory))
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one line with the event, the current time (UTC, ISO 8601) and `values`, and sync
-        it to the disk."""
+        """Append a line with the event, the current time (UTC, ISO 8601) and `values`, and sync it
+        to disk."""
         if "time" in values:
             raise ValueError(
-                "the record writes `time` itself; give the value another name, such as `seconds`"
+                "`time` is the time of the entry; give the value another name, such as `seconds`"
             )
         if not self.writes:
             return
@@ -104,10 +104,10 @@ class Record:
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """Read all entries in order. Without a record, the result is empty. An incomplete last line is
+    """Read all entries in order; without a record, the result is empty. An incomplete last line is
     ignored.
 
-    Raises ValueError with a message that names the first changed line.
+    Raises ValueError with the number of the first changed line.
     """
     file = directory / NAME
     if not file.exists():
@@ -130,6 +130,6 @@ def _entry(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         pass
     raise ValueError(
-        f"{where} is not as it was written, found {line[:60]!r}; restore the file from a copy, or"
-        " choose another run directory"
+        f"{where} was changed: {line[:60]!r}; restore the file from a copy, or choose another run"
+        " directory"
     )

@@ -1,4 +1,4 @@
-"""Resuming a run: opens its checkpoints, compares them with the record, and removes an unfinished
+"""Resume a run: open its checkpoints, compare them with the record, and remove an unfinished
 task."""
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from cheem_jax.run.session import Session
 
 
 def restore(session: Session, tasks: Sequence[str], methods: Sequence[Method]) -> int:
-    """Open the checkpoints of all methods, and remove an unfinished task from the record. Returns
+    """Open the checkpoints of all methods, and remove an unfinished task from the record. Return
     the number of evaluated tasks.
 
-    `tasks` are the names of all tasks of the stream. Raises ValueError if checkpoints are corrupted
-    or differ from the record.
+    `tasks` contains the names of all tasks of the stream. Raises ValueError if checkpoints are
+    corrupted or differ from the record.
     """
     saved = {method.name: saved_tasks(session.root(method.name)) for method in methods}
     errors = []
@@ -43,16 +43,16 @@ def restore(session: Session, tasks: Sequence[str], methods: Sequence[Method]) -
     num = len(evaluated)
     if (indices := [entry["index"] for entry in evaluated]) != list(range(num)):
         raise ValueError(
-            f"{session.record.file} has lost a line: it contains measurements after the tasks"
-            f" {indices}, but expected are all from 0 on in order; restore it from a copy, or"
-            " choose another --run-dir"
+            f"{session.record.file} lacks a line: it contains measurements after the tasks"
+            f" {indices}, expected 0, 1, 2, ...; restore it from a copy, or choose another"
+            " --run-dir"
         )
     for method, contents in evaluated[-1]["checkpoints"].items() if evaluated else ():
         for directory, content in zip(saved[method], contents, strict=False):
             if load_manifest(directory)["content_sha256"] != content:
                 raise ValueError(
-                    f"checkpoint {directory} is whole, but not the one that this run saved; restore"
-                    " that one"
+                    f"checkpoint {directory} is complete, but it is not the checkpoint of this run;"
+                    " restore the original from a copy"
                 )
     names = {
         method: [load_meta(directory)["name"] for directory in directories]
@@ -69,6 +69,6 @@ def restore(session: Session, tasks: Sequence[str], methods: Sequence[Method]) -
         raise ValueError(
             f"record and checkpoints of {str(session.directory)!r} differ: the record has {num}"
             f" finished tasks and the learned tasks {sorted(learned)}, the checkpoints contain"
-            f" {names}; restore what is missing, or choose another --run-dir"
+            f" {names}; restore the missing files, or choose another --run-dir"
         )
     return num

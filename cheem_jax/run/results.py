@@ -24,10 +24,11 @@ Results = Mapping[str, Any]
 def accuracies(
     predictions: Mapping[int, Inferred], tasks: Mapping[int, Task], num: int
 ) -> dict[str, Any]:
-    """Compute the accuracy of one method on each of `num` tasks, task-agnostic and with the task ID
-    given, and its routing confusion.
+    """Compute the accuracy of a method on each of `num` tasks, both task-agnostic and with the task
+    ID given, and its routing confusion.
 
-    `predictions` and `tasks` are keyed by task index; classes are predicted with the task ID given.
+    `predictions` and `tasks` are keyed by task index; the predictions must be made with the task ID
+    given.
     """
     accuracy: list[float | None] = [None] * num
     given: list[float | None] = [None] * num
@@ -85,7 +86,7 @@ def read_results(directory: Path) -> dict[str, Any]:
 
 
 def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Compute the results after the last evaluated task. References and upper bounds are under
+    """Compute the results after the last evaluated task. References and upper bounds have the key
     `references`.
 
     Raises ValueError if the record is incomplete.
@@ -100,7 +101,7 @@ def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         AttributeError,
         ArithmeticError,
     ) as error:
-        raise ValueError(f"the record lacks what results need ({error!r:.200})") from error
+        raise ValueError(f"the record is incomplete ({error!r:.200})") from error
 
 
 def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
@@ -259,8 +260,8 @@ def _task(report: Entry, seconds_evaluation: float) -> dict[str, Any]:
 
 
 def _upper_bound(entries: Sequence[Entry], num_images: np.ndarray) -> dict[str, Any] | None:
-    """Combine the upper bounds of all tasks, which are evaluated on `num_images` images; returns
-    None until every task is measured."""
+    """Combine the upper bounds of all tasks, which are evaluated on `num_images` images; None until
+    all tasks are measured."""
     num_tasks = len(num_images)
     if len(entries) < num_tasks:
         return None

@@ -1,6 +1,6 @@
 """The rolling checkpoint: the state of a task in progress, saved at intervals.
 
-    checkpoints/cheem/running-000007/    same format as a learned task; the newest one is read
+    checkpoints/cheem/running-000007/    format as of a learned task; the newest one is read
 
 The state includes the position in the task (phase and step), and PRNG keys are functions of the
 position. A resumed run therefore has the same result as an uninterrupted run.
@@ -17,12 +17,12 @@ from cheem_jax.engine import hosts
 from cheem_jax.run.checkpoint import load_task, save_task
 
 ROLLING_FORMAT = "cheem_jax-running/5"
-"""Format of rolling checkpoints. A task with a rolling checkpoint in another format starts from the
-beginning."""
+"""Format of rolling checkpoints. If a rolling checkpoint has another format, its task starts from
+the beginning."""
 SECONDS_BETWEEN = 30.0
-"""Default minimum of seconds between two rolling checkpoints."""
+"""Default minimum number of seconds between two rolling checkpoints."""
 LARGEST_SHARE = 0.02
-"""Maximum fraction of the time for rolling checkpoints; with a slow disk or a large supernet, they
+"""Maximum fraction of time for rolling checkpoints. On a slow disk, or with a large supernet, they
 are saved less often."""
 
 
@@ -34,8 +34,8 @@ class Saved(NamedTuple):
 
 
 class Rolling:
-    """The rolling checkpoint of one method in one run. It is due every `every` seconds, or at an
-    interval that depends on the duration of a save."""
+    """The rolling checkpoint of a method in a run. It is due every `every` seconds; if `every` is
+    None, the interval depends on the duration of a save."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Rolling:
         return self.clock() - self._last >= wait
 
     def save(self, task: int, state: Callable[[], Saved]) -> float:
-        """Write a rolling checkpoint and remove the earlier ones. Returns the seconds of the
-        call."""
+        """Write a rolling checkpoint and remove the earlier ones. Return the duration in
+        seconds."""
         start = self.clock()
         before = self._directories()
         arrays, meta = state()
@@ -80,17 +80,17 @@ class Rolling:
         return self._took
 
     def open(self, task: int, say: Callable[[str], object]) -> Saved | None:
-        """Read the newest intact rolling checkpoint of this task. Returns None, and removes all
-        rolling checkpoints, if there is none.
+        """Read the newest intact rolling checkpoint of a task. If there is none, remove all rolling
+        checkpoints and return None.
 
-        Raises OSError or MemoryError if a checkpoint cannot be read now, because it might be
+        Raises OSError or MemoryError if a checkpoint cannot be read at present, because it might be
         intact.
         """
         saved = hosts.together(lambda: self._newest(task, say))
         hosts.check_equal(
             "rolling checkpoints",
             saved and saved.meta,
-            "the run directory has to be one that all processes share",
+            "use a run directory that all processes share",
         )
         if saved is None:
             self.clear()
@@ -101,7 +101,7 @@ class Rolling:
             try:
                 arrays, meta = load_task(directory)
             except ValueError as error:
-                say(f"{error}; the task resumes from before it")
+                say(f"{error}; the task resumes from an earlier checkpoint")
                 continue
             if (meta.pop("running", None), meta.pop("task", None)) == (ROLLING_FORMAT, task):
                 return Saved(arrays, meta)
@@ -123,8 +123,8 @@ class Rolling:
 
 def _remove(directories: list[Path]) -> None:
     for directory in directories:
-        # rename the directory first: a partly removed checkpoint must not be read as a corrupted
-        # one
+        # Rename the directory first, so that a partly removed checkpoint is not read as a corrupted
+        # one.
         hidden = directory.with_name(f".{directory.name}.old")
         shutil.rmtree(hidden, ignore_errors=True)
         directory.rename(hidden)

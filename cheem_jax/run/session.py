@@ -12,7 +12,7 @@ from typing import Any
 from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.core.settings import Advance
 from cheem_jax.engine import hosts
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.directory import check_space, claim, hold
 from cheem_jax.run.fingerprint import digest
 from cheem_jax.run.progress import Progress, Status
@@ -27,7 +27,7 @@ SPARE_BYTES = 4 * 2**20
 
 
 class Session:
-    """Directory, record, rolling checkpoint, display and stop requests of one run.
+    """The directory, record, rolling checkpoint, display and stop requests of a run.
 
     `Session()` is for tests and notebooks: it has no directory, displays nothing and is never
     interrupted. If `progress` is None, all phases report to `advance`.
@@ -45,17 +45,17 @@ class Session:
         status: Status | None = None,
         checkpoints: Path | None = None,
         save_every: float | None = None,
-        advance: Advance = unwatched,
+        advance: Advance = no_progress,
     ):
         self.progress = progress
         self.stop = Stop() if stop is None else stop
         self.checkpoints = checkpoints
-        """Folder with the checkpoints of all methods; None uses the run directory's
-        `checkpoints`."""
+        """Folder with the checkpoints of all methods; None means `checkpoints` in the run
+        directory."""
         self.saved: Saved | None = None
-        """State of the task that an earlier process saved; None if there is none."""
+        """State of the task as saved by an earlier process; None if there is none."""
         self.saving_seconds = 0.0
-        """Total seconds of saving rolling checkpoints of the task."""
+        """Seconds spent on saving rolling checkpoints of the task."""
         self._record = record
         self._status = status
         self._save_every = save_every
@@ -82,7 +82,7 @@ class Session:
         return (self.checkpoints or self.directory / "checkpoints") / method
 
     def begin(self, method: str, task: str, number: int) -> None:
-        """Begin the task `task` with task number `number`, or resume it from its rolling
+        """Begin the task named `task` with task number `number`, or resume it from its rolling
         checkpoint."""
         self._title = task
         self._number = number
@@ -95,15 +95,15 @@ class Session:
             self.say(f"{task}: resuming from its rolling checkpoint")
 
     def finish(self) -> None:
-        """Remove the rolling checkpoint of the task; called after the task is saved completely."""
+        """Remove the rolling checkpoint of the task; call it after the task is saved completely."""
         if self._rolling is not None:
             self._rolling.clear()
         self.saved = None
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase of the task, including earlier processes. The seconds of an inner
-        phase count for the outermost phase."""
+        """Seconds of each phase of the task, including those in earlier processes. Inner phases
+        count towards the outermost phase."""
         if self._outermost is None:
             return dict(self._seconds)
         name, start = self._outermost
@@ -121,15 +121,15 @@ class Session:
         """Measure the seconds of a phase and display its progress. Yields a function that reports
         finished images.
 
-        A report saves a rolling checkpoint if one is due, and raises Stopped if a signal requested
-        it. The processes of a job agree on both at every `CALLS_BETWEEN`-th report.
+        Each report saves a rolling checkpoint if one is due, and raises Stopped if a signal
+        requested it. The processes of a job agree on both at every `CALLS_BETWEEN`-th report.
 
         Args:
             name: name of the phase.
-            total: number of images; 0 displays nothing.
-            state: returns the state to save at a report; None saves nothing, and a resumed task
-                starts the phase again.
-            title: title to display instead of the task's name.
+            total: number of images; with 0, nothing is displayed.
+            state: function that returns the state to save. With None, no state is saved, and a
+                resumed task starts the phase again.
+            title: displayed title; by default, the name of the task.
         """
         calls = itertools.count(1)
         with self._timed(name), self.display(name, total, title or self._title) as display:
@@ -137,7 +137,7 @@ class Session:
             def advance(num_images: int, note: str = "", /) -> None:
                 if hosts.count() == 1 or next(calls) % CALLS_BETWEEN == 0:
                     self._save_or_stop(name, state)
-                # display last, because it raises if the reader of a pipe has ended
+                # display last, because it raises an error if the reader of a pipe has ended
                 display(num_images, note)
 
             yield advance
@@ -145,12 +145,12 @@ class Session:
     def check_stop(self) -> None:
         """Raise Stopped if a signal requested it in any process of the job."""
         if hosts.agree_to_stop(self.stop):
-            raise self.stop.stopped("everything learned is kept")
+            raise self.stop.stopped("all learned tasks are saved")
 
     def check_room(self, num_bytes: int, what: str) -> None:
-        """Raise ValueError if the disk has too little free space for arrays of `num_bytes` bytes.
-        `what` is the subject of the message."""
-        hosts.first_does(lambda: check_space(self.directory, num_bytes + SPARE_BYTES, what))
+        """Raise ValueError if the disk does not have enough free space for arrays of `num_bytes`
+        bytes; `what` is the subject of the message."""
+        hosts.run_on_first(lambda: check_space(self.directory, num_bytes + SPARE_BYTES, what))
 
     def say(self, text: str) -> None:
         """Display a line of text."""
@@ -158,7 +158,7 @@ class Session:
             self.progress.say(text)
 
     def expect(self, seconds: float | None) -> None:
-        """Set the estimated end of the task in the status file to `seconds` after now; None removes
+        """Set the estimated end of the task in the status file, `seconds` from now; None removes
         the estimate."""
         if self._status is not None:
             self._status.ends = None if seconds is None else time.time() + seconds
@@ -182,7 +182,7 @@ class Session:
         if signal:
             self.stop.signal_number = signal
             place = "before" if state is None else "up to this step of"
-            raise self.stop.stopped(f"everything {place} the {name} phase is kept")
+            raise self.stop.stopped(f"all work {place} the {name} phase is saved")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -202,7 +202,7 @@ class Session:
         if self.progress is None:
             return contextlib.nullcontext(self._advance)
         if not total:
-            return contextlib.nullcontext(unwatched)
+            return contextlib.nullcontext(no_progress)
         shown = self.progress.phase(name, task=title, total=total)
         return shown if self._status is None else self._status.phase(name, title, total, shown)
 

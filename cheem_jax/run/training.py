@@ -1,7 +1,7 @@
 """The training loop of CHEEM and all baselines: epochs, order of the images, learning rates and
 losses.
 
-Each method supplies its optimizer step and its batches. PRNG keys and orders are functions of the
+Each method provides its optimizer step and its batches. PRNG keys and orders are functions of the
 position, so a resumed phase has the same result as an uninterrupted one.
 """
 
@@ -17,14 +17,14 @@ import numpy as np
 from cheem_jax.core.keys import key_at, order_at
 from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.engine.batches import Rows, batches, num_batches
-from cheem_jax.engine.feed import ahead
+from cheem_jax.engine.feed import prefetch
 from cheem_jax.engine.layout import ONE, Layout
 
 S = TypeVar("S")
 B = TypeVar("B")
 TrainStep = Callable[[S, Sequence[B], Sequence[float]], tuple[S, Sequence[jax.Array]]]
-"""Function of the state, the batches and the learning rate of each batch; returns the next state,
-and the loss of each batch before its step."""
+"""Function from the state, the batches and the learning rate of each batch to the next state and
+the loss of each batch before its step."""
 
 NOTE_EVERY = 8
 """Number of steps between two reads of the loss; a read waits for the device."""
@@ -105,7 +105,7 @@ def fit(
             for number in range(steps)
         ]
         pieces = list(batches(order_at(key_at(order_key, epoch), num_images), batch_size))
-        prepared = ahead(layout, read(epoch, pieces, begin))
+        prepared = prefetch(layout, read(epoch, pieces, begin))
         for call, first in enumerate(range(begin, steps, steps_per_call)):
             part = slice(first, first + steps_per_call)
             earlier = progress.running or progress.losses
@@ -115,8 +115,8 @@ def fit(
             progress = progress._replace(
                 step=progress.step + len(losses), running=[*progress.running, *losses]
             )
-            # with more than one step per call, the latest losses are not ready, and waiting would
-            # idle the device
+            # With more than one step per call, the latest losses are not ready, and waiting for
+            # them would idle the device.
             recent = losses if len(losses) == 1 else earlier
             if recent and call % look_every == 0:
                 note = f"epoch {epoch + 1}/{config.epochs} loss {float(recent[-1]):.3f}"
@@ -135,7 +135,7 @@ def fit(
 
 
 def learning_rate_at(config: FitConfig, step: int, total_steps: int) -> float:
-    """Compute the learning rate of a step; `step` counts over all epochs."""
+    """Return the learning rate of a step; `step` counts the steps of all epochs."""
     if config.schedule == "constant":
         return config.learning_rate
     if config.schedule == "epoch_cosine":
@@ -147,7 +147,7 @@ def learning_rate_at(config: FitConfig, step: int, total_steps: int) -> float:
 
 
 def images_left(progress: FitState, config: FitConfig, num_images: int, batch_size: int) -> int:
-    """Return the number of images that the remaining steps of a phase process."""
+    """Return the number of images in the remaining steps of a phase."""
     epochs, steps = divmod(progress.step, num_batches(num_images, batch_size))
     return (config.epochs - epochs) * num_images - steps * batch_size
 
@@ -162,8 +162,8 @@ def finish_epoch(
     """Finish an epoch: replace the losses of its steps by their mean, weighted by the batch
     `sizes`.
 
-    Raises FloatingPointError if a loss is non-finite, unless `config` skips such steps and another
-    step of the epoch is finite.
+    Raises FloatingPointError if a loss is non-finite, unless `config` skips such steps and at least
+    one step of the epoch is finite.
     """
     losses = [float(loss) for loss in jax.device_get(list(progress.running))]
     finite = [step for step, loss in enumerate(losses) if math.isfinite(loss)]

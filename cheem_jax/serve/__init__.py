@@ -1,6 +1,6 @@
-"""Predictions over HTTP, and a page that shows the op of each block (extra `serve`).
+"""A server that predicts over HTTP, with a page that displays the op of each block (extra `serve`).
 
-This module has the limits of requests; the others import the packages of the extra.
+This module contains the limits of requests; the other modules import packages of the extra.
 """
 
 import dataclasses
@@ -12,26 +12,27 @@ class Limits:
     """Limits of a server."""
 
     max_body_mb: float = 10
-    """Size of a request in megabytes (2^20 bytes), at most."""
+    """Maximum size of a request in MiB (2^20 bytes)."""
     max_pixels: int = 40_000_000
-    """Width times height of an image, at most."""
+    """Maximum number of pixels (width times height) of an image."""
     max_queue: int = 256
-    """Images that can wait at the same time; further requests are refused (status 429)."""
+    """Maximum number of waiting images; further requests are refused with status 429."""
     timeout_s: float = 10
-    """Seconds per request, at most; a slower upload gets status 408, a slower prediction 503."""
+    """Maximum number of seconds per request. A slower upload gets status 408, a slower prediction
+    503."""
     batch_wait_ms: float = 2
-    """Milliseconds that an image waits for others of its batch."""
+    """Time in milliseconds that an image waits for other images to form a batch."""
     max_batch: int = 32
-    """Images per batch and per request, at most."""
+    """Maximum number of images per batch and per request."""
 
     def __post_init__(self) -> None:
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Limits)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Limits)}
         wrong = [
-            f"{name} is {value:g}" for name, value in given.items() if not 0 <= value < math.inf
+            f"{name} is {value:g}" for name, value in values.items() if not 0 <= value < math.inf
         ]
         wrong += [
             f"{name} is 0"
-            for name, value in given.items()
+            for name, value in values.items()
             if value == 0 and name != "batch_wait_ms"
         ]
         if wrong:
@@ -39,5 +40,5 @@ class Limits:
 
     @property
     def max_body_bytes(self) -> int:
-        """Bytes of a request's body."""
+        """Maximum number of bytes in the body of a request."""
         return int(self.max_body_mb * 2**20)

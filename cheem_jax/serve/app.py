@@ -1,4 +1,4 @@
-"""Routes of the server, its page for browsers, and its socket."""
+"""HTTP routes, the page for browsers, and the server's socket."""
 
 import base64
 import contextlib
@@ -32,22 +32,24 @@ from cheem_jax.serve.service import Refused, Service
 
 PATHS = ("/", "/predict", "/health", "/metrics", "/memory")
 SENTENCES = {
-    404: f"unknown path; there are {', '.join(PATHS)}",
-    405: "wrong method; images are sent with POST",
+    404: f"unknown path; expected one of {', '.join(PATHS)}",
+    405: "wrong method; send images with POST",
 }
 TEMPLATE = Path(__file__).with_name("page.html")
 ANY_HOST = "*"
 MORE_CONNECTIONS = 512
-"""Connections in addition to the waiting images: idle ones, and requests about to be refused."""
+"""Number of connections in addition to the waiting images: idle connections, and requests that are
+about to be refused."""
 
 
 def make_app(
     predictor: Predictor, limits: Limits, hosts: Sequence[str] = (ANY_HOST,), *, name: str = ""
 ) -> Starlette:
-    """Make the application, whose `state.service` predicts.
+    """Make the application; its `state.service` predicts.
 
-    Requests for other hosts than `hosts` are refused: otherwise a page of another origin could
-    reach a loopback address by a name of its server (DNS rebinding). The page displays `name`.
+    Requests for hosts other than `hosts` are refused. Otherwise, a page of another origin could
+    reach a loopback address through a DNS name that it controls (DNS rebinding). The page displays
+    `name`.
     """
     service = Service(predictor, limits, PATHS)
     html, headers = page()
@@ -109,16 +111,16 @@ def make_app(
             sentence = error.detail
         return JSONResponse({"error": sentence}, error.status_code, error.headers)
 
-    async def count(request: Request, answer: RequestResponseEndpoint) -> Response:
-        """Count a request with its status and seconds, and forbid browsers to guess the content
+    async def count(request: Request, respond: RequestResponseEndpoint) -> Response:
+        """Count a request with its status and duration, and forbid browsers to guess the content
         type."""
-        # status of an exception that no handler accepts
+        # status if no handler accepts the exception
         start = time.perf_counter()
         status = 500
         try:
-            asked = host_in(request.headers.get("host", ""))
-            is_known = ANY_HOST in hosts or asked in hosts
-            response = await (answer(request) if is_known else refuse(request, unknown_host(asked)))
+            host = host_in(request.headers.get("host", ""))
+            is_known = ANY_HOST in hosts or host in hosts
+            response = await (respond(request) if is_known else refuse(request, unknown_host(host)))
             status, response.headers["X-Content-Type-Options"] = response.status_code, "nosniff"
             return response
         finally:
@@ -145,12 +147,13 @@ def make_app(
 
 
 def page() -> tuple[str, dict[str, str]]:
-    """The page and its headers; it requests `/memory`, and loads or sends nothing elsewhere."""
+    """Return the page and its headers. The page requests `/memory`; it loads nothing from other
+    hosts and sends nothing to them."""
     colours = " ".join(f"--{kind}: {colour};" for kind, colour in COLOURS.items())
     html = TEMPLATE.read_text().replace("/* colours of the ops */", colours)
     policy = (
-        f"default-src 'none'; script-src {_hash_of('script', html)}; style-src"
-        f" {_hash_of('style', html)}; connect-src 'self'; img-src blob: data:; base-uri 'none';"
+        f"default-src 'none'; script-src {_csp_hash('script', html)}; style-src"
+        f" {_csp_hash('style', html)}; connect-src 'self'; img-src blob: data:; base-uri 'none';"
         " form-action 'none'; frame-ancestors 'none'"
     )
     headers = {
@@ -161,15 +164,16 @@ def page() -> tuple[str, dict[str, str]]:
     return html, headers
 
 
-def _hash_of(element: str, html: str) -> str:
-    """The expression by which a content security policy allows the only script or style."""
+def _csp_hash(element: str, html: str) -> str:
+    """Return the hash expression with which a content security policy allows the only script or
+    style of the page."""
     [text] = re.findall(f"<{element}>(.*?)</{element}>", html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, on a free port if `port` is 0; raises ValueError if there is none."""
-    if not 0 <= port <= 65535:  # the system would use it modulo 65536
+    """Open a listening socket; port 0 selects a free port. Raises ValueError if that fails."""
+    if not 0 <= port <= 65535:  # the system would use larger numbers modulo 65536
         raise ValueError(f"port is {port}, expected 0 to 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -183,30 +187,30 @@ def listen(host: str, port: int) -> socket.socket:
         )
         reason = os.strerror(number) if number else getattr(error, "strerror", None) or error
         raise ValueError(
-            f"cannot listen on {host}:{port} ({reason}); name another with --host and --port (0:"
-            " any free port)"
+            f"cannot listen on {host}:{port} ({reason}); choose another address with --host and"
+            " --port (0 selects a free port)"
         ) from error
 
 
-def address_of(listening: socket.socket) -> str:
-    """The URL of the page."""
+def server_url(listening: socket.socket) -> str:
+    """Return the URL of the page."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def hosts_of(listening: socket.socket, host: str, public: Sequence[str] = ()) -> tuple[str, ...]:
-    """The host names of this server: its addresses and `public`.
+def host_names(listening: socket.socket, host: str, public: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the host names of this server: its addresses and `public`.
 
-    Any name is accepted if other machines reach the server and `public` is empty. Raises ValueError
-    for a public name that is not a host name.
+    If other machines can reach the server and `public` is empty, every name is accepted. Raises
+    ValueError for a public name that is not a host name.
     """
     if wrong := next(
         (name for name in public if not re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", name, re.A | re.I)),
         None,
     ):
         raise ValueError(
-            f"--public-host names {wrong!r}; expected the name without https://, port and path, as"
-            " browsers send it, such as pets.example.org"
+            f"--public-host is {wrong!r}; expected a host name without https://, port and path,"
+            " such as pets.example.org"
         )
     bound = listening.getsockname()[0]
     if not public and not ipaddress.ip_address(bound.partition("%")[0]).is_loopback:
@@ -216,24 +220,24 @@ def hosts_of(listening: socket.socket, host: str, public: Sequence[str] = ()) ->
 
 
 def host_in(header: str) -> str:
-    """The host of a Host header, without port."""
+    """Return the host in a Host header, without the port."""
     return re.sub(r":\d*$", "", header).rstrip(".").lower()
 
 
 def unknown_host(host: str) -> Refused:
-    """The refusal of a request for another host name."""
+    """Make the error for a request with another host name."""
     return Refused(
         400,
         "unknown_host",
-        f"{host[:100]!r} is no name of this server; behind a proxy, give `cheem serve` that name"
-        " with --public-host, or let the proxy send `Host: localhost`",
+        f"{host[:100]!r} is not a host name of this server; behind a proxy, give the name to"
+        " `cheem serve` with --public-host, or let the proxy send `Host: localhost`",
     )
 
 
 def make_server(app: Starlette, limits: Limits) -> uvicorn.Server:
-    """A server in this process; its `run(sockets=[...])` finishes the current requests after a
-    signal."""
-    patience = math.ceil(limits.timeout_s)
+    """Make a server for this process. After a signal, its `run(sockets=[...])` finishes the current
+    requests."""
+    seconds = math.ceil(limits.timeout_s)
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -247,7 +251,7 @@ def make_server(app: Starlette, limits: Limits) -> uvicorn.Server:
             proxy_headers=False,
             server_header=False,
             limit_concurrency=limits.max_queue + MORE_CONNECTIONS,
-            timeout_keep_alive=patience,
-            timeout_graceful_shutdown=patience + 1,
+            timeout_keep_alive=seconds,
+            timeout_graceful_shutdown=seconds + 1,
         )
     )

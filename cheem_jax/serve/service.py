@@ -1,4 +1,4 @@
-"""Predictions for requests: images are read, decoded in threads, and predicted in batches."""
+"""Handle requests: read images, decode them in threads, and predict them in batches."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from cheem_jax.data.decode import FORMATS, decode_image
 from cheem_jax.engine.compilation import compilations
-from cheem_jax.memory.predictor import Asked, Prediction, Predictor
+from cheem_jax.memory.predictor import FilePrediction, Prediction, Predictor
 from cheem_jax.serve import Limits
 
 Waiting = tuple[np.ndarray, asyncio.Future[Prediction]]
@@ -27,14 +27,15 @@ Waiting = tuple[np.ndarray, asyncio.Future[Prediction]]
 log = logging.getLogger(__name__)
 FORM = "multipart/form-data"
 RAW = ("application/octet-stream", "application/x-www-form-urlencoded")
-"""Content types of a single image; curl sends the second by default."""
+"""Content types of a single image; the second is curl's default."""
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
-"""Bounds of the buckets of metrics, in images and in seconds."""
+"""Bucket bounds of metrics, in images and in seconds."""
 
 
 class Refused(HTTPException):
-    """A request that gets an error instead of a prediction; metrics count it by `reason`."""
+    """A request that is answered with an error instead of a prediction; metrics count it by
+    `reason`."""
 
     def __init__(self, status: int, reason: str, sentence: str, *, retry_after: int | None = None):
         headers = None if retry_after is None else {"Retry-After": str(retry_after)}
@@ -43,7 +44,8 @@ class Refused(HTTPException):
 
 
 class Metrics:
-    """Metrics; their labels have few values that requests cannot extend."""
+    """Metrics of the server. The values of their labels are fixed, so requests cannot increase
+    their number."""
 
     def __init__(self, paths: Sequence[str], queue_length: Callable[[], int]):
         self.registry = to = CollectorRegistry()
@@ -54,22 +56,22 @@ class Metrics:
         )
         self._seconds = Histogram(
             "cheem_request_seconds",
-            "From a request's head to its answer",
+            "Seconds from receiving a request's headers to its response",
             ["path"],
             buckets=SECONDS,
             registry=to,
         )
         self.refused = Counter(
-            "cheem_refused", "Requests that got a sentence, no prediction", ["reason"], registry=to
+            "cheem_refused", "Requests that were refused with an error", ["reason"], registry=to
         )
         self.batches = Histogram(
             "cheem_batch_images", "Images in one call", buckets=BATCH_SIZES, registry=to
         )
         self.images = Counter(
-            "cheem_images", "Images answered, by the task that answered", ["task"], registry=to
+            "cheem_images", "Images with a prediction, by inferred task", ["task"], registry=to
         )
         queue = Gauge(
-            "cheem_queue_images", "Images in the server that are not answered yet", registry=to
+            "cheem_queue_images", "Images in the server without a prediction yet", registry=to
         )
         queue.set_function(queue_length)
         text = "Functions compiled, or read from the cache of compiled functions, since warm-up"
@@ -77,7 +79,7 @@ class Metrics:
         ProcessCollector(registry=to)
 
     def warmed_up(self) -> None:
-        """Count compiled functions from zero again."""
+        """Restart the count of compiled functions at zero."""
         self._warm = compilations()
 
     def _compiled(self) -> int:
@@ -85,32 +87,32 @@ class Metrics:
         return since.programs + since.cached
 
     def answered(self, path: str, status: int, seconds: float) -> None:
-        """Count a request, successful or not."""
+        """Count a request, whether it succeeded or not."""
         path = path if path in self._paths else "other"
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
 
 class Service:
-    """Predictions of one memory; images of several clients share a batch."""
+    """Predictions of a memory; images of different clients can share a batch."""
 
     def __init__(self, predictor: Predictor, limits: Limits, paths: tuple[str, ...]):
         self.predictor, self.limits = predictor, limits
         self.num_images = 0
-        """Images in the server without a prediction."""
+        """Number of images in the server without a prediction."""
         self.metrics = Metrics(paths, lambda: self.num_images)
         self.is_warm = False
         self.failure: Exception | None = None
-        """Error that ended the warm-up."""
+        """The error that ended the warm-up."""
         self.on_warm: Callable[[], object] = lambda: None
-        """Called once, after the warm-up or its failure."""
+        """Function that is called once, after the warm-up or its failure."""
         self._decoders = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "cheem-decode")
         self._thread = ThreadPoolExecutor(1, "cheem-predict")
         self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Warm up, and answer requests until the block ends."""
+        """Warm up, and predict until the block ends."""
         tasks = [asyncio.create_task(self._warm_up()), asyncio.create_task(self._answer_batches())]
         try:
             yield
@@ -134,7 +136,8 @@ class Service:
 
     @contextlib.contextmanager
     def _places(self, num: int) -> Iterator[None]:
-        """Reserve places for `num` more images; raises Refused (429) if there are not enough."""
+        """Reserve places in the queue for `num` more images. Raises Refused (429) if there are not
+        enough."""
         if self.num_images + num > self.limits.max_queue:
             raise Refused(
                 429,
@@ -148,11 +151,11 @@ class Service:
         finally:
             self.num_images -= num
 
-    async def answer(self, request: Request) -> list[Asked]:
-        """Predict the images in the body; one that cannot be read gets an error if there are
-        several.
+    async def answer(self, request: Request) -> list[FilePrediction]:
+        """Predict the images in the body. If there are more than one, an image that cannot be read
+        gets an error as its prediction.
 
-        Raises Refused if there is no prediction at all.
+        Raises Refused if no prediction is possible.
         """
         if not self.is_warm:
             raise Refused(
@@ -172,17 +175,17 @@ class Service:
                     raise Refused(
                         408, "slow_body", f"the body did not arrive within {seconds:g} s"
                     ) from None
-                sentence = f"no answer within {seconds:g} s; try again later"
+                sentence = f"no prediction within {seconds:g} s; try again later"
                 raise Refused(503, "timeout", sentence, retry_after=1) from None
             except Refused:
                 raise
             except Exception as error:
                 log.exception("the predictor failed")
                 raise Refused(
-                    500, "failed", "the prediction failed; the server's log says more"
+                    500, "failed", "the prediction failed; the server's log contains the reason"
                 ) from error
 
-    async def _answers(self, files: list[tuple[str, bytes]]) -> list[Asked]:
+    async def _answers(self, files: list[tuple[str, bytes]]) -> list[FilePrediction]:
         size = self.predictor.image_size
         max_pixels = self.limits.max_pixels
         loop = asyncio.get_running_loop()
@@ -200,12 +203,12 @@ class Service:
                     raise
                 answer.set_result(Prediction(error=refused.detail.removeprefix(f"{name}: ")))
         files.clear()
-        for one in waiting:
-            self._waiting.put_nowait(one)
-        return list(map(Asked, names, await asyncio.gather(*answers)))
+        for image in waiting:
+            self._waiting.put_nowait(image)
+        return list(map(FilePrediction, names, await asyncio.gather(*answers)))
 
     async def _answer_batches(self) -> None:
-        """Collect images for a moment and predict them in one call, until cancelled.
+        """Collect images for `batch_wait_ms` and predict them in one call, until cancelled.
 
         Images of requests that have ended are skipped.
         """
@@ -244,12 +247,13 @@ def _fail(batch: list[Waiting], error: Exception) -> None:
 
 
 class _FormInMemory(MultiPartParser):
-    # the size of the body is limited, and received data are not written to the disk
+    # The size of the body is limited, so the files of a form stay in memory and are not written to
+    # disk.
     spool_max_size = 2**40
 
 
 def check_head(request: Request, limits: Limits) -> None:
-    """Raise Refused for a large body or another content type, before the body is read."""
+    """Raise Refused for a large body or an unsupported content type, before the body is read."""
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > limits.max_body_bytes:
         raise _too_large(limits)
@@ -264,20 +268,20 @@ def check_head(request: Request, limits: Limits) -> None:
 
 
 async def read_files(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
-    """Read the image in the body, or the files of a form, with their names."""
+    """Read the image in the body, or the files of a form. Return each with its name."""
     try:
         if _kind(request) == FORM:
             return await _files_of_form(request, limits)
         return [("the image", b"".join([piece async for piece in _pieces(request, limits)]))]
     except ClientDisconnect:
-        raise Refused(499, "hung_up", "the client hung up") from None
+        raise Refused(499, "hung_up", "the client closed the connection") from None
 
 
 def decode(
     data: bytes, image_size: int, max_pixels: int, name: str, upright: bool
 ) -> UInt8[np.ndarray, "S S 3"]:
-    """Decode an image to pixels; raises Refused for too many pixels (413), and if it is not an
-    image (400)."""
+    """Decode an image to pixels. Raises Refused for too many pixels (413), and if the data are not
+    an image (400)."""
     if not data:
         raise Refused(400, "no_image", f"{name}: an empty file is not an image")
     try:
@@ -287,10 +291,10 @@ def decode(
     except (
         Image.DecompressionBombError,
         Image.DecompressionBombWarning,
-    ):  # the latter if warnings are errors
+    ):  # raised if warnings are errors
         num = max_pixels + 1
         text = "so many pixels are"
-    except Exception:  # `decode_image` below raises with the reason
+    except Exception:  # `decode_image` below raises an error with the reason
         num, text = 0, ""
     if num > max_pixels:
         raise Refused(
@@ -303,7 +307,7 @@ def decode(
 
 
 async def _pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes, None]:
-    """The pieces of the body as they arrive, up to the limit."""
+    """Yield the pieces of the body as they arrive. Raises Refused if the body exceeds the limit."""
     total = 0
     async for piece in request.stream():
         total += len(piece)

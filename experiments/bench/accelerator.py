@@ -45,9 +45,9 @@ from cheem_jax.core.settings import Precision
 from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.choice import EngineConfig, Name, make_executor
-from cheem_jax.engine.compilation import Mark, keep_programs
-from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.compilation import Mark, enable_cache
+from cheem_jax.engine.feed import Budget, cache_tokens, feed_images
+from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.method import Backbone, FrozenFeatures
 from cheem_jax.run.record import to_json
 from cheem_jax.run.session import Session
@@ -247,7 +247,7 @@ def share_memory() -> None:
 def compile_cells(name: str, sizes: Sizes, out: Path) -> None:
     """Compile and cache the functions of a group's cells without measuring."""
     share_memory()
-    keep_programs()
+    enable_cache()
     for cell in groups(brief(sizes))[name]:
         with contextlib.suppress(Exception):  # the measurement records the error
             cell.measure()
@@ -273,7 +273,7 @@ def run_cells(name: str, sizes: Sizes, out: Path, seconds: float) -> None:
     end = time.monotonic() + seconds
     if name == "torch":
         share_memory()
-    keep_programs()
+    enable_cache()
     cached = read(out)["cells"]
     machine = measure.machine() | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
     for cell in groups(sizes)[name]:
@@ -345,7 +345,7 @@ class Subject:
         self.labels = np.arange(num, dtype=np.int32) % NUM_CLASSES
         budget = Budget(2**36)
         images = feed_images(self.executor, measure.random_images(num, self.config), budget)
-        self.feed = keep_tokens(
+        self.feed = cache_tokens(
             "tokens", self.executor, images, num, (), batch_size=batch, budget=budget
         )
 
@@ -430,7 +430,7 @@ def candidate_cell(sizes: Sizes, name: str, precision: Precision) -> dict[str, A
             subject.feed,
             subject.labels,
             batch_size=sizes.batch,
-            advance=unwatched,
+            advance=no_progress,
         )
         times = measure.alternate({"": functools.partial(score, codes)}, sizes.repeats)[""]
         numbers[f"{rows} rows"] = statistics.median(times) / len(codes)
@@ -491,7 +491,7 @@ def peer_cell(sizes: Sizes, name: str, way: str) -> dict[str, Any]:
         labels_of_scored = np.arange(sizes.num_scored, dtype=np.int32) % NUM_CLASSES
         candidates = architectures[: sizes.num_candidates]
         score = functools.partial(
-            peer.count_right, candidates, scored, labels_of_scored, NUM_CLASSES
+            peer.count_correct, candidates, scored, labels_of_scored, NUM_CLASSES
         )
         numbers["seconds_per_candidate"] = min(measure.alternate({"": score}, 3)[""]) / len(
             candidates

@@ -33,7 +33,7 @@ from cheem_jax.data.task import Plan, Split
 from cheem_jax.data.verify import verify
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor
-from cheem_jax.engine.feed import HostImages, ahead
+from cheem_jax.engine.feed import HostImages, prefetch
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, medians, say
 
@@ -219,7 +219,7 @@ def epoch(executor: Executor, split: Split) -> Epoch:
     data = steps_of(executor, HostImages(executor, split.images), split.labels, order, BATCH)
     steps, waits, losses = [], [], []
     start = time.perf_counter()
-    following = ahead(executor.layout, data)
+    following = prefetch(executor.layout, data)
     for row in codes:
         step = next(following)
         waits.append(time.perf_counter() - start)

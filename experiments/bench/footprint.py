@@ -122,7 +122,7 @@ def predict(vit: ViT, memory: InternalMemory) -> None:
     """Make a predictor with a separate executor, predict once, and drop it."""
     networks = TaskNetworks(DenseExperts(memory.pool, 2**30), memory.tasks)
     predictor = Predictor(Stages(vit, "mlp_down"), memory.tasks, networks, RouterConfig())
-    predictor.answer(measure.random_images(BATCH, CONFIG))
+    predictor.predict_arrays(measure.random_images(BATCH, CONFIG))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.config import find_config
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.hee import sample, uniform_table
@@ -338,7 +338,7 @@ def count(
     device. The default device is this process's first device."""
     device = device or jax.devices()[0]
     layout = OnPaper(device)
-    config = dataclasses.replace(config_of(backbone), precision=precision)
+    config = dataclasses.replace(find_config(backbone), precision=precision)
     programs = [(shared, "_take"), (shared, "add"), (composed, "add")]
     patches: list[Any] = [
         mock.patch.object(owner, what, Compiled(getattr(owner, what), layout))

@@ -44,7 +44,7 @@ from cheem_jax.core.settings import Advance
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.compilation import compilations
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.passes import no_progress
 from cheem_jax.engine.stages import Stages
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.checkpoint import saved_tasks
@@ -136,7 +136,7 @@ class Watched(Session):
     ) -> Iterator[Advance]:
         """See `Session.phase`."""
         with self.measured(name):
-            yield unwatched
+            yield no_progress
 
 
 def patches(task: int, num: int, size: int) -> np.ndarray:
@@ -250,7 +250,7 @@ def answering(executor: Stages, memory: InternalMemory, size: int) -> dict[str, 
         )
         predictor.prepare()
         before = compilations()
-        answers[name] = predictor.answer(each)
+        answers[name] = predictor.predict_arrays(each)
         assert np.array_equal(answers[name].targets, np.arange(num)), (
             "images are routed to other tasks"
         )

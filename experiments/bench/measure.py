@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from cheem_jax.backbone.config import ViTConfig, at_image_size, config_of
+from cheem_jax.backbone.config import ViTConfig, at_image_size, find_config
 from cheem_jax.backbone.flops import embed_flops, executed_halves, pair_flops
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
@@ -43,7 +43,7 @@ from cheem_jax.core.pool import Pool, dense_experts
 from cheem_jax.core.settings import Precision
 from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.executor import Executor, Network, Step
-from cheem_jax.engine.feed import Budget, Feed, HostImages, keep_tokens
+from cheem_jax.engine.feed import Budget, Feed, HostImages, cache_tokens
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run import fingerprint
 from cheem_jax.run.record import to_json
@@ -341,7 +341,9 @@ def backbone(name: str, image_size: int | None = None) -> Pretrained:
     file = file.with_name(f"{file.name}.safetensors")
     if file.is_file():
         return load_pretrained(name, weights=file, image_size=image_size)
-    config = config_of(name) if image_size is None else at_image_size(config_of(name), image_size)
+    config = (
+        find_config(name) if image_size is None else at_image_size(find_config(name), image_size)
+    )
     return Pretrained(config, init_params(config, jax.random.key(0)), "random", "")
 
 
@@ -357,7 +359,7 @@ def cached_tokens(
     on memory."""
     feed = HostImages(executor, images)
     budget = Budget(2**34)
-    return keep_tokens(
+    return cache_tokens(
         "", executor, feed, len(images), prefix, batch_size=batch_size, budget=budget
     )
 

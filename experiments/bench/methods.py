@@ -20,7 +20,7 @@ from cheem_jax.cli.arguments import parse
 from cheem_jax.core.keys import Keys, next_power_of_two
 from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import FitConfig
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.passes import no_progress
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures, FrozenNetworks
 from experiments.bench import measure, steps
@@ -86,7 +86,7 @@ def l2p(
             batch_size=batch,
             order_key=jax.random.key(3),
             noise_key=jax.random.key(4),
-            advance=unwatched,
+            advance=no_progress,
         )
         jax.block_until_ready(fitting.learned)
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cheem_jax.backbone.timm_names import timm_name_of
+from cheem_jax.backbone.timm_names import to_timm_name
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.l2p import L2pConfig
 from cheem_jax.cheem.closed_form import PENALTIES
@@ -165,7 +165,7 @@ class CheemPeer(Peer):
         return self.descend(self._loss(architecture, images, labels, num_classes))
 
     @torch.inference_mode()
-    def count_right(
+    def count_correct(
         self,
         architectures: Sequence[Architecture],
         images: np.ndarray | Tensor,
@@ -293,7 +293,7 @@ class TaskPeer(CheemPeer):
             for start in range(0, len(images), self.batch_size)
         ]
         counts = [
-            self.count_right(architectures, images[cut], labels[cut], num_classes) for cut in cuts
+            self.count_correct(architectures, images[cut], labels[cut], num_classes) for cut in cuts
         ]
         return np.sum(counts, axis=0)
 
@@ -449,7 +449,7 @@ def to_timm(pretrained: Pretrained) -> dict[str, Tensor]:
             value = value.T
         elif name in ("class_token", "position"):
             value = value.reshape(1, -1, value.shape[-1])
-        tensors[timm_name_of(name)] = torch.tensor(np.asarray(value, np.float32))
+        tensors[to_timm_name(name)] = torch.tensor(np.asarray(value, np.float32))
     return {name: value for name, value in tensors.items() if not name.startswith("head.")}
 
 

@@ -16,7 +16,7 @@ from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
 from cheem_jax.data.decode import decode_many
 from cheem_jax.memory import open_memory
-from cheem_jax.memory.data import NamedFiles, files_in
+from cheem_jax.memory.data import NamedFiles, list_images
 from cheem_jax.memory.predictor import predict_files
 from experiments.bench.measure import Row, alternate, medians, ratio, save
 

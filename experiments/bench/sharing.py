@@ -41,7 +41,7 @@ from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Feed, HostImages
 from cheem_jax.engine.inference import Inference, bucket_sizes, pieces
-from cheem_jax.engine.passes import count_right, token_means, unwatched
+from cheem_jax.engine.passes import count_correct, no_progress, token_means
 from cheem_jax.run.method import base_network
 from experiments.bench import measure
 from experiments.bench.measure import (
@@ -115,7 +115,7 @@ def whole_search(
     feed = cached_tokens(executor, task.val.images, batch_size=batch_size)
 
     def score(networks: Sequence[Network]) -> np.ndarray:
-        return count_right(
+        return count_correct(
             executor,
             networks,
             state.head.params,
@@ -123,7 +123,7 @@ def whole_search(
             task.val.labels,
             num_classes=supernet.num_classes,
             batch_size=batch_size,
-            advance=unwatched,
+            advance=no_progress,
         )
 
     def score_separately(networks: Sequence[Network]) -> np.ndarray:
@@ -165,11 +165,11 @@ def real_search(
         config=FitConfig(epochs=2, learning_rate=2e-3),
         batch_size=min(32, num),
         order_key=order,
-        advance=unwatched,
+        advance=no_progress,
     ).state
     feed = cached_tokens(executor, task.val.images, batch_size=batch_size)
     score = supernet_score(
-        executor, supernet, state, feed, task.val.labels, batch_size=batch_size, advance=unwatched
+        executor, supernet, state, feed, task.val.labels, batch_size=batch_size, advance=no_progress
     )
     generations: list[np.ndarray] = []
 
@@ -207,7 +207,7 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
 
         def means(networks: Sequence[Network]) -> np.ndarray:
             return token_means(
-                executor, networks, feed, num, batch_size=num, advance=unwatched
+                executor, networks, feed, num, batch_size=num, advance=no_progress
             ).means
 
         times = compare(

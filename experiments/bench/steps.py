@@ -29,7 +29,7 @@ from cheem_jax.core.settings import Precision
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Batch, Dense
 from cheem_jax.engine.feed import Feed, HostImages
-from cheem_jax.engine.passes import network_features, unwatched
+from cheem_jax.engine.passes import network_features, no_progress
 from cheem_jax.engine.stages import Stages
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, Times, alternate, compare, say
@@ -243,7 +243,7 @@ def evaluation(
         ours.tokens,
         labels,
         batch_size=num_images,
-        advance=unwatched,
+        advance=no_progress,
     )
     counts: dict[str, np.ndarray] = {}
     ours.hand_over(peer)
@@ -251,7 +251,7 @@ def evaluation(
     sides: dict[str, Callable[[], object]] = {
         OURS: lambda: counts.update(ours=score(codes)),
         EAGER: lambda: counts.update(
-            peer=peer.count_right(candidates, images, labels, NUM_CLASSES)
+            peer=peer.count_correct(candidates, images, labels, NUM_CLASSES)
         ),
     }
     times = alternate(sides, 1 if quick else 2)

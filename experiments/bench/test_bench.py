@@ -166,7 +166,7 @@ def test_failed_and_omitted_cells_are_recorded_and_measured_cells_are_not_repeat
         cell("long", 1e6, dict),
     ]
     monkeypatch.setattr(accelerator, "groups", lambda sizes: {"group": cells})
-    monkeypatch.setattr(accelerator, "keep_programs", lambda: None)
+    monkeypatch.setattr(accelerator, "enable_cache", lambda: None)
     for _ in range(2):
         accelerator.run_cells("group", accelerator.MINIATURE, tmp_path, 100)
     record = json.loads((tmp_path / "speed.json").read_text())

@@ -78,7 +78,7 @@ def lit(page):
 
 
 def test_a_chosen_image_is_shown_with_task_class_runners_up_and_the_blocks_that_ran(page):
-    assert page.locator("#lead").inner_text().startswith("Knows 64 classes of 2 tasks.")
+    assert page.locator("#lead").inner_text().startswith("Predicts 64 classes of 2 tasks.")
     assert page.locator("#tasks tr").count() == 2 and lit(page).count() == 0
     choose(page, DARK)
     page.locator("#found").wait_for()
@@ -125,8 +125,8 @@ def test_a_chosen_image_is_shown_with_task_class_runners_up_and_the_blocks_that_
     assert bright.evaluate("cell => getComputedStyle(cell).backgroundColor") == "rgb(156, 206, 167)"
     assert (
         page.locator("#ran").inner_text()
-        == "What ran for dark <b>red</b>: reuse of expert 0 in block 1; adapted copy of expert 1 in"
-        " block 2; branch skipped in block 3; new expert in block 4; reuse of expert 2 in"
+        == "Blocks used for dark <b>red</b>: reuse of expert 0 in block 1; adapted copy of expert 1"
+        " in block 2; branch skipped in block 3; new expert in block 4; reuse of expert 2 in"
         " block 5."
     )
     assert page.locator("#status").text_content() == "dark <b>red</b>: 96-160-224, 60.0 %"
@@ -155,7 +155,7 @@ def test_the_page_names_the_memory_and_several_images_are_listed_with_their_answ
             for name, data in contents.items()
         ],
     )
-    expect(page.locator("#status")).to_have_text("4 images are answered")
+    expect(page.locator("#status")).to_have_text("4 images were classified")
     assert invitation.inner_text() == "Choose other images"
     said = page.locator("#list .said").all_inner_texts()
     assert [said[0], *said[2:]] == [
@@ -209,7 +209,7 @@ def test_a_image_of_no_task_is_reported(page):
     assert page.locator("#nothing").inner_text().endswith("than 95 % of that task's own images.")
     assert page.locator("#guesses li").count() == 0
     assert page.locator("#near li").count() == 2 and lit(page).count() == 0
-    assert page.locator("#ran").inner_text() == "No task's network answered."
+    assert page.locator("#ran").inner_text() == "No task network was used."
 
 
 def test_a_file_without_an_answer_is_explained_in_a_sentence_and_the_next_image_is_answered(page):

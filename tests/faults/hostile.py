@@ -1061,9 +1061,7 @@ def hub_configs(folder: Path) -> Attempts:
         (folder / "config.json").write_bytes(damaged_json(config, rng))
 
         def load() -> None:
-            with mock.patch.object(
-                weights, "_cached_or_fetched", lambda repository, name: folder / name
-            ):
+            with mock.patch.object(weights, "_fetch", lambda repository, name: folder / name):
                 check_weights(load_pretrained("vit_tiny_patch4_12.mystery"))
 
         return "vit_tiny_patch4_12.mystery", load

@@ -1,4 +1,4 @@
-"""Read archives, the file lists in them, and their labelled images, without unpacking to disk.
+"""Read archives, their file lists, and their labelled images, without unpacking to disk.
 
 All data set readers use this module.
 """
@@ -34,8 +34,8 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 Reader = Callable[[], bytes]
 KeyOf = Callable[[str], str | None]
-"""Maps the name of an archive's member to the key of its image, or to None if it is not an image of
-the data set."""
+"""Function from the name of an archive's member to the key of its image; None if it is not an image
+of the data set."""
 
 
 def members(path: Path) -> Iterator[tuple[str, Reader]]:
@@ -43,8 +43,8 @@ def members(path: Path) -> Iterator[tuple[str, Reader]]:
     until the next file.
 
     `path` is a folder, zip, tar or tar.gz. A tar.gz inside of it is replaced by its files. In a
-    folder, names start with the folder's name, as in an archive of it. Raises FileNotFoundError, or
-    ValueError that names a corrupted, truncated or huge archive.
+    folder, names start with the folder's name, as in an archive of the folder. Raises FileNotFoundError, or
+    ValueError with the name of a corrupted, truncated or huge archive.
     """
     if path.is_file() and not zipfile.is_zipfile(path):
         with path.open("rb") as file:
@@ -61,8 +61,8 @@ def members(path: Path) -> Iterator[tuple[str, Reader]]:
 
 
 def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Reader]]:
-    """Yield the members of an open tar or tar.gz, except links and devices. `where` is its name in
-    errors."""
+    """Yield the members of an open tar or tar.gz, except links and devices. `where` is the
+    archive's name in errors."""
     num_bytes = file.seek(0, io.SEEK_END)
     most = max(SMALL_BYTES, MAX_RATIO * num_bytes)
     file.seek(0)
@@ -81,28 +81,29 @@ def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Rea
         for number, member in enumerate(archive, start=1):
             if number > MAX_FILES:
                 raise ValueError(f"refused as a bomb: more than {MAX_FILES} members")
-            if fault := too_large(member.size):
-                raise ValueError(f"member {member.name!r}: {fault}")
+            if reason := too_large(member.size):
+                raise ValueError(f"member {member.name!r}: {reason}")
             name = member.name.removeprefix("./")
             if member.isfile() and not any(map(is_hidden, name.split("/"))):
                 yield name, functools.partial(_read_member, archive, member, where)
-        # tarfile treats corrupted data as the end; gzip verifies its checksum only at the real end
+        # tarfile treats corrupted data as the end of the archive. gzip verifies its checksum only
+        # at the real end.
         while unpacked.read(2**20):
             pass
 
 
 class _Unpacked(gzip.GzipFile):
-    """Refuses to unpack more than `most` bytes in total, or more at once than a member is allowed
-    to have."""
+    """A gzip file that raises ValueError if more than `most` bytes are unpacked in total, or more
+    bytes at once than a member is allowed to have."""
 
     def __init__(self, file: io.BufferedIOBase, most: int):
         super().__init__(fileobj=file, mode="rb")
         self.most = most
 
     def read(self, size: int | None = -1) -> bytes:
-        # a header's size: tarfile reads long names without a check
-        if size is not None and (fault := too_large(size)):
-            raise ValueError(fault)
+        # tarfile reads long names, whose size is in a header, without a check
+        if size is not None and (reason := too_large(size)):
+            raise ValueError(reason)
         data = super().read(size)
         self._refuse_beyond(self.tell())
         return data
@@ -135,28 +136,29 @@ def _named(where: str) -> Iterator[None]:
 
 
 class MissingArchive(FileNotFoundError):
-    """Raised if an archive does not exist, in contrast to one with incomplete content."""
+    """An archive does not exist, in contrast to an archive with incomplete content."""
 
 
 def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
-    """For each tuple of names, return the first path that exists below `place`, preferring folders
+    """For each tuple of names, return the first path that exists in `place`; folders are preferred
     to archives.
 
-    The official archive is the first name of a tuple. FileNotFoundError lists all missing archives.
+    The official archive is the first name of a tuple. Raises MissingArchive with the names of all
+    missing archives.
     """
     existing = [[place / name for name in names if (place / name).exists()] for names in needed]
     if missing := [
         " or ".join(names) for names, paths in zip(needed, existing, strict=True) if not paths
     ]:
         raise MissingArchive(
-            f"{place}: missing {', '.join(missing)}; put the archive or what it unpacks to there"
+            f"{place}: missing {', '.join(missing)}; put the archive or its content there"
         )
     return [next((path for path in paths if path.is_dir()), paths[0]) for paths in existing]
 
 
 def read_files(path: Path, *names: str) -> list[bytes]:
-    """Read small files from a folder or archive. They are identified by the end of their names. If
-    `path` is the file itself, read it."""
+    """Read small files, identified by the end of their names, from a folder or archive. If `path`
+    is the file itself, read it."""
     if path.is_file() and path.suffix.lower() not in ARCHIVE_SUFFIXES:
         return [FolderFiles(path.parent, [path.name]).read(0)]
     contents: dict[str, bytes] = {}
@@ -168,12 +170,12 @@ def read_files(path: Path, *names: str) -> list[bytes]:
             break
     if missing := [name for name in names if name not in contents]:
         raise FileNotFoundError(
-            f"{path}: missing {', '.join(missing)} in it; is it another version of the data set?"
+            f"{path}: missing {', '.join(missing)}; check the version of the data set"
         )
     return [contents[name] for name in names]
 
 
-def lines_of(data: bytes, where: str) -> list[str]:
+def text_lines(data: bytes, where: str) -> list[str]:
     """Return the non-empty lines of a text file."""
     try:
         text = data.decode("utf-8-sig")
@@ -185,7 +187,7 @@ def lines_of(data: bytes, where: str) -> list[str]:
 def label_keys(
     rows: Iterable[tuple[str, Hashable]], classes: Sequence[Hashable], where: str
 ) -> dict[str, int]:
-    """Return the labels by key, given pairs of key and class.
+    """Return the labels, keyed by image, given pairs of key and class.
 
     Raises ValueError for an unknown class, a repeated key, or a class without images.
     """
@@ -199,16 +201,16 @@ def label_keys(
             labels[key] = label_of[name]
     if wrong:
         raise ValueError(
-            f"{where}: {len(wrong)} images come twice or are of no class of this data set, first"
-            f" {wrong[:3]}"
+            f"{where}: {len(wrong)} images occur twice or belong to no class of this data set; the"
+            f" first are {wrong[:3]}"
         )
     check_labels(where, classes, np.array(list(labels.values()), int))
     return labels
 
 
 def below(folder: str, depth: int, *suffixes: str) -> KeyOf:
-    """Return a function that maps the names of files below `folder` with one of the suffixes to
-    keys: the last `depth` parts of the name."""
+    """Return a function from the name of a file below `folder`, with one of the suffixes, to its
+    key, the last `depth` parts of the name."""
 
     def key_of(name: str) -> str | None:
         parts = name.split("/")
@@ -238,7 +240,8 @@ class Source:
     key_of: KeyOf
     labels: Mapping[str, int]
     convert: Callable[[bytes, str], bytes] | None = None
-    """Re-encodes an image. The arguments are its bytes, and its name for error messages."""
+    """Function that re-encodes an image. Its arguments are the bytes, and the name for error
+    messages."""
 
     def read(self) -> Iterator[LabelledImage]:
         """Yield every labelled image once. Raises ValueError if an image is absent or occurs more
@@ -257,10 +260,9 @@ class Source:
             yield LabelledImage(key, image, self.labels[key])
         if absent := sorted(self.labels.keys() - keys):
             raise ValueError(
-                f"{self.path}: {len(absent)} of {len(self.labels)} listed images are absent, first"
-                f" {absent[:3]}; was it unpacked or downloaded only in part? Download or unpack it"
-                " again, or remove a folder that was unpacked in part, so that the archive next to"
-                " it is read"
+                f"{self.path}: {len(absent)} of {len(self.labels)} listed images are absent, the"
+                f" first are {absent[:3]}; if it was downloaded or unpacked only in part, download"
+                " or unpack it again, or remove the folder, so that the archive next to it is read"
             )
 
 
@@ -269,4 +271,4 @@ class Reading(NamedTuple):
 
     classes: tuple[str, ...]
     sources: Mapping[str, Source]
-    """By split."""
+    """Sources, keyed by split."""

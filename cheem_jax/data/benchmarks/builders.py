@@ -1,9 +1,9 @@
 """Readers of data sets, and a TensorFlow Datasets (TFDS) builder that prepares them without
 TensorFlow.
 
-A reader uses official archives, or the folders that they unpack to, in the folder `place`, which
-the user fills. It raises FileNotFoundError if archives are missing, and ValueError for corrupted
-archives, lists that do not match, and absent images.
+A reader uses official archives, or the unpacked folders, in the folder `place`, which the user
+fills. It raises FileNotFoundError if archives are missing, and ValueError for corrupted archives,
+inconsistent lists, and absent images.
 
 TFDS has no builder for the first two data sets. The others have the names, versions and features of
 TFDS's builders, so it does not matter which builder prepared a data set. No builder is registered,
@@ -30,10 +30,10 @@ from cheem_jax.data.benchmarks.archives import (
     Source,
     below,
     label_keys,
-    lines_of,
     locate,
     members,
     read_files,
+    text_lines,
 )
 from cheem_jax.data.benchmarks.table import BY_NAME, TASKS
 from cheem_jax.data.decode import OnProgress, opened
@@ -47,7 +47,7 @@ ORIGIN = (
 STRIP_PIXELS = 20  # height of the copyright notice at the bottom of aircraft images
 SECONDS = 60
 MAX_BYTES = 2**31
-"""Memory limit in bytes of the process that reads a MATLAB file."""
+"""Memory limit in bytes for the process that reads a MATLAB file."""
 _PROGRAM = """
 import contextlib, io, json, sys
 with contextlib.suppress(ImportError, ValueError):  # not every system has this limit
@@ -82,7 +82,7 @@ def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
     )
     sources = {}
     for split, name, lines in zip(lists, names, splits, strict=True):
-        pairs = [line.partition(" ") for line in lines]  # variants contain spaces themselves
+        pairs = [line.partition(" ") for line in lines]  # names of variants contain spaces
         labels = label_keys(
             ((f"{digits}.jpg", variant) for digits, _, variant in pairs),
             variants,
@@ -114,7 +114,7 @@ def read_gtsrb(place: Path) -> Reading:
     for name, read in members(train):
         if key := in_lists(name):
             folder = key.partition("/")[0]
-            listed = _annotations(lines_of(read(), f"{train}: {name}"), f"{train}: {name}")
+            listed = _annotations(text_lines(read(), f"{train}: {name}"), f"{train}: {name}")
             rows += [(f"{folder}/{file}", label) for file, label in listed]
     [lines] = _read_lists(truth, "GT-final_test.csv")
     classes = BY_NAME["gtsrb"].class_names
@@ -154,7 +154,7 @@ def read_cars(place: Path) -> Reading:
 
 def read_sun397(place: Path) -> Reading:
     """Read the first official partition of SUN397 with the splits train and test. Keys and classes
-    are as in its lists, such as `/a/abbey/sun_x.jpg`.
+    are as in the official lists, such as `/a/abbey/sun_x.jpg`.
 
     Some files named .jpg are PNG, BMP or GIF. Their bytes do not change.
     """
@@ -176,7 +176,7 @@ def read_sun397(place: Path) -> Reading:
 
 
 def read_eurosat(place: Path) -> Reading:
-    """Read EuroSAT in RGB, which has only train. Keys are `<class folder>/<file>`."""
+    """Read EuroSAT in RGB, which has only a train split. Keys are `<class folder>/<file>`."""
     [path] = locate(place, ("EuroSAT.zip", "2750", "EuroSAT"))
     return _read_class_folders("eurosat", path, "2750")
 
@@ -192,7 +192,7 @@ def read_caltech101(place: Path) -> Reading:
 
 
 def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
-    """Read all images as train, with one folder per class below `folder`. Case is ignored."""
+    """Read all images as train from one folder per class below `folder`; case is ignored."""
     key_of = below(folder, 2, ".jpg")
     classes = BY_NAME[task].class_names
     keys = sorted(key for name, _ in members(path) if (key := key_of(name)))
@@ -271,20 +271,20 @@ def _read_train_and_test(path: Path) -> Reading:
 
 
 def _read_lists(path: Path, *names: str) -> list[list[str]]:
-    """Read the lines of text files, found as in `read_files`."""
+    """Read the lines of text files, which are identified as in `read_files`."""
     files = zip(names, read_files(path, *names), strict=True)
-    return [lines_of(data, f"{path}: {name}") for name, data in files]
+    return [text_lines(data, f"{path}: {name}") for name, data in files]
 
 
 def _annotations(lines: list[str], where: str) -> list[tuple[str, int]]:
-    """Return file name and class of each row of a GTSRB list."""
+    """Return the file name and class of each row of a GTSRB list."""
     rows = csv.DictReader(lines, delimiter=";")
     try:
         return [(row["Filename"], int(row["ClassId"])) for row in rows]
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(
             f"{where}, line {rows.line_num}: expected columns Filename and ClassId (a number)"
-            f" between ';' ({error!r}); the list without classes will not do"
+            f" separated by ';' ({error!r}); the list without classes cannot be used"
         ) from error
 
 
@@ -304,21 +304,21 @@ def _recode(data: bytes, name: str, *, cut: int = 0, format: str, **options: int
     buffer = io.BytesIO()
     with opened(data, name) as image:
         if image.height <= cut:
-            raise ValueError(f"{image.height} rows, of which {cut} are to be cut off")
+            raise ValueError(f"the image has {image.height} rows, expected more than {cut}")
         image.crop((0, 0, image.width, image.height - cut)).save(buffer, format, **options)
     return buffer.getvalue()
 
 
 def read_variable(data: bytes, name: str, where: str) -> list[Any]:
-    """Return the elements of a variable of a `.mat` file, in MATLAB's order. Elements of a struct
+    """Return the elements of a variable in a `.mat` file, in MATLAB's order. Elements of a struct
     array are dicts.
 
     SciPy reads the file in a separate process, because some corrupted files cause a segmentation
-    fault. Raises ValueError if the file is corrupted, lacks the variable, or exceeds the limits of
+    fault. Raises ValueError if the file is corrupted, lacks the variable, or exceeds the limits on
     time and memory. `where` is the file's name for messages.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-c", _PROGRAM, name, str(MAX_BYTES)],
             input=data,
             capture_output=True,
@@ -330,24 +330,24 @@ def read_variable(data: bytes, name: str, where: str) -> list[Any]:
         raise ValueError(
             f"{where}: variable {name!r} was not read within {SECONDS} seconds"
         ) from error
-    if done.returncode != 0:
-        last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        reason = last_line or f"signal {-done.returncode}"
+    if process.returncode != 0:
+        last_line = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        reason = last_line or f"signal {-process.returncode}"
         raise ValueError(f"{where}: variable {name!r} cannot be read: {reason}; download it again")
-    return json.loads(done.stdout)
+    return json.loads(process.stdout)
 
 
 class DataSet(NamedTuple):
-    """Reader and features of a data set; the rest is in the table."""
+    """Reader and features of a data set; further facts are in `table`."""
 
     read: Callable[[Path], Reading]
     key: str
-    """Name of the feature with an example's key."""
+    """Name of the feature that contains the key of an example."""
     text: Callable[[PurePosixPath], str] = str
-    """Converts a key to the text that TFDS's builder stores."""
+    """Function from a key to the text that TFDS's builder stores."""
     image_shape: tuple[int | None, int | None, int] = (None, None, 3)
     more: str = ""
-    """Text at the end of the description."""
+    """Text appended to the description."""
 
 
 _stem, _name = operator.attrgetter("stem"), operator.attrgetter("name")
@@ -363,7 +363,7 @@ DATA_SETS = {
     "cars196": DataSet(read_cars, "id", _stem),
     "sun397/standard-part1-120k": DataSet(read_sun397, "file_name"),
     "eurosat/rgb": DataSet(read_eurosat, "filename", _name, (64, 64, 3)),
-    # unlike TFDS's builder, which samples 30 images of each class for train, this has one split
+    # TFDS's builder samples 30 images of each class for train; this one has a single split
     "caltech101": DataSet(read_caltech101, "image/file_name", _name),
     "cub200": DataSet(read_cub200, "file_name"),
     "imagenet_r": DataSet(functools.partial(read_imagenet_variant, name="imagenet-r"), "file_name"),
@@ -371,22 +371,22 @@ DATA_SETS = {
     "vtab50": DataSet(functools.partial(read_pilot, name="vtab"), "file_name"),
     "omnibenchmark": DataSet(functools.partial(read_pilot, name="omnibenchmark"), "file_name"),
 }
-"""Data sets by `<name>` or `<name>/<config>`."""
+"""Data sets, keyed by `<name>` or `<name>/<config>`."""
 
 
 def prepare_from_folder(
     name: str, data_dir: Path, place: Path, on_progress: OnProgress = lambda num: None
 ) -> Path:
-    """Prepare a data set of `DATA_SETS` from the files in `place`, in
+    """Prepare a data set of `DATA_SETS` from the files in `place`. It is written to
     `<data_dir>/<name>[/<config>]/<version>`.
 
-    A prepared data set stays, and `place` is not read. An error leaves nothing that looks like a
-    prepared data set. `on_progress` counts images. Raises the errors of the readers, and ValueError
-    for an unknown name.
+    If the data set is already prepared, `place` is not read. An error leaves nothing that looks
+    like a prepared data set. `on_progress` counts images. Raises the errors of the readers, and
+    ValueError for an unknown name.
     """
     if name not in DATA_SETS:
-        raise ValueError(f"no builder named {name!r}; there are {', '.join(DATA_SETS)}")
-    import tensorflow_datasets as tfds  # imported here, since it takes seconds and needs an extra
+        raise ValueError(f"unknown builder {name!r}; expected one of {', '.join(DATA_SETS)}")
+    import tensorflow_datasets as tfds  # a slow import that needs an extra
 
     data_set = DATA_SETS[name]
     task = next(task for task in TASKS if task.builder.split("/")[0] == name.split("/")[0])
@@ -398,7 +398,7 @@ def prepare_from_folder(
 
     class Info(tfds.core.DatasetInfo):
         def initialize_from_bucket(self) -> None:
-            """Use no published metadata: they describe TFDS's own builder, and need a network."""
+            """Skip the published metadata, which describe TFDS's own builder and need a network."""
 
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version(task.version)
@@ -444,9 +444,9 @@ def prepare_from_folder(
     Builder.name = short
     builder = Builder(data_dir=data_dir, config=config or None)
     downloads = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
-    tfds.disable_progress_bar()  # `on_progress` counts already
+    tfds.disable_progress_bar()  # `on_progress` reports the progress
     try:
-        # TFDS creates folders for downloads even without any
+        # TFDS creates folders for downloads even if there are none
         with tempfile.TemporaryDirectory() as unused:
             builder.download_and_prepare(
                 file_format="array_record", download_config=downloads, download_dir=unused

@@ -1,8 +1,8 @@
 """Download archives over HTTP: requests transfers and retries, pooch verifies the hash and renames
 the file.
 
-pooch alone restarts after a broken connection; here, archives of several GB are resumed. The known
-hash detects a file that was joined from two versions.
+pooch alone would restart after a broken connection; this module resumes, because archives can have
+several GB. The known hash detects a file that was joined from two versions.
 """
 
 import functools
@@ -20,13 +20,13 @@ from urllib3.util import Retry
 from cheem_jax.data.decode import OnProgress
 
 TIMEOUT = 30.0
-"""Seconds without data before an attempt fails."""
+"""Seconds without data after which an attempt fails."""
 RETRIES = 4
-"""Consecutive failed attempts before the download fails."""
+"""Number of consecutive failed attempts after which the download fails."""
 BACKOFF = 1.0
-"""Seconds of the first pause between attempts; each further one doubles."""
+"""Seconds of the first pause between attempts; each further pause is twice as long."""
 MAX_PAUSE = 120
-"""Limit in seconds on a pause that the server asks for (Retry-After)."""
+"""Maximum pause in seconds that a server can request (Retry-After)."""
 CHUNK_BYTES = 2**16
 GROWTH_BYTES = 2**20  # an attempt that received this many bytes resets the count of failures
 PASSING_STATUS = (408, 425, 429, *range(500, 600))
@@ -35,13 +35,13 @@ PASSING_STATUS = (408, 425, 429, *range(500, 600))
 def download(
     url: str, file: Path, known_hash: str, *, on_progress: OnProgress = lambda num: None
 ) -> None:
-    """Download `url` to `file`, which must not exist. `known_hash` is a SHA-256, or `md5:` and an
-    MD5.
+    """Download `url` to `file`, which must not exist; `known_hash` is a SHA-256, or `md5:` followed
+    by an MD5.
 
-    Received bytes stay in `<file>.part`, where a later call resumes. Only one process at a time can
-    download a file. `on_progress` counts bytes; the number is negative if bytes have to be
+    Received bytes stay in `<file>.part`, and a later call resumes there. Only one process at a time
+    can download a file. `on_progress` counts bytes; the number is negative if bytes have to be
     downloaded again. Raises ValueError if the hash differs, and OSError if the file cannot be
-    downloaded or written; `file` then does not exist.
+    downloaded or written. In both cases, `file` does not exist.
     """
     part = file.with_name(f"{file.name}.part")
     transfer: Any = functools.partial(_transfer, part, on_progress)
@@ -51,21 +51,21 @@ def download(
         pooch.retrieve(url, known_hash, file.name, file.parent, downloader=transfer)
     except (requests.RequestException, HTTPError) as error:
         raise OSError(
-            f"{url} cannot be downloaded: {error}. Try again later, which resumes from byte"
-            f" {_num_bytes(part)}, or put the file at {file} by hand"
+            f"{url} cannot be downloaded: {error}. Try again later to resume at byte"
+            f" {_num_bytes(part)}, or download the file yourself to {file}"
         ) from error
     except OSError as error:
         raise OSError(
-            f"cannot write {file}: {error.strerror or error}; make room or choose a folder that can"
-            " be written"
+            f"cannot write {file}: {error.strerror or error}; free disk space, or choose a writable"
+            " folder"
         ) from error
     except ValueError as error:
         raise ValueError(f"{url}: {error}") from error
 
 
 def _transfer(part: Path, on_progress: OnProgress, url: str, output_file: str, _: object) -> None:
-    """Complete `part`, resuming after broken connections, and rename it to the temporary file that
-    pooch asks for."""
+    """Complete `part`, resuming after broken connections, and rename it to pooch's temporary
+    file."""
     on_progress(_num_bytes(part))
     failures = 0
     with _session() as session:
@@ -74,7 +74,7 @@ def _transfer(part: Path, on_progress: OnProgress, url: str, output_file: str, _
             headers = {"Accept-Encoding": "identity"} | (
                 {"Range": f"bytes={before}-"} if before else {}
             )
-            # a failed request is final, because urllib3 has retried it
+            # a failed request is final, because urllib3 has already retried it
             with session.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response:
                 if response.status_code not in (200, 206, 416):
                     raise requests.HTTPError(
@@ -100,13 +100,11 @@ def _receive(response: requests.Response, part: Path, on_progress: OnProgress) -
         on_progress(-offset)
     if response.status_code != 200 and not resumes:
         part.unlink(missing_ok=True)
-        raise requests.RequestException(
-            f"the server sent something else than the bytes from {offset} on"
-        )
+        raise requests.RequestException(f"the server did not send the bytes starting at {offset}")
     if response.headers.get("Content-Type", "").startswith("text/html"):
         raise ValueError(
-            "a web page arrived where an archive was expected, probably a login or error page;"
-            f" open the address in a browser and put the file at {part.with_suffix('')}"
+            "the server sent a web page instead of an archive, probably a login or error page;"
+            f" open the address in a browser and save the file as {part.with_suffix('')}"
         )
     with part.open("ab" if resumes else "wb") as output:
         for chunk in response.iter_content(CHUNK_BYTES):
@@ -134,7 +132,7 @@ def _session() -> requests.Session:
 
 
 def _refuse_downgrade(response: requests.Response, **options: object) -> None:
-    """Refuse a redirect from https to http, which would allow anybody in between to change the
+    """Refuse a redirect from https to http, which would allow anybody on the way to change the
     file."""
     target = urljoin(response.url, response.headers.get("Location", ""))
     if (
@@ -142,7 +140,9 @@ def _refuse_downgrade(response: requests.Response, **options: object) -> None:
         and response.url.startswith("https:")
         and not target.startswith("https:")
     ):
-        raise ValueError(f"it leads to {target}, which is not encrypted; download the file by hand")
+        raise ValueError(
+            f"it redirects to {target}, which is not encrypted; download the file yourself"
+        )
 
 
 def _num_bytes(part: Path) -> int:

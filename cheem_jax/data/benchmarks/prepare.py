@@ -1,6 +1,6 @@
 """Prepare the data sets of a benchmark, and plan its tasks with the paper's splits.
 
-Everything is in one data folder, which also is TFDS's: prepared data sets
+All files are in one data folder, which is also TFDS's: prepared data sets in
 `<name>[/<config>]/<version>`, and their archives in `downloads/manual`.
 """
 
@@ -26,7 +26,8 @@ from cheem_jax.data.records import Row, find_prepared, import_tfds, open_prepare
 from cheem_jax.data.task import Plan
 
 Work = Callable[[str, str, int], AbstractContextManager[OnProgress]]
-"""Opens a phase of work: phase, task, and amount (bytes of archives, else images)."""
+"""Function that opens a phase of work, given the phase, the task, and the amount (bytes of
+archives, otherwise images)."""
 
 
 class Preparation(NamedTuple):
@@ -35,16 +36,16 @@ class Preparation(NamedTuple):
     state: Literal["ready", "archives", "missing"]
     advice: str
     num_bytes: int
-    """Size on the disk."""
+    """Size on disk."""
 
 
 def manual_dir(data_dir: Path) -> Path:
-    """Return TFDS's folder for archives of the user."""
+    """Return TFDS's folder for archives that the user provides."""
     return data_dir / "downloads" / "manual"
 
 
 def status_of(task: BenchmarkTask, data_dir: Path) -> Preparation:
-    """Return the state of a task's preparation. Checks which files exist without opening them."""
+    """Return the state of a task's preparation. Only the existence of files is checked."""
     with contextlib.suppress(FileNotFoundError):
         directory = find_prepared(task.spec, data_dir)
         return Preparation(
@@ -67,7 +68,8 @@ def status_of(task: BenchmarkTask, data_dir: Path) -> Preparation:
 
 
 def _lacks_tensorflow(task: BenchmarkTask) -> bool:
-    """Whether a task needs TensorFlow, which is not installed (checked without importing it)."""
+    """Return whether a task needs TensorFlow and TensorFlow is not installed (checked without
+    importing it)."""
     return (
         not task.archives
         and task.needs_tensorflow
@@ -76,19 +78,19 @@ def _lacks_tensorflow(task: BenchmarkTask) -> bool:
 
 
 def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
-    """Prepare one task if necessary, check its counts, and record its splits.
+    """Prepare a task if necessary, check its counts, and record its splits.
 
-    Raises ValueError or OSError with the way out; existing data stay unchanged.
+    Raises ValueError or OSError with a hint; existing data stay unchanged.
     """
     task = BY_NAME[name]
-    # one process at a time prepares in a data folder, because tasks share archives
+    # Only one process at a time prepares in a data folder, because tasks share archives.
     lock = filelock.FileLock(data_dir / "cheem_jax" / "prepare.lock")
     Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as alone:
         try:
             alone.enter_context(lock.acquire(timeout=1))
         except filelock.Timeout:
-            with phase("wait", f"{name}, for another process that prepares here", 0):
+            with phase("wait", f"{name}, for another process that prepares data sets", 0):
                 alone.enter_context(lock.acquire())
         try:
             find_prepared(task.spec, data_dir)
@@ -128,11 +130,11 @@ def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
 
 
 def _get(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
-    """Download absent archives, and verify those that exist.
+    """Download missing archives, and verify existing ones.
 
-    Raises ValueError for an archive with another hash than the published one.
+    Raises ValueError for an archive whose hash differs from the published one.
     """
-    # it needs libraries of the extra `datasets`
+    # needs libraries of the extra `datasets`
     from cheem_jax.data.benchmarks.download import download
 
     for archive in archives:
@@ -154,17 +156,17 @@ def _get(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> No
             on_progress(size)
         if digest != wanted:
             raise ValueError(
-                f"{file} ({size:,} bytes) has the {kind or 'sha256'} {digest}, the published"
-                f" archive {wanted}: truncated or another version; move it away and download it"
-                " again"
+                f"{file} ({size:,} bytes) has the {kind or 'sha256'} {digest}, but the published"
+                f" archive has {wanted}; it is truncated or another version: move it away and"
+                " download it again"
             )
 
 
 def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
     if _lacks_tensorflow(task):
         raise ValueError(
-            f"preparing {task.builder!r} needs TensorFlow once (reading it does not): "
-            "`pip install 'cheem_jax[prepare]'`, then give the command again"
+            f"preparing {task.builder!r} needs TensorFlow (reading it does not): `pip install"
+            " 'cheem_jax[prepare]'`, then repeat the command"
         )
     _get(task.name, registered(task, data_dir), manual_dir(data_dir), phase)
     with phase("prepare", task.name, sum(task.counts or ())):
@@ -177,16 +179,16 @@ def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
     files = [
         Archive(info.filename, info.checksum, int(info.size), url) for url, info in infos.items()
     ]
-    # the decathlon's configurations share one list of files; only one configuration needs
-    # ImageNet's 6.5 GB
+    # The decathlon's configurations share a list of files, but only one configuration needs
+    # ImageNet (6.5 GB).
     return [a for a in files if "imagenet" not in a.file or task.builder.endswith("imagenet12")]
 
 
 def prepare_stock(spec: str, data_dir: Path) -> Path:
     """Prepare a data set with TFDS's own builder, in a format that can be read without TensorFlow.
 
-    Uses raw files with their registered names from `downloads/manual` in the data folder. Raises
-    ValueError with TFDS's reason.
+    Raw files with their registered names are read from `downloads/manual` in the data folder.
+    Raises ValueError with TFDS's reason.
     """
     tfds = import_tfds()
     try:
@@ -196,22 +198,22 @@ def prepare_stock(spec: str, data_dir: Path) -> Path:
         )
         builder.download_and_prepare(download_config=config)
         return Path(builder.data_dir)
-    except Exception as error:  # TFDS, requests and TensorFlow raise their own types
+    except Exception as error:  # TFDS, requests and TensorFlow raise different types of errors
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
-            f"TFDS could not prepare {spec!r}: {reason}; raw files under their registered names are"
-            f" taken from {manual_dir(data_dir)}"
+            f"TFDS could not prepare {spec!r}: {reason}; raw files with their registered names can"
+            f" be put into {manual_dir(data_dir)}"
         ) from error
 
 
 def plan_of(
     task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: OnProgress | None = None
 ) -> Plan:
-    """Plan a task with the paper's splits from a prepared data set. `seed` decides which images are
-    cut.
+    """Plan a task with the paper's splits from a prepared data set; `seed` determines which images
+    are cut.
 
-    Raises FileNotFoundError if it is not prepared, and ValueError if counts or splits differ from
-    the expected ones.
+    Raises FileNotFoundError if the data set is not prepared, and ValueError if counts or splits
+    differ from the expected ones.
     """
     prepared = open_prepared(task.spec, data_dir)
     classes = tuple(name for name in prepared.classes if name not in task.dropped)
@@ -252,8 +254,8 @@ def plan_of(
     )
     if counted != expected:
         raise ValueError(
-            f"task {task.name!r} has {counted}, expected {expected}: {plan.source} is not the"
-            " data set of the benchmark, or was prepared incompletely; prepare it again"
+            f"task {task.name!r} has {counted}, expected {expected}; {plan.source} is not the"
+            " data set of the benchmark or is incomplete: prepare it again"
         )
     _check_splits(task, plan, data_dir, seed)
     return plan
@@ -278,7 +280,7 @@ def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) ->
             "num_classes": task.num_classes,
             "sha256": plan.split_sha256,
         }
-        # a read-only data folder has no record; the run's record contains the hash, too
+        # a read-only data folder has no record, but the record of the run contains the hash as well
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(record, indent=1) + "\n")
@@ -287,12 +289,12 @@ def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) ->
         recorded = str(json.loads(file.read_text())["sha256"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{file} is corrupted ({error}); remove it and it is written again"
+            f"{file} is corrupted ({error}); remove it, and it will be written again"
         ) from error
     if recorded != plan.split_sha256:
         raise ValueError(
-            f"task {task.name!r}: the splits are not those of {file} (sha256"
-            f" {plan.split_sha256[:12]}..., there {recorded[:12]}...), so results would not be"
-            " comparable; the data set has changed, or the file belongs to somebody else: remove"
-            " it if the new splits are meant"
+            f"task {task.name!r}: the splits have the sha256 {plan.split_sha256[:12]}..., but"
+            f" {file} contains {recorded[:12]}..., so results would not be comparable; the data"
+            " set has changed, or the file is from another machine: remove the file to use the new"
+            " splits"
         )

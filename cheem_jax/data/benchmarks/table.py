@@ -1,9 +1,9 @@
 """The tasks of MTIL and VDD (paper, supplement 'Details of the MTIL benchmark' and 'Details of the
 VDD benchmark'), and data sets of class-incremental learning with their protocols.
 
-Each is a prepared TFDS data set, a rule that cuts missing splits, and the expected counts. The
-rules reproduce the counts of the paper's tables, except one: its table prints SUN397's 19,850 as
-the test size of CIFAR-100, which has 10,000 test images. The facts are in `benchmarks.toml`.
+A task consists of a prepared TFDS data set, a rule that cuts missing splits, and the expected
+counts. The rules reproduce the counts of the paper's tables with one exception: for CIFAR-100, the
+table prints the test size of SUN397 (19,850) instead of 10,000. The facts are in `benchmarks.toml`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from cheem_jax.data.task import ClassSplit
 
 
 class Counts(NamedTuple):
-    """Images in each split."""
+    """Number of images in each split."""
 
     train: int
     val: int
@@ -23,25 +23,25 @@ class Counts(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """An archive of a data set. Without `url`, the user has to provide it."""
+    """An archive of a data set. If there is no `url`, the user has to provide it."""
 
     file: str
     hash: str = ""
-    """The published SHA-256, or `md5:` and the MD5. Empty if no hash is published."""
+    """The published SHA-256, or `md5:` followed by the MD5. Empty if no hash is published."""
     num_bytes: int = 0
-    """0 if not published."""
+    """Size in bytes; 0 if it is not published."""
     url: str | None = None
 
 
 Rule = Literal["official", "val", "test and val", "decathlon"]
-"""Rule that cuts missing splits from train. `official` cuts nothing, `val` cuts ceil(0.1 n) images
-for validation, `test and val` first cuts ceil(0.3 n) for test, and `decathlon` cuts floor(0.1 n)
-for validation."""
+"""Rule for cutting missing splits from train. `official` cuts nothing, `val` cuts ceil(0.1 n)
+images for validation, `test and val` first cuts ceil(0.3 n) for test, and `decathlon` cuts
+floor(0.1 n) for validation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkTask:
-    """One task of a benchmark and its source."""
+    """A task of a benchmark and its source."""
 
     name: str
     builder: str
@@ -55,23 +55,23 @@ class BenchmarkTask:
     """Feature that identifies an image on every machine (`Prepared.index`)."""
     licence: str
     train: tuple[str, ...] = ("train",)
-    """TFDS splits that are joined for training; absent ones are skipped."""
+    """TFDS splits that are joined for training; missing splits are skipped."""
     val: tuple[str, ...] = ()
-    """Splits of TFDS for validation. If empty, validation images are cut from train; the same
+    """TFDS splits for validation. If empty, the validation images are cut from train; the same
     applies to `test`."""
     test: tuple[str, ...] = ("test",)
     dropped: tuple[str, ...] = ()
     """Classes of the builder that are not in the benchmark."""
     class_names: tuple[str, ...] = ()
-    """Class names in label order, if the archives contain no list of them."""
+    """Class names in label order, if the archives do not contain them."""
     needs_tensorflow: bool = True
-    """Whether TFDS's builder needs TensorFlow. Unused if this library has a builder."""
+    """Whether TFDS's builder needs TensorFlow. Not used if this library has a builder."""
     by_hand: str = ""
     """Reason why the user has to provide some archives."""
     description: str = ""
-    """Description of the data set for TFDS, if this library's builder prepares it."""
+    """Description of the data set for TFDS, used by this library's builder."""
     archives: tuple[Archive, ...] = ()
-    """Archives that this library's builder reads, without TensorFlow. If empty, TFDS's builder is
+    """Archives that this library's builder reads without TensorFlow. If empty, TFDS's builder is
     used."""
 
     @property
@@ -113,7 +113,7 @@ PROTOCOLS = {
 """Protocols of class-incremental learning by name. Their settings are those of PILOT."""
 
 
-def order_of(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...]:
+def task_order(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...]:
     """Return the names of a benchmark's tasks in learning order. Raises ValueError for an order
     that VDD does not have."""
     if benchmark == "mtil":
@@ -123,9 +123,9 @@ def order_of(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...]:
     return tuple(VDD.split())
 
 
-def members_of(benchmark: Benchmark | Literal["cil"]) -> tuple[str, ...]:
+def task_names(benchmark: Benchmark | Literal["cil"]) -> tuple[str, ...]:
     """Return the names of all tasks of a benchmark, or the data sets of the protocols for `cil`.
-    VDD's ten include ImageNet, the pretraining data."""
+    The ten tasks of VDD include ImageNet, the pretraining data."""
     if benchmark == "cil":
         return tuple(dict.fromkeys(protocol.data_set for protocol in PROTOCOLS.values()))
-    return order_of(benchmark) if benchmark == "mtil" else ("imagenet12", *order_of(benchmark))
+    return task_order(benchmark) if benchmark == "mtil" else ("imagenet12", *task_order(benchmark))

@@ -1,2 +1,2 @@
-"""One self-contained HTML page about one or several runs: it needs no network and opens from the
-disk."""
+"""A self-contained HTML page about one or more runs. It needs no network and can be opened as a
+file."""

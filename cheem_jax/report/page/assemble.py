@@ -1,4 +1,4 @@
-"""The HTML page: the headline and the sections of each run, and the template around them."""
+"""Assemble the HTML page from the headline and the sections of each run, using the template."""
 
 import json
 import re
@@ -24,9 +24,9 @@ from cheem_jax.report.finished import (
     Recorded,
     RunRecord,
     check_comparable,
+    describe_variant,
     read,
-    record_of,
-    variant_of,
+    read_record,
 )
 from cheem_jax.report.memories import Evaluated
 from cheem_jax.report.page import charts
@@ -47,10 +47,12 @@ CORRUPTED = (ValueError, KeyError, TypeError, IndexError, AttributeError, Arithm
 
 
 class Architectures(NamedTuple):
-    """The op at each block of each task, as rows of a label, cells and the parameters added.
+    """The op at each block of each task. A row consists of a label, the cells, and the share of
+    added parameters.
 
-    A cell is an op kind, a text, and the pool index of its expert (None: skipped). For tooltips,
-    `pool` has the origin (-1: base, -2: forgotten) and parent (-1: none) of each expert per block.
+    A cell consists of an op kind, a text, and the pool index of its expert (None for Skip). For
+    tooltips, `pool` contains the origin (-1: base, -2: forgotten) and the parent (-1: none) of each
+    expert of each block.
     """
 
     rows: list[tuple[str, list[tuple[str, str, int | None]], str]]
@@ -59,26 +61,28 @@ class Architectures(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of a run's page."""
+    """A section of a run's page."""
 
     key: str
     title: str
     lead: str
     parts: dict[str, Any]
-    """Chart, Grid, Architectures or Examples, by the name of the template's macro."""
+    """Each part is a Chart, Grid, Architectures or Examples, keyed by the name of its macro in the
+    template."""
     missing: str = ""
-    """Why there are no parts."""
+    """The reason why there are no parts."""
 
 
 def write_page(
     folders: Sequence[Path], file: Path, *, images: bool = True
 ) -> tuple[list[RunRecord], LeftOut]:
-    """Write the page of all runs below the folders; returns the runs on it and the others.
+    """Write the page of all runs in `folders` and their subfolders. Return the runs on the page,
+    and the excluded folders with reasons.
 
-    Raises ValueError if there is no run to show, or if finished ones cannot be compared.
+    Raises ValueError if there is no run to display, or if the finished runs cannot be compared.
 
     Args:
-        images: show test images with predictions.
+        images: whether to display test images with predictions.
     """
     text, runs, left_out = page(folders, images=images)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -87,10 +91,11 @@ def write_page(
 
 
 def refresh_page(directory: Path, tests: Mapping[str, Split] | None = None) -> None:
-    """Write `report.html` of one run or memory into its directory. If that fails, print one line
+    """Write `report.html` of one run or memory into its directory. If that fails, print a note
     instead of raising an error, because the run itself is complete.
 
-    `tests` are the test images of every task, keyed by its name; default: read the data set again.
+    `tests` contains the test images of each task, keyed by task name. If it is None, the data set
+    is read again.
     """
     try:
         text, _, _ = page([directory], images=True, tests=tests, below=False)
@@ -106,7 +111,7 @@ def page(
     tests: Mapping[str, Split] | None = None,
     below: bool = True,
 ) -> tuple[str, list[RunRecord], LeftOut]:
-    """Return the page of all runs in folders (with `below`, also in subfolders) as text, the runs
+    """Return the page of all runs in `folders` (with `below`, also in subfolders) as text, the runs
     on it, and the excluded folders with reasons."""
     runs, left_out = read(folders, others=True, below=below)
     _check_alike([run for run in runs if run.is_finished])
@@ -119,16 +124,19 @@ def page(
     if not views:
         reasons = "; ".join(f"{directory}: {reason}" for directory, reason in left_out)
         raise ValueError(
-            f"no run to show in {', '.join(map(str, folders))}{f' ({reasons})' if reasons else ''};"
-            " name a run directory with an evaluated task, such as runs/demo after `cheem demo`, a"
-            " memory with a learned one, or a folder that contains some"
+            f"no run to display in {', '.join(map(str, folders))}"
+            f"{f' ({reasons})' if reasons else ''}; give the directory of a run with an evaluated"
+            " task (such as runs/demo after `cheem demo`), of a memory with a learned task, or a"
+            " folder that contains runs"
         )
     displayed = [run for run in runs if run.directory in views]
     finished = [run for run in displayed if run.is_finished]
     first = next(iter(views.values()))
     comparison, links = None, {}
     if len(finished) > 1:
-        finished.sort(key=lambda run: ([*METHODS].index(run.results["method"]), variant_of(run)))
+        finished.sort(
+            key=lambda run: ([*METHODS].index(run.results["method"]), describe_variant(run))
+        )
         methods = dict[str, list[Results]]()
         for run in finished:
             title = METHODS[run.results["method"]] + _suffix(run)
@@ -138,12 +146,12 @@ def page(
         comparison = _section(
             "comparison",
             first["title"],
-            f"{first['lead']} Means over seeds, ± standard deviation if there are several.",
+            f"{first['lead']} Means over seeds, ± standard deviation if there is more than one.",
             grid_table=lambda: comparison_grid(methods, titles),
             chart=lambda: charts.accuracy_against_flops(methods, titles),
             curves=lambda: charts.accuracy_curves(methods),
         )
-    from plotly.offline import get_plotlyjs  # commands that draw no page do not wait for it
+    from plotly.offline import get_plotlyjs  # a slow import that only the page needs
 
     environment = Environment(
         loader=FileSystemLoader(HERE),
@@ -164,7 +172,7 @@ def page(
         css=Markup((HERE / "page.css").read_text()),
         js=Markup((HERE / "page.js").read_text()),
         plotly=Markup(get_plotlyjs()),
-        text_of=text_of,
+        to_script=to_script,
         most_rows=ROWS,
         links=links,
     )
@@ -182,13 +190,14 @@ def _check_alike(finished: Sequence[RunRecord]) -> None:
         if differing := find_differences(identity(finished[0]), identity(run)):
             raise ValueError(
                 f"{finished[0].directory} and {run.directory} differ:"
-                f" {summary(differing, 'values')}; give each a separate report"
+                f" {summary(differing, 'values')}; write a separate report for each"
             )
     check_comparable(finished)
 
 
-def text_of(value: Any) -> Markup:
-    """JSON for a script element: no character of it can end the element."""
+def to_script(value: Any) -> Markup:
+    """Format a value as JSON for a script element; it contains no character that could end the
+    element."""
     text = json.dumps(to_json(value), separators=(",", ":"), allow_nan=False)
     return Markup(re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", text))
 
@@ -196,14 +205,14 @@ def text_of(value: Any) -> Markup:
 def _view(
     run: RunRecord, key: str, images: bool, tests: Mapping[str, Split] | None
 ) -> dict[str, Any]:
-    """One run's part of the page, by the names in the template."""
-    recorded = record_of(run)
-    scores = memories.evaluated(run.directory, run.config)
+    """Return the values that the template needs for a run, keyed by their names in the template."""
+    recorded = read_record(run)
+    scores = memories.read_evaluated(run.directory, run.config)
     measured = {name: scores[name] for name in run.order if name in scores}
     name, title, lead, warnings = _heading(run)
     if recorded.trouble:
         warnings.append(
-            f"The record cannot be read, and its contents are missing: {recorded.trouble}."
+            f"The record cannot be read, so its contents are missing: {recorded.trouble}."
         )
     return {
         "key": key,
@@ -239,7 +248,8 @@ def _sections(
             bool(measured),
             "evaluated",
             "Measured by cheem evaluate",
-            "On the test images of the command, with the tasks that the memory contains now.",
+            "Accuracy on the test images given to the command, with the tasks that the memory"
+            " contains now.",
             "grid_table",
             lambda: _evaluated_grid(measured),
         ),
@@ -247,7 +257,7 @@ def _sections(
             "pool" in results,
             "architectures",
             "Architectures",
-            "The op at each block of each target network, and the task that its expert comes from.",
+            "The op at each block of each target network, and the task that added its expert.",
             "architectures",
             lambda: architectures(results),
         ),
@@ -255,7 +265,7 @@ def _sections(
             "pool" in results,
             "pool",
             "How the pool grew",
-            "Learning only adds experts: those of earlier tasks never change.",
+            "Learning only adds experts; the experts of earlier tasks never change.",
             "chart",
             lambda: charts.pool_growth(results),
         ),
@@ -304,7 +314,7 @@ def _sections(
             "similarity" in results,
             "similarity",
             "Similarity of tasks",
-            "It decides how HEE samples from the supernet.",
+            "The similarity determines how HEE samples from the supernet.",
             "chart",
             lambda: charts.similarity(results),
         ),
@@ -312,7 +322,7 @@ def _sections(
             "search" in phases,
             "search",
             "The search",
-            "It weighs accuracy against compute.",
+            "The search trades accuracy against compute.",
             "chart",
             lambda: charts.search_chart(recorded, tolerance),
         ),
@@ -320,7 +330,7 @@ def _sections(
             True,
             "time",
             "Time",
-            "Seconds by phase of learning.",
+            "Seconds per phase of learning.",
             "chart",
             lambda: charts.time(results),
         ),
@@ -351,20 +361,21 @@ def _curves(results: Results) -> dict[str, list[Results]]:
 
 
 def _section(key: str, title: str, lead: str, **make: Callable[[], Any]) -> Section:
-    """A section with the parts that functions make; an error becomes its text."""
+    """Make a section with the parts returned by functions. An error of a function becomes the text
+    of the section."""
     try:
         return Section(key, title, lead, {name: function() for name, function in make.items()})
     except EmptySection as error:
         return Section(key, title, lead, {}, str(error))
     except CORRUPTED as error:
         return Section(
-            key, title, lead, {}, f"Corrupted: a value here is invalid ({error!r:.200})."
+            key, title, lead, {}, f"Corrupted: a value of this section is invalid ({error!r:.200})."
         )
 
 
 def architectures(results: Results) -> Architectures:
-    """Tasks in rows under the base, blocks in columns. Raises ValueError where the results
-    contradict themselves."""
+    """Return the ops of the base and of each task. Raises ValueError if the results contradict each
+    other."""
     pool, tasks = results["pool"], results["tasks"]
     rows: list[tuple[str, list[tuple[str, str, int | None]], str]] = [
         ("base", [("base", "base", 0)] * len(pool), "")
@@ -382,13 +393,11 @@ def architectures(results: Results) -> Architectures:
         rows.append(
             (f"T{index + 1} {task['name']}", cells, f"{task['params_added_percent']:.1f} %")
         )
-    caption = "Point at or tap a cell to see its expert's history and who shares it."
+    caption = "Point at or tap a cell to see its expert's history and the tasks that share it."
     if len(tasks) > MOST_ARCHITECTURES:
         caption += f" The first {MOST_ARCHITECTURES} of {len(tasks):,} tasks are shown."
     if any(memories.MARK in text for _, cells, _ in rows for _, text, _ in cells):
-        caption += (
-            f" {memories.MARK}: from a forgotten task, whose expert stays because it is needed."
-        )
+        caption += f" {memories.MARK}: expert of a forgotten task that other tasks still need."
 
     def number(place: int | str | None) -> int:
         return place if isinstance(place, int) else -2 if place == memories.FORGOTTEN else -1
@@ -416,7 +425,7 @@ def _setting(run: RunRecord, recorded: Recorded) -> list[tuple[str, str]]:
 
 
 def _heading(run: RunRecord) -> tuple[str, str, str, list[str]]:
-    """A run's name, title and lead, and warnings to read before any number."""
+    """Return the name, title, lead and warnings of a run's page."""
     results = run.results
     num = len(run.order)
     pixels = f"{results['image_size']} × {results['image_size']} pixels"
@@ -424,8 +433,8 @@ def _heading(run: RunRecord) -> tuple[str, str, str, list[str]]:
     if run.is_memory:
         name = run.directory.resolve().name
         lead = (
-            f"{tasks} so far, of {pixels}, each learned from its own images alone; preset"
-            f" {results['preset']}, seed {results['seed']}."
+            f"{tasks} so far, images of {pixels}, each task learned only from its own images;"
+            f" preset {results['preset']}, seed {results['seed']}."
         )
         title = f"Memory {name} on {results['backbone']}"
         return f"memory {name}{_suffix(run)}, {tasks} so far", title, lead, _memory_warnings(run)
@@ -434,28 +443,29 @@ def _heading(run: RunRecord) -> tuple[str, str, str, list[str]]:
     if not run.is_finished:
         learned = f"{num} of {len(run.config['tasks'])} tasks"
         name += f", unfinished: {learned}"
-        warnings.append(f"Unfinished: {learned} so far; every number is about these.")
-    lead = f"{tasks} of {pixels}, learned one after the other; preset {results['preset']}."
+        warnings.append(f"Unfinished: {learned} so far; all numbers refer to these tasks.")
+    lead = f"{tasks}, images of {pixels}, learned one after the other; preset {results['preset']}."
     return name, f"{results['stream']} on {results['backbone']}", lead, warnings
 
 
 def _suffix(run: RunRecord) -> str:
-    """The run's unusual settings in parentheses, to follow the name of its method."""
-    variant = variant_of(run)
+    """Return the run's unusual settings in parentheses, to be appended to the name of its
+    method."""
+    variant = describe_variant(run)
     return f" ({variant})" if variant else ""
 
 
 def _memory_warnings(run: RunRecord) -> list[str]:
-    """Sentences on unmeasured, interrupted and forgotten tasks."""
+    """Return sentences about unmeasured, interrupted and forgotten tasks."""
     config = run.config
     warnings = []
     later = [name for name in config["tasks"] if name not in run.order]
     if (owner := read_owner(run.directory)) is not None:
-        activity = owner.at_work(config)
+        activity = owner.activity(config)
         warnings.append(
-            f"{activity[0].upper()}{activity[1:]}; every number is about the tasks before."
+            f"{activity[0].upper()}{activity[1:]}; all numbers refer to the earlier tasks."
         )
-    elif rest := memories.left_undone(config, run.directory):
+    elif rest := memories.interrupted_work(config, run.directory):
         warnings.append(f"{rest[0].upper()}{rest[1:]}.")
     elif later:
         warnings.append(
@@ -465,19 +475,19 @@ def _memory_warnings(run: RunRecord) -> list[str]:
         names = ", ".join(f"T{index + 1} {run.order[index]}" for index in missing[:5])
         names += f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         warnings.append(
-            f"Not measured after the last task, and shown as {NONE}: {names};"
+            f"Not measured after the last task, and displayed as {NONE}: {names};"
             f" {memories.UNAVAILABLE}."
         )
     if num := memories.num_forgotten(config):
         were, them = ("was", "it") if num == 1 else ("s were", "them")
         warnings.append(
-            f"{num:,} task{' ' if num == 1 else ''}{were} forgotten here: only the experts that"
-            " other tasks need remain, and the other tasks are renumbered. Accuracies measured"
-            f" before are unchanged, with images routed to {them} counted as wrong."
+            f"{num:,} task{' ' if num == 1 else ''}{were} forgotten: only the experts that other"
+            " tasks need remain, and the remaining tasks are renumbered. Accuracies measured"
+            f" before that are unchanged; they count images routed to {them} as wrong."
         )
     if config.get("keeps_base"):
         warnings.append(
-            "Predictions can be pretraining classes; accuracies here were measured without them."
+            "Predictions can be pretraining classes; these accuracies were measured without them."
         )
     return warnings
 
@@ -499,11 +509,11 @@ def _evaluated_grid(measured: Mapping[str, Evaluated]) -> Grid:
 
 
 def _tiles(run: RunRecord, measured: Mapping[str, Evaluated]) -> list[tuple[str, str, str, str]]:
-    """Headline numbers: title, value, unit and note."""
+    """Return the headline numbers, each with title, value, unit and note."""
     results = run.results
     is_bound = results["method"] in UPPER_BOUNDS
     num = len(results["tasks"])
-    notes = "task-agnostic: task ID inferred per image", "class predicted within the given task"
+    notes = "task-agnostic: task ID inferred per image", "class predicted among those of the task"
     if len(measured) == num:
         images = sum(score.num_images for score in measured.values())
         date = max(score.date for score in measured.values()).split()[0]
@@ -527,7 +537,7 @@ def _tiles(run: RunRecord, measured: Mapping[str, Evaluated]) -> list[tuple[str,
         ]
     if not is_bound and results["average_forgetting"] is not None:
         drop = percent(results["average_forgetting"])
-        note = "from the best accuracy so far to the end, mean over tasks"
+        note = "drop from the best earlier accuracy to the last one, mean over tasks"
         tiles.append(("Forgetting", drop, "points", note))
     flops, plain = results["flops"]["paper"], table.plain_flops(results)
     value, unit = table.format_flops(flops).split()

@@ -1,6 +1,6 @@
-"""Charts of a run, and of several runs, as plotly JSON from their results.
+"""Charts of one or more runs, as plotly JSON made from their results.
 
-Colours are names such as `@ink`. page.js replaces them by the values in page.css, and it sets
+Colours are names such as `@ink`, which page.js replaces by the values in page.css. It also sets
 margins, legends and colour bars.
 """
 
@@ -28,9 +28,9 @@ from cheem_jax.run.results import Results, curve_of
 Spec = dict[str, Any]
 """`data` and `layout` of plotly.js, or a part of them."""
 MANY = 30
-"""Rows or columns up to which cells contain their numbers."""
+"""Maximum number of rows and columns of a heat map that displays the numbers in its cells."""
 SHOWN = 60
-"""Maximum number of tasks in one chart, or of charts with a selector."""
+"""Maximum number of tasks in a chart, and of variants of a chart."""
 SCORES = {
     "shared_head": ("validation accuracy, %", "accuracy on the validation images"),
     "closed_form": (
@@ -38,7 +38,7 @@ SCORES = {
         "leave-one-out accuracy of a ridge head on training and validation images",
     ),
 }
-"""Title of the axis, and words of the caption, by the score of the search."""
+"""Axis title and description of each score of the search."""
 PHASES = {
     "keep": "images through unchanged blocks",
     "prepare": "compiling the supernet",
@@ -50,7 +50,7 @@ PHASES = {
     "router": "fitting the router",
     "features": "computing features",
 }
-"""Titles of the phases whose name is not clear enough."""
+"""Titles of phases whose names are not clear enough."""
 
 BOUNDS = "upper bounds, task ID given"
 MARKERS = {
@@ -58,30 +58,31 @@ MARKERS = {
     "others": {"color": "@accent", "symbol": "circle", "size": 10},
     BOUNDS: {"color": "@faint", "symbol": "diamond-open", "size": 11, "line": {"width": 2}},
 }
-"""Markers by the group of a method."""
+"""Marker of each group of methods."""
 
 
 class EmptySection(ValueError):
-    """A section has nothing to show; the message is a sentence with the reason."""
+    """A section has nothing to display; the message is a sentence with the reason."""
 
 
 class Chart(NamedTuple):
-    """One figure, or several by name with a selector."""
+    """A figure, or more than one variant of a figure with a selector."""
 
     caption: str
     variants: Mapping[str, Spec]
     height: int = 400
     min_width: int = 0
     max_width: int = 860
-    """Pixels; a narrower page scrolls the figure inside its box."""
+    """Widths are in pixels; on a page narrower than `min_width`, the figure scrolls inside its
+    box."""
     choose: str = ""
     """Title of the selector."""
     start: int = 0
-    """The variant that is shown first."""
+    """Index of the variant that is displayed first."""
 
 
 def accuracy_matrix(results: Results) -> Chart:
-    """Accuracy after each learned task (row) on each task (column), in %."""
+    """Plot the accuracy in percent on each task (column) after each learned task (row)."""
     panels = {"task ID inferred": "accuracy", "task ID given": "local_accuracy"}
     if results["method"] in UPPER_BOUNDS:
         del panels["task ID inferred"]
@@ -98,7 +99,8 @@ def accuracy_matrix(results: Results) -> Chart:
 
 
 def routing(results: Results) -> Chart:
-    """Shares in % of each task's test images by the inferred task ID, after the last task."""
+    """Plot the share in percent of each task's test images per inferred task ID, after the last
+    task."""
     shares = matrix_from_json(results["routing"])
     missing = unmeasured(results)
     if len(missing) == len(shares):
@@ -111,17 +113,18 @@ def routing(results: Results) -> Chart:
         caption += f" Not measured for {len(missing):,} of {len(shares):,} tasks: {UNAVAILABLE}."
     if any(None in row and set(row) != {None} for row in results["routing"]):
         caption += (
-            " A row with the diagonal alone was measured by cheem evaluate, which does not report"
-            " the tasks of the other images."
+            " If only the diagonal of a row is filled in, the row was measured by cheem evaluate,"
+            " which does not report the inferred tasks of the other images."
         )
     if routed_to_forgotten(results):
-        caption += f" It was measured before a task was forgotten: {ROUTED_TO_FORGOTTEN}."
+        caption += f" Measured before a task was forgotten: {ROUTED_TO_FORGOTTEN}."
     spec = _task_matrix(results, results["routing"], "true task", "inferred task")
     return _square(results, caption, {"": spec})
 
 
 def _task_matrix(results: Results, rows: list[list[float | None]], first: str, second: str) -> Spec:
-    """A heat map in % with one axis per title."""
+    """Make a heat map in percent whose axes have the titles `first` (rows) and `second`
+    (columns)."""
     tasks = spread(len(rows), SHOWN)
     return heatmap(
         100 * matrix_from_json(rows)[np.ix_(tasks, tasks)],
@@ -136,7 +139,7 @@ def _square(
 ) -> Chart:
     num = min(len(results["tasks"]), SHOWN)
     return Chart(
-        caption + note_of_spread(len(results["tasks"])),
+        caption + selection_note(len(results["tasks"])),
         variants,
         height=int(np.clip(34 * num + 70, 170, 640)),
         min_width=min(150 + 26 * num, 700),
@@ -146,7 +149,7 @@ def _square(
 
 
 def forgetting(results: Results) -> Chart:
-    """Accuracy of each task in %, over the tasks learned after it."""
+    """Plot the accuracy of each task in percent against the tasks learned after it."""
     matrix = 100 * matrix_from_json(results[accuracy_key(results["method"])])
     if np.isfinite(matrix).sum(axis=0).max() < 2:
         raise EmptySection(
@@ -158,21 +161,21 @@ def forgetting(results: Results) -> Chart:
         later = [step for step in tasks if step >= task]
         colour = f"@c{place}" if len(tasks) <= 8 else f"@ramp:{place / (len(tasks) - 1):.3f}"
         trace = points(
-            [label_of(results, step) for step in later],
+            [task_label(results, step) for step in later],
             matrix[later, task],
             "%{fullData.name}<br>after %{x}<br><b>%{y:.1f} %</b>",
-            name=label_of(results, task),
+            name=task_label(results, task),
             mode="lines+markers",
             marker={"color": colour, "size": 6},
         )
         traces.append(
             trace | {"line": {"color": colour, "width": 2}, "showlegend": len(tasks) <= 14}
         )
-    caption = "Each curve is one task's accuracy, beginning right after learning."
+    caption = "Each curve is the accuracy of one task, starting right after learning."
     if (np.isnan(matrix) & np.tri(len(matrix), dtype=bool)).any():
         caption += " Gaps were not measured."
     spec = plot(traces, task_axis(results, tasks, "after learning"), axis("accuracy, %"))
-    return Chart(caption + note_of_spread(len(matrix)), {"": spec})
+    return Chart(caption + selection_note(len(matrix)), {"": spec})
 
 
 def accuracy_curves(runs: Mapping[str, Sequence[Results]]) -> Chart:
@@ -218,7 +221,7 @@ def accuracy_curves(runs: Mapping[str, Sequence[Results]]) -> Chart:
         "Accuracy over the test images of all tasks so far, so over all classes seen so far. The"
         " mean of a curve is the average incremental accuracy Ā."
     )
-    caption += note_of_spread(len(first["tasks"]))
+    caption += selection_note(len(first["tasks"]))
     return Chart(caption, variants, choose="accuracy with the")
 
 
@@ -247,11 +250,11 @@ def open_set(results: Results) -> Chart:
 
 
 def pool_growth(results: Results) -> Chart:
-    """Number of experts per block after each task."""
+    """Plot the number of experts per block after each task."""
     num = len(results["tasks"])
     tasks = [-1, *spread(num, SHOWN)]  # the base first
     experts = [[e for e in block if e["kind"] != "gone"] for block in results["pool"]]
-    # the task that added an expert; -1: the backbone, or a forgotten task
+    # index of the task that added the expert; -1 for the backbone or a forgotten task
     arrivals = [
         [e["origin"] if isinstance(e["origin"], int) else -1 for e in block] for block in experts
     ]
@@ -265,17 +268,17 @@ def pool_growth(results: Results) -> Chart:
         hover="%{y} after %{x}<br><b>%{z} experts</b>",
     )
     caption = (
-        f"Experts per block, those of the backbone included: {counts[:, -1].sum():,} in total"
-        f" after the last task.{note_of_spread(num)}"
+        f"Experts per block, including those of the backbone: {counts[:, -1].sum():,} in total"
+        f" after the last task.{selection_note(num)}"
     )
     if rest := sum(e["origin"] == FORGOTTEN for block in experts for e in block):
-        caption += f" {rest:,} of them remain from forgotten tasks and count from the start."
+        caption += f" {rest:,} of them remain from forgotten tasks and are counted from the start."
     height = max(190, 26 * len(blocks) + 70)
     return Chart(caption, {"": spec}, height, min_width=min(166 + 26 * len(tasks), 700))
 
 
 def similarity(results: Results) -> Chart:
-    """Similarity S in [-1, 1] of each task to every earlier network at every block."""
+    """Plot the similarity S in [-1, 1] of each task to each earlier network at each block."""
     num, num_blocks = len(results["tasks"]), len(results["similarity"][0][0])
     blocks = [f"B{block + 1}" for block in range(num_blocks)]
     variants: dict[str, Spec] = {}
@@ -291,10 +294,10 @@ def similarity(results: Results) -> Chart:
             decimals=2,
         )
         spec["layout"]["height"] = int(np.clip(30 * len(earlier) + 75, 130, 760))
-        variants[label_of(results, task)] = spec
+        variants[task_label(results, task)] = spec
     caption = (
-        "Similarity S of a new task to every earlier network, block by block: 1 is alike, –1"
-        " unlike; empty if that network skips the block." + note_of_spread(num)
+        "Similarity S of a new task to every earlier network at each block, from –1 (dissimilar)"
+        " to 1 (similar); empty if the network skips the block." + selection_note(num)
     )
     height = max(spec["layout"]["height"] for spec in variants.values())
     return Chart(
@@ -308,7 +311,7 @@ def similarity(results: Results) -> Chart:
 
 
 def time(results: Results) -> Chart:
-    """Seconds by phase and task; the caption says how many of them compiling took."""
+    """Plot the seconds per phase and task; the caption contains the time spent on compiling."""
     tasks = spread(len(results["tasks"]), SHOWN)
     seconds = [results["tasks"][index]["seconds"] for index in tasks]
     x = task_axis(results, tasks)
@@ -331,19 +334,16 @@ def time(results: Results) -> Chart:
         f"{activity} took {duration(total)}. Compiling took {compiling['seconds']:,.1f} s of it"
         f" ({100 * compiling['seconds'] / max(total, 1e-9):.0f} %): {compiling['programs']}"
         f" functions compiled, {compiling.get('cached', 0)} read from the cache."
-        + note_of_spread(len(results["tasks"]))
+        + selection_note(len(results["tasks"]))
     )
     spec = plot(traces, x, axis("seconds", rangemode="tozero"), barmode="stack", bargap=0.35)
     return Chart(caption, {"": spec})
 
 
 def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
-    """The search of each task, with a selector; `tolerance` is tau, in [0, 1].
-
-    Raises EmptySection if the record has no score.
-    """
+    """Plot the search of each task, with a selector; `tolerance` is tau in [0, 1]."""
     if recorded.trouble:
-        raise EmptySection("Only the record contains it, and the record cannot be read.")
+        raise EmptySection("The search is only in the record, which cannot be read.")
     reports = recorded.reports
     scored = [report for report in reports if set(report["search"]["correct"]) - {None}]
     if not scored:
@@ -354,34 +354,35 @@ def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
     }
     caption = (
         "Every architecture that the search evaluated: FLOPs of the architecture against"
-        f" {SCORES[score_of(reports[0])][1]}. The colour is the generation; the ring marks the"
+        f" {SCORES[score_name(reports[0])][1]}. The colour is the generation; the ring marks the"
         " target network"
     )
     if tolerance is not None:
         caption += (
-            ": the cheapest of those whose accuracy is less than"
-            f" {100 * tolerance:g} points below the best (the band)"
+            ": the cheapest architecture less than"
+            f" {100 * tolerance:g} points below the best accuracy (the band)"
         )
-    caption += f".{note_of_spread(len(scored))}"
+    caption += f".{selection_note(len(scored))}"
     if without := len(reports) - len(scored):
         caption += f" {without:,} tasks have no architecture with a score."
     return Chart(caption, variants, 420, choose="task")
 
 
-def score_of(report: Mapping[str, Any]) -> str:
-    """The score that ranked the architectures of a task; by default, the supernet's head."""
+def score_name(report: Mapping[str, Any]) -> str:
+    """Return the score that ranked the architectures of a task; the default is the supernet's
+    head."""
     return report["search"].get("score", "shared_head")
 
 
 def _scatter(report: Mapping[str, Any], tolerance: float | None) -> Spec:
     search = report["search"]
-    accuracy = 100 * np.array(search["correct"], float) / search["num_images"]  # None: NaN
+    accuracy = 100 * np.array(search["correct"], float) / search["num_images"]  # None becomes NaN
     flops = np.array(search["flops"], float) / 1e6
     generation = np.arange(len(accuracy)) // search["population"] + 1
     scored = np.isfinite(accuracy)
     chosen = [search["chosen"]]
     best = float(np.nanmax(accuracy))
-    # candidates far below the others would leave no room for these
+    # candidates with very low scores would compress the axis for the others
     lowest = min(float(np.nanquantile(accuracy, 0.1)), accuracy[search["chosen"]])
     text = "%{x:.4~g} MFLOPs<br><b>%{y:.1f} %</b>"
     marker = {
@@ -418,7 +419,7 @@ def _scatter(report: Mapping[str, Any], tolerance: float | None) -> Spec:
     return plot(
         [dots, ring],
         axis(f"MFLOPs of the architecture<br>{note}"),
-        axis(SCORES[score_of(report)][0], range=[lowest - margin, best + margin]),
+        axis(SCORES[score_name(report)][0], range=[lowest - margin, best + margin]),
         shapes=[band] if tolerance else [],
         showlegend=False,
     )
@@ -427,7 +428,8 @@ def _scatter(report: Mapping[str, Any], tolerance: float | None) -> Spec:
 def accuracy_against_flops(
     runs: Mapping[str, Sequence[Results]], titles: Mapping[str, str]
 ) -> Chart:
-    """Mean accuracy in % of each method over its FLOPs; bars are standard deviations."""
+    """Plot the mean accuracy in percent of each method against its FLOPs; error bars are standard
+    deviations."""
     rows = [
         row for row in comparison(runs) if row["flops_paper"] and row["flops_paper"]["mean"] > 0
     ]
@@ -464,7 +466,7 @@ def accuracy_against_flops(
         traces += [trace] if members else []
     caption = "Up and to the left is better. Upper bounds are given the task ID."
     if without := [titles[key] for key in runs if key not in {row["method"] for row in rows}]:
-        caption += f" Not shown, because the FLOPs are unknown: {', '.join(without)}."
+        caption += f" Not displayed, because the FLOPs are unknown: {', '.join(without)}."
     is_wide = bool(flops) and max(flops) > 3 * min(flops)
     x = axis(f"{name} per image, paper's convention", type="log" if is_wide else "linear")
     return Chart(caption, {"": plot(traces, x, axis("average accuracy, %"))}, 480, max_width=1080)
@@ -479,7 +481,7 @@ def points(
     name: str = "",
     mode: str = "markers",
 ) -> Spec:
-    """A scatter trace with a hover text."""
+    """Make a scatter trace with a hover text."""
     return {
         "type": "scatter",
         "mode": mode,
@@ -492,17 +494,18 @@ def points(
 
 
 def plot(data: list[Spec], x: Spec, y: Spec, **layout: Any) -> Spec:
-    """Traces and their axes."""
+    """Make a figure from traces and axes."""
     return {"data": data, "layout": {"xaxis": x, "yaxis": y, **layout}}
 
 
 def axis(title: str, **settings: Any) -> Spec:
-    """An axis over numbers."""
+    """Make an axis over numbers."""
     return {"title": {"text": title}, **settings}
 
 
 def category_axis(full: Sequence[str], short: Sequence[str], title: str = "") -> Spec:
-    """An axis over names: full ones in the hover text, short ones at at most 30 ticks."""
+    """Make an axis over names: full names in the hover text, and short names at up to MANY
+    ticks."""
     ticks = spread(len(full), MANY if len(full) <= MANY else 12)
     return axis(
         title,
@@ -519,28 +522,34 @@ def category_axis(full: Sequence[str], short: Sequence[str], title: str = "") ->
 def task_axis(
     results: Results, tasks: Sequence[int], title: str = "", *, named: bool = False
 ) -> Spec:
-    """An axis over tasks, -1 being the base; ticks are `T1`, or `T1 food10` if `named`."""
-    short = [label_of(results, task, 20) if named or task < 0 else f"T{task + 1}" for task in tasks]
-    return category_axis([label_of(results, task) for task in tasks], short, title)
+    """Make an axis over tasks, in which -1 is the base. Ticks are labelled `T1`, or `T1 food10` if
+    `named`."""
+    short = [
+        task_label(results, task, 20) if named or task < 0 else f"T{task + 1}" for task in tasks
+    ]
+    return category_axis([task_label(results, task) for task in tasks], short, title)
 
 
-def label_of(results: Results, task: int, limit: int = 60) -> str:
-    """`T1 food10` of the first task, unique because of its number; -1 is the base."""
+def task_label(results: Results, task: int, limit: int = 60) -> str:
+    """Label a task, such as `T1 food10` for the first one. The number makes the label unique; -1 is
+    the base."""
     return "base" if task < 0 else shown(f"T{task + 1} {results['tasks'][task]['name']}", limit)
 
 
 def shown(text: str, limit: int = 60) -> str:
-    """Text of at most `limit` characters, escaped because plotly reads some HTML."""
+    """Shorten the text to at most `limit` characters and escape it, because plotly interprets
+    HTML."""
     return html.escape(text if len(text) <= limit else f"{text[: limit - 1]}…")
 
 
-def note_of_spread(num: int) -> str:
-    """A sentence about the tasks that are left out, or nothing."""
-    return "" if num <= SHOWN else f" Of {num:,} tasks, {SHOWN} are shown, evenly spread."
+def selection_note(num: int) -> str:
+    """Say how many tasks a chart omits; empty if it displays all `num` tasks."""
+    return "" if num <= SHOWN else f" {SHOWN} of {num:,} tasks are displayed, evenly spaced."
 
 
 def rounded(values: Any, digits: int = 4) -> Any:
-    """Nested lists with few significant digits, for a small page; None if not finite."""
+    """Round nested values to `digits` significant digits to keep the page small; non-finite values
+    become None."""
     if isinstance(values, list | tuple | np.ndarray):
         return [rounded(value, digits) for value in values]
     value = to_json(values)
@@ -557,7 +566,7 @@ def heatmap(
     decimals: int = 0,
     scale: str = "sequential",
 ) -> Spec:
-    """A matrix as colours, the first row on top; small ones have numbers in their cells."""
+    """Make a heat map with the first row on top; small ones display the numbers in their cells."""
     is_small = max(values.shape) <= MANY
     trace = {
         "type": "heatmap",

@@ -22,7 +22,7 @@ from cheem_jax.report.table import spread
 TASKS = 24
 """Maximum number of tasks with displayed images."""
 EACH = 4
-"""Maximum number of right predictions per task, and of wrong ones."""
+"""Maximum number of right and of wrong predictions per task."""
 LARGEST = 224
 """Maximum height and width of an image in pixels."""
 CRISP = 64
@@ -37,12 +37,12 @@ class Example(NamedTuple):
     answer: str
     """The wrong prediction; empty if the prediction is right."""
     given: str = ""
-    """The class predicted with the task ID given, if the inferred task ID is wrong."""
+    """The class predicted with the task ID given; empty if the inferred task ID is right."""
 
 
 class Examples(NamedTuple):
-    """Examples of each task: its name, right and wrong ones, and the numbers of right and wrong
-    predictions."""
+    """Examples of each task: its name, the images with right and with wrong predictions, and the
+    numbers of right and wrong predictions."""
 
     tasks: tuple[tuple[str, list[Example], list[Example], int, int], ...]
     is_crisp: bool
@@ -52,10 +52,8 @@ class Examples(NamedTuple):
 def examples(
     run: RunRecord, recorded: Recorded, tests: Mapping[str, Split | EncodedSplit] | None = None
 ) -> Examples:
-    """Select examples for the page; `tests` are the test images by task.
-
-    Raises EmptySection if predictions or images are not available.
-    """
+    """Select examples for the page; `tests` contains the test images of each task, keyed by task
+    name."""
     data: Mapping[str, Any] = recorded.begin.get("data") or {}
     size = run.results["image_size"]
     tasks = run.results["tasks"]
@@ -76,23 +74,21 @@ def examples(
     except EmptySection:
         raise
     except (ValueError, OSError, ImportError) as error:
-        raise EmptySection(f"The images are not where the run found them: {error}.") from error
+        raise EmptySection(f"The images of the run cannot be read: {error}.") from error
     notes = [f"The first {TASKS} of {len(tasks):,} tasks."] if len(tasks) > TASKS else []
     if not is_checked:
-        notes.append(
-            "Files and labels are those of the run; whether their pixels are is not checked."
-        )
+        notes.append("The files and labels are those of the run; the pixels were not compared.")
     return Examples(shown, size <= CRISP, " ".join(notes))
 
 
 def _recorded_tests(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, Split | EncodedSplit]:
-    """Return the test split of each task by name; raises EmptySection if it differs from the split
-    of the run."""
+    """Return the test split of each task, keyed by task name. Raises EmptySection if it differs
+    from the split of the run."""
     hashes = run.results["split_sha256"]
-    message = "Other files or labels are there now than the run has seen"
+    message = "The files or labels have changed since the run"
     if data["stream"] == "demo":
         hashes = run.config["data_sha256"]
-        message = "This version makes other images than the run has seen"
+        message = "This version makes different images than the version of the run"
     tests = _hashed_tests(
         run.results["image_size"],
         data["stream"],
@@ -119,7 +115,8 @@ def _hashed_tests(
     seed: int,
     class_split: ClassSplit | None,
 ) -> Mapping[str, tuple[Split | EncodedSplit, str]]:
-    """Return the test split of each task of a stream, and the hash that a run records of it."""
+    """Return the test split of each task of a stream, and the hash of the split that a run
+    records."""
     if stream == "demo":
         return {
             task.name: (task.test, fingerprint(task)) for task in demo_stream(image_size=size).tasks
@@ -156,9 +153,9 @@ def _task_examples(
     is_right = (routed == index) & (classes == labels)
     if routed.max(initial=0) >= len(tasks) or abs(is_right.mean() - accuracy) > 1e-9:
         raise EmptySection(
-            f"answers.npz is from another moment than the record: of {task['name']!r}"
-            f" {is_right.mean():.4f} are right there, {accuracy:.4f} here; the command that began"
-            " the run resumes it and writes both."
+            f"answers.npz does not belong to the record: the accuracy of {task['name']!r} is"
+            f" {is_right.mean():.4f} in answers.npz and {accuracy:.4f} in the record; the command"
+            " that started the run resumes it and writes both."
         )
 
     def example(row: int, image: np.ndarray) -> Example:

@@ -1,6 +1,6 @@
 "use strict";
 
-// ---- colours: names in page.css become what they are now, light or dark
+// ---- colours: names of page.css are replaced by their current values, light or dark
 
 const probe = document.createElement("i");
 probe.hidden = true;
@@ -35,7 +35,7 @@ function coloured(value) {
   return colour(value.slice(1)) || value;
 }
 
-// ---- charts: drawn soon after they can be seen, one after the other; drawn again when the theme changes
+// ---- charts are drawn one at a time soon after they become visible, and again when the theme changes
 
 const CONFIG = {displayModeBar: false, responsive: true, displaylogo: false, showTips: false};
 const drawn = new Map();  // plot element -> its figure
@@ -104,7 +104,7 @@ function choice(figure, index) {
   draw(figure);
 }
 
-// ---- paper: light, and charts as wide as a page
+// ---- printing: the light theme, and charts as wide as a page
 
 const root = document.documentElement;
 let onScreen = "";  // the theme
@@ -121,7 +121,7 @@ addEventListener("afterprint", () => {
   theme();
 });
 
-// ---- what is cut at its right edge fades out there
+// ---- boxes that are cut off at the right fade out there
 
 const sizes = new ResizeObserver(entries => entries.forEach(entry => hint(entry.target.closest(".box"))));
 
@@ -135,7 +135,7 @@ for (const box of document.querySelectorAll(".box")) {
   for (const one of [box, ...box.children]) sizes.observe(one);
 }
 
-// ---- names beside marks, each where it covers the least; left out where there is no room
+// ---- labels next to markers, each at the position with the least overlap; omitted if nothing fits
 
 const PLACES = ["middle right", "top center", "bottom center", "middle left",
   "top right", "bottom right", "top left", "bottom left"];
@@ -197,7 +197,7 @@ document.getElementById("theme").addEventListener("click", () => {
 dark.addEventListener("change", () => theme());
 if (remembered()) theme(remembered());
 
-// ---- one run at a time, named by the address
+// ---- one run is displayed at a time; the address names it
 
 const runs = [...document.querySelectorAll("article.run")];
 const picker = document.getElementById("runs");
@@ -239,7 +239,7 @@ function follow(run) {
 show(runs[0].id);
 if (location.hash) goTo();
 
-// ---- the architectures: an expert's history and who shares it
+// ---- architectures: an expert's history and the tasks that share it
 
 const tip = document.getElementById("tip");
 const SHARERS = 8;

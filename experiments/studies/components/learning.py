@@ -88,7 +88,7 @@ def components_of(text: str) -> list[Component]:
 
 def pieces_of(executor: Executor, component: Component) -> tuple[Piece, ...]:
     """Return the positions of a component in the executor's leaves."""
-    _, state = nnx.split(executor.vit_of(executor.leaves))
+    _, state = nnx.split(executor.merge_vit(executor.leaves))
     pieces = []
     for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(state)):
         names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
@@ -159,7 +159,7 @@ class Network:
 
         @executor.jit
         def answer(leaves, head, images, num):
-            logits = head_logits(head, executor.vit_of(leaves)(images))
+            logits = head_logits(head, executor.merge_vit(leaves)(images))
             logits = jnp.where(jnp.arange(logits.shape[-1]) < num, logits, -1e30)
             # a network with NaN must not count as a prediction of class 0
             return jnp.where(jnp.isfinite(logits).all(axis=-1), logits.argmax(axis=-1), -1)
@@ -188,7 +188,7 @@ class Learner:
 
         def loss(learned, fixed, batch: FitBatch):
             leaves, num = fixed
-            features = executor.vit_of(insert(leaves, pieces, learned.parts))(
+            features = executor.merge_vit(insert(leaves, pieces, learned.parts))(
                 batch.inputs["images"]
             )
             logits = head_logits(learned.head, features)

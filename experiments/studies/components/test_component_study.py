@@ -19,7 +19,7 @@ from cheem_jax.core import metrics
 from cheem_jax.core.interruption import Stop, Stopped
 from cheem_jax.core.keys import Keys
 from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
 from cheem_jax.run_config import make_networks
@@ -108,7 +108,7 @@ def test_inserting_a_component_changes_only_its_parameters(executor, name):
 def test_the_thirds_of_the_fused_weight_are_query_key_and_value(executor):
     """Attention is uniform without queries, for any keys, and without keys, for any queries."""
     images = STREAM.tasks[0].test.images[:4]
-    features = executor.jit(lambda leaves, images: executor.vit_of(leaves)(images))
+    features = executor.jit(lambda leaves, images: executor.merge_vit(leaves)(images))
     rng = np.random.default_rng(0)
 
     def with_parts(leaves, name, *, scale):
@@ -138,7 +138,7 @@ def test_the_thirds_of_the_fused_weight_are_query_key_and_value(executor):
 def fit(learner, index, rate):
     task = STREAM.tasks[index]
     fitting = learner.begin(Keys(index), index, task, learner.pretrained)
-    fitting = learner.fit(fitting, Keys(index), index, task, TRAINING, rate, unwatched)
+    fitting = learner.fit(fitting, Keys(index), index, task, TRAINING, rate, no_progress)
     leaves = learner.leaves(fitting.learned.parts)
     learner.network.accuracy(leaves, fitting.learned.head, task.test, len(task.classes))
     return leaves

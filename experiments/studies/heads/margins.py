@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.baselines.catalogue import FrozenNetworks, make, preset_of
+from cheem_jax.baselines.catalogue import FrozenNetworks, make, make_preset
 from cheem_jax.baselines.ewc import Ewc
 from cheem_jax.baselines.moal import Moal
 from cheem_jax.baselines.prompting import Prompting
@@ -235,7 +235,7 @@ def measure(
     name = run.results["method"]
     file = run.directory / "config.json"
     engine = parse_settings(EngineConfig, run.config["engine"], file)
-    config = parse_settings(type(preset_of(name, "paper")), run.config[name], file)
+    config = parse_settings(type(make_preset(name, "paper")), run.config[name], file)
     networks = make_networks(pretrained, None, config, engine, workshop=workshop)
     method = cast(
         Prompting | Ewc | Moal, make(config, networks, Keys(run.config["seed"]), len(stream.tasks))

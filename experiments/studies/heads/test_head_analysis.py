@@ -15,7 +15,7 @@ import small
 from rich.console import Console
 from scipy.special import ndtr
 
-from cheem_jax.baselines.catalogue import preset_of
+from cheem_jax.baselines.catalogue import make_preset
 from cheem_jax.baselines.ewc import EwcConfig
 from cheem_jax.baselines.l2p import L2pConfig
 from cheem_jax.cli import run as cheem_run
@@ -216,7 +216,9 @@ def test_non_finite_logits_and_a_single_task_are_refused():
 def test_settings_are_read_from_the_json_of_a_run():
     config = L2pConfig(pool=7, layers=(0, 2), fit=FitConfig(epochs=3, learning_rate=0.5))
     document = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert parse_settings(type(preset_of("l2p", "paper")), document, Path("config.json")) == config
+    assert (
+        parse_settings(type(make_preset("l2p", "paper")), document, Path("config.json")) == config
+    )
     with pytest.raises(ValueError, match=r"unknown settings \['depth'\]"):
         parse_settings(L2pConfig, {"depth": 3}, Path("config.json"))
 

@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool
 
-from cheem_jax.report.finished import RunRecord, check_comparable, order_names, read, variant_of
+from cheem_jax.report.finished import (
+    RunRecord,
+    check_comparable,
+    describe_variant,
+    order_names,
+    read,
+)
 from cheem_jax.report.table import METHODS
 
 Correct = tuple[Bool[np.ndarray, "_"], ...]
@@ -100,7 +106,7 @@ def load(folder: Path) -> Cells:
     orders = order_names(runs)
     cells: dict[Cell, dict[int, Collected]] = {}
     for run in runs:
-        cell = Cell(run.results["method"], variant_of(run), orders[run.place[0], run.order])
+        cell = Cell(run.results["method"], describe_variant(run), orders[run.place[0], run.order])
         seeds = cells.setdefault(cell, {})
         seed = run.results["seed"]
         if seed in seeds:

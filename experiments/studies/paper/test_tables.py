@@ -11,7 +11,7 @@ import tables
 
 from cheem_jax.core.metrics import average_accuracy
 from cheem_jax.data.benchmarks.table import MTIL
-from cheem_jax.report.finished import check_comparable, read, variant_of
+from cheem_jax.report.finished import check_comparable, describe_variant, read
 from studies.paper.printed import Cell, printed, recomputed_fom
 
 TASKS = ("shapes", "letters")

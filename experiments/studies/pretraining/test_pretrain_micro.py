@@ -7,9 +7,9 @@ import numpy as np
 import pretrain_micro
 import pytest
 
-from cheem_jax.backbone.config import BUNDLED, config_of
+from cheem_jax.backbone.config import BUNDLED, find_config
 from cheem_jax.backbone.means import KEYS
-from cheem_jax.backbone.params import params_of
+from cheem_jax.backbone.params import get_params
 from cheem_jax.backbone.weights import load_pretrained
 from studies.pretraining import formula_images
 
@@ -77,10 +77,10 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(
     images = images_and_labels[0][:48]
     labels = np.arange(48, dtype=np.int32) % 16
     tiny = dataclasses.replace(tiny, work_dir=tmp_path / "whole")
-    whole = params_of(pretrain_micro.train(tiny, trainer, images, labels, until=5))
+    whole = get_params(pretrain_micro.train(tiny, trainer, images, labels, until=5))
     tiny = dataclasses.replace(tiny, work_dir=tmp_path / "broken")
     pretrain_micro.train(tiny, trainer, images, labels, until=2)
-    resumed = params_of(pretrain_micro.train(tiny, trainer, images, labels, until=5))
+    resumed = get_params(pretrain_micro.train(tiny, trainer, images, labels, until=5))
     for name, value in whole.items():
         np.testing.assert_array_equal(resumed[name], value)
 
@@ -112,7 +112,7 @@ def test_bundled_weights_are_small_and_finite_and_have_base_means(backbone):
     file = pretrain_micro.BUNDLED / f"{backbone}.safetensors"
     assert file.stat().st_size <= 3_000_000
     pretrained = load_pretrained(backbone)
-    config = config_of(backbone)
+    config = find_config(backbone)
     assert pretrained.config == config
     assert all(np.isfinite(value).all() for value in pretrained.params.values())
     assert set(pretrained.base_means) == {f"32/{key}" for key in KEYS}
@@ -123,7 +123,7 @@ def test_bundled_weights_are_small_and_finite_and_have_base_means(backbone):
 @pytest.mark.full
 @pytest.mark.parametrize("backbone", BUNDLED)
 def test_bundled_features_classify_digits_far_better_than_random_ones(backbone):
-    random = pretrain_micro.wide_init(config_of(backbone), jax.random.key(1))
+    random = pretrain_micro.wide_init(find_config(backbone), jax.random.key(1))
     before = pretrain_micro.digits_probe(random, backbone)["features"]
     after = pretrain_micro.digits_probe(load_pretrained(backbone).params, backbone)["features"]
     assert 1 - after < 0.6 * (1 - before)  # share of wrong predictions

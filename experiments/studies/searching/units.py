@@ -20,7 +20,7 @@ from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.data.task import Task
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.passes import answers
+from cheem_jax.engine.passes import classes_and_features
 from cheem_jax.run import fingerprint
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read, to_json
@@ -233,15 +233,15 @@ class TaskUnits:
             f"{name}_accuracy": float(
                 np.mean(
                     task.splits[name].labels
-                    == answers(
+                    == classes_and_features(
                         cheem.executor,
-                        network,
+                        [network],
                         fit.state.head.params,
                         feed,
                         num=len(task.splits[name].labels),
                         num_classes=len(task.classes),
                         batch_size=cheem.batch_size,
-                    )
+                    )[0]
                 )
             )
             for name, feed in feeds.items()
